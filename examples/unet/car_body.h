@@ -1,0 +1,20 @@
+#pragma once
+
+#include <vector>
+
+#include "examples/unet/canvas.h"
+
+namespace gpipe::unet {
+
+/// The side of a car that faces right. Points are in thousandths of its length (x, from the rear) and of its height (y,
+/// upwards from the ground).
+struct CarBody {
+  int height = 0;  ///< thousandths of the length
+  std::vector<Point> outline;
+  std::vector<std::vector<Point>> windows;
+};
+
+/// A saloon, a hatchback, an off-roader, a van, a pick-up and a coupe.
+const std::vector<CarBody>& car_bodies();
+
+}  // namespace gpipe::unet

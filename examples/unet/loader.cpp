@@ -1,0 +1,93 @@
+#include "examples/unet/loader.h"
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "examples/unet/random.h"
+
+namespace gpipe::unet {
+
+Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
+    : samples_(std::move(samples)), size_(size), options_(options) {
+  if (samples_.empty()) throw std::invalid_argument("there are no samples to load");
+  if (size_.width < 1 || size_.height < 1) throw std::invalid_argument("cannot load images at " + to_string(size_));
+  if (options_.batch_size < 1) {
+    throw std::invalid_argument("batch size is " + std::to_string(options_.batch_size) + "; it must be at least 1");
+  }
+  if (options_.workers < 1) {
+    throw std::invalid_argument("loader workers are " + std::to_string(options_.workers) +
+                                "; there must be at least 1");
+  }
+  if (options_.shuffle) Random(options_.seed, static_cast<uint64_t>(options_.epoch)).shuffle(samples_);
+  for (int i = 0; i < options_.workers; ++i) {
+    workers_.emplace_back([this](std::stop_token stop) { work(stop); });
+  }
+}
+
+std::optional<Batch> Loader::next() {
+  MutexLock lock(mutex_);
+  if (taken_ == batches()) return std::nullopt;
+  auto result = results_.find(taken_);
+  while (result == results_.end()) {
+    changed_.wait(mutex_);
+    result = results_.find(taken_);
+  }
+  if (result->second.error) std::rethrow_exception(result->second.error);
+  Batch batch = std::move(result->second.batch);
+  results_.erase(result);
+  ++taken_;
+  changed_.notify_all();
+  return batch;
+}
+
+void Loader::work(std::stop_token stop) {
+  const std::stop_callback wake(stop, [this] {
+    MutexLock lock(mutex_);
+    changed_.notify_all();
+  });
+  for (;;) {
+    int64_t index = 0;
+    {
+      MutexLock lock(mutex_);
+      const auto full = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return claimed_ - taken_ > options_.workers; };
+      while (!stop.stop_requested() && claimed_ < batches() && full()) changed_.wait(mutex_);
+      if (stop.stop_requested() || claimed_ == batches()) return;
+      index = claimed_++;
+    }
+    Result result;
+    try {
+      result.batch = decode(index);
+    } catch (...) {
+      result.error = std::current_exception();
+    }
+    MutexLock lock(mutex_);
+    results_.emplace(index, std::move(result));
+    changed_.notify_all();
+  }
+}
+
+Batch Loader::decode(int64_t index) const {
+  const int64_t first = index * options_.batch_size;
+  const int64_t count = std::min<int64_t>(options_.batch_size, static_cast<int64_t>(samples_.size()) - first);
+  Batch batch{at::empty({count, 3, size_.height, size_.width}, at::kFloat),
+              at::empty({count, 1, size_.height, size_.width}, at::kFloat)};
+  auto* image_out = batch.images.mutable_data_ptr<float>();
+  auto* mask_out = batch.masks.mutable_data_ptr<float>();
+  for (int64_t i = first; i < first + count; ++i) {
+    const auto& sample = samples_[static_cast<size_t>(i)];
+    const Image image = read_image(sample.image, size_);
+    const Image mask = read_mask(sample.mask, size_);
+    for (size_t channel = 0; channel < 3; ++channel) {
+      for (size_t at = channel; at < image.pixels.size(); at += 3)
+        *image_out++ = static_cast<float>(image.pixels[at]) / 255;
+    }
+    mask_out = std::copy(mask.pixels.begin(), mask.pixels.end(), mask_out);
+  }
+  return batch;
+}
+
+}  // namespace gpipe::unet

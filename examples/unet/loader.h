@@ -1,0 +1,78 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <exception>
+#include <map>
+#include <optional>
+#include <stop_token>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "examples/unet/carvana.h"
+#include "examples/unet/image.h"
+#include "gpipe/runtime/mutex.h"
+
+namespace gpipe::unet {
+
+struct Batch {
+  at::Tensor images;  ///< [n, 3, height, width], float, 0 to 1
+  at::Tensor masks;   ///< [n, 1, height, width], float, 0 or 1
+};
+
+struct LoaderOptions {
+  int64_t batch_size = 4;
+  int workers = 2;
+  bool shuffle = false;  ///< else in the order of the samples
+  uint64_t seed = 0;     ///< with the epoch, fixes the shuffled order
+  int64_t epoch = 0;
+};
+
+/// One pass over the samples in batches (the last may be smaller), decoded ahead of their use by worker threads. What
+/// it yields does not depend on the number of workers. It holds at most workers + 1 batches, decoded or being decoded.
+///
+/// All samples come out at one size, whatever theirs (see image_size() and scaled()): images by resize_bilinear(),
+/// masks by resize_nearest(). Another aspect ratio is stretched.
+///
+/// Threads: next() from one thread at a time. Destroy it at any time; it waits for the files being decoded, no more.
+class Loader {
+ public:
+  /// Throws std::invalid_argument for an empty list, size, batch or set of workers.
+  Loader(std::vector<Sample> samples, Size size, LoaderOptions options);
+  Loader(const Loader&) = delete;
+  Loader& operator=(const Loader&) = delete;
+
+  /// The next batch, or nothing at the end. Where a file of that batch cannot be decoded, rethrows what the reader
+  /// threw, and so does every call after it.
+  std::optional<Batch> next();
+
+  int64_t batches() const {
+    return (static_cast<int64_t>(samples_.size()) + options_.batch_size - 1) / options_.batch_size;
+  }
+
+ private:
+  struct Result {
+    Batch batch;
+    std::exception_ptr error;
+  };
+
+  void work(std::stop_token stop);
+  Batch decode(int64_t index) const;
+
+  std::vector<Sample> samples_;
+  const Size size_;
+  const LoaderOptions options_;
+
+  Mutex mutex_;
+  CondVar changed_;
+  std::map<int64_t, Result> results_ ABSL_GUARDED_BY(mutex_);
+  int64_t claimed_ ABSL_GUARDED_BY(mutex_) = 0;  // batches that a worker has begun
+  int64_t taken_ ABSL_GUARDED_BY(mutex_) = 0;    // batches that next() has returned
+
+  // The last member: its destruction stops and joins the workers while what they use is alive.
+  std::vector<std::jthread> workers_;
+};
+
+}  // namespace gpipe::unet

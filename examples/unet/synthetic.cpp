@@ -1,0 +1,51 @@
+#include "examples/unet/synthetic.h"
+
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "examples/unet/carvana.h"
+#include "examples/unet/files.h"
+#include "examples/unet/random.h"
+#include "examples/unet/scene.h"
+
+namespace gpipe::unet {
+namespace {
+
+namespace fs = std::filesystem;
+
+void make_directory_for(const fs::path& directory, const std::set<fs::path>& files) {
+  check_writable_directory(directory);
+  for (const auto& entry : fs::directory_iterator(directory)) {
+    if (files.count(entry.path()) != 0) continue;
+    throw std::runtime_error("cannot write synthetic data: " + directory.string() + " holds another file, " +
+                             entry.path().filename().string() + "; remove it or choose another directory");
+  }
+}
+
+}  // namespace
+
+void write_synthetic(const std::filesystem::path& directory, int count, Size size, uint64_t seed) {
+  if (count < 1) throw std::invalid_argument("cannot write " + std::to_string(count) + " images; at least 1");
+  const fs::path images = directory / "imgs";
+  const fs::path masks = directory / "masks";
+  std::vector<Sample> samples;
+  std::set<fs::path> files;
+  for (int i = 0; i < count; ++i) {
+    const std::string stem = absl::StrFormat("%04d", i);
+    samples.push_back({images / (stem + ".jpg"), masks / (stem + "_mask.gif")});
+    files.insert({samples.back().image, samples.back().mask});
+  }
+  make_directory_for(images, files);
+  make_directory_for(masks, files);
+  for (size_t i = 0; i < samples.size(); ++i) {
+    Random random(seed, i);
+    const Scene scene = draw_scene(random, size);
+    write_jpeg(samples[i].image, scene.image);
+    write_gif(samples[i].mask, scene.mask);
+  }
+}
+
+}  // namespace gpipe::unet

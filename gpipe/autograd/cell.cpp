@@ -1,0 +1,289 @@
+#include "gpipe/autograd/cell.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/ScalarType.h>
+#include <torch/csrc/autograd/engine.h>
+
+#include <map>
+
+#include <stdexcept>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "gpipe/autograd/boundary.h"
+#include "gpipe/autograd/random_scope.h"
+
+namespace gpipe {
+namespace {
+
+using torch::autograd::edge_list;
+
+bool may_require_grad(const at::Tensor& tensor) {
+  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
+}
+
+std::vector<Parcel> copies_of(const std::vector<Parcel>& parcels) {
+  auto copies = parcels;
+  for (auto& parcel : copies) {
+    for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
+      if (!parcel.tensors[i].defined()) continue;
+      parcel.tensors[i] = parcel.tensors[i].clone();
+      parcel.versions[i] = version_of(parcel.tensors[i]);
+    }
+  }
+  return copies;
+}
+
+bool changed(const std::vector<Parcel>& parcels) {
+  for (const auto& parcel : parcels) {
+    for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
+      if (version_of(parcel.tensors[i]) != parcel.versions[i]) return true;
+    }
+  }
+  return false;
+}
+
+}  // namespace
+
+// Where stash and pop lead inside a cell: to the stage's edges, or, when both ends are in the stage, to each other.
+class Cell::Context : public SkipContext {
+ public:
+  Context(const Stage& stage, const std::vector<Parcel>& in, std::vector<at::Tensor> entering)
+      : stage_(stage), in_(in), entering_(std::move(entering)), popped_(entering_.size()), out_(stage.skips_out.size()) {
+    for (const auto& key : stage.skips_out) out_index_.emplace(key, out_index_.size());
+    for (const auto& key : stage.skips_in) in_index_.emplace(key, in_index_.size());
+  }
+
+  void stash(const SkipKey& key, at::Tensor tensor) override {
+    const auto found = out_index_.find(key);
+    if (found == out_index_.end()) {
+      if (!local_.emplace(key, std::move(tensor)).second) throw_twice(key, "stashed");
+      return;
+    }
+    auto& out = out_[found->second];
+    if (out.stashed) throw_twice(key, "stashed");
+    out = {true, leave(tensor), tensor.defined() ? tensor.detach() : tensor};
+    out.version = version_of(out.tensor);
+  }
+
+  at::Tensor pop(const SkipKey& key) override {
+    const auto found = in_index_.find(key);
+    if (found == in_index_.end()) {
+      auto node = local_.extract(key);
+      if (node.empty()) throw std::runtime_error("[gpipe] " + to_string(key) + " was popped but has not been stashed");
+      return std::move(node.mapped());
+    }
+    const auto k = found->second;
+    if (popped_[k]) throw_twice(key, "popped");
+    popped_[k] = true;
+    if (version_of(entering_[k]) != in_[k + 1].versions.front()) {
+      throw std::runtime_error("[gpipe] " + to_string(key) +
+                               " was changed in place after it was stashed; stash a clone of it instead");
+    }
+    return std::move(entering_[k]);
+  }
+
+  // Every declared skip that crosses the stage's bounds must have been used.
+  void check() const {
+    for (std::size_t k = 0; k < popped_.size(); ++k) {
+      if (!popped_[k]) throw_unused(stage_.skips_in[k], "popped");
+    }
+    for (std::size_t k = 0; k < out_.size(); ++k) {
+      if (!out_[k].stashed) throw_unused(stage_.skips_out[k], "stashed");
+    }
+    if (!local_.empty()) throw_unused(local_.begin()->first, "popped");
+  }
+
+  struct Out {
+    bool stashed = false;
+    torch::autograd::Edge root;
+    at::Tensor tensor;
+    std::uint32_t version = 0;
+  };
+  std::vector<Out>& out() { return out_; }
+
+ private:
+  [[noreturn]] static void throw_twice(const SkipKey& key, const std::string& what) {
+    throw std::runtime_error("[gpipe] " + to_string(key) + " was " + what + " twice in one forward");
+  }
+  [[noreturn]] static void throw_unused(const SkipKey& key, const std::string& what) {
+    throw std::runtime_error("[gpipe] " + to_string(key) + " is declared and must be " + what +
+                             ", but the layer's forward did not");
+  }
+
+  const Stage& stage_;
+  const std::vector<Parcel>& in_;
+  std::vector<at::Tensor> entering_;
+  std::vector<bool> popped_;
+  std::vector<Out> out_;
+  std::map<SkipKey, std::size_t> in_index_;
+  std::map<SkipKey, std::size_t> out_index_;
+  std::map<SkipKey, at::Tensor> local_;
+};
+
+void GradientSums::add(Gradients gradients) {
+  if (sums_.empty()) {
+    sums_.resize(gradients.size());
+    owned_.resize(gradients.size());
+  }
+  for (std::size_t i = 0; i < gradients.size(); ++i) {
+    auto& gradient = gradients[i];
+    auto& sum = sums_[i];
+    if (!gradient.defined()) continue;
+    if (!sum.defined()) {
+      sum = std::move(gradient);  // may be shared with another gradient, or with the graph
+    } else if (owned_[i] && sum.layout() == gradient.layout()) {
+      sum.add_(gradient);
+    } else {
+      sum = sum + gradient;
+      owned_[i] = true;
+    }
+  }
+}
+
+Cell::Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch)
+    : stage_(stage), captures_(captures), seed_(seed), micro_batch_(micro_batch) {}
+
+std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in) {
+  const bool grad = at::GradMode::is_enabled();
+  captured_.clear();
+  roots_.clear();
+  std::vector<at::Tensor> activation;
+  std::vector<at::Tensor> skips;
+  for (std::size_t p = 0; p < in.size(); ++p) {
+    auto& captured = captured_.emplace_back();
+    for (std::size_t i = 0; i < in[p].tensors.size(); ++i) {
+      auto tensor = in[p].tensors[i];
+      torch::autograd::Edge capture;
+      if (tensor.defined()) {
+        tensor = grad && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
+        if (tensor.grad_fn()) capture = {tensor.grad_fn(), 0};
+      }
+      captured.push_back(std::move(capture));
+      (p == 0 ? activation : skips).push_back(std::move(tensor));
+    }
+  }
+  Context context(stage_, in, std::move(skips));
+  Value value(in.front().form, std::move(activation));
+  {
+    SkipContextGuard guard(context);
+    for (layer_ = 0; layer_ < static_cast<int>(stage_.layers.size()); ++layer_) {
+      RandomScope scope(seed_, stage_.first_layer + layer_, micro_batch_);
+      value = stage_.layers[layer_]->forward(std::move(value));
+    }
+    layer_ = static_cast<int>(stage_.layers.size()) - 1;
+  }
+  context.check();
+
+  std::vector<Parcel> out(1);
+  out.front().form = value.form();
+  auto& roots = roots_.emplace_back();
+  for (const auto& tensor : value.tensors()) {
+    roots.push_back(leave(tensor));
+    out.front().add(tensor.defined() ? tensor.detach() : tensor, roots.back().is_valid());
+  }
+  for (auto& skip : context.out()) {
+    auto& parcel = out.emplace_back();
+    parcel.add(skip.tensor, skip.root.is_valid());
+    parcel.versions.front() = skip.version;
+    roots_.push_back({std::move(skip.root)});
+  }
+  edge_list all;
+  for (const auto& list : roots_) all.insert(all.end(), list.begin(), list.end());
+  captures_.redirect(all);
+  return out;
+}
+
+std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
+  if (!mode.grad) {
+    at::NoGradGuard no_grad;
+    return run_layers(in);
+  }
+  if (!mode.recompute) {
+    at::AutoGradMode grad(true);
+    return run_layers(in);
+  }
+  if (stage_.in_place == Stage::InPlace::kNo) {
+    stored_ = in;
+  } else {
+    stored_ = copies_of(in);
+  }
+  at::NoGradGuard no_grad;
+  auto out = run_layers(in);
+  const bool was_pure = stage_.in_place == Stage::InPlace::kNo;
+  if (changed(in)) {
+    stage_.in_place = Stage::InPlace::kYes;
+    if (was_pure) {
+      throw std::runtime_error(
+          "[gpipe] a layer changed the input of stage " + std::to_string(stage_.index) +
+          " in place, which it did not do before, so that the stage cannot be recomputed; repeat the call, which will "
+          "work from a copy");
+    }
+  } else if (stage_.in_place == Stage::InPlace::kUnknown) {
+    stage_.in_place = Stage::InPlace::kNo;
+  }
+  // Which of the outputs depend on something that requires grad is only known once a graph is built: all that can, may.
+  bool depends = !captures_.edges().empty();
+  for (const auto& parcel : in) {
+    for (const bool wants : parcel.wants_gradient) depends |= wants;
+  }
+  for (auto& parcel : out) {
+    for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
+      parcel.wants_gradient[i] = depends && may_require_grad(parcel.tensors[i]);
+    }
+  }
+  return out;
+}
+
+void Cell::recompute(bool keep) {
+  if (changed(stored_)) {
+    throw std::runtime_error("[gpipe] the input of stage " + std::to_string(stage_.index) +
+                             " was changed in place between its forward and its recompute; change a clone instead");
+  }
+  SavedBuffers buffers(stage_.buffers());
+  absl::Cleanup restore = [&] { buffers.restore(); };
+  at::AutoGradMode grad(true);
+  run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_);
+  if (!keep) stored_.clear();
+}
+
+std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool keep, GradientSums& sums) {
+  edge_list roots;
+  Gradients root_gradients;
+  for (std::size_t p = 0; p < roots_.size(); ++p) {
+    for (std::size_t i = 0; i < roots_[p].size(); ++i) {
+      if (!roots_[p][i].is_valid() || !gradients[p][i].defined()) continue;
+      roots.push_back(roots_[p][i]);
+      root_gradients.push_back(gradients[p][i]);
+    }
+  }
+  edge_list wanted;
+  for (const auto& list : captured_) {
+    for (const auto& edge : list) {
+      if (edge.is_valid()) wanted.push_back(edge);
+    }
+  }
+  const auto inputs = wanted.size();
+  wanted.insert(wanted.end(), captures_.edges().begin(), captures_.edges().end());
+
+  Gradients got(wanted.size());
+  if (!roots.empty() && !wanted.empty()) {
+    got = torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
+                                                                /*accumulate_grad=*/false, wanted);
+  }
+  std::vector<Gradients> result;
+  std::size_t next = 0;
+  for (const auto& list : captured_) {
+    auto& entering = result.emplace_back();
+    for (const auto& edge : list) entering.push_back(edge.is_valid() ? std::move(got[next++]) : at::Tensor());
+  }
+  sums.add(Gradients(std::make_move_iterator(got.begin() + inputs), std::make_move_iterator(got.end())));
+  return result;
+}
+
+void Cell::forget_graph() {
+  captured_.clear();
+  roots_.clear();
+}
+
+}  // namespace gpipe

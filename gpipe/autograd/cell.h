@@ -1,0 +1,75 @@
+#pragma once
+
+#include <torch/csrc/autograd/edge.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/autograd/stage.h"
+
+namespace gpipe {
+
+/// One parameter gradient a slot, summed over the micro-batches of a stage in the order of their backwards.
+class GradientSums {
+ public:
+  /// Adds gradients, one a slot; undefined ones count as zero and leave an untouched slot undefined.
+  void add(Gradients gradients);
+  const Gradients& sums() const { return sums_; }
+
+ private:
+  Gradients sums_;
+  /// Whether the sum's memory is ours alone, so that it may be added to in place.
+  std::vector<bool> owned_;
+};
+
+/// How a forward is to run.
+struct ForwardMode {
+  bool grad = false;       ///< build a graph
+  bool recompute = false;  ///< with grad: store inputs instead of the graph; an R will build it
+};
+
+/// A (stage, micro-batch) of one mini-batch: inputs, graph, nothing else. Destroying it frees its activations. Used by
+/// one thread, its stage's worker, at a time.
+class Cell {
+ public:
+  Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch);
+
+  /// F. `in` holds the activation, then the skips in the stage's order; so does what is returned.
+  /// Errors: what the layers throw; std::runtime_error when a declared skip was not stashed or popped, when a skip was
+  /// changed in place on its way, or when a layer changed its input in place that never did before and the cell is to be
+  /// recomputed.
+  std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
+
+  /// R. The stored inputs are used up unless `keep`. Buffers are left as they were.
+  void recompute(bool keep);
+
+  /// B. `gradients[k]` belongs to the k-th parcel of forward's result; returns those of its `in`, and adds the
+  /// parameters' to `sums`. The graph is used up unless `keep`.
+  std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool keep, GradientSums& sums);
+
+  /// Drops a graph that recompute can build again.
+  void forget_graph();
+
+  /// The layer that runs, or ran last, by its index in the stage; -1 before the first.
+  int layer() const { return layer_; }
+
+ private:
+  class Context;
+
+  std::vector<Parcel> run_layers(const std::vector<Parcel>& in);
+
+  Stage& stage_;
+  const ParameterCaptures& captures_;
+  const std::uint64_t seed_;
+  const int micro_batch_;
+  int layer_ = -1;
+
+  /// What entered, kept for R.
+  std::vector<Parcel> stored_;
+  /// One edge a tensor, parcel by parcel; invalid where no gradient runs.
+  std::vector<torch::autograd::edge_list> captured_;
+  std::vector<torch::autograd::edge_list> roots_;
+};
+
+}  // namespace gpipe

@@ -1,0 +1,90 @@
+#include "gpipe/autograd/layer.h"
+
+#include <c10/util/Type.h>
+
+#include <cstddef>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+namespace gpipe {
+namespace {
+
+using torch::nn::AnyModule;
+using torch::nn::AnyValue;
+
+template <std::size_t>
+using TensorAt = at::Tensor;
+
+template <std::size_t... I>
+auto make_tuple_of(const std::vector<at::Tensor>& tensors, std::index_sequence<I...>) {
+  return std::tuple<TensorAt<I>...>(tensors[I]...);
+}
+
+// Calls f with std::integral_constant<N> for the N in 2..8 that equals n; false when there is none.
+template <typename F>
+bool with_tuple_size(std::size_t n, F f) {
+  return [&]<std::size_t... I>(std::index_sequence<I...>) {
+    return ((n == I + 2 && (f(std::integral_constant<std::size_t, I + 2>()), true)) || ...);
+  }(std::make_index_sequence<7>());
+}
+
+AnyValue to_any(Value value) {
+  switch (value.form()) {
+    case Value::Form::kTensor:
+      return AnyValue(value.tensor());
+    case Value::Form::kVector:
+      return AnyValue(std::move(value).tensors());
+    case Value::Form::kTuple:
+      break;
+  }
+  std::optional<AnyValue> any;
+  with_tuple_size(value.tensors().size(), [&](auto n) {
+    any.emplace(make_tuple_of(value.tensors(), std::make_index_sequence<decltype(n)::value>()));
+  });
+  if (!any) throw std::invalid_argument("[gpipe] a layer cannot take " + value.describe());
+  return *std::move(any);
+}
+
+template <std::size_t N>
+using TupleOf = decltype(make_tuple_of({}, std::make_index_sequence<N>()));
+
+std::optional<Value> from_any(AnyValue& any) {
+  if (auto* tensor = any.try_get<at::Tensor>()) return Value(std::move(*tensor));
+  if (auto* tensors = any.try_get<std::vector<at::Tensor>>()) return Value(std::move(*tensors));
+  std::optional<Value> value;
+  for (std::size_t n = 2; n <= 8 && !value; ++n) {
+    with_tuple_size(n, [&](auto size) {
+      if (auto* tuple = any.try_get<TupleOf<decltype(size)::value>>()) value = Value(std::move(*tuple));
+    });
+  }
+  return value;
+}
+
+class AnyLayer : public Layer {
+ public:
+  AnyLayer(std::string name, AnyModule module) : name_(std::move(name)), module_(std::move(module)) {}
+
+  Value forward(Value input) override {
+    AnyValue output = module_.any_forward(to_any(std::move(input)));
+    if (auto value = from_any(output)) return *std::move(value);
+    throw std::invalid_argument("[gpipe] layer '" + name_ + "' returned " +
+                                c10::demangle(output.type_info().name()) +
+                                "; a layer returns a tensor, a std::vector of tensors or a std::tuple of 2 to 8");
+  }
+
+  const std::string& name() const override { return name_; }
+  std::shared_ptr<torch::nn::Module> module() const override { return module_.ptr(); }
+
+ private:
+  std::string name_;
+  AnyModule module_;
+};
+
+}  // namespace
+
+std::unique_ptr<Layer> make_layer(std::string name, AnyModule module) {
+  return std::make_unique<AnyLayer>(std::move(name), std::move(module));
+}
+
+}  // namespace gpipe

@@ -1,0 +1,28 @@
+#pragma once
+
+#include <torch/nn/modules/container/any.h>
+
+#include <memory>
+#include <string>
+
+#include "gpipe/autograd/value.h"
+
+namespace gpipe {
+
+/// The smallest unit that the user gives: one child of the Sequential, called with a Value whatever its types are.
+class Layer {
+ public:
+  virtual ~Layer() = default;
+
+  /// May throw whatever the module throws; c10::Error when it does not accept the input's form.
+  virtual Value forward(Value input) = 0;
+  virtual const std::string& name() const = 0;
+  virtual std::shared_ptr<torch::nn::Module> module() const = 0;
+};
+
+/// A child of a torch::nn::Sequential; shares the module. Its forward() takes and returns torch::Tensor,
+/// std::vector<torch::Tensor> or a std::tuple of 2 to 8 torch::Tensor; another return type is a std::invalid_argument
+/// when it is called.
+std::unique_ptr<Layer> make_layer(std::string name, torch::nn::AnyModule module);
+
+}  // namespace gpipe

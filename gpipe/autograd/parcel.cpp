@@ -1,0 +1,17 @@
+#include "gpipe/autograd/parcel.h"
+
+#include <utility>
+
+namespace gpipe {
+
+std::uint32_t version_of(const at::Tensor& tensor) {
+  return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
+}
+
+void Parcel::add(at::Tensor tensor, bool gradient_wanted) {
+  versions.push_back(version_of(tensor));
+  tensors.push_back(std::move(tensor));
+  wants_gradient.push_back(gradient_wanted);
+}
+
+}  // namespace gpipe

@@ -1,0 +1,31 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "gpipe/autograd/value.h"
+
+namespace gpipe {
+
+/// What an edge carries for one micro-batch: detached tensors, and of each whether a gradient is wanted back. A skip is
+/// a parcel of one tensor, which may be undefined. Gradients travel as plain vectors parallel to `tensors`; an undefined
+/// gradient stands for zero.
+struct Parcel {
+  Value::Form form = Value::Form::kTensor;
+  std::vector<at::Tensor> tensors;
+  std::vector<bool> wants_gradient;
+  /// The tensors' version counters when they were sent: a later change in place shows.
+  std::vector<std::uint32_t> versions;
+
+  /// Adds a tensor (detached by the caller, or undefined).
+  void add(at::Tensor tensor, bool gradient_wanted);
+};
+
+/// A tensor's version counter; 0 for undefined and inference tensors, which have none.
+std::uint32_t version_of(const at::Tensor& tensor);
+
+using Gradients = std::vector<at::Tensor>;
+
+}  // namespace gpipe

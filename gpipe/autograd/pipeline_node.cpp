@@ -1,0 +1,58 @@
+#include "gpipe/autograd/pipeline_node.h"
+
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <utility>
+
+namespace gpipe {
+namespace {
+
+using torch::autograd::variable_list;
+
+class PipelineNode : public torch::autograd::Node {
+ public:
+  explicit PipelineNode(BackwardFunction function) : function_(std::move(function)) {}
+
+  variable_list apply(variable_list&& gradients) override {
+    TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
+                                "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
+                                "create_graph");
+    TORCH_CHECK(function_,
+                "[gpipe] trying to backward through a pipeline a second time, after its activations were freed or its "
+                "first backward failed; pass retain_graph to the first backward, or run the forward again");
+    const bool keep = torch::autograd::get_current_graph_task_keep_graph();
+    // A failed backward has used up part of its cells.
+    auto function = std::exchange(function_, nullptr);
+    auto result = function(std::move(gradients), keep);
+    if (keep) function_ = std::move(function);
+    return result;
+  }
+
+  void release_variables() override { function_ = nullptr; }
+
+  std::string name() const override { return "GPipeBackward"; }
+
+ private:
+  BackwardFunction function_;
+};
+
+}  // namespace
+
+void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
+                     const std::vector<at::Tensor>& inputs, BackwardFunction function) {
+  auto node = std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function)), torch::autograd::deleteNode);
+  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (differentiable[i]) {
+      torch::autograd::set_history(outputs[i], node);
+    } else {
+      node->add_input_metadata(torch::autograd::Node::undefined_input());
+    }
+  }
+}
+
+}  // namespace gpipe

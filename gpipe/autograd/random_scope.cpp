@@ -1,0 +1,170 @@
+#include "gpipe/autograd/random_scope.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Context.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <array>
+#include <mutex>
+
+#include "absl/cleanup/cleanup.h"
+#include "gpipe/runtime/mutex.h"
+
+namespace gpipe {
+namespace {
+
+// A key of the dispatcher that PyTorch reserves for out-of-tree use above autograd and autocast, and does not use
+// itself: scopes include it, and the kernels below catch every operator that draws.
+constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
+
+thread_local RandomScope* current_scope = nullptr;
+
+// One step of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).
+std::uint64_t mix(std::uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+// manual_seed() keeps 32 bits of a seed on CPU; filling the whole state keeps all 64.
+at::Generator make_cpu_generator(std::uint64_t key) {
+  at::mt19937_data_pod state;
+  state.seed_ = key;
+  state.left_ = 1;
+  state.seeded_ = true;
+  state.next_ = 0;
+  for (auto& word : state.state_) word = static_cast<std::uint32_t>(key = mix(key));
+  at::mt19937 engine;
+  engine.set_data(state);
+  auto generator = at::detail::createCPUGenerator(state.seed_);
+  generator.get<at::CPUGeneratorImpl>()->set_engine(engine);
+  return generator;
+}
+
+Mutex& default_generator_mutex(c10::Device device) {
+  static std::array<Mutex, 64> mutexes;
+  return mutexes[static_cast<std::size_t>(device.index()) % mutexes.size()];
+}
+
+bool is_generator(const c10::Argument& argument) {
+  const auto& type = argument.type();
+  if (type->kind() == c10::TypeKind::GeneratorType) return true;
+  const auto optional = type->cast<c10::OptionalType>();
+  return optional && optional->getElementType()->kind() == c10::TypeKind::GeneratorType;
+}
+
+std::optional<std::size_t> generator_argument(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    if (is_generator(arguments[i])) return i;
+  }
+  return std::nullopt;
+}
+
+// Where an operator draws: the device of its first tensor, else its device argument, else the CPU.
+c10::Device device_of(at::ArrayRef<c10::IValue> arguments) {
+  for (const auto& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined()) return argument.toTensor().device();
+    if (argument.isDevice()) return argument.toDevice();
+  }
+  return c10::kCPU;
+}
+
+void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  auto* scope = RandomScope::current();
+  const bool traced = keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize);
+  if (scope == nullptr || scope->lending() || traced) return op.redispatchBoxed(below, stack);
+  const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
+  auto device = device_of(arguments);
+  if (device.is_meta()) return op.redispatchBoxed(below, stack);
+  if (!device.is_cpu() && !device.has_index()) {
+    device.set_index(c10::impl::getDeviceGuardImpl(device.type())->getDevice().index());
+  }
+  if (const auto index = generator_argument(op.schema())) {
+    auto& argument = (*stack)[stack->size() - arguments.size() + *index];
+    if (argument.isNone()) argument = scope->generator(device);
+    return op.redispatchBoxed(below, stack);
+  }
+  // On CPU, operators without a generator argument draw through others that have one.
+  if (device.is_cpu()) return op.redispatchBoxed(below, stack);
+  scope->lend_default_generator(device, [&] { op.redispatchBoxed(below, stack); });
+}
+
+// An operator that decomposes into others before it draws is caught there.
+bool draws_itself(const c10::OperatorHandle& op) {
+  if (generator_argument(op.schema())) return true;
+  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
+  for (const auto tag : op.getTags()) {
+    if (tag == at::Tag::nondeterministic_seeded) return true;
+  }
+  return false;
+}
+
+TORCH_LIBRARY_IMPL(_, DeferredInit, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
+  auto& dispatcher = c10::Dispatcher::singleton();
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (name.getNamespace() != "aten") continue;
+    const auto op = dispatcher.findSchema(name);
+    if (op && draws_itself(*op)) {
+      library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&draw>());
+    }
+  }
+}
+
+}  // namespace
+
+RandomScope::RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
+    : key_(mix(mix(mix(seed) ^ static_cast<std::uint64_t>(layer)) ^ static_cast<std::uint64_t>(micro_batch))),
+      previous_(current_scope),
+      intercept_(kKey) {
+  current_scope = this;
+}
+
+RandomScope::~RandomScope() { current_scope = previous_; }
+
+RandomScope* RandomScope::current() { return current_scope; }
+
+std::uint64_t RandomScope::draw_seed() {
+  auto generator = current_scope ? current_scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
+  std::lock_guard<std::mutex> lock(generator.mutex());
+  return generator.get<at::CPUGeneratorImpl>()->random64();
+}
+
+at::Generator RandomScope::generator(c10::Device device) {
+  if (device.is_cpu()) {
+    if (!cpu_) cpu_ = make_cpu_generator(key_);
+    return *cpu_;
+  }
+  if (!accelerator_ || accelerator_->device() != device) {
+    accelerator_ = at::globalContext().defaultGenerator(device).clone();
+    accelerator_->set_current_seed(key_);
+    accelerator_->set_offset(0);
+  }
+  return *accelerator_;
+}
+
+template <typename Call>
+void RandomScope::lend_default_generator(c10::Device device, Call call) {
+  auto own = generator(device);
+  auto lent = at::globalContext().defaultGenerator(device);
+  MutexLock lock(default_generator_mutex(device));
+  const auto seed = lent.current_seed();
+  const auto offset = lent.get_offset();
+  lent.set_current_seed(own.current_seed());
+  lent.set_offset(own.get_offset());
+  lending_ = true;
+  absl::Cleanup give_back = [&] {
+    lending_ = false;
+    own.set_offset(lent.get_offset());
+    lent.set_current_seed(seed);
+    lent.set_offset(offset);
+  };
+  call();
+}
+
+}  // namespace gpipe

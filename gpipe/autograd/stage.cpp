@@ -1,0 +1,112 @@
+#include "gpipe/autograd/stage.h"
+
+#include <ATen/Operators.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/container/flat_hash_set.h"
+#include "gpipe/autograd/boundary.h"
+
+namespace gpipe {
+namespace {
+
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+
+// Modules may share a tensor; the first occurrence counts.
+class DistinctTensors {
+ public:
+  void add(const at::Tensor& tensor) {
+    if (tensor.defined() && seen_.insert(tensor.unsafeGetTensorImpl()).second) tensors_.push_back(tensor);
+  }
+  std::vector<at::Tensor> take() { return std::move(tensors_); }
+
+ private:
+  absl::flat_hash_set<const void*> seen_;
+  std::vector<at::Tensor> tensors_;
+};
+
+[[noreturn]] void refuse_leaf(const torch::autograd::AccumulateGrad& leaf) {
+  std::ostringstream message;
+  message << "[gpipe] a layer uses a tensor of shape " << leaf.variable.sizes()
+          << " that requires grad, but is neither a parameter of the layer nor an input; register it with "
+             "register_parameter, pass it through the model, or detach it";
+  throw std::invalid_argument(message.str());
+}
+
+}  // namespace
+
+std::vector<at::Tensor> Stage::parameters() const {
+  DistinctTensors distinct;
+  for (const auto& layer : layers) {
+    for (const auto& parameter : layer->module()->parameters()) distinct.add(parameter);
+  }
+  return distinct.take();
+}
+
+std::vector<at::Tensor> Stage::buffers() const {
+  DistinctTensors distinct;
+  for (const auto& layer : layers) {
+    for (const auto& buffer : layer->module()->buffers()) distinct.add(buffer);
+  }
+  return distinct.take();
+}
+
+ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters) {
+  for (const auto& parameter : parameters) {
+    if (!parameter.requires_grad()) continue;
+    if (!parameter.is_leaf()) {
+      throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
+    }
+    auto capture = std::shared_ptr<Capture>(new Capture(), torch::autograd::deleteNode);
+    capture->add_input_metadata(parameter);
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
+    index_.emplace(accumulator.get(), parameters_.size());
+    accumulators_.push_back(std::move(accumulator));
+    edges_.emplace_back(std::move(capture), 0);
+    parameters_.push_back(parameter);
+  }
+}
+
+void ParameterCaptures::redirect(const edge_list& roots) const {
+  absl::flat_hash_set<Node*> seen;
+  std::vector<Node*> pending;
+  const auto visit = [&](Node* node) {
+    if (seen.insert(node).second) pending.push_back(node);
+  };
+  for (const auto& root : roots) {
+    if (root.is_valid()) visit(root.function.get());
+  }
+  while (!pending.empty()) {
+    Node* node = pending.back();
+    pending.pop_back();
+    for (auto& edge : node->next_edges()) {
+      if (!edge.is_valid()) continue;
+      if (edge.function->num_outputs() > 0) {
+        visit(edge.function.get());
+      } else if (const auto found = index_.find(edge.function.get()); found != index_.end()) {
+        edge = edges_[found->second];
+      } else if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get())) {
+        refuse_leaf(*leaf);
+      }
+    }
+  }
+}
+
+SavedBuffers::SavedBuffers(std::vector<at::Tensor> buffers) : buffers_(std::move(buffers)) {
+  at::NoGradGuard no_grad;
+  copies_.reserve(buffers_.size());
+  for (const auto& buffer : buffers_) copies_.push_back(buffer.clone());
+}
+
+void SavedBuffers::restore() {
+  at::NoGradGuard no_grad;
+  for (std::size_t i = 0; i < buffers_.size(); ++i) buffers_[i].variable_data().copy_(copies_[i]);
+}
+
+}  // namespace gpipe

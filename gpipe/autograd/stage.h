@@ -1,0 +1,71 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <vector>
+
+#include "absl/container/flat_hash_map.h"
+#include "gpipe/autograd/layer.h"
+#include "skip/context.h"
+
+namespace gpipe {
+
+/// A contiguous run of layers on one device. Used by one thread at a time.
+struct Stage {
+  int index = 0;
+  int first_layer = 0;
+  std::vector<std::unique_ptr<Layer>> layers;
+  c10::Device device = c10::kCPU;
+
+  /// The skips that enter from and leave for other stages, in the order of the stage's edges behind the activation.
+  std::vector<SkipKey> skips_in;
+  std::vector<SkipKey> skips_out;
+
+  /// Whether an in-place operation on what enters was seen: then recomputed cells store a copy of it. Until the first
+  /// forward has shown, assume so.
+  enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
+
+  /// Distinct parameters, in order of first occurrence.
+  std::vector<at::Tensor> parameters() const;
+  std::vector<at::Tensor> buffers() const;
+};
+
+/// Where the gradients of a stage's parameters are caught during one mini-batch. A cell's graph ends in these instead of
+/// in the parameters' own accumulators, whose hooks would fire once a micro-batch.
+class ParameterCaptures {
+ public:
+  /// Keeps those that require grad.
+  explicit ParameterCaptures(const std::vector<at::Tensor>& parameters);
+
+  /// The distinct parameters, and the edges that stand for them, in the same order.
+  const std::vector<at::Tensor>& parameters() const { return parameters_; }
+  const torch::autograd::edge_list& edges() const { return edges_; }
+
+  /// Makes the graph behind `roots` end in the captures. Errors: std::invalid_argument when it reaches a tensor that
+  /// requires grad but is neither a parameter of the stage nor an input of the cell.
+  void redirect(const torch::autograd::edge_list& roots) const;
+
+ private:
+  std::vector<at::Tensor> parameters_;
+  torch::autograd::edge_list edges_;
+  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
+  absl::flat_hash_map<const torch::autograd::Node*, std::size_t> index_;
+};
+
+/// A copy of buffers, to put back what a recompute or a failed forward has written.
+class SavedBuffers {
+ public:
+  explicit SavedBuffers(std::vector<at::Tensor> buffers);
+  /// Writes without a trace in version counters, which graphs in flight would mistake for a change.
+  void restore();
+
+ private:
+  std::vector<at::Tensor> buffers_;
+  std::vector<at::Tensor> copies_;
+};
+
+}  // namespace gpipe

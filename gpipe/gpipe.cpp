@@ -1,0 +1,275 @@
+#include "gpipe/gpipe.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <numeric>
+#include <sstream>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "gpipe/autograd/pipeline_node.h"
+#include "gpipe/micro_batch.h"
+#include "gpipe/mini_batch.h"
+
+namespace gpipe {
+namespace {
+
+using Layers = std::vector<std::unique_ptr<Layer>>;
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[GPipe] " + what); }
+
+template <typename SequentialImpl>
+Layers layers_of(SequentialImpl& model) {
+  Layers layers;
+  const auto children = model.named_children();
+  auto child = children.begin();
+  for (auto& any : model) layers.push_back(make_layer((child++)->key(), any));
+  return layers;
+}
+
+std::string to_text(const std::vector<std::int64_t>& balance) {
+  std::ostringstream text;
+  text << at::IntArrayRef(balance);
+  return text.str();
+}
+
+void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
+  if (layers == 0) refuse("the model has no layers");
+  if (balance.empty()) {
+    refuse("balance is required: the number of layers of each stage, as {" + std::to_string(layers) + "} for one stage");
+  }
+  if (std::any_of(balance.begin(), balance.end(), [](auto count) { return count <= 0; })) {
+    refuse("every stage needs at least one layer, but balance is " + to_text(balance));
+  }
+  const auto sum = std::accumulate(balance.begin(), balance.end(), std::int64_t{0});
+  if (sum != static_cast<std::int64_t>(layers)) {
+    refuse("balance " + to_text(balance) + " sums to " + std::to_string(sum) + ", but the model has " +
+           std::to_string(layers) + " layers");
+  }
+}
+
+void check_options(const GPipeOptions& options) {
+  if (options.chunks() <= 0) refuse("chunks must be positive, but is " + std::to_string(options.chunks()));
+  if (options.split_size() < 0) {
+    refuse("split_size must be positive, or 0 for none, but is " + std::to_string(options.split_size()));
+  }
+  if (options.split_size() > 0 && options.chunks() != 1) {
+    refuse("chunks (" + std::to_string(options.chunks()) + ") and split_size (" +
+           std::to_string(options.split_size()) + ") exclude each other; set one of them");
+  }
+  if (options.intraop_threads() < 0) {
+    refuse("intraop_threads must be positive, or 0 for an equal share, but is " +
+           std::to_string(options.intraop_threads()));
+  }
+}
+
+void check_distinct(const Layers& layers) {
+  absl::flat_hash_map<const void*, std::string> seen;
+  for (const auto& layer : layers) {
+    const auto [first, inserted] = seen.emplace(layer->module().get(), layer->name());
+    if (!inserted) {
+      refuse("layers '" + first->second + "' and '" + layer->name() +
+             "' are the same module; a layer can stand in one place only, so use a copy");
+    }
+  }
+}
+
+int device_count(c10::DeviceType type) {
+  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  return c10::impl::getDeviceGuardImpl(type)->deviceCount();
+}
+
+// The devices of the stages. Without an index an accelerator's first device is meant.
+std::vector<torch::Device> place(const std::vector<torch::Device>& wanted, std::size_t stages) {
+  auto devices = wanted;
+  if (devices.empty()) {
+    const int gpus = device_count(torch::kCUDA);
+    if (gpus == 0) return std::vector<torch::Device>(stages, torch::kCPU);
+    for (int i = 0; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
+  }
+  if (devices.size() < stages) {
+    throw std::out_of_range("[GPipe] too few devices: " + std::to_string(stages) + " stages, but " +
+                            std::to_string(devices.size()) + " devices; a device may be given more than once");
+  }
+  devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(stages), devices.end());
+  for (auto& device : devices) {
+    if (device.is_cpu()) {
+      device = torch::kCPU;
+      continue;
+    }
+    const int count = device.is_meta() ? 0 : device_count(device.type());
+    if (!device.has_index()) device.set_index(0);
+    if (device.index() >= count) {
+      throw std::out_of_range("[GPipe] device " + device.str() + " is not there; this process sees " +
+                              std::to_string(count) + " of its kind");
+    }
+  }
+  return devices;
+}
+
+int share_of_cores(const std::vector<torch::Device>& devices) {
+  const auto workers = std::count_if(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); });
+  const auto cores = std::max(1U, std::thread::hardware_concurrency());
+  return std::max(1, static_cast<int>(cores) / std::max(1, static_cast<int>(workers)));
+}
+
+std::vector<Stage> cut(Layers layers, const std::vector<std::int64_t>& balance,
+                       const std::vector<torch::Device>& devices) {
+  std::vector<Stage> stages;
+  std::size_t next = 0;
+  for (std::size_t s = 0; s < balance.size(); ++s) {
+    auto& stage = stages.emplace_back();
+    stage.index = static_cast<int>(s);
+    stage.first_layer = static_cast<int>(next);
+    stage.device = devices[s];
+    for (std::int64_t i = 0; i < balance[s]; ++i) stage.layers.push_back(std::move(layers[next++]));
+  }
+  return stages;
+}
+
+// Moving to another device could replace a parameter that two stages share; so could a gradient summed in two places.
+void check_parameters(const std::vector<Stage>& stages) {
+  absl::flat_hash_map<const void*, int> owner;
+  for (const auto& stage : stages) {
+    for (const auto& parameter : stage.parameters()) {
+      const auto [first, inserted] = owner.emplace(parameter.unsafeGetTensorImpl(), stage.index);
+      if (!inserted) {
+        refuse("stages " + std::to_string(first->second) + " and " + std::to_string(stage.index) +
+               " share a parameter; cut so that layers with tied weights are in one stage");
+      }
+    }
+  }
+}
+
+// The activation between neighbours first, then the skips that cross a cut; tells each stage its skips in that order.
+std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<SkipLink>& links) {
+  std::vector<int> stage_of;
+  for (const auto& stage : stages) stage_of.insert(stage_of.end(), stage.layers.size(), stage.index);
+  std::vector<Edge> edges;
+  for (int s = 0; s + 1 < static_cast<int>(stages.size()); ++s) edges.push_back({s, s + 1, 1, "activation"});
+  for (const auto& link : links) {
+    const int from = stage_of[link.from];
+    const int to = stage_of[link.to];
+    if (from == to) continue;
+    edges.push_back({from, to, 1, "skip " + link.key.name});
+    stages[from].skips_out.push_back(link.key);
+    stages[to].skips_in.push_back(link.key);
+  }
+  return edges;
+}
+
+bool any_requires_grad(const Value& input, const std::vector<torch::Tensor>& parameters) {
+  const auto requires_grad = [](const auto& tensor) { return tensor.requires_grad(); };
+  return std::any_of(input.tensors().begin(), input.tensors().end(), requires_grad) ||
+         std::any_of(parameters.begin(), parameters.end(), requires_grad);
+}
+
+// Gives the outputs of a mini-batch their history: one autograd node over the inputs and all parameters.
+void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Value& input,
+            const std::vector<std::int64_t>& sizes, const std::vector<Parcel>& parts, const Value& output) {
+  auto sources = input.tensors();
+  for (int s = 0; s < pipeline.count(); ++s) {
+    const auto& parameters = mini_batch->captures(s).parameters();
+    sources.insert(sources.end(), parameters.begin(), parameters.end());
+  }
+  const auto outputs = output.tensors().size();
+  std::vector<bool> differentiable(outputs);
+  std::vector<std::vector<std::int64_t>> output_sizes(outputs);
+  for (std::size_t k = 0; k < outputs; ++k) {
+    for (const auto& part : parts) {
+      differentiable[k] = differentiable[k] || part.wants_gradient[k];
+      const auto& tensor = part.tensors[k];
+      output_sizes[k].push_back(tensor.defined() && tensor.dim() > 0 ? tensor.size(0) : 0);
+    }
+  }
+  std::vector<torch::Device> devices;
+  for (const auto& tensor : input.tensors()) devices.push_back(tensor.device());
+  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes, devices](
+                      std::vector<at::Tensor> gradients, bool keep) {
+    std::vector<Gradients> of_parts(sizes.size());
+    for (std::size_t k = 0; k < output_sizes.size(); ++k) {
+      auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
+      for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
+    }
+    auto result = mini_batch->backward(std::move(of_parts), keep);
+    std::vector<at::Tensor> all;
+    for (std::size_t k = 0; k < devices.size(); ++k) {
+      std::vector<at::Tensor> pieces;
+      for (const auto& part : result.inputs) pieces.push_back(part[k]);
+      auto gradient = gather_gradient(pieces, sizes);
+      all.push_back(gradient.defined() ? gradient.to(devices[k]) : gradient);
+    }
+    for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
+    return all;
+  };
+  attach_backward(output.tensors(), differentiable, sources, std::move(backward));
+}
+
+}  // namespace
+
+GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options)
+    : balance_(std::move(balance)), options_(std::move(options)) {
+  check_balance(balance_, layers.size());
+  check_options(options_);
+  check_distinct(layers);
+  std::vector<NamedLayer> named;
+  for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
+  const auto links = skip_links(named);
+  devices_ = place(options_.devices(), balance_.size());
+  auto stages = cut(std::move(layers), balance_, devices_);
+  check_parameters(stages);
+  auto edges = connect(stages, links);
+  for (const auto& stage : stages) {
+    for (const auto& layer : stage.layers) {
+      layer->module()->to(stage.device);
+      register_module(layer->name(), layer->module());
+    }
+  }
+  const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_cores(devices_);
+  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), threads);
+}
+
+GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
+    : GPipeImpl(layers_of(*model), std::move(balance), std::move(options)) {}
+
+GPipeImpl::GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
+    : GPipeImpl(layers_of(*model), std::move(balance), std::move(options)) {}
+
+torch::Tensor GPipeImpl::forward(torch::Tensor input) { return forward(Value(std::move(input))).tensor(); }
+
+std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) {
+  return forward(Value(std::move(input))).tensors();
+}
+
+Value GPipeImpl::forward(Value input) {
+  const auto sizes = micro_batch_sizes(batch_size(input), options_.chunks(), options_.split_size());
+  const bool grad = at::GradMode::is_enabled() && any_requires_grad(input, parameters());
+  const auto checkpoint = is_training() ? options_.checkpoint() : Checkpoint::kNever;
+  auto mini_batch = std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad);
+  const auto parts = mini_batch->forward();
+  auto output = gather(parts);
+  if (grad) attach(std::move(mini_batch), *pipeline_, input, sizes, parts, output);
+  return output;
+}
+
+std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }
+
+void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->set_timeline(std::move(timeline)); }
+
+std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
+  if (micro_batches <= 0) refuse("micro_batches must be positive, but is " + std::to_string(micro_batches));
+  return pipeline_->program(micro_batches, options_.checkpoint(), /*backward=*/true);
+}
+
+void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
+
+void GPipeImpl::to(torch::Device device, bool) {
+  TORCH_CHECK_TYPE(false, "[GPipe] cannot move to ", device,
+                   ": a pipeline's parameters are placed on its devices; pass GPipeOptions().devices(...) instead");
+}
+
+}  // namespace gpipe

@@ -1,0 +1,115 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/sequential.h>
+#include <torch/nn/pimpl.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "gpipe/autograd/random_scope.h"
+#include "gpipe/autograd/value.h"
+#include "gpipe/nested.h"
+#include "gpipe/pipeline.h"
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/simulator.h"
+#include "skip/layout.h"
+#include "skip/skippable.h"
+
+namespace gpipe {
+
+/// Options of a GPipe, in LibTorch's style: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
+struct GPipeOptions {
+  /// One device a stage; surplus ones are ignored. Empty: the accelerators, or one CPU worker a stage where there are
+  /// none. A device may appear more than once.
+  TORCH_ARG(std::vector<torch::Device>, devices);
+  /// Micro-batches that a mini-batch is cut into; fewer when it has fewer samples. 1 is plain model parallelism.
+  TORCH_ARG(std::int64_t, chunks) = 1;
+  /// Samples in a micro-batch, instead of chunks; 0 for none.
+  TORCH_ARG(std::int64_t, split_size) = 0;
+  /// Which cells recompute their forward in training instead of storing it.
+  TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
+  /// Threads that one operator of a CPU stage may use; 0: the machine's cores shared equally among the stages.
+  TORCH_ARG(int, intraop_threads) = 0;
+};
+
+/// Trains a sequential model over several devices: cuts it into stages by a balance, one worker thread and one device a
+/// stage, and runs each mini-batch as micro-batches through them (GPipe, Huang et al., arXiv:1811.06965).
+///
+///   auto pipe = gpipe::GPipe(model, {4, 3}, gpipe::GPipeOptions().chunks(8));
+///   auto loss = criterion(pipe->forward(x), y);
+///   loss.backward();
+///   optimizer.step();
+///
+/// It computes the function of the unpartitioned model run micro-batch by micro-batch, with one autograd node whose
+/// inputs are the inputs and all parameters: losses, optimizers, hooks and autograd::grad work as ever. Its state has the
+/// unpartitioned model's keys.
+///
+/// The layers are the caller's own modules, moved to their devices. A mini-batch's random draws derive from one draw of
+/// the default generator (see RandomScope). In training mode with gradients, cells are checkpointed as the options say;
+/// in eval mode or without gradients nothing is stored.
+///
+/// Threads: forward and backward may be called from any threads; calls take turns. The module's parameters and mode must
+/// not change while one runs.
+/// Errors of a forward or backward are what a layer threw, the original object; see last_error(). Afterwards parameters,
+/// gradients, buffers and random state are as before the call, and the next call works.
+class GPipeImpl : public torch::nn::Module {
+ public:
+  /// Errors: std::invalid_argument for a model without layers, a balance that is not positive or does not sum to the
+  /// number of layers, duplicate layers, a parameter in two stages, skips that do not match (see verify_skippables) or
+  /// options that make no sense; std::out_of_range for fewer devices than stages, or a device that is not there.
+  GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
+  /// A model that the library's own nestable Sequential holds.
+  GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
+
+  /// The whole model on one mini-batch: dimension 0 is the batch. The result is on the last stage's device.
+  /// Errors: std::invalid_argument for inputs that cannot be cut; what layers throw.
+  torch::Tensor forward(torch::Tensor input);
+  /// For models that take or return several tensors. The first layer gets a vector; any form of result is returned as
+  /// one.
+  std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input);
+  /// The same, keeping the C++ types: Value(std::make_tuple(a, b)) gives the first layer a tuple.
+  Value forward(Value input);
+
+  const std::vector<std::int64_t>& balance() const { return balance_; }
+  /// One a stage.
+  const std::vector<torch::Device>& devices() const { return devices_; }
+  const GPipeOptions& options() const { return options_; }
+
+  /// Where the last failed forward or backward failed; none after one that succeeded.
+  std::optional<ErrorInfo> last_error() const;
+
+  /// From now on each mini-batch appends what ran to the timeline; nullptr ends it, and then nothing is measured.
+  ///
+  ///   auto timeline = std::make_shared<gpipe::Timeline>();
+  ///   pipe->trace(timeline);
+  ///   pipe->forward(x).sum().backward();
+  ///   file << gpipe::to_chrome_json(*timeline);
+  ///
+  /// Times are the host's: on an accelerator, when work was enqueued. Read it while no call runs.
+  void trace(std::shared_ptr<Timeline> timeline);
+
+  /// What a training step of so many micro-batches runs, to verify, simulate or draw.
+  std::shared_ptr<const Program> program(int micro_batches) const;
+
+  /// Placed parameters stay where they are. Errors: c10::TypeError; to(dtype) is allowed.
+  void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
+  void to(torch::Device device, bool non_blocking = false) override;
+  using torch::nn::Module::to;
+
+ private:
+  GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options);
+
+  std::vector<std::int64_t> balance_;
+  GPipeOptions options_;
+  std::vector<torch::Device> devices_;
+  std::shared_ptr<Pipeline> pipeline_;
+};
+
+TORCH_MODULE(GPipe);
+
+}  // namespace gpipe

@@ -1,0 +1,113 @@
+#include "gpipe/micro_batch.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+
+namespace gpipe {
+
+std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
+  const auto size = std::max<std::int64_t>(1, split_size > 0 ? split_size : (samples + chunks - 1) / chunks);
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
+  if (sizes.empty()) sizes.push_back(0);
+  return sizes;
+}
+
+std::int64_t batch_size(const Value& input) {
+  if (input.tensors().empty()) throw std::invalid_argument("[GPipe::forward] there is no input tensor");
+  std::vector<std::int64_t> sizes;
+  for (const auto& tensor : input.tensors()) {
+    if (!tensor.defined()) throw std::invalid_argument("[GPipe::forward] an input tensor is undefined");
+    if (tensor.dim() == 0) {
+      throw std::invalid_argument(
+          "[GPipe::forward] an input tensor has no dimensions; dimension 0 is the batch, which is cut into "
+          "micro-batches");
+    }
+    sizes.push_back(tensor.size(0));
+  }
+  if (std::any_of(sizes.begin(), sizes.end(), [&](auto size) { return size != sizes.front(); })) {
+    std::ostringstream message;
+    message << "[GPipe::forward] the inputs have unequal batch sizes (" << at::IntArrayRef(sizes)
+            << "); dimension 0 must be the same for all";
+    throw std::invalid_argument(message.str());
+  }
+  return sizes.front();
+}
+
+std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes) {
+  at::NoGradGuard no_grad;
+  std::vector<Parcel> parts(sizes.size());
+  for (const auto& tensor : input.tensors()) {
+    const auto detached = tensor.detach();
+    std::int64_t start = 0;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      parts[i].form = input.form();
+      parts[i].add(sizes.size() == 1 ? detached : detached.narrow(0, start, sizes[i]), tensor.requires_grad());
+      start += sizes[i];
+    }
+  }
+  return parts;
+}
+
+Value gather(const std::vector<Parcel>& parts) {
+  at::NoGradGuard no_grad;
+  const auto& first = parts.front();
+  if (parts.size() == 1) return Value(first.form, first.tensors);
+  std::vector<at::Tensor> joined;
+  for (std::size_t k = 0; k < first.tensors.size(); ++k) {
+    std::vector<at::Tensor> pieces;
+    for (const auto& part : parts) {
+      if (part.form != first.form || part.tensors.size() != first.tensors.size()) {
+        throw std::runtime_error("[GPipe::forward] the last layer returned " +
+                                 Value(first.form, first.tensors).describe() + " for one micro-batch and " +
+                                 Value(part.form, part.tensors).describe() + " for another");
+      }
+      pieces.push_back(part.tensors[k]);
+    }
+    const auto undefined = std::count_if(pieces.begin(), pieces.end(), [](const auto& t) { return !t.defined(); });
+    if (undefined == static_cast<std::ptrdiff_t>(pieces.size())) {
+      joined.emplace_back();
+      continue;
+    }
+    if (undefined > 0 || pieces.front().dim() == 0) {
+      throw std::runtime_error("[GPipe::forward] output " + std::to_string(k) +
+                               (undefined > 0 ? " is undefined for some micro-batches only"
+                                              : " has no dimensions, so that the micro-batches cannot be joined; "
+                                                "compute a loss outside the pipeline, or use chunks(1)"));
+    }
+    joined.push_back(at::cat(pieces, 0));
+  }
+  return Value(first.form, std::move(joined));
+}
+
+std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {
+  if (!gradient.defined() || sizes.size() == 1) return std::vector<at::Tensor>(sizes.size(), gradient);
+  std::vector<at::Tensor> pieces;
+  std::int64_t start = 0;
+  for (const auto size : sizes) {
+    pieces.push_back(gradient.narrow(0, start, size));
+    start += size;
+  }
+  return pieces;
+}
+
+at::Tensor gather_gradient(const std::vector<at::Tensor>& parts, const std::vector<std::int64_t>& sizes) {
+  if (parts.size() == 1) return parts.front();
+  const auto like = std::find_if(parts.begin(), parts.end(), [](const auto& part) { return part.defined(); });
+  if (like == parts.end()) return {};
+  auto pieces = parts;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    if (pieces[i].defined()) continue;
+    auto shape = like->sizes().vec();
+    shape[0] = sizes[i];
+    pieces[i] = at::zeros(shape, like->options());
+  }
+  return at::cat(pieces, 0);
+}
+
+}  // namespace gpipe

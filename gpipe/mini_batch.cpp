@@ -1,0 +1,233 @@
+#include "gpipe/mini_batch.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <c10/core/AutogradState.h>
+
+#include <mutex>
+#include <sstream>
+#include <utility>
+
+#include "absl/cleanup/cleanup.h"
+#include "gpipe/autograd/random_scope.h"
+#include "gpipe/runtime/intraop.h"
+
+namespace gpipe {
+namespace {
+
+// The seed of a mini-batch, which can be given back: a failed forward leaves the default generator as if it had never
+// been, unless somebody has drawn since.
+class SeedDraw {
+ public:
+  SeedDraw() : before_(copy_of(generator())), seed_(RandomScope::draw_seed()) {}
+
+  std::uint64_t seed() const { return seed_; }
+
+  void give_back() {
+    auto now = generator();
+    std::lock_guard<std::mutex> lock(now.mutex());
+    auto after = before_.clone();
+    after.get<at::CPUGeneratorImpl>()->random64();
+    if (now.get_state().equal(after.get_state())) now.set_state(before_.get_state());
+  }
+
+ private:
+  static at::Generator generator() {
+    auto* scope = RandomScope::current();
+    return scope ? scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
+  }
+
+  static at::Generator copy_of(at::Generator generator) {
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    return generator.clone();
+  }
+
+  at::Generator before_;
+  std::uint64_t seed_;
+};
+
+ErrorInfo describe(const Failure& failure, const std::vector<Stage>& stages, int layer) {
+  ErrorInfo info;
+  info.action = *failure.action;
+  if (layer >= 0) {
+    const auto& stage = stages[info.action.stage];
+    info.layer = stage.first_layer + layer;
+    info.layer_name = stage.layers[layer]->name();
+  }
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (const std::exception& error) {
+    info.message = error.what();
+  } catch (...) {
+    info.message = "unknown";
+  }
+  return info;
+}
+
+}  // namespace
+
+MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad)
+    : pipeline_(std::move(pipeline)),
+      micro_batches_(static_cast<int>(inputs.size())),
+      grad_(grad),
+      program_(pipeline_->program(micro_batches_, checkpoint, grad)),
+      recording_(pipeline_->next_recording()),
+      cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
+      inputs_(std::move(inputs)),
+      outputs_(micro_batches_),
+      parcels_(pipeline_->edges().size() * micro_batches_),
+      gradients_(pipeline_->edges().size() * micro_batches_) {
+  for (const auto& stage : pipeline_->stages()) {
+    captures_.emplace_back(grad ? stage.parameters() : std::vector<at::Tensor>());
+  }
+}
+
+std::vector<Parcel> MiniBatch::forward() {
+  MutexLock turn(pipeline_->turn());
+  std::vector<SavedBuffers> buffers;
+  for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage.buffers());
+  SeedDraw draw;
+  seed_ = draw.seed();
+  absl::Cleanup undo = [&] {
+    for (auto& saved : buffers) saved.restore();
+    draw.give_back();
+    cells_.clear();
+  };
+  perform(Part::kForward);
+  std::move(undo).Cancel();
+  for (const auto& output : outputs_) {
+    for (const auto& tensor : output.tensors) use_on_current_stream(tensor);
+  }
+  return std::exchange(outputs_, {});
+}
+
+MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool keep) {
+  MutexLock turn(pipeline_->turn());
+  keep_ = keep;
+  output_gradients_ = std::move(gradients);
+  input_gradients_.assign(micro_batches_, {});
+  sums_.assign(pipeline_->count(), {});
+  perform(Part::kBackward);
+  BackwardResult result;
+  result.inputs = std::exchange(input_gradients_, {});
+  for (auto& sums : sums_) result.parameters.push_back(sums.sums());
+  sums_.clear();
+  for (const auto& list : {&result.inputs, &result.parameters}) {
+    for (const auto& tensors : *list) {
+      for (const auto& tensor : tensors) use_on_current_stream(tensor);
+    }
+  }
+  return result;
+}
+
+void MiniBatch::perform(Part part) {
+  state_.emplace();
+  begin_.clear();
+  for (const auto& stage : pipeline_->stages()) begin_.push_back(mark(stage.device));
+  end_.assign(pipeline_->count(), nullptr);
+  const auto failure =
+      pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
+  for (int stage = 0; stage < pipeline_->count(); ++stage) wait(end_[stage], pipeline_->stages()[stage].device);
+  state_.reset();
+  if (!failure) return pipeline_->set_error(std::nullopt);
+  if (failure->action) {
+    const auto& action = *failure->action;
+    const bool in_layer = action.kind == Kind::F || action.kind == Kind::R;
+    const auto& failed = cell(action.stage, action.micro_batch);
+    pipeline_->set_error(describe(*failure, pipeline_->stages(), in_layer && failed ? failed->layer() : -1));
+  }
+  cells_.clear();
+  std::rethrow_exception(failure->error);
+}
+
+void MiniBatch::work(int worker, absl::FunctionRef<void()> walk) {
+  // One stage a worker: the worker's number is its stage's.
+  const auto device = pipeline_->stages()[worker].device;
+  at::ThreadLocalStateGuard state(*state_);
+  c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+  // A cached cast would tie the graphs of two cells together.
+  at::autocast::set_autocast_cache_enabled(false);
+  if (device.is_cpu()) set_intraop_threads_of_this_thread(pipeline_->intraop_threads());
+  OptionalStreamScope stream(pipeline_->stream(worker));
+  wait(begin_[worker], device);
+  walk();
+  end_[worker] = mark(device);
+}
+
+void MiniBatch::run(const Action& action) {
+  const int stage = action.stage;
+  const int micro_batch = action.micro_batch;
+  try {
+    switch (action.kind) {
+      case Kind::F:
+        return run_forward(stage, micro_batch);
+      case Kind::R: {
+        at::ThreadLocalStateGuard state(forward_state_);
+        c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
+        return cell(stage, micro_batch)->recompute(keep_);
+      }
+      case Kind::B:
+        return run_backward(stage, micro_batch);
+      case Kind::I:
+      case Kind::W:
+        TORCH_INTERNAL_ASSERT(false, "no program of forward() splits the backward");
+    }
+  } catch (c10::Error& error) {
+    std::ostringstream where;
+    where << "in " << to_string(action) << " of the pipeline: stage " << stage << ", micro-batch " << micro_batch;
+    error.add_context(where.str());
+    throw;
+  }
+}
+
+void MiniBatch::run_forward(int stage, int micro_batch) {
+  auto& of_stage = pipeline_->stages()[stage];
+  std::vector<Parcel> in;
+  if (stage == 0) {
+    in.push_back(std::move(inputs_[micro_batch]));
+    bring(in.back().tensors, begin_[0], of_stage.device, {});
+  }
+  for (const int edge : program_->in_edges(stage)) {
+    auto& [parcel, ready] = parcels_[slot(edge, micro_batch)];
+    bring(parcel.tensors, ready, of_stage.device, pipeline_->link(edge));
+    in.push_back(std::exchange(parcel, {}));
+  }
+  auto& cell = this->cell(stage, micro_batch);
+  cell = std::make_unique<Cell>(of_stage, captures_[stage], seed_, micro_batch);
+  auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(stage, micro_batch)});
+  if (!grad_) cell.reset();
+  if (stage + 1 == pipeline_->count()) outputs_[micro_batch] = std::move(out.front());
+  const auto& edges = program_->out_edges(stage);
+  for (std::size_t k = 0; k < edges.size(); ++k) {
+    parcels_[slot(edges[k], micro_batch)] = {std::move(out[k]), mark(of_stage.device)};
+  }
+}
+
+void MiniBatch::run_backward(int stage, int micro_batch) {
+  const auto device = pipeline_->stages()[stage].device;
+  std::vector<Gradients> gradients;
+  if (stage + 1 == pipeline_->count()) {
+    gradients.push_back(output_gradients_[micro_batch]);
+    bring(gradients.back(), begin_[stage], device, {});
+  }
+  for (const int edge : program_->out_edges(stage)) {
+    auto& [sent, ready] = gradients_[slot(edge, micro_batch)];
+    bring(sent, ready, device, pipeline_->back_link(edge));
+    gradients.push_back(std::exchange(sent, {}));
+  }
+  auto& cell = this->cell(stage, micro_batch);
+  auto result = cell->backward(gradients, keep_, sums_[stage]);
+  if (!keep_) {
+    cell.reset();
+  } else if (program_->recomputes(stage, micro_batch)) {
+    cell->forget_graph();
+  }
+  if (stage == 0) input_gradients_[micro_batch] = std::move(result.front());
+  const auto& edges = program_->in_edges(stage);
+  for (std::size_t k = 0; k < edges.size(); ++k) {
+    gradients_[slot(edges[k], micro_batch)] = {std::move(result[k]), mark(device)};
+  }
+}
+
+}  // namespace gpipe

@@ -1,0 +1,85 @@
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "gpipe/autograd/cell.h"
+#include "gpipe/pipeline.h"
+#include "gpipe/runtime/cells.h"
+
+namespace gpipe {
+
+/// One mini-batch in flight: its cells, and the slots in which parcels and gradients wait on their edges. Made by a
+/// forward; kept alive by the graph of its outputs until their backward.
+///
+/// Slots need no lock: a parcel is written before its edge is put and read after it is taken. A cell belongs to the
+/// worker of its stage.
+class MiniBatch : public Cells, public std::enable_shared_from_this<MiniBatch> {
+ public:
+  /// With `grad`, cells keep what a backward needs.
+  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad);
+
+  /// Runs the forwards and returns the last stage's parcels. On an error all is as before the call: buffers, the default
+  /// generator, no cell left.
+  std::vector<Parcel> forward();
+
+  /// What backward() needs of each input, output and parameter; `gradients[i]` is the i-th micro-batch's, one a tensor of
+  /// the output parcel. Valid after forward().
+  struct BackwardResult {
+    std::vector<Gradients> inputs;      ///< per micro-batch
+    std::vector<Gradients> parameters;  ///< per stage, as captures(stage).parameters()
+  };
+  BackwardResult backward(std::vector<Gradients> gradients, bool keep);
+
+  const ParameterCaptures& captures(int stage) const { return captures_[stage]; }
+
+  void work(int worker, absl::FunctionRef<void()> walk) override;
+  void run(const Action& action) override;
+
+ private:
+  void run_forward(int stage, int micro_batch);
+  void run_backward(int stage, int micro_batch);
+  void perform(Part part);
+  std::unique_ptr<Cell>& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }
+  int slot(int edge, int micro_batch) const { return edge * micro_batches_ + micro_batch; }
+
+  struct ParcelSlot {
+    Parcel parcel;
+    Mark ready;
+  };
+  struct GradientSlot {
+    Gradients gradients;
+    Mark ready;
+  };
+
+  const std::shared_ptr<Pipeline> pipeline_;
+  const int micro_batches_;
+  const bool grad_;
+  const std::shared_ptr<const Program> program_;
+  const Pipeline::Recording recording_;
+  /// The caller's, at forward(): held again in every recompute.
+  const at::ThreadLocalState forward_state_;
+  std::uint64_t seed_ = 0;
+  std::vector<ParameterCaptures> captures_;
+  std::vector<std::unique_ptr<Cell>> cells_;
+
+  std::vector<Parcel> inputs_;    // per micro-batch
+  std::vector<Parcel> outputs_;   // per micro-batch
+  std::vector<ParcelSlot> parcels_;      // per edge and micro-batch
+  std::vector<GradientSlot> gradients_;  // per edge and micro-batch
+
+  // Of the run under way.
+  std::optional<at::ThreadLocalState> state_;
+  std::vector<Mark> begin_;  // per stage: the caller's work on its device so far
+  std::vector<Mark> end_;    // per stage: the stage's work
+  bool keep_ = false;
+  std::vector<Gradients> output_gradients_;  // per micro-batch
+  std::vector<Gradients> input_gradients_;   // per micro-batch
+  std::vector<GradientSums> sums_;           // per stage
+};
+
+}  // namespace gpipe

@@ -1,0 +1,71 @@
+#include "gpipe/pipeline.h"
+
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+namespace gpipe {
+
+Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads)
+    : stages_(std::move(stages)),
+      edges_(std::move(edges)),
+      intraop_threads_(intraop_threads),
+      executor_(static_cast<int>(stages_.size())) {
+  for (const auto& stage : stages_) streams_.push_back(new_stream(stage.device));
+  for (const auto& edge : edges_) {
+    const auto from = stages_[edge.from].device;
+    const auto to = stages_[edge.to].device;
+    links_.push_back(new_link(from, to));
+    back_links_.push_back(new_link(to, from));
+  }
+}
+
+Mutex& Pipeline::turn() {
+  if (executor_.on_worker()) {
+    throw std::logic_error("[gpipe] a layer called the pipeline that it is part of; a pipeline cannot contain itself");
+  }
+  return turn_;
+}
+
+std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, bool backward) {
+  MutexLock lock(mutex_);
+  auto& program = programs_[Key{micro_batches, checkpoint, backward}];
+  if (program) return program;
+  Layout layout{count(), micro_batches, std::vector<int>(stages_.size())};
+  std::iota(layout.placement.begin(), layout.placement.end(), 0);
+  auto edges = edges_;
+  for (auto& edge : edges) edge.capacity = micro_batches;
+  auto schedule = backward ? fill_drain(layout, checkpoint) : fill(layout);
+  auto made = Program::make(std::move(layout), std::move(edges), std::move(schedule));
+  if (!made.ok()) throw std::logic_error("[gpipe] " + std::string(made.status().message()));
+  program = std::make_shared<const Program>(*std::move(made));
+  return program;
+}
+
+void Pipeline::set_error(std::optional<ErrorInfo> error) {
+  MutexLock lock(mutex_);
+  error_ = std::move(error);
+}
+
+std::optional<ErrorInfo> Pipeline::error() const {
+  MutexLock lock(mutex_);
+  return error_;
+}
+
+void Pipeline::set_timeline(std::shared_ptr<Timeline> timeline) {
+  MutexLock lock(mutex_);
+  if (timeline) {
+    timeline->workers = count();
+    timeline->edges = edges_;
+  }
+  timeline_ = std::move(timeline);
+  steps_ = 0;
+}
+
+Pipeline::Recording Pipeline::next_recording() {
+  MutexLock lock(mutex_);
+  if (!timeline_) return {};
+  return {timeline_, steps_++};
+}
+
+}  // namespace gpipe

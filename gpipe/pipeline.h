@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_map.h"
+#include "gpipe/autograd/stage.h"
+#include "gpipe/runtime/executor.h"
+#include "gpipe/runtime/mutex.h"
+#include "gpipe/runtime/transfer.h"
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/program.h"
+
+namespace gpipe {
+
+/// Where an exception of a forward or backward came from.
+struct ErrorInfo {
+  Action action;            ///< kind, stage and micro-batch
+  int layer = -1;           ///< index in the model; -1 in a backward, which has no layers
+  std::string layer_name;   ///< as the Sequential names it; empty in a backward
+  std::string message;      ///< the exception's what(), or "unknown"
+};
+
+/// A model cut into stages with the threads that run them: what GPipe owns and what every mini-batch in flight shares.
+/// It outlives the container while a graph still needs it.
+class Pipeline {
+ public:
+  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads);
+
+  std::vector<Stage>& stages() { return stages_; }
+  int count() const { return static_cast<int>(stages_.size()); }
+  const std::vector<Edge>& edges() const { return edges_; }
+  Executor& executor() { return executor_; }
+  int intraop_threads() const { return intraop_threads_; }
+
+  /// The compute stream of a stage; none on CPU.
+  const std::optional<c10::Stream>& stream(int stage) const { return streams_[stage]; }
+  /// The copy streams of an edge: forward, and back.
+  const Link& link(int edge) const { return links_[edge]; }
+  const Link& back_link(int edge) const { return back_links_[edge]; }
+
+  /// Held by a mini-batch during its forward and during its backward. Errors: std::logic_error on one of the pipeline's
+  /// own workers, which would wait for itself.
+  Mutex& turn();
+
+  /// The verified program for so many micro-batches: with backward, fill and drain; without, fill. Made once, kept.
+  std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, bool backward);
+
+  void set_error(std::optional<ErrorInfo> error);
+  std::optional<ErrorInfo> error() const;
+
+  /// Every later mini-batch appends to the timeline; nullptr ends it.
+  void set_timeline(std::shared_ptr<Timeline> timeline);
+  struct Recording {
+    std::shared_ptr<Timeline> timeline;
+    int step = 0;
+  };
+  /// What a mini-batch that begins now records to.
+  Recording next_recording();
+
+ private:
+  struct Key {
+    int micro_batches;
+    Checkpoint checkpoint;
+    bool backward;
+    friend bool operator==(const Key&, const Key&) = default;
+    template <typename H>
+    friend H AbslHashValue(H h, const Key& key) {
+      return H::combine(std::move(h), key.micro_batches, key.checkpoint, key.backward);
+    }
+  };
+
+  std::vector<Stage> stages_;
+  const std::vector<Edge> edges_;
+  const int intraop_threads_;
+  std::vector<std::optional<c10::Stream>> streams_;
+  std::vector<Link> links_;
+  std::vector<Link> back_links_;
+
+  Mutex turn_;
+  mutable Mutex mutex_;
+  absl::flat_hash_map<Key, std::shared_ptr<const Program>> programs_ ABSL_GUARDED_BY(mutex_);
+  std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
+  int steps_ ABSL_GUARDED_BY(mutex_) = 0;
+
+  Executor executor_;
+};
+
+}  // namespace gpipe

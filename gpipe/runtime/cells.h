@@ -1,0 +1,23 @@
+#pragma once
+
+#include "absl/functional/function_ref.h"
+#include "gpipe/schedule/action.h"
+
+namespace gpipe {
+
+/// What the executor drives: the cells of one mini-batch. The executor decides when, the cells do the work; data goes
+/// between cells in slots of theirs that need no lock, because an edge's put happens before its take.
+class Cells {
+ public:
+  virtual ~Cells() = default;
+
+  /// Called once a run on each worker's thread: sets up the thread (devices, streams, grad mode), calls walk() once,
+  /// which runs that worker's actions, and restores the thread. walk() does not throw. May throw.
+  virtual void work(int worker, absl::FunctionRef<void()> walk) = 0;
+
+  /// Performs one action on its worker's thread: its in-edges have been taken, its out-edges are put when it returns.
+  /// May throw.
+  virtual void run(const Action& action) = 0;
+};
+
+}  // namespace gpipe

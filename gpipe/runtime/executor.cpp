@@ -1,0 +1,221 @@
+#include "gpipe/runtime/executor.h"
+
+#include <chrono>
+#include <cstddef>
+#include <deque>
+#include <span>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "gpipe/runtime/channel.h"
+
+namespace gpipe {
+namespace {
+
+/// The executor that the calling thread belongs to, for on_worker().
+thread_local const Executor* owner_of_this_thread = nullptr;
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+}  // namespace
+
+/// One run, shared by its workers; lives on the stack of Executor::run().
+/// Invariants:
+///   1. failure_ is set once at most and never cleared; every channel is cancelled after that, so that each worker sees
+///      it at its next wait, or at the check before its next action;
+///   2. a channel is cancelled only when failure_ is set;
+///   3. spans_[w] is used by worker w alone until all workers are at rest, and then by the caller alone.
+class Executor::Run {
+ public:
+  Run(const Program& program, Part part, Cells& cells, bool timed, int step)
+      : program_(program), part_(part), cells_(cells), timed_(timed), step_(step), spans_(program.workers()) {
+    for (const Edge& edge : program.edges()) {
+      forward_.emplace_back(edge.capacity, program.layout().micro_batches);
+      backward_.emplace_back(edge.capacity, program.layout().micro_batches);
+    }
+    if (!timed) return;
+    for (int w = 0; w < program.workers(); ++w) spans_[w].reserve(actions(w).size());
+  }
+
+  /// The worker's share, on its thread. Does not throw.
+  void work(int worker) {
+    int walks = 0;
+    try {
+      cells_.work(worker, [&] {
+        if (++walks == 1) walk(worker);
+      });
+      if (walks != 1) {
+        throw std::logic_error(
+            absl::StrFormat("Cells::work called walk() %d times for worker %d: call it once", walks, worker));
+      }
+    } catch (...) {
+      fail(std::current_exception(), std::nullopt);
+    }
+  }
+
+  std::optional<Failure> failure() {
+    MutexLock lock(mutex_);
+    return failure_;
+  }
+
+  /// Call when all workers are at rest.
+  const std::vector<std::vector<Span>>& spans() const { return spans_; }
+
+ private:
+  std::span<const Action> actions(int worker) const {
+    const std::span<const Action> list = program_.schedule()[worker];
+    const auto leading = static_cast<std::size_t>(program_.leading_forwards(worker));
+    switch (part_) {
+      case Part::kForward:
+        return list.first(leading);
+      case Part::kBackward:
+        return list.subspan(leading);
+      case Part::kAll:
+        break;
+    }
+    return list;
+  }
+
+  /// Returns early when the run has failed, on this worker or another.
+  void walk(int worker) {
+    for (const Action& action : actions(worker)) {
+      std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;
+      for (const int edge : program_.wiring().takes(action)) {
+        if (!channels[edge].take(action.micro_batch)) return;
+      }
+      if (!perform(worker, action)) return;
+      for (const int edge : program_.wiring().puts(action)) {
+        if (!channels[edge].put(action.micro_batch)) return;
+      }
+    }
+  }
+
+  bool perform(int worker, const Action& action) {
+    if (failure()) return false;
+    try {
+      const double start = timed_ ? now() : 0;
+      cells_.run(action);
+      if (timed_) spans_[worker].push_back({worker, action, start, now(), step_});
+    } catch (...) {
+      fail(std::current_exception(), action);
+      return false;
+    }
+    return true;
+  }
+
+  void fail(std::exception_ptr error, std::optional<Action> action) {
+    {
+      MutexLock lock(mutex_);
+      if (failure_) return;
+      failure_ = Failure{std::move(error), action};
+    }
+    for (Channel& channel : forward_) channel.cancel();
+    for (Channel& channel : backward_) channel.cancel();
+  }
+
+  const Program& program_;
+  const Part part_;
+  Cells& cells_;
+  const bool timed_;
+  const int step_;
+  std::deque<Channel> forward_;   // by edge
+  std::deque<Channel> backward_;  // by edge
+  std::vector<std::vector<Span>> spans_;
+  Mutex mutex_;
+  std::optional<Failure> failure_ ABSL_GUARDED_BY(mutex_);
+};
+
+/// One thread, which works on one run at a time.
+/// Invariants:
+///   1. run_ is set by start() when it is null, and cleared by the thread when it no longer touches the run;
+///   2. stopping_ is set once, when run_ is null.
+class Executor::Worker {
+ public:
+  Worker(const Executor& owner, int index) : owner_(owner), index_(index), thread_([this] { loop(); }) {}
+
+  ~Worker() {
+    {
+      MutexLock lock(mutex_);
+      stopping_ = true;
+      changed_.notify_all();
+    }
+    thread_.join();
+  }
+
+  void start(Run& run) {
+    MutexLock lock(mutex_);
+    run_ = &run;
+    changed_.notify_all();
+  }
+
+  void wait() {
+    MutexLock lock(mutex_);
+    while (run_ != nullptr) changed_.wait(mutex_);
+  }
+
+ private:
+  void loop() {
+    owner_of_this_thread = &owner_;
+    while (Run* run = next()) {
+      run->work(index_);
+      MutexLock lock(mutex_);
+      run_ = nullptr;
+      changed_.notify_all();
+    }
+  }
+
+  Run* next() {
+    MutexLock lock(mutex_);
+    while (run_ == nullptr && !stopping_) changed_.wait(mutex_);
+    return run_;
+  }
+
+  const Executor& owner_;
+  const int index_;
+  Mutex mutex_;
+  CondVar changed_;
+  Run* run_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // last: it uses the others
+};
+
+Executor::Executor(int workers) {
+  if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: %d workers; give at least 1", workers));
+  workers_.reserve(workers);
+  for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, w));
+}
+
+Executor::~Executor() = default;
+
+bool Executor::on_worker() const { return owner_of_this_thread == this; }
+
+std::optional<Failure> Executor::run(const Program& program, Part part, Cells& cells, Timeline* timeline, int step) {
+  if (on_worker()) {
+    throw std::logic_error(
+        "Executor::run was called on one of its own workers, which would wait for itself: call it from "
+        "another thread");
+  }
+  if (program.workers() != workers()) {
+    throw std::logic_error(absl::StrFormat(
+        "Executor::run: the program needs %d workers, the executor has %d: match them", program.workers(), workers()));
+  }
+  if (part != Part::kAll && !program.two_phase()) {
+    throw std::logic_error("Executor::run: part of a program in which forwards follow backwards: run all of it");
+  }
+  Run run(program, part, cells, timeline != nullptr, step);
+  {
+    MutexLock turn(turn_);
+    for (const auto& worker : workers_) worker->start(run);
+    for (const auto& worker : workers_) worker->wait();
+  }
+  if (timeline != nullptr) {
+    timeline->workers = program.workers();
+    timeline->edges = program.edges();
+    for (const auto& spans : run.spans()) timeline->spans.insert(timeline->spans.end(), spans.begin(), spans.end());
+  }
+  return run.failure();
+}
+
+}  // namespace gpipe

@@ -1,0 +1,78 @@
+#include "gpipe/runtime/transfer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/_to_copy.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+namespace gpipe {
+namespace {
+
+c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+}  // namespace
+
+Mark mark(c10::Device device) {
+  if (device.is_cpu()) return nullptr;
+  auto event = std::make_shared<c10::Event>(device.type());
+  event->record(guard_of(device).getStream(device));
+  return event;
+}
+
+void wait(const Mark& mark, c10::Device device) {
+  if (mark && !device.is_cpu()) mark->block(guard_of(device).getStream(device));
+}
+
+void use_on_current_stream(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu() || !tensor.has_storage()) return;
+  const auto guard = guard_of(tensor.device());
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
+}
+
+OptionalStreamScope::OptionalStreamScope(const std::optional<c10::Stream>& stream) {
+  if (!stream) return;
+  const auto guard = guard_of(stream->device());
+  previous_device_ = guard.exchangeDevice(stream->device());
+  previous_stream_ = guard.exchangeStream(*stream);
+}
+
+OptionalStreamScope::~OptionalStreamScope() {
+  if (!previous_stream_) return;
+  const auto guard = guard_of(previous_stream_->device());
+  guard.exchangeStream(*previous_stream_);
+  guard.uncheckedSetDevice(*previous_device_);
+}
+
+std::optional<c10::Stream> new_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+}
+
+Link new_link(c10::Device from, c10::Device to) {
+  if (from == to) return {};
+  return {new_stream(from), new_stream(to)};
+}
+
+void bring(std::vector<at::Tensor>& tensors, const Mark& ready, c10::Device to, const Link& link) {
+  at::NoGradGuard no_grad;
+  wait(ready, to);
+  Mark copied;
+  {
+    // PyTorch orders a copy between devices after both current streams; these two belong to the link alone.
+    OptionalStreamScope target(link.target);
+    OptionalStreamScope source(link.source);
+    bool copies = false;
+    for (auto& tensor : tensors) {
+      if (!tensor.defined() || tensor.device() == to) continue;
+      if (!copies) wait(ready, tensor.device());
+      copies = true;
+      use_on_current_stream(tensor);
+      const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();
+      tensor = at::_to_copy(tensor, tensor.options().device(to), /*non_blocking=*/between_accelerators);
+    }
+    if (copies) copied = mark(to);
+  }
+  wait(copied, to);
+  for (const auto& tensor : tensors) use_on_current_stream(tensor);
+}
+
+}  // namespace gpipe

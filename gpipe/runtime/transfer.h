@@ -1,0 +1,58 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/Device.h>
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace gpipe {
+
+/// Stream order for whatever accelerator a pipeline runs on, through c10's device-generic interface, so that it is one
+/// piece of code for all of them. On CPU tensors every function here does nothing. Nothing here blocks the host, except
+/// a copy to the CPU, which must.
+
+/// A point in a device's work; empty on CPU.
+using Mark = std::shared_ptr<c10::Event>;
+
+/// What has been enqueued on the device's current stream by now.
+Mark mark(c10::Device device);
+
+/// Makes the device's current stream wait for a mark of any device.
+void wait(const Mark& mark, c10::Device device);
+
+/// Tells the allocator that the current stream of the tensor's device uses its memory too.
+void use_on_current_stream(const at::Tensor& tensor);
+
+/// Where the current stream of a device is replaced for a scope; nothing for std::nullopt.
+class OptionalStreamScope {
+ public:
+  explicit OptionalStreamScope(const std::optional<c10::Stream>& stream);
+  ~OptionalStreamScope();
+  OptionalStreamScope(const OptionalStreamScope&) = delete;
+  OptionalStreamScope& operator=(const OptionalStreamScope&) = delete;
+
+ private:
+  std::optional<c10::Stream> previous_stream_;
+  std::optional<c10::Device> previous_device_;
+};
+
+/// A stream of the device's own pool; none on CPU.
+std::optional<c10::Stream> new_stream(c10::Device device);
+
+/// The copy streams of one directed link between two devices.
+struct Link {
+  std::optional<c10::Stream> source;
+  std::optional<c10::Stream> target;
+};
+Link new_link(c10::Device from, c10::Device to);
+
+/// Brings tensors that were complete at `ready` to a device, for use on its current stream. On the same device the
+/// tensors themselves are returned; between devices the copy runs on the link's streams and overlaps with computation.
+/// Undefined tensors stay so.
+void bring(std::vector<at::Tensor>& tensors, const Mark& ready, c10::Device to, const Link& link);
+
+}  // namespace gpipe

@@ -1,0 +1,72 @@
+#include "gpipe/schedule/simulator.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <stdexcept>
+
+#include "absl/strings/str_format.h"
+#include "gpipe/schedule/walk.h"
+
+namespace gpipe {
+namespace {
+
+using absl::StrFormat;
+
+bool is_duration(double seconds) { return std::isfinite(seconds) && seconds >= 0; }
+
+void check(const Program& program, const Costs& costs) {
+  const auto& edges = program.edges();
+  if (costs.actions.size() != static_cast<std::size_t>(program.layout().stages)) {
+    throw std::invalid_argument(StrFormat("simulate: the costs are of %d stages, the program has %d: give one each",
+                                          costs.actions.size(), program.layout().stages));
+  }
+  if (costs.edges.size() != edges.size()) {
+    throw std::invalid_argument(StrFormat("simulate: the costs are of %d edges, the program has %d: give one each",
+                                          costs.edges.size(), edges.size()));
+  }
+  for (std::size_t s = 0; s < costs.actions.size(); ++s) {
+    for (std::size_t kind = 0; kind < costs.actions[s].size(); ++kind) {
+      if (is_duration(costs.actions[s][kind])) continue;
+      throw std::invalid_argument(StrFormat("simulate: %c of stage %d costs %g s: give a finite time of at least 0",
+                                            to_char(static_cast<Kind>(kind)), s, costs.actions[s][kind]));
+    }
+  }
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    if (is_duration(costs.edges[e])) continue;
+    throw std::invalid_argument(StrFormat("simulate: edge %d ('%s') costs %g s: give a finite time of at least 0", e,
+                                          edges[e].name, costs.edges[e]));
+  }
+}
+
+int peak_cells(const std::vector<Action>& list, bool has_backward) {
+  if (!has_backward) return 1;
+  int live = 0;
+  int peak = 0;
+  for (const Action& action : list) {
+    if (action.kind == Kind::F) peak = std::max(peak, ++live);
+    if (action.kind == Kind::B || action.kind == Kind::W) --live;
+  }
+  return peak;
+}
+
+}  // namespace
+
+Simulation simulate(const Program& program, const Costs& costs) {
+  check(program, costs);
+  const Walk result = walk(program.layout(), program.edges(), program.wiring(), program.schedule(), costs);
+  Simulation simulation;
+  simulation.timeline.workers = program.workers();
+  simulation.timeline.edges = program.edges();
+  for (const auto& spans : result.spans) {
+    simulation.timeline.spans.insert(simulation.timeline.spans.end(), spans.begin(), spans.end());
+  }
+  simulation.makespan = simulation.timeline.makespan();
+  simulation.bubble = simulation.timeline.bubble();
+  for (const auto& list : program.schedule()) {
+    simulation.peak_cells.push_back(peak_cells(list, program.has_backward()));
+  }
+  return simulation;
+}
+
+}  // namespace gpipe

@@ -1,0 +1,153 @@
+#include "gpipe/schedule/walk.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <span>
+#include <utility>
+
+namespace gpipe {
+namespace {
+
+constexpr double kAbsent = -1;
+
+/// One direction of one edge.
+struct Channel {
+  std::size_t capacity = 1;
+  double latency = 0;
+  int producer = 0;
+  int consumer = 0;
+  std::size_t puts = 0;
+  /// When each micro-batch can be taken; kAbsent before its put.
+  std::vector<double> arrivals;
+  /// When each take happened, in their order, which one consumer makes ascending.
+  std::vector<double> takes;
+};
+
+/// How far a worker has come: the action at `next`, and what it has exchanged for it.
+struct Progress {
+  std::size_t next = 0;
+  std::size_t taken = 0;
+  std::size_t put = 0;
+  bool performed = false;
+  double clock = 0;
+};
+
+class Walker {
+ public:
+  Walker(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
+         const Costs& costs)
+      : wiring_(wiring),
+        schedule_(schedule),
+        costs_(costs),
+        progress_(schedule.size()),
+        queued_(schedule.size(), true) {
+    channels_.reserve(2 * edges.size());
+    for (std::size_t e = 0; e < edges.size(); ++e) {
+      Channel forward;
+      forward.capacity = static_cast<std::size_t>(edges[e].capacity);
+      forward.latency = costs.edges[e];
+      forward.producer = layout.placement[edges[e].from];
+      forward.consumer = layout.placement[edges[e].to];
+      forward.arrivals.assign(layout.micro_batches, kAbsent);
+      Channel backward = forward;
+      std::swap(backward.producer, backward.consumer);
+      channels_.push_back(std::move(forward));
+      channels_.push_back(std::move(backward));
+    }
+    walk_.spans.resize(schedule.size());
+    for (std::size_t w = schedule.size(); w-- > 0;) {
+      walk_.spans[w].reserve(schedule[w].size());
+      ready_.push_back(static_cast<int>(w));
+    }
+  }
+
+  Walk run() && {
+    while (!ready_.empty()) {
+      const int worker = ready_.back();
+      ready_.pop_back();
+      advance(worker);
+      queued_[worker] = false;
+    }
+    for (std::size_t w = 0; w < schedule_.size(); ++w) {
+      const Progress& at = progress_[w];
+      if (at.next == schedule_[w].size()) continue;
+      const Action& action = schedule_[w][at.next];
+      const int edge = at.performed ? wiring_.puts(action)[at.put] : wiring_.takes(action)[at.taken];
+      walk_.blocked.push_back({static_cast<int>(w), action, edge, at.performed});
+    }
+    return std::move(walk_);
+  }
+
+ private:
+  /// Goes on until the worker has to wait or has finished.
+  void advance(int worker) {
+    Progress& at = progress_[worker];
+    for (; at.next < schedule_[worker].size(); ++at.next) {
+      const Action& action = schedule_[worker][at.next];
+      const auto takes = wiring_.takes(action);
+      for (; at.taken < takes.size(); ++at.taken) {
+        if (!take(channel(takes[at.taken], action.kind), action.micro_batch, at.clock)) return;
+      }
+      if (!at.performed) {
+        const double start = at.clock;
+        at.clock += costs_.actions[action.stage][static_cast<std::size_t>(action.kind)];
+        walk_.spans[worker].push_back({worker, action, start, at.clock, 0});
+        at.performed = true;
+      }
+      const auto puts = wiring_.puts(action);
+      for (; at.put < puts.size(); ++at.put) {
+        if (!put(channel(puts[at.put], action.kind), action.micro_batch, at.clock)) return;
+      }
+      at.taken = at.put = 0;
+      at.performed = false;
+    }
+  }
+
+  Channel& channel(int edge, Kind kind) { return channels_[2 * static_cast<std::size_t>(edge) + (kind != Kind::F)]; }
+
+  bool take(Channel& channel, int micro_batch, double& clock) {
+    const double arrival = channel.arrivals[micro_batch];
+    if (arrival == kAbsent) return false;
+    clock = std::max(clock, arrival);
+    channel.takes.push_back(clock);
+    wake(channel.producer);
+    return true;
+  }
+
+  bool put(Channel& channel, int micro_batch, double& clock) {
+    if (channel.puts >= channel.capacity) {
+      const std::size_t freed = channel.puts - channel.capacity;
+      if (freed >= channel.takes.size()) return false;
+      clock = std::max(clock, channel.takes[freed]);
+    }
+    ++channel.puts;
+    channel.arrivals[micro_batch] = clock + channel.latency;
+    wake(channel.consumer);
+    return true;
+  }
+
+  void wake(int worker) {
+    if (queued_[worker]) return;
+    queued_[worker] = true;
+    ready_.push_back(worker);
+  }
+
+  const Wiring& wiring_;
+  const Schedule& schedule_;
+  const Costs& costs_;
+  std::vector<Channel> channels_;
+  std::vector<Progress> progress_;
+  std::vector<int> ready_;
+  /// True for workers in ready_, and for the one being advanced, which needs no waking by itself.
+  std::vector<bool> queued_;
+  Walk walk_;
+};
+
+}  // namespace
+
+Walk walk(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
+          const Costs& costs) {
+  return Walker(layout, edges, wiring, schedule, costs).run();
+}
+
+}  // namespace gpipe

@@ -1,0 +1,178 @@
+#include "models/unet.h"
+
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/dropout.h>
+#include <torch/nn/modules/pooling.h>
+#include <torch/nn/modules/upsampling.h>
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "skip/namespace.h"
+#include "skip/skippable.h"
+
+namespace gpipe::models {
+namespace {
+
+namespace nn = torch::nn;
+
+/// LibTorch's layers for images of D spatial dimensions.
+template <int D>
+struct Nd;
+
+template <>
+struct Nd<2> {
+  using Conv = nn::Conv2d;
+  using ConvTranspose = nn::ConvTranspose2d;
+  using BatchNorm = nn::BatchNorm2d;
+  using MaxPool = nn::MaxPool2d;
+  using Dropout = nn::Dropout2d;
+  using Linear = torch::enumtype::kBilinear;
+};
+
+template <>
+struct Nd<3> {
+  using Conv = nn::Conv3d;
+  using ConvTranspose = nn::ConvTranspose3d;
+  using BatchNorm = nn::BatchNorm3d;
+  using MaxPool = nn::MaxPool3d;
+  using Dropout = nn::Dropout3d;
+  using Linear = torch::enumtype::kTrilinear;
+};
+
+/// Stashes its input and passes it on.
+class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
+ public:
+  StashImpl(const std::string& skip, Namespace ns)
+      : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}), skip_(skip) {
+    isolate(ns);
+  }
+  void reset() override {}
+  torch::Tensor forward(torch::Tensor x) {
+    stash(skip_, x);
+    return x;
+  }
+
+ private:
+  std::string skip_;
+};
+TORCH_MODULE(Stash);
+
+/// Concatenates the skip with its input, which is cropped to the skip's size.
+class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
+ public:
+  JoinImpl(const std::string& skip, Namespace ns)
+      : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}), skip_(skip) {
+    isolate(ns);
+  }
+  void reset() override {}
+  torch::Tensor forward(torch::Tensor x) {
+    const auto skip = pop(skip_);
+    for (std::int64_t dim = 2; dim < skip.dim(); ++dim) x = x.narrow(dim, 0, skip.size(dim));
+    return torch::cat({skip, x}, 1);
+  }
+
+ private:
+  std::string skip_;
+};
+TORCH_MODULE(Join);
+
+template <int D>
+class Builder {
+ public:
+  explicit Builder(const UNetOptions& options) : options_(options) {}
+
+  nn::Sequential build() {
+    std::int64_t channels = options_.in_channels();
+    for (std::int64_t level = 1; level <= options_.depth(); ++level) {
+      const auto name = "down" + std::to_string(level);
+      block(name, channels, channels_at(level));
+      channels = channels_at(level);
+      add(name + "_stash", Stash(skip_at(level), skips_));
+      // Rounding sizes up lets even a single pixel through; doubling then gives enough to crop.
+      add(name + "_pool", typename Nd<D>::MaxPool(nn::MaxPoolOptions<D>(2).ceil_mode(true)));
+    }
+    block("bottom", channels, 2 * channels);
+    for (std::int64_t level = options_.depth(); level >= 1; --level) {
+      const auto name = "up" + std::to_string(level);
+      channels = channels_at(level);
+      upsample(name, 2 * channels, channels);
+      add(name + "_join", Join(skip_at(level), skips_));
+      block(name, 2 * channels, channels);
+    }
+    add("head", conv(channels, options_.out_channels(), 1));
+    return model_;
+  }
+
+ private:
+  static typename Nd<D>::Conv conv(std::int64_t in, std::int64_t out, std::int64_t kernel, bool bias = true) {
+    return typename Nd<D>::Conv(nn::ConvOptions<D>(in, out, kernel).padding(kernel / 2).bias(bias));
+  }
+
+  static std::string skip_at(std::int64_t level) { return "level" + std::to_string(level); }
+
+  std::int64_t channels_at(std::int64_t level) const { return options_.base_channels() << (level - 1); }
+
+  template <typename Layer>
+  void add(std::string name, const Layer& layer) {
+    model_->push_back(std::move(name), layer);
+  }
+
+  void block(const std::string& name, std::int64_t in, std::int64_t out) {
+    for (std::int64_t j = 1; j <= options_.convolutions(); ++j) {
+      const auto number = std::to_string(j);
+      // Batch norm subtracts the mean, and any bias with it.
+      add(name + "_conv" + number, conv(j == 1 ? in : out, out, 3, /*bias=*/false));
+      add(name + "_norm" + number, typename Nd<D>::BatchNorm(out));
+      // In place is safe: batch norm's backward does not need its output, which is never stashed.
+      add(name + "_relu" + number, nn::ReLU(nn::ReLUOptions(/*inplace=*/true)));
+    }
+    if (options_.dropout() > 0) add(name + "_dropout", typename Nd<D>::Dropout(options_.dropout()));
+  }
+
+  void upsample(const std::string& name, std::int64_t in, std::int64_t out) {
+    if (options_.upsampling() == Upsampling::kTransposed) {
+      add(name + "_upsample", typename Nd<D>::ConvTranspose(nn::ConvTransposeOptions<D>(in, out, 2).stride(2)));
+      return;
+    }
+    // A 1x1 convolution commutes with interpolation: before it, it costs a quarter or an eighth.
+    add(name + "_reduce", conv(in, out, 1));
+    add(name + "_upsample", nn::Upsample(nn::UpsampleOptions()
+                                             .scale_factor(std::vector<double>(D, 2.0))
+                                             .mode(typename Nd<D>::Linear{})
+                                             .align_corners(false)));
+  }
+
+  const UNetOptions& options_;
+  const Namespace skips_;
+  nn::Sequential model_;
+};
+
+void require(bool ok, const char* option, const std::string& value, const char* allowed) {
+  if (ok) return;
+  throw std::invalid_argument(std::string("unet: ") + option + " is " + value + ", but must be " + allowed);
+}
+
+void require_positive(const char* option, std::int64_t value) {
+  require(value >= 1, option, std::to_string(value), "at least 1");
+}
+
+}  // namespace
+
+nn::Sequential unet(const UNetOptions& options) {
+  require_positive("in_channels", options.in_channels());
+  require_positive("out_channels", options.out_channels());
+  require_positive("base_channels", options.base_channels());
+  require_positive("convolutions", options.convolutions());
+  require(options.depth() >= 1 && options.depth() <= 16, "depth", std::to_string(options.depth()), "from 1 to 16");
+  require(options.dropout() >= 0 && options.dropout() < 1, "dropout", std::to_string(options.dropout()),
+          "at least 0 and below 1");
+  require(options.dims() == 2 || options.dims() == 3, "dims", std::to_string(options.dims()), "2 or 3");
+  return options.dims() == 2 ? Builder<2>(options).build() : Builder<3>(options).build();
+}
+
+}  // namespace gpipe::models

@@ -1,0 +1,100 @@
+#include "skip/layout.h"
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <utility>
+
+#include "skip/skippable.h"
+
+namespace gpipe {
+namespace {
+
+/// A layer's stash or pop of a name.
+struct End {
+  SkipKey key;
+  int layer = 0;
+  int order = 0;     // of its module, over the whole model
+  std::string path;  // "layer", or "layer.child" for a module nested in it
+};
+
+struct Ends {
+  std::vector<End> stashes;
+  std::vector<End> pops;
+};
+
+Ends find_ends(const std::vector<NamedLayer>& layers) {
+  Ends ends;
+  int order = 0;
+  for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+    for (const auto& module : layers[layer].module->named_modules(layers[layer].name)) {
+      ++order;
+      const auto* skippable = dynamic_cast<const Skippable*>(module.value().get());
+      if (skippable == nullptr) continue;
+      for (const auto& key : skippable->stashes()) ends.stashes.push_back({key, layer, order, module.key()});
+      for (const auto& key : skippable->pops()) ends.pops.push_back({key, layer, order, module.key()});
+    }
+  }
+  return ends;
+}
+
+std::string to_string(const End& end) { return "layer '" + end.path + "' (" + std::to_string(end.layer) + ")"; }
+
+bool holds(const End& outer, const End& inner) {
+  return outer.layer == inner.layer && inner.path.starts_with(outer.path + ".");
+}
+
+bool in_order(const End& stash, const End& pop) {
+  return stash.order < pop.order || holds(stash, pop) || holds(pop, stash);
+}
+
+/// The first end of each key, and a fault for each further one.
+std::map<SkipKey, const End*> index(const std::vector<End>& ends, const std::string& verb,
+                                    std::vector<std::string>& faults) {
+  std::map<SkipKey, const End*> first;
+  for (const auto& end : ends) {
+    const auto [at, fresh] = first.emplace(end.key, &end);
+    if (fresh) continue;
+    faults.push_back(to_string(end) + " " + verb + " " + to_string(end.key) + ", as " + to_string(*at->second) +
+                     " does: isolate one of them by a Namespace");
+  }
+  return first;
+}
+
+}  // namespace
+
+std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers) {
+  const Ends ends = find_ends(layers);
+  std::vector<std::string> faults;
+  const auto stashes = index(ends.stashes, "stashes", faults);
+  const auto pops = index(ends.pops, "pops", faults);
+
+  std::vector<SkipLink> links;
+  for (const auto& stash : ends.stashes) {
+    const auto pop = pops.find(stash.key);
+    if (pop == pops.end()) {
+      faults.push_back(to_string(stash) + " stashes " + to_string(stash.key) + ", which no layer pops");
+    } else {
+      links.push_back({stash.key, stash.layer, pop->second->layer});
+    }
+  }
+  for (const auto& pop : ends.pops) {
+    const auto stash = stashes.find(pop.key);
+    if (stash != stashes.end() && in_order(*stash->second, pop)) continue;
+    faults.push_back(to_string(pop) + " pops " + to_string(pop.key) + ", which no earlier layer stashes" +
+                     (stash == stashes.end() ? "" : ": " + to_string(*stash->second) + " does"));
+  }
+  if (faults.empty()) return links;
+
+  std::string text = "one or more pairs of stash and pop do not match:";
+  for (const auto& fault : faults) text += "\n  * " + fault;
+  throw std::invalid_argument(text);
+}
+
+void verify_skippables(const torch::nn::Sequential& model) {
+  std::vector<NamedLayer> layers;
+  for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
+  skip_links(layers);
+}
+
+}  // namespace gpipe

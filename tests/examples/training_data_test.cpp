@@ -1,0 +1,227 @@
+// The parts of the training program that speak in tensors: loader, metrics, picture.
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <limits>
+#include <thread>
+
+#include "examples/unet/image.h"
+#include "examples/unet/loader.h"
+#include "examples/unet/metrics.h"
+#include "examples/unet/picture.h"
+#include "examples/unet/synthetic.h"
+#include "tests/examples/fixtures.h"
+
+namespace gpipe::unet {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr int kSamples = 11;
+constexpr Size kSize{48, 32};
+
+class LoaderTest : public ::testing::Test {
+ protected:
+  LoaderTest() {
+    write_synthetic(directory_.path(), kSamples, kSize, 3);
+    samples_ = list_samples(directory_.path());
+  }
+
+  std::vector<Batch> all(LoaderOptions options, Size size = kSize) {
+    Loader loader(samples_, size, options);
+    std::vector<Batch> batches;
+    while (auto batch = loader.next()) batches.push_back(*batch);
+    EXPECT_EQ(static_cast<int64_t>(batches.size()), loader.batches());
+    return batches;
+  }
+
+  const TemporaryDirectory directory_;
+  std::vector<Sample> samples_;
+};
+
+bool equal(const std::vector<Batch>& a, const std::vector<Batch>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Batch& x, const Batch& y) {
+    return at::equal(x.images, y.images) && at::equal(x.masks, y.masks);
+  });
+}
+
+TEST_F(LoaderTest, YieldsWhatTheFilesHold) {
+  const auto batches = all({.batch_size = 4});
+  ASSERT_EQ(batches.size(), 3u);
+  EXPECT_EQ(batches[0].images.sizes(), at::IntArrayRef({4, 3, 32, 48}));
+  EXPECT_EQ(batches[2].images.sizes(), at::IntArrayRef({3, 3, 32, 48}));
+  EXPECT_EQ(batches[2].masks.sizes(), at::IntArrayRef({3, 1, 32, 48}));
+
+  const Image image = read_image(samples_[5].image);
+  const Image mask = read_mask(samples_[5].mask);
+  const auto images = batches[1].images.accessor<float, 4>();
+  const auto masks = batches[1].masks.accessor<float, 4>();
+  for (int y = 0; y < kSize.height; ++y) {
+    for (int x = 0; x < kSize.width; ++x) {
+      for (int c = 0; c < 3; ++c) ASSERT_FLOAT_EQ(images[1][c][y][x], static_cast<float>(image.at(x, y)[c]) / 255);
+      ASSERT_EQ(masks[1][0][y][x], *mask.at(x, y));
+    }
+  }
+}
+
+TEST_F(LoaderTest, WorkersDoNotChangeTheBatches) {
+  const LoaderOptions one{.batch_size = 2, .workers = 1, .shuffle = true, .seed = 5, .epoch = 1};
+  LoaderOptions four = one;
+  four.workers = 4;
+  EXPECT_TRUE(equal(all(one), all(four)));
+}
+
+TEST_F(LoaderTest, SeedAndEpochShuffle) {
+  const LoaderOptions first{.batch_size = 11, .shuffle = true, .seed = 5, .epoch = 1};
+  LoaderOptions next_epoch = first;
+  next_epoch.epoch = 2;
+  LoaderOptions other_seed = first;
+  other_seed.seed = 6;
+  LoaderOptions in_order = first;
+  in_order.shuffle = false;
+  EXPECT_FALSE(equal(all(first), all(next_epoch)));
+  EXPECT_FALSE(equal(all(first), all(other_seed)));
+  EXPECT_FALSE(equal(all(first), all(in_order)));
+  EXPECT_EQ(all(first)[0].masks.sum().item<double>(), all(in_order)[0].masks.sum().item<double>());
+}
+
+TEST_F(LoaderTest, AllSamplesComeOutAtOneSize) {
+  write_jpeg(samples_[1].image, Image({100, 90}, 3));
+  write_gif(samples_[1].mask, Image({100, 90}, 1));
+  const auto batches = all({.batch_size = 3}, {24, 16});
+  EXPECT_EQ(batches[0].images.sizes(), at::IntArrayRef({3, 3, 16, 24}));
+  EXPECT_TRUE(at::logical_or(batches[0].masks == 0, batches[0].masks == 1).all().item<bool>());
+}
+
+TEST_F(LoaderTest, ADamagedFileFailsItsBatchAndAllAfter) {
+  cut(samples_[5].image, std::filesystem::file_size(samples_[5].image) / 2);
+  for (const int workers : {1, 4}) {
+    Loader loader(samples_, kSize, {.batch_size = 2, .workers = workers});
+    EXPECT_TRUE(loader.next());
+    EXPECT_TRUE(loader.next());
+    for (int call = 0; call < 2; ++call) {
+      EXPECT_THAT(error_of([&] { loader.next(); }), HasSubstr(samples_[5].image.string()));
+    }
+  }
+}
+
+TEST_F(LoaderTest, MayBeDestroyedAtAnyTime) {
+  for (int taken = 0; taken <= 4; ++taken) {
+    Loader loader(samples_, kSize, {.batch_size = 1, .workers = 3});
+    for (int i = 0; i < taken; ++i) EXPECT_TRUE(loader.next());
+  }
+  cut(samples_[0].image, 40);
+  const Loader loader(samples_, kSize, {.batch_size = 1, .workers = 3});
+}
+
+TEST_F(LoaderTest, DecodesNoFurtherThanItsBound) {
+  // With one worker two batches may be decoded or under way, so a file of the third may still be changed.
+  Loader loader(samples_, kSize, {.batch_size = 1, .workers = 1});
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  cut(samples_[2].image, 40);
+  EXPECT_TRUE(loader.next());
+  EXPECT_TRUE(loader.next());
+  EXPECT_THROW(loader.next(), std::runtime_error);
+}
+
+TEST_F(LoaderTest, RefusesWhatCannotBe) {
+  EXPECT_THROW(Loader({}, kSize, {}), std::invalid_argument);
+  EXPECT_THROW(Loader(samples_, {0, 32}, {}), std::invalid_argument);
+  EXPECT_THROW(Loader(samples_, kSize, {.batch_size = 0}), std::invalid_argument);
+  EXPECT_THROW(Loader(samples_, kSize, {.workers = 0}), std::invalid_argument);
+}
+
+TEST(MetricsTest, CountsOverAllPixelsAndPerImage) {
+  Metrics metrics;
+  // Image 1: 1 pixel in both, 2 predicted, 1 true. Image 2: nothing in common, 1 and 1.
+  const auto predicted = at::tensor({0.9f, 0.6f, 0.5f, 0.1f, 1.f, 0.f, 0.f, 0.f}).view({2, 1, 2, 2});
+  const auto truth = at::tensor({1.f, 0.f, 0.f, 0.f, 0.f, 1.f, 0.f, 0.f}).view({2, 1, 2, 2});
+  metrics.add(predicted, truth);
+  auto scores = metrics.scores();
+  EXPECT_DOUBLE_EQ(scores.dice, 2.0 / 5);
+  EXPECT_DOUBLE_EQ(scores.iou, 1.0 / 4);
+  EXPECT_DOUBLE_EQ(scores.image_dice, (2.0 / 3 + 0) / 2);
+  EXPECT_DOUBLE_EQ(scores.image_iou, (1.0 / 2 + 0) / 2);
+
+  // Image 3, alone in its batch: 3 of 3 pixels right.
+  const auto both = at::tensor({1.f, 1.f, 1.f, 0.f}).view({1, 1, 2, 2});
+  metrics.add(both > 0, both.to(at::kDouble));
+  scores = metrics.scores();
+  EXPECT_DOUBLE_EQ(scores.dice, 2.0 * 4 / 11);
+  EXPECT_DOUBLE_EQ(scores.iou, 4.0 / 7);
+  EXPECT_DOUBLE_EQ(scores.image_dice, (2.0 / 3 + 0 + 1) / 3);
+}
+
+TEST(MetricsTest, TwoEmptyMasksAgree) {
+  Metrics metrics;
+  metrics.add(at::zeros({2, 1, 3, 3}), at::zeros({2, 1, 3, 3}));
+  EXPECT_EQ(metrics.scores().dice, 1);
+  EXPECT_EQ(metrics.scores().iou, 1);
+  EXPECT_EQ(metrics.scores().image_dice, 1);
+  EXPECT_EQ(metrics.scores().image_iou, 1);
+}
+
+TEST(MetricsTest, NoImagesScoreNothing) { EXPECT_EQ(Metrics().scores().dice, 0); }
+
+TEST(MetricsTest, ReadsStridedAndGradientTensors) {
+  Metrics metrics;
+  const auto predicted = at::tensor({1.f, 0.f, 1.f, 0.f}).view({1, 1, 2, 2}).transpose(2, 3).requires_grad_();
+  metrics.add(predicted, at::tensor({1.f, 1.f, 0.f, 0.f}).view({1, 1, 2, 2}));
+  EXPECT_EQ(metrics.scores().dice, 1);
+}
+
+TEST(MetricsTest, ShapesMustAgree) {
+  Metrics metrics;
+  EXPECT_THAT(error_of<std::invalid_argument>([&] {
+                metrics.add(at::zeros({2, 1, 3, 3}), at::zeros({2, 3, 3}));
+              }),
+              AllOf(HasSubstr("[2, 1, 3, 3]"), HasSubstr("[2, 3, 3]")));
+}
+
+TEST(PictureTest, PutsImageTruthAndPredictionSideBySide) {
+  const TemporaryDirectory directory;
+  auto images = at::zeros({2, 3, 4, 5});
+  images[1][2].fill_(1);
+  auto truth = at::zeros({2, 1, 4, 5});
+  truth[0][0][3][4] = 1;
+  auto prediction = at::full({2, 1, 4, 5}, 0.5, at::kDouble);
+  prediction[1][0][0][0] = 7;
+  write_picture(directory / "a.png", images, truth, prediction);
+
+  const Image picture = read_image(directory / "a.png");
+  EXPECT_EQ(picture.size(), (Size{3 * 5 + 2 * 2, 2 * 4 + 2}));
+  const auto pixel = [&](int x, int y) { return std::vector<int>(picture.at(x, y), picture.at(x, y) + 3); };
+  EXPECT_EQ(pixel(0, 0), (std::vector<int>{0, 0, 0}));
+  EXPECT_EQ(pixel(4, 9), (std::vector<int>{0, 0, 255}));
+  EXPECT_EQ(pixel(7 + 4, 3), (std::vector<int>{255, 255, 255}));
+  EXPECT_EQ(pixel(7 + 3, 3), (std::vector<int>{0, 0, 0}));
+  EXPECT_EQ(pixel(14, 0), (std::vector<int>{128, 128, 128}));
+  EXPECT_EQ(pixel(14, 6), (std::vector<int>{255, 255, 255}));
+  EXPECT_EQ(pixel(5, 0), pixel(0, 4)) << "the lines between";
+}
+
+TEST(PictureTest, RefusesOtherShapes) {
+  const TemporaryDirectory directory;
+  const auto images = at::zeros({2, 3, 4, 5});
+  const auto masks = at::zeros({2, 1, 4, 5});
+  for (const auto& wrong : {at::zeros({2, 1, 4, 6}), at::zeros({2, 4, 5}), at::zeros({1, 1, 4, 5})}) {
+    EXPECT_THROW(write_picture(directory / "a.png", images, masks, wrong), std::invalid_argument);
+    EXPECT_THROW(write_picture(directory / "a.png", images, wrong, masks), std::invalid_argument);
+  }
+  EXPECT_THROW(write_picture(directory / "a.png", masks, masks, masks), std::invalid_argument);
+}
+
+TEST(PictureTest, UnwritablePathIsNamed) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "absent" / "a.png";
+  EXPECT_THAT(error_of([&] {
+                write_picture(path, at::zeros({1, 3, 2, 2}), at::zeros({1, 1, 2, 2}), at::zeros({1, 1, 2, 2}));
+              }),
+              HasSubstr(path.string()));
+}
+
+}  // namespace
+}  // namespace gpipe::unet

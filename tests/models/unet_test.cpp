@@ -1,0 +1,205 @@
+#include "models/unet.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "skip/layout.h"
+
+namespace gpipe::models {
+namespace {
+
+using testing::HasSubstr;
+
+UNetOptions tiny() { return UNetOptions().base_channels(2).depth(2); }
+
+std::int64_t parameter_count(const torch::nn::Sequential& model) {
+  std::int64_t count = 0;
+  for (const auto& parameter : model->parameters()) count += parameter.numel();
+  return count;
+}
+
+/// Counted from the architecture: see the layer list of unet().
+std::int64_t expected_count(const UNetOptions& o) {
+  const auto taps = static_cast<std::int64_t>(std::pow(3, o.dims()));
+  const std::int64_t quad = o.upsampling() == Upsampling::kTransposed ? 1 << o.dims() : 1;
+  const auto block = [&](std::int64_t in, std::int64_t out) {
+    return taps * (in * out + (o.convolutions() - 1) * out * out) + 2 * out * o.convolutions();
+  };
+  std::int64_t count = 0;
+  std::int64_t in = o.in_channels();
+  std::int64_t out = o.base_channels();
+  for (std::int64_t level = 0; level < o.depth(); ++level) {
+    count += block(in, out);                                    // down
+    count += quad * 2 * out * out + out + block(2 * out, out);  // up
+    in = out;
+    out *= 2;
+  }
+  return count + block(in, out) + o.base_channels() * o.out_channels() + o.out_channels();
+}
+
+std::vector<std::string> layer_names(const torch::nn::Sequential& model) {
+  std::vector<std::string> names;
+  for (const auto& child : model->named_children()) names.push_back(child.key());
+  return names;
+}
+
+torch::Tensor image(const UNetOptions& options, std::vector<std::int64_t> spatial, std::int64_t batch = 2) {
+  spatial.insert(spatial.begin(), {batch, options.in_channels()});
+  return torch::rand(spatial);
+}
+
+TEST(UNet, TheDefaultHasTheUsualParameterCount) { EXPECT_EQ(parameter_count(unet()), 31'037'633); }
+
+TEST(UNet, ParameterCountsFollowTheOptions) {
+  for (const auto upsampling : {Upsampling::kTransposed, Upsampling::kLinear}) {
+    for (const std::int64_t dims : {2, 3}) {
+      const auto options = UNetOptions().in_channels(5).out_channels(4).depth(3).base_channels(3).convolutions(3);
+      const auto varied = UNetOptions(options).dims(dims).upsampling(upsampling);
+      EXPECT_EQ(parameter_count(unet(varied)), expected_count(varied)) << dims << "-D";
+    }
+  }
+}
+
+TEST(UNet, LayerNamesAreThoseDocumented) {
+  EXPECT_EQ(layer_names(unet(
+                UNetOptions().base_channels(2).depth(1).convolutions(1).dropout(0.5).upsampling(Upsampling::kLinear))),
+            (std::vector<std::string>{"down1_conv1", "down1_norm1", "down1_relu1", "down1_dropout", "down1_stash",
+                                      "down1_pool", "bottom_conv1", "bottom_norm1", "bottom_relu1", "bottom_dropout",
+                                      "up1_reduce", "up1_upsample", "up1_join", "up1_conv1", "up1_norm1", "up1_relu1",
+                                      "up1_dropout", "head"}));
+  const auto names = layer_names(unet(tiny().depth(4)));
+  EXPECT_EQ(names.size(), 4 * 8 + 6 + 4 * 8 + 1);
+  EXPECT_THAT(names, testing::IsSupersetOf({"down4_conv2", "up4_upsample", "up3_norm2"}));
+}
+
+TEST(UNet, SkipsLeadFromEachLevelToItsDecoder) {
+  auto model = unet(tiny().depth(3));
+  verify_skippables(model);
+  std::vector<NamedLayer> layers;
+  for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
+  std::vector<std::pair<std::string, std::string>> ends;
+  for (const auto& link : skip_links(layers)) ends.emplace_back(layers[link.from].name, layers[link.to].name);
+  EXPECT_THAT(ends,
+              testing::ElementsAre(testing::Pair("down1_stash", "up1_join"), testing::Pair("down2_stash", "up2_join"),
+                                   testing::Pair("down3_stash", "up3_join")));
+}
+
+TEST(UNet, StashedTensorsArriveUnchangedAheadOfTheUpsampledOnes) {
+  auto model = unet(tiny().depth(1));
+  model->train();
+  const auto names = layer_names(model);
+  auto x = image(tiny(), {6, 6});
+  torch::Tensor stashed;
+  torch::Tensor upsampled;
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    x = model->begin()[static_cast<std::ptrdiff_t>(i)].forward(x);
+    if (names[i] == "down1_stash") stashed = x.clone();
+    if (names[i] == "up1_upsample") upsampled = x.clone();
+    if (names[i] == "up1_join") {
+      EXPECT_TRUE(torch::equal(x, torch::cat({stashed, upsampled}, 1)));
+    }
+  }
+  EXPECT_TRUE(stashed.defined() && upsampled.defined());
+}
+
+class Variants : public testing::TestWithParam<std::tuple<std::int64_t, Upsampling, double>> {
+ protected:
+  UNetOptions options() const {
+    const auto [dims, upsampling, dropout] = GetParam();
+    return tiny().dims(dims).upsampling(upsampling).dropout(dropout).out_channels(2);
+  }
+};
+
+TEST_P(Variants, KeepAnySpatialSize) {
+  auto model = unet(options());
+  model->eval();
+  const torch::NoGradGuard no_grad;
+  for (const auto& size : {std::vector<std::int64_t>{8, 12, 4}, {7, 5, 6}, {9, 1, 3}, {1, 1, 1}}) {
+    const std::vector<std::int64_t> spatial(size.begin(), size.begin() + options().dims());
+    std::vector<std::int64_t> expected{2, 2};
+    expected.insert(expected.end(), spatial.begin(), spatial.end());
+    EXPECT_EQ(model->forward(image(options(), spatial)).sizes(), expected);
+  }
+}
+
+TEST_P(Variants, GiveEveryParameterAGradient) {
+  auto model = unet(options());
+  model->train();
+  const auto x = image(options(), std::vector<std::int64_t>(options().dims(), 7)).requires_grad_();
+  model->forward(x).square().sum().backward();
+  EXPECT_TRUE(x.grad().defined());
+  for (const auto& parameter : model->named_parameters()) {
+    ASSERT_TRUE(parameter.value().grad().defined()) << parameter.key();
+    EXPECT_TRUE(parameter.value().grad().isfinite().all().item<bool>()) << parameter.key();
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(UNet, Variants,
+                         testing::Combine(testing::Values(2, 3),
+                                          testing::Values(Upsampling::kTransposed, Upsampling::kLinear),
+                                          testing::Values(0.0, 0.25)));
+
+TEST(UNet, DropoutActsInTrainingOnly) {
+  const auto options = tiny().dropout(0.5);
+  auto model = unet(options);
+  const auto x = image(options, {8, 8});
+  torch::manual_seed(1);
+  const auto first = model->forward(x);
+  EXPECT_FALSE(torch::equal(first, model->forward(x)));
+  model->eval();
+  EXPECT_TRUE(torch::equal(model->forward(x), model->forward(x)));
+}
+
+TEST(UNet, SeveralFollowEachOtherInOneModel) {
+  auto first = unet(tiny().out_channels(3));
+  auto second = unet(tiny());
+  torch::nn::Sequential chain;
+  chain->extend(*first);
+  chain->extend(*second);
+  verify_skippables(chain);
+  chain->eval();
+  const auto x = image(tiny(), {5, 6});
+  EXPECT_TRUE(torch::equal(chain->forward(x), second->forward(first->forward(x))));
+}
+
+TEST(UNet, ACloneComputesTheSame) {
+  auto model = unet(tiny());
+  model->eval();
+  auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
+  const auto x = image(tiny(), {8, 8});
+  EXPECT_TRUE(torch::equal(clone->forward(x), model->forward(x)));
+}
+
+TEST(UNet, BadOptionsAreNamedWithTheirValue) {
+  const std::vector<std::tuple<UNetOptions, std::string, std::string>> cases{
+      {UNetOptions().in_channels(0), "in_channels", "0"},
+      {UNetOptions().out_channels(-2), "out_channels", "-2"},
+      {UNetOptions().base_channels(0), "base_channels", "0"},
+      {UNetOptions().convolutions(0), "convolutions", "0"},
+      {UNetOptions().depth(0), "depth", "0"},
+      {UNetOptions().depth(17), "depth", "17"},
+      {UNetOptions().dropout(-0.5), "dropout", "-0.5"},
+      {UNetOptions().dropout(1), "dropout", "1"},
+      {UNetOptions().dropout(std::numeric_limits<double>::quiet_NaN()), "dropout", "nan"},
+      {UNetOptions().dims(1), "dims", "1"},
+      {UNetOptions().dims(4), "dims", "4"},
+  };
+  for (const auto& [options, name, value] : cases) {
+    const auto build = [&bad = options] { unet(bad); };
+    EXPECT_THAT(build, testing::ThrowsMessage<std::invalid_argument>(HasSubstr(name + " is " + value)));
+  }
+}
+
+}  // namespace
+}  // namespace gpipe::models

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <stdexcept>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "gpipe/runtime/cells.h"
+#include "gpipe/schedule/program.h"
+
+namespace gpipe::testing {
+
+/// Cells that compute with plain integers what real ones compute with tensors. Nothing in here is atomic or locked:
+/// whether the executor orders the accesses is for ThreadSanitizer to judge. Every number depends on all that went into
+/// it, so that a value which was lost, mixed up or read too early changes the results.
+class FakeCells : public Cells {
+ public:
+  using Number = std::uint64_t;
+
+  /// With a seed, actions take random times.
+  explicit FakeCells(const Program& program, unsigned seed = 0)
+      : ran(program.workers()),
+        threads(program.workers()),
+        outputs(program.layout().stages, Column(program.layout().micro_batches)),
+        weights(program.layout().stages),
+        program_(program),
+        seed_(seed),
+        forward_(program.edges().size(), Column(program.layout().micro_batches)),
+        backward_(forward_),
+        stored_(outputs),
+        graphs_(outputs),
+        pending_(outputs) {}
+
+  void work(int worker, absl::FunctionRef<void()> walk) override {
+    threads[worker].push_back(std::this_thread::get_id());
+    if (before) before(worker);
+    walk();
+    if (after) after(worker);
+  }
+
+  void run(const Action& action) override {
+    const auto& [kind, s, m] = action;
+    ran[program_.layout().placement[s]].push_back(action);
+    if (on_action) on_action(action);
+    if (seed_ != 0) dawdle(mix(seed_, mix(s * 5 + static_cast<int>(kind), m)));
+    switch (kind) {
+      case Kind::F:
+        stored_[s][m] = mix(s + 1, m + 1);
+        for (const int e : program_.in_edges(s)) stored_[s][m] = mix(stored_[s][m], consume(forward_[e][m]));
+        outputs[s][m] = mix(stored_[s][m], 1);
+        if (!program_.recomputes(s, m)) graphs_[s][m] = outputs[s][m];
+        for (const int e : program_.out_edges(s)) produce(forward_[e][m], mix(outputs[s][m], e));
+        break;
+      case Kind::R:
+        graphs_[s][m] = mix(stored_[s][m], 1);
+        break;
+      case Kind::B:
+        weights[s] += input_gradient(s, m);
+        break;
+      case Kind::I:
+        pending_[s][m] = input_gradient(s, m);
+        break;
+      case Kind::W:
+        weights[s] += consume(pending_[s][m]);
+        break;
+    }
+  }
+
+  std::vector<std::vector<Action>> ran;               ///< per worker
+  std::vector<std::vector<std::thread::id>> threads;  ///< per worker, one a run
+  std::vector<std::vector<Number>> outputs;           ///< per stage and micro-batch
+  std::vector<Number> weights;                        ///< per stage: the sum of the gradients
+  std::function<void(const Action&)> on_action;
+  std::function<void(int)> before;
+  std::function<void(int)> after;
+
+ private:
+  using Column = std::vector<Number>;
+
+  static Number mix(Number a, Number b) {
+    Number x = a * 0x9E3779B97F4A7C15u + b + 0x632BE59BD9B4E019u;
+    x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
+    return (x ^ (x >> 32)) | 1;  // never 0, which means empty
+  }
+
+  static void dawdle(Number number) {
+    if (number % 4 > 1) std::this_thread::sleep_for(std::chrono::microseconds(number / 8 % 60));
+  }
+
+  static void produce(Number& slot, Number number) {
+    if (slot != 0) throw std::logic_error("slot is full");
+    slot = number;
+  }
+
+  static Number consume(Number& slot) {
+    if (slot == 0) throw std::logic_error("slot is empty");
+    return std::exchange(slot, 0);
+  }
+
+  Number input_gradient(int s, int m) {
+    Number gradient = consume(graphs_[s][m]);
+    for (const int e : program_.out_edges(s)) gradient = mix(gradient, consume(backward_[e][m]));
+    for (const int e : program_.in_edges(s)) produce(backward_[e][m], mix(gradient, e));
+    return gradient;
+  }
+
+  const Program& program_;
+  const unsigned seed_;
+  std::vector<Column> forward_;   // per edge and micro-batch
+  std::vector<Column> backward_;  // per edge and micro-batch
+  std::vector<Column> stored_;    // per stage and micro-batch, as the rest
+  std::vector<Column> graphs_;
+  std::vector<Column> pending_;
+};
+
+/// What the program computes, on this thread: stages ascending, then descending.
+inline FakeCells reference(const Program& program) {
+  FakeCells cells(program);
+  const auto pass = [&](int s, bool forward) {
+    for (const Action& action : program.schedule()[program.layout().placement[s]]) {
+      if (action.stage == s && (action.kind == Kind::F) == forward) cells.run(action);
+    }
+  };
+  for (int s = 0; s < program.layout().stages; ++s) pass(s, true);
+  for (int s = program.layout().stages; s-- > 0;) pass(s, false);
+  return cells;
+}
+
+}  // namespace gpipe::testing

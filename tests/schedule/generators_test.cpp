@@ -1,0 +1,55 @@
+#include "gpipe/schedule/generators.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <stdexcept>
+
+#include "tests/schedule/programs.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::ElementsAre;
+using testing::layout_of;
+using testing::print;
+using testing::straight;
+
+TEST(Fill, RunsMicroBatchesInOrder) {
+  EXPECT_THAT(print(fill(straight(2, 3))), ElementsAre("0F0 0F1 0F2", "1F0 1F1 1F2"));
+  EXPECT_THAT(print(fill(straight(1, 1))), ElementsAre("0F0"));
+}
+
+TEST(Fill, RunsAWorkersStagesInOrder) {
+  EXPECT_THAT(print(fill(layout_of({0, 1, 0}, 2))), ElementsAre("0F0 0F1 2F0 2F1", "1F0 1F1"));
+}
+
+TEST(FillDrain, Never) {
+  EXPECT_THAT(print(fill_drain(straight(2, 2), Checkpoint::kNever)), ElementsAre("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"));
+}
+
+TEST(FillDrain, ExceptLast) {
+  EXPECT_THAT(print(fill_drain(straight(2, 3), Checkpoint::kExceptLast)),
+              ElementsAre("0F0 0F1 0F2 0B2 0R1 0B1 0R0 0B0", "1F0 1F1 1F2 1B2 1R1 1B1 1R0 1B0"));
+  EXPECT_THAT(print(fill_drain(straight(1, 1), Checkpoint::kExceptLast)), ElementsAre("0F0 0B0"));
+}
+
+TEST(FillDrain, Always) {
+  EXPECT_THAT(print(fill_drain(straight(2, 2), Checkpoint::kAlways)),
+              ElementsAre("0F0 0F1 0R1 0B1 0R0 0B0", "1F0 1F1 1R1 1B1 1R0 1B0"));
+  EXPECT_THAT(print(fill_drain(straight(1, 1), Checkpoint::kAlways)), ElementsAre("0F0 0R0 0B0"));
+}
+
+TEST(FillDrain, DrainsAWorkersStagesInReverse) {
+  EXPECT_THAT(print(fill_drain(layout_of({0, 1, 1, 0}, 2), Checkpoint::kExceptLast)),
+              ElementsAre("0F0 0F1 3F0 3F1 3B1 3R0 3B0 0B1 0R0 0B0", "1F0 1F1 2F0 2F1 2B1 2R0 2B0 1B1 1R0 1B0"));
+}
+
+TEST(Generators, RefuseLayoutsThatMakeNoSense) {
+  EXPECT_THROW(fill(layout_of({0, 2}, 1)), std::invalid_argument);
+  EXPECT_THROW(fill(layout_of({0, -1}, 1)), std::invalid_argument);
+  EXPECT_THROW(fill_drain(straight(2, 0), Checkpoint::kNever), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace gpipe

@@ -1,0 +1,193 @@
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+#include <random>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/schedule/program.h"
+
+namespace gpipe::testing {
+
+/// Reads what to_string(Action) writes.
+inline Action action(const std::string& text) {
+  Action result;
+  char kind = 0;
+  std::istringstream in(text);
+  in >> result.stage >> kind >> result.micro_batch;
+  for (const Kind it : {Kind::F, Kind::R, Kind::B, Kind::I, Kind::W}) {
+    if (in && in.eof() && to_char(it) == kind) {
+      result.kind = it;
+      return result;
+    }
+  }
+  throw std::invalid_argument("no action: " + text);
+}
+
+/// One string of actions a worker.
+inline Schedule lists(std::initializer_list<std::string> workers) {
+  Schedule result;
+  for (const std::string& worker : workers) {
+    auto& list = result.emplace_back();
+    std::istringstream in(worker);
+    for (std::string word; in >> word;) list.push_back(action(word));
+  }
+  return result;
+}
+
+/// The inverse of lists().
+inline std::vector<std::string> print(const Schedule& schedule) {
+  std::vector<std::string> result;
+  for (const auto& list : schedule) {
+    std::string& line = result.emplace_back();
+    for (const Action& it : list) line += (line.empty() ? "" : " ") + to_string(it);
+  }
+  return result;
+}
+
+inline Layout layout_of(std::vector<int> placement, int micro_batches) {
+  return {static_cast<int>(placement.size()), micro_batches, std::move(placement)};
+}
+
+/// One stage a worker.
+inline Layout straight(int stages, int micro_batches) {
+  std::vector<int> placement;
+  for (int s = 0; s < stages; ++s) placement.push_back(s);
+  return layout_of(placement, micro_batches);
+}
+
+/// The activations between neighbours.
+inline std::vector<Edge> chain(int stages, int capacity) {
+  std::vector<Edge> edges;
+  for (int s = 0; s + 1 < stages; ++s) {
+    edges.push_back({s, s + 1, capacity, "activation " + std::to_string(s) + "->" + std::to_string(s + 1)});
+  }
+  return edges;
+}
+
+inline std::vector<Edge> with_skips(std::vector<Edge> edges, const std::vector<std::pair<int, int>>& skips,
+                                    int capacity) {
+  for (const auto& [from, to] : skips) {
+    edges.push_back({from, to, capacity, "skip " + std::to_string(from) + "->" + std::to_string(to)});
+  }
+  return edges;
+}
+
+/// Throws where Program::make says no.
+inline Program make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
+  auto program = Program::make(std::move(layout), std::move(edges), std::move(schedule));
+  if (!program.ok()) throw std::runtime_error(std::string(program.status().message()));
+  return *std::move(program);
+}
+
+/// 1F1B by its textbook rule, one stage a worker.
+inline Schedule one_forward_one_backward(int stages, int micro_batches) {
+  Schedule result(stages);
+  for (int s = 0; s < stages; ++s) {
+    const int warm_up = std::min(micro_batches, stages - s);
+    for (int m = 0; m < warm_up; ++m) result[s].push_back({Kind::F, s, m});
+    for (int m = 0; m < micro_batches; ++m) {
+      result[s].push_back({Kind::B, s, m});
+      if (warm_up + m < micro_batches) result[s].push_back({Kind::F, s, warm_up + m});
+    }
+  }
+  return result;
+}
+
+/// The same with each B split, its W directly after its I except on the workers that have something better to do:
+/// worker r keeps r of them back (ZB-H1).
+inline Schedule zero_bubble(int stages, int micro_batches) {
+  const Schedule whole = one_forward_one_backward(stages, micro_batches);
+  Schedule result(stages);
+  for (int s = 0; s < stages; ++s) {
+    int weights = 0;
+    for (const Action& it : whole[s]) {
+      if (it.kind == Kind::F) {
+        result[s].push_back(it);
+        continue;
+      }
+      result[s].push_back({Kind::I, s, it.micro_batch});
+      if (it.micro_batch + 1 - weights > s) result[s].push_back({Kind::W, s, weights++});
+    }
+    while (weights < micro_batches) result[s].push_back({Kind::W, s, weights++});
+  }
+  return result;
+}
+
+/// What Program::make takes.
+struct Parts {
+  Layout layout;
+  std::vector<Edge> edges;
+  Schedule schedule;
+};
+
+/// Lists that obey rules 1 to 3 of the verifier; whether they deadlock is open.
+inline Parts random_parts(std::mt19937& random) {
+  const auto pick = [&](int from, int to) { return std::uniform_int_distribution<int>(from, to)(random); };
+  const int stages = pick(1, 5);
+  const int workers = pick(1, stages);
+  const int micro_batches = pick(1, 5);
+  std::vector<int> placement;
+  for (int s = 0; s < stages; ++s) placement.push_back(s < workers ? s : pick(0, workers - 1));
+  std::shuffle(placement.begin(), placement.end(), random);
+  Parts parts{layout_of(placement, micro_batches), {}, Schedule(workers)};
+
+  for (int from = 0; from < stages; ++from) {
+    for (int to = from + 1; to < stages; ++to) {
+      if (to == from + 1 || pick(0, 3) == 0) parts.edges.push_back({from, to, pick(1, 4), ""});
+    }
+  }
+  std::shuffle(parts.edges.begin(), parts.edges.end(), random);
+
+  // Each cell's actions in their order; then cells are drawn, either any that has an action left, or only those whose
+  // action has the data it needs, which makes a schedule that edges without bounds could carry.
+  const bool backward = pick(0, 5) != 0;
+  const bool informed = pick(0, 3) != 0;
+  std::vector<std::vector<Action>> cells;
+  for (int s = 0; s < stages; ++s) {
+    for (int m = 0; m < micro_batches; ++m) {
+      auto& cell = cells.emplace_back(1, Action{Kind::F, s, m});
+      if (!backward) continue;
+      if (pick(0, 1) == 0) cell.push_back({Kind::R, s, m});
+      if (pick(0, 1) == 0) {
+        cell.push_back({Kind::B, s, m});
+      } else {
+        cell.push_back({Kind::I, s, m});
+        cell.push_back({Kind::W, s, m});
+      }
+    }
+  }
+  std::vector<std::size_t> next(cells.size(), 0);
+  const auto done = [&](int stage, int m, bool is_backward) {
+    const std::size_t c = stage * micro_batches + m;
+    for (std::size_t i = 0; i < next[c]; ++i) {
+      const Kind kind = cells[c][i].kind;
+      if (is_backward ? kind == Kind::B || kind == Kind::I : kind == Kind::F) return true;
+    }
+    return false;
+  };
+  const auto ready = [&](const Action& it) {
+    return std::all_of(parts.edges.begin(), parts.edges.end(), [&](const Edge& edge) {
+      if (it.kind == Kind::F) return edge.to != it.stage || done(edge.from, it.micro_batch, false);
+      if (it.kind == Kind::B || it.kind == Kind::I) return edge.from != it.stage || done(edge.to, it.micro_batch, true);
+      return true;
+    });
+  };
+  while (true) {
+    std::vector<std::size_t> open;
+    for (std::size_t c = 0; c < cells.size(); ++c) {
+      if (next[c] < cells[c].size() && (!informed || ready(cells[c][next[c]]))) open.push_back(c);
+    }
+    if (open.empty()) return parts;
+    // Mostly the first that is open, so that lists look like schedules and not like noise.
+    const std::size_t c = open[pick(0, 1) == 0 ? 0 : pick(0, static_cast<int>(open.size()) - 1)];
+    const Action it = cells[c][next[c]++];
+    parts.schedule[placement[it.stage]].push_back(it);
+  }
+}
+
+}  // namespace gpipe::testing

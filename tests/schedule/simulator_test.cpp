@@ -1,0 +1,237 @@
+#include "gpipe/schedule/simulator.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <limits>
+#include <numeric>
+#include <stdexcept>
+
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/verifier.h"
+#include "tests/schedule/programs.h"
+
+namespace gpipe {
+namespace {
+
+using testing::action;
+using testing::chain;
+using ::testing::ElementsAre;
+using testing::lists;
+using testing::straight;
+
+/// Every stage costs the same: F, R, B, I, W.
+Costs even(const Program& program, std::array<double, 5> actions, double edge = 0) {
+  return {std::vector(program.layout().stages, actions), std::vector(program.edges().size(), edge)};
+}
+
+Span span_of(const Timeline& timeline, const std::string& text) {
+  for (const Span& span : timeline.spans) {
+    if (span.action == action(text)) return span;
+  }
+  throw std::out_of_range(text);
+}
+
+double start(const Simulation& simulation, const std::string& text) { return span_of(simulation.timeline, text).start; }
+
+TEST(Simulator, TimesEveryActionOfASmallProgram) {
+  const auto layout = straight(2, 2);
+  const auto program = testing::make(layout, chain(2, 2), fill_drain(layout, Checkpoint::kAlways));
+  const auto result = simulate(program, even(program, {1, 1, 2, 0, 0}));
+  std::string spans;
+  for (const Span& span : result.timeline.spans) {
+    spans += std::to_string(span.worker) + ":" + to_string(span.action) + "@" +
+             std::to_string(static_cast<int>(span.start)) + "-" + std::to_string(static_cast<int>(span.end)) + " ";
+  }
+  EXPECT_EQ(spans,
+            "0:0F0@0-1 0:0F1@1-2 0:0R1@2-3 0:0B1@6-8 0:0R0@8-9 0:0B0@9-11 "
+            "1:1F0@1-2 1:1F1@2-3 1:1R1@3-4 1:1B1@4-6 1:1R0@6-7 1:1B0@7-9 ");
+  EXPECT_EQ(result.makespan, 11);
+  EXPECT_DOUBLE_EQ(result.bubble, 1 - 16.0 / 22);
+  EXPECT_EQ(result.timeline.workers, 2);
+  EXPECT_EQ(result.timeline.edges.size(), 1);
+}
+
+TEST(Simulator, RecomputesWhileTheGradientIsOnItsWay) {
+  const auto layout = straight(3, 4);
+  const auto program = testing::make(layout, chain(3, 4), fill_drain(layout, Checkpoint::kAlways));
+  const auto result = simulate(program, even(program, {1, 1, 2, 0, 0}));
+  EXPECT_LT(start(result, "0R3"), span_of(result.timeline, "1B3").start);
+  EXPECT_EQ(start(result, "0B3"), span_of(result.timeline, "1B3").end);
+}
+
+TEST(Simulator, FindsGPipesBubble) {
+  for (int p = 1; p <= 6; ++p) {
+    for (int m = 1; m <= 8; ++m) {
+      const auto program = testing::make(straight(p, m), chain(p, 1), fill_drain(straight(p, m), Checkpoint::kNever));
+      const auto result = simulate(program, even(program, {1, 0, 2, 0, 0}));
+      EXPECT_EQ(result.makespan, 3 * (m + p - 1)) << p << " stages, " << m << " micro-batches";
+      EXPECT_NEAR(result.bubble, (p - 1.0) / (m + p - 1), 1e-12) << p << " stages, " << m << " micro-batches";
+      EXPECT_EQ(result.peak_cells, std::vector<int>(p, m));
+    }
+  }
+}
+
+TEST(Simulator, FindsTheBubbleAndPeaksOfOneForwardOneBackward) {
+  const auto program = testing::make(straight(4, 16), chain(4, 4), testing::one_forward_one_backward(4, 16));
+  const auto result = simulate(program, even(program, {1, 0, 2, 0, 0}));
+  EXPECT_EQ(result.makespan, 3 * (16 + 4 - 1));
+  EXPECT_THAT(result.peak_cells, ElementsAre(4, 3, 2, 1));
+}
+
+TEST(Simulator, FindsThatASplitBackwardShortensTheBubble) {
+  const auto program = testing::make(straight(4, 16), chain(4, 4), testing::zero_bubble(4, 16));
+  const auto result = simulate(program, even(program, {1, 0, 0, 1, 1}));
+  EXPECT_EQ(result.makespan, 3 * 16 + 3);  // (p - 1)(F + I - W) above the work
+  EXPECT_THAT(result.peak_cells, ElementsAre(4, 4, 4, 4));
+}
+
+TEST(Simulator, CountsCellsOverAWorkersStages) {
+  const auto layout = testing::layout_of({0, 1, 0}, 2);
+  const auto program = testing::make(layout, chain(3, 2), fill_drain(layout, Checkpoint::kNever));
+  EXPECT_THAT(simulate(program, even(program, {1, 1, 1, 1, 1})).peak_cells, ElementsAre(4, 2));
+  const auto inference = testing::make(layout, chain(3, 2), fill(layout));
+  EXPECT_THAT(simulate(inference, even(inference, {1, 1, 1, 1, 1})).peak_cells, ElementsAre(1, 1));
+}
+
+TEST(Simulator, DelaysTheConsumerAndNotTheProducer) {
+  const auto layout = straight(2, 2);
+  const auto program = testing::make(layout, chain(2, 2), fill_drain(layout, Checkpoint::kNever));
+  const auto result = simulate(program, even(program, {1, 0, 1, 0, 0}, 0.5));
+  EXPECT_EQ(start(result, "0F1"), 1);
+  EXPECT_EQ(start(result, "1F0"), 1.5);
+  EXPECT_EQ(start(result, "1F1"), 2.5);
+  EXPECT_EQ(start(result, "0B1"), 5);  // 1B1 ends at 4.5
+}
+
+TEST(Simulator, MakesAProducerWaitForRoom) {
+  const auto layout = straight(2, 4);
+  const auto costs = Costs{{{1, 0, 0, 0, 0}, {3, 0, 0, 0, 0}}, {0}};
+  const auto narrow = simulate(testing::make(layout, chain(2, 1), fill(layout)), costs);
+  EXPECT_EQ(start(narrow, "0F2"), 2);
+  EXPECT_EQ(start(narrow, "0F3"), 4);  // 0F2's output finds room when 1F1 starts
+  EXPECT_EQ(start(narrow, "1F3"), 10);
+  const auto wide = simulate(testing::make(layout, chain(2, 2), fill(layout)), costs);
+  EXPECT_EQ(start(wide, "0F3"), 3);
+  EXPECT_EQ(wide.makespan, narrow.makespan);
+}
+
+TEST(Simulator, TakesNothingForFree) {
+  const auto program = testing::make(straight(2, 1), chain(2, 1), fill(straight(2, 1)));
+  const auto result = simulate(program, even(program, {}));
+  EXPECT_EQ(result.makespan, 0);
+  EXPECT_EQ(result.bubble, 0);
+}
+
+TEST(Simulator, RefusesCostsThatDoNotFit) {
+  const auto program = testing::make(straight(2, 1), chain(2, 1), fill(straight(2, 1)));
+  const auto good = even(program, {1, 1, 1, 1, 1});
+  EXPECT_NO_THROW(simulate(program, good));
+  for (const double bad : {-1.0, std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
+    auto action = good;
+    action.actions[1][4] = bad;
+    EXPECT_THROW(simulate(program, action), std::invalid_argument);
+    auto edge = good;
+    edge.edges[0] = bad;
+    EXPECT_THROW(simulate(program, edge), std::invalid_argument);
+  }
+  auto short_of_a_stage = good;
+  short_of_a_stage.actions.pop_back();
+  EXPECT_THROW(simulate(program, short_of_a_stage), std::invalid_argument);
+  auto short_of_an_edge = good;
+  short_of_an_edge.edges.clear();
+  EXPECT_THROW(simulate(program, short_of_an_edge), std::invalid_argument);
+}
+
+TEST(Simulator, TakesLargePrograms) {
+  const auto layout = straight(64, 1024);
+  const auto program = testing::make(layout, chain(64, 4), fill_drain(layout, Checkpoint::kNever));
+  EXPECT_EQ(simulate(program, even(program, {1, 0, 1, 0, 0})).makespan, 2 * (1024 + 63));
+}
+
+/// When the program would end if edges were unbounded: the longest path through data and list order, found by relaxing
+/// until nothing changes.
+double longest_path(const Program& program, const Costs& costs) {
+  std::vector<Span> spans;
+  for (int w = 0; w < program.workers(); ++w) {
+    for (const Action& it : program.schedule()[w]) spans.push_back({w, it, 0, 0, 0});
+  }
+  double end = 0;
+  for (bool changed = true; changed;) {
+    changed = false;
+    for (std::size_t i = 0; i < spans.size(); ++i) {
+      const Action& it = spans[i].action;
+      double start = i > 0 && spans[i - 1].worker == spans[i].worker ? spans[i - 1].end : 0;
+      for (std::size_t e = 0; e < program.edges().size(); ++e) {
+        const Edge& edge = program.edges()[e];
+        for (const Span& other : spans) {
+          const bool forward = it.kind == Kind::F && other.action.kind == Kind::F && edge.to == it.stage &&
+                               edge.from == other.action.stage;
+          const bool backward = (it.kind == Kind::B || it.kind == Kind::I) &&
+                                (other.action.kind == Kind::B || other.action.kind == Kind::I) &&
+                                edge.from == it.stage && edge.to == other.action.stage;
+          if ((forward || backward) && other.action.micro_batch == it.micro_batch) {
+            start = std::max(start, other.end + costs.edges[e]);
+          }
+        }
+      }
+      const double finish = start + costs.actions[it.stage][static_cast<std::size_t>(it.kind)];
+      changed |= finish != spans[i].end;
+      spans[i].end = finish;
+      end = std::max(end, finish);
+    }
+  }
+  return end;
+}
+
+TEST(Simulator, KeepsItsBoundsOnRandomPrograms) {
+  std::mt19937 random(11);
+  int simulated = 0;
+  for (int i = 0; i < 600; ++i) {
+    auto parts = testing::random_parts(random);
+    const auto peaks = verify(parts.layout, parts.edges, parts.schedule);
+    if (!peaks.ok()) continue;
+    ++simulated;
+    Costs costs;
+    double total = 0;
+    std::uniform_int_distribution<int> cost(1, 9);  // whole numbers: sums are exact
+    for (int s = 0; s < parts.layout.stages; ++s) {
+      costs.actions.emplace_back();
+      for (double& it : costs.actions.back()) it = cost(random);
+    }
+    for (std::size_t e = 0; e < parts.edges.size(); ++e) {
+      costs.edges.push_back(cost(random));
+      total += 2 * costs.edges.back() * parts.layout.micro_batches;
+    }
+    const auto program = testing::make(parts.layout, parts.edges, parts.schedule);
+    const auto result = simulate(program, costs);
+
+    std::vector<double> clock(program.workers(), 0);
+    std::vector<double> busy(program.workers(), 0);
+    for (const Span& span : result.timeline.spans) {
+      EXPECT_GE(span.start, clock[span.worker]);
+      clock[span.worker] = span.end;
+      busy[span.worker] += span.end - span.start;
+      total += span.end - span.start;
+    }
+    EXPECT_GE(result.makespan, *std::max_element(busy.begin(), busy.end()));
+    EXPECT_GE(result.makespan, longest_path(program, costs));
+    EXPECT_LE(result.makespan, total);
+    EXPECT_GE(result.bubble, 0);
+    EXPECT_LT(result.bubble, 1);
+    for (int w = 0; w < program.workers(); ++w) {
+      int bound = 0;
+      for (int s = 0; s < program.layout().stages; ++s)
+        bound += program.layout().placement[s] == w ? peaks->live[s] : 0;
+      EXPECT_LE(result.peak_cells[w], bound);
+    }
+
+    for (Edge& edge : parts.edges) edge.capacity = parts.layout.micro_batches;
+    const auto unbounded = testing::make(parts.layout, parts.edges, parts.schedule);
+    EXPECT_EQ(simulate(unbounded, costs).makespan, longest_path(unbounded, costs));
+  }
+  EXPECT_GT(simulated, 100);
+}
+
+}  // namespace
+}  // namespace gpipe

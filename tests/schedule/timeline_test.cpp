@@ -1,0 +1,153 @@
+#include "gpipe/schedule/timeline.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <cmath>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/simulator.h"
+#include "tests/schedule/programs.h"
+
+namespace gpipe {
+namespace {
+
+using nlohmann::json;
+using testing::action;
+
+/// The events of one phase.
+std::vector<json> events(const Timeline& timeline, const std::string& phase) {
+  std::vector<json> result;
+  const json document = json::parse(to_chrome_json(timeline));
+  for (const json& event : document.at("traceEvents")) {
+    if (event.at("ph") == phase) result.push_back(event);
+  }
+  return result;
+}
+
+/// Two stages, one micro-batch, 10 s after the clock's epoch.
+Timeline small() {
+  return {2,
+          {{0, 1, 1, "activation 0->1"}},
+          {{0, action("0F0"), 10, 10.5, 3},
+           {0, action("0B0"), 12, 13, 3},
+           {1, action("1F0"), 10.5, 11, 3},
+           {1, action("1R0"), 11, 11.25, 3},
+           {1, action("1B0"), 11.25, 12, 3}}};
+}
+
+TEST(Timeline, MeasuresMakespanAndBubble) {
+  EXPECT_DOUBLE_EQ(small().makespan(), 3);
+  EXPECT_DOUBLE_EQ(small().bubble(), 1 - 3.0 / 6);
+  EXPECT_EQ(Timeline{}.makespan(), 0);
+  EXPECT_EQ(Timeline{}.bubble(), 0);
+}
+
+TEST(ChromeJson, NamesATrackAWorker) {
+  const auto tracks = events(small(), "M");
+  ASSERT_EQ(tracks.size(), 2);
+  for (int worker = 0; worker < 2; ++worker) {
+    EXPECT_EQ(tracks[worker].at("name"), "thread_name");
+    EXPECT_EQ(tracks[worker].at("tid"), worker);
+    EXPECT_EQ(tracks[worker].at("args").at("name"), "worker " + std::to_string(worker));
+  }
+}
+
+TEST(ChromeJson, DrawsASliceAnAction) {
+  const auto slices = events(small(), "X");
+  ASSERT_EQ(slices.size(), 5);
+  const json& recompute = slices[3];
+  EXPECT_EQ(recompute.at("name"), "1R0");
+  EXPECT_EQ(recompute.at("tid"), 1);
+  EXPECT_DOUBLE_EQ(recompute.at("ts"), 1e6);
+  EXPECT_DOUBLE_EQ(recompute.at("dur"), 0.25e6);
+  EXPECT_EQ(recompute.at("args"), (json{{"stage", 1}, {"micro_batch", 0}, {"kind", "R"}, {"step", 3}}));
+}
+
+TEST(ChromeJson, DrawsAnArrowAlongEachEdgeInEachDirection) {
+  const auto starts = events(small(), "s");
+  const auto ends = events(small(), "f");
+  ASSERT_EQ(starts.size(), 2);
+  ASSERT_EQ(ends.size(), 2);
+  const auto inside = [](const json& event, double from, double to) {
+    return event.at("ts") > from * 1e6 && event.at("ts") < to * 1e6;
+  };
+  EXPECT_TRUE(inside(starts[0], 0, 0.5));   // 0F0
+  EXPECT_TRUE(inside(ends[0], 0.5, 1));     // 1F0
+  EXPECT_TRUE(inside(starts[1], 1.25, 2));  // 1B0
+  EXPECT_TRUE(inside(ends[1], 2, 3));       // 0B0
+  EXPECT_EQ(starts[0].at("tid"), 0);
+  EXPECT_EQ(ends[0].at("tid"), 1);
+  EXPECT_EQ(starts[1].at("tid"), 1);
+  EXPECT_EQ(ends[1].at("tid"), 0);
+  for (const json& event : starts) EXPECT_EQ(event.at("name"), "activation 0->1");
+}
+
+TEST(ChromeJson, GivesEachArrowItsOwnId) {
+  const auto layout = testing::straight(4, 5);
+  const auto edges = testing::with_skips(testing::chain(4, 5), {{0, 3}, {1, 3}}, 5);
+  for (const auto& schedule : {fill_drain(layout, Checkpoint::kAlways), testing::zero_bubble(4, 5)}) {
+    const auto program = testing::make(layout, edges, schedule);
+    const auto timeline =
+        simulate(program, {std::vector(4, std::array{1., 1., 2., 1., 1.}), std::vector(5, 0.)}).timeline;
+    std::map<int, json> open;
+    for (const json& event : events(timeline, "s")) EXPECT_TRUE(open.emplace(event.at("id"), event).second);
+    EXPECT_EQ(open.size(), 2 * 5 * 5);
+    for (const json& event : events(timeline, "f")) {
+      ASSERT_TRUE(open.contains(event.at("id")));
+      EXPECT_LT(open[event.at("id")].at("ts"), event.at("ts"));
+      EXPECT_EQ(open[event.at("id")].at("name"), event.at("name"));
+      open.erase(event.at("id"));
+    }
+    EXPECT_TRUE(open.empty());
+  }
+}
+
+TEST(ChromeJson, JoinsNothingAcrossSteps) {
+  Timeline timeline = small();
+  for (Span& span : timeline.spans) span.step = span.worker;
+  EXPECT_TRUE(events(timeline, "s").empty());
+  EXPECT_TRUE(events(timeline, "f").empty());
+}
+
+TEST(ChromeJson, OmitsArrowsToWhatDidNotRun) {
+  Timeline timeline = small();
+  timeline.spans.resize(3);
+  EXPECT_EQ(events(timeline, "s").size(), 1);
+  EXPECT_EQ(events(timeline, "f").size(), 1);
+}
+
+TEST(ChromeJson, EscapesNames) {
+  Timeline timeline = small();
+  timeline.edges[0].name = "a \"quoted\\\" name\n\t\x01 of größe";
+  const auto starts = events(timeline, "s");
+  ASSERT_EQ(starts.size(), 2);
+  for (const json& event : starts) EXPECT_EQ(event.at("name"), timeline.edges[0].name);
+}
+
+TEST(ChromeJson, OfNothingIsValid) { EXPECT_TRUE(json::parse(to_chrome_json({})).at("traceEvents").empty()); }
+
+TEST(ChromeJson, KeepsTouchingSlicesApart) {
+  Timeline timeline{1, {}, {}};
+  double clock = 1e5;
+  for (int m = 0; m < 1000; ++m) {
+    const double end = clock + 1.7e-9 * (m % 7);
+    timeline.spans.push_back({0, {Kind::F, 0, m}, clock, end, 0});
+    clock = end;
+  }
+  const auto slices = events(timeline, "X");
+  ASSERT_EQ(slices.size(), 1000);
+  long long before = 0;
+  for (const json& slice : slices) {
+    const auto start = std::llround(slice.at("ts").get<double>() * 1e3);
+    EXPECT_GE(start, before);
+    before = start + std::llround(slice.at("dur").get<double>() * 1e3);
+  }
+}
+
+}  // namespace
+}  // namespace gpipe
