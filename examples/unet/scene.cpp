@@ -23,7 +23,7 @@ class Painter {
     street();
     clutter();
     car();
-    if (random_.chance(55)) occluder();
+    if (random_.chance(50)) occluder();
     light();
     return {canvas_.image(), canvas_.mask()};
   }
@@ -182,7 +182,8 @@ class Painter {
     const Color color = paint_color();
     fill(body.outline, color);
     fill({{5, 180}, {5, 330}, {995, 330}, {995, 180}}, scale(color, between(60, 85)));
-    if (random_.chance(25)) fill({{10, 380}, {10, 440}, {980, 440}, {980, 380}}, paint_color());
+    fill({{120, 520}, {120, 548}, {780, 548}, {780, 520}}, scale(color, 70));
+    if (random_.chance(12)) fill({{10, 380}, {10, 440}, {980, 440}, {980, 380}}, paint_color());
     const Color glass = random_.chance(60) ? Color{between(25, 60), between(32, 66), between(42, 80)}
                                            : Color{between(120, 190), between(150, 205), between(170, 220)};
     for (const auto& window : body.windows) fill(window, glass);

@@ -259,13 +259,21 @@ TEST(Failure, StopsWorkersThatExchangeNothing) {
   const auto program = testing::make(straight(2, 3), {}, fill(straight(2, 3)));
   Executor executor(2);
   FakeCells cells(program);
+  // 1F0 fails while 0F1 runs, which ends when the failure is known.
+  std::promise<void> running;
   std::promise<void> failed;
   cells.after = [&](int worker) {
     if (worker == 1) failed.set_value();
   };
   cells.on_action = [&](const Action& it) {
-    if (it == action("1F0")) throw Fault{it};
-    if (it == action("0F1")) failed.get_future().wait();
+    if (it == action("0F1")) {
+      running.set_value();
+      failed.get_future().wait();
+    }
+    if (it == action("1F0")) {
+      running.get_future().wait();
+      throw Fault{it};
+    }
   };
   ASSERT_TRUE(executor.run(program, Part::kAll, cells));
   EXPECT_EQ(cells.ran[0].size(), 2);

@@ -1,0 +1,128 @@
+// Skips across stages: what may travel, and what is refused.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+
+#include "gpipe/gpipe.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+using torch::Tensor;
+using torch::nn::Linear;
+using torch::nn::Sequential;
+
+constexpr Checkpoint kModes[] = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
+
+/// A Skippable made of a function, which may misbehave.
+struct LambdaImpl : torch::nn::Module, Skippable {
+  using Function = std::function<Tensor(LambdaImpl&, Tensor)>;
+  LambdaImpl(Names names, Function function) : Skippable(std::move(names)), function(std::move(function)) {}
+  Tensor forward(Tensor x) { return function(*this, std::move(x)); }
+  using Skippable::pop;
+  using Skippable::stash;
+  Function function;
+};
+TORCH_MODULE(Lambda);
+
+Lambda stashing(LambdaImpl::Function function) { return Lambda(Skippable::Names{.stash = {"s"}}, std::move(function)); }
+Lambda popping(LambdaImpl::Function function) { return Lambda(Skippable::Names{.pop = {"s"}}, std::move(function)); }
+
+TEST(SkipEdgesTest, GoStraightFromStashToPop) {
+  auto model = Sequential(Stash("a"), Linear(6, 6), Linear(6, 6), Pop("a"));
+  GPipe pipe(model, std::vector<std::int64_t>{1, 1, 1, 1});
+  const auto program = pipe->program(2);
+  const auto skip = std::find_if(program->edges().begin(), program->edges().end(),
+                                 [](const Edge& edge) { return edge.name == "skip a"; });
+  ASSERT_NE(skip, program->edges().end());
+  EXPECT_EQ(skip->from, 0);
+  EXPECT_EQ(skip->to, 3);
+  EXPECT_EQ(program->edges().size(), 4U);
+  GPipe together(model, std::vector<std::int64_t>{4});
+  EXPECT_TRUE(together->program(2)->edges().empty()) << "a skip inside a stage is no edge";
+}
+
+TEST(SkipEdgesTest, ThePlainModelAndThePipelineAgree) {
+  auto model = skip_model();
+  model->to(torch::kFloat64);
+  model->eval();
+  const auto x = torch::randn({5, 6}, torch::kFloat64).requires_grad_();
+  const auto expected = torch::autograd::grad({model->forward(x).sum()}, {x})[0];
+  for (const auto checkpoint : kModes) {
+    GPipe pipe(model, std::vector<std::int64_t>{2, 2, 2, 2, 2}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+    EXPECT_TRUE(torch::allclose(torch::autograd::grad({pipe->forward(x).sum()}, {x})[0], expected, 1e-10, 1e-12));
+  }
+}
+
+TEST(SkipEdgesTest, MismatchesAreFoundWhenAPipelineIsMade) {
+  EXPECT_THROW(GPipe(Sequential(Stash("a"), Linear(2, 2)), std::vector<std::int64_t>{1, 1}), std::invalid_argument);
+  EXPECT_THROW(GPipe(Sequential(Pop("a"), Stash("a")), std::vector<std::int64_t>{1, 1}), std::invalid_argument);
+}
+
+TEST(SkipEdgesTest, WhatALayerDeclaresItMustDo) {
+  const auto pop_and_add = [](LambdaImpl& self, Tensor x) { return x + self.pop("s"); };
+  const auto run = [&](Lambda first, Lambda second, std::vector<std::int64_t> balance) {
+    GPipe pipe(Sequential(first, second), balance, GPipeOptions().chunks(2));
+    pipe->forward(torch::randn({4, 6}));
+  };
+  for (const auto& balance : {std::vector<std::int64_t>{1, 1}, std::vector<std::int64_t>{2}}) {
+    EXPECT_THAT([&] { run(stashing([](auto&, Tensor x) { return x; }), popping(pop_and_add), balance); },
+                ThrowsMessage<std::runtime_error>(HasSubstr("'s'")));
+    EXPECT_THAT(
+        [&] {
+          run(stashing([](LambdaImpl& self, Tensor x) {
+                self.stash("s", x);
+                self.stash("s", x);
+                return x;
+              }),
+              popping(pop_and_add), balance);
+        },
+        ThrowsMessage<std::runtime_error>(HasSubstr("twice")));
+    EXPECT_THAT(
+        [&] {
+          run(stashing([](LambdaImpl& self, Tensor x) {
+                self.stash("s", x);
+                return x * 2;
+              }),
+              popping([](auto&, Tensor x) { return x; }), balance);
+        },
+        ThrowsMessage<std::runtime_error>(HasSubstr("must be popped")));
+  }
+}
+
+TEST(SkipEdgesTest, AStashChangedInPlaceOnItsWayIsAnError) {
+  auto model = Sequential(Linear(6, 6), stashing([](LambdaImpl& self, Tensor x) {
+                            self.stash("s", x);
+                            return x;
+                          }),
+                          torch::nn::ReLU(torch::nn::ReLUOptions(true)),
+                          popping([](LambdaImpl& self, Tensor x) { return x + self.pop("s"); }));
+  for (const auto& balance : {std::vector<std::int64_t>{2, 1, 1}, std::vector<std::int64_t>{3, 1}}) {
+    GPipe pipe(model, balance, GPipeOptions().chunks(2));
+    EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); },
+                ThrowsMessage<std::runtime_error>(HasSubstr("changed in place")));
+  }
+}
+
+TEST(SkipEdgesTest, AStageThatSuddenlyChangesItsInputIsRecomputedFromACopyNextTime) {
+  bool in_place = false;
+  auto model = Sequential(Linear(6, 6), torch::nn::Functional([&in_place](Tensor x) {
+                            return in_place ? x.mul_(2) : x * 2;
+                          }),
+                          Linear(6, 6));
+  GPipe pipe(model, std::vector<std::int64_t>{1, 2}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  const auto x = torch::randn({4, 6}).requires_grad_();
+  const auto gradient = [&] { return torch::autograd::grad({pipe->forward(x).sum()}, {x})[0]; };
+  const auto expected = gradient();
+  in_place = true;
+  EXPECT_THAT(gradient, ThrowsMessage<std::runtime_error>(HasSubstr("in place")));
+  EXPECT_TRUE(torch::equal(gradient(), expected));
+}
+
+}  // namespace
+}  // namespace gpipe
