@@ -1,5 +1,5 @@
-# Sourced by ./test and ./demo, which run from the repository's root. Brings a bare Debian 12 to where the project can be
-# built; where all is there it starts no package manager.
+# Sourced by ./test and ./demo, which run from the repository's root. Brings a bare Debian 12 to where the project can
+# be built; where all is there it starts no package manager.
 #
 #   GPIPE_PYTHON   a Python interpreter whose torch to use, instead of one installed into .venv
 
@@ -19,8 +19,9 @@ quietly() { "$@" >>"$log" 2>&1 </dev/null; }
 install_packages() {
   command -v dpkg-query >/dev/null || return 0 # no Debian: cmake names what it does not find
   local missing=()
-  mapfile -t missing < <(dpkg-query --show --showformat='${Package} ${db:Status-Status}\n' "${packages[@]}" 2>/dev/null |
-    awk '$2 == "installed" {print $1}' | sort | comm -13 - <(printf '%s\n' "${packages[@]}" | sort))
+  mapfile -t missing < <(
+    dpkg-query --show --showformat='${Package} ${db:Status-Status}\n' "${packages[@]}" 2>/dev/null |
+      awk '$2 == "installed" {print $1}' | sort | comm -13 - <(printf '%s\n' "${packages[@]}" | sort))
   ((${#missing[@]})) || return 0
 
   local as_root=()
@@ -30,7 +31,8 @@ install_packages() {
   fi
   echo "Installing Debian packages: ${missing[*]}"
   quietly "${as_root[@]}" apt-get update || true # a mirror that fails need not be one that is needed
-  quietly "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}" ||
+  quietly "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -y --no-install-recommends "${missing[@]}" ||
     fail "could not install the Debian packages ${missing[*]} ($log says why; is there a network?)"
 }
 

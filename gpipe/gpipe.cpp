@@ -40,7 +40,8 @@ std::string to_text(const std::vector<std::int64_t>& balance) {
 void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
   if (layers == 0) refuse("the model has no layers");
   if (balance.empty()) {
-    refuse("balance is required: the number of layers of each stage, as {" + std::to_string(layers) + "} for one stage");
+    refuse("balance is required: the number of layers of each stage, as {" + std::to_string(layers) +
+           "} for one stage");
   }
   if (std::any_of(balance.begin(), balance.end(), [](auto count) { return count <= 0; })) {
     refuse("every stage needs at least one layer, but balance is " + to_text(balance));
@@ -58,8 +59,8 @@ void check_options(const GPipeOptions& options) {
     refuse("split_size must be positive, or 0 for none, but is " + std::to_string(options.split_size()));
   }
   if (options.split_size() > 0 && options.chunks() != 1) {
-    refuse("chunks (" + std::to_string(options.chunks()) + ") and split_size (" +
-           std::to_string(options.split_size()) + ") exclude each other; set one of them");
+    refuse("chunks (" + std::to_string(options.chunks()) + ") and split_size (" + std::to_string(options.split_size()) +
+           ") exclude each other; set one of them");
   }
   if (options.intraop_threads() < 0) {
     refuse("intraop_threads must be positive, or 0 for an equal share, but is " +
@@ -188,8 +189,8 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Val
   }
   std::vector<torch::Device> devices;
   for (const auto& tensor : input.tensors()) devices.push_back(tensor.device());
-  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes, devices](
-                      std::vector<at::Tensor> gradients, bool keep) {
+  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes, devices](std::vector<at::Tensor> gradients,
+                                                                                     bool keep) {
     std::vector<Gradients> of_parts(sizes.size());
     for (std::size_t k = 0; k < output_sizes.size(); ++k) {
       auto pieces = scatter_gradient(gradients[k], output_sizes[k]);

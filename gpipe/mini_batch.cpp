@@ -126,8 +126,7 @@ void MiniBatch::perform(Part part) {
   begin_.clear();
   for (const auto& stage : pipeline_->stages()) begin_.push_back(mark(stage.device));
   end_.assign(pipeline_->count(), nullptr);
-  const auto failure =
-      pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
+  const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
   for (int stage = 0; stage < pipeline_->count(); ++stage) wait(end_[stage], pipeline_->stages()[stage].device);
   state_.reset();
   if (!failure) return pipeline_->set_error(std::nullopt);

@@ -23,12 +23,12 @@ class MiniBatch : public Cells, public std::enable_shared_from_this<MiniBatch> {
   /// With `grad`, cells keep what a backward needs.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad);
 
-  /// Runs the forwards and returns the last stage's parcels. On an error all is as before the call: buffers, the default
-  /// generator, no cell left.
+  /// Runs the forwards and returns the last stage's parcels. On an error all is as before the call: buffers, the
+  /// default generator, no cell left.
   std::vector<Parcel> forward();
 
-  /// What backward() needs of each input, output and parameter; `gradients[i]` is the i-th micro-batch's, one a tensor of
-  /// the output parcel. Valid after forward().
+  /// What backward() needs of each input, output and parameter; `gradients[i]` is the i-th micro-batch's, one a tensor
+  /// of the output parcel. Valid after forward().
   struct BackwardResult {
     std::vector<Gradients> inputs;      ///< per micro-batch
     std::vector<Gradients> parameters;  ///< per stage, as captures(stage).parameters()
@@ -67,8 +67,8 @@ class MiniBatch : public Cells, public std::enable_shared_from_this<MiniBatch> {
   std::vector<ParameterCaptures> captures_;
   std::vector<std::unique_ptr<Cell>> cells_;
 
-  std::vector<Parcel> inputs_;    // per micro-batch
-  std::vector<Parcel> outputs_;   // per micro-batch
+  std::vector<Parcel> inputs_;           // per micro-batch
+  std::vector<Parcel> outputs_;          // per micro-batch
   std::vector<ParcelSlot> parcels_;      // per edge and micro-batch
   std::vector<GradientSlot> gradients_;  // per edge and micro-batch
 

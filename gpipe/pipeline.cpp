@@ -54,10 +54,6 @@ std::optional<ErrorInfo> Pipeline::error() const {
 
 void Pipeline::set_timeline(std::shared_ptr<Timeline> timeline) {
   MutexLock lock(mutex_);
-  if (timeline) {
-    timeline->workers = count();
-    timeline->edges = edges_;
-  }
   timeline_ = std::move(timeline);
   steps_ = 0;
 }

@@ -19,10 +19,10 @@ namespace gpipe {
 
 /// Where an exception of a forward or backward came from.
 struct ErrorInfo {
-  Action action;            ///< kind, stage and micro-batch
-  int layer = -1;           ///< index in the model; -1 in a backward, which has no layers
-  std::string layer_name;   ///< as the Sequential names it; empty in a backward
-  std::string message;      ///< the exception's what(), or "unknown"
+  Action action;           ///< kind, stage and micro-batch
+  int layer = -1;          ///< index in the model; -1 in a backward, which has no layers
+  std::string layer_name;  ///< as the Sequential names it; empty in a backward
+  std::string message;     ///< the exception's what(), or "unknown"
 };
 
 /// A model cut into stages with the threads that run them: what GPipe owns and what every mini-batch in flight shares.

@@ -11,10 +11,12 @@ std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
   std::vector<std::string> devices;
   CLI::App app("Trains a U-Net to segment images, as a pipeline over several devices.");
   app.get_formatter()->column_width(34);
-  app.option_defaults()->always_capture_default();
+  // A flag given twice: the last one counts, so that a script's own can be overridden.
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
 
-  app.add_option("--data", options.data,
-                 "directory with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
+  app.add_option(
+      "--data", options.data,
+      "directory with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
   app.add_option("-o,--output", options.output, "directory for what the run writes");
   app.add_option("--samples", options.samples, "images that 'synthetic' draws")->check(CLI::Range(2, 9999));
   app.add_option("-e,--epochs", options.epochs, "passes over the training images")->check(CLI::Range(1, 1000000));
@@ -36,6 +38,7 @@ std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
                      ->group(pipeline);
   app.add_option("--balance", options.balance, "layers in each stage, as 20,35; without it the cut is measured")
       ->delimiter(',')
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->check(CLI::PositiveNumber)
       ->always_capture_default(false)
       ->group(pipeline);
@@ -50,6 +53,7 @@ std::optional<Options> parse_options(int argc, char** argv, int& exit_code) {
       ->group(pipeline);
   app.add_option("--devices", devices, "one a stage, as cuda:0,cuda:1; without it the GPUs, or the CPU")
       ->delimiter(',')
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false)
       ->group(pipeline);
   app.add_option("--trace", options.trace, "write the timeline of one training step, for ui.perfetto.dev")

@@ -35,8 +35,8 @@ struct Options {
   std::filesystem::path trace;  ///< empty: none
 };
 
-/// Reads the command line. Returns nothing where the program should end at once with `exit_code`: after --help, or after
-/// a message on standard error about what is wrong.
+/// Reads the command line. Returns nothing where the program should end at once with `exit_code`: after --help, or
+/// after a message on standard error about what is wrong.
 std::optional<Options> parse_options(int argc, char** argv, int& exit_code);
 
 }  // namespace gpipe::unet

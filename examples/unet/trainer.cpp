@@ -23,9 +23,7 @@ namespace {
 constexpr int kPictureRows = 6;
 constexpr long kTracedStep = 2;  // the first steps still warm memory and caches
 
-double seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 
@@ -61,9 +59,9 @@ std::vector<EpochRecord> Trainer::run() {
     history.add(record);
     records.push_back(record);
     char line[160];
-    std::snprintf(line, sizeof line, "epoch %d/%d: loss %.4f, validation loss %.4f, Dice %.4f, IoU %.4f, %.1f images/s\n",
-                  epoch, options_.epochs, record.train_loss, record.val_loss, record.val_dice, record.val_iou,
-                  record.images_per_second);
+    std::snprintf(
+        line, sizeof line, "epoch %d/%d: loss %.4f, validation loss %.4f, Dice %.4f, IoU %.4f, %.1f images/s\n", epoch,
+        options_.epochs, record.train_loss, record.val_loss, record.val_dice, record.val_iou, record.images_per_second);
     out_ << line << std::flush;
   }
   return records;

@@ -16,8 +16,7 @@ variable_list Leave::apply(variable_list&& gradients) { return std::move(gradien
 
 at::Tensor enter(const at::Tensor& tensor) {
   auto entering = tensor.detach();
-  torch::autograd::set_history(entering,
-                               std::shared_ptr<Capture>(new Capture(), torch::autograd::deleteNode));
+  torch::autograd::set_history(entering, std::shared_ptr<Capture>(new Capture(), torch::autograd::deleteNode));
   return entering;
 }
 

@@ -49,7 +49,11 @@ bool changed(const std::vector<Parcel>& parcels) {
 class Cell::Context : public SkipContext {
  public:
   Context(const Stage& stage, const std::vector<Parcel>& in, std::vector<at::Tensor> entering)
-      : stage_(stage), in_(in), entering_(std::move(entering)), popped_(entering_.size()), out_(stage.skips_out.size()) {
+      : stage_(stage),
+        in_(in),
+        entering_(std::move(entering)),
+        popped_(entering_.size()),
+        out_(stage.skips_out.size()) {
     for (const auto& key : stage.skips_out) out_index_.emplace(key, out_index_.size());
     for (const auto& key : stage.skips_in) in_index_.emplace(key, in_index_.size());
   }

@@ -37,8 +37,8 @@ class Cell {
 
   /// F. `in` holds the activation, then the skips in the stage's order; so does what is returned.
   /// Errors: what the layers throw; std::runtime_error when a declared skip was not stashed or popped, when a skip was
-  /// changed in place on its way, or when a layer changed its input in place that never did before and the cell is to be
-  /// recomputed.
+  /// changed in place on its way, or when a layer changed its input in place that never did before and the cell is to
+  /// be recomputed.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
   /// R. The stored inputs are used up unless `keep`. Buffers are left as they were.

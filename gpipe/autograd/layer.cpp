@@ -26,7 +26,8 @@ template <typename F>
 bool with_tuple_size(std::size_t n, F f) {
   return [&]<std::size_t... I>(std::index_sequence<I...>) {
     return ((n == I + 2 && (f(std::integral_constant<std::size_t, I + 2>()), true)) || ...);
-  }(std::make_index_sequence<7>());
+  }
+  (std::make_index_sequence<7>());
 }
 
 AnyValue to_any(Value value) {
@@ -68,8 +69,7 @@ class AnyLayer : public Layer {
   Value forward(Value input) override {
     AnyValue output = module_.any_forward(to_any(std::move(input)));
     if (auto value = from_any(output)) return *std::move(value);
-    throw std::invalid_argument("[gpipe] layer '" + name_ + "' returned " +
-                                c10::demangle(output.type_info().name()) +
+    throw std::invalid_argument("[gpipe] layer '" + name_ + "' returned " + c10::demangle(output.type_info().name()) +
                                 "; a layer returns a tensor, a std::vector of tensors or a std::tuple of 2 to 8");
   }
 

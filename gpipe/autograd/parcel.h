@@ -10,8 +10,8 @@
 namespace gpipe {
 
 /// What an edge carries for one micro-batch: detached tensors, and of each whether a gradient is wanted back. A skip is
-/// a parcel of one tensor, which may be undefined. Gradients travel as plain vectors parallel to `tensors`; an undefined
-/// gradient stands for zero.
+/// a parcel of one tensor, which may be undefined. Gradients travel as plain vectors parallel to `tensors`; an
+/// undefined gradient stands for zero.
 struct Parcel {
   Value::Form form = Value::Form::kTensor;
   std::vector<at::Tensor> tensors;

@@ -11,11 +11,11 @@ namespace gpipe {
 /// inputs; `keep` asks that it can be done again. Called on whatever thread runs the autograd engine.
 using BackwardFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor> gradients, bool keep)>;
 
-/// Makes one autograd node with `inputs` (inputs and parameters of the pipeline alike, so that autograd::grad, hooks and
-/// DDP see each once) and gives its history to the `outputs`, whose `differentiable` flag is set; they must be detached.
-/// The function lives as long as the graph, or until a backward that does not retain it.
-/// Errors in backward: c10::NotImplementedError for create_graph, c10::Error for a second backward that was not prepared
-/// by retain_graph, and what the function throws, unchanged.
+/// Makes one autograd node with `inputs` (inputs and parameters of the pipeline alike, so that autograd::grad, hooks
+/// and DDP see each once) and gives its history to the `outputs`, whose `differentiable` flag is set; they must be
+/// detached. The function lives as long as the graph, or until a backward that does not retain it. Errors in backward:
+/// c10::NotImplementedError for create_graph, c10::Error for a second backward that was not prepared by retain_graph,
+/// and what the function throws, unchanged.
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
                      const std::vector<at::Tensor>& inputs, BackwardFunction function);
 

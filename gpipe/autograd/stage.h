@@ -34,8 +34,8 @@ struct Stage {
   std::vector<at::Tensor> buffers() const;
 };
 
-/// Where the gradients of a stage's parameters are caught during one mini-batch. A cell's graph ends in these instead of
-/// in the parameters' own accumulators, whose hooks would fire once a micro-batch.
+/// Where the gradients of a stage's parameters are caught during one mini-batch. A cell's graph ends in these instead
+/// of in the parameters' own accumulators, whose hooks would fire once a micro-batch.
 class ParameterCaptures {
  public:
   /// Keeps those that require grad.

@@ -9,8 +9,8 @@
 
 namespace gpipe {
 
-/// What a layer takes or returns: one tensor, a vector of tensors, or a tuple of 2 to 8. It remembers which, so that the
-/// next layer gets the C++ type that the layer before it returned, wherever the model is cut.
+/// What a layer takes or returns: one tensor, a vector of tensors, or a tuple of 2 to 8. It remembers which, so that
+/// the next layer gets the C++ type that the layer before it returned, wherever the model is cut.
 class Value {
  public:
   enum class Form { kTensor, kVector, kTuple };

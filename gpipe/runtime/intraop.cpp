@@ -2,8 +2,8 @@
 
 #include <ATen/Parallel.h>
 
-// Both live in libraries that libtorch brings along, under names that no header of it declares; a LibTorch built without
-// OpenMP or MKL lacks them.
+// Both live in libraries that libtorch brings along, under names that no header of it declares; a LibTorch built
+// without OpenMP or MKL lacks them.
 extern "C" {
 __attribute__((weak)) void omp_set_num_threads(int threads);
 __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);

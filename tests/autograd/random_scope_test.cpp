@@ -17,8 +17,9 @@ using torch::Tensor;
 
 Tensor state() { return at::detail::getDefaultCPUGenerator().get_state(); }
 
-Tensor draw_in(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch,
-               const std::function<Tensor()>& draw = [] { return torch::rand({64}); }) {
+Tensor draw_in(
+    std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch,
+    const std::function<Tensor()>& draw = [] { return torch::rand({64}); }) {
   RandomScope scope(seed, layer, micro_batch);
   return draw();
 }
@@ -72,7 +73,6 @@ TEST(RandomScopeTest, SeedsComeFromTheDefaultGeneratorOnceACall) {
 // (0, 1).
 std::map<std::string, std::function<Tensor(Tensor)>> calls() {
   namespace F = torch::nn::functional;
-  const auto options = torch::TensorOptions();
   return {
       {"aten::alpha_dropout", [](Tensor x) { return torch::alpha_dropout(x, 0.5, true); }},
       {"aten::bernoulli", [](Tensor x) { return torch::bernoulli(x); }},
@@ -82,11 +82,14 @@ std::map<std::string, std::function<Tensor(Tensor)>> calls() {
       {"aten::binomial", [](Tensor x) { return torch::binomial(x * 0 + 20, x); }},
       {"aten::cauchy_", [](Tensor x) { return x.clone().cauchy_(); }},
       {"aten::dropout", [](Tensor x) { return torch::dropout(x, 0.5, true); }},
-      {"aten::dropout_", [](Tensor x) { auto y = x.clone(); return torch::dropout_(y, 0.5, true); }},
+      {"aten::dropout_",
+       [](Tensor x) {
+         auto y = x.clone();
+         return torch::dropout_(y, 0.5, true);
+       }},
       {"aten::exponential_", [](Tensor x) { return x.clone().exponential_(); }},
       {"aten::feature_dropout", [](Tensor x) { return torch::feature_dropout(x.unsqueeze(2), 0.5, true); }},
-      {"aten::feature_alpha_dropout",
-       [](Tensor x) { return torch::feature_alpha_dropout(x.unsqueeze(2), 0.5, true); }},
+      {"aten::feature_alpha_dropout", [](Tensor x) { return torch::feature_alpha_dropout(x.unsqueeze(2), 0.5, true); }},
       {"aten::geometric_", [](Tensor x) { return x.clone().geometric_(0.3); }},
       {"aten::log_normal_", [](Tensor x) { return x.clone().log_normal_(); }},
       {"aten::multinomial", [](Tensor x) { return torch::multinomial(x, 4, true); }},
@@ -129,9 +132,8 @@ std::map<std::string, std::function<Tensor(Tensor)>> calls() {
        }},
       {"aten::fractional_max_pool2d",
        [](Tensor x) {
-         return F::fractional_max_pool2d(
-             x.view({1, 1, 8, 8}),
-             F::FractionalMaxPool2dFuncOptions(2).output_size(torch::ExpandingArray<2>(5)));
+         return F::fractional_max_pool2d(x.view({1, 1, 8, 8}),
+                                         F::FractionalMaxPool2dFuncOptions(2).output_size(torch::ExpandingArray<2>(5)));
        }},
   };
 }
@@ -153,20 +155,31 @@ TEST(RandomScopeTest, CatchesEveryKindOfDraw) {
 // somebody has looked at how it draws.
 TEST(RandomScopeTest, KnowsEveryOperatorThatIsTaggedAsRandom) {
   // Built from dropout like those above.
-  const std::set<std::string> composites = {"aten::alpha_dropout_", "aten::feature_alpha_dropout_",
+  const std::set<std::string> composites = {"aten::alpha_dropout_",   "aten::feature_alpha_dropout_",
                                             "aten::feature_dropout_", "aten::gru",
-                                            "aten::rnn_relu", "aten::rnn_tanh"};
-  const std::set<std::string> accelerators_only = {
-      "aten::_cudnn_attention_backward", "aten::_lstm_mps", "aten::_nested_tensor_softmax_with_shape",
-      "aten::_scaled_dot_product_cudnn_attention_backward", "aten::_scaled_dot_product_efficient_attention_backward",
-      "aten::_triton_scaled_dot_attention",
-      "aten::_cudnn_init_dropout_state", "aten::_cudnn_rnn", "aten::_cudnn_attention_forward",
-      "aten::_efficient_attention_forward", "aten::_flash_attention_forward", "aten::_fused_dropout",
-      "aten::_fused_sdp_choice", "aten::_fill_mem_eff_dropout_mask_", "aten::miopen_rnn",
-      "aten::_scaled_dot_product_attention_math", "aten::_scaled_dot_product_attention_math_for_mps",
-      "aten::_scaled_dot_product_cudnn_attention", "aten::_scaled_dot_product_efficient_attention",
-      "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
-      "aten::_scaled_dot_product_fused_attention_overrideable"};
+                                            "aten::rnn_relu",         "aten::rnn_tanh"};
+  const std::set<std::string> accelerators_only = {"aten::_cudnn_attention_backward",
+                                                   "aten::_lstm_mps",
+                                                   "aten::_nested_tensor_softmax_with_shape",
+                                                   "aten::_scaled_dot_product_cudnn_attention_backward",
+                                                   "aten::_scaled_dot_product_efficient_attention_backward",
+                                                   "aten::_triton_scaled_dot_attention",
+                                                   "aten::_cudnn_init_dropout_state",
+                                                   "aten::_cudnn_rnn",
+                                                   "aten::_cudnn_attention_forward",
+                                                   "aten::_efficient_attention_forward",
+                                                   "aten::_flash_attention_forward",
+                                                   "aten::_fused_dropout",
+                                                   "aten::_fused_sdp_choice",
+                                                   "aten::_fill_mem_eff_dropout_mask_",
+                                                   "aten::miopen_rnn",
+                                                   "aten::_scaled_dot_product_attention_math",
+                                                   "aten::_scaled_dot_product_attention_math_for_mps",
+                                                   "aten::_scaled_dot_product_cudnn_attention",
+                                                   "aten::_scaled_dot_product_efficient_attention",
+                                                   "aten::_scaled_dot_product_flash_attention",
+                                                   "aten::_scaled_dot_product_flash_attention_for_cpu",
+                                                   "aten::_scaled_dot_product_fused_attention_overrideable"};
   std::set<std::string> called;
   for (const auto& [name, call] : calls()) called.insert(name.substr(0, name.find('.')));
   std::set<std::string> unknown;

@@ -55,7 +55,8 @@ TEST_F(CudaTest, RecomputeDrawsTheSameNumbers) {
   const auto x = torch::randn({32, 64}, torch::kCUDA).requires_grad_();
   std::vector<Tensor> gradients;
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
-    GPipe pipe(model, std::vector<std::int64_t>{3, 5}, GPipeOptions().devices(devices(2, false)).chunks(4).checkpoint(checkpoint));
+    GPipe pipe(model, std::vector<std::int64_t>{3, 5},
+               GPipeOptions().devices(devices(2, false)).chunks(4).checkpoint(checkpoint));
     torch::manual_seed(3);
     gradients.push_back(torch::autograd::grad({pipe->forward(x).sum()}, {x})[0]);
   }

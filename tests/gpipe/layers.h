@@ -115,8 +115,7 @@ TORCH_MODULE(Sized);
 
 /// Calls `act` when the graph it is in goes backward.
 struct OnBackward : torch::autograd::Function<OnBackward> {
-  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x,
-                               std::function<void()>* act) {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, std::function<void()>* act) {
     context->saved_data["act"] = reinterpret_cast<std::int64_t>(act);
     return x.clone();
   }

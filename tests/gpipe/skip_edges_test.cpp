@@ -104,17 +104,19 @@ TEST(SkipEdgesTest, AStashChangedInPlaceOnItsWayIsAnError) {
                           popping([](LambdaImpl& self, Tensor x) { return x + self.pop("s"); }));
   for (const auto& balance : {std::vector<std::int64_t>{2, 1, 1}, std::vector<std::int64_t>{3, 1}}) {
     GPipe pipe(model, balance, GPipeOptions().chunks(2));
-    EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); },
-                ThrowsMessage<std::runtime_error>(HasSubstr("changed in place")));
+    EXPECT_THAT(
+        [&] {
+          pipe->forward(torch::randn({4, 6}));
+        },
+        ThrowsMessage<std::runtime_error>(HasSubstr("changed in place")));
   }
 }
 
 TEST(SkipEdgesTest, AStageThatSuddenlyChangesItsInputIsRecomputedFromACopyNextTime) {
   bool in_place = false;
-  auto model = Sequential(Linear(6, 6), torch::nn::Functional([&in_place](Tensor x) {
-                            return in_place ? x.mul_(2) : x * 2;
-                          }),
-                          Linear(6, 6));
+  auto model =
+      Sequential(Linear(6, 6), torch::nn::Functional([&in_place](Tensor x) { return in_place ? x.mul_(2) : x * 2; }),
+                 Linear(6, 6));
   GPipe pipe(model, std::vector<std::int64_t>{1, 2}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
   const auto x = torch::randn({4, 6}).requires_grad_();
   const auto gradient = [&] { return torch::autograd::grad({pipe->forward(x).sum()}, {x})[0]; };
