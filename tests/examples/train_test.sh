@@ -46,14 +46,14 @@ cmp losses2 losses3 || fail "3 stages train otherwise than 2"
 
 # Files that were already there, PNG instead of JPEG and GIF, every checkpoint mode, a given cut, uneven batches.
 data=stages1/data
-train again --data "$data" --scale 0.25 --checkpoint always --balance 5,14 --chunks 3 --validation 25
+train again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 --validation 25
 train plain --data "$data" --scale 0.25 --checkpoint never --devices cpu,cpu --workers 3 --seed 5 --batch-size 5
 
 refuse no-data 'no-such-folder' --data no-such-folder
 refuse cut 'sums to 3' --data "$data" --balance 1,2
-refuse cut-zero '--balance' --data "$data" --balance 0,19
-refuse stages-and-cut '--stages is 3' --data "$data" --balance 5,14 --stages 3
-refuse too-many-stages '19 layers' --data "$data" --stages 20
+refuse cut-zero '--balance' --data "$data" --balance 0,23
+refuse stages-and-cut '--stages is 3' --data "$data" --balance 5,18 --stages 3
+refuse too-many-stages "23 layers" --data "$data" --stages 24
 refuse device "'gpu' is no device" --data "$data" --devices gpu
 refuse device-missing 'cuda:63' --data "$data" --devices cpu,cuda:63
 refuse device-few 'too few devices' --data "$data" --stages 3 --devices cpu,cpu

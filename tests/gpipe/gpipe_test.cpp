@@ -204,6 +204,8 @@ TEST(GPipeTest, NoGradAndEvalKeepNothing) {
   }
   pipe->eval();
   EXPECT_TRUE(torch::allclose(pipe->forward(x), model->forward(x)));
+  c10::InferenceMode inference;
+  EXPECT_TRUE(pipe->forward(x).is_inference());
 }
 
 TEST(GPipeTest, SeveralForwardsThenBackwardsInAnyOrder) {

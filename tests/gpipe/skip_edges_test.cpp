@@ -59,6 +59,25 @@ TEST(SkipEdgesTest, ThePlainModelAndThePipelineAgree) {
   }
 }
 
+TEST(SkipEdgesTest, NestedLayersAndNamespacesCross) {
+  const auto block = [](Namespace ns) {
+    NestedSequential encode{{"linear", Linear(6, 6)}, {"stash", Stash("a")}};
+    NestedSequential decode{{"linear", Linear(6, 6)}, {"pop", Pop("a")}};
+    isolate(*encode, ns);
+    isolate(*decode, ns);
+    return std::pair(encode, decode);
+  };
+  auto [outer_encode, outer_decode] = block(Namespace());
+  auto [inner_encode, inner_decode] = block(Namespace());
+  auto model = Sequential(outer_encode, inner_encode, Linear(6, 6), inner_decode, outer_decode);
+  model->to(torch::kFloat64);
+  const auto x = torch::randn({4, 6}, torch::kFloat64).requires_grad_();
+  const auto expected = torch::autograd::grad({model->forward(x).sum()}, {x})[0];
+  GPipe pipe(model, std::vector<std::int64_t>{1, 1, 1, 1, 1}, GPipeOptions().chunks(2));
+  EXPECT_EQ(pipe->program(1)->edges().size(), 6U);
+  EXPECT_TRUE(torch::allclose(torch::autograd::grad({pipe->forward(x).sum()}, {x})[0], expected));
+}
+
 TEST(SkipEdgesTest, MismatchesAreFoundWhenAPipelineIsMade) {
   EXPECT_THROW(GPipe(Sequential(Stash("a"), Linear(2, 2)), std::vector<std::int64_t>{1, 1}), std::invalid_argument);
   EXPECT_THROW(GPipe(Sequential(Pop("a"), Stash("a")), std::vector<std::int64_t>{1, 1}), std::invalid_argument);
