@@ -19,6 +19,7 @@ std::vector<double> time_layers(const torch::nn::Sequential& model, const Value&
   if (repeats < 1) {
     throw std::invalid_argument("[time_layers] repeats must be positive, but is " + std::to_string(repeats));
   }
+  if (sample.tensors().empty()) throw std::invalid_argument("[time_layers] the sample holds no tensor");
   auto generator = at::detail::getDefaultCPUGenerator();
   const auto random_state = generator.get_state();
   SavedBuffers buffers(model->buffers());
@@ -34,7 +35,7 @@ std::vector<double> time_layers(const torch::nn::Sequential& model, const Value&
   const auto layers = model->size();
   GPipe pipe(model, std::vector<std::int64_t>(layers, 1),
              GPipeOptions()
-                 .devices(std::vector<torch::Device>(layers, sample.tensors().at(0).device()))
+                 .devices(std::vector<torch::Device>(layers, sample.tensors().front().device()))
                  .checkpoint(Checkpoint::kNever)
                  .intraop_threads(intraop_threads));
   pipe->train();

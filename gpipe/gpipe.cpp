@@ -132,17 +132,34 @@ std::vector<Stage> cut(Layers layers, const std::vector<std::int64_t>& balance,
   return stages;
 }
 
-// Moving to another device could replace a parameter that two stages share; so could a gradient summed in two places.
-void check_parameters(const std::vector<Stage>& stages) {
+// A worker writes its stage's buffers and sums its stage's gradients without asking the others.
+void check_not_shared(const std::vector<Stage>& stages) {
   absl::flat_hash_map<const void*, int> owner;
   for (const auto& stage : stages) {
-    for (const auto& parameter : stage.parameters()) {
-      const auto [first, inserted] = owner.emplace(parameter.unsafeGetTensorImpl(), stage.index);
-      if (!inserted) {
-        refuse("stages " + std::to_string(first->second) + " and " + std::to_string(stage.index) +
-               " share a parameter; cut so that layers with tied weights are in one stage");
+    const auto check = [&](const std::vector<torch::Tensor>& tensors, const std::string& what) {
+      for (const auto& tensor : tensors) {
+        const auto [first, inserted] = owner.emplace(tensor.unsafeGetTensorImpl(), stage.index);
+        if (!inserted) {
+          refuse("stages " + std::to_string(first->second) + " and " + std::to_string(stage.index) + " share a " +
+                 what + "; cut so that the layers that share it are in one stage");
+        }
       }
-    }
+    };
+    check(stage.parameters(), "parameter");
+    check(stage.buffers(), "buffer");
+  }
+}
+
+// Leaves alone what is in its place, also because a pipeline among the layers refuses to move.
+void move(const Stage& stage) {
+  for (const auto& layer : stage.layers) {
+    const auto module = layer->module();
+    auto tensors = module->parameters();
+    for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
+    const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+      return !tensor.defined() || tensor.device() == stage.device;
+    });
+    if (!there) module->to(stage.device);
   }
 }
 
@@ -163,13 +180,8 @@ std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<SkipLink
   return edges;
 }
 
-bool any_requires_grad(const Value& input, const std::vector<torch::Tensor>& parameters) {
-  const auto requires_grad = [](const auto& tensor) { return tensor.requires_grad(); };
-  return std::any_of(input.tensors().begin(), input.tensors().end(), requires_grad) ||
-         std::any_of(parameters.begin(), parameters.end(), requires_grad);
-}
-
-// Gives the outputs of a mini-batch their history: one autograd node over the inputs and all parameters.
+// Gives those outputs of a mini-batch that want a gradient their history: one autograd node over the inputs and all
+// parameters.
 void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Value& input,
             const std::vector<std::int64_t>& sizes, const std::vector<Parcel>& parts, const Value& output) {
   auto sources = input.tensors();
@@ -187,6 +199,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Val
       output_sizes[k].push_back(tensor.defined() && tensor.dim() > 0 ? tensor.size(0) : 0);
     }
   }
+  if (std::none_of(differentiable.begin(), differentiable.end(), [](bool is) { return is; })) return;
   std::vector<torch::Device> devices;
   for (const auto& tensor : input.tensors()) devices.push_back(tensor.device());
   auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes, devices](std::vector<at::Tensor> gradients,
@@ -222,13 +235,11 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   const auto links = skip_links(named);
   devices_ = place(options_.devices(), balance_.size());
   auto stages = cut(std::move(layers), balance_, devices_);
-  check_parameters(stages);
+  check_not_shared(stages);
   auto edges = connect(stages, links);
   for (const auto& stage : stages) {
-    for (const auto& layer : stage.layers) {
-      layer->module()->to(stage.device);
-      register_module(layer->name(), layer->module());
-    }
+    move(stage);
+    for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_cores(devices_);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), threads);
@@ -248,13 +259,12 @@ std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) 
 
 Value GPipeImpl::forward(Value input) {
   const auto sizes = micro_batch_sizes(batch_size(input), options_.chunks(), options_.split_size());
-  const bool grad = at::GradMode::is_enabled() && any_requires_grad(input, parameters());
+  const bool grad = at::GradMode::is_enabled();
   const auto checkpoint = is_training() ? options_.checkpoint() : Checkpoint::kNever;
   auto mini_batch = std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad);
-  const auto parts = mini_batch->forward();
-  auto output = gather(parts);
+  auto [parts, output] = mini_batch->forward();
   if (grad) attach(std::move(mini_batch), *pipeline_, input, sizes, parts, output);
-  return output;
+  return std::move(output);
 }
 
 std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }
@@ -264,6 +274,11 @@ void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->set_timel
 std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
   if (micro_batches <= 0) refuse("micro_batches must be positive, but is " + std::to_string(micro_batches));
   return pipeline_->program(micro_batches, options_.checkpoint(), /*backward=*/true);
+}
+
+void GPipeImpl::load(torch::serialize::InputArchive& archive) {
+  torch::nn::Module::load(archive);
+  for (const auto& stage : pipeline_->stages()) move(stage);
 }
 
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }

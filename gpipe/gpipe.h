@@ -31,7 +31,9 @@ struct GPipeOptions {
   TORCH_ARG(std::int64_t, chunks) = 1;
   /// Samples in a micro-batch, instead of chunks; 0 for none.
   TORCH_ARG(std::int64_t, split_size) = 0;
-  /// Which cells recompute their forward in training instead of storing it.
+  /// Which cells recompute their forward in training instead of storing it. A recompute gets the same inputs and random
+  /// numbers; a layer whose output depends on other state that each forward changes, such as a buffer that it also
+  /// updates, needs kNever.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
   /// Threads that one operator of a CPU stage may use; 0: the machine's cores shared equally among the stages.
   TORCH_ARG(int, intraop_threads) = 0;
@@ -54,9 +56,10 @@ struct GPipeOptions {
 /// in eval mode or without gradients nothing is stored.
 ///
 /// Threads: forward and backward may be called from any threads; calls take turns. The module's parameters and mode
-/// must not change while one runs. Errors of a forward or backward are what a layer threw, the original object; see
-/// last_error(). Afterwards parameters, gradients, buffers and random state are as before the call, and the next call
-/// works.
+/// must not change while one runs, nor between a forward and its backward where cells are recomputed.
+///
+/// Errors of a forward or backward are what a layer threw, the original object; see last_error(). Afterwards parameters,
+/// gradients, buffers and random state are as before the call, and the next call works.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a balance that is not positive or does not sum to the
@@ -90,11 +93,15 @@ class GPipeImpl : public torch::nn::Module {
   ///   pipe->forward(x).sum().backward();
   ///   file << gpipe::to_chrome_json(*timeline);
   ///
-  /// Times are the host's: on an accelerator, when work was enqueued. Read it while no call runs.
+  /// On an accelerator each action is then waited for, so that the times are those of the work. Read it while no call
+  /// runs.
   void trace(std::shared_ptr<Timeline> timeline);
 
   /// What a training step of so many micro-batches runs, to verify, simulate or draw.
   std::shared_ptr<const Program> program(int micro_batches) const;
+
+  /// Loads the state of the unpartitioned model, from wherever it was saved; it stays placed as it is.
+  void load(torch::serialize::InputArchive& archive) override;
 
   /// Placed parameters stay where they are. Errors: c10::TypeError; to(dtype) is allowed.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
@@ -110,6 +117,16 @@ class GPipeImpl : public torch::nn::Module {
   std::shared_ptr<Pipeline> pipeline_;
 };
 
-TORCH_MODULE(GPipe);
+/// Holds a GPipeImpl, as LibTorch's module holders do.
+class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
+ public:
+  using torch::nn::ModuleHolder<GPipeImpl>::ModuleHolder;
+  using Impl = GPipeImpl;
+
+  GPipe(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {})
+      : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
+  GPipe(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {})
+      : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
+};
 
 }  // namespace gpipe

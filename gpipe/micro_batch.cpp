@@ -11,7 +11,8 @@
 namespace gpipe {
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
-  const auto size = std::max<std::int64_t>(1, split_size > 0 ? split_size : (samples + chunks - 1) / chunks);
+  const auto size =
+      std::max<std::int64_t>(1, split_size > 0 ? split_size : samples / chunks + (samples % chunks != 0 ? 1 : 0));
   std::vector<std::int64_t> sizes;
   for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
   if (sizes.empty()) sizes.push_back(0);

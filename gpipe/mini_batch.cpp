@@ -7,10 +7,11 @@
 
 #include <mutex>
 #include <sstream>
+#include <stdexcept>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/random_scope.h"
+#include "gpipe/micro_batch.h"
 #include "gpipe/runtime/intraop.h"
 
 namespace gpipe {
@@ -24,12 +25,14 @@ class SeedDraw {
 
   std::uint64_t seed() const { return seed_; }
 
-  void give_back() {
+  // Called while an exception is under way, which matters more than one of its own.
+  void give_back() noexcept try {
     auto now = generator();
     std::lock_guard<std::mutex> lock(now.mutex());
     auto after = before_.clone();
     after.get<at::CPUGeneratorImpl>()->random64();
     if (now.get_state().equal(after.get_state())) now.set_state(before_.get_state());
+  } catch (...) {
   }
 
  private:
@@ -83,23 +86,31 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
   }
 }
 
-std::vector<Parcel> MiniBatch::forward() {
+MiniBatch::ForwardResult MiniBatch::forward() {
   MutexLock turn(pipeline_->turn());
   std::vector<SavedBuffers> buffers;
   for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage.buffers());
   SeedDraw draw;
   seed_ = draw.seed();
-  absl::Cleanup undo = [&] {
-    for (auto& saved : buffers) saved.restore();
+  for (const auto& tensor : inputs_.front().tensors) {
+    inputs_ready_.push_back(mark(tensor.device()));
+    input_links_.push_back(new_link(tensor.device(), pipeline_->stages().front().device));
+  }
+  try {
+    perform(Part::kForward);
+    ForwardResult result;
+    result.parts = std::exchange(outputs_, {});
+    for (const auto& part : result.parts) {
+      for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
+    }
+    result.output = gather(result.parts);
+    return result;
+  } catch (...) {
+    for (auto& saved : buffers) saved.restore_after_error();
     draw.give_back();
     cells_.clear();
-  };
-  perform(Part::kForward);
-  std::move(undo).Cancel();
-  for (const auto& output : outputs_) {
-    for (const auto& tensor : output.tensors) use_on_current_stream(tensor);
+    throw;
   }
-  return std::exchange(outputs_, {});
 }
 
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool keep) {
@@ -108,7 +119,12 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   output_gradients_ = std::move(gradients);
   input_gradients_.assign(micro_batches_, {});
   sums_.assign(pipeline_->count(), {});
-  perform(Part::kBackward);
+  try {
+    perform(Part::kBackward);
+  } catch (...) {
+    cells_.clear();
+    throw;
+  }
   BackwardResult result;
   result.inputs = std::exchange(input_gradients_, {});
   for (auto& sums : sums_) result.parameters.push_back(sums.sums());
@@ -122,22 +138,31 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
 }
 
 void MiniBatch::perform(Part part) {
+  const auto& stages = pipeline_->stages();
+  pipeline_->set_error(std::nullopt);
   state_.emplace();
   begin_.clear();
-  for (const auto& stage : pipeline_->stages()) begin_.push_back(mark(stage.device));
-  end_.assign(pipeline_->count(), nullptr);
+  for (const auto& stage : stages) begin_.push_back(mark(stage.device));
+  end_.assign(stages.size(), nullptr);
   const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
-  for (int stage = 0; stage < pipeline_->count(); ++stage) wait(end_[stage], pipeline_->stages()[stage].device);
   state_.reset();
-  if (!failure) return pipeline_->set_error(std::nullopt);
+  if (!failure) return wait_for_stages();
   if (failure->action) {
-    const auto& action = *failure->action;
-    const bool in_layer = action.kind == Kind::F || action.kind == Kind::R;
-    const auto& failed = cell(action.stage, action.micro_batch);
-    pipeline_->set_error(describe(*failure, pipeline_->stages(), in_layer && failed ? failed->layer() : -1));
+    const auto& failed = cell(failure->action->stage, failure->action->micro_batch);
+    pipeline_->set_error(describe(*failure, stages, failed ? failed->layer() : -1));
   }
-  cells_.clear();
+  try {
+    wait_for_stages();
+  } catch (...) {  // a device in an error state: the first error tells more
+  }
   std::rethrow_exception(failure->error);
+}
+
+// The caller may use any result on any device: each of its streams there waits for all stages.
+void MiniBatch::wait_for_stages() {
+  for (const auto& stage : pipeline_->stages()) {
+    for (const auto& end : end_) wait(end, stage.device);
+  }
 }
 
 void MiniBatch::work(int worker, absl::FunctionRef<void()> walk) {
@@ -160,18 +185,23 @@ void MiniBatch::run(const Action& action) {
   try {
     switch (action.kind) {
       case Kind::F:
-        return run_forward(stage, micro_batch);
+        run_forward(stage, micro_batch);
+        break;
       case Kind::R: {
         at::ThreadLocalStateGuard state(forward_state_);
         c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-        return cell(stage, micro_batch)->recompute(keep_);
+        cell(stage, micro_batch)->recompute(keep_);
+        break;
       }
       case Kind::B:
-        return run_backward(stage, micro_batch);
+        run_backward(stage, micro_batch);
+        break;
       case Kind::I:
       case Kind::W:
         TORCH_INTERNAL_ASSERT(false, "no program of forward() splits the backward");
     }
+    // So that the trace shows work, not when it was enqueued.
+    if (const auto& stream = pipeline_->stream(stage); recording_.timeline && stream) stream->synchronize();
   } catch (c10::Error& error) {
     std::ostringstream where;
     where << "in " << to_string(action) << " of the pipeline: stage " << stage << ", micro-batch " << micro_batch;
@@ -180,18 +210,29 @@ void MiniBatch::run(const Action& action) {
   }
 }
 
+Parcel MiniBatch::receive(int edge, int micro_batch) {
+  auto [parcel, ready] = std::exchange(parcels_[slot(edge, micro_batch)], {});
+  const auto& [from, to, capacity, name] = pipeline_->edges()[edge];
+  if (parcel.changed()) {
+    throw std::runtime_error("[gpipe] " + name + " was changed in place on its way from stage " + std::to_string(from) +
+                             " to stage " + std::to_string(to) + "; change a clone instead");
+  }
+  bring(parcel.tensors, ready, pipeline_->stages()[to].device, pipeline_->link(edge));
+  parcel.renew_versions();
+  return std::move(parcel);
+}
+
 void MiniBatch::run_forward(int stage, int micro_batch) {
   auto& of_stage = pipeline_->stages()[stage];
   std::vector<Parcel> in;
   if (stage == 0) {
-    in.push_back(std::move(inputs_[micro_batch]));
-    bring(in.back().tensors, begin_[0], of_stage.device, {});
+    auto& parcel = in.emplace_back(std::move(inputs_[micro_batch]));
+    for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
+      bring({&parcel.tensors[k], 1}, inputs_ready_[k], of_stage.device, input_links_[k]);
+    }
+    parcel.renew_versions();
   }
-  for (const int edge : program_->in_edges(stage)) {
-    auto& [parcel, ready] = parcels_[slot(edge, micro_batch)];
-    bring(parcel.tensors, ready, of_stage.device, pipeline_->link(edge));
-    in.push_back(std::exchange(parcel, {}));
-  }
+  for (const int edge : program_->in_edges(stage)) in.push_back(receive(edge, micro_batch));
   auto& cell = this->cell(stage, micro_batch);
   cell = std::make_unique<Cell>(of_stage, captures_[stage], seed_, micro_batch);
   auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(stage, micro_batch)});
@@ -207,13 +248,13 @@ void MiniBatch::run_backward(int stage, int micro_batch) {
   const auto device = pipeline_->stages()[stage].device;
   std::vector<Gradients> gradients;
   if (stage + 1 == pipeline_->count()) {
-    gradients.push_back(output_gradients_[micro_batch]);
+    gradients.push_back(std::move(output_gradients_[micro_batch]));
     bring(gradients.back(), begin_[stage], device, {});
   }
   for (const int edge : program_->out_edges(stage)) {
-    auto& [sent, ready] = gradients_[slot(edge, micro_batch)];
+    auto [sent, ready] = std::exchange(gradients_[slot(edge, micro_batch)], {});
     bring(sent, ready, device, pipeline_->back_link(edge));
-    gradients.push_back(std::exchange(sent, {}));
+    gradients.push_back(std::move(sent));
   }
   auto& cell = this->cell(stage, micro_batch);
   auto result = cell->backward(gradients, keep_, sums_[stage]);

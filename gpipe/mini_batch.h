@@ -18,14 +18,17 @@ namespace gpipe {
 ///
 /// Slots need no lock: a parcel is written before its edge is put and read after it is taken. A cell belongs to the
 /// worker of its stage.
-class MiniBatch : public Cells, public std::enable_shared_from_this<MiniBatch> {
+class MiniBatch : public Cells {
  public:
   /// With `grad`, cells keep what a backward needs.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad);
 
-  /// Runs the forwards and returns the last stage's parcels. On an error all is as before the call: buffers, the
-  /// default generator, no cell left.
-  std::vector<Parcel> forward();
+  struct ForwardResult {
+    std::vector<Parcel> parts;  ///< the last stage's, one a micro-batch
+    Value output;               ///< the parts, gathered
+  };
+  /// Runs the forwards. On an error all is as before the call: buffers, the default generator, no cell left.
+  ForwardResult forward();
 
   /// What backward() needs of each input, output and parameter; `gradients[i]` is the i-th micro-batch's, one a tensor
   /// of the output parcel. Valid after forward().
@@ -44,6 +47,8 @@ class MiniBatch : public Cells, public std::enable_shared_from_this<MiniBatch> {
   void run_forward(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch);
   void perform(Part part);
+  void wait_for_stages();
+  Parcel receive(int edge, int micro_batch);
   std::unique_ptr<Cell>& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }
   int slot(int edge, int micro_batch) const { return edge * micro_batches_ + micro_batch; }
 
@@ -68,6 +73,8 @@ class MiniBatch : public Cells, public std::enable_shared_from_this<MiniBatch> {
   std::vector<std::unique_ptr<Cell>> cells_;
 
   std::vector<Parcel> inputs_;           // per micro-batch
+  std::vector<Mark> inputs_ready_;       // per input tensor
+  std::vector<Link> input_links_;        // per input tensor
   std::vector<Parcel> outputs_;          // per micro-batch
   std::vector<ParcelSlot> parcels_;      // per edge and micro-batch
   std::vector<GradientSlot> gradients_;  // per edge and micro-batch

@@ -183,7 +183,6 @@ class Painter {
     fill(body.outline, color);
     fill({{5, 180}, {5, 330}, {995, 330}, {995, 180}}, scale(color, between(60, 85)));
     fill({{120, 520}, {120, 548}, {780, 548}, {780, 520}}, scale(color, 70));
-    if (random_.chance(12)) fill({{10, 380}, {10, 440}, {980, 440}, {980, 380}}, paint_color());
     const Color glass = random_.chance(60) ? Color{between(25, 60), between(32, 66), between(42, 80)}
                                            : Color{between(120, 190), between(150, 205), between(170, 220)};
     for (const auto& window : body.windows) fill(window, glass);

@@ -53,7 +53,7 @@ int train(Options options) {
   }
   std::filesystem::path data = options.data;
   if (options.data == "synthetic") {
-    data = options.output / "data";
+    data = options.output / ("synthetic" + std::to_string(options.samples));
     write_synthetic(data, options.samples, kSyntheticSize, options.seed);
   }
   const auto split = unet::split(list_samples(data), options.validation, options.seed);

@@ -9,7 +9,9 @@ namespace gpipe {
 using torch::autograd::variable_list;
 
 variable_list Capture::apply(variable_list&&) {
-  TORCH_INTERNAL_ASSERT(false, "a capture is an output of the engine and never runs");
+  TORCH_CHECK(false,
+              "[gpipe] a backward ran into the inside of a pipeline; a tensor that a layer kept from its forward can "
+              "only be used detached");
 }
 
 variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }

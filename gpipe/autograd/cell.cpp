@@ -1,15 +1,15 @@
 #include "gpipe/autograd/cell.h"
 
+#include <ATen/SequenceNumber.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/ScalarType.h>
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <map>
 
 #include <stdexcept>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
 
@@ -18,38 +18,59 @@ namespace {
 
 using torch::autograd::edge_list;
 
-bool may_require_grad(const at::Tensor& tensor) {
+bool floating(const at::Tensor& tensor) {
   return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
 }
 
 std::vector<Parcel> copies_of(const std::vector<Parcel>& parcels) {
   auto copies = parcels;
   for (auto& parcel : copies) {
-    for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
-      if (!parcel.tensors[i].defined()) continue;
-      parcel.tensors[i] = parcel.tensors[i].clone();
-      parcel.versions[i] = version_of(parcel.tensors[i]);
+    for (auto& tensor : parcel.tensors) {
+      if (tensor.defined()) tensor = tensor.clone();
     }
+    parcel.renew_versions();
   }
   return copies;
 }
 
 bool changed(const std::vector<Parcel>& parcels) {
-  for (const auto& parcel : parcels) {
-    for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
-      if (version_of(parcel.tensors[i]) != parcel.versions[i]) return true;
-    }
-  }
-  return false;
+  return std::any_of(parcels.begin(), parcels.end(), [](const auto& parcel) { return parcel.changed(); });
 }
+
+// Tells of each tensor that leaves a cell whether a gradient is wanted back for it.
+class GradientRule {
+ public:
+  GradientRule(ForwardMode mode, bool depends) : mode_(mode), depends_(depends) {}
+
+  void enters(const at::Tensor& tensor, bool wants) {
+    if (tensor.defined()) entering_.emplace_back(tensor, wants);
+  }
+
+  bool wanted(const at::Tensor& tensor) const {
+    if (!mode_.grad || !tensor.defined()) return false;
+    if (!mode_.recompute) return tensor.requires_grad();
+    // No graph tells. What was passed through is as it entered; all else that can depend on a parameter or on something
+    // that wants a gradient, may.
+    for (const auto& [entered, wants] : entering_) {
+      if (entered.is_same(tensor)) return wants;
+    }
+    return depends_ && floating(tensor);
+  }
+
+ private:
+  const ForwardMode mode_;
+  const bool depends_;
+  std::vector<std::pair<at::Tensor, bool>> entering_;
+};
 
 }  // namespace
 
 // Where stash and pop lead inside a cell: to the stage's edges, or, when both ends are in the stage, to each other.
 class Cell::Context : public SkipContext {
  public:
-  Context(const Stage& stage, const std::vector<Parcel>& in, std::vector<at::Tensor> entering)
+  Context(const Stage& stage, const GradientRule& rule, const std::vector<Parcel>& in, std::vector<at::Tensor> entering)
       : stage_(stage),
+        rule_(rule),
         in_(in),
         entering_(std::move(entering)),
         popped_(entering_.size()),
@@ -66,8 +87,9 @@ class Cell::Context : public SkipContext {
     }
     auto& out = out_[found->second];
     if (out.stashed) throw_twice(key, "stashed");
-    out = {true, leave(tensor), tensor.defined() ? tensor.detach() : tensor};
-    out.version = version_of(out.tensor);
+    out.stashed = true;
+    out.root = leave(tensor);
+    out.parcel.add(tensor.defined() ? tensor.detach() : tensor, rule_.wanted(tensor));
   }
 
   at::Tensor pop(const SkipKey& key) override {
@@ -101,8 +123,7 @@ class Cell::Context : public SkipContext {
   struct Out {
     bool stashed = false;
     torch::autograd::Edge root;
-    at::Tensor tensor;
-    std::uint32_t version = 0;
+    Parcel parcel;
   };
   std::vector<Out>& out() { return out_; }
 
@@ -112,10 +133,11 @@ class Cell::Context : public SkipContext {
   }
   [[noreturn]] static void throw_unused(const SkipKey& key, const std::string& what) {
     throw std::runtime_error("[gpipe] " + to_string(key) + " is declared and must be " + what +
-                             ", but the layer's forward did not");
+                             " in every forward, but its layer did not");
   }
 
   const Stage& stage_;
+  const GradientRule& rule_;
   const std::vector<Parcel>& in_;
   std::vector<at::Tensor> entering_;
   std::vector<bool> popped_;
@@ -148,8 +170,15 @@ void GradientSums::add(Gradients gradients) {
 Cell::Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch)
     : stage_(stage), captures_(captures), seed_(seed), micro_batch_(micro_batch) {}
 
-std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in) {
-  const bool grad = at::GradMode::is_enabled();
+std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode mode) {
+  const bool graph = mode.grad && !mode.recompute;
+  at::AutoGradMode grad_mode(graph);
+  const auto begin = at::sequence_number::peek();
+  bool depends = !captures_.edges().empty();
+  for (const auto& parcel : in) {
+    for (const bool wants : parcel.wants_gradient) depends |= wants;
+  }
+  GradientRule rule(mode, depends);
   captured_.clear();
   roots_.clear();
   std::vector<at::Tensor> activation;
@@ -160,14 +189,15 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in) {
       auto tensor = in[p].tensors[i];
       torch::autograd::Edge capture;
       if (tensor.defined()) {
-        tensor = grad && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
+        tensor = graph && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
         if (tensor.grad_fn()) capture = {tensor.grad_fn(), 0};
       }
+      rule.enters(tensor, in[p].wants_gradient[i]);
       captured.push_back(std::move(capture));
       (p == 0 ? activation : skips).push_back(std::move(tensor));
     }
   }
-  Context context(stage_, in, std::move(skips));
+  Context context(stage_, rule, in, std::move(skips));
   Value value(in.front().form, std::move(activation));
   {
     SkipContextGuard guard(context);
@@ -175,7 +205,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in) {
       RandomScope scope(seed_, stage_.first_layer + layer_, micro_batch_);
       value = stage_.layers[layer_]->forward(std::move(value));
     }
-    layer_ = static_cast<int>(stage_.layers.size()) - 1;
+    layer_ = -1;
   }
   context.check();
 
@@ -184,37 +214,27 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in) {
   auto& roots = roots_.emplace_back();
   for (const auto& tensor : value.tensors()) {
     roots.push_back(leave(tensor));
-    out.front().add(tensor.defined() ? tensor.detach() : tensor, roots.back().is_valid());
+    out.front().add(tensor.defined() ? tensor.detach() : tensor, rule.wanted(tensor));
   }
   for (auto& skip : context.out()) {
-    auto& parcel = out.emplace_back();
-    parcel.add(skip.tensor, skip.root.is_valid());
-    parcel.versions.front() = skip.version;
+    out.push_back(std::move(skip.parcel));
     roots_.push_back({std::move(skip.root)});
+  }
+  if (!graph) {
+    roots_.clear();
+    return out;
   }
   edge_list all;
   for (const auto& list : roots_) all.insert(all.end(), list.begin(), list.end());
-  captures_.redirect(all);
+  captures_.redirect(all, begin);
   return out;
 }
 
 std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
-  if (!mode.grad) {
-    at::NoGradGuard no_grad;
-    return run_layers(in);
-  }
-  if (!mode.recompute) {
-    at::AutoGradMode grad(true);
-    return run_layers(in);
-  }
-  if (stage_.in_place == Stage::InPlace::kNo) {
-    stored_ = in;
-  } else {
-    stored_ = copies_of(in);
-  }
-  at::NoGradGuard no_grad;
-  auto out = run_layers(in);
+  if (!mode.grad || !mode.recompute) return run_layers(in, mode);
   const bool was_pure = stage_.in_place == Stage::InPlace::kNo;
+  stored_ = was_pure ? in : copies_of(in);
+  auto out = run_layers(in, mode);
   if (changed(in)) {
     stage_.in_place = Stage::InPlace::kYes;
     if (was_pure) {
@@ -226,28 +246,23 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   } else if (stage_.in_place == Stage::InPlace::kUnknown) {
     stage_.in_place = Stage::InPlace::kNo;
   }
-  // Which of the outputs depend on something that requires grad is only known once a graph is built: all that can, may.
-  bool depends = !captures_.edges().empty();
-  for (const auto& parcel : in) {
-    for (const bool wants : parcel.wants_gradient) depends |= wants;
-  }
-  for (auto& parcel : out) {
-    for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
-      parcel.wants_gradient[i] = depends && may_require_grad(parcel.tensors[i]);
-    }
-  }
   return out;
 }
 
 void Cell::recompute(bool keep) {
+  captures_.check_unchanged();
   if (changed(stored_)) {
     throw std::runtime_error("[gpipe] the input of stage " + std::to_string(stage_.index) +
                              " was changed in place between its forward and its recompute; change a clone instead");
   }
   SavedBuffers buffers(stage_.buffers());
-  absl::Cleanup restore = [&] { buffers.restore(); };
-  at::AutoGradMode grad(true);
-  run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_);
+  try {
+    run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_, {.grad = true});
+  } catch (...) {
+    buffers.restore_after_error();
+    throw;
+  }
+  buffers.restore();
   if (!keep) stored_.clear();
 }
 

@@ -37,11 +37,12 @@ class Cell {
 
   /// F. `in` holds the activation, then the skips in the stage's order; so does what is returned.
   /// Errors: what the layers throw; std::runtime_error when a declared skip was not stashed or popped, when a skip was
-  /// changed in place on its way, or when a layer changed its input in place that never did before and the cell is to
-  /// be recomputed.
+  /// changed in place before it was popped, or when a layer changed its input in place that never did before and the
+  /// cell is to be recomputed; see also ParameterCaptures::redirect.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
   /// R. The stored inputs are used up unless `keep`. Buffers are left as they were.
+  /// Errors: what the layers throw; std::runtime_error when inputs or parameters were changed in place since F.
   void recompute(bool keep);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward's result; returns those of its `in`, and adds the
@@ -51,13 +52,13 @@ class Cell {
   /// Drops a graph that recompute can build again.
   void forget_graph();
 
-  /// The layer that runs, or ran last, by its index in the stage; -1 before the first.
+  /// The layer that runs, by its index in the stage; -1 when none does.
   int layer() const { return layer_; }
 
  private:
   class Context;
 
-  std::vector<Parcel> run_layers(const std::vector<Parcel>& in);
+  std::vector<Parcel> run_layers(const std::vector<Parcel>& in, ForwardMode mode);
 
   Stage& stage_;
   const ParameterCaptures& captures_;

@@ -14,4 +14,15 @@ void Parcel::add(at::Tensor tensor, bool gradient_wanted) {
   wants_gradient.push_back(gradient_wanted);
 }
 
+bool Parcel::changed() const {
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (version_of(tensors[i]) != versions[i]) return true;
+  }
+  return false;
+}
+
+void Parcel::renew_versions() {
+  for (std::size_t i = 0; i < tensors.size(); ++i) versions[i] = version_of(tensors[i]);
+}
+
 }  // namespace gpipe

@@ -21,6 +21,10 @@ struct Parcel {
 
   /// Adds a tensor (detached by the caller, or undefined).
   void add(at::Tensor tensor, bool gradient_wanted);
+  /// Whether a tensor was changed in place since `versions` was written.
+  bool changed() const;
+  /// Writes `versions` anew, after tensors were replaced by copies.
+  void renew_versions();
 };
 
 /// A tensor's version counter; 0 for undefined and inference tensors, which have none.

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <mutex>
 #include <utility>
 
 namespace gpipe {
@@ -21,6 +22,7 @@ class PipelineNode : public torch::autograd::Node {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
                                 "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
                                 "create_graph");
+    std::lock_guard<std::mutex> lock(mutex_);  // PyTorch's own nodes: several threads may run one graph
     TORCH_CHECK(function_,
                 "[gpipe] trying to backward through a pipeline a second time, after its activations were freed or its "
                 "first backward failed; pass retain_graph to the first backward, or run the forward again");
@@ -32,7 +34,10 @@ class PipelineNode : public torch::autograd::Node {
     return result;
   }
 
-  void release_variables() override { function_ = nullptr; }
+  void release_variables() override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    function_ = nullptr;
+  }
 
   std::string name() const override { return "GPipeBackward"; }
 

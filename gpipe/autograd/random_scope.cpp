@@ -7,6 +7,7 @@
 
 #include <array>
 #include <mutex>
+#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/runtime/mutex.h"
@@ -63,11 +64,13 @@ std::optional<std::size_t> generator_argument(const c10::FunctionSchema& schema)
   return std::nullopt;
 }
 
-// Where an operator draws: the device of its first tensor, else its device argument, else the CPU.
+// Where an operator draws: its device argument, else the device of its first tensor, else the CPU.
 c10::Device device_of(at::ArrayRef<c10::IValue> arguments) {
   for (const auto& argument : arguments) {
-    if (argument.isTensor() && argument.toTensor().defined()) return argument.toTensor().device();
     if (argument.isDevice()) return argument.toDevice();
+  }
+  for (const auto& argument : arguments) {
+    if (argument.isTensor() && argument.toTensor().defined()) return argument.toTensor().device();
   }
   return c10::kCPU;
 }
@@ -140,29 +143,33 @@ at::Generator RandomScope::generator(c10::Device device) {
     if (!cpu_) cpu_ = make_cpu_generator(key_);
     return *cpu_;
   }
-  if (!accelerator_ || accelerator_->device() != device) {
-    accelerator_ = at::globalContext().defaultGenerator(device).clone();
-    accelerator_->set_current_seed(key_);
-    accelerator_->set_offset(0);
+  for (const auto& made : accelerators_) {
+    if (made.device() == device) return made;
   }
-  return *accelerator_;
+  const auto& hooks = at::globalContext().getAcceleratorHooksInterface(device.type());
+  accelerators_.push_back(hooks.getNewGenerator(device.index()));
+  accelerators_.back().set_current_seed(key_);
+  return accelerators_.back();
 }
 
 template <typename Call>
 void RandomScope::lend_default_generator(c10::Device device, Call call) {
   auto own = generator(device);
   auto lent = at::globalContext().defaultGenerator(device);
-  MutexLock lock(default_generator_mutex(device));
-  const auto seed = lent.current_seed();
-  const auto offset = lent.get_offset();
-  lent.set_current_seed(own.current_seed());
-  lent.set_offset(own.get_offset());
-  lending_ = true;
-  absl::Cleanup give_back = [&] {
-    lending_ = false;
-    own.set_offset(lent.get_offset());
+  MutexLock turn(default_generator_mutex(device));
+  // The generator's own mutex is held while its state is read or written, but not during the call, which takes it.
+  const auto exchange = [&lent](std::uint64_t seed, std::uint64_t offset) {
+    std::lock_guard<std::mutex> lock(lent.mutex());
+    const auto was = std::pair(lent.current_seed(), lent.get_offset());
     lent.set_current_seed(seed);
     lent.set_offset(offset);
+    return was;
+  };
+  const auto [seed, offset] = exchange(own.current_seed(), own.get_offset());
+  lending_ = true;
+  absl::Cleanup give_back = [&, seed = seed, offset = offset] {
+    lending_ = false;
+    own.set_offset(exchange(seed, offset).second);
   };
   call();
 }

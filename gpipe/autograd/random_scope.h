@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <vector>
 
 namespace gpipe {
 
@@ -47,7 +48,7 @@ class RandomScope {
  private:
   std::uint64_t key_;
   std::optional<at::Generator> cpu_;
-  std::optional<at::Generator> accelerator_;
+  std::vector<at::Generator> accelerators_;
   bool lending_ = false;
   RandomScope* previous_;
   c10::impl::IncludeDispatchKeyGuard intercept_;

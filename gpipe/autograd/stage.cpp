@@ -1,6 +1,7 @@
 #include "gpipe/autograd/stage.h"
 
-#include <ATen/Operators.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -10,6 +11,7 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "gpipe/autograd/boundary.h"
+#include "gpipe/autograd/parcel.h"
 
 namespace gpipe {
 namespace {
@@ -30,6 +32,18 @@ class DistinctTensors {
   absl::flat_hash_set<const void*> seen_;
   std::vector<at::Tensor> tensors_;
 };
+
+// Whether a node was made on this thread since its sequence number was `begin`.
+bool made_here(const Node& node, std::uint64_t begin) {
+  return node.thread_id() == at::RecordFunction::currentThreadId() && node.sequence_nr() >= begin;
+}
+
+[[noreturn]] void refuse_foreign(const Node& node) {
+  throw std::invalid_argument(
+      "[gpipe] a layer uses a tensor whose graph (" + node.name() +
+      ") was built outside this forward of this micro-batch; what a layer keeps from one call to "
+      "the next must be detached");
+}
 
 [[noreturn]] void refuse_leaf(const torch::autograd::AccumulateGrad& leaf) {
   std::ostringstream message;
@@ -57,8 +71,9 @@ std::vector<at::Tensor> Stage::buffers() const {
   return distinct.take();
 }
 
-ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters) {
+ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters) : all_(parameters) {
   for (const auto& parameter : parameters) {
+    versions_.push_back(version_of(parameter));
     if (!parameter.requires_grad()) continue;
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
@@ -73,7 +88,16 @@ ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters) 
   }
 }
 
-void ParameterCaptures::redirect(const edge_list& roots) const {
+void ParameterCaptures::check_unchanged() const {
+  for (std::size_t i = 0; i < all_.size(); ++i) {
+    if (version_of(all_[i]) == versions_[i]) continue;
+    throw std::runtime_error(
+        "[gpipe] a parameter was changed in place between the forward and its backward, so that the forward cannot be "
+        "recomputed; step the optimizer after the backward");
+  }
+}
+
+void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) const {
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
   const auto visit = [&](Node* node) {
@@ -87,7 +111,9 @@ void ParameterCaptures::redirect(const edge_list& roots) const {
     pending.pop_back();
     for (auto& edge : node->next_edges()) {
       if (!edge.is_valid()) continue;
-      if (edge.function->num_outputs() > 0) {
+      const auto is_capture = [&] { return dynamic_cast<Capture*>(edge.function.get()) != nullptr; };
+      if (edge.function->num_outputs() > 0 || is_capture()) {
+        if (!made_here(*edge.function, begin)) refuse_foreign(*edge.function);
         visit(edge.function.get());
       } else if (const auto found = index_.find(edge.function.get()); found != index_.end()) {
         edge = edges_[found->second];
@@ -106,7 +132,20 @@ SavedBuffers::SavedBuffers(std::vector<at::Tensor> buffers) : buffers_(std::move
 
 void SavedBuffers::restore() {
   at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < buffers_.size(); ++i) buffers_[i].variable_data().copy_(copies_[i]);
+  for (std::size_t i = 0; i < buffers_.size(); ++i) {
+    if (buffers_[i].sizes() == copies_[i].sizes()) {
+      buffers_[i].variable_data().copy_(copies_[i]);
+    } else {
+      buffers_[i].set_data(copies_[i]);  // the layer gave it another shape
+    }
+  }
+}
+
+void SavedBuffers::restore_after_error() noexcept {
+  try {
+    restore();
+  } catch (...) {
+  }
 }
 
 }  // namespace gpipe

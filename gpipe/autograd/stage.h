@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -38,18 +39,24 @@ struct Stage {
 /// of in the parameters' own accumulators, whose hooks would fire once a micro-batch.
 class ParameterCaptures {
  public:
-  /// Keeps those that require grad.
+  /// Captures those that require grad.
   explicit ParameterCaptures(const std::vector<at::Tensor>& parameters);
 
-  /// The distinct parameters, and the edges that stand for them, in the same order.
+  /// The captured parameters, and the edges that stand for them, in the same order.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const torch::autograd::edge_list& edges() const { return edges_; }
 
-  /// Makes the graph behind `roots` end in the captures. Errors: std::invalid_argument when it reaches a tensor that
-  /// requires grad but is neither a parameter of the stage nor an input of the cell.
-  void redirect(const torch::autograd::edge_list& roots) const;
+  /// Makes the graph behind `roots`, which this thread has built since its sequence number was `begin`, end in the
+  /// captures. Errors: std::invalid_argument when it reaches a tensor that requires grad but is neither a parameter of
+  /// the stage nor an input of the cell, or another graph: gradients would be lost there.
+  void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin) const;
+
+  /// Errors: std::runtime_error when a parameter, captured or not, was changed in place since this was made.
+  void check_unchanged() const;
 
  private:
+  std::vector<at::Tensor> all_;
+  std::vector<std::uint32_t> versions_;
   std::vector<at::Tensor> parameters_;
   torch::autograd::edge_list edges_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
@@ -62,6 +69,8 @@ class SavedBuffers {
   explicit SavedBuffers(std::vector<at::Tensor> buffers);
   /// Writes without a trace in version counters, which graphs in flight would mistake for a change.
   void restore();
+  /// The same while an exception is under way, which matters more than one of its own.
+  void restore_after_error() noexcept;
 
  private:
   std::vector<at::Tensor> buffers_;

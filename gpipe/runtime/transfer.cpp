@@ -23,7 +23,12 @@ void wait(const Mark& mark, c10::Device device) {
 }
 
 void use_on_current_stream(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.is_cpu() || !tensor.has_storage()) return;
+  if (!tensor.defined() || tensor.is_cpu()) return;
+  if (tensor.is_sparse()) {
+    use_on_current_stream(tensor._indices());
+    return use_on_current_stream(tensor._values());
+  }
+  if (!tensor.has_storage()) return;
   const auto guard = guard_of(tensor.device());
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
 }
@@ -52,12 +57,12 @@ Link new_link(c10::Device from, c10::Device to) {
   return {new_stream(from), new_stream(to)};
 }
 
-void bring(std::vector<at::Tensor>& tensors, const Mark& ready, c10::Device to, const Link& link) {
+void bring(std::span<at::Tensor> tensors, const Mark& ready, c10::Device to, const Link& link) {
   at::NoGradGuard no_grad;
   wait(ready, to);
   Mark copied;
   {
-    // PyTorch orders a copy between devices after both current streams; these two belong to the link alone.
+    // PyTorch orders a copy between devices after the current streams of both: not the compute streams, then.
     OptionalStreamScope target(link.target);
     OptionalStreamScope source(link.source);
     bool copies = false;

@@ -7,13 +7,13 @@
 
 #include <memory>
 #include <optional>
-#include <vector>
+#include <span>
 
 namespace gpipe {
 
 /// Stream order for whatever accelerator a pipeline runs on, through c10's device-generic interface, so that it is one
 /// piece of code for all of them. On CPU tensors every function here does nothing. Nothing here blocks the host, except
-/// a copy to the CPU, which must.
+/// copies between the host and a device.
 
 /// A point in a device's work; empty on CPU.
 using Mark = std::shared_ptr<c10::Event>;
@@ -43,7 +43,7 @@ class OptionalStreamScope {
 /// A stream of the device's own pool; none on CPU.
 std::optional<c10::Stream> new_stream(c10::Device device);
 
-/// The copy streams of one directed link between two devices.
+/// The copy streams of one directed link between two devices, out of their pools.
 struct Link {
   std::optional<c10::Stream> source;
   std::optional<c10::Stream> target;
@@ -53,6 +53,6 @@ Link new_link(c10::Device from, c10::Device to);
 /// Brings tensors that were complete at `ready` to a device, for use on its current stream. On the same device the
 /// tensors themselves are returned; between devices the copy runs on the link's streams and overlaps with computation.
 /// Undefined tensors stay so.
-void bring(std::vector<at::Tensor>& tensors, const Mark& ready, c10::Device to, const Link& link);
+void bring(std::span<at::Tensor> tensors, const Mark& ready, c10::Device to, const Link& link);
 
 }  // namespace gpipe

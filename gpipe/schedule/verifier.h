@@ -23,12 +23,10 @@ absl::Status verify(const Layout& layout);
 /// Proves that a schedule can be executed:
 ///   1. layout, placement and edges make sense (from < to, capacity >= 1);
 ///   2. every cell has exactly one F, and either no backward at all in the whole schedule or exactly one B, or one I
-///   and
-///      one W; at most one R, and none without a backward; each on the worker of its stage;
+///      and one W; at most one R, and none without a backward; each on the worker of its stage;
 ///   3. within a cell: F < R < B, F < R < I < W;
 ///   4. run with the executor's rules (an action takes its edges, runs, then puts its edges, waiting while an edge is
-///   at
-///      capacity) every action is reached.
+///      at capacity) every action is reached.
 /// Rule 4 is decided by running the lists without time; the outcome does not depend on the order in which workers
 /// progress, because every edge has one producer and one consumer in each direction.
 /// Errors: as Program::make. Takes time linear in the actions and what they exchange.

@@ -45,7 +45,7 @@ cmp losses1 losses2 || fail "2 stages train otherwise than 1"
 cmp losses2 losses3 || fail "3 stages train otherwise than 2"
 
 # Files that were already there, PNG instead of JPEG and GIF, every checkpoint mode, a given cut, uneven batches.
-data=stages1/data
+data=stages1/synthetic12
 train again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 --validation 25
 train plain --data "$data" --scale 0.25 --checkpoint never --devices cpu,cpu --workers 3 --seed 5 --batch-size 5
 

@@ -2,6 +2,7 @@
 
 #include <torch/torch.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
@@ -161,25 +162,32 @@ struct FaultyImpl : torch::nn::Module {
 };
 TORCH_MODULE(Faulty);
 
-/// Counts the graphs that hold what it saved: one a forward with gradients, until it is freed.
-struct CountedImpl : torch::nn::Module {
-  explicit CountedImpl(std::shared_ptr<std::atomic<std::int64_t>> count) : count(std::move(count)) {}
+/// Graphs alive, now and at most.
+struct Live {
+  std::atomic<int> now = 0;
+  std::atomic<int> peak = 0;
+};
+
+/// Counts the graphs that it is in: one a forward with gradients, until it is freed.
+struct PeakImpl : torch::nn::Module {
   torch::Tensor forward(torch::Tensor x) {
-    auto y = x.sigmoid();
-    if (!y.requires_grad()) return y;
     struct Token : torch::autograd::FunctionPreHook {
-      explicit Token(std::shared_ptr<std::atomic<std::int64_t>> count) : count(std::move(count)) { ++*this->count; }
-      ~Token() override { --*count; }
+      explicit Token(std::shared_ptr<Live> live) : live(std::move(live)) {
+        const int now = ++this->live->now;
+        this->live->peak = std::max(this->live->peak.load(), now);
+      }
+      ~Token() override { --live->now; }
       torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
         return gradients;
       }
-      std::shared_ptr<std::atomic<std::int64_t>> count;
+      std::shared_ptr<Live> live;
     };
-    y.grad_fn()->add_pre_hook(std::make_unique<Token>(count));
+    auto y = x.sigmoid();
+    if (y.requires_grad()) y.grad_fn()->add_pre_hook(std::make_unique<Token>(live));
     return y;
   }
-  std::shared_ptr<std::atomic<std::int64_t>> count;
+  std::shared_ptr<Live> live = std::make_shared<Live>();
 };
-TORCH_MODULE(Counted);
+TORCH_MODULE(Peak);
 
 }  // namespace gpipe
