@@ -16,20 +16,20 @@ namespace gpipe::unet {
 struct Options {
   std::string data = "synthetic";  ///< a directory in Carvana's layout, or "synthetic"
   std::filesystem::path output = "out/unet";
-  int samples = 240;  ///< of the synthetic set
-  int epochs = 8;
-  std::int64_t batch_size = 16;
-  double learning_rate = 2e-3;
+  int samples = 400;  ///< of the synthetic set
+  int epochs = 24;
+  std::int64_t batch_size = 8;
+  double learning_rate = 5e-3;
   double scale = 0.5;
   double validation = 10;  ///< percent
   std::uint64_t seed = 0;
   int workers = 1;
   std::int64_t depth = 3;
-  std::int64_t channels = 16;
+  std::int64_t channels = 8;
 
   int stages = 2;
   std::vector<std::int64_t> balance;  ///< layers per stage; empty: by measured time
-  std::int64_t chunks = 4;
+  std::int64_t chunks = 2;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
   std::vector<torch::Device> devices;
   std::filesystem::path trace;  ///< empty: none

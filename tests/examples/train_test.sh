@@ -86,5 +86,5 @@ if "$program" "${tiny[@]}" --data data-short --scale 0.25 --output short >short.
 grep -q 'error: .*0008.jpg' short.log || { cat short.log >&2 && fail "a truncated JPEG is not named"; }
 
 # Defaults are listed.
-"$program" --help | grep -q -- '--chunks INT.*=4' || fail "--help lists no defaults"
+"$program" --help | grep -q -- '--chunks INT.*=2' || fail "--help lists no defaults"
 echo "all passed"

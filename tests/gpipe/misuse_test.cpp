@@ -26,11 +26,7 @@ TEST(MisuseTest, OutputsThatCannotBeJoinedLeaveNoTrace) {
   GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2));
   const auto x = torch::randn({4, 6});
   const auto state = at::detail::getDefaultCPUGenerator().get_state();
-  EXPECT_THAT(
-      [&] {
-        pipe->forward(x);
-      },
-      ThrowsMessage<std::runtime_error>(HasSubstr("cannot be joined")));
+  EXPECT_THAT([&] { pipe->forward(x); }, ThrowsMessage<std::runtime_error>(HasSubstr("cannot be joined")));
   EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 0);
   EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
 }
