@@ -1,5 +1,6 @@
 #include "gpipe/gpipe.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -7,7 +8,6 @@
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
@@ -112,10 +112,9 @@ std::vector<torch::Device> place(const std::vector<torch::Device>& wanted, std::
   return devices;
 }
 
-int share_of_cores(const std::vector<torch::Device>& devices) {
+int share_of_threads(const std::vector<torch::Device>& devices) {
   const auto workers = std::count_if(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); });
-  const auto cores = std::max(1U, std::thread::hardware_concurrency());
-  return std::max(1, static_cast<int>(cores) / std::max(1, static_cast<int>(workers)));
+  return std::max(1, at::get_num_threads() / std::max(1, static_cast<int>(workers)));
 }
 
 std::vector<Stage> cut(Layers layers, const std::vector<std::int64_t>& balance,
@@ -241,7 +240,7 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
     move(stage);
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
-  const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_cores(devices_);
+  const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), threads);
 }
 

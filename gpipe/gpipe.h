@@ -35,7 +35,7 @@ struct GPipeOptions {
   /// numbers; a layer whose output depends on other state that each forward changes, such as a buffer that it also
   /// updates, needs kNever.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
-  /// Threads that one operator of a CPU stage may use; 0: the machine's cores shared equally among the stages.
+  /// Threads that one operator of a CPU stage may use; 0: torch::get_num_threads() shared equally among the stages.
   TORCH_ARG(int, intraop_threads) = 0;
 };
 
