@@ -3,9 +3,9 @@
 #
 #   GPIPE_PYTHON   a Python interpreter whose torch to use, instead of one installed into .venv
 
-readonly torch_version=2.11.0
+readonly python_packages=(torch==2.11.0 torchvision==0.26.0 tensorboard==2.21.0 numpy)
 readonly packages=(clang clang-format cmake g++ libabsl-dev libclang-rt-14-dev libcli11-dev libgif-dev libgmock-dev
-  libjpeg62-turbo-dev libpng-dev ninja-build nlohmann-json3-dev python3-venv)
+  libjpeg62-turbo-dev libpng-dev ninja-build nlohmann-json3-dev python3-venv zlib1g-dev)
 readonly log=build/setup.log
 
 fail() {
@@ -43,14 +43,15 @@ install_torch() {
     return
   fi
   GPIPE_PYTHON=$PWD/.venv/bin/python
-  local done=.venv/gpipe-torch-$torch_version
+  local done # named by what it stands for, so that a .venv of other packages gets these
+  done=.venv/gpipe-$(IFS=- && echo "${python_packages[*]}")
   [[ -e $done ]] && return
   local python=/usr/bin/python3 # the one that python3-venv belongs to
   [[ -x $python ]] || python=python3
-  echo "Installing torch $torch_version into .venv (5 GB on disk with its CUDA libraries)"
+  echo "Installing ${python_packages[*]} into .venv (5 GB on disk with its CUDA libraries)"
   quietly "$python" -m venv .venv || fail "could not make .venv with $python ($log says why)"
-  quietly .venv/bin/python -m pip install "torch==$torch_version" numpy ||
-    fail "could not install the Python packages torch $torch_version and numpy ($log says why; is there a network?)"
+  quietly .venv/bin/python -m pip install "${python_packages[@]}" ||
+    fail "could not install the Python packages ${python_packages[*]} ($log says why; is there a network?)"
   touch "$done"
 }
 

@@ -20,7 +20,7 @@ namespace {
 
 using Layers = std::vector<std::unique_ptr<Layer>>;
 
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[GPipe] " + what); }
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
 
 template <typename SequentialImpl>
 Layers layers_of(SequentialImpl& model) {
@@ -93,7 +93,7 @@ std::vector<torch::Device> place(const std::vector<torch::Device>& wanted, std::
     for (int i = 0; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
   }
   if (devices.size() < stages) {
-    throw std::out_of_range("[GPipe] too few devices: " + std::to_string(stages) + " stages, but " +
+    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(stages) + " stages, but " +
                             std::to_string(devices.size()) + " devices; a device may be given more than once");
   }
   devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(stages), devices.end());
@@ -105,7 +105,7 @@ std::vector<torch::Device> place(const std::vector<torch::Device>& wanted, std::
     const int count = device.is_meta() ? 0 : device_count(device.type());
     if (!device.has_index()) device.set_index(0);
     if (device.index() >= count) {
-      throw std::out_of_range("[GPipe] device " + device.str() + " is not there; this process sees " +
+      throw std::out_of_range("[gpipe] device " + device.str() + " is not there; this process sees " +
                               std::to_string(count) + " of its kind");
     }
   }
@@ -200,9 +200,18 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Val
   }
   if (std::none_of(differentiable.begin(), differentiable.end(), [](bool is) { return is; })) return;
   std::vector<torch::Device> devices;
-  for (const auto& tensor : input.tensors()) devices.push_back(tensor.device());
-  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes, devices](std::vector<at::Tensor> gradients,
-                                                                                     bool keep) {
+  Parcel entered;
+  for (const auto& tensor : input.tensors()) {
+    devices.push_back(tensor.device());
+    entered.add(tensor.detach(), /*gradient_wanted=*/false);
+  }
+  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes, devices, entered = std::move(entered)](
+                      std::vector<at::Tensor> gradients, bool keep) {
+    // Micro-batches have version counters of their own, which do not tell.
+    if (entered.changed()) {
+      throw std::runtime_error(
+          "[gpipe] an input was changed in place between the forward and its backward; change a clone instead");
+    }
     std::vector<Gradients> of_parts(sizes.size());
     for (std::size_t k = 0; k < output_sizes.size(); ++k) {
       auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
@@ -283,7 +292,7 @@ void GPipeImpl::load(torch::serialize::InputArchive& archive) {
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }
 
 void GPipeImpl::to(torch::Device device, bool) {
-  TORCH_CHECK_TYPE(false, "[GPipe] cannot move to ", device,
+  TORCH_CHECK_TYPE(false, "[gpipe] cannot move to ", device,
                    ": a pipeline's parameters are placed on its devices; pass GPipeOptions().devices(...) instead");
 }
 

@@ -24,7 +24,7 @@ namespace gpipe {
 
 /// Options of a GPipe, in LibTorch's style: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
-  /// One device a stage; surplus ones are ignored. Empty: the accelerators, or one CPU worker a stage where there are
+  /// One device a stage; surplus ones are ignored. Empty: the GPUs, or one CPU worker a stage where there are
   /// none. A device may appear more than once.
   TORCH_ARG(std::vector<torch::Device>, devices);
   /// Micro-batches that a mini-batch is cut into; fewer when it has fewer samples. 1 is plain model parallelism.
@@ -48,7 +48,8 @@ struct GPipeOptions {
 ///   optimizer.step();
 ///
 /// It computes the function of the unpartitioned model run micro-batch by micro-batch, with one autograd node whose
-/// inputs are the inputs and all parameters: losses, optimizers, hooks and autograd::grad work as ever. Its state has
+/// inputs are the inputs and all parameters: losses, optimizers, hooks and autograd::grad work as ever. (A floating output
+/// of a checkpointed cell may require grad where the model's would not; its gradient is then zero.) Its state has
 /// the unpartitioned model's keys.
 ///
 /// The layers are the caller's own modules, moved to their devices. A mini-batch's random draws derive from one draw of

@@ -20,20 +20,20 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
 }
 
 std::int64_t batch_size(const Value& input) {
-  if (input.tensors().empty()) throw std::invalid_argument("[GPipe::forward] there is no input tensor");
+  if (input.tensors().empty()) throw std::invalid_argument("[gpipe] there is no input tensor");
   std::vector<std::int64_t> sizes;
   for (const auto& tensor : input.tensors()) {
-    if (!tensor.defined()) throw std::invalid_argument("[GPipe::forward] an input tensor is undefined");
+    if (!tensor.defined()) throw std::invalid_argument("[gpipe] an input tensor is undefined");
     if (tensor.dim() == 0) {
       throw std::invalid_argument(
-          "[GPipe::forward] an input tensor has no dimensions; dimension 0 is the batch, which is cut into "
+          "[gpipe] an input tensor has no dimensions; dimension 0 is the batch, which is cut into "
           "micro-batches");
     }
     sizes.push_back(tensor.size(0));
   }
   if (std::any_of(sizes.begin(), sizes.end(), [&](auto size) { return size != sizes.front(); })) {
     std::ostringstream message;
-    message << "[GPipe::forward] the inputs have unequal batch sizes (" << at::IntArrayRef(sizes)
+    message << "[gpipe] the inputs have unequal batch sizes (" << at::IntArrayRef(sizes)
             << "); dimension 0 must be the same for all";
     throw std::invalid_argument(message.str());
   }
@@ -48,7 +48,8 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
     std::int64_t start = 0;
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       parts[i].form = input.form();
-      parts[i].add(sizes.size() == 1 ? detached : detached.narrow(0, start, sizes[i]), tensor.requires_grad());
+      // A version counter of its own: an in-place operation on one micro-batch is no change of another.
+      parts[i].add(detached.narrow(0, start, sizes[i]).variable_data(), tensor.requires_grad());
       start += sizes[i];
     }
   }
@@ -64,9 +65,9 @@ Value gather(const std::vector<Parcel>& parts) {
     std::vector<at::Tensor> pieces;
     for (const auto& part : parts) {
       if (part.form != first.form || part.tensors.size() != first.tensors.size()) {
-        throw std::runtime_error("[GPipe::forward] the last layer returned " +
-                                 Value(first.form, first.tensors).describe() + " for one micro-batch and " +
-                                 Value(part.form, part.tensors).describe() + " for another");
+        throw std::runtime_error("[gpipe] the last layer returned " + Value(first.form, first.tensors).describe() +
+                                 " for one micro-batch and " + Value(part.form, part.tensors).describe() +
+                                 " for another");
       }
       pieces.push_back(part.tensors[k]);
     }
@@ -76,7 +77,7 @@ Value gather(const std::vector<Parcel>& parts) {
       continue;
     }
     if (undefined > 0 || pieces.front().dim() == 0) {
-      throw std::runtime_error("[GPipe::forward] output " + std::to_string(k) +
+      throw std::runtime_error("[gpipe] output " + std::to_string(k) +
                                (undefined > 0 ? " is undefined for some micro-batches only"
                                               : " has no dimensions, so that the micro-batches cannot be joined; "
                                                 "compute a loss outside the pipeline, or use chunks(1)"));

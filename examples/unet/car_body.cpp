@@ -1,6 +1,6 @@
 #include "examples/unet/car_body.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 const std::vector<CarBody>& car_bodies() {
   static const std::vector<CarBody> all = {
@@ -84,4 +84,4 @@ const std::vector<CarBody>& car_bodies() {
   return all;
 }
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

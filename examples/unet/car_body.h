@@ -2,9 +2,9 @@
 
 #include <vector>
 
-#include "examples/unet/canvas.h"
+#include "examples/common/canvas.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 /// The side of a car that faces right. Points are in thousandths of its length (x, from the rear) and of its height (y,
 /// upwards from the ground).
@@ -17,4 +17,4 @@ struct CarBody {
 /// A saloon, a hatchback, an off-roader, a van, a pick-up and a coupe.
 const std::vector<CarBody>& car_bodies();
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -9,10 +9,10 @@
 #include <system_error>
 
 #include "absl/strings/ascii.h"
-#include "examples/unet/image.h"
-#include "examples/unet/random.h"
+#include "examples/common/image.h"
+#include "examples/common/random.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 namespace {
 
 namespace fs = std::filesystem;
@@ -114,4 +114,4 @@ Split split(const std::vector<Sample>& samples, double validation_percent, uint6
   return parts;
 }
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -4,7 +4,7 @@
 #include <filesystem>
 #include <vector>
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 /// A picture and the mask of what to find in it.
 struct Sample {
@@ -30,4 +30,4 @@ struct Split {
 /// std::invalid_argument where that cannot be.
 Split split(const std::vector<Sample>& samples, double validation_percent, uint64_t seed);
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -7,9 +7,9 @@
 #include <string>
 #include <utility>
 
-#include "examples/unet/random.h"
+#include "examples/common/random.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
     : samples_(std::move(samples)), size_(size), options_(options) {
@@ -23,6 +23,8 @@ Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
                                 "; there must be at least 1");
   }
   if (options_.shuffle) Random(options_.seed, static_cast<uint64_t>(options_.epoch)).shuffle(samples_);
+  const auto skipped = std::min<int64_t>(samples_.size(), options_.first_batch * options_.batch_size);
+  samples_.erase(samples_.begin(), samples_.begin() + skipped);
   for (int i = 0; i < options_.workers; ++i) {
     workers_.emplace_back([this](std::stop_token stop) { work(stop); });
   }
@@ -90,4 +92,4 @@ Batch Loader::decode(int64_t index) const {
   return batch;
 }
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "examples/common/image.h"
 #include "examples/unet/carvana.h"
-#include "examples/unet/image.h"
 #include "gpipe/runtime/mutex.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 struct Batch {
   at::Tensor images;  ///< [n, 3, height, width], float, 0 to 1
@@ -28,6 +28,7 @@ struct LoaderOptions {
   bool shuffle = false;  ///< else in the order of the samples
   uint64_t seed = 0;     ///< with the epoch, fixes the shuffled order
   int64_t epoch = 0;
+  int64_t first_batch = 0;  ///< those before it are passed over
 };
 
 /// One pass over the samples in batches (the last may be smaller), decoded ahead of their use by worker threads. What
@@ -75,4 +76,4 @@ class Loader {
   std::vector<std::jthread> workers_;
 };
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -3,7 +3,7 @@
 #include <sstream>
 #include <stdexcept>
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 namespace {
 
 double dice_of(int64_t both, int64_t sum) {
@@ -53,4 +53,4 @@ Metrics::Scores Metrics::scores() const {
   return {dice_of(both_, sum_), iou_of(both_, sum_), image_dice_ / count, image_iou_ / count};
 }
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

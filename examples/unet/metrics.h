@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 /// How well predicted masks cover true ones, over any number of batches. Dice = 2 |A and B| / (|A| + |B|), IoU =
 /// |A and B| / |A or B|; both are 1 where both masks are empty.
@@ -31,4 +31,4 @@ class Metrics {
   double image_iou_ = 0;
 };
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -5,11 +5,13 @@
 #include <stdexcept>
 #include <vector>
 
-#include "examples/unet/canvas.h"
+#include "examples/common/canvas.h"
 #include "examples/unet/car_body.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 namespace {
+
+constexpr Label kCar = 1;
 
 class Painter {
  public:
@@ -173,7 +175,7 @@ class Painter {
     };
     const auto fill = [&](std::vector<Point> corners, Color color) {
       for (Point& corner : corners) corner = at(corner);
-      canvas_.polygon(corners, color, Label::kCar);
+      canvas_.polygon(corners, color, kCar);
     };
 
     const int wheel = length * between(78, 95) / 1000;
@@ -195,9 +197,9 @@ class Painter {
     for (const int along : {185, 805}) {
       const Point foot = at({along, 0});
       const Point hub = {foot.x, ground - wheel};
-      canvas_.ellipse(hub, wheel, wheel, tyre, Label::kCar);
-      canvas_.ellipse(hub, wheel * 58 / 100, wheel * 58 / 100, rim, Label::kCar);
-      canvas_.ellipse(hub, wheel * 15 / 100, wheel * 15 / 100, tyre, Label::kCar);
+      canvas_.ellipse(hub, wheel, wheel, tyre, kCar);
+      canvas_.ellipse(hub, wheel * 58 / 100, wheel * 58 / 100, rim, kCar);
+      canvas_.ellipse(hub, wheel * 15 / 100, wheel * 15 / 100, tyre, kCar);
     }
     car_center_ = {left + length / 2, ground - height / 2};
     car_ground_ = ground;
@@ -263,4 +265,4 @@ Scene draw_scene(Random& random, Size size) {
   return Painter(random, size).paint();
 }
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

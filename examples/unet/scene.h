@@ -1,9 +1,9 @@
 #pragma once
 
-#include "examples/unet/image.h"
-#include "examples/unet/random.h"
+#include "examples/common/image.h"
+#include "examples/common/random.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 struct Scene {
   Image image;  ///< three channels
@@ -15,4 +15,4 @@ struct Scene {
 /// mask. At least 16 pixels a side.
 Scene draw_scene(Random& random, Size size);
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -6,12 +6,12 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "examples/common/files.h"
+#include "examples/common/random.h"
 #include "examples/unet/carvana.h"
-#include "examples/unet/files.h"
-#include "examples/unet/random.h"
 #include "examples/unet/scene.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 namespace {
 
 namespace fs = std::filesystem;
@@ -48,4 +48,4 @@ void write_synthetic(const std::filesystem::path& directory, int count, Size siz
   }
 }
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

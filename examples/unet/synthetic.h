@@ -3,9 +3,9 @@
 #include <cstdint>
 #include <filesystem>
 
-#include "examples/unet/image.h"
+#include "examples/common/image.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 
 /// Writes `count` scenes (see draw_scene()) in Carvana's layout: dir/imgs/0000.jpg with dir/masks/0000_mask.gif, and so
 /// on. Pictures are the same on every machine for the same seed, and sample i is the same whatever `count`. Files of
@@ -14,4 +14,4 @@ namespace gpipe::unet {
 /// would mix.
 void write_synthetic(const std::filesystem::path& directory, int count, Size size, uint64_t seed);
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -1,56 +1,52 @@
 // Trains a U-Net on Carvana-format files, as a pipeline.
 
-#include <c10/util/Exception.h>
 #include <torch/utils.h>
 #include <unistd.h>
 
-#include <cstdio>
-#include <exception>
+#include <CLI/CLI.hpp>
 #include <iostream>
-#include <numeric>
 
-#include "balance/by_time.h"
-#include "examples/unet/files.h"
-#include "examples/unet/options.h"
+#include "examples/common/trainer.h"
 #include "examples/unet/synthetic.h"
-#include "examples/unet/trainer.h"
+#include "examples/unet/task.h"
 #include "models/unet.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 namespace {
 
 constexpr Size kSyntheticSize{192, 128};
 
-std::int64_t parameter_count(const torch::nn::Module& module) {
-  std::int64_t count = 0;
-  for (const auto& parameter : module.parameters()) count += parameter.numel();
-  return count;
+struct Options : TrainingOptions {
+  std::string data = "synthetic";
+  int samples = 400;
+  double scale = 0.5;
+  double validation = 10;  // percent
+  std::int64_t depth = 3;
+  std::int64_t channels = 8;
+  bool bilinear = false;
+};
+
+void add_options(CLI::App& app, Options& options) {
+  options.output = "out/unet";
+  options.epochs = 24;
+  options.batch_size = 8;
+  options.learning_rate = 5e-3;
+  add_training_options(app, options);
+  app.add_option(
+      "--data", options.data,
+      "directory with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
+  app.add_option("--samples", options.samples, "images that 'synthetic' draws")->check(CLI::Range(2, 9999));
+  app.add_option("-s,--scale", options.scale, "size of the images to train on, as a share of the files'")
+      ->check(CLI::Range(0.001, 1.0));
+  app.add_option("-v,--validation", options.validation, "percent of the images kept for validation")
+      ->check(CLI::Range(0.01, 99.0));
+  app.add_option("--depth", options.depth, "how often the U-Net halves the resolution")->check(CLI::Range(1, 16));
+  app.add_option("--channels", options.channels, "of the U-Net at full resolution")->check(CLI::Range(1, 4096));
+  app.add_flag("--bilinear", options.bilinear, "up-sample by interpolation instead of transposed convolutions");
 }
 
-// The cut that the options ask for, or the one whose stages take equal time at the micro-batch size of the run.
-std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const Options& options, Size size) {
-  if (!options.balance.empty()) return options.balance;
-  if (options.stages == 1) return {static_cast<std::int64_t>(model->size())};
-  const auto samples = std::max<std::int64_t>(1, options.batch_size / options.chunks);
-  return balance_by_time(options.stages, model, torch::rand({samples, 3, size.height, size.width}));
-}
-
-void print_plan(const GPipe& pipe, const Split& split, Size size, std::size_t layers) {
-  std::cout << "data: " << split.training.size() << " images to train, " << split.validation.size()
-            << " to validate, at " << size.width << "x" << size.height << "\n"
-            << "model: U-Net, " << layers << " layers, " << parameter_count(*pipe) << " parameters\n"
-            << "stages:";
-  for (std::size_t s = 0; s < pipe->balance().size(); ++s) {
-    std::cout << (s ? ", " : " ") << pipe->balance()[s] << " layers on " << pipe->devices()[s].str();
-  }
-  std::cout << std::endl;
-}
-
-int train(Options options) {
-  check_writable_directory(options.output);
-  if (!options.trace.empty()) {
-    check_writable_directory(options.trace.has_parent_path() ? options.trace.parent_path() : ".");
-  }
+int train(const Options& options) {
+  check_outputs(options);
   std::filesystem::path data = options.data;
   if (options.data == "synthetic") {
     data = options.output / ("synthetic" + std::to_string(options.samples));
@@ -58,35 +54,40 @@ int train(Options options) {
   }
   const auto split = unet::split(list_samples(data), options.validation, options.seed);
   const auto size = scaled(image_size(split.training.front().image), options.scale);
+  std::cout << "data: " << split.training.size() << " images to train, " << split.validation.size()
+            << " to validate, at " << to_string(size) << "\n";
 
   torch::manual_seed(options.seed);
-  auto model = models::unet(models::UNetOptions().depth(options.depth).base_channels(options.channels));
-  const auto layers = model->size();
-  GPipe pipe(model, choose_balance(model, options, size),
+  const auto upsampling = options.bilinear ? models::Upsampling::kLinear : models::Upsampling::kTransposed;
+  auto model =
+      models::unet(models::UNetOptions().depth(options.depth).base_channels(options.channels).upsampling(upsampling));
+  GPipe pipe(model, choose_balance(model, options, {3, size.height, size.width}),
              GPipeOptions().devices(options.devices).chunks(options.chunks).checkpoint(options.checkpoint));
-  print_plan(pipe, split, size, layers);
+  print_plan(std::cout, "U-Net", pipe);
 
-  Trainer trainer(pipe, split, size, options, std::cout, isatty(STDOUT_FILENO) != 0);
-  trainer.run();
+  SegmentationTask task(split, size,
+                        {.batch_size = options.batch_size, .workers = options.workers, .seed = options.seed},
+                        options.output);
+  const std::map<std::string, std::string> identity = {{"--batch-size", std::to_string(options.batch_size)},
+                                                       {"--seed", std::to_string(options.seed)},
+                                                       {"--validation", std::to_string(options.validation)},
+                                                       {"--scale", std::to_string(options.scale)},
+                                                       {"--schedule", options.schedule},
+                                                       {"images", std::to_string(split.training.size())}};
+  Trainer trainer(pipe, task, options, identity, std::cout, isatty(STDOUT_FILENO) != 0);
+  const int signal = trainer.run();
   std::cout << "wrote\n";
   if (options.data == "synthetic") std::cout << "  " << data.string() << "/\n";
   for (const auto& file : trainer.files()) std::cout << "  " << file.string() << "\n";
-  return 0;
+  return signal == 0 ? 0 : 128 + signal;
 }
 
 }  // namespace
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet
 
 int main(int argc, char** argv) {
-  int exit_code = 0;
-  const auto options = gpipe::unet::parse_options(argc, argv, exit_code);
-  if (!options) return exit_code;
-  try {
-    return gpipe::unet::train(*options);
-  } catch (const c10::Error& error) {
-    std::cerr << "error: " << error.what_without_backtrace() << std::endl;
-  } catch (const std::exception& error) {
-    std::cerr << "error: " << error.what() << std::endl;
-  }
-  return 1;
+  CLI::App app("Trains a U-Net to segment images, as a pipeline over several devices.");
+  gpipe::examples::unet::Options options;
+  gpipe::examples::unet::add_options(app, options);
+  return gpipe::examples::run_program(app, argc, argv, [&] { return gpipe::examples::unet::train(options); });
 }

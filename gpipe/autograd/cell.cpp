@@ -43,7 +43,7 @@ class GradientRule {
   GradientRule(ForwardMode mode, bool depends) : mode_(mode), depends_(depends) {}
 
   void enters(const at::Tensor& tensor, bool wants) {
-    if (tensor.defined()) entering_.emplace_back(tensor, wants);
+    if (tensor.defined()) entering_.push_back({tensor, version_of(tensor), wants});
   }
 
   bool wanted(const at::Tensor& tensor) const {
@@ -51,8 +51,8 @@ class GradientRule {
     if (!mode_.recompute) return tensor.requires_grad();
     // No graph tells. What was passed through is as it entered; all else that can depend on a parameter or on something
     // that wants a gradient, may.
-    for (const auto& [entered, wants] : entering_) {
-      if (entered.is_same(tensor)) return wants;
+    for (const auto& [entered, version, wants] : entering_) {
+      if (entered.is_same(tensor) && version_of(tensor) == version) return wants;
     }
     return depends_ && floating(tensor);
   }
@@ -60,7 +60,12 @@ class GradientRule {
  private:
   const ForwardMode mode_;
   const bool depends_;
-  std::vector<std::pair<at::Tensor, bool>> entering_;
+  struct Entering {
+    at::Tensor tensor;
+    std::uint32_t version;
+    bool wants;
+  };
+  std::vector<Entering> entering_;
 };
 
 }  // namespace
@@ -234,6 +239,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   if (!mode.grad || !mode.recompute) return run_layers(in, mode);
   const bool was_pure = stage_.in_place == Stage::InPlace::kNo;
   stored_ = was_pure ? in : copies_of(in);
+  if (stage_.in_place == Stage::InPlace::kUnknown) observed_ = in;
   auto out = run_layers(in, mode);
   if (changed(in)) {
     stage_.in_place = Stage::InPlace::kYes;
@@ -243,17 +249,27 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
           " in place, which it did not do before, so that the stage cannot be recomputed; repeat the call, which will "
           "work from a copy");
     }
-  } else if (stage_.in_place == Stage::InPlace::kUnknown) {
-    stage_.in_place = Stage::InPlace::kNo;
   }
   return out;
 }
 
 void Cell::recompute(bool keep) {
   captures_.check_unchanged();
+  if (!observed_.empty()) {
+    // A later stage may have changed what this one passed on.
+    if (changed(observed_)) {
+      stage_.in_place = Stage::InPlace::kYes;
+    } else if (stage_.in_place == Stage::InPlace::kUnknown) {
+      stage_.in_place = Stage::InPlace::kNo;
+    }
+    observed_.clear();
+  }
   if (changed(stored_)) {
-    throw std::runtime_error("[gpipe] the input of stage " + std::to_string(stage_.index) +
-                             " was changed in place between its forward and its recompute; change a clone instead");
+    stage_.in_place = Stage::InPlace::kYes;
+    throw std::runtime_error(
+        "[gpipe] the input of stage " + std::to_string(stage_.index) +
+        " was changed in place between its forward and its recompute, which did not happen before; "
+        "repeat the call, which will work from a copy");
   }
   SavedBuffers buffers(stage_.buffers());
   try {
@@ -270,6 +286,11 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
   edge_list roots;
   Gradients root_gradients;
   for (std::size_t p = 0; p < roots_.size(); ++p) {
+    if (roots_[p].size() != gradients[p].size()) {
+      throw std::runtime_error("[gpipe] the last layer of stage " + std::to_string(stage_.index) + " returned " +
+                               std::to_string(gradients[p].size()) + " tensors in its forward and " +
+                               std::to_string(roots_[p].size()) + " in its recompute; it must not depend on grad mode");
+    }
     for (std::size_t i = 0; i < roots_[p].size(); ++i) {
       if (!roots_[p][i].is_valid() || !gradients[p][i].defined()) continue;
       roots.push_back(roots_[p][i]);

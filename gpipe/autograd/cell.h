@@ -66,8 +66,9 @@ class Cell {
   const int micro_batch_;
   int layer_ = -1;
 
-  /// What entered, kept for R.
+  /// What entered, kept for R; and, while the stage is being observed, the tensors that it is a copy of.
   std::vector<Parcel> stored_;
+  std::vector<Parcel> observed_;
   /// One edge a tensor, parcel by parcel; invalid where no gradient runs.
   std::vector<torch::autograd::edge_list> captured_;
   std::vector<torch::autograd::edge_list> roots_;

@@ -8,6 +8,8 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
+
 namespace gpipe {
 
 /// For its lifetime, random draws on this thread that name no generator of their own (dropout, rand, bernoulli_,
@@ -39,10 +41,8 @@ class RandomScope {
   /// This scope's generator on a device, made at the first call for that device.
   at::Generator generator(c10::Device device);
 
-  /// Runs `call` with the device's default generator lent to this scope; calls inside it are left alone.
-  template <typename Call>
-  void lend_default_generator(c10::Device device, Call call);
-
+  /// Runs `call` with an accelerator's default generator lent to this scope; draws inside it are left alone.
+  void lend_default_generator(c10::Device device, absl::FunctionRef<void()> call);
   bool lending() const { return lending_; }
 
  private:

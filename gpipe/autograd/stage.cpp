@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <sstream>
@@ -109,7 +110,8 @@ void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) co
   while (!pending.empty()) {
     Node* node = pending.back();
     pending.pop_back();
-    for (auto& edge : node->next_edges()) {
+    for (std::size_t i = 0; i < node->next_edges().size(); ++i) {
+      auto& edge = node->next_edges()[i];
       if (!edge.is_valid()) continue;
       const auto is_capture = [&] { return dynamic_cast<Capture*>(edge.function.get()) != nullptr; };
       if (edge.function->num_outputs() > 0 || is_capture()) {
@@ -117,6 +119,10 @@ void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) co
         visit(edge.function.get());
       } else if (const auto found = index_.find(edge.function.get()); found != index_.end()) {
         edge = edges_[found->second];
+        // The node of an in-place operation on a view asks the operation's own node, whose edges must be the same.
+        if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node)) {
+          slices->fn->set_next_edge(i, edge);
+        }
       } else if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get())) {
         refuse_leaf(*leaf);
       }

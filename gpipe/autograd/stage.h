@@ -26,8 +26,8 @@ struct Stage {
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
 
-  /// Whether an in-place operation on what enters was seen: then recomputed cells store a copy of it. Until the first
-  /// forward has shown, assume so.
+  /// Whether what enters was seen to be changed in place, by this stage or by one that it was passed on to: then
+  /// recomputed cells store a copy of it. Until the first recompute has shown, assume so.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
   /// Distinct parameters, in order of first occurrence.

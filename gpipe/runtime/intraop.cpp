@@ -12,7 +12,8 @@ __attribute__((weak)) int MKL_Set_Num_Threads_Local(int threads);
 namespace gpipe {
 
 void set_intraop_threads_of_this_thread(int threads) {
-  at::init_num_threads();
+  // The first parallel region of a thread would set it to the process's number; let that be over.
+  at::internal::lazy_init_num_threads();
   if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);
   if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(threads);
 }

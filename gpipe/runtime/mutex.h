@@ -38,7 +38,6 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
 class CondVar {
  public:
   void wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { condition_.wait(mutex); }
-  void notify_one() { condition_.notify_one(); }
   void notify_all() { condition_.notify_all(); }
 
  private:

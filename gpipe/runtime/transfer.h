@@ -12,7 +12,7 @@
 namespace gpipe {
 
 /// Stream order for whatever accelerator a pipeline runs on, through c10's device-generic interface, so that it is one
-/// piece of code for all of them. On CPU tensors every function here does nothing. Nothing here blocks the host, except
+/// piece of code for all of them. Where only the CPU is involved nothing here does anything. Nothing here blocks the host, except
 /// copies between the host and a device.
 
 /// A point in a device's work; empty on CPU.
@@ -27,7 +27,7 @@ void wait(const Mark& mark, c10::Device device);
 /// Tells the allocator that the current stream of the tensor's device uses its memory too.
 void use_on_current_stream(const at::Tensor& tensor);
 
-/// Where the current stream of a device is replaced for a scope; nothing for std::nullopt.
+/// Makes a stream its device's current one, and that device the thread's, for a scope. Does nothing for std::nullopt.
 class OptionalStreamScope {
  public:
   explicit OptionalStreamScope(const std::optional<c10::Stream>& stream);

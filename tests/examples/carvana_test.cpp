@@ -6,10 +6,10 @@
 #include <set>
 #include <string>
 
-#include "examples/unet/image.h"
+#include "examples/common/image.h"
 #include "tests/examples/fixtures.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 namespace {
 
 using ::testing::AllOf;
@@ -157,4 +157,4 @@ TEST(SplitTest, RefusesWhatCannotBe) {
 }
 
 }  // namespace
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

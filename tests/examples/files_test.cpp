@@ -1,11 +1,11 @@
-#include "examples/unet/files.h"
+#include "examples/common/files.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
 #include "tests/examples/fixtures.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples {
 namespace {
 
 using ::testing::AllOf;
@@ -42,4 +42,4 @@ TEST(FilesTest, ADiskThatIsFullIsAnError) {
 }
 
 }  // namespace
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples

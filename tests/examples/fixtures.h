@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "examples/unet/files.h"
+#include "examples/common/files.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples {
 
 /// A directory for one test, removed with all it holds.
 class TemporaryDirectory {
@@ -48,6 +48,13 @@ inline void write_text(const std::filesystem::path& path, const std::string& tex
   write_file(path, {text.begin(), text.end()});
 }
 
+/// FNV-1a.
+inline uint64_t fingerprint(const std::vector<uint8_t>& bytes) {
+  uint64_t hash = 0xcbf29ce484222325u;
+  for (const uint8_t byte : bytes) hash = (hash ^ byte) * 0x100000001b3u;
+  return hash;
+}
+
 /// What the call throws, as text; empty where it throws nothing or another type.
 template <class Error = std::runtime_error, class Call>
 std::string error_of(Call call) {
@@ -59,4 +66,4 @@ std::string error_of(Call call) {
   return "";
 }
 
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples

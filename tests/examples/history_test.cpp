@@ -1,19 +1,23 @@
-#include "examples/unet/history.h"
+#include "examples/common/history.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <locale>
 #include <string>
+#include <vector>
 
 #include "tests/examples/fixtures.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-constexpr char kHeader[] = "epoch,train_loss,val_loss,val_dice,val_iou,images_per_second,seconds\n";
+const std::vector<std::string> kColumns{"epoch", "loss", "images_per_second"};
+constexpr char kHeader[] = "epoch,loss,images_per_second\n";
 
 std::string text_of(const std::filesystem::path& path) {
   const auto bytes = read_bytes(path);
@@ -24,12 +28,33 @@ TEST(HistoryTest, EachLineIsOnDiskAtOnce) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
   write_text(path, "of an older run");
-  History history(path);
+  History history(path, kColumns);
   EXPECT_EQ(text_of(path), kHeader);
-  history.add({1, 0.5, 0.25, 0.9, 0.8, 123.5, 12.25});
-  EXPECT_EQ(text_of(path), kHeader + std::string("1,0.5,0.25,0.9,0.8,123.5,12.25\n"));
-  history.add({2, 1e-7, 0, 1, 1, 2000.5, 3});
-  EXPECT_THAT(text_of(path), HasSubstr("\n2,1e-07,0,1,1,2000.5,3\n"));
+  history.add({1, 0.25, 123.5});
+  EXPECT_EQ(text_of(path), kHeader + std::string("1,0.25,123.5\n"));
+  history.add({2, 1e-7, 2000.5});
+  EXPECT_THAT(text_of(path), HasSubstr("\n2,1e-07,2000.5\n"));
+}
+
+TEST(HistoryTest, WholeNumbersAreWrittenInFull) {
+  const TemporaryDirectory directory;
+  History history(directory / "history.csv", kColumns);
+  history.add({1234567, -20000000, 1234567.25});
+  history.add({0, std::nan(""), 1e300});
+  EXPECT_EQ(text_of(directory / "history.csv"), kHeader + std::string("1234567,-20000000,1.23457e+06\n0,nan,1e+300\n"));
+}
+
+TEST(HistoryTest, EveryColumnHasAValue) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "history.csv";
+  History history(path, kColumns);
+  EXPECT_THAT(error_of<std::invalid_argument>([&] {
+                history.add({1, 2});
+              }),
+              AllOf(HasSubstr(path.string()), HasSubstr("3 columns"), HasSubstr("2 values")));
+  EXPECT_EQ(text_of(path), kHeader);
+  EXPECT_THROW(History(directory / "none.csv", {}), std::invalid_argument);
+  EXPECT_FALSE(std::filesystem::exists(directory / "none.csv"));
 }
 
 struct CommaLocale : std::numpunct<char> {
@@ -42,23 +67,23 @@ TEST(HistoryTest, NumbersDoNotFollowTheLocale) {
   const TemporaryDirectory directory;
   const std::locale before = std::locale::global(std::locale(std::locale::classic(), new CommaLocale));
   {
-    History history(directory / "history.csv");
-    history.add({1000, 0.5, 0.25, 0.9, 0.8, 1234.5, 12.25});
+    History history(directory / "history.csv", kColumns);
+    history.add({1000, 0.25, 1234.5});
   }
   std::locale::global(before);
-  EXPECT_EQ(text_of(directory / "history.csv"), kHeader + std::string("1000,0.5,0.25,0.9,0.8,1234.5,12.25\n"));
+  EXPECT_EQ(text_of(directory / "history.csv"), kHeader + std::string("1000,0.25,1234.5\n"));
 }
 
 TEST(HistoryTest, UnwritablePathIsNamed) {
   const TemporaryDirectory directory;
   const auto path = directory / "absent" / "history.csv";
-  EXPECT_THAT(error_of([&] { History history(path); }), HasSubstr(path.string()));
+  EXPECT_THAT(error_of([&] { History history(path, kColumns); }), HasSubstr(path.string()));
 }
 
 TEST(HistoryTest, AFullDiskIsAnError) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
-  EXPECT_THAT(error_of([] { History history("/dev/full"); }), HasSubstr("/dev/full"));
+  EXPECT_THAT(error_of([] { History history("/dev/full", kColumns); }), HasSubstr("/dev/full"));
 }
 
 }  // namespace
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples

@@ -1,4 +1,4 @@
-#include "examples/unet/image.h"
+#include "examples/common/image.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -9,7 +9,7 @@
 
 #include "tests/examples/fixtures.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples {
 namespace {
 
 using ::testing::AllOf;
@@ -237,4 +237,4 @@ TEST(ImageTest, UnwritablePathIsNamed) {
 }
 
 }  // namespace
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples

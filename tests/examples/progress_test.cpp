@@ -1,10 +1,10 @@
-#include "examples/unet/progress.h"
+#include "examples/common/progress.h"
 
 #include <gtest/gtest.h>
 
 #include <sstream>
 
-namespace gpipe::unet {
+namespace gpipe::examples {
 namespace {
 
 class ProgressTest : public ::testing::Test {
@@ -70,4 +70,4 @@ TEST_F(ProgressTest, TheRealClockRuns) {
 }
 
 }  // namespace
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples

@@ -12,17 +12,11 @@
 #include "examples/unet/scene.h"
 #include "tests/examples/fixtures.h"
 
-namespace gpipe::unet {
+namespace gpipe::examples::unet {
 namespace {
 
 using ::testing::AllOf;
 using ::testing::HasSubstr;
-
-uint64_t fingerprint(const std::vector<uint8_t>& bytes) {
-  uint64_t hash = 0xcbf29ce484222325u;  // FNV-1a
-  for (const uint8_t byte : bytes) hash = (hash ^ byte) * 0x100000001b3u;
-  return hash;
-}
 
 TEST(SceneTest, IsTheSameOnEveryMachine) {
   Random random(1);
@@ -139,4 +133,4 @@ TEST(SyntheticTest, NoFixedThresholdFindsTheCar) {
 }
 
 }  // namespace
-}  // namespace gpipe::unet
+}  // namespace gpipe::examples::unet

@@ -1,10 +1,16 @@
 #include "gpipe/gpipe.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <filesystem>
+#include <iterator>
+#include <mutex>
 #include <nlohmann/json.hpp>
+#include <set>
+#include <sstream>
 #include <thread>
 
 #include "gpipe/micro_batch.h"
@@ -302,6 +308,66 @@ TEST(GPipeTest, StateHasTheKeysOfTheModel) {
   EXPECT_TRUE(same(loaded->parameters()[0], model->parameters()[0]));
 }
 
+TEST(GPipeTest, LoadsTheStateOfTheModelAtAnyBalance) {
+  const auto build = [] { return Sequential({{"first", Linear(2, 3)}, {"second", torch::nn::BatchNorm1d(3)}}); };
+  auto trained = build();
+  trained->forward(torch::randn({4, 2}));
+  std::stringstream file;
+  torch::save(trained, file);
+  for (const auto& balance : {std::vector<std::int64_t>{2}, {1, 1}}) {
+    GPipe pipe(build(), balance);
+    file.clear();
+    file.seekg(0);
+    torch::load(pipe, file);
+    for (const auto& buffer : trained->named_buffers()) {
+      EXPECT_TRUE(same(pipe->named_buffers()[buffer.key()], buffer.value())) << buffer.key();
+    }
+    EXPECT_TRUE(same(pipe->parameters()[0], trained->parameters()[0]));
+  }
+}
+
+std::size_t thread_count() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<std::size_t>(std::distance(begin(tasks), end(tasks)));
+}
+
+TEST(GPipeTest, ThreadsComeAndGoWithItAndSettingsStay) {
+  { GPipe warm_up(mlp(1), {1, 1}); }
+  const auto threads = thread_count();
+  const int intraop = torch::get_num_threads();
+  {
+    GPipe pipe(mlp(2), {2, 1, 1}, GPipeOptions().intraop_threads(1));
+    EXPECT_EQ(thread_count(), threads + 3);
+    pipe->forward(torch::randn({4, 6})).sum().backward();
+    EXPECT_EQ(torch::get_num_threads(), intraop);
+    int elsewhere = 0;
+    std::thread([&] { elsewhere = torch::get_num_threads(); }).join();
+    EXPECT_EQ(elsewhere, intraop);
+  }
+  EXPECT_EQ(thread_count(), threads);
+}
+
+TEST(GPipeTest, WorkersKeepTheirNumberOfThreads) {
+  const int before = torch::get_num_threads();
+  torch::set_num_threads(3);
+  std::mutex mutex;
+  std::set<int> seen;
+  auto model = Sequential(Linear(6, 6), torch::nn::Functional([&](Tensor x) {
+                            at::parallel_for(0, 4, 1, [](std::int64_t, std::int64_t) {});
+                            const std::lock_guard<std::mutex> lock(mutex);
+                            seen.insert(torch::get_num_threads());
+                            return x * 2;
+                          }));
+  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways).intraop_threads(2));
+  pipe->forward(torch::randn({4, 6})).sum().backward();
+  EXPECT_EQ(seen, std::set<int>{2});
+  GPipe shared(model, {1, 1});
+  seen.clear();
+  shared->forward(torch::randn({4, 6}));
+  EXPECT_EQ(seen, std::set<int>{1}) << "half of three";
+  torch::set_num_threads(before);
+}
+
 TEST(GPipeTest, RunsUnderAutocastInForwardAndRecompute) {
   auto model = mlp(2);
   GPipe pipe(model, {2, 2}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
@@ -356,16 +422,16 @@ TEST(GPipeTest, ALeafThatIsNoParameterIsRefused) {
   EXPECT_THROW(pipe->forward(torch::ones({2, 6}).requires_grad_()), std::invalid_argument);
 }
 
-// Counters, not times: R ends before its gradient is put, which a trace shows by its order alone.
+// The last stage's backward waits for the recompute, so that the order does not hang on how fast the machine is.
 TEST(GPipeTest, TraceShowsRecomputeBeforeItsGradientArrives) {
-  std::vector<std::int64_t> seen;
-  auto model = Sequential(Linear(6, 6), SlowBackward());
+  auto recomputes = std::make_shared<Counter>();
+  auto model = Sequential(Recomputes(recomputes), WaitInBackward(recomputes));
   GPipe pipe(model, {1, 1}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
   auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);
   pipe->forward(torch::randn({6, 6})).sum().backward();
   pipe->trace(nullptr);
-  pipe->forward(torch::randn({6, 6})).sum().backward();
+  pipe->forward(torch::randn({6, 6}));
   EXPECT_EQ(timeline->spans.size(), 2U * 3U * 3U);
   const auto find = [&](Action action) {
     for (const auto& span : timeline->spans) {

@@ -5,9 +5,11 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <condition_variable>
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <tuple>
 #include <utility>
@@ -127,11 +129,48 @@ struct OnBackward : torch::autograd::Function<OnBackward> {
   }
 };
 
-struct SlowBackwardImpl : torch::nn::Module {
-  torch::Tensor forward(torch::Tensor x) { return OnBackward::apply(x, &act); }
-  std::function<void()> act = [] { std::this_thread::sleep_for(std::chrono::milliseconds(50)); };
+/// Counts up, and can be waited for.
+struct Counter {
+  void increment() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ++value;
+    changed.notify_all();
+  }
+  void wait_for(int wanted) {
+    std::unique_lock<std::mutex> lock(mutex);
+    TORCH_CHECK(changed.wait_for(lock, std::chrono::seconds(30), [&] { return value >= wanted; }), "waited in vain");
+  }
+  std::mutex mutex;
+  std::condition_variable changed;
+  int value = 0;
 };
-TORCH_MODULE(SlowBackward);
+
+/// A linear layer that counts its forwards with gradients.
+struct RecomputesImpl : torch::nn::Module {
+  explicit RecomputesImpl(std::shared_ptr<Counter> counter)
+      : linear(register_module("linear", torch::nn::Linear(6, 6))), counter(std::move(counter)) {}
+  torch::Tensor forward(torch::Tensor x) {
+    auto y = linear(x);
+    if (torch::GradMode::is_enabled()) counter->increment();
+    return y;
+  }
+  torch::nn::Linear linear;
+  std::shared_ptr<Counter> counter;
+};
+TORCH_MODULE(Recomputes);
+
+/// Its n-th backward waits for the n-th count, and then long enough for an action that is about to end.
+struct WaitInBackwardImpl : torch::nn::Module {
+  explicit WaitInBackwardImpl(std::shared_ptr<Counter> counter) {
+    act = [counter = std::move(counter), n = 0]() mutable {
+      counter->wait_for(++n);
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    };
+  }
+  torch::Tensor forward(torch::Tensor x) { return OnBackward::apply(x, &act); }
+  std::function<void()> act;
+};
+TORCH_MODULE(WaitInBackward);
 
 /// Where a Faulty layer is to fail, once.
 struct FaultPlan {

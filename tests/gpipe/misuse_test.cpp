@@ -165,6 +165,20 @@ TEST(MisuseTest, RecomputeSeesTheSameRequiresGrad) {
   }
 }
 
+TEST(MisuseTest, OtherOutputsInARecompute) {
+  struct MoodyImpl : torch::nn::Module {
+    std::vector<Tensor> forward(std::vector<Tensor> in) {
+      if (torch::GradMode::is_enabled()) in.push_back(in[0] * 2);
+      return in;
+    }
+  };
+  Sequential model;
+  model->push_back(std::make_shared<MoodyImpl>());
+  GPipe pipe(model, {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  const auto loss = pipe->forward(std::vector<Tensor>{torch::randn({4, 6}).requires_grad_()})[0].sum();
+  EXPECT_THAT([&] { loss.backward(); }, ThrowsMessage<std::runtime_error>(HasSubstr("in its recompute")));
+}
+
 TEST(MisuseTest, PipelinesNest) {
   torch::manual_seed(6);
   auto inner_model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));

@@ -131,6 +131,59 @@ TEST(SkipEdgesTest, AStashChangedInPlaceOnItsWayIsAnError) {
   }
 }
 
+// Micro-batches are views of one tensor; a change of one is no change of another.
+TEST(SkipEdgesTest, InPlaceAtTheHeadOfTheModel) {
+  const auto relu = [] { return torch::nn::ReLU(torch::nn::ReLUOptions(true)); };
+  auto linear = Linear(6, 6);
+  for (const auto checkpoint : kModes) {
+    const auto options = GPipeOptions().chunks(3).checkpoint(checkpoint);
+    for (int step = 0; step < 2; ++step) {
+      GPipe head(Sequential(relu(), linear), {2}, options);
+      head->forward(torch::randn({6, 6})).sum().backward();
+      GPipe alone(Sequential(relu(), linear), {1, 1}, options);
+      alone->forward(torch::randn({6, 6})).sum().backward();
+      GPipe flat(Sequential(torch::nn::Flatten(), relu(), linear), {1, 2}, options);
+      flat->forward(torch::randn({6, 2, 3})).sum().backward();
+      GPipe skip(Sequential(relu(), Stash("a"), linear, Pop("a")), {3, 1}, options);
+      skip->forward(torch::randn({6, 6})).sum().backward();
+    }
+    GPipe pipe(Sequential(linear), {1}, options);
+    auto x = torch::randn({6, 6});
+    const auto loss = pipe->forward(x).sum();
+    x.zero_();
+    EXPECT_ANY_THROW(loss.backward());
+  }
+}
+
+struct InPlaceParameterImpl : torch::nn::Module {
+  explicit InPlaceParameterImpl(bool view) : weight(register_parameter("weight", torch::full({6}, 2.0))), view(view) {}
+  Tensor forward(Tensor x) {
+    if (!view) return x.add_(weight);
+    auto y = x * 3;
+    y.narrow(1, 0, 6).mul_(weight);
+    return y;
+  }
+  Tensor weight;
+  bool view;
+};
+TORCH_MODULE(InPlaceParameter);
+
+TEST(SkipEdgesTest, InPlaceOperationsWithAParameter) {
+  for (const bool view : {false, true}) {
+    InPlaceParameter layer(view);
+    const auto x = torch::ones({4, 6});
+    layer->forward(x.clone()).sum().backward();
+    const auto expected = layer->weight.grad().clone();
+    for (const auto checkpoint : kModes) {
+      layer->zero_grad();
+      GPipe pipe(Sequential(layer, torch::nn::Identity()), {1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+      pipe->forward(x.clone()).sum().backward();
+      ASSERT_TRUE(layer->weight.grad().defined());
+      EXPECT_TRUE(torch::equal(layer->weight.grad(), expected));
+    }
+  }
+}
+
 TEST(SkipEdgesTest, AStageThatSuddenlyChangesItsInputIsRecomputedFromACopyNextTime) {
   bool in_place = false;
   auto model =

@@ -1,0 +1,70 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <filesystem>
+#include <string>
+#include <vector>
+
+namespace gpipe::examples {
+
+/// In pixels.
+struct Size {
+  int width = 0;
+  int height = 0;
+
+  bool operator==(const Size&) const = default;
+};
+/// "192x128"
+std::string to_string(Size size);
+
+/// Rows from the top, pixels from the left, channels of a pixel side by side. Three channels are red, green, blue
+/// (sRGB); one channel is grey, or a mask of 0 and 1.
+struct Image {
+  Image() = default;
+  /// All zero.
+  Image(Size size, int channel_count);
+
+  Size size() const { return {width, height}; }
+  uint8_t* at(int x, int y) { return pixels.data() + offset(x, y); }
+  const uint8_t* at(int x, int y) const { return pixels.data() + offset(x, y); }
+
+  int width = 0;
+  int height = 0;
+  int channels = 0;
+  std::vector<uint8_t> pixels;
+
+ private:
+  size_t offset(int x, int y) const { return (static_cast<size_t>(y) * width + x) * channels; }
+};
+
+/// All functions that read files tell JPEG, PNG and GIF apart by content, not by name, and throw std::runtime_error
+/// that names the file and the reason for a file that is missing, of another kind, damaged or cut short.
+
+/// Reads no more than the header.
+Size image_size(const std::filesystem::path& path);
+
+/// Three channels, whole size. Of a GIF, the first frame.
+Image read_image(const std::filesystem::path& path);
+/// Resized to `wanted`; a JPEG is decoded no larger than needed for it, which is faster.
+Image read_image(const std::filesystem::path& path, Size wanted);
+
+/// One channel: 1 where the luminance is above 127, else 0.
+Image read_mask(const std::filesystem::path& path);
+/// Resized to `wanted` by the nearest pixel, so that it stays 0 and 1.
+Image read_mask(const std::filesystem::path& path, Size wanted);
+
+/// Throw std::runtime_error that names the path where it cannot be written. One or three channels for PNG and JPEG.
+void write_png(const std::filesystem::path& path, const Image& image);
+void write_jpeg(const std::filesystem::path& path, const Image& image, int quality = 92);
+/// A mask as a palette of two: 0 is black, all else white. At most 65535 pixels a side.
+void write_gif(const std::filesystem::path& path, const Image& mask);
+
+/// `size` times a scale in (0, 1], rounded, at least one pixel a side.
+Size scaled(Size size, double scale);
+
+/// Bilinear where it enlarges; where it shrinks, the triangle grows with it so that every source pixel counts.
+Image resize_bilinear(const Image& image, Size size);
+Image resize_nearest(const Image& image, Size size);
+
+}  // namespace gpipe::examples

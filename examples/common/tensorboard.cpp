@@ -1,0 +1,143 @@
+#include "examples/common/tensorboard.h"
+
+#include <array>
+#include <bit>
+#include <cerrno>
+#include <chrono>
+#include <stdexcept>
+#include <system_error>
+
+#include "absl/strings/str_format.h"
+#include "examples/common/files.h"
+
+namespace gpipe::examples {
+namespace {
+
+using Clock = std::chrono::system_clock;
+
+constexpr std::array<uint32_t, 256> crc_table() {
+  std::array<uint32_t, 256> table{};
+  for (uint32_t i = 0; i < table.size(); ++i) {
+    uint32_t crc = i;
+    for (int bit = 0; bit < 8; ++bit) crc = (crc >> 1) ^ ((crc & 1) != 0 ? 0x82f63b78u : 0u);
+    table[i] = crc;
+  }
+  return table;
+}
+
+template <class Unsigned>
+std::string little_endian(Unsigned value) {
+  std::string bytes;
+  for (size_t i = 0; i < sizeof value; ++i) bytes.push_back(static_cast<char>(value >> (8 * i) & 0xff));
+  return bytes;
+}
+
+// A CRC over data that holds CRCs is weak: the format stores them shuffled.
+std::string masked_crc(std::string_view data) {
+  return little_endian(std::rotr(crc32c(data), 15) + uint32_t{0xa282ead8});
+}
+
+// The wire format of protocol buffers: a field is its number and kind, then its value.
+enum Kind : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
+
+std::string varint(uint64_t value) {
+  std::string bytes;
+  for (; value >= 0x80; value >>= 7) bytes.push_back(static_cast<char>(value | 0x80));
+  bytes.push_back(static_cast<char>(value));
+  return bytes;
+}
+
+std::string field(uint32_t number, Kind kind, std::string_view value) {
+  return varint(number << 3 | kind).append(value);
+}
+
+std::string integer_field(uint32_t number, int64_t value) {
+  return field(number, kVarint, varint(static_cast<uint64_t>(value)));
+}
+
+std::string bytes_field(uint32_t number, std::string_view value) {
+  return field(number, kBytes, varint(value.size()).append(value));
+}
+
+std::string double_field(uint32_t number, double value) {
+  return field(number, kFixed64, little_endian(std::bit_cast<uint64_t>(value)));
+}
+
+std::string float_field(uint32_t number, float value) {
+  return field(number, kFixed32, little_endian(std::bit_cast<uint32_t>(value)));
+}
+
+// Fields of TensorBoard's message Event: a time and a step, then a version or a summary, here of one value.
+std::string time_and_step(double seconds, int64_t step) { return double_field(1, seconds) + integer_field(2, step); }
+std::string file_version(std::string_view text) { return bytes_field(3, text); }
+std::string summary(std::string_view tag, std::string_view content) {
+  return bytes_field(5, bytes_field(1, bytes_field(1, tag).append(content)));
+}
+
+// What a summary's value holds besides its tag.
+std::string scalar(double value) { return float_field(2, static_cast<float>(value)); }
+std::string image(int width, int height, std::string_view png) {
+  return bytes_field(4, integer_field(1, height) + integer_field(2, width) + bytes_field(4, png));
+}
+
+// TensorBoard looks for "tfevents", and reads the files of a directory in the order of their names.
+std::filesystem::path new_file(const std::filesystem::path& directory) {
+  const int64_t seconds = Clock::to_time_t(Clock::now());
+  for (int number = 0;; ++number) {
+    auto path = directory / absl::StrFormat("events.out.tfevents.%010d.%03d", seconds, number);
+    if (!std::filesystem::exists(path)) return path;
+  }
+}
+
+}  // namespace
+
+uint32_t crc32c(std::string_view data) {
+  static constexpr auto kTable = crc_table();
+  uint32_t crc = ~uint32_t{0};
+  for (const char byte : data) crc = (crc >> 8) ^ kTable[(crc ^ static_cast<uint8_t>(byte)) & 0xff];
+  return ~crc;
+}
+
+EventFile::EventFile(const std::filesystem::path& directory) {
+  check_writable_directory(directory);
+  path_ = new_file(directory);
+  errno = 0;
+  file_.open(path_, std::ios::binary);
+  add_event(0, file_version("brain.Event:2"));
+  flush();
+}
+
+void EventFile::add_scalar(std::string_view tag, int64_t step, double value) {
+  add_event(step, summary(tag, scalar(value)));
+}
+
+void EventFile::add_image(std::string_view tag, int64_t step, const std::vector<uint8_t>& png, int width, int height) {
+  const std::string_view bytes(reinterpret_cast<const char*>(png.data()), png.size());
+  add_event(step, summary(tag, image(width, height, bytes)));
+}
+
+void EventFile::flush() {
+  errno = 0;
+  file_.flush();
+  check();
+}
+
+void EventFile::add_event(int64_t step, std::string_view content) {
+  const double now = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
+  write_record(time_and_step(now, step).append(content));
+}
+
+void EventFile::write_record(std::string_view data) {
+  errno = 0;
+  const auto length = little_endian(uint64_t{data.size()});
+  file_ << length << masked_crc(length) << data << masked_crc(data);
+  check();
+}
+
+void EventFile::check() {
+  if (file_) return;
+  const auto reason = std::error_code(errno != 0 ? errno : EIO, std::generic_category()).message();
+  throw std::runtime_error("cannot write " + path_.string() + ": " + reason);
+}
+
+}  // namespace gpipe::examples

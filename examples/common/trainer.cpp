@@ -1,0 +1,260 @@
+#include "examples/common/trainer.h"
+
+#include <torch/cuda.h>
+#include <torch/nn/utils/clip_grad.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <limits>
+#include <numbers>
+#include <numeric>
+#include <ostream>
+#include <stdexcept>
+#include <utility>
+
+#include "balance/by_time.h"
+#include "examples/common/files.h"
+#include "examples/common/history.h"
+#include "examples/common/interrupt.h"
+#include "examples/common/progress.h"
+
+namespace gpipe::examples {
+namespace {
+
+constexpr int kPatience = 5;
+constexpr double kPlateauFactor = 0.1;
+constexpr std::int64_t kTracedBatch = 2;  // the first steps still warm memory and caches
+
+std::vector<std::string> columns_of(const Task& task) {
+  std::vector<std::string> columns = {"epoch", "train_loss"};
+  for (auto& name : task.score_names()) columns.push_back(std::move(name));
+  columns.insert(columns.end(), {"learning_rate", "images_per_second"});
+  return columns;
+}
+
+// How often a tenth has been taken: whenever the score had not risen for so many epochs.
+int drops(const std::vector<double>& scores) {
+  int count = 0;
+  int waited = 0;
+  double best = -std::numeric_limits<double>::infinity();
+  for (const double score : scores) {
+    waited = score > best ? 0 : waited + 1;
+    best = std::max(best, score);
+    if (waited < kPatience) continue;
+    ++count;
+    waited = 0;
+  }
+  return count;
+}
+
+}  // namespace
+
+Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
+                 std::ostream& out, bool terminal)
+    : pipe_(std::move(pipe)),
+      task_(task),
+      options_(std::move(options)),
+      identity_(std::move(identity)),
+      out_(out),
+      terminal_(terminal),
+      optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options_.learning_rate)),
+      columns_(columns_of(task)) {}
+
+int Trainer::run() {
+  if (!options_.resume.empty()) resume();
+  if (!options_.load.empty()) restore_model(*pipe_, read_snapshot(options_.load).model);
+
+  History history(path("history.csv"), columns_);
+  files_.push_back(path("history.csv"));
+  for (int row = 0; row < epoch_; ++row) {
+    std::vector<double> values;
+    for (const auto& column : columns_) values.push_back(history_.at(column).at(row));
+    history.add(values);
+  }
+  events_ = std::make_unique<EventFile>(options_.output);
+  files_.push_back(events_->path());
+  files_.push_back(path("latest.snapshot"));
+  files_.push_back(path("best.snapshot"));
+
+  const Interrupt interrupt;
+  while (epoch_ < options_.epochs) {
+    if (!train(epoch_ + 1, interrupt)) {
+      save("latest.snapshot");
+      out_ << "stopped; to go on, give the same flags and --resume " << path("latest.snapshot").string() << std::endl;
+      if (epoch_ == 0) files_.pop_back();  // there is no best one yet
+      return interrupt.signal();
+    }
+    finish(epoch_ + 1);
+    std::vector<double> values;
+    for (const auto& column : columns_) values.push_back(history_.at(column).back());
+    history.add(values);
+  }
+  return 0;
+}
+
+void Trainer::resume() {
+  const auto snapshot = read_snapshot(options_.resume);
+  for (const auto& [flag, value] : identity_) {
+    const auto found = snapshot.options.find(flag);
+    const auto was = found == snapshot.options.end() ? "not set" : found->second;
+    if (was == value) continue;
+    throw std::runtime_error(options_.resume.string() + " was made with " + flag + " " + was + ", not " + value +
+                             "; give the same, or start afresh");
+  }
+  for (const auto& column : columns_) {
+    const auto found = snapshot.history.find(column);
+    if (found == snapshot.history.end() || found->second.size() != static_cast<std::size_t>(snapshot.epoch)) {
+      throw std::runtime_error(options_.resume.string() + " is not of this program: its history has no " + column);
+    }
+  }
+  restore_model(*pipe_, snapshot.model);
+  restore_optimizer(optimizer_, *pipe_, snapshot.optimizer);
+  restore_random(snapshot.random);
+  epoch_ = static_cast<int>(snapshot.epoch);
+  batch_ = snapshot.position.at("batch");
+  seen_ = snapshot.position.at("images");
+  history_ = snapshot.history;
+  loss_sum_ = history_.at("loss_sum").front();
+}
+
+bool Trainer::train(int epoch, const Interrupt& interrupt) {
+  pipe_->train();
+  set_learning_rate(epoch);
+  auto examples = task_.training(epoch, batch_);
+  Progress progress(out_, terminal_, "epoch " + std::to_string(epoch),
+                    std::max<std::int64_t>(1, task_.training_images() - seen_));
+  while (auto example = examples()) {
+    const double before = loss_sum_;
+    step(*example);
+    const auto images = example->input.size(0);
+    progress.add(images, (loss_sum_ - before) / static_cast<double>(images));
+    if (interrupt.signal() != 0) return false;
+  }
+  images_per_second_ = progress.images_per_second();
+  return true;
+}
+
+void Trainer::step(const Example& example) {
+  const auto batches = (task_.training_images() + options_.batch_size - 1) / options_.batch_size;
+  const bool trace = !options_.trace.empty() && !traced_ && batch_ == std::min(kTracedBatch, batches - 1);
+  auto timeline = trace ? std::make_shared<Timeline>() : nullptr;
+  pipe_->trace(timeline);
+  optimizer_.zero_grad();
+  const auto output = pipe_->forward(example.input);
+  const auto loss = task_.loss(output, example.target.to(output.device()));
+  loss.backward();
+  if (options_.clip > 0) torch::nn::utils::clip_grad_norm_(pipe_->parameters(), options_.clip);
+  optimizer_.step();
+  const double value = loss.item<double>();
+  if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
+  if (trace) {
+    traced_ = true;
+    const auto json = to_chrome_json(*timeline);
+    write_file(options_.trace, {json.begin(), json.end()});
+    files_.push_back(options_.trace);
+  }
+  loss_sum_ += value * static_cast<double>(example.input.size(0));
+  seen_ += example.input.size(0);
+  ++batch_;
+}
+
+void Trainer::finish(int epoch) {
+  std::vector<double> scores;
+  {
+    pipe_->trace(nullptr);
+    pipe_->eval();
+    torch::NoGradGuard no_grad;
+    scores = task_.validate(pipe_, epoch, *events_, files_);
+  }
+  std::vector<double> row = {static_cast<double>(epoch), loss_sum_ / static_cast<double>(seen_)};
+  row.insert(row.end(), scores.begin(), scores.end());
+  row.insert(row.end(), {optimizer_.param_groups().front().options().get_lr(), images_per_second_});
+  for (std::size_t i = 0; i < columns_.size(); ++i) {
+    history_[columns_[i]].push_back(row[i]);
+    if (i > 0) events_->add_scalar(columns_[i], epoch, row[i]);
+  }
+  events_->flush();
+  epoch_ = epoch;
+  batch_ = 0;
+  seen_ = 0;
+  loss_sum_ = 0;
+
+  const auto& best = history_.at(columns_[2]);
+  const bool is_best = std::all_of(best.begin(), best.end() - 1, [&](double score) { return best.back() > score; });
+  save("latest.snapshot");
+  if (is_best) save("best.snapshot");
+
+  out_ << "epoch " << epoch << "/" << options_.epochs << ":";
+  for (std::size_t i = 1; i + 2 < columns_.size(); ++i) {
+    char text[64];
+    std::snprintf(text, sizeof text, "%s %s %.4f", i > 1 ? "," : "", columns_[i].c_str(), row[i]);
+    out_ << text;
+  }
+  out_ << std::endl;
+}
+
+// Depends on the epoch and the scores alone, so that a snapshot needs to say nothing about it.
+void Trainer::set_learning_rate(int epoch) {
+  double factor = 0;
+  if (options_.schedule == "plateau") {
+    factor = std::pow(kPlateauFactor, drops(history_[columns_[2]]));
+  } else {
+    const double done = static_cast<double>(epoch - 1) / static_cast<double>(options_.epochs);
+    factor = (1 + std::cos(std::numbers::pi * done)) / 2;
+  }
+  for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
+}
+
+void Trainer::save(const std::string& name) {
+  Snapshot snapshot;
+  snapshot.model = capture_model(*pipe_);
+  snapshot.optimizer = capture_optimizer(optimizer_, *pipe_);
+  snapshot.epoch = epoch_;
+  snapshot.position = {{"batch", batch_}, {"images", seen_}};
+  snapshot.random = capture_random();
+  snapshot.options = identity_;
+  snapshot.history = history_;
+  for (const auto& column : columns_) snapshot.history[column];  // none yet is an empty list
+  snapshot.history["loss_sum"] = {loss_sum_};
+  write_snapshot(path(name), snapshot);
+}
+
+std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const TrainingOptions& options,
+                                         std::vector<std::int64_t> image_shape) {
+  if (!options.balance.empty()) return options.balance;
+  if (options.stages == 1) return {static_cast<std::int64_t>(model->size())};
+  image_shape.insert(image_shape.begin(), std::max<std::int64_t>(1, options.batch_size / options.chunks));
+  const auto device = !options.devices.empty()      ? options.devices.front()
+                      : torch::cuda::is_available() ? torch::Device(torch::kCUDA, 0)
+                                                    : torch::Device(torch::kCPU);
+  return balance_by_time(options.stages, model, torch::full(image_shape, 0.5, device));
+}
+
+void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe) {
+  const auto layers = pipe->children();
+  const auto count = [](const std::vector<torch::Tensor>& parameters) {
+    return std::accumulate(parameters.begin(), parameters.end(), std::int64_t{0},
+                           [](std::int64_t sum, const torch::Tensor& parameter) { return sum + parameter.numel(); });
+  };
+  out << "model: " << name << ", " << layers.size() << " layers, " << count(pipe->parameters()) << " parameters\n";
+  auto layer = layers.begin();
+  for (std::size_t s = 0; s < pipe->balance().size(); ++s) {
+    std::int64_t parameters = 0;
+    for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count((*layer++)->parameters());
+    out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on "
+        << pipe->devices()[s].str() << "\n";
+  }
+  out << std::flush;
+}
+
+void check_outputs(const TrainingOptions& options) {
+  check_writable_directory(options.output);
+  if (options.trace.empty()) return;
+  if (!options.trace.has_filename() || std::filesystem::is_directory(options.trace)) {
+    throw std::runtime_error("--trace " + options.trace.string() + " is a directory; give a file");
+  }
+  check_writable_directory(options.trace.has_parent_path() ? options.trace.parent_path() : ".");
+}
+
+}  // namespace gpipe::examples

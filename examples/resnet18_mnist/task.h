@@ -1,0 +1,39 @@
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <vector>
+
+#include "examples/common/trainer.h"
+#include "examples/resnet18_mnist/idx.h"
+
+namespace gpipe::examples::mnist {
+
+/// Learning to tell labelled images apart: [n, 1, h, w] with values 0 to 1, to logits [n, classes].
+class ClassificationTask : public Task {
+ public:
+  /// Draws the confusion matrix of each epoch into the directory.
+  ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
+                     std::int64_t batch_size, std::uint64_t seed, std::filesystem::path directory);
+
+  std::int64_t training_images() const override { return training_.input.size(0); }
+  Examples training(int epoch, std::int64_t first) override;
+  torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) override;
+  std::vector<std::string> score_names() const override;
+  std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
+                               std::vector<std::filesystem::path>& files) override;
+
+ private:
+  const Example training_;
+  const Example test_;
+  const std::int64_t classes_;
+  const std::int64_t batch_size_;
+  const std::uint64_t seed_;
+  const std::filesystem::path directory_;
+};
+
+/// A square a pair: row the true class, column the predicted one, from the top left; the brighter, the more of the row's
+/// images. `counts` is [classes, classes].
+Image draw_confusion(const torch::Tensor& counts);
+
+}  // namespace gpipe::examples::mnist

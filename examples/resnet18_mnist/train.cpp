@@ -1,0 +1,80 @@
+// Trains a ResNet-18 on MNIST's files, as a pipeline.
+
+#include <torch/utils.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <iostream>
+
+#include "examples/common/trainer.h"
+#include "examples/resnet18_mnist/digits.h"
+#include "examples/resnet18_mnist/task.h"
+#include "models/resnet.h"
+
+namespace gpipe::examples::mnist {
+namespace {
+
+constexpr std::int64_t kClasses = 10;
+
+struct Options : TrainingOptions {
+  std::string data = "synthetic";
+  int samples = 6000;
+  bool small_images = false;
+};
+
+void add_options(CLI::App& app, Options& options) {
+  options.output = "out/resnet18_mnist";
+  options.epochs = 6;
+  options.batch_size = 64;
+  options.chunks = 4;
+  options.learning_rate = 2e-3;
+  add_training_options(app, options);
+  app.add_option("--data", options.data,
+                 "directory with MNIST's four IDX files, unpacked, or 'synthetic', which draws such files");
+  app.add_option("--samples", options.samples, "training images that 'synthetic' draws; a sixth as many to test")
+      ->check(CLI::Range(60, 600000));
+  app.add_flag("--small-images", options.small_images,
+               "begin with a 3x3 convolution and no pooling: better, and fifteen times the work");
+}
+
+int train(const Options& options) {
+  check_outputs(options);
+  std::filesystem::path data = options.data;
+  if (options.data == "synthetic") {
+    data = options.output / "digits";
+    write_digits(data, options.samples, options.samples / 6, options.seed);
+  }
+  const auto training = read_idx(training_files(data));
+  const auto test = read_idx(test_files(data));
+  std::cout << "data: " << training.count() << " images to train, " << test.count() << " to test, "
+            << to_string(training.size) << "\n";
+
+  torch::manual_seed(options.seed);
+  auto model =
+      models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
+  GPipe pipe(model, choose_balance(model, options, {1, training.size.height, training.size.width}),
+             GPipeOptions().devices(options.devices).chunks(options.chunks).checkpoint(options.checkpoint));
+  print_plan(std::cout, "ResNet-18", pipe);
+
+  ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.output);
+  const std::map<std::string, std::string> identity = {{"--batch-size", std::to_string(options.batch_size)},
+                                                       {"--seed", std::to_string(options.seed)},
+                                                       {"--schedule", options.schedule},
+                                                       {"images", std::to_string(training.count())}};
+  Trainer trainer(pipe, task, options, identity, std::cout, isatty(STDOUT_FILENO) != 0);
+  const int signal = trainer.run();
+  std::cout << "wrote\n";
+  if (options.data == "synthetic") std::cout << "  " << data.string() << "/\n";
+  for (const auto& file : trainer.files()) std::cout << "  " << file.string() << "\n";
+  return signal == 0 ? 0 : 128 + signal;
+}
+
+}  // namespace
+}  // namespace gpipe::examples::mnist
+
+int main(int argc, char** argv) {
+  CLI::App app("Trains a ResNet-18 to read digits, as a pipeline over several devices.");
+  gpipe::examples::mnist::Options options;
+  gpipe::examples::mnist::add_options(app, options);
+  return gpipe::examples::run_program(app, argc, argv, [&] { return gpipe::examples::mnist::train(options); });
+}

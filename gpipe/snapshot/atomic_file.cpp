@@ -1,0 +1,89 @@
+#include "gpipe/snapshot/atomic_file.h"
+
+#include <fcntl.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <stdexcept>
+#include <utility>
+
+namespace gpipe {
+namespace {
+
+std::error_code last_error() { return {errno, std::generic_category()}; }
+
+/// Whether this process alone has the temporary, which is still where it was opened: a writer that was just finishing
+/// may have renamed it since.
+std::error_code lock(int file, const std::filesystem::path& path) {
+  if (::flock(file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return last_error();
+  struct stat opened;
+  struct stat named;
+  if (::fstat(file, &opened) != 0) return last_error();
+  if (::stat(path.c_str(), &named) != 0 || opened.st_ino != named.st_ino) {
+    return std::make_error_code(std::errc::operation_would_block);
+  }
+  return {};
+}
+
+/// A rename is on the disk when its folder is. Some file systems cannot flush one, and say EINVAL.
+std::error_code flush_folder(std::filesystem::path folder) {
+  if (folder.empty()) folder = ".";
+  const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (descriptor < 0) return last_error();
+  std::error_code error;
+  if (::fsync(descriptor) != 0 && errno != EINVAL) error = last_error();
+  ::close(descriptor);
+  return error;
+}
+
+}  // namespace
+
+AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), temporary_(path_) {
+  temporary_ += ".tmp";
+  file_ = ::open(temporary_.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0666);
+  if (file_ < 0) fail(last_error());
+  auto error = lock(file_, temporary_);
+  if (!error && ::ftruncate(file_, 0) != 0) error = last_error();
+  if (!error) return;
+  ::close(file_);
+  if (error == std::errc::operation_would_block) {
+    throw std::runtime_error("cannot write '" + path_.string() + "': somebody else is writing it");
+  }
+  fail(error);
+}
+
+AtomicFile::~AtomicFile() {
+  // Removed while it is still locked, so that it cannot be another writer's.
+  if (!committed_) ::unlink(temporary_.c_str());
+  ::close(file_);
+}
+
+void AtomicFile::write(const void* data, std::size_t size) noexcept {
+  auto rest = static_cast<const char*>(data);
+  while (size > 0 && !error_) {
+    const auto written = ::write(file_, rest, size);
+    if (written >= 0) {
+      rest += written;
+      size -= written;
+    } else if (errno != EINTR) {
+      error_ = last_error();
+    }
+  }
+}
+
+void AtomicFile::commit() {
+  if (!error_ && ::fsync(file_) != 0) error_ = last_error();
+  if (error_) fail(error_);
+  if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail(last_error());
+  committed_ = true;
+  if (const auto error = flush_folder(path_.parent_path())) fail(error);
+}
+
+void AtomicFile::fail(const std::error_code& reason) const {
+  throw std::runtime_error("cannot write '" + path_.string() + "': " + reason.message());
+}
+
+}  // namespace gpipe

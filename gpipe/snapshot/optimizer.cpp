@@ -1,0 +1,268 @@
+#include <torch/nn/module.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
+
+#include <algorithm>
+#include <memory>
+#include <stdexcept>
+#include <tuple>
+#include <typeinfo>
+#include <unordered_map>
+#include <utility>
+
+#include "gpipe/snapshot/snapshot.h"
+
+namespace gpipe {
+namespace {
+
+namespace optim = torch::optim;
+
+// What each class holds, once for both directions: `field(name, value)` sees every member.
+
+template <class Field>
+void each_field(optim::AdagradOptions& of, Field field) {
+  field("lr", of.lr());
+  field("lr_decay", of.lr_decay());
+  field("weight_decay", of.weight_decay());
+  field("initial_accumulator_value", of.initial_accumulator_value());
+  field("eps", of.eps());
+}
+
+template <class Field>
+void each_field(optim::AdagradParamState& of, Field field) {
+  field("step", of.step());
+  field("sum", of.sum());
+}
+
+template <class Options, class Field>
+void each_field_of_adam(Options& of, Field field) {
+  field("lr", of.lr());
+  field("betas", of.betas());
+  field("eps", of.eps());
+  field("weight_decay", of.weight_decay());
+  field("amsgrad", of.amsgrad());
+}
+
+template <class Field>
+void each_field(optim::AdamOptions& of, Field field) {
+  each_field_of_adam(of, field);
+}
+
+template <class Field>
+void each_field(optim::AdamWOptions& of, Field field) {
+  each_field_of_adam(of, field);
+}
+
+template <class State, class Field>
+void each_field_of_adam_state(State& of, Field field) {
+  field("step", of.step());
+  field("exp_avg", of.exp_avg());
+  field("exp_avg_sq", of.exp_avg_sq());
+  field("max_exp_avg_sq", of.max_exp_avg_sq());
+}
+
+template <class Field>
+void each_field(optim::AdamParamState& of, Field field) {
+  each_field_of_adam_state(of, field);
+}
+
+template <class Field>
+void each_field(optim::AdamWParamState& of, Field field) {
+  each_field_of_adam_state(of, field);
+}
+
+template <class Field>
+void each_field(optim::RMSpropOptions& of, Field field) {
+  field("lr", of.lr());
+  field("alpha", of.alpha());
+  field("eps", of.eps());
+  field("weight_decay", of.weight_decay());
+  field("momentum", of.momentum());
+  field("centered", of.centered());
+}
+
+template <class Field>
+void each_field(optim::RMSpropParamState& of, Field field) {
+  field("step", of.step());
+  field("square_avg", of.square_avg());
+  field("momentum_buffer", of.momentum_buffer());
+  field("grad_avg", of.grad_avg());
+}
+
+template <class Field>
+void each_field(optim::SGDOptions& of, Field field) {
+  field("lr", of.lr());
+  field("momentum", of.momentum());
+  field("dampening", of.dampening());
+  field("weight_decay", of.weight_decay());
+  field("nesterov", of.nesterov());
+}
+
+template <class Field>
+void each_field(optim::SGDParamState& of, Field field) {
+  field("momentum_buffer", of.momentum_buffer());
+}
+
+[[noreturn]] void refuse(const std::string& what) {
+  throw std::invalid_argument("the snapshot is of another optimizer: " + what);
+}
+
+/// Copies fields out of an object of a class above.
+struct Capture {
+  Fields& to;
+
+  template <class Value>
+  void operator()(const char* name, const Value& value) const {
+    to[name] = value;
+  }
+  /// One that is undefined has not been needed yet.
+  void operator()(const char* name, const at::Tensor& value) const {
+    if (value.defined()) to[name] = value.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+  }
+};
+
+/// Sets them in such an object. Tensors are made like the parameter; for options there is none.
+struct Restore {
+  const Fields& from;
+  std::string owner;
+  at::Tensor parameter = {};
+
+  void operator()(const char* name, double& value) const { value = get(name, &c10::IValue::isDouble).toDouble(); }
+  void operator()(const char* name, bool& value) const { value = get(name, &c10::IValue::isBool).toBool(); }
+  void operator()(const char* name, std::int64_t& value) const { value = get(name, &c10::IValue::isInt).toInt(); }
+  void operator()(const char* name, std::tuple<double, double>& value) const {
+    const auto& pair = get(name, &c10::IValue::isTuple).toTupleRef().elements();
+    if (pair.size() != 2 || !pair[0].isDouble() || !pair[1].isDouble()) wrong(name);
+    value = {pair[0].toDouble(), pair[1].toDouble()};
+  }
+  void operator()(const char* name, at::Tensor& value) const {
+    if (!from.contains(name)) return;
+    const auto& tensor = get(name, &c10::IValue::isTensor).toTensor();
+    if (tensor.sizes() != parameter.sizes()) wrong(name);
+    value = tensor.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true);
+  }
+
+  const c10::IValue& get(const char* name, bool (c10::IValue::*is)() const) const {
+    const auto found = from.find(name);
+    if (found == from.end() || !(found->second.*is)()) wrong(name);
+    return found->second;
+  }
+  [[noreturn]] void wrong(const char* name) const {
+    refuse("its '" + std::string(name) + "' of " + owner + " is missing, or of another type or shape");
+  }
+};
+
+/// Calls `call.template operator()<Options, ParamState>(name)` with an optimizer's classes.
+template <class Call>
+auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
+  const auto& type = typeid(optimizer);
+  if (type == typeid(optim::Adagrad)) {
+    return call.template operator()<optim::AdagradOptions, optim::AdagradParamState>("Adagrad");
+  }
+  if (type == typeid(optim::Adam)) return call.template operator()<optim::AdamOptions, optim::AdamParamState>("Adam");
+  if (type == typeid(optim::AdamW)) {
+    return call.template operator()<optim::AdamWOptions, optim::AdamWParamState>("AdamW");
+  }
+  if (type == typeid(optim::RMSprop)) {
+    return call.template operator()<optim::RMSpropOptions, optim::RMSpropParamState>("RMSprop");
+  }
+  if (type == typeid(optim::SGD)) return call.template operator()<optim::SGDOptions, optim::SGDParamState>("SGD");
+  throw std::invalid_argument(std::string("cannot capture or restore an optimizer of the class ") + type.name() +
+                              ": use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD");
+}
+
+/// The names of the optimizer's parameters, group by group.
+std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
+  std::unordered_map<const void*, std::string> names;
+  for (const auto& item : model.named_parameters()) names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  std::vector<std::vector<std::string>> groups;
+  for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    auto& group = groups.emplace_back();
+    for (const auto& parameter : optimizer.param_groups()[g].params()) {
+      const auto found = names.find(parameter.unsafeGetTensorImpl());
+      if (found == names.end()) {
+        throw std::invalid_argument("parameter " + std::to_string(group.size()) + " in group " + std::to_string(g) +
+                                    " of the optimizer is none of the model's: make the optimizer of the model's " +
+                                    "parameters, after moving the model to its device");
+      }
+      group.push_back(found->second);
+    }
+  }
+  return groups;
+}
+
+std::vector<std::string> sorted(std::vector<std::string> names) {
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// Whether both have the same groups of parameters, in any order within a group.
+void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
+  if (names.size() != saved.param_groups.size()) {
+    refuse("it has " + std::to_string(saved.param_groups.size()) + " groups of parameters, and this one " +
+           std::to_string(names.size()));
+  }
+  for (std::size_t g = 0; g < names.size(); ++g) {
+    const auto ours = sorted(names[g]);
+    const auto theirs = sorted(saved.param_groups[g].params);
+    const auto [our, their] = std::mismatch(ours.begin(), ours.end(), theirs.begin(), theirs.end());
+    if (our == ours.end() && their == theirs.end()) continue;
+    const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
+    refuse("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
+  }
+}
+
+}  // namespace
+
+OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
+  const auto names = names_of(optimizer, model);
+  OptimizerState captured;
+  with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
+    captured.type = type;
+    for (std::size_t g = 0; g < names.size(); ++g) {
+      const auto& group = optimizer.param_groups()[g];
+      auto& to = captured.param_groups.emplace_back();
+      to.params = names[g];
+      auto options = static_cast<const Options&>(group.options());
+      each_field(options, Capture{to.options});
+      for (std::size_t i = 0; i < names[g].size(); ++i) {
+        const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
+        if (found == optimizer.state().end()) continue;
+        auto state = static_cast<const ParamState&>(*found->second);
+        each_field(state, Capture{captured.state[names[g][i]]});
+      }
+    }
+  });
+  return captured;
+}
+
+void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved) {
+  const auto names = names_of(optimizer, model);
+  with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
+    if (saved.type != type) refuse("it is " + saved.type + ", and this one " + type);
+    check_groups(names, saved);
+    std::vector<std::unique_ptr<Options>> options;
+    std::remove_reference_t<decltype(optimizer.state())> states;
+    for (std::size_t g = 0; g < names.size(); ++g) {
+      const auto& group = optimizer.param_groups()[g];
+      options.push_back(std::make_unique<Options>(static_cast<const Options&>(group.options())));
+      each_field(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
+      for (std::size_t i = 0; i < names[g].size(); ++i) {
+        const auto found = saved.state.find(names[g][i]);
+        if (found == saved.state.end()) continue;
+        auto state = std::make_unique<ParamState>();
+        each_field(*state, Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
+        states[group.params()[i].unsafeGetTensorImpl()] = std::move(state);
+      }
+    }
+    if (states.size() != saved.state.size()) refuse("it has state of parameters that it does not have");
+    // All fits: from here on nothing fails.
+    for (std::size_t g = 0; g < names.size(); ++g) optimizer.param_groups()[g].set_options(std::move(options[g]));
+    optimizer.state() = std::move(states);
+  });
+}
+
+}  // namespace gpipe

@@ -1,0 +1,272 @@
+#include "models/resnet.h"
+
+#include <torch/nn/init.h>
+#include <torch/nn/modules/activation.h>
+#include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/conv.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/pooling.h>
+#include <torch/serialize.h>
+#include <torch/utils.h>
+
+#include <array>
+#include <cerrno>
+#include <fstream>
+#include <optional>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+#include <vector>
+
+#include "skip/namespace.h"
+#include "skip/skippable.h"
+
+namespace gpipe::models {
+namespace {
+
+namespace nn = torch::nn;
+
+nn::Conv2d conv(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t stride = 1) {
+  // Batch norm subtracts the mean, and any bias with it.
+  nn::Conv2d layer(nn::Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false));
+  nn::init::kaiming_normal_(layer->weight, /*a=*/0, torch::kFanOut, torch::kReLU);
+  return layer;
+}
+
+/// What fits a block's input to its output, where they differ.
+struct Projection {
+  std::int64_t in;
+  std::int64_t out;
+  std::int64_t stride;
+
+  nn::Sequential make() const { return nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)); }
+};
+
+/// Where a block begins: stashes its input, or a projection of it, and passes the input on.
+class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
+ public:
+  StashImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
+      : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}), skip_(skip), projection_(projection) {
+    isolate(ns);
+    reset();
+  }
+  void reset() override {
+    if (projection_) downsample_ = register_module("downsample", projection_->make());
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    stash(skip_, projection_ ? downsample_->forward(x) : x);
+    return x;
+  }
+
+ private:
+  std::string skip_;
+  std::optional<Projection> projection_;
+  nn::Sequential downsample_{nullptr};
+};
+TORCH_MODULE(Stash);
+
+/// Where a block ends: adds the skip, or a projection of it, to its input.
+class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
+ public:
+  JoinImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
+      : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}), skip_(skip), projection_(projection) {
+    isolate(ns);
+    reset();
+  }
+  void reset() override {
+    if (projection_) downsample_ = register_module("downsample", projection_->make());
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    const auto skip = pop(skip_);
+    // In place is safe on the block's side alone: batch norm's backward does not need its output, but the skip is the
+    // block's input, which the backward of its first convolution needs.
+    return x.add_(projection_ ? downsample_->forward(skip) : skip);
+  }
+
+ private:
+  std::string skip_;
+  std::optional<Projection> projection_;
+  nn::Sequential downsample_{nullptr};
+};
+TORCH_MODULE(Join);
+
+enum class Block { kBasic, kBottleneck };
+
+class Builder {
+ public:
+  Builder(Block block, const ResNetOptions& options) : block_(block), options_(options) {}
+
+  nn::Sequential build(const std::array<int, 4>& blocks) {
+    stem();
+    for (int g = 0; g < 4; ++g) {
+      for (int b = 0; b < blocks[g]; ++b) {
+        const auto prefix = "layer" + std::to_string(g + 1) + "_" + std::to_string(b) + "_";
+        block(prefix, kStemChannels << g, /*stride=*/g > 0 && b == 0 ? 2 : 1);
+      }
+    }
+    add("avgpool", nn::AdaptiveAvgPool2d(1));
+    add("flatten", nn::Flatten());
+    add("fc", nn::Linear(channels_, options_.num_classes()));
+    return model_;
+  }
+
+ private:
+  static constexpr std::int64_t kStemChannels = 64;
+
+  template <typename Layer>
+  void add(std::string name, const Layer& layer) {
+    model_->push_back(std::move(name), layer);
+  }
+
+  void add_relu(std::string name) {
+    // In place is safe on what batch norms and joins give: it was not stashed, and no backward needs it.
+    add(std::move(name), nn::ReLU(nn::ReLUOptions(/*inplace=*/true)));
+  }
+
+  void stem() {
+    channels_ = kStemChannels;
+    const bool small = options_.small_images();
+    add("conv1", small ? conv(options_.in_channels(), channels_, 3) : conv(options_.in_channels(), channels_, 7, 2));
+    add("bn1", nn::BatchNorm2d(channels_));
+    add_relu("relu");
+    if (!small) add("maxpool", nn::MaxPool2d(nn::MaxPool2dOptions(3).stride(2).padding(1)));
+  }
+
+  void block(const std::string& prefix, std::int64_t width, std::int64_t stride) {
+    const auto skip = prefix + "identity";
+    const auto in = channels_;
+    channels_ = block_ == Block::kBasic ? width : 4 * width;
+    std::optional<Projection> before;
+    std::optional<Projection> after;
+    if (in != channels_ || stride != 1) {
+      const bool grows = channels_ > in * stride * stride;
+      (grows ? after : before) = Projection{in, channels_, stride};
+    }
+    add(prefix + "stash", Stash(skip, skips_, before));
+    if (block_ == Block::kBasic) {
+      convolution(prefix, 1, conv(in, width, 3, stride));
+      convolution(prefix, 2, conv(width, width, 3));
+    } else {
+      convolution(prefix, 1, conv(in, width, 1));
+      convolution(prefix, 2, conv(width, width, 3, stride));
+      convolution(prefix, 3, conv(width, channels_, 1));
+    }
+    add(prefix + "join", Join(skip, skips_, after));
+    add_relu(prefix + "relu" + std::to_string(convolutions()));
+  }
+
+  int convolutions() const { return block_ == Block::kBasic ? 2 : 3; }
+
+  void convolution(const std::string& prefix, int j, const nn::Conv2d& layer) {
+    const auto number = std::to_string(j);
+    add(prefix + "conv" + number, layer);
+    add(prefix + "bn" + number, nn::BatchNorm2d(layer->options.out_channels()));
+    if (j < convolutions()) add_relu(prefix + "relu" + number);
+  }
+
+  const Block block_;
+  const ResNetOptions& options_;
+  const Namespace skips_;
+  nn::Sequential model_;
+  std::int64_t channels_ = 0;
+};
+
+nn::Sequential resnet(Block block, const std::array<int, 4>& blocks, const ResNetOptions& options) {
+  const auto require_positive = [](const char* option, std::int64_t value) {
+    if (value >= 1) return;
+    throw std::invalid_argument(std::string("resnet: ") + option + " is " + std::to_string(value) +
+                                ", but must be at least 1");
+  };
+  require_positive("num_classes", options.num_classes());
+  require_positive("in_channels", options.in_channels());
+  return Builder(block, options).build(blocks);
+}
+
+std::string shape(const torch::Tensor& tensor) { return tensor.defined() ? c10::str(tensor.sizes()) : "none"; }
+
+std::vector<char> read(const std::filesystem::path& path) {
+  std::vector<char> bytes(std::filesystem::file_size(path));
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) {
+    throw std::runtime_error(path.string() + ": cannot be read: " + std::generic_category().message(errno));
+  }
+  return bytes;
+}
+
+std::map<std::string, torch::Tensor> read_state(const std::filesystem::path& path) {
+  const auto refuse = [&path](const std::string& reason) {
+    throw std::runtime_error(path.string() + ": " + reason +
+                             "; a state that can be read is one that torch.save(dict(model.state_dict()), path) wrote");
+  };
+  torch::IValue value;
+  const auto bytes = read(path);
+  try {
+    value = torch::pickle_load(bytes);
+  } catch (const std::exception&) {
+    // What it throws for an OrderedDict, and for much else, is an internal error that tells a user nothing.
+    refuse("is damaged, or neither a dict nor of the zip format");
+  }
+  if (!value.isGenericDict()) refuse("holds no dict, but an object of type " + value.tagKind());
+  std::map<std::string, torch::Tensor> state;
+  for (const auto& entry : value.toGenericDict()) {
+    if (!entry.key().isString()) refuse("has a key that is no string, but of type " + entry.key().tagKind());
+    const auto& key = entry.key().toStringRef();
+    if (!entry.value().isTensor()) refuse("'" + key + "' is no tensor, but of type " + entry.value().tagKind());
+    state.emplace(key, entry.value().toTensor());
+  }
+  return state;
+}
+
+}  // namespace
+
+nn::Sequential resnet18(const ResNetOptions& options) { return resnet(Block::kBasic, {2, 2, 2, 2}, options); }
+nn::Sequential resnet34(const ResNetOptions& options) { return resnet(Block::kBasic, {3, 4, 6, 3}, options); }
+nn::Sequential resnet50(const ResNetOptions& options) { return resnet(Block::kBottleneck, {3, 4, 6, 3}, options); }
+nn::Sequential resnet101(const ResNetOptions& options) { return resnet(Block::kBottleneck, {3, 4, 23, 3}, options); }
+nn::Sequential resnet152(const ResNetOptions& options) { return resnet(Block::kBottleneck, {3, 8, 36, 3}, options); }
+
+std::string from_torchvision(const std::string& key) {
+  const auto first = key.find('.');
+  const auto second = first == key.npos ? key.npos : key.find('.', first + 1);
+  if (!key.starts_with("layer") || second == key.npos) return key;
+  auto ours = key.substr(0, first) + "_" + key.substr(first + 1, second - first - 1) + "_";
+  const auto rest = key.substr(second + 1);
+  if (rest.starts_with("downsample.")) ours += key.starts_with("layer1.") ? "join." : "stash.";
+  return ours + rest;
+}
+
+void load_torchvision(nn::Module& model, const std::map<std::string, torch::Tensor>& state) {
+  auto missing = model.named_parameters();
+  missing.update(model.named_buffers());
+  std::vector<std::pair<torch::Tensor, torch::Tensor>> copies;
+  for (const auto& [key, value] : state) {
+    const auto ours = from_torchvision(key);
+    const auto* found = missing.find(ours);
+    if (found == nullptr) {
+      throw std::invalid_argument("load_torchvision: unexpected key '" + key + "': the model has no '" + ours +
+                                  "'; is it of another depth?");
+    }
+    if (shape(value) != shape(*found)) {
+      throw std::invalid_argument("load_torchvision: '" + key + "' has the shape " + shape(value) +
+                                  ", but the model's '" + ours + "' has " + shape(*found));
+    }
+    copies.emplace_back(*found, value);
+    missing.erase(ours);
+  }
+  for (const auto& target : missing) {
+    if (!target.key().ends_with(".num_batches_tracked")) {
+      throw std::invalid_argument("load_torchvision: no key for the model's '" + target.key() +
+                                  "'; is it of another depth?");
+    }
+    copies.emplace_back(target.value(), torch::zeros_like(target.value()));
+  }
+  const torch::NoGradGuard no_grad;
+  for (auto& [target, value] : copies) target.copy_(value);
+}
+
+void load_torchvision(nn::Module& model, const std::filesystem::path& path) {
+  load_torchvision(model, read_state(path));
+}
+
+}  // namespace gpipe::models

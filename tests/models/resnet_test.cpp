@@ -1,0 +1,457 @@
+#include "models/resnet.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/serialize.h>
+#include <torch/types.h>
+#include <torch/utils.h>
+
+#include <cmath>
+#include <cstdint>
+#include <filesystem>
+#include <fstream>
+#include <iterator>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "gpipe/gpipe.h"
+#include "skip/layout.h"
+
+namespace gpipe::models {
+namespace {
+
+using testing::AllOf;
+using testing::HasSubstr;
+using torch::Tensor;
+using torch::nn::Sequential;
+using State = std::map<std::string, Tensor>;
+
+struct Architecture {
+  std::string name;
+  Sequential (*make)(const ResNetOptions&);
+  std::vector<int> blocks;
+  int convolutions;
+  std::int64_t parameters;
+};
+
+const std::vector<Architecture>& architectures() {
+  static const std::vector<Architecture> all{
+      {"resnet18", resnet18, {2, 2, 2, 2}, 2, 11'689'512},    {"resnet34", resnet34, {3, 4, 6, 3}, 2, 21'797'672},
+      {"resnet50", resnet50, {3, 4, 6, 3}, 3, 25'557'032},    {"resnet101", resnet101, {3, 4, 23, 3}, 3, 44'549'160},
+      {"resnet152", resnet152, {3, 8, 36, 3}, 3, 60'192'808},
+  };
+  return all;
+}
+
+ResNetOptions small() { return ResNetOptions().small_images(true).num_classes(10); }
+
+std::int64_t parameter_count(const Sequential& model) {
+  std::int64_t count = 0;
+  for (const auto& parameter : model->parameters()) count += parameter.numel();
+  return count;
+}
+
+std::vector<std::string> layer_names(const Sequential& model) {
+  std::vector<std::string> names;
+  for (const auto& child : model->named_children()) names.push_back(child.key());
+  return names;
+}
+
+std::vector<std::string> state_keys(const Sequential& model) {
+  auto keys = model->named_parameters().keys();
+  for (const auto& key : model->named_buffers().keys()) keys.push_back(key);
+  return keys;
+}
+
+/// The keys of torchvision's state, from its documented structure.
+std::vector<std::string> torchvision_keys(const Architecture& architecture) {
+  std::vector<std::string> keys{"conv1.weight", "fc.weight", "fc.bias"};
+  const auto norm = [&keys](const std::string& prefix) {
+    for (const auto* leaf : {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}) {
+      keys.push_back(prefix + "." + leaf);
+    }
+  };
+  norm("bn1");
+  for (int g = 1; g <= 4; ++g) {
+    for (int b = 0; b < architecture.blocks[g - 1]; ++b) {
+      const auto block = "layer" + std::to_string(g) + "." + std::to_string(b) + ".";
+      for (int j = 1; j <= architecture.convolutions; ++j) {
+        keys.push_back(block + "conv" + std::to_string(j) + ".weight");
+        norm(block + "bn" + std::to_string(j));
+      }
+      if (b == 0 && (g > 1 || architecture.convolutions == 3)) {
+        keys.push_back(block + "downsample.0.weight");
+        norm(block + "downsample.1");
+      }
+    }
+  }
+  return keys;
+}
+
+std::vector<torch::Device> cpus(std::size_t count) { return std::vector<torch::Device>(count, torch::kCPU); }
+
+/// Statistics that are not those of a new model.
+void warm_up(Sequential& model, const std::vector<std::int64_t>& shape) {
+  const torch::NoGradGuard no_grad;
+  model->train();
+  for (int i = 0; i < 2; ++i) model->forward(torch::randn(shape, model->parameters().front().options()));
+  model->eval();
+}
+
+/// Random values under torchvision's keys, of the shapes that the model wants.
+State random_state(const Sequential& model, const Architecture& architecture) {
+  auto ours = model->named_parameters();
+  ours.update(model->named_buffers());
+  State state;
+  for (const auto& key : torchvision_keys(architecture)) {
+    const auto& like = ours[from_torchvision(key)];
+    state[key] =
+        like.is_floating_point() ? torch::rand(like.sizes()) : torch::randint(1, 100, like.sizes(), like.options());
+  }
+  return state;
+}
+
+bool holds(const torch::nn::Module& model, const State& state) {
+  auto ours = model.named_parameters();
+  ours.update(model.named_buffers());
+  for (const auto& [key, value] : state) {
+    if (!torch::equal(ours[from_torchvision(key)].detach().cpu(), value)) return false;
+  }
+  return ours.size() == state.size();
+}
+
+TEST(ResNet, ParameterCountsAndStateKeysAreTorchvisions) {
+  for (const auto& architecture : architectures()) {
+    SCOPED_TRACE(architecture.name);
+    const auto model = architecture.make({});
+    EXPECT_EQ(parameter_count(model), architecture.parameters);
+    verify_skippables(model);
+    std::vector<std::string> expected;
+    for (const auto& key : torchvision_keys(architecture)) expected.push_back(from_torchvision(key));
+    EXPECT_THAT(state_keys(model), testing::UnorderedElementsAreArray(expected));
+  }
+}
+
+TEST(ResNet, LayerNamesAreThoseDocumented) {
+  const auto names = layer_names(resnet18());
+  EXPECT_EQ(names.size(), 4 + 8 * 8 + 3);
+  EXPECT_EQ(std::vector<std::string>(names.begin(), names.begin() + 13),
+            (std::vector<std::string>{"conv1", "bn1", "relu", "maxpool", "layer1_0_stash", "layer1_0_conv1",
+                                      "layer1_0_bn1", "layer1_0_relu1", "layer1_0_conv2", "layer1_0_bn2",
+                                      "layer1_0_join", "layer1_0_relu2", "layer1_1_stash"}));
+  EXPECT_EQ(std::vector<std::string>(names.end() - 5, names.end()),
+            (std::vector<std::string>{"layer4_1_join", "layer4_1_relu2", "avgpool", "flatten", "fc"}));
+  EXPECT_THAT(layer_names(resnet50()),
+              testing::IsSupersetOf({"layer1_2_conv3", "layer1_2_bn3", "layer1_2_join", "layer1_2_relu3"}));
+  EXPECT_THAT(layer_names(resnet18(small())), testing::Not(testing::Contains("maxpool")));
+}
+
+TEST(ResNet, SkipsLeadFromEachBlocksBeginToItsEnd) {
+  const auto model = resnet50(small());
+  std::vector<NamedLayer> layers;
+  for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
+  const auto links = skip_links(layers);
+  EXPECT_EQ(links.size(), 16);
+  for (const auto& link : links) {
+    const auto block = link.key.name.substr(0, link.key.name.find("identity"));
+    EXPECT_EQ(link.key.name, block + "identity");
+    EXPECT_EQ(layers[link.from].name, block + "stash");
+    EXPECT_EQ(layers[link.to].name, block + "join");
+  }
+}
+
+TEST(ResNet, TheSideOfASkipThatIsSmallerIsTheOneThatIsSent) {
+  struct Sizes : SkipContext {
+    void stash(const SkipKey& key, at::Tensor tensor) override {
+      sizes[key.name] = tensor.sizes().vec();
+      tensors[key] = std::move(tensor);
+    }
+    at::Tensor pop(const SkipKey& key) override { return tensors.extract(key).mapped(); }
+    std::map<SkipKey, at::Tensor> tensors;
+    std::map<std::string, std::vector<std::int64_t>> sizes;
+  };
+  auto model = resnet50(small());
+  model->eval();
+  const torch::NoGradGuard no_grad;
+  Sizes context;
+  {
+    SkipContextGuard guard(context);
+    model->forward(torch::rand({1, 3, 16, 16}));
+  }
+  using Shape = std::vector<std::int64_t>;
+  EXPECT_EQ(context.sizes["layer1_0_identity"], (Shape{1, 64, 16, 16}));
+  EXPECT_EQ(context.sizes["layer1_1_identity"], (Shape{1, 256, 16, 16}));
+  EXPECT_EQ(context.sizes["layer2_0_identity"], (Shape{1, 512, 8, 8}));
+  EXPECT_EQ(context.sizes["layer4_0_identity"], (Shape{1, 2048, 2, 2}));
+}
+
+TEST(ResNet, ConvolutionsAndNormsStartAsTorchvisions) {
+  torch::manual_seed(1);
+  const auto model = resnet50();
+  for (const auto& parameter : model->named_parameters()) {
+    const auto& key = parameter.key();
+    const auto& value = parameter.value();
+    if (value.dim() == 4) {
+      const auto fan_out = static_cast<double>(value.size(0) * value.size(2) * value.size(3));
+      EXPECT_NEAR(value.std().item<double>() * std::sqrt(fan_out / 2), 1, 0.05) << key;
+    } else if (key.starts_with("fc.")) {
+      EXPECT_LE(value.abs().max().item<double>(), 1 / std::sqrt(2048)) << key;
+    } else {
+      EXPECT_TRUE(torch::equal(value, torch::full_like(value, key.ends_with("weight") ? 1 : 0))) << key;
+    }
+  }
+}
+
+TEST(ResNet, OptionsChangeStemAndHead) {
+  const auto shape = [](const Sequential& model, const std::string& key) {
+    return model->named_parameters()[key].sizes().vec();
+  };
+  using Shape = std::vector<std::int64_t>;
+  const auto mnist = resnet18(small().in_channels(1));
+  EXPECT_EQ(shape(mnist, "conv1.weight"), (Shape{64, 1, 3, 3}));
+  EXPECT_EQ(shape(mnist, "fc.weight"), (Shape{10, 512}));
+  EXPECT_EQ(shape(resnet50(), "conv1.weight"), (Shape{64, 3, 7, 7}));
+
+  const torch::NoGradGuard no_grad;
+  const auto size_before_head = [](Sequential model, Tensor x) {
+    model->eval();
+    for (std::size_t i = 0; i + 3 < model->size(); ++i) x = model->begin()[static_cast<std::ptrdiff_t>(i)].forward(x);
+    return x.sizes().vec();
+  };
+  EXPECT_EQ(size_before_head(mnist, torch::rand({2, 1, 28, 28})), (Shape{2, 512, 4, 4}));
+  EXPECT_EQ(size_before_head(resnet18(), torch::rand({2, 3, 64, 96})), (Shape{2, 512, 2, 3}));
+  for (const auto& options : {ResNetOptions(small()).in_channels(1), ResNetOptions().num_classes(10).in_channels(1)}) {
+    auto model = resnet18(options);
+    model->eval();
+    for (const std::int64_t size : {1, 9}) {
+      EXPECT_EQ(model->forward(torch::rand({3, 1, size, size + 2})).sizes(), (Shape{3, 10}));
+    }
+  }
+}
+
+TEST(ResNet, EveryParameterGetsAGradient) {
+  for (auto model : {resnet18(small()), resnet50(small())}) {
+    model->train();
+    const auto x = torch::rand({2, 3, 9, 9}).requires_grad_();
+    model->forward(x).square().sum().backward();
+    EXPECT_TRUE(x.grad().defined());
+    for (const auto& parameter : model->named_parameters()) {
+      ASSERT_TRUE(parameter.value().grad().defined()) << parameter.key();
+      EXPECT_TRUE(parameter.value().grad().isfinite().all().item<bool>()) << parameter.key();
+    }
+  }
+}
+
+// In training mode each micro-batch normalises itself, so that only evaluation can equal the bare model.
+TEST(ResNet, APipelineEqualsTheBareModelWhereverItIsCut) {
+  torch::manual_seed(1);
+  // In stages of five layers the cuts fall on every kind of place.
+  const auto fives = [](const Sequential& model) {
+    const auto layers = static_cast<std::int64_t>(model->size());
+    std::vector<std::int64_t> balance(layers / 5, 5);
+    balance.back() += layers % 5;
+    return balance;
+  };
+  const auto basic = resnet18(small());
+  const auto bottleneck = resnet50(small());
+  const std::vector<std::pair<Sequential, std::vector<std::vector<std::int64_t>>>> cases{
+      {basic, {{3, 67}, {5, 10, 55}, fives(basic)}}, {bottleneck, {fives(bottleneck)}}};
+  for (auto [model, balances] : cases) {
+    model->to(torch::kFloat64);
+    warm_up(model, {4, 3, 8, 8});
+    const auto x = torch::randn({4, 3, 8, 8}, torch::kFloat64);
+    const auto expected = model->forward(x);
+    expected.square().sum().backward();
+    std::vector<Tensor> gradients;
+    for (const auto& parameter : model->parameters()) gradients.push_back(parameter.grad().clone());
+    for (const auto& balance : balances) {
+      model->zero_grad();
+      GPipe pipe(model, balance, GPipeOptions().chunks(2).devices(cpus(balance.size())));
+      pipe->eval();
+      const auto y = pipe->forward(x);
+      EXPECT_TRUE(torch::allclose(y, expected, 1e-10, 1e-12)) << balance.size() << " stages";
+      y.square().sum().backward();
+      for (std::size_t i = 0; i < gradients.size(); ++i) {
+        ASSERT_TRUE(torch::allclose(model->parameters()[i].grad(), gradients[i], 1e-8, 1e-10))
+            << balance.size() << " stages, " << model->named_parameters().keys()[i];
+      }
+    }
+  }
+}
+
+// Cuts before each kind of layer that works in place, with cells that are recomputed from what entered them.
+TEST(ResNet, TrainsInAPipelineThatRecomputes) {
+  auto model = resnet18(small());
+  const auto names = layer_names(model);
+  std::vector<std::int64_t> balance{0};
+  for (const auto& name : names) {
+    const bool cut = name == "layer1_0_relu1" || name == "layer1_0_join" || name == "layer2_0_relu2";
+    if (cut) balance.push_back(0);
+    ++balance.back();
+  }
+  const auto x = torch::randn({4, 3, 8, 8});
+  const auto gradients = [&](Checkpoint checkpoint) {
+    GPipe pipe(model, balance, GPipeOptions().chunks(2).checkpoint(checkpoint).devices(cpus(balance.size())));
+    model->zero_grad();
+    pipe->train();
+    pipe->forward(x).square().sum().backward();
+    std::vector<Tensor> result;
+    for (const auto& parameter : model->parameters()) result.push_back(parameter.grad().clone());
+    return result;
+  };
+  const auto never = gradients(Checkpoint::kNever);
+  const auto always = gradients(Checkpoint::kAlways);
+  ASSERT_EQ(balance.size(), 4);
+  for (std::size_t i = 0; i < never.size(); ++i) {
+    EXPECT_TRUE(torch::equal(never[i], always[i])) << model->named_parameters().keys()[i];
+  }
+}
+
+TEST(ResNet, SeveralFollowEachOtherInOneModel) {
+  auto first = resnet18(small());
+  auto second = resnet18(small());
+  Sequential chain;
+  chain->extend(*first);
+  chain->extend(*second);
+  verify_skippables(chain);
+}
+
+TEST(ResNet, ACloneComputesTheSame) {
+  auto model = resnet50(small());
+  warm_up(model, {2, 3, 8, 8});
+  auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
+  const auto x = torch::rand({1, 3, 8, 8});
+  EXPECT_TRUE(torch::equal(clone->forward(x), model->forward(x)));
+}
+
+TEST(ResNet, BadOptionsAreNamedWithTheirValue) {
+  EXPECT_THAT([] { resnet18(ResNetOptions().num_classes(0)); },
+              testing::ThrowsMessage<std::invalid_argument>(HasSubstr("num_classes is 0")));
+  EXPECT_THAT([] { resnet50(ResNetOptions().in_channels(-1)); },
+              testing::ThrowsMessage<std::invalid_argument>(HasSubstr("in_channels is -1")));
+}
+
+TEST(TorchvisionState, KeysAreMappedAsDocumented) {
+  for (const auto& [theirs, ours] : std::map<std::string, std::string>{
+           {"conv1.weight", "conv1.weight"},
+           {"fc.bias", "fc.bias"},
+           {"layer1.0.conv1.weight", "layer1_0_conv1.weight"},
+           {"layer3.22.bn3.running_var", "layer3_22_bn3.running_var"},
+           {"layer1.0.downsample.0.weight", "layer1_0_join.downsample.0.weight"},
+           {"layer4.0.downsample.1.num_batches_tracked", "layer4_0_stash.downsample.1.num_batches_tracked"},
+           {"layer1.weight", "layer1.weight"},
+           {"other", "other"},
+           {"", ""},
+       }) {
+    EXPECT_EQ(from_torchvision(theirs), ours);
+  }
+}
+
+class LoadTorchvision : public testing::Test {
+ protected:
+  LoadTorchvision() : state_(random_state(model_, architectures()[0])) {}
+  ~LoadTorchvision() override { std::filesystem::remove(path_); }
+
+  void write(const torch::IValue& value) {
+    const auto bytes = torch::pickle_save(value);
+    write(std::string(bytes.begin(), bytes.end()));
+  }
+  void write(const std::string& bytes) { std::ofstream(path_, std::ios::binary) << bytes; }
+
+  static torch::IValue dict(const State& state) {
+    c10::Dict<std::string, Tensor> dict;
+    for (const auto& [key, value] : state) dict.insert(key, value);
+    return dict;
+  }
+
+  /// Loading must fail with all of the texts, and leave the model as it was.
+  template <typename Error, typename Source>
+  void refuses(const Source& source, const std::string& text, const std::string& other = "") {
+    const auto before = model_->parameters().front().clone();
+    EXPECT_THAT([&] { load_torchvision(*model_, source); },
+                testing::ThrowsMessage<Error>(AllOf(HasSubstr(text), HasSubstr(other))));
+    EXPECT_TRUE(torch::equal(model_->parameters().front(), before));
+  }
+
+  Sequential model_ = resnet18(small());
+  State state_;
+  const std::filesystem::path path_ =
+      std::filesystem::path(testing::TempDir()) /
+      (std::string("resnet_") + testing::UnitTest::GetInstance()->current_test_info()->name() + ".pt");
+};
+
+TEST_F(LoadTorchvision, FillsAModelAndAPipelineOfIt) {
+  load_torchvision(*model_, state_);
+  EXPECT_TRUE(holds(*model_, state_));
+  auto model = resnet18(small());
+  GPipe pipe(model, {30, static_cast<std::int64_t>(model->size()) - 30}, GPipeOptions().devices(cpus(2)));
+  load_torchvision(*pipe, state_);
+  EXPECT_TRUE(holds(*pipe, state_));
+}
+
+TEST_F(LoadTorchvision, TakesOtherTypesAndOldStatesWithoutCounters) {
+  for (auto entry = state_.begin(); entry != state_.end();) {
+    entry = entry->first.ends_with(".num_batches_tracked") ? state_.erase(entry) : std::next(entry);
+  }
+  state_["fc.bias"] = state_["fc.bias"].to(torch::kFloat64);
+  warm_up(model_, {2, 3, 8, 8});
+  load_torchvision(*model_, state_);
+  EXPECT_EQ(model_->named_buffers()["bn1.num_batches_tracked"].item<int>(), 0);
+  EXPECT_TRUE(torch::equal(model_->named_parameters()["fc.bias"].to(torch::kFloat64), state_["fc.bias"]));
+  EXPECT_TRUE(torch::equal(model_->named_buffers()["layer2_0_stash.downsample.1.running_var"],
+                           state_["layer2.0.downsample.1.running_var"]));
+}
+
+TEST_F(LoadTorchvision, NamesTheFirstKeyThatDoesNotFit) {
+  auto unexpected = state_;
+  unexpected["layer1.0.bn3.bias"] = torch::rand({256});
+  refuses<std::invalid_argument>(unexpected, "unexpected key 'layer1.0.bn3.bias'", "no 'layer1_0_bn3.bias'");
+  auto missing = state_;
+  missing.erase("layer2.0.downsample.0.weight");
+  refuses<std::invalid_argument>(missing, "no key for the model's 'layer2_0_stash.downsample.0.weight'");
+  auto other_shape = state_;
+  other_shape["fc.weight"] = torch::rand({1000, 512});
+  refuses<std::invalid_argument>(other_shape, "'fc.weight' has the shape [1000, 512]", "has [10, 512]");
+  auto undefined = state_;
+  undefined["fc.weight"] = Tensor();
+  refuses<std::invalid_argument>(undefined, "'fc.weight' has the shape none");
+  auto twice = state_;
+  twice["layer1_0_conv1.weight"] = state_["layer1.0.conv1.weight"];
+  refuses<std::invalid_argument>(twice, "unexpected key 'layer1_0_conv1.weight'");
+}
+
+TEST_F(LoadTorchvision, ReadsAFile) {
+  write(dict(state_));
+  load_torchvision(*model_, path_);
+  EXPECT_TRUE(holds(*model_, state_));
+}
+
+TEST_F(LoadTorchvision, SaysWhatIsWrongWithAFile) {
+  refuses<std::runtime_error>(path_, path_.string(), "No such file");
+  refuses<std::runtime_error>(path_.parent_path(), path_.parent_path().string(), "s a directory");
+  const std::string how_to_save = "torch.save(dict(model.state_dict()), path)";
+  for (const auto* bytes : {"", "\x80\x02}q\x01.", "PK\x03\x04 and no more"}) {
+    write(std::string(bytes));
+    refuses<std::runtime_error>(path_, path_.string() + ": is damaged", how_to_save);
+  }
+  write(dict(state_));
+  std::filesystem::resize_file(path_, std::filesystem::file_size(path_) / 2);
+  refuses<std::runtime_error>(path_, path_.string() + ": is damaged", how_to_save);
+  write(torch::rand({2}));
+  refuses<std::runtime_error>(path_, path_.string() + ": holds no dict, but an object of type Tensor", how_to_save);
+  c10::Dict<std::string, std::int64_t> numbers;
+  numbers.insert("epoch", 3);
+  write(numbers);
+  refuses<std::runtime_error>(path_, path_.string() + ": 'epoch' is no tensor, but of type Int", how_to_save);
+  c10::Dict<std::int64_t, Tensor> numbered;
+  numbered.insert(7, torch::rand({1}));
+  write(numbered);
+  refuses<std::runtime_error>(path_, path_.string() + ": has a key that is no string, but of type Int", how_to_save);
+}
+
+}  // namespace
+}  // namespace gpipe::models

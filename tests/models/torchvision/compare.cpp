@@ -1,0 +1,35 @@
+// compare MODEL STATE SAMPLE: gives the model the state that torchvision's has in the file STATE, and compares what it
+// makes of x with y, both in the file SAMPLE. 0 where they agree to 1e-5, else 1; 2 for an error.
+#include <ATen/core/grad_mode.h>
+#include <torch/serialize.h>
+
+#include <exception>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "models/resnet.h"
+
+int main(int argc, char** argv) try {
+  using namespace gpipe::models;
+  const std::vector<std::string> arguments(argv, argv + argc);
+  const std::map<std::string, torch::nn::Sequential (*)(const ResNetOptions&)> models{{"resnet18", resnet18},
+                                                                                      {"resnet50", resnet50}};
+  auto model = models.at(arguments.at(1))({});
+  load_torchvision(*model, std::filesystem::path(arguments.at(2)));
+  model->eval();
+  std::ifstream file(arguments.at(3), std::ios::binary);
+  const auto sample = torch::pickle_load({std::istreambuf_iterator<char>(file), {}}).toGenericDict();
+  const at::NoGradGuard no_grad;
+  const auto y = model->forward(sample.at("x").toTensor());
+  const auto difference = (y - sample.at("y").toTensor()).abs().max().item<double>();
+  std::cout << "largest difference: " << difference << '\n';
+  return difference <= 1e-5 ? 0 : 1;
+} catch (const std::exception& error) {
+  std::cerr << error.what() << '\n';
+  return 2;
+}

@@ -1,0 +1,56 @@
+"""Compares the ResNets of models/ with torchvision's: run.py PROGRAM FOLDER, where PROGRAM is that of compare.cpp.
+
+Exit status 77 means that this Python has no torchvision.
+"""
+
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+import torch
+
+if importlib.util.find_spec("torchvision") is None:
+    print(f"skipped: {sys.executable} has no torchvision")
+    sys.exit(77)
+import torchvision
+
+
+def make(name):
+    """A model with random weights, norms that do something, and statistics of more than one batch."""
+    model = getattr(torchvision.models, name)(weights=None)
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            torch.nn.init.uniform_(module.weight, 0.5, 1.5)
+            torch.nn.init.normal_(module.bias, std=0.2)
+    model.train()
+    for _ in range(3):
+        model(torch.randn(4, 3, 64, 64) + 0.5)
+    return model.eval()
+
+
+def compare(*arguments):
+    return subprocess.run([program, *arguments], capture_output=True, text=True)
+
+
+program = sys.argv[1]
+folder = pathlib.Path(sys.argv[2])
+folder.mkdir(exist_ok=True)
+state, sample = folder / "state.pt", folder / "sample.pt"
+torch.manual_seed(1)
+with torch.no_grad():
+    for name in ("resnet18", "resnet50"):
+        model = make(name)
+        x = torch.randn(2, 3, 96, 64)
+        y = model(x)
+        assert 0.1 < y.std() < 10, f"{name}: 1e-5 means little beside outputs of {y.std()}"
+        torch.save({"x": x, "y": y}, sample)
+        torch.save(dict(model.state_dict()), state)
+        result = compare(name, state, sample)
+        assert result.returncode == 0, f"{name}: {result.stdout}{result.stderr}"
+        print(f"{name}: {result.stdout.strip()}")
+
+    torch.save(model.state_dict(), state)
+    result = compare(name, state, sample)
+    assert result.returncode == 2 and "torch.save(dict(model.state_dict()), path)" in result.stderr, result
+state.unlink()

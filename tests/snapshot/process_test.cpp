@@ -1,0 +1,147 @@
+// Tests that fork. They are a program of their own, because a fork of one whose threads have started may hang.
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <sched.h>
+#include <signal.h>
+#include <sys/mman.h>
+#include <sys/mount.h>
+#include <sys/resource.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <iostream>
+#include <new>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <thread>
+
+#include "gpipe/snapshot/snapshot.h"
+#include "tests/snapshot/samples.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+constexpr int kSkipped = 77;
+
+/// Every value is the number's, so that a mixture of two cannot pass for either.
+Snapshot numbered(std::int64_t number, std::int64_t elements = 30000) {
+  Snapshot snapshot;
+  for (const auto* name : {"first", "second", "third"}) snapshot.model.insert(name, torch::full({elements}, number));
+  snapshot.epoch = number;
+  snapshot.position = {{"batch", number}};
+  snapshot.random = torch::full({10}, number);
+  snapshot.options = {{"number", std::to_string(number)}};
+  snapshot.history = {{"loss", std::vector<double>(10, static_cast<double>(number))}};
+  return snapshot;
+}
+
+pid_t start(const std::function<int()>& run) {
+  const auto child = ::fork();
+  if (child != 0) return child;
+  try {
+    ::_exit(run());
+  } catch (const std::exception& error) {
+    std::cerr << error.what() << std::endl;
+    ::_exit(1);
+  }
+}
+
+int wait_for(pid_t child) {
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+}
+
+TEST(SnapshotProcessTest, AKilledWriterLeavesAWholeSnapshot) {
+  constexpr int kKills = 30;
+  const Folder folder;
+  const auto path = folder / "latest";
+  // The number of the last snapshot of which the writer was told that it is on the disk.
+  void* shared =
+      ::mmap(nullptr, sizeof(std::atomic<std::int64_t>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  ASSERT_NE(shared, MAP_FAILED);
+  auto& written = *new (shared) std::atomic<std::int64_t>(0);
+  write_snapshot(path, numbered(0));
+
+  std::mt19937 random(std::random_device{}());
+  int half_written = 0;
+  for (int kill = 0; kill < kKills; ++kill) {
+    const auto before = written.load();
+    const auto writer = start([&] {
+      for (auto number = before + 1;; ++number) {
+        write_snapshot(path, numbered(number));
+        written = number;
+      }
+      return 0;
+    });
+    while (written == before) std::this_thread::yield();
+    std::this_thread::sleep_for(std::chrono::microseconds(random() % 30000));
+    ::kill(writer, SIGKILL);
+    ASSERT_EQ(wait_for(writer), -SIGKILL);
+
+    half_written += std::filesystem::exists(folder / "latest.tmp");
+    const auto snapshot = read_snapshot(path);
+    EXPECT_TRUE(same(snapshot, numbered(snapshot.epoch)));
+    EXPECT_GE(snapshot.epoch, written);
+    EXPECT_LE(snapshot.epoch, written + 1);
+    written = snapshot.epoch;
+  }
+  RecordProperty("half_written", half_written);
+  std::cout << half_written << " of " << kKills << " kills came in the middle of a file\n";
+  ::munmap(shared, sizeof(std::atomic<std::int64_t>));
+}
+
+/// Writes a snapshot that fits and one that does not: the first must survive. 0 where it does.
+int overfill(const std::filesystem::path& path, const std::string& reason) {
+  write_snapshot(path, numbered(1, 100));
+  const auto error = error_of<std::runtime_error>([&] { write_snapshot(path, numbered(2, 1000000)); });
+  if (error.find(path.string()) == std::string::npos || error.find(reason) == std::string::npos) {
+    throw std::runtime_error("the error is '" + error + "'");
+  }
+  if (!same(read_snapshot(path), numbered(1, 100))) throw std::runtime_error("the previous snapshot is gone");
+  if (std::filesystem::exists(path.string() + ".tmp")) throw std::runtime_error("the temporary file is there");
+  write_snapshot(path, numbered(3, 100));
+  return same(read_snapshot(path), numbered(3, 100)) ? 0 : 1;
+}
+
+TEST(SnapshotProcessTest, AFullDiskLeavesThePreviousSnapshot) {
+  const Folder folder;
+  std::filesystem::create_directory(folder / "disk");
+  const auto disk = folder / "disk";
+  const auto status = wait_for(start([&] {
+    // In a name space of its own, so that the disk is gone with the process. Root has one without asking for more.
+    const bool own = ::unshare(CLONE_NEWNS) == 0 || ::unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0;
+    if (!own || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
+        ::mount("snapshots", disk.c_str(), "tmpfs", 0, "size=4m") != 0) {
+      return kSkipped;
+    }
+    return overfill(disk / "latest", "No space left on device");
+  }));
+  if (status == kSkipped) GTEST_SKIP() << "no right to mount a small disk";
+  EXPECT_EQ(status, 0);
+}
+
+TEST(SnapshotProcessTest, ALimitOnFileSizesLeavesThePreviousSnapshot) {
+  const Folder folder;
+  EXPECT_EQ(wait_for(start([&] {
+              ::signal(SIGXFSZ, SIG_IGN);
+              const rlimit limit{4 << 20, 4 << 20};
+              if (::setrlimit(RLIMIT_FSIZE, &limit) != 0) throw std::runtime_error("setrlimit failed");
+              return overfill(folder / "latest", "File too large");
+            })),
+            0);
+}
+
+}  // namespace
+}  // namespace gpipe

@@ -1,0 +1,134 @@
+#pragma once
+
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "gpipe/snapshot/snapshot.h"
+
+namespace gpipe {
+
+/// A folder for one test, removed with all it holds.
+class Folder {
+ public:
+  Folder() {
+    std::string name = (std::filesystem::temp_directory_path() / "gpipe-snapshot-XXXXXX").string();
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot make " + name);
+    path_ = name;
+  }
+  ~Folder() {
+    std::error_code ignored;
+    std::filesystem::remove_all(path_, ignored);
+  }
+  Folder(const Folder&) = delete;
+  Folder& operator=(const Folder&) = delete;
+  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
+
+ private:
+  std::filesystem::path path_;
+};
+
+inline std::string bytes_of(const std::filesystem::path& path) {
+  std::ostringstream bytes;
+  bytes << std::ifstream(path, std::ios::binary).rdbuf();
+  return std::move(bytes).str();
+}
+
+inline void write_bytes(const std::filesystem::path& path, std::string_view bytes) {
+  std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
+}
+
+/// What the call throws, as text; empty where it throws nothing or another type.
+template <class Error, class Call>
+std::string error_of(Call call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+inline torch::nn::Sequential small_model() {
+  return torch::nn::Sequential(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Dropout(0.5),
+                               torch::nn::Linear(torch::nn::LinearOptions(4, 2).bias(false)));
+}
+
+/// One step, on data from the default generator.
+template <class Model>
+void train(Model& model, torch::optim::Optimizer& optimizer) {
+  optimizer.zero_grad();
+  model->forward(torch::randn({6, 3})).square().sum().backward();
+  optimizer.step();
+}
+
+/// Of small_model() after two steps, with values of every kind.
+inline Snapshot small_snapshot() {
+  auto model = small_model();
+  torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(0.1).amsgrad(true));
+  train(model, optimizer);
+  train(model, optimizer);
+  Snapshot snapshot;
+  snapshot.model = capture_model(*model);
+  snapshot.optimizer = capture_optimizer(optimizer, *model);
+  snapshot.epoch = 7;
+  snapshot.position = {{"batch", 3}, {"seed", -70000}};
+  snapshot.random = capture_random();
+  snapshot.options = {{"data", "a folder/ä"}, {"empty", ""}};
+  snapshot.history = {{"loss", {0.1, 1e-300, 2.0}}, {"dice", {1.0 / 3}}, {"nothing", {}}};
+  return snapshot;
+}
+
+inline bool same(const at::Tensor& a, const at::Tensor& b) {
+  if (a.defined() != b.defined()) return false;
+  if (!a.defined()) return true;
+  if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
+  const auto x = a.contiguous();
+  const auto y = b.contiguous();
+  return std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
+}
+
+inline bool same(const NamedTensors& a, const NamedTensors& b) {
+  if (a.size() != b.size()) return false;
+  for (const auto& item : a) {
+    if (!b.contains(item.key()) || !same(item.value(), b[item.key()])) return false;
+  }
+  return true;
+}
+
+inline bool same(const Fields& a, const Fields& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
+    if (x.first != y.first) return false;
+    if (x.second.isTensor() && y.second.isTensor()) return same(x.second.toTensor(), y.second.toTensor());
+    return x.second == y.second;
+  });
+}
+
+inline bool same(const OptimizerState& a, const OptimizerState& b) {
+  const auto same_groups = [](const auto& x, const auto& y) {
+    return x.params == y.params && same(x.options, y.options);
+  };
+  const auto same_states = [](const auto& x, const auto& y) { return x.first == y.first && same(x.second, y.second); };
+  return a.type == b.type &&
+         std::equal(a.param_groups.begin(), a.param_groups.end(), b.param_groups.begin(), b.param_groups.end(),
+                    same_groups) &&
+         std::equal(a.state.begin(), a.state.end(), b.state.begin(), b.state.end(), same_states);
+}
+
+/// Bit for bit.
+inline bool same(const Snapshot& a, const Snapshot& b) {
+  return same(a.model, b.model) && same(a.optimizer, b.optimizer) && a.epoch == b.epoch && a.position == b.position &&
+         same(a.random, b.random) && a.options == b.options && a.history == b.history;
+}
+
+}  // namespace gpipe
