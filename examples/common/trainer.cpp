@@ -220,6 +220,15 @@ void Trainer::save(const std::string& name) {
   write_snapshot(path(name), snapshot);
 }
 
+int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::ostream& out) {
+  const int signal = trainer.run();
+  out << "wrote\n";
+  if (!drawn.empty()) out << "  " << drawn.string() << "/\n";
+  for (const auto& file : trainer.files()) out << "  " << file.string() << "\n";
+  out << std::flush;
+  return signal == 0 ? 0 : 128 + signal;
+}
+
 std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const TrainingOptions& options,
                                          std::vector<std::int64_t> image_shape) {
   if (!options.balance.empty()) return options.balance;

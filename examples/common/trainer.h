@@ -94,6 +94,9 @@ class Trainer {
   double images_per_second_ = 0;
 };
 
+/// Runs it, names what it wrote, after the directory of drawn data if any, and returns the program's exit code.
+int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::ostream& out);
+
 /// The cut that the options ask for, or the one whose stages take equal time on such a mini-batch.
 std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const TrainingOptions& options,
                                          std::vector<std::int64_t> image_shape);

@@ -75,11 +75,7 @@ int train(const Options& options) {
                                                        {"--schedule", options.schedule},
                                                        {"images", std::to_string(split.training.size())}};
   Trainer trainer(pipe, task, options, identity, std::cout, isatty(STDOUT_FILENO) != 0);
-  const int signal = trainer.run();
-  std::cout << "wrote\n";
-  if (options.data == "synthetic") std::cout << "  " << data.string() << "/\n";
-  for (const auto& file : trainer.files()) std::cout << "  " << file.string() << "\n";
-  return signal == 0 ? 0 : 128 + signal;
+  return run_and_report(trainer, options.data == "synthetic" ? data : "", std::cout);
 }
 
 }  // namespace
