@@ -101,6 +101,16 @@ void check_resize(const Image& image, Size size) {
 
 std::string to_string(Size size) { return std::to_string(size.width) + "x" + std::to_string(size.height); }
 
+Size to_size(const std::string& text) {
+  Size size;
+  char rest = 0;
+  if (std::sscanf(text.c_str(), "%5dx%5d%c", &size.width, &size.height, &rest) != 2 || size.width < 1 ||
+      size.height < 1) {
+    throw std::invalid_argument("'" + text + "' is no size; give it as 192x128");
+  }
+  return size;
+}
+
 Image::Image(Size size, int channel_count)
     : width(size.width),
       height(size.height),

@@ -17,6 +17,8 @@ struct Size {
 };
 /// "192x128"
 std::string to_string(Size size);
+/// The opposite. Throws std::invalid_argument for other text.
+Size to_size(const std::string& text);
 
 /// Rows from the top, pixels from the left, channels of a pixel side by side. Three channels are red, green, blue
 /// (sRGB); one channel is grey, or a mask of 0 and 1.

@@ -5,8 +5,6 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "examples/common/image.h"
-
 namespace gpipe::examples {
 namespace {
 
@@ -15,56 +13,45 @@ constexpr uint8_t kSeparatorGrey = 96;
 
 uint8_t to_byte(float value) { return static_cast<uint8_t>(std::lround(std::clamp(value, 0.0f, 1.0f) * 255)); }
 
-// One panel: `tensor` is [1 or 3, h, w].
-void paste(const at::Tensor& tensor, int left, int top, Image& picture) {
-  const at::Tensor values = tensor.detach().to(at::kCPU, at::kFloat).contiguous();
-  const auto* in = values.const_data_ptr<float>();
-  const auto channels = static_cast<int>(values.size(0));
-  const auto height = static_cast<int>(values.size(1));
-  const auto width = static_cast<int>(values.size(2));
-  for (int channel = 0; channel < channels; ++channel) {
-    for (int y = 0; y < height; ++y) {
-      for (int x = 0; x < width; ++x) {
-        uint8_t* pixel = picture.at(left + x, top + y);
-        const uint8_t value = to_byte(*in++);
-        if (channels == 1) {
-          std::fill_n(pixel, 3, value);
-        } else {
-          pixel[channel] = value;
-        }
-      }
-    }
+void check(const std::vector<at::Tensor>& columns) {
+  for (const auto& column : columns) {
+    if (column.dim() == 4 && column.size(1) == 3 && column.numel() > 0 && column.sizes() == columns[0].sizes())
+      continue;
+    std::ostringstream text;
+    text << "a picture takes columns [n, 3, h, w] of equal shape, not " << columns[0].sizes() << " and "
+         << column.sizes();
+    throw std::invalid_argument(text.str());
   }
-}
-
-void check(const at::Tensor& images, const at::Tensor& truth, const at::Tensor& prediction) {
-  const auto fits = [&](const at::Tensor& tensor, int64_t channels) {
-    return tensor.dim() == 4 && tensor.size(0) == images.size(0) && tensor.size(1) == channels &&
-           tensor.size(2) == images.size(2) && tensor.size(3) == images.size(3) && tensor.numel() > 0;
-  };
-  if (images.dim() == 4 && fits(images, 3) && fits(truth, 1) && fits(prediction, 1)) return;
-  std::ostringstream text;
-  text << "a picture takes images [n, 3, h, w] and masks [n, 1, h, w], not " << images.sizes() << ", " << truth.sizes()
-       << " and " << prediction.sizes();
-  throw std::invalid_argument(text.str());
 }
 
 }  // namespace
 
-Image draw_picture(const at::Tensor& images, const at::Tensor& truth, const at::Tensor& prediction) {
-  check(images, truth, prediction);
-  const auto rows = static_cast<int>(images.size(0));
-  const auto height = static_cast<int>(images.size(2));
-  const auto width = static_cast<int>(images.size(3));
+Image to_image(const at::Tensor& tensor) {
+  const at::Tensor values = tensor.detach().to(at::kCPU, at::kFloat).permute({1, 2, 0}).contiguous();
+  Image image({static_cast<int>(values.size(1)), static_cast<int>(values.size(0))}, static_cast<int>(values.size(2)));
+  const auto* in = values.const_data_ptr<float>();
+  std::transform(in, in + values.numel(), image.pixels.begin(), to_byte);
+  return image;
+}
+
+Image draw_picture(const std::vector<at::Tensor>& columns) {
+  if (columns.empty()) throw std::invalid_argument("a picture needs a column");
+  check(columns);
+  const auto rows = static_cast<int>(columns[0].size(0));
+  const auto height = static_cast<int>(columns[0].size(2));
+  const auto width = static_cast<int>(columns[0].size(3));
   const int row_step = height + kSeparator;
   const int column_step = width + kSeparator;
 
-  Image picture({3 * column_step - kSeparator, rows * row_step - kSeparator}, 3);
+  Image picture({static_cast<int>(columns.size()) * column_step - kSeparator, rows * row_step - kSeparator}, 3);
   std::fill(picture.pixels.begin(), picture.pixels.end(), kSeparatorGrey);
   for (int row = 0; row < rows; ++row) {
-    paste(images[row], 0, row * row_step, picture);
-    paste(truth[row], column_step, row * row_step, picture);
-    paste(prediction[row], 2 * column_step, row * row_step, picture);
+    for (size_t column = 0; column < columns.size(); ++column) {
+      const Image panel = to_image(columns[column][row]);
+      for (int y = 0; y < height; ++y) {
+        std::copy_n(panel.at(0, y), 3 * width, picture.at(static_cast<int>(column) * column_step, row * row_step + y));
+      }
+    }
   }
   return picture;
 }

@@ -46,7 +46,7 @@ double Progress::images_per_second() const {
   return passed > 0 ? static_cast<double>(done_) / passed : 0;
 }
 
-void Progress::add(int64_t images, double loss) {
+void Progress::add(int64_t images, std::optional<double> loss) {
   done_ += images;
   loss_ = loss;
   const bool finished = done_ >= images_;
@@ -67,7 +67,9 @@ std::string Progress::text() const {
     const auto filled = static_cast<size_t>(std::clamp<int64_t>(done_ * kBarWidth / images_, 0, kBarWidth));
     line += "[" + std::string(filled, '#') + std::string(kBarWidth - filled, '.') + "]  ";
   }
-  absl::StrAppendFormat(&line, "%d/%d  loss %.4f  %.1f images/s", done_, images_, loss_, rate);
+  absl::StrAppendFormat(&line, "%d/%d", done_, images_);
+  if (loss_) absl::StrAppendFormat(&line, "  loss %.4f", *loss_);
+  absl::StrAppendFormat(&line, "  %.1f images/s", rate);
   if (done_ < images_ && rate > 0) {
     line += "  ETA " + minutes(static_cast<double>(images_ - done_) / rate);
   } else {

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <ostream>
 #include <string>
 
@@ -21,8 +22,8 @@ class Progress {
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  /// So many more images are done; `loss` is what to show.
-  void add(int64_t images, double loss);
+  /// So many more images are done; `loss` is what to show, if any.
+  void add(int64_t images, std::optional<double> loss = std::nullopt);
 
   double seconds() const { return clock_() - start_; }
   double images_per_second() const;
@@ -39,7 +40,7 @@ class Progress {
   const double start_;
   double shown_at_;
   int64_t done_ = 0;
-  double loss_ = 0;
+  std::optional<double> loss_;
   size_t bar_length_ = 0;  // what the terminal shows in the present line
 };
 

@@ -1,6 +1,5 @@
 #include "examples/common/trainer.h"
 
-#include <torch/cuda.h>
 #include <torch/nn/utils/clip_grad.h>
 
 #include <algorithm>
@@ -8,12 +7,12 @@
 #include <cstdio>
 #include <limits>
 #include <numbers>
-#include <numeric>
 #include <ostream>
 #include <stdexcept>
 #include <utility>
 
-#include "balance/by_time.h"
+#include "absl/strings/str_cat.h"
+#include "examples/common/autocast.h"
 #include "examples/common/files.h"
 #include "examples/common/history.h"
 #include "examples/common/interrupt.h"
@@ -31,6 +30,17 @@ std::vector<std::string> columns_of(const Task& task) {
   for (auto& name : task.score_names()) columns.push_back(std::move(name));
   columns.insert(columns.end(), {"learning_rate", "images_per_second"});
   return columns;
+}
+
+std::map<std::string, std::string> with_options(std::map<std::string, std::string> identity,
+                                                const TrainingOptions& options) {
+  identity["--batch-size"] = absl::StrCat(options.batch_size);
+  identity["--seed"] = absl::StrCat(options.seed);
+  identity["--schedule"] = options.schedule;
+  identity["--learning-rate"] = absl::StrCat(options.learning_rate);
+  identity["--clip"] = absl::StrCat(options.clip);
+  identity["--amp"] = absl::StrCat(options.amp);
+  return identity;
 }
 
 // How often a tenth has been taken: whenever the score had not risen for so many epochs.
@@ -55,7 +65,7 @@ Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::
     : pipe_(std::move(pipe)),
       task_(task),
       options_(std::move(options)),
-      identity_(std::move(identity)),
+      identity_(with_options(std::move(identity), options_)),
       out_(out),
       terminal_(terminal),
       optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options_.learning_rate)),
@@ -77,6 +87,9 @@ int Trainer::run() {
   files_.push_back(path("latest.snapshot"));
   files_.push_back(path("best.snapshot"));
 
+  out_ << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size << " as "
+       << options_.chunks << " micro-batches, checkpoint " << to_string(options_.checkpoint) << ", learning rate "
+       << options_.learning_rate << " (" << options_.schedule << ")" << std::endl;
   const Interrupt interrupt;
   while (epoch_ < options_.epochs) {
     if (!train(epoch_ + 1, interrupt)) {
@@ -95,18 +108,18 @@ int Trainer::run() {
 
 void Trainer::resume() {
   const auto snapshot = read_snapshot(options_.resume);
+  for (const auto& column : columns_) {
+    const auto found = snapshot.history.find(column);
+    if (found == snapshot.history.end() || found->second.size() != static_cast<std::size_t>(snapshot.epoch)) {
+      throw std::runtime_error(options_.resume.string() + " is not of this program: its history has no " + column);
+    }
+  }
   for (const auto& [flag, value] : identity_) {
     const auto found = snapshot.options.find(flag);
     const auto was = found == snapshot.options.end() ? "not set" : found->second;
     if (was == value) continue;
     throw std::runtime_error(options_.resume.string() + " was made with " + flag + " " + was + ", not " + value +
                              "; give the same, or start afresh");
-  }
-  for (const auto& column : columns_) {
-    const auto found = snapshot.history.find(column);
-    if (found == snapshot.history.end() || found->second.size() != static_cast<std::size_t>(snapshot.epoch)) {
-      throw std::runtime_error(options_.resume.string() + " is not of this program: its history has no " + column);
-    }
   }
   restore_model(*pipe_, snapshot.model);
   restore_optimizer(optimizer_, *pipe_, snapshot.optimizer);
@@ -141,8 +154,12 @@ void Trainer::step(const Example& example) {
   auto timeline = trace ? std::make_shared<Timeline>() : nullptr;
   pipe_->trace(timeline);
   optimizer_.zero_grad();
-  const auto output = pipe_->forward(example.input);
-  const auto loss = task_.loss(output, example.target.to(output.device()));
+  torch::Tensor loss;
+  {
+    const Autocast autocast(options_.amp, pipe_->devices());
+    const auto output = pipe_->forward(example.input);
+    loss = task_.loss(output, example.target.to(output.device()));
+  }
   loss.backward();
   if (options_.clip > 0) torch::nn::utils::clip_grad_norm_(pipe_->parameters(), options_.clip);
   optimizer_.step();
@@ -164,7 +181,8 @@ void Trainer::finish(int epoch) {
   {
     pipe_->trace(nullptr);
     pipe_->eval();
-    torch::NoGradGuard no_grad;
+    const torch::NoGradGuard no_grad;
+    const Autocast autocast(options_.amp, pipe_->devices());
     scores = task_.validate(pipe_, epoch, *events_, files_);
   }
   std::vector<double> row = {static_cast<double>(epoch), loss_sum_ / static_cast<double>(seen_)};
@@ -227,43 +245,6 @@ int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::os
   for (const auto& file : trainer.files()) out << "  " << file.string() << "\n";
   out << std::flush;
   return signal == 0 ? 0 : 128 + signal;
-}
-
-std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const TrainingOptions& options,
-                                         std::vector<std::int64_t> image_shape) {
-  if (!options.balance.empty()) return options.balance;
-  if (options.stages == 1) return {static_cast<std::int64_t>(model->size())};
-  image_shape.insert(image_shape.begin(), std::max<std::int64_t>(1, options.batch_size / options.chunks));
-  const auto device = !options.devices.empty()      ? options.devices.front()
-                      : torch::cuda::is_available() ? torch::Device(torch::kCUDA, 0)
-                                                    : torch::Device(torch::kCPU);
-  return balance_by_time(options.stages, model, torch::full(image_shape, 0.5, device));
-}
-
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe) {
-  const auto layers = pipe->children();
-  const auto count = [](const std::vector<torch::Tensor>& parameters) {
-    return std::accumulate(parameters.begin(), parameters.end(), std::int64_t{0},
-                           [](std::int64_t sum, const torch::Tensor& parameter) { return sum + parameter.numel(); });
-  };
-  out << "model: " << name << ", " << layers.size() << " layers, " << count(pipe->parameters()) << " parameters\n";
-  auto layer = layers.begin();
-  for (std::size_t s = 0; s < pipe->balance().size(); ++s) {
-    std::int64_t parameters = 0;
-    for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count((*layer++)->parameters());
-    out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on "
-        << pipe->devices()[s].str() << "\n";
-  }
-  out << std::flush;
-}
-
-void check_outputs(const TrainingOptions& options) {
-  check_writable_directory(options.output);
-  if (options.trace.empty()) return;
-  if (!options.trace.has_filename() || std::filesystem::is_directory(options.trace)) {
-    throw std::runtime_error("--trace " + options.trace.string() + " is a directory; give a file");
-  }
-  check_writable_directory(options.trace.has_parent_path() ? options.trace.parent_path() : ".");
 }
 
 }  // namespace gpipe::examples

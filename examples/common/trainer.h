@@ -1,6 +1,5 @@
 #pragma once
 
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/optim/adam.h>
 
 #include <filesystem>
@@ -50,8 +49,8 @@ class Task {
 /// snapshot ends with the weights of one that never stopped: bit for bit where the micro-batches are the same.
 class Trainer {
  public:
-  /// `identity` is what a snapshot must have been made with, by flag: a run with other data or another batch size would
-  /// not go on but begin something else. `terminal`: draw a progress bar.
+  /// A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.
+  /// One with others would not go on but begin something else. `terminal`: draw a progress bar.
   Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
           std::ostream& out, bool terminal);
 
@@ -96,15 +95,5 @@ class Trainer {
 
 /// Runs it, names what it wrote, after the directory of drawn data if any, and returns the program's exit code.
 int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::ostream& out);
-
-/// The cut that the options ask for, or the one whose stages take equal time on such a mini-batch.
-std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const TrainingOptions& options,
-                                         std::vector<std::int64_t> image_shape);
-
-/// A line about the model, and one about its stages: layers, device, parameters.
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe);
-
-/// Tries all that a run will write, so that nothing fails for it after hours.
-void check_outputs(const TrainingOptions& options);
 
 }  // namespace gpipe::examples

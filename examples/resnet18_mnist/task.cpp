@@ -52,7 +52,7 @@ Examples ClassificationTask::training(int epoch, std::int64_t first) {
 }
 
 torch::Tensor ClassificationTask::loss(const torch::Tensor& logits, const torch::Tensor& labels) {
-  return torch::nn::functional::cross_entropy(logits, labels);
+  return torch::nn::functional::cross_entropy(logits.to(torch::kFloat), labels);
 }
 
 std::vector<std::string> ClassificationTask::score_names() const { return {"accuracy", "test_loss"}; }

@@ -6,6 +6,7 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
+#include "absl/strings/str_cat.h"
 #include "examples/common/trainer.h"
 #include "examples/resnet18_mnist/digits.h"
 #include "examples/resnet18_mnist/task.h"
@@ -52,15 +53,12 @@ int train(const Options& options) {
   torch::manual_seed(options.seed);
   auto model =
       models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
-  GPipe pipe(model, choose_balance(model, options, {1, training.size.height, training.size.width}),
-             GPipeOptions().devices(options.devices).chunks(options.chunks).checkpoint(options.checkpoint));
+  auto pipe = make_pipe(model, options, {1, training.size.height, training.size.width}, options.checkpoint);
   print_plan(std::cout, "ResNet-18", pipe);
 
   ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.output);
-  const std::map<std::string, std::string> identity = {{"--batch-size", std::to_string(options.batch_size)},
-                                                       {"--seed", std::to_string(options.seed)},
-                                                       {"--schedule", options.schedule},
-                                                       {"images", std::to_string(training.count())}};
+  const std::map<std::string, std::string> identity = {{"--small-images", absl::StrCat(options.small_images)},
+                                                       {"images", absl::StrCat(training.count())}};
   Trainer trainer(pipe, task, options, identity, std::cout, isatty(STDOUT_FILENO) != 0);
   return run_and_report(trainer, options.data == "synthetic" ? data : "", std::cout);
 }

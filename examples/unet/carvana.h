@@ -9,7 +9,7 @@ namespace gpipe::examples::unet {
 /// A picture and the mask of what to find in it.
 struct Sample {
   std::filesystem::path image;
-  std::filesystem::path mask;
+  std::filesystem::path mask;  ///< empty: unknown
 };
 
 /// The samples of a directory in Carvana's layout, sorted by name:

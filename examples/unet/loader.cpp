@@ -1,6 +1,7 @@
 #include "examples/unet/loader.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -8,23 +9,34 @@
 #include <utility>
 
 #include "examples/common/random.h"
+#include "examples/unet/augment.h"
+#include "examples/unet/classes.h"
 
 namespace gpipe::examples::unet {
+namespace {
+
+const LoaderOptions& checked(const std::vector<Sample>& samples, Size size, const LoaderOptions& options) {
+  if (samples.empty()) throw std::invalid_argument("there are no samples to load");
+  if (size.width < 1 || size.height < 1) throw std::invalid_argument("cannot load images at " + to_string(size));
+  if (options.batch_size < 1) {
+    throw std::invalid_argument("batch size is " + std::to_string(options.batch_size) + "; it must be at least 1");
+  }
+  if (options.workers < 0) {
+    throw std::invalid_argument("loader workers are " + std::to_string(options.workers) + "; none is 0");
+  }
+  return options;
+}
+
+}  // namespace
 
 Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
-    : samples_(std::move(samples)), size_(size), options_(options) {
-  if (samples_.empty()) throw std::invalid_argument("there are no samples to load");
-  if (size_.width < 1 || size_.height < 1) throw std::invalid_argument("cannot load images at " + to_string(size_));
-  if (options_.batch_size < 1) {
-    throw std::invalid_argument("batch size is " + std::to_string(options_.batch_size) + "; it must be at least 1");
-  }
-  if (options_.workers < 1) {
-    throw std::invalid_argument("loader workers are " + std::to_string(options_.workers) +
-                                "; there must be at least 1");
-  }
+    : samples_(std::move(samples)),
+      size_(size),
+      options_(checked(samples_, size, options)),
+      end_((static_cast<int64_t>(samples_.size()) + options.batch_size - 1) / options.batch_size),
+      claimed_(std::min(options.first_batch, end_)),
+      taken_(claimed_) {
   if (options_.shuffle) Random(options_.seed, static_cast<uint64_t>(options_.epoch)).shuffle(samples_);
-  const auto skipped = std::min<int64_t>(samples_.size(), options_.first_batch * options_.batch_size);
-  samples_.erase(samples_.begin(), samples_.begin() + skipped);
   for (int i = 0; i < options_.workers; ++i) {
     workers_.emplace_back([this](std::stop_token stop) { work(stop); });
   }
@@ -32,7 +44,12 @@ Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
 
 std::optional<Batch> Loader::next() {
   MutexLock lock(mutex_);
-  if (taken_ == batches()) return std::nullopt;
+  if (taken_ == end_) return std::nullopt;
+  if (workers_.empty()) {
+    Batch batch = decode(taken_);
+    ++taken_;
+    return batch;
+  }
   auto result = results_.find(taken_);
   while (result == results_.end()) {
     changed_.wait(mutex_);
@@ -56,8 +73,8 @@ void Loader::work(std::stop_token stop) {
     {
       MutexLock lock(mutex_);
       const auto full = [&]() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) { return claimed_ - taken_ > options_.workers; };
-      while (!stop.stop_requested() && claimed_ < batches() && full()) changed_.wait(mutex_);
-      if (stop.stop_requested() || claimed_ == batches()) return;
+      while (!stop.stop_requested() && claimed_ < end_ && full()) changed_.wait(mutex_);
+      if (stop.stop_requested() || claimed_ == end_) return;
       index = claimed_++;
     }
     Result result;
@@ -76,13 +93,17 @@ Batch Loader::decode(int64_t index) const {
   const int64_t first = index * options_.batch_size;
   const int64_t count = std::min<int64_t>(options_.batch_size, static_cast<int64_t>(samples_.size()) - first);
   Batch batch{at::empty({count, 3, size_.height, size_.width}, at::kFloat),
-              at::empty({count, 1, size_.height, size_.width}, at::kFloat)};
+              at::zeros({count, 1, size_.height, size_.width}, at::kByte)};
   auto* image_out = batch.images.mutable_data_ptr<float>();
-  auto* mask_out = batch.masks.mutable_data_ptr<float>();
+  auto* mask_out = batch.masks.mutable_data_ptr<uint8_t>();
   for (int64_t i = first; i < first + count; ++i) {
     const auto& sample = samples_[static_cast<size_t>(i)];
-    const Image image = read_image(sample.image, size_);
-    const Image mask = read_mask(sample.mask, size_);
+    Image image = read_image(sample.image, size_);
+    Image mask = sample.mask.empty() ? Image(size_, 1) : read_labels(sample.mask, options_.classes, size_);
+    if (options_.augment) {
+      Random random(options_.seed, (static_cast<uint64_t>(options_.epoch) << 32) + static_cast<uint64_t>(i) + 1);
+      augment(image, mask, random);
+    }
     for (size_t channel = 0; channel < 3; ++channel) {
       for (size_t at = channel; at < image.pixels.size(); at += 3)
         *image_out++ = static_cast<float>(image.pixels[at]) / 255;

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <map>
@@ -19,12 +20,14 @@ namespace gpipe::examples::unet {
 
 struct Batch {
   at::Tensor images;  ///< [n, 3, height, width], float, 0 to 1
-  at::Tensor masks;   ///< [n, 1, height, width], float, 0 or 1
+  at::Tensor masks;   ///< [n, 1, height, width], uint8, the class of each pixel
 };
 
 struct LoaderOptions {
   int64_t batch_size = 4;
-  int workers = 2;
+  int workers = 2;       ///< threads that decode ahead; 0: next() decodes
+  int classes = 2;       ///< see classes.h
+  bool augment = false;  ///< see augment(); differently in each epoch
   bool shuffle = false;  ///< else in the order of the samples
   uint64_t seed = 0;     ///< with the epoch, fixes the shuffled order
   int64_t epoch = 0;
@@ -32,15 +35,17 @@ struct LoaderOptions {
 };
 
 /// One pass over the samples in batches (the last may be smaller), decoded ahead of their use by worker threads. What
-/// it yields does not depend on the number of workers. It holds at most workers + 1 batches, decoded or being decoded.
+/// it yields does not depend on the number of workers, nor on which batch is the first. It holds at most workers + 1
+/// batches, decoded or being decoded.
 ///
 /// All samples come out at one size, whatever theirs (see image_size() and scaled()): images by resize_bilinear(),
-/// masks by resize_nearest(). Another aspect ratio is stretched.
+/// masks by resize_nearest(). Another aspect ratio is stretched. A sample
+/// without a mask gets one of zeros.
 ///
 /// Threads: next() from one thread at a time. Destroy it at any time; it waits for the files being decoded, no more.
 class Loader {
  public:
-  /// Throws std::invalid_argument for an empty list, size, batch or set of workers.
+  /// Throws std::invalid_argument for an empty list, size or batch, or a negative number of workers.
   Loader(std::vector<Sample> samples, Size size, LoaderOptions options);
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
@@ -49,9 +54,8 @@ class Loader {
   /// threw, and so does every call after it.
   std::optional<Batch> next();
 
-  int64_t batches() const {
-    return (static_cast<int64_t>(samples_.size()) + options_.batch_size - 1) / options_.batch_size;
-  }
+  /// That next() returns in all.
+  int64_t batches() const { return std::max<int64_t>(0, end_ - options_.first_batch); }
 
  private:
   struct Result {
@@ -62,15 +66,16 @@ class Loader {
   void work(std::stop_token stop);
   Batch decode(int64_t index) const;
 
-  std::vector<Sample> samples_;
+  std::vector<Sample> samples_;  // in the order of this pass
   const Size size_;
   const LoaderOptions options_;
+  const int64_t end_;  // the batch after the last
 
   Mutex mutex_;
   CondVar changed_;
   std::map<int64_t, Result> results_ ABSL_GUARDED_BY(mutex_);
-  int64_t claimed_ ABSL_GUARDED_BY(mutex_) = 0;  // batches that a worker has begun
-  int64_t taken_ ABSL_GUARDED_BY(mutex_) = 0;    // batches that next() has returned
+  int64_t claimed_ ABSL_GUARDED_BY(mutex_);  // the next batch that a worker will begin
+  int64_t taken_ ABSL_GUARDED_BY(mutex_);    // the next batch that next() will return
 
   // The last member: its destruction stops and joins the workers while what they use is alive.
   std::vector<std::jthread> workers_;

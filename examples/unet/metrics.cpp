@@ -1,20 +1,31 @@
 #include "examples/unet/metrics.h"
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
+#include <string>
 
 namespace gpipe::examples::unet {
-namespace {
 
-double dice_of(int64_t both, int64_t sum) {
-  return sum == 0 ? 1 : 2 * static_cast<double>(both) / static_cast<double>(sum);
+Score mean(const std::vector<Score>& scores) {
+  Score sum;
+  for (const auto& score : scores) {
+    sum.dice += score.dice;
+    sum.iou += score.iou;
+  }
+  const auto count = static_cast<double>(scores.size());
+  return {sum.dice / count, sum.iou / count};
 }
 
-double iou_of(int64_t both, int64_t sum) {
-  return sum == 0 ? 1 : static_cast<double>(both) / static_cast<double>(sum - both);
+Score Metrics::Count::score() const {
+  if (sum == 0) return {1, 1};
+  const auto overlap = static_cast<double>(both);
+  return {2 * overlap / static_cast<double>(sum), overlap / static_cast<double>(sum - both)};
 }
 
-}  // namespace
+Metrics::Metrics(int classes) : total_(static_cast<size_t>(std::max(classes, 1))), image_sum_(total_.size() - 1) {
+  if (classes < 2) throw std::invalid_argument("metrics need 2 classes or more, not " + std::to_string(classes));
+}
 
 void Metrics::add(const at::Tensor& predicted, const at::Tensor& truth) {
   if (predicted.dim() < 1 || predicted.sizes() != truth.sizes()) {
@@ -23,34 +34,39 @@ void Metrics::add(const at::Tensor& predicted, const at::Tensor& truth) {
          << "; they must agree";
     throw std::invalid_argument(text.str());
   }
-  const auto floats = [](const at::Tensor& tensor) { return tensor.detach().to(at::kCPU, at::kFloat).contiguous(); };
-  const at::Tensor a = floats(predicted);
-  const at::Tensor b = floats(truth);
-  const int64_t images = a.size(0);
-  const int64_t pixels = images == 0 ? 0 : a.numel() / images;
-  const auto* in_a = a.const_data_ptr<float>();
-  const auto* in_b = b.const_data_ptr<float>();
-  for (int64_t image = 0; image < images; ++image) {
-    int64_t both = 0;
-    int64_t sum = 0;
+  const at::Tensor a = predicted.cpu().contiguous();
+  const at::Tensor b = truth.cpu().contiguous();
+  const int64_t pixels = a.size(0) == 0 ? 0 : a.numel() / a.size(0);
+  const auto* in_a = a.const_data_ptr<uint8_t>();
+  const auto* in_b = b.const_data_ptr<uint8_t>();
+  for (int64_t image = 0; image < a.size(0); ++image) {
+    std::vector<Count> counts(total_.size());
     for (int64_t i = 0; i < pixels; ++i, ++in_a, ++in_b) {
-      const bool is_a = *in_a > 0.5f;
-      const bool is_b = *in_b > 0.5f;
-      both += is_a && is_b;
-      sum += is_a + is_b;
+      auto& count = counts.at(*in_a);
+      ++count.sum;
+      ++counts.at(*in_b).sum;
+      if (*in_a == *in_b) ++count.both;
     }
-    both_ += both;
-    sum_ += sum;
-    image_dice_ += dice_of(both, sum);
-    image_iou_ += iou_of(both, sum);
+    for (size_t k = 0; k < counts.size(); ++k) {
+      total_[k].both += counts[k].both;
+      total_[k].sum += counts[k].sum;
+      if (k == 0) continue;
+      image_sum_[k - 1].dice += counts[k].score().dice;
+      image_sum_[k - 1].iou += counts[k].score().iou;
+    }
+    ++images_;
   }
-  images_ += images;
 }
 
 Metrics::Scores Metrics::scores() const {
-  if (images_ == 0) return {};
-  const auto count = static_cast<double>(images_);
-  return {dice_of(both_, sum_), iou_of(both_, sum_), image_dice_ / count, image_iou_ / count};
+  Scores scores{image_sum_, image_sum_};
+  if (images_ == 0) return scores;
+  for (size_t k = 0; k < image_sum_.size(); ++k) {
+    scores.pixels[k] = total_[k + 1].score();
+    scores.images[k].dice /= static_cast<double>(images_);
+    scores.images[k].iou /= static_cast<double>(images_);
+  }
+  return scores;
 }
 
 }  // namespace gpipe::examples::unet

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <iterator>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "examples/common/canvas.h"
@@ -12,10 +13,12 @@ namespace gpipe::examples::unet {
 namespace {
 
 constexpr Label kCar = 1;
+constexpr Label kWindow = 2;
+constexpr Label kWheel = 3;
 
 class Painter {
  public:
-  Painter(Random& random, Size size) : random_(random), canvas_(size) {}
+  Painter(Random& random, Size size, int classes) : random_(random), canvas_(size), classes_(classes) {}
 
   Scene paint() {
     horizon_ = between(4600, 5800);
@@ -34,6 +37,8 @@ class Painter {
   int between(int low, int high) { return random_.between(low, high); }
   // Somewhere across the picture.
   int across() { return between(0, canvas_.width()); }
+
+  Label label(Label part) const { return part < classes_ ? part : kCar; }
 
   Color grey(int low, int high) {
     const int value = between(low, high);
@@ -173,9 +178,9 @@ class Painter {
       const int along = faces_right ? point.x : 1000 - point.x;
       return Point{left + length * along / 1000, ground - height * point.y / 1000};
     };
-    const auto fill = [&](std::vector<Point> corners, Color color) {
+    const auto fill = [&](std::vector<Point> corners, Color color, Label part = kCar) {
       for (Point& corner : corners) corner = at(corner);
-      canvas_.polygon(corners, color, kCar);
+      canvas_.polygon(corners, color, label(part));
     };
 
     const int wheel = length * between(78, 95) / 1000;
@@ -187,7 +192,7 @@ class Painter {
     fill({{120, 520}, {120, 548}, {780, 548}, {780, 520}}, scale(color, 70));
     const Color glass = random_.chance(60) ? Color{between(25, 60), between(32, 66), between(42, 80)}
                                            : Color{between(120, 190), between(150, 205), between(170, 220)};
-    for (const auto& window : body.windows) fill(window, glass);
+    for (const auto& window : body.windows) fill(window, glass, kWindow);
     fill({{502, 230}, {502, 600}, {508, 600}, {508, 230}}, scale(color, 55));
     fill({{965, 380}, {965, 470}, {993, 440}, {996, 380}}, {245, 240, 205});
     fill({{2, 400}, {4, 480}, {30, 480}, {30, 400}}, {190, 20, 25});
@@ -197,9 +202,9 @@ class Painter {
     for (const int along : {185, 805}) {
       const Point foot = at({along, 0});
       const Point hub = {foot.x, ground - wheel};
-      canvas_.ellipse(hub, wheel, wheel, tyre, kCar);
-      canvas_.ellipse(hub, wheel * 58 / 100, wheel * 58 / 100, rim, kCar);
-      canvas_.ellipse(hub, wheel * 15 / 100, wheel * 15 / 100, tyre, kCar);
+      canvas_.ellipse(hub, wheel, wheel, tyre, label(kWheel));
+      canvas_.ellipse(hub, wheel * 58 / 100, wheel * 58 / 100, rim, label(kWheel));
+      canvas_.ellipse(hub, wheel * 15 / 100, wheel * 15 / 100, tyre, label(kWheel));
     }
     car_center_ = {left + length / 2, ground - height / 2};
     car_ground_ = ground;
@@ -250,6 +255,7 @@ class Painter {
 
   Random& random_;
   Canvas canvas_;
+  const int classes_;
   int horizon_ = 0;  // where walls meet the pavement
   Point car_center_;
   int car_ground_ = 0;
@@ -258,11 +264,15 @@ class Painter {
 
 }  // namespace
 
-Scene draw_scene(Random& random, Size size) {
+Scene draw_scene(Random& random, Size size, int classes) {
   if (size.width < 16 || size.height < 16) {
     throw std::invalid_argument("a scene of " + to_string(size) + " is too small; it takes at least 16x16");
   }
-  return Painter(random, size).paint();
+  if (classes < 2 || classes > kSceneClasses) {
+    throw std::invalid_argument("a scene has 2 to " + std::to_string(kSceneClasses) + " classes, not " +
+                                std::to_string(classes));
+  }
+  return Painter(random, size, classes).paint();
 }
 
 }  // namespace gpipe::examples::unet

@@ -9,6 +9,7 @@
 #include "examples/common/files.h"
 #include "examples/common/random.h"
 #include "examples/unet/carvana.h"
+#include "examples/unet/classes.h"
 #include "examples/unet/scene.h"
 
 namespace gpipe::examples::unet {
@@ -27,24 +28,29 @@ void make_directory_for(const fs::path& directory, const std::set<fs::path>& fil
 
 }  // namespace
 
-void write_synthetic(const std::filesystem::path& directory, int count, Size size, uint64_t seed) {
+void write_synthetic(const std::filesystem::path& directory, int count, Size size, uint64_t seed, int classes) {
   if (count < 1) throw std::invalid_argument("cannot write " + std::to_string(count) + " images; at least 1");
   const fs::path images = directory / "imgs";
   const fs::path masks = directory / "masks";
   std::vector<Sample> samples;
   std::set<fs::path> files;
+  const std::string mask_suffix = classes == 2 ? "_mask.gif" : "_mask.png";
   for (int i = 0; i < count; ++i) {
     const std::string stem = absl::StrFormat("%04d", i);
-    samples.push_back({images / (stem + ".jpg"), masks / (stem + "_mask.gif")});
+    samples.push_back({images / (stem + ".jpg"), masks / (stem + mask_suffix)});
     files.insert({samples.back().image, samples.back().mask});
   }
   make_directory_for(images, files);
   make_directory_for(masks, files);
   for (size_t i = 0; i < samples.size(); ++i) {
     Random random(seed, i);
-    const Scene scene = draw_scene(random, size);
+    const Scene scene = draw_scene(random, size, classes);
     write_jpeg(samples[i].image, scene.image);
-    write_gif(samples[i].mask, scene.mask);
+    if (classes == 2) {
+      write_gif(samples[i].mask, scene.mask);
+    } else {
+      write_png(samples[i].mask, paint_labels(scene.mask, classes));
+    }
   }
 }
 

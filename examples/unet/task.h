@@ -10,10 +10,10 @@
 
 namespace gpipe::examples::unet {
 
-/// Learning to mask what the samples show: [n, 3, h, w] to logits [n, 1, h, w].
+/// Learning to mask what the samples show: images [n, 3, h, w], values 0 to 1, to logits (see segmentation.h).
 class SegmentationTask : public Task {
  public:
-  /// Batches as `loading` says, but for order and epoch. Draws a picture of the first validation images each epoch into
+  /// Batches as `loading` says, but for order and epoch; validation is never augmented. Draws a picture of the first validation images each epoch into
   /// the directory.
   SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path directory);
 
@@ -30,8 +30,5 @@ class SegmentationTask : public Task {
   const LoaderOptions loading_;
   const std::filesystem::path directory_;
 };
-
-/// Binary cross-entropy of logits plus 1 - Dice of their probabilities, each a mean over the batch. Shapes as equal.
-torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& masks);
 
 }  // namespace gpipe::examples::unet

@@ -171,6 +171,14 @@ TEST(ImageTest, ResizeRefusesNothingness) {
   EXPECT_THROW(resize_nearest(Image(), {2, 2}), std::invalid_argument);
 }
 
+TEST(SizeTest, IsReadAsItIsWritten) {
+  EXPECT_EQ(to_size("1918x1280"), (Size{1918, 1280}));
+  EXPECT_EQ(to_size(to_string({3, 4})), (Size{3, 4}));
+  for (const auto* text : {"", "192", "192x", "0x128", "192x-1", "192x128x3", "192x128 ", "999999x1"}) {
+    EXPECT_THROW(to_size(text), std::invalid_argument) << text;
+  }
+}
+
 TEST(ImageTest, ScaledSizeIsRoundedAndNeverEmpty) {
   EXPECT_EQ(scaled({1918, 1280}, 0.5), (Size{959, 640}));
   EXPECT_EQ(scaled({10, 3}, 0.1), (Size{1, 1}));

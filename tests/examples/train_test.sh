@@ -47,7 +47,7 @@ for stages in 2 3; do
 done
 
 # Files that were already there, PNG instead of JPEG and GIF, every checkpoint mode, a given cut, uneven batches.
-data=stages1/synthetic12
+data=stages1/synthetic_12_192x128_2
 train again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 --validation 25
 train plain --data "$data" --scale 0.25 --checkpoint never --devices cpu,cpu --workers 3 --seed 5 --batch-size 5
 

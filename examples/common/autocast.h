@@ -1,0 +1,28 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <vector>
+
+namespace gpipe::examples {
+
+/// While it lives, this thread's operators on those kinds of devices compute in bfloat16 where that is safe. It needs no
+/// loss scaling: bfloat16 has the range of float.
+class Autocast {
+ public:
+  /// Does nothing unless `enabled`.
+  Autocast(bool enabled, const std::vector<torch::Device>& devices);
+  ~Autocast();
+  Autocast(const Autocast&) = delete;
+  Autocast& operator=(const Autocast&) = delete;
+
+ private:
+  struct Previous {
+    torch::DeviceType type;
+    bool enabled;
+    torch::Dtype dtype;
+  };
+  std::vector<Previous> previous_;
+};
+
+}  // namespace gpipe::examples

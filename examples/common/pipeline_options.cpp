@@ -1,0 +1,131 @@
+#include "examples/common/pipeline_options.h"
+
+#include <c10/util/Exception.h>
+#include <torch/cuda.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <iostream>
+#include <numeric>
+#include <utility>
+
+#include "balance/by_time.h"
+
+namespace gpipe::examples {
+namespace {
+
+std::vector<std::int64_t> to_counts(const std::string& text) {
+  std::vector<std::int64_t> counts;
+  for (const auto& part : CLI::detail::split(text, ',')) {
+    std::int64_t count = 0;
+    if (!CLI::detail::lexical_cast(part, count) || count < 1) {
+      throw CLI::ValidationError("--balance", "'" + part + "' is no number of layers; give them as 20,35");
+    }
+    counts.push_back(count);
+  }
+  return counts;
+}
+
+std::vector<torch::Device> to_devices(const std::string& text) {
+  std::vector<torch::Device> devices;
+  for (const auto& part : CLI::detail::split(text, ',')) {
+    try {
+      devices.emplace_back(part);
+    } catch (const std::exception&) {
+      throw CLI::ValidationError("--devices", "'" + part + "' is no device; give cpu, cuda or cuda:N");
+    }
+  }
+  return devices;
+}
+
+std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const PipelineOptions& options,
+                                         std::vector<std::int64_t> image_shape) {
+  if (!options.balance.empty()) return options.balance;
+  if (options.stages == 1) return {static_cast<std::int64_t>(model->size())};
+  image_shape.insert(image_shape.begin(), std::max<std::int64_t>(1, options.batch_size / options.chunks));
+  const auto device = !options.devices.empty()      ? options.devices.front()
+                      : torch::cuda::is_available() ? torch::Device(torch::kCUDA, 0)
+                                                    : torch::Device(torch::kCPU);
+  return balance_by_time(options.stages, model, torch::full(image_shape, 0.5, device));
+}
+
+}  // namespace
+
+void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
+  // A flag given twice: the last one counts, so that a script's own can be overridden.
+  app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
+  app.get_formatter()->column_width(34);
+
+  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::PositiveNumber);
+  app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
+      ->check(CLI::Range(1, 1024))
+      ->group(kPipelineGroup);
+  app.add_option("--balance", "layers in each stage, as 20,35; without it the cut is measured")->group(kPipelineGroup);
+  app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")
+      ->check(CLI::PositiveNumber)
+      ->group(kPipelineGroup);
+  app.add_option("--devices", "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs, or the CPU")
+      ->group(kPipelineGroup);
+
+  app.final_callback([&app, &options] {
+    if (app.count("--balance") > 0) {
+      options.balance = to_counts(app["--balance"]->as<std::string>());
+      const auto cuts = static_cast<int>(options.balance.size());
+      if (app.count("--stages") > 0 && options.stages != cuts) {
+        throw CLI::ValidationError("--balance", "has " + std::to_string(cuts) + " stages, but --stages is " +
+                                                    std::to_string(options.stages) + "; give one of them");
+      }
+      options.stages = cuts;
+    }
+    if (app.count("--devices") > 0) {
+      options.devices = to_devices(app["--devices"]->as<std::string>());
+      if (options.devices.size() == 1) options.devices.resize(options.stages, options.devices.front());
+      if (static_cast<int>(options.devices.size()) != options.stages) {
+        throw CLI::ValidationError("--devices", "has " + std::to_string(options.devices.size()) + " for " +
+                                                    std::to_string(options.stages) +
+                                                    " stages; give one a stage, or one for all");
+      }
+    }
+  });
+}
+
+GPipe make_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
+                std::vector<std::int64_t> image_shape, Checkpoint checkpoint) {
+  return GPipe(model, choose_balance(model, options, std::move(image_shape)),
+               GPipeOptions().devices(options.devices).chunks(options.chunks).checkpoint(checkpoint));
+}
+
+void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe) {
+  const auto layers = pipe->children();
+  const auto count = [](const std::vector<torch::Tensor>& parameters) {
+    return std::accumulate(parameters.begin(), parameters.end(), std::int64_t{0},
+                           [](std::int64_t sum, const torch::Tensor& parameter) { return sum + parameter.numel(); });
+  };
+  out << "model: " << name << ", " << layers.size() << " layers, " << count(pipe->parameters()) << " parameters\n";
+  auto layer = layers.begin();
+  for (std::size_t s = 0; s < pipe->balance().size(); ++s) {
+    std::int64_t parameters = 0;
+    for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count((*layer++)->parameters());
+    out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on "
+        << pipe->devices()[s].str() << "\n";
+  }
+  out << std::flush;
+}
+
+int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error);
+  }
+  try {
+    return run();
+  } catch (const c10::Error& error) {
+    std::cerr << "error: " << error.what_without_backtrace() << std::endl;
+  } catch (const std::exception& error) {
+    std::cerr << "error: " << error.what() << std::endl;
+  }
+  return 1;
+}
+
+}  // namespace gpipe::examples

@@ -1,0 +1,69 @@
+#include "examples/unet/predictor.h"
+
+#include <torch/nn/functional/upsampling.h>
+
+#include <CLI/CLI.hpp>
+#include <stdexcept>
+#include <utility>
+
+#include "examples/unet/loader.h"
+#include "examples/unet/model.h"
+#include "examples/unet/segmentation.h"
+#include "gpipe/snapshot/snapshot.h"
+
+namespace gpipe::examples::unet {
+
+void add_predictor_options(CLI::App& app, PredictorOptions& options) {
+  options.batch_size = 4;
+  add_pipeline_options(app, options);
+  app.add_option("-m,--model", options.model, "snapshot that the training wrote")
+      ->required()
+      ->always_capture_default(false);
+  app.add_option("-s,--scale", options.scale,
+                 "size of the images that the network sees, as a share of the files'; without it as in training")
+      ->check(CLI::Range(0.001, 1.0));
+  app.add_option("--workers", options.workers, "threads that decode ahead of the network; 0: itself")
+      ->check(CLI::Range(0, 256));
+}
+
+Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images)
+    : options_(options), images_(std::move(images)) {
+  auto snapshot = read_snapshot(options_.model);
+  for (const auto& image : images_) sizes_.push_back(image_size(image));
+  flags_ = snapshot.options;
+  ModelOptions model_options;
+  try {
+    model_options = from_flags(flags_);
+    scale_ = options_.scale.value_or(std::stod(flags_.at("--scale")));
+  } catch (const std::logic_error& error) {
+    throw std::runtime_error(options_.model.string() + " is not of this program's training: " + error.what());
+  }
+  classes_ = model_options.classes;
+  auto model = make_model(model_options);
+  restore_model(*model, snapshot.model);
+  const Size size = scaled(sizes_.at(0), scale_);
+  pipe_ = make_pipe(model, options_, {3, size.height, size.width}, Checkpoint::kNever);
+  pipe_->eval();
+}
+
+void Predictor::run(const std::function<void(std::size_t, const torch::Tensor&)>& use) {
+  namespace F = torch::nn::functional;
+  const torch::NoGradGuard no_grad;
+  for (std::size_t begin = 0, end = 0; begin < images_.size(); begin = end) {
+    // As many as can share a batch.
+    const Size size = scaled(sizes_[begin], scale_);
+    std::vector<Sample> samples;
+    for (; end < images_.size() && scaled(sizes_[end], scale_) == size; ++end) samples.push_back({images_[end], {}});
+    Loader loader(samples, size, {.batch_size = options_.batch_size, .workers = options_.workers});
+    for (std::size_t image = begin; const auto batch = loader.next();) {
+      const auto probabilities = to_probabilities(pipe_->forward(batch->images)).cpu();
+      for (std::int64_t i = 0; i < probabilities.size(0); ++i, ++image) {
+        const std::vector<std::int64_t> whole = {sizes_[image].height, sizes_[image].width};
+        use(image, F::interpolate(probabilities.narrow(0, i, 1),
+                                  F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
+      }
+    }
+  }
+}
+
+}  // namespace gpipe::examples::unet
