@@ -4,19 +4,16 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <cmath>
 #include <cstdio>
 #include <numeric>
 #include <utility>
 
 #include "examples/common/codecs.h"
 #include "examples/common/random.h"
+#include "examples/resnet18_mnist/confusion.h"
 
 namespace gpipe::examples::mnist {
 namespace {
-
-constexpr int kCell = 24;
-constexpr int kLine = 1;
 
 Example to_tensors(const LabelledImages& set) {
   const auto count = static_cast<std::int64_t>(set.count());
@@ -69,33 +66,15 @@ std::vector<double> ClassificationTask::validate(GPipe& pipe, int epoch, EventFi
     loss_sum += loss(logits, labels).item<double>() * static_cast<double>(size);
     pairs += torch::bincount(labels * classes_ + logits.argmax(1), {}, classes_ * classes_);
   }
-  const auto counts = pairs.view({classes_, classes_});
   char name[40];
   std::snprintf(name, sizeof name, "confusion_%03d.png", epoch);
-  const auto picture = draw_confusion(counts);
+  const auto* counts = pairs.const_data_ptr<std::int64_t>();
+  const auto picture = draw_confusion({counts, counts + pairs.numel()}, static_cast<int>(classes_));
   write_png(directory_ / name, picture);
   events.add_image("confusion", epoch, encode_png(picture), picture.width, picture.height);
   files.push_back(directory_ / name);
-  return {counts.trace().item<double>() / static_cast<double>(count), loss_sum / static_cast<double>(count)};
-}
-
-Image draw_confusion(const torch::Tensor& counts) {
-  const auto classes = static_cast<int>(counts.size(0));
-  const auto shares = (counts.to(torch::kDouble) / counts.sum(1, true).clamp_min(1)).contiguous();
-  const int side = classes * (kCell + kLine) + kLine;
-  Image picture({side, side}, 1);
-  std::fill(picture.pixels.begin(), picture.pixels.end(), 64);
-  for (int row = 0; row < classes; ++row) {
-    for (int column = 0; column < classes; ++column) {
-      // The root makes the rare mistakes visible, which are what one looks for.
-      const double brightness = std::sqrt(shares[row][column].item<double>());
-      const auto grey = static_cast<std::uint8_t>(std::lround(255 * brightness));
-      for (int y = 0; y < kCell; ++y) {
-        std::fill_n(picture.at(column * (kCell + kLine) + kLine, row * (kCell + kLine) + kLine + y), kCell, grey);
-      }
-    }
-  }
-  return picture;
+  return {pairs.view({classes_, classes_}).trace().item<double>() / static_cast<double>(count),
+          loss_sum / static_cast<double>(count)};
 }
 
 }  // namespace gpipe::examples::mnist

@@ -32,8 +32,4 @@ class ClassificationTask : public Task {
   const std::filesystem::path directory_;
 };
 
-/// A square a pair: row the true class, column the predicted one, from the top left; the brighter, the more of the row's
-/// images. `counts` is [classes, classes].
-Image draw_confusion(const torch::Tensor& counts);
-
 }  // namespace gpipe::examples::mnist

@@ -1,71 +1,58 @@
 #!/usr/bin/env bash
 # The U-Net training program from end to end, on tiny and on damaged data: train_test.sh PROGRAM FOLDER
-set -euo pipefail
-program=$1
-work=$2
-rm -rf "$work"
-mkdir -p "$work"
-cd "$work"
+source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 
-fail() {
-  echo "FAILED: $*" >&2
-  exit 1
-}
-
-tiny=(--epochs 2 --batch-size 4 --chunks 2 --depth 1 --channels 4)
-
-# train NAME FLAG...: must succeed.
-train() {
-  local name=$1
-  shift
-  "$program" "${tiny[@]}" --output "$name" "$@" >"$name.log" 2>&1 || { cat "$name.log" >&2 && fail "$name"; }
-}
-
-# refuse NAME TEXT FLAG...: must end with an error that contains TEXT, before any training.
-refuse() {
-  local name=$1 text=$2
-  shift 2
-  if "$program" "${tiny[@]}" --output "$name" "$@" >"$name.log" 2>"$name.err"; then fail "$name was accepted"; fi
-  grep -qF -- "$text" "$name.err" || { cat "$name.err" >&2 && fail "$name does not say '$text'"; }
-  ! grep -q '^epoch 1/' "$name.log" || fail "$name trained before it failed"
-}
+common=(--epochs 2 --batch-size 4 --chunks 2 --depth 1 --channels 4)
+cut=5,18
+rate_column=6
+plateau_epochs=40
+tiny=(--data synthetic --samples 12 --scale 0.25)
 
 # The same training whatever the number of stages; each file that it names is there.
 for stages in 1 2 3; do
-  train "stages$stages" --data synthetic --samples 12 --scale 0.25 --stages "$stages" --trace "trace$stages.json"
-  for file in $(sed -n '/^wrote$/,$p' "stages$stages.log" | tail -n +2); do
-    [[ -e $file ]] || fail "$file was named but not written"
-  done
-  [[ $(wc -l <"stages$stages/history.csv") == 3 ]] || fail "history.csv of $stages stages"
+  run "stages$stages" "${tiny[@]}" --stages "$stages" --trace "trace$stages.json"
+  written "stages$stages"
+  [[ $(column "stages$stages" 1) == $'1\n2' ]] || fail "history.csv of $stages stages"
   grep -q '"traceEvents"' "trace$stages.json" || fail "trace of $stages stages"
   ! grep -q $'\r' "stages$stages.log" || fail "a progress bar in a file"
-  awk -F, '{printf "%s %.4f %.4f\n", $1, $2, $3}' "stages$stages/history.csv" >"losses$stages"
+  [[ $(grep -c "^stage .* layers, .* parameters, on cpu" "stages$stages.log") == "$stages" ]] || fail "no plan"
+  near "$(column "stages$stages" 2)" "$(column stages1 2)" 1e-2 || fail "$stages stages train otherwise than 1"
 done
-for stages in 2 3; do
-  paste losses1 "losses$stages" | awk '{for (i = 2; i <= 3; ++i) {d = $i - $(i + 3); if (d * d > 1e-4) exit 1}}' ||
-    fail "$stages stages train otherwise than 1"
-done
+check_terminal "${tiny[@]}"
 
-# Files that were already there, PNG instead of JPEG and GIF, every checkpoint mode, a given cut, uneven batches.
+# Files that were already there, in another checkpoint mode, uneven batches.
 data=stages1/synthetic_12_192x128_2
-train again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 --validation 25
-train plain --data "$data" --scale 0.25 --checkpoint never --devices cpu,cpu --workers 3 --seed 5 --batch-size 5
+run again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 --validation 25
+grep -q '9 images to train, 3 to validate, at 48x32, 2 classes' again.log || fail "--validation or --scale"
+run uneven --data "$data" --scale 0.25 --batch-size 5
+check_training_flags stages2 --data "$data" --scale 0.25
 
-refuse no-data 'no-such-folder' --data no-such-folder
-refuse cut 'sums to 3' --data "$data" --balance 1,2
-refuse cut-zero '--balance' --data "$data" --balance 0,23
-refuse stages-and-cut '--stages is 3' --data "$data" --balance 5,18 --stages 3
-refuse too-many-stages "23 layers" --data "$data" --stages 24
-refuse device "'gpu' is no device" --data "$data" --devices gpu
-refuse device-missing 'cuda:63' --data "$data" --devices cpu,cuda:63
-refuse device-few '--devices: has 2 for 3 stages' --data "$data" --stages 3 --devices cpu,cpu
-refuse trace-folder 'is a directory' --data "$data" --trace .
-refuse mode '--checkpoint' --data "$data" --checkpoint sometimes
+run one-stage --data "$data" --scale 0.25 --stages 1
+run by-itself --data "$data" --scale 0.25 --stages 1 --workers 0
+diff <(column one-stage 2-5) <(column by-itself 2-5) || fail "--workers changes what is learnt"
+run augment --data "$data" --scale 0.25 --augment
+! near "$(column augment 2)" "$(column stages2 2)" 1e-4 || fail "--augment has no effect"
+run bilinear --data "$data" --scale 0.25 --bilinear
+grep -q '24 layers' bilinear.log || fail "--bilinear has no effect"
+run sizes --samples 4 --size 80x48 --scale 1 --depth 2 --channels 3
+grep -q 'at 80x48' sizes.log || fail "--size has no effect"
+run classes "${tiny[@]}" --classes 4
+head -1 classes/history.csv | grep -q 'val_dice_3' || fail "no Dice for each class"
+grep -q '4 classes' classes.log || fail "--classes has no effect"
+
+refuse_training_flags "$data" 23
 refuse scale '--scale' --data "$data" --scale 2
-refuse flag '--no-such-flag' --data "$data" --no-such-flag
-touch file
-if "$program" "${tiny[@]}" --data "$data" --output file/output >unwritable.log 2>&1; then fail "unwritable output"; fi
-grep -q 'file' unwritable.log || fail "unwritable output is not named"
+refuse validation '--validation' --data "$data" --validation 100
+refuse classes-one '--classes' --data "$data" --classes 1
+refuse workers '--workers' --data "$data" --workers -1
+refuse size "'big' is no size" --size big
+refuse size-small '8x8' --size 8x8
+refuse scene-classes '2 to 4 classes' --classes 5
+refuse other-batch '--batch-size 4, not 5' --data "$data" --scale 0.25 --batch-size 5 --resume stages2/latest.snapshot
+refuse other-model '--channels 4, not 5' --data "$data" --scale 0.25 --channels 5 --resume stages2/latest.snapshot
+refuse other-weights 'down1_conv1.weight' --data "$data" --scale 0.25 --channels 5 --load stages2/best.snapshot
+head -c 3000 stages2/latest.snapshot >damaged
+refuse damaged-snapshot 'damaged' --data "$data" --scale 0.25 --resume damaged
 
 # damage NAME TEXT COMMAND...: the data set with one thing wrong.
 damage() {
@@ -85,8 +72,14 @@ damage other-size '0007' cp ../stages1/epoch_001.png imgs/0007.jpg
 # A file cut short behind its header shows when it is decoded.
 cp -r "$data" data-short
 head -c 1500 "$data/imgs/0008.jpg" >data-short/imgs/0008.jpg
-if "$program" "${tiny[@]}" --data data-short --scale 0.25 --output short >short.log 2>&1; then fail "a truncated JPEG"; fi
-grep -q 'error: .*0008.jpg' short.log || { cat short.log >&2 && fail "a truncated JPEG is not named"; }
+if "$program" "${common[@]}" --data data-short --scale 0.25 --output short >short.log 2>&1; then fail "a truncated JPEG"; fi
+grep -q 'error: .*0008.jpg' short.log || { cat short.log >&2; fail "a truncated JPEG is not named"; }
+
+# A mask with colours of no class.
+if "$program" "${common[@]}" --data classes/synthetic_12_192x128_4 --classes 3 --output colour >colour.log 2>&1; then
+  fail "a mask with too many colours"
+fi
+grep -q 'error: .*_mask.png: the colour 128,128,0 is none of 3 classes' colour.log || fail "the colour is not named"
 
 # Defaults are listed.
 "$program" --help | grep -q -- '--chunks INT.*=2' || fail "--help lists no defaults"

@@ -1,0 +1,126 @@
+# For the tests of programs, which source it with their own arguments: PROGRAM FOLDER [argument...]. They then work in
+# the folder, emptied, and call:
+#   fail TEXT...               ends the test
+#   run NAME FLAG...           the program with `common` and these flags must succeed; its output goes to NAME.log
+#   refuse NAME TEXT FLAG...   it must end with one line of error that contains TEXT, before any training
+#   written NAME               all files that NAME.log says were written are there
+#   column NAME NUMBER         a column of NAME/history.csv, without its name
+#   near A B TOLERANCE         two columns of numbers, one a line, agree
+set -euo pipefail
+program=$1
+work=$2
+shift 2
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work"
+common=()
+
+fail() {
+  echo "FAILED: $*" >&2
+  exit 1
+}
+
+run() {
+  local name=$1
+  shift
+  "$program" "${common[@]}" --output "$name" "$@" >"$name.log" 2>&1 || { cat "$name.log" >&2; fail "$name"; }
+}
+
+refuse() {
+  local name=$1 text=$2
+  shift 2
+  if "$program" "${common[@]}" --output "$name" "$@" >"$name.log" 2>"$name.err"; then fail "$name was accepted"; fi
+  grep -qF -- "$text" "$name.err" || { cat "$name.err" >&2; fail "$name does not say '$text'"; }
+  [[ $(grep -vc '^Run with --help' "$name.err") == 1 ]] || { cat "$name.err" >&2; fail "$name says more than a line"; }
+  ! grep -q '^epoch 1/' "$name.log" || fail "$name trained before it failed"
+}
+
+written() {
+  local file
+  for file in $(sed -n '/^wrote$/,$p' "$1.log" | tail -n +2); do
+    [[ -e $file ]] || fail "$file was named but not written"
+  done
+}
+
+column() {
+  tail -n +2 "$1/history.csv" | cut -d, -f"$2"
+}
+
+near() {
+  paste <(echo "$1") <(echo "$2") |
+    awk -v tolerance="$3" 'NF != 2 {exit 1} {d = $1 - $2; if (d > tolerance || -d > tolerance) exit 1}'
+}
+
+# What every training program refuses: $1 is its data, $2 the number of its layers.
+refuse_training_flags() {
+  local data=$1 layers=$2
+  refuse no-data 'no-such-folder' --data no-such-folder
+  refuse cut 'sums to 3' --data "$data" --balance 1,2
+  refuse cut-zero '--balance' --data "$data" --balance 0,23
+  refuse cut-text "'half' is no number" --data "$data" --balance half,23
+  refuse stages-and-cut '--stages is 3' --data "$data" --balance 5,18 --stages 3
+  refuse too-many-stages "$layers layers" --data "$data" --stages $((layers + 1))
+  refuse device "'gpu' is no device" --data "$data" --devices gpu
+  refuse device-missing 'cuda:63' --data "$data" --devices cpu,cuda:63
+  refuse device-few '--devices: has 2 for 3 stages' --data "$data" --stages 3 --devices cpu,cpu
+  refuse trace-folder 'is a directory' --data "$data" --trace .
+  refuse mode '--checkpoint' --data "$data" --checkpoint sometimes
+  refuse schedule '--schedule' --data "$data" --schedule never
+  refuse epochs '--epochs' --data "$data" --epochs 0
+  refuse batch '--batch-size' --data "$data" --batch-size -1
+  refuse rate '--learning-rate' --data "$data" --learning-rate 0
+  refuse clip '--clip' --data "$data" --clip -1
+  refuse seed '--seed' --data "$data" --seed x
+  refuse flag '--no-such-flag' --data "$data" --no-such-flag
+  refuse value '--chunks' --data "$data" --chunks
+  echo 'no snapshot' >foreign
+  refuse foreign-resume 'foreign' --data "$data" --resume foreign
+  refuse foreign-load 'foreign' --data "$data" --load foreign
+  refuse missing-snapshot 'no-such-file' --data "$data" --resume no-such-file
+  refuse both-snapshots 'excludes' --data "$data" --resume foreign --load foreign
+  refuse unwritable 'foreign/output' --data "$data" --output foreign/output
+}
+
+# The effects of the flags that every training program has: $1 is the name of a run of 2 epochs with seed 0, and the
+# other arguments are flags that all runs need.
+check_training_flags() {
+  local base=$1
+  shift
+  run same "$@"
+  near "$(column same 2)" "$(column "$base" 2)" 1e-4 || fail "the same run has other losses"
+  run seed "$@" --seed 5
+  ! near "$(column seed 2)" "$(column "$base" 2)" 1e-4 || fail "--seed has no effect"
+  run clip "$@" --clip 0.01
+  ! near "$(column clip 2)" "$(column "$base" 2)" 1e-4 || fail "--clip has no effect"
+  run rate "$@" -l 1e-9
+  ! near "$(column rate 2)" "$(column "$base" 2)" 1e-4 || fail "--learning-rate has no effect"
+  run amp "$@" --amp
+  ! near "$(column amp 2)" "$(column "$base" 2)" 1e-6 || fail "--amp has no effect"
+  near "$(column amp 2 | head -1)" "$(column "$base" 2 | head -1)" 0.1 || fail "--amp has too much of an effect"
+  run cut "$@" --balance "$cut" --chunks 1 --devices cpu --checkpoint never
+  grep -q "^stage 0: ${cut%%,*} layers" cut.log || fail "--balance has no effect"
+  run loaded "$@" --load "$base/latest.snapshot" -e 1
+  ! near "$(column loaded 2)" "$(column "$base" 2 | head -1)" 1e-3 || fail "--load has no effect"
+  # One more epoch of a run that has ended; its learning rate, of a cosine over 3 epochs, is a quarter.
+  run resumed "$@" --resume "$base/latest.snapshot" -e 3
+  near "$(column resumed 2 | head -2)" "$(column "$base" 2)" 1e-6 || fail "--resume forgets the history"
+  [[ $(column resumed 1) == $'1\n2\n3' ]] || fail "--resume does not go on"
+  # So low a rate that only batch norm's statistics change, and soon not even they.
+  run flat "$@" --schedule plateau -l 1e-9 -e "$plateau_epochs"
+  paste <(column flat 3) <(column flat "$rate_column") | awk '
+    BEGIN {rate = 1e-9; best = -1}
+    {
+      if ($2 / rate < 0.99 || $2 / rate > 1.01) exit 1
+      waited = $1 > best ? 0 : waited + 1
+      if ($1 > best) best = $1
+      if (waited == 5) {rate /= 10; waited = 0; ++drops}
+    }
+    END {if (drops < 1) exit 1}' || fail "--schedule plateau does not follow the score"
+}
+
+# A terminal gets a bar and then the same ends as a pipe. $@: flags.
+check_terminal() {
+  script -qec "'$program' ${common[*]} --output terminal $*" terminal.log >/dev/null || fail "in a terminal"
+  grep -q $'\repoch 1  \[' terminal.log || fail "no progress bar in a terminal"
+  grep -q '  terminal/history.csv' terminal.log || fail "a terminal does not learn what was written"
+}
