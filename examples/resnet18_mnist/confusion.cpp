@@ -14,7 +14,7 @@ namespace gpipe::examples::mnist {
 namespace {
 
 // In pixels.
-constexpr int kCell = 46;
+constexpr int kCell = 48;
 constexpr int kLine = 1;
 constexpr int kMargin = 36;
 constexpr int kLabelHeight = 16;
@@ -22,7 +22,7 @@ constexpr int kCountHeight = 12;
 constexpr int kGap = 2;  // between two digits
 
 constexpr int kPaper = 48;
-constexpr int kLightInk = 235;
+constexpr int kLightInk = 255;
 constexpr int kDarkInk = 0;
 constexpr int kHalfLight = 117;  // of this grey, black and white stand out alike
 
@@ -39,7 +39,7 @@ struct Place {
 };
 
 // A digit with room for the pen around it.
-void draw_digit(Image& picture, Place top_left, Size size, char digit, int grey) {
+void draw_printed(Image& picture, Place top_left, Size size, char digit, int grey) {
   constexpr int kRim = 1;
   const Size box{size.width + 2 * kRim, size.height + 2 * kRim};
   Pen pen(box, Pen::kPixel * size.height / 18);
@@ -69,15 +69,15 @@ void draw_number(Image& picture, Place top_left, Size box, std::int64_t number, 
   if (width > box.width - 2) return;
   Place place{top_left.x + (box.width - width) / 2, top_left.y + (box.height - height) / 2};
   for (const char c : text) {
-    draw_digit(picture, place, digit, c, grey);
+    draw_printed(picture, place, digit, c, grey);
     place.x += step;
   }
 }
 
 void draw_cell(Image& picture, Place top_left, std::int64_t count, std::int64_t row_sum) {
-  if (count == 0) row_sum = 1;
   // The root makes the rare mistakes visible, which are what one looks for.
-  const double brightness = std::sqrt(static_cast<double>(count) / static_cast<double>(row_sum));
+  const double brightness =
+      std::sqrt(static_cast<double>(count) / static_cast<double>(std::max<std::int64_t>(1, row_sum)));
   const auto grey = static_cast<int>(std::lround(255 * brightness));
   for (int y = 0; y < kCell; ++y) {
     std::fill_n(picture.at(top_left.x, top_left.y + y), kCell, static_cast<std::uint8_t>(grey));

@@ -73,8 +73,8 @@ std::vector<double> ClassificationTask::validate(GPipe& pipe, int epoch, EventFi
   write_png(directory_ / name, picture);
   events.add_image("confusion", epoch, encode_png(picture), picture.width, picture.height);
   files.push_back(directory_ / name);
-  return {pairs.view({classes_, classes_}).trace().item<double>() / static_cast<double>(count),
-          loss_sum / static_cast<double>(count)};
+  const auto right = pairs.view({classes_, classes_}).trace().item<double>();
+  return {right / static_cast<double>(count), loss_sum / static_cast<double>(count)};
 }
 
 }  // namespace gpipe::examples::mnist

@@ -3,7 +3,6 @@
 # one that was not: resume_test.sh PROGRAM FOLDER [PYTHON with torch]
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 python=${1:-}
-export OMP_NUM_THREADS=1 # as many threads at any number of stages
 
 # 28 images to train and 4 to validate: mini-batches of 4, which 2 chunks and 3 chunks cut alike, into 2 and 2.
 common=(--samples 32 --validation 12.5 --epochs 40 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 1 --augment)

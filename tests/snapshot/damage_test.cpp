@@ -23,14 +23,14 @@ using ::testing::HasSubstr;
 class DamageTest : public testing::Test {
  protected:
   std::string refusal() {
-    return error_of<std::runtime_error>([&] { read_snapshot(path_); });
+    return error_of([&] { read_snapshot(path_); });
   }
   std::string refusal_of(std::string_view bytes) {
     write_bytes(path_, bytes);
     return refusal();
   }
 
-  Folder folder_;
+  TemporaryDirectory folder_;
   const std::filesystem::path path_ = folder_ / "latest";
 };
 
@@ -69,7 +69,7 @@ TEST_F(DamageTest, WhatIsNoSnapshotIsRefused) {
   EXPECT_THAT(refusal(), AllOf(HasSubstr(path_.string()), HasSubstr("No such file")));
   EXPECT_THAT(refusal_of(""), HasSubstr("no snapshot"));
   EXPECT_THAT(refusal_of("epoch,loss\n1,0.5\n"), HasSubstr("no zip file"));
-  EXPECT_THAT(error_of<std::runtime_error>([&] { read_snapshot(path_.parent_path()); }), HasSubstr("directory"));
+  EXPECT_THAT(error_of([&] { read_snapshot(path_.parent_path()); }), HasSubstr("directory"));
 
   torch::save(small_model(), path_.string());
   EXPECT_THAT(refusal(), HasSubstr("TorchScript"));
@@ -144,7 +144,7 @@ TEST_F(DamageTest, ATensorStaysInItsRecord) {
 }
 
 TEST(AtomicFileTest, TheOldFileStaysUntilTheNewOneIsThere) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   const auto path = folder / "file";
   write_bytes(path, "old");
   {
@@ -165,11 +165,11 @@ TEST(AtomicFileTest, TheOldFileStaysUntilTheNewOneIsThere) {
 }
 
 TEST(AtomicFileTest, ASecondWriterIsRefused) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   const auto path = folder / "file";
   AtomicFile first(path);
   first.write("first", 5);
-  EXPECT_THAT(error_of<std::runtime_error>([&] { AtomicFile second(path); }), HasSubstr("somebody else"));
+  EXPECT_THAT(error_of([&] { AtomicFile second(path); }), HasSubstr("somebody else"));
   first.commit();
   EXPECT_EQ(bytes_of(path), "first");
   AtomicFile(path).commit();
@@ -177,11 +177,11 @@ TEST(AtomicFileTest, ASecondWriterIsRefused) {
 }
 
 TEST(AtomicFileTest, FailuresNamePathAndReason) {
-  const Folder folder;
-  EXPECT_THAT(error_of<std::runtime_error>([&] { write_snapshot(folder / "absent" / "latest", {}); }),
+  const TemporaryDirectory folder;
+  EXPECT_THAT(error_of([&] { write_snapshot(folder / "absent" / "latest", {}); }),
               AllOf(HasSubstr("absent/latest"), HasSubstr("No such file")));
   std::filesystem::create_directory(folder / "folder");
-  EXPECT_THAT(error_of<std::runtime_error>([&] { write_snapshot(folder / "folder", {}); }),
+  EXPECT_THAT(error_of([&] { write_snapshot(folder / "folder", {}); }),
               AllOf(HasSubstr("folder"), HasSubstr("directory")));
   EXPECT_FALSE(std::filesystem::exists(folder / "folder.tmp"));
 }

@@ -65,7 +65,7 @@ int wait_for(pid_t child) {
 
 TEST(SnapshotProcessTest, AKilledWriterLeavesAWholeSnapshot) {
   constexpr int kKills = 30;
-  const Folder folder;
+  const TemporaryDirectory folder;
   const auto path = folder / "latest";
   // The number of the last snapshot of which the writer was told that it is on the disk.
   void* shared =
@@ -105,7 +105,7 @@ TEST(SnapshotProcessTest, AKilledWriterLeavesAWholeSnapshot) {
 /// Writes a snapshot that fits and one that does not: the first must survive. 0 where it does.
 int overfill(const std::filesystem::path& path, const std::string& reason) {
   write_snapshot(path, numbered(1, 100));
-  const auto error = error_of<std::runtime_error>([&] { write_snapshot(path, numbered(2, 1000000)); });
+  const auto error = error_of([&] { write_snapshot(path, numbered(2, 1000000)); });
   if (error.find(path.string()) == std::string::npos || error.find(reason) == std::string::npos) {
     throw std::runtime_error("the error is '" + error + "'");
   }
@@ -116,7 +116,7 @@ int overfill(const std::filesystem::path& path, const std::string& reason) {
 }
 
 TEST(SnapshotProcessTest, AFullDiskLeavesThePreviousSnapshot) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   std::filesystem::create_directory(folder / "disk");
   const auto disk = folder / "disk";
   const auto status = wait_for(start([&] {
@@ -133,7 +133,7 @@ TEST(SnapshotProcessTest, AFullDiskLeavesThePreviousSnapshot) {
 }
 
 TEST(SnapshotProcessTest, ALimitOnFileSizesLeavesThePreviousSnapshot) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   EXPECT_EQ(wait_for(start([&] {
               ::signal(SIGXFSZ, SIG_IGN);
               const rlimit limit{4 << 20, 4 << 20};

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <torch/torch.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -9,34 +8,14 @@
 #include <filesystem>
 #include <fstream>
 #include <sstream>
-#include <stdexcept>
 #include <string>
 #include <string_view>
 #include <utility>
 
 #include "gpipe/snapshot/snapshot.h"
+#include "tests/support/support.h"
 
 namespace gpipe {
-
-/// A folder for one test, removed with all it holds.
-class Folder {
- public:
-  Folder() {
-    std::string name = (std::filesystem::temp_directory_path() / "gpipe-snapshot-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot make " + name);
-    path_ = name;
-  }
-  ~Folder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  Folder(const Folder&) = delete;
-  Folder& operator=(const Folder&) = delete;
-  std::filesystem::path operator/(const std::string& name) const { return path_ / name; }
-
- private:
-  std::filesystem::path path_;
-};
 
 inline std::string bytes_of(const std::filesystem::path& path) {
   std::ostringstream bytes;
@@ -46,17 +25,6 @@ inline std::string bytes_of(const std::filesystem::path& path) {
 
 inline void write_bytes(const std::filesystem::path& path, std::string_view bytes) {
   std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
-}
-
-/// What the call throws, as text; empty where it throws nothing or another type.
-template <class Error, class Call>
-std::string error_of(Call call) {
-  try {
-    call();
-  } catch (const Error& error) {
-    return error.what();
-  }
-  return "";
 }
 
 inline torch::nn::Sequential small_model() {

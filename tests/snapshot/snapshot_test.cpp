@@ -23,7 +23,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 TEST(SnapshotTest, WhatIsWrittenIsRead) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   auto snapshot = small_snapshot();
   snapshot.position["seed"] = std::int64_t{1} << 60;
   write_snapshot(folder / "latest", snapshot);
@@ -33,13 +33,13 @@ TEST(SnapshotTest, WhatIsWrittenIsRead) {
 }
 
 TEST(SnapshotTest, AnEmptyOneToo) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   write_snapshot(folder / "empty", {});
   EXPECT_TRUE(same(read_snapshot(folder / "empty"), {}));
 }
 
 TEST(SnapshotTest, TensorsOfEveryKindAndLayout) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   Snapshot snapshot;
   const auto base = torch::randn({8, 6, 4, 5});
   snapshot.model.insert("view", base.select(1, 3));
@@ -65,7 +65,7 @@ TEST(SnapshotTest, TensorsOfEveryKindAndLayout) {
 }
 
 TEST(SnapshotTest, LibTorchReadsIt) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   const auto snapshot = small_snapshot();
   write_snapshot(folder / "latest", snapshot);
   const auto bytes = bytes_of(folder / "latest");
@@ -129,7 +129,7 @@ struct Training {
 };
 
 TEST_P(ContinueTest, AsIfItHadNeverStopped) {
-  const Folder folder;
+  const TemporaryDirectory folder;
   torch::manual_seed(1);
   Training whole(GetParam().make);
   whole.run(3);
@@ -283,7 +283,7 @@ TEST(SnapshotTest, OptimizersThatCannotBeCaptured) {
 TEST(SnapshotTest, PythonReadsItAndWritesOne) {
   const char* python = std::getenv("GPIPE_PYTHON");
   if (python == nullptr) GTEST_SKIP() << "GPIPE_PYTHON names no interpreter with torch";
-  const Folder folder;
+  const TemporaryDirectory folder;
   const auto snapshot = small_snapshot();
   write_snapshot(folder / "cpp", snapshot);
   write_bytes(folder / "script.py", R"(
