@@ -8,10 +8,12 @@ namespace gpipe {
 
 using torch::autograd::variable_list;
 
-variable_list Capture::apply(variable_list&&) {
-  TORCH_CHECK(false,
+variable_list Capture::apply(variable_list&& gradients) {
+  TORCH_CHECK(gradient != nullptr,
               "[gpipe] a backward ran into the inside of a pipeline; a tensor that a layer kept from its forward can "
               "only be used detached");
+  *gradient = std::move(gradients[0]);
+  return {};
 }
 
 variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }

@@ -1,12 +1,17 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
 namespace gpipe {
 
-/// The graph's end where a value enters a cell: the engine stops here and hands out the gradient.
+/// The graph's end where a value enters a cell, or a parameter: takes the gradient. (Asking the engine for gradients of
+/// inputs would have it plan each backward anew, which costs more than a small layer.)
 struct Capture : torch::autograd::Node {
+  /// Where it goes, during a backward of the cell.
+  at::Tensor* gradient = nullptr;
+
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "GPipeCapture"; }
 };

@@ -68,6 +68,30 @@ class GradientRule {
   std::vector<Entering> entering_;
 };
 
+// Says where captures put their gradients, for its lifetime.
+class Capturing {
+ public:
+  Capturing() = default;
+  ~Capturing() {
+    for (auto* capture : captures_) capture->gradient = nullptr;
+  }
+  Capturing(const Capturing&) = delete;
+  Capturing& operator=(const Capturing&) = delete;
+
+  // One gradient an edge; nothing for an invalid one.
+  void into(const edge_list& edges, Gradients& gradients) {
+    for (std::size_t i = 0; i < edges.size(); ++i) {
+      if (!edges[i].is_valid()) continue;
+      auto* capture = static_cast<Capture*>(edges[i].function.get());
+      capture->gradient = &gradients[i];
+      captures_.push_back(capture);
+    }
+  }
+
+ private:
+  std::vector<Capture*> captures_;
+};
+
 }  // namespace
 
 // Where stash and pop lead inside a cell: to the stage's edges, or, when both ends are in the stage, to each other.
@@ -297,28 +321,18 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
       root_gradients.push_back(gradients[p][i]);
     }
   }
-  edge_list wanted;
-  for (const auto& list : captured_) {
-    for (const auto& edge : list) {
-      if (edge.is_valid()) wanted.push_back(edge);
-    }
+  std::vector<Gradients> entering;
+  for (const auto& list : captured_) entering.emplace_back(list.size());
+  Gradients of_parameters(captures_.edges().size());
+  if (!roots.empty()) {
+    Capturing capturing;
+    for (std::size_t p = 0; p < captured_.size(); ++p) capturing.into(captured_[p], entering[p]);
+    capturing.into(captures_.edges(), of_parameters);
+    torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true);
   }
-  const auto inputs = wanted.size();
-  wanted.insert(wanted.end(), captures_.edges().begin(), captures_.edges().end());
-
-  Gradients got(wanted.size());
-  if (!roots.empty() && !wanted.empty()) {
-    got = torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
-                                                                /*accumulate_grad=*/false, wanted);
-  }
-  std::vector<Gradients> result;
-  std::size_t next = 0;
-  for (const auto& list : captured_) {
-    auto& entering = result.emplace_back();
-    for (const auto& edge : list) entering.push_back(edge.is_valid() ? std::move(got[next++]) : at::Tensor());
-  }
-  sums.add(Gradients(std::make_move_iterator(got.begin() + inputs), std::make_move_iterator(got.end())));
-  return result;
+  sums.add(std::move(of_parameters));
+  return entering;
 }
 
 void Cell::forget_graph() {

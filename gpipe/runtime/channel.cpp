@@ -4,33 +4,31 @@
 
 namespace gpipe {
 
-Channel::Channel(int capacity, int micro_batches) : capacity_(capacity), present_(micro_batches, false) {}
+Channel::Channel(int capacity, int micro_batches, int spins)
+    : capacity_(capacity), spins_(spins), present_(micro_batches) {}
 
 bool Channel::put(int micro_batch) {
-  MutexLock lock(mutex_);
-  while (held_ == capacity_ && !cancelled_) changed_.wait(mutex_);
+  changed_.await(spins_, [&] { return held_ < capacity_ || cancelled_; });
   if (cancelled_) return false;
   assert(!present_[micro_batch]);
-  present_[micro_batch] = true;
   ++held_;
-  changed_.notify_all();
+  present_[micro_batch] = true;
+  changed_.announce();
   return true;
 }
 
 bool Channel::take(int micro_batch) {
-  MutexLock lock(mutex_);
-  while (!present_[micro_batch] && !cancelled_) changed_.wait(mutex_);
+  changed_.await(spins_, [&] { return present_[micro_batch] || cancelled_; });
   if (cancelled_) return false;
   present_[micro_batch] = false;
   --held_;
-  changed_.notify_all();
+  changed_.announce();
   return true;
 }
 
 void Channel::cancel() {
-  MutexLock lock(mutex_);
   cancelled_ = true;
-  changed_.notify_all();
+  changed_.announce();
 }
 
 }  // namespace gpipe

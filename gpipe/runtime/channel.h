@@ -1,9 +1,9 @@
 #pragma once
 
+#include <atomic>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/runtime/event.h"
 
 namespace gpipe {
 
@@ -17,8 +17,8 @@ namespace gpipe {
 ///   3. after cancel() nobody waits, and every later call returns false.
 class Channel {
  public:
-  /// capacity >= 1, micro_batches >= 1.
-  Channel(int capacity, int micro_batches);
+  /// capacity >= 1, micro_batches >= 1; `spins` before it sleeps: see Event.
+  Channel(int capacity, int micro_batches, int spins = 0);
 
   /// Waits while the channel is full. Returns false when cancelled.
   bool put(int micro_batch);
@@ -27,12 +27,12 @@ class Channel {
   void cancel();
 
  private:
-  Mutex mutex_;
-  CondVar changed_;
   const int capacity_;
-  int held_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::vector<bool> present_ ABSL_GUARDED_BY(mutex_);
-  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  const int spins_;
+  std::atomic<int> held_ = 0;
+  std::vector<std::atomic<bool>> present_;
+  std::atomic<bool> cancelled_ = false;
+  Event changed_;
 };
 
 }  // namespace gpipe

@@ -1,5 +1,6 @@
 #include "gpipe/runtime/executor.h"
 
+#include <atomic>
 #include <chrono>
 #include <cstddef>
 #include <deque>
@@ -23,17 +24,17 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 /// One run, shared by its workers; lives on the stack of Executor::run().
 /// Invariants:
-///   1. failure_ is set once at most and never cleared; every channel is cancelled after that, so that each worker sees
-///      it at its next wait, or at the check before its next action;
+///   1. failure_ is set once at most and never cleared, and failed_ with it; every channel is cancelled after that, so
+///      that each worker sees it at its next wait, or at the check before its next action;
 ///   2. a channel is cancelled only when failure_ is set;
 ///   3. spans_[w] is used by worker w alone until all workers are at rest, and then by the caller alone.
 class Executor::Run {
  public:
-  Run(const Program& program, Part part, Cells& cells, bool timed, int step)
+  Run(const Program& program, Part part, Cells& cells, int spins, bool timed, int step)
       : program_(program), part_(part), cells_(cells), timed_(timed), step_(step), spans_(program.workers()) {
     for (const Edge& edge : program.edges()) {
-      forward_.emplace_back(edge.capacity, program.layout().micro_batches);
-      backward_.emplace_back(edge.capacity, program.layout().micro_batches);
+      if (part != Part::kBackward) forward_.emplace_back(edge.capacity, program.layout().micro_batches, spins);
+      if (part != Part::kForward) backward_.emplace_back(edge.capacity, program.layout().micro_batches, spins);
     }
     if (!timed) return;
     for (int w = 0; w < program.workers(); ++w) spans_[w].reserve(actions(w).size());
@@ -93,7 +94,7 @@ class Executor::Run {
   }
 
   bool perform(int worker, const Action& action) {
-    if (failure()) return false;
+    if (failed_) return false;
     try {
       const double start = timed_ ? now() : 0;
       cells_.run(action);
@@ -110,6 +111,7 @@ class Executor::Run {
       MutexLock lock(mutex_);
       if (failure_) return;
       failure_ = Failure{std::move(error), action};
+      failed_ = true;
     }
     for (Channel& channel : forward_) channel.cancel();
     for (Channel& channel : backward_) channel.cancel();
@@ -125,6 +127,7 @@ class Executor::Run {
   std::vector<std::vector<Span>> spans_;
   Mutex mutex_;
   std::optional<Failure> failure_ ABSL_GUARDED_BY(mutex_);
+  std::atomic<bool> failed_ = false;
 };
 
 /// One thread, which works on one run at a time.
@@ -133,58 +136,51 @@ class Executor::Run {
 ///   2. stopping_ is set once, when run_ is null.
 class Executor::Worker {
  public:
-  Worker(const Executor& owner, int index) : owner_(owner), index_(index), thread_([this] { loop(); }) {}
+  Worker(const Executor& owner, int index, int spins)
+      : owner_(owner), index_(index), spins_(spins), thread_([this] { loop(); }) {}
 
   ~Worker() {
-    {
-      MutexLock lock(mutex_);
-      stopping_ = true;
-      changed_.notify_all();
-    }
+    stopping_ = true;
+    changed_.announce();
     thread_.join();
   }
 
   void start(Run& run) {
-    MutexLock lock(mutex_);
     run_ = &run;
-    changed_.notify_all();
+    changed_.announce();
   }
 
   void wait() {
-    MutexLock lock(mutex_);
-    while (run_ != nullptr) changed_.wait(mutex_);
+    changed_.await(spins_, [this] { return run_ == nullptr; });
   }
 
  private:
   void loop() {
     owner_of_this_thread = &owner_;
-    while (Run* run = next()) {
+    for (;;) {
+      changed_.await(spins_, [this] { return run_ != nullptr || stopping_; });
+      Run* run = run_;
+      if (run == nullptr) return;
       run->work(index_);
-      MutexLock lock(mutex_);
       run_ = nullptr;
-      changed_.notify_all();
+      changed_.announce();
     }
-  }
-
-  Run* next() {
-    MutexLock lock(mutex_);
-    while (run_ == nullptr && !stopping_) changed_.wait(mutex_);
-    return run_;
   }
 
   const Executor& owner_;
   const int index_;
-  Mutex mutex_;
-  CondVar changed_;
-  Run* run_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  bool stopping_ ABSL_GUARDED_BY(mutex_) = false;
+  const int spins_;
+  Event changed_;
+  std::atomic<Run*> run_ = nullptr;
+  std::atomic<bool> stopping_ = false;
   std::thread thread_;  // last: it uses the others
 };
 
 Executor::Executor(int workers) {
   if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: %d workers; give at least 1", workers));
   workers_.reserve(workers);
-  for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, w));
+  const int spins = spins_for(workers + 1);  // the caller is busy between runs
+  for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, w, spins));
 }
 
 Executor::~Executor() = default;
@@ -204,7 +200,7 @@ std::optional<Failure> Executor::run(const Program& program, Part part, Cells& c
   if (part != Part::kAll && !program.two_phase()) {
     throw std::logic_error("Executor::run: part of a program in which forwards follow backwards: run all of it");
   }
-  Run run(program, part, cells, timeline != nullptr, step);
+  Run run(program, part, cells, spins_for(workers()), timeline != nullptr, step);
   {
     MutexLock turn(turn_);
     for (const auto& worker : workers_) worker->start(run);

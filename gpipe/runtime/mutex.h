@@ -19,6 +19,7 @@ class ABSL_LOCKABLE Mutex {
   void unlock() ABSL_UNLOCK_FUNCTION() { mutex_.unlock(); }
 
  private:
+  friend class CondVar;
   std::mutex mutex_;
 };
 
@@ -37,11 +38,15 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
 /// Waits on a Mutex. Use in a loop on the condition, as ever.
 class CondVar {
  public:
-  void wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) { condition_.wait(mutex); }
+  void wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
+    condition_.wait(lock);
+    lock.release();
+  }
   void notify_all() { condition_.notify_all(); }
 
  private:
-  std::condition_variable_any condition_;
+  std::condition_variable condition_;
 };
 
 }  // namespace gpipe
