@@ -25,7 +25,7 @@ struct Options : TrainingOptions {
 
 void add_options(CLI::App& app, Options& options) {
   options.output = "out/resnet18_mnist";
-  options.epochs = 6;
+  options.epochs = 5;
   options.batch_size = 64;
   options.chunks = 4;
   options.learning_rate = 2e-3;
