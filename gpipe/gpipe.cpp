@@ -269,7 +269,8 @@ Value GPipeImpl::forward(Value input) {
   const auto sizes = micro_batch_sizes(batch_size(input), options_.chunks(), options_.split_size());
   const bool grad = at::GradMode::is_enabled();
   const auto checkpoint = is_training() ? options_.checkpoint() : Checkpoint::kNever;
-  auto mini_batch = std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad);
+  auto mini_batch =
+      std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad, options_.deferred_batch_norm());
   auto [parts, output] = mini_batch->forward();
   if (grad) attach(std::move(mini_batch), *pipeline_, input, sizes, parts, output);
   return std::move(output);

@@ -35,6 +35,9 @@ struct GPipeOptions {
   /// numbers; a layer whose output depends on other state that each forward changes, such as a buffer that it also
   /// updates, needs kNever.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
+  /// Batch norm in training mode updates its running statistics once a mini-batch, with the mean and variance of all of
+  /// it, instead of once a micro-batch. (Each micro-batch is normalised by its own, either way.)
+  TORCH_ARG(bool, deferred_batch_norm) = false;
   /// Threads that one operator of a CPU stage may use; 0: torch::get_num_threads() shared equally among the stages.
   TORCH_ARG(int, intraop_threads) = 0;
 };

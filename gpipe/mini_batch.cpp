@@ -70,12 +70,14 @@ ErrorInfo describe(const Failure& failure, const std::vector<Stage>& stages, int
 
 }  // namespace
 
-MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad)
+MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
+                     bool deferred_batch_norm)
     : pipeline_(std::move(pipeline)),
       micro_batches_(static_cast<int>(inputs.size())),
       grad_(grad),
       program_(pipeline_->program(micro_batches_, checkpoint, grad)),
       recording_(pipeline_->next_recording()),
+      statistics_(deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(std::move(inputs)),
       outputs_(micro_batches_),
@@ -104,6 +106,7 @@ MiniBatch::ForwardResult MiniBatch::forward() {
       for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
     }
     result.output = gather(result.parts);
+    for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
     return result;
   } catch (...) {
     for (auto& saved : buffers) saved.restore_after_error();
@@ -235,6 +238,7 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
   for (const int edge : program_->in_edges(stage)) in.push_back(receive(edge, micro_batch));
   auto& cell = this->cell(stage, micro_batch);
   cell = std::make_unique<Cell>(of_stage, captures_[stage], seed_, micro_batch);
+  const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
   auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(stage, micro_batch)});
   if (!grad_) cell.reset();
   if (stage + 1 == pipeline_->count()) outputs_[micro_batch] = std::move(out.front());

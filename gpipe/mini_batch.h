@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
 #include "gpipe/pipeline.h"
 #include "gpipe/runtime/cells.h"
@@ -21,7 +22,8 @@ namespace gpipe {
 class MiniBatch : public Cells {
  public:
   /// With `grad`, cells keep what a backward needs.
-  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad);
+  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
+            bool deferred_batch_norm);
 
   struct ForwardResult {
     std::vector<Parcel> parts;  ///< the last stage's, one a micro-batch
@@ -70,6 +72,7 @@ class MiniBatch : public Cells {
   const at::ThreadLocalState forward_state_;
   std::uint64_t seed_ = 0;
   std::vector<ParameterCaptures> captures_;
+  std::vector<BatchStatistics> statistics_;  // per stage; none unless batch norm is deferred
   std::vector<std::unique_ptr<Cell>> cells_;
 
   std::vector<Parcel> inputs_;           // per micro-batch

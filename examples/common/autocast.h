@@ -6,8 +6,8 @@
 
 namespace gpipe::examples {
 
-/// While it lives, this thread's operators on those kinds of devices compute in bfloat16 where that is safe. It needs no
-/// loss scaling: bfloat16 has the range of float.
+/// While it lives, this thread's operators on those kinds of devices compute in bfloat16 where that is safe. It needs
+/// no loss scaling: bfloat16 has the range of float.
 class Autocast {
  public:
   /// Does nothing unless `enabled`.

@@ -141,10 +141,13 @@ Image read_image(const std::filesystem::path& path, Size wanted) {
 Image read_mask(const std::filesystem::path& path) {
   const Image image = decode(path, std::nullopt);
   Image mask(image.size(), 1);
-  for (size_t i = 0; i < mask.pixels.size(); ++i) {
-    const uint8_t* rgb = &image.pixels[3 * i];
-    mask.pixels[i] = (299 * rgb[0] + 587 * rgb[1] + 114 * rgb[2]) / 1000 > 127;
+  const uint8_t* rgb = image.pixels.data();
+  for (uint8_t& value : mask.pixels) {
+    value = static_cast<uint8_t>((299 * rgb[0] + 587 * rgb[1] + 114 * rgb[2]) / 1000);
+    rgb += 3;
   }
+  const uint8_t brightest = mask.pixels.empty() ? 0 : *std::max_element(mask.pixels.begin(), mask.pixels.end());
+  for (uint8_t& value : mask.pixels) value = brightest <= 1 ? value : value > 127;
   return mask;
 }
 

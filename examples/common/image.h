@@ -51,7 +51,7 @@ Image read_image(const std::filesystem::path& path);
 /// Resized to `wanted`; a JPEG is decoded no larger than needed for it, which is faster.
 Image read_image(const std::filesystem::path& path, Size wanted);
 
-/// One channel: 1 where the luminance is above 127, else 0.
+/// One channel: 1 where the luminance is above 127, else 0; in a file that knows but 0 and 1, as it is.
 Image read_mask(const std::filesystem::path& path);
 /// Resized to `wanted` by the nearest pixel, so that it stays 0 and 1.
 Image read_mask(const std::filesystem::path& path, Size wanted);

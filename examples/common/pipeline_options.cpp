@@ -5,6 +5,7 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
+#include <charconv>
 #include <iostream>
 #include <numeric>
 #include <utility>
@@ -42,7 +43,8 @@ std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, con
                                          std::vector<std::int64_t> image_shape) {
   if (!options.balance.empty()) return options.balance;
   if (options.stages == 1) return {static_cast<std::int64_t>(model->size())};
-  image_shape.insert(image_shape.begin(), std::max<std::int64_t>(1, options.batch_size / options.chunks));
+  // Two at least: batch norm may need them.
+  image_shape.insert(image_shape.begin(), std::max<std::int64_t>(2, options.batch_size / options.chunks));
   const auto device = !options.devices.empty()      ? options.devices.front()
                       : torch::cuda::is_available() ? torch::Device(torch::kCUDA, 0)
                                                     : torch::Device(torch::kCPU);
@@ -56,15 +58,18 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.get_formatter()->column_width(34);
 
-  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::PositiveNumber);
+  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::Range(1, 1 << 20));
   app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
       ->check(CLI::Range(1, 1024))
       ->group(kPipelineGroup);
-  app.add_option("--balance", "layers in each stage, as 20,35; without it the cut is measured")->group(kPipelineGroup);
+  app.add_option("--balance", "layers in each stage, as 20,35; without it the cut is measured")
+      ->type_name("LIST")
+      ->group(kPipelineGroup);
   app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")
       ->check(CLI::PositiveNumber)
       ->group(kPipelineGroup);
-  app.add_option("--devices", "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs, or the CPU")
+  app.add_option("--devices", "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU")
+      ->type_name("LIST")
       ->group(kPipelineGroup);
 
   app.final_callback([&app, &options] {
@@ -91,8 +96,13 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
 
 GPipe make_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
                 std::vector<std::int64_t> image_shape, Checkpoint checkpoint) {
+  auto devices = options.devices;
+  // More stages than GPUs share them.
+  for (int s = 0; options.devices.empty() && torch::cuda::is_available() && s < options.stages; ++s) {
+    devices.emplace_back(torch::kCUDA, static_cast<torch::DeviceIndex>(s % torch::cuda::device_count()));
+  }
   return GPipe(model, choose_balance(model, options, std::move(image_shape)),
-               GPipeOptions().devices(options.devices).chunks(options.chunks).checkpoint(checkpoint));
+               GPipeOptions().devices(devices).chunks(options.chunks).checkpoint(checkpoint));
 }
 
 void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe) {
@@ -110,6 +120,11 @@ void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe) {
         << pipe->devices()[s].str() << "\n";
   }
   out << std::flush;
+}
+
+std::string to_flag(double value) {
+  char text[32];
+  return {text, std::to_chars(text, text + sizeof text, value).ptr};
 }
 
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {

@@ -20,7 +20,7 @@ struct PipelineOptions {
   int stages = 2;
   std::vector<std::int64_t> balance;  ///< layers per stage; empty: by measured time
   std::int64_t chunks = 2;
-  std::vector<torch::Device> devices;  ///< one a stage; empty: the GPUs, or the CPU
+  std::vector<torch::Device> devices;  ///< one a stage; empty: the GPUs in turn, or the CPU
 };
 
 inline constexpr char kPipelineGroup[] = "Pipeline";
@@ -36,8 +36,11 @@ GPipe make_pipe(const torch::nn::Sequential& model, const PipelineOptions& optio
 /// A line about the model, and one about each of its stages: layers, device, parameters.
 void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe);
 
-/// A program's main(): parses the command line, then calls `run`, which returns the exit code. Exceptions become one line
-/// on standard error and exit code 1.
+/// A number as the command line would have it, with all its digits.
+std::string to_flag(double value);
+
+/// A program's main(): parses the command line, then calls `run`, which returns the exit code. Exceptions become one
+/// line on standard error and exit code 1.
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run);
 
 }  // namespace gpipe::examples

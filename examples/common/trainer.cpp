@@ -1,7 +1,5 @@
 #include "examples/common/trainer.h"
 
-#include <torch/nn/utils/clip_grad.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -17,13 +15,14 @@
 #include "examples/common/history.h"
 #include "examples/common/interrupt.h"
 #include "examples/common/progress.h"
+#include "gpipe/micro_batch.h"
 
 namespace gpipe::examples {
 namespace {
 
 constexpr int kPatience = 5;
 constexpr double kPlateauFactor = 0.1;
-constexpr std::int64_t kTracedBatch = 2;  // the first steps still warm memory and caches
+constexpr std::int64_t kTracedStep = 2;  // the first ones still warm memory and caches
 
 std::vector<std::string> columns_of(const Task& task) {
   std::vector<std::string> columns = {"epoch", "train_loss"};
@@ -37,8 +36,9 @@ std::map<std::string, std::string> with_options(std::map<std::string, std::strin
   identity["--batch-size"] = absl::StrCat(options.batch_size);
   identity["--seed"] = absl::StrCat(options.seed);
   identity["--schedule"] = options.schedule;
-  identity["--learning-rate"] = absl::StrCat(options.learning_rate);
-  identity["--clip"] = absl::StrCat(options.clip);
+  if (options.schedule == "cosine") identity["--epochs"] = absl::StrCat(options.epochs);
+  identity["--learning-rate"] = to_flag(options.learning_rate);
+  identity["--clip"] = to_flag(options.clip);
   identity["--amp"] = absl::StrCat(options.amp);
   return identity;
 }
@@ -72,8 +72,15 @@ Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::
       columns_(columns_of(task)) {}
 
 int Trainer::run() {
-  if (!options_.resume.empty()) resume();
-  if (!options_.load.empty()) restore_model(*pipe_, read_snapshot(options_.load).model);
+  if (!options_.resume.empty()) {
+    resume();
+  } else if (!options_.load.empty()) {
+    restore_model(*pipe_, read_snapshot(options_.load).model);
+  }
+  if (epoch_ >= options_.epochs) {
+    throw std::runtime_error(options_.resume.string() + " has " + std::to_string(epoch_) +
+                             " epochs behind it already; give more --epochs");
+  }
 
   History history(path("history.csv"), columns_);
   files_.push_back(path("history.csv"));
@@ -84,42 +91,52 @@ int Trainer::run() {
   }
   events_ = std::make_unique<EventFile>(options_.output);
   files_.push_back(events_->path());
-  files_.push_back(path("latest.snapshot"));
-  files_.push_back(path("best.snapshot"));
 
   out_ << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size << " as "
        << options_.chunks << " micro-batches, checkpoint " << to_string(options_.checkpoint) << ", learning rate "
        << options_.learning_rate << " (" << options_.schedule << ")" << std::endl;
   const Interrupt interrupt;
   while (epoch_ < options_.epochs) {
-    if (!train(epoch_ + 1, interrupt)) {
+    const bool whole = train(epoch_ + 1, interrupt);
+    if (whole) {
+      finish(epoch_ + 1);
+      std::vector<double> values;
+      for (const auto& column : columns_) values.push_back(history_.at(column).back());
+      history.add(values);
+    } else {
       save("latest.snapshot");
-      out_ << "stopped; to go on, give the same flags and --resume " << path("latest.snapshot").string() << std::endl;
-      if (epoch_ == 0) files_.pop_back();  // there is no best one yet
-      return interrupt.signal();
     }
-    finish(epoch_ + 1);
-    std::vector<double> values;
-    for (const auto& column : columns_) values.push_back(history_.at(column).back());
-    history.add(values);
+    if (interrupt.signal() == 0 || epoch_ == options_.epochs) continue;
+    out_ << "stopped; to go on, give the same flags and --resume " << path("latest.snapshot").string() << std::endl;
+    return interrupt.signal();
   }
   return 0;
 }
 
 void Trainer::resume() {
   const auto snapshot = read_snapshot(options_.resume);
+  const auto refuse = [&](const std::string& why) {
+    throw std::runtime_error(options_.resume.string() + " is not of this program: " + why);
+  };
+  for (const auto& [flag, value] : identity_) {
+    const auto found = snapshot.options.find(flag);
+    if (found == snapshot.options.end()) {
+      refuse("it does not say " + flag);
+    } else if (found->second != value) {
+      throw std::runtime_error(options_.resume.string() + " was made with " + flag + " " + found->second + ", not " +
+                               value + "; give the same, or start afresh");
+    }
+  }
   for (const auto& column : columns_) {
     const auto found = snapshot.history.find(column);
     if (found == snapshot.history.end() || found->second.size() != static_cast<std::size_t>(snapshot.epoch)) {
-      throw std::runtime_error(options_.resume.string() + " is not of this program: its history has no " + column);
+      refuse("its history has no " + column);
     }
   }
-  for (const auto& [flag, value] : identity_) {
-    const auto found = snapshot.options.find(flag);
-    const auto was = found == snapshot.options.end() ? "not set" : found->second;
-    if (was == value) continue;
-    throw std::runtime_error(options_.resume.string() + " was made with " + flag + " " + was + ", not " + value +
-                             "; give the same, or start afresh");
+  const auto loss_sum = snapshot.history.find("loss_sum");
+  if (loss_sum == snapshot.history.end() || loss_sum->second.size() != 1 || snapshot.position.count("batch") == 0 ||
+      snapshot.position.count("images") == 0) {
+    refuse("it does not say where in an epoch it was made");
   }
   restore_model(*pipe_, snapshot.model);
   restore_optimizer(optimizer_, *pipe_, snapshot.optimizer);
@@ -128,7 +145,7 @@ void Trainer::resume() {
   batch_ = snapshot.position.at("batch");
   seen_ = snapshot.position.at("images");
   history_ = snapshot.history;
-  loss_sum_ = history_.at("loss_sum").front();
+  loss_sum_ = loss_sum->second.front();
 }
 
 bool Trainer::train(int epoch, const Interrupt& interrupt) {
@@ -138,6 +155,7 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
   Progress progress(out_, terminal_, "epoch " + std::to_string(epoch),
                     std::max<std::int64_t>(1, task_.training_images() - seen_));
   while (auto example = examples()) {
+    if (steps_ == 0) try_smallest(*example);
     const double before = loss_sum_;
     step(*example);
     const auto images = example->input.size(0);
@@ -149,8 +167,8 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
 }
 
 void Trainer::step(const Example& example) {
-  const auto batches = (task_.training_images() + options_.batch_size - 1) / options_.batch_size;
-  const bool trace = !options_.trace.empty() && !traced_ && batch_ == std::min(kTracedBatch, batches - 1);
+  const bool last = epoch_ + 1 == options_.epochs && seen_ + example.input.size(0) == task_.training_images();
+  const bool trace = !options_.trace.empty() && (steps_ == kTracedStep || (steps_ < kTracedStep && last));
   auto timeline = trace ? std::make_shared<Timeline>() : nullptr;
   pipe_->trace(timeline);
   optimizer_.zero_grad();
@@ -161,12 +179,11 @@ void Trainer::step(const Example& example) {
     loss = task_.loss(output, example.target.to(output.device()));
   }
   loss.backward();
-  if (options_.clip > 0) torch::nn::utils::clip_grad_norm_(pipe_->parameters(), options_.clip);
+  if (options_.clip > 0) clip_gradients();
   optimizer_.step();
   const double value = loss.item<double>();
   if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
   if (trace) {
-    traced_ = true;
     const auto json = to_chrome_json(*timeline);
     write_file(options_.trace, {json.begin(), json.end()});
     files_.push_back(options_.trace);
@@ -174,6 +191,40 @@ void Trainer::step(const Example& example) {
   loss_sum_ += value * static_cast<double>(example.input.size(0));
   seen_ += example.input.size(0);
   ++batch_;
+  ++steps_;
+}
+
+// Batch norm in training mode refuses one value a channel, which an epoch's last mini-batch may bring about; better to
+// know before the first step than after an epoch.
+void Trainer::try_smallest(const Example& example) {
+  const auto rest = task_.training_images() % options_.batch_size;
+  const auto smallest = [&](std::int64_t batch) { return micro_batch_sizes(batch, options_.chunks, 0).back(); };
+  if (smallest(options_.batch_size) > 1 && (rest == 0 || smallest(rest) > 1)) return;
+  const auto model = capture_model(*pipe_);
+  const auto random = capture_random();
+  try {
+    const torch::NoGradGuard no_grad;
+    pipe_->forward(example.input.narrow(0, 0, 1));
+  } catch (const c10::Error& error) {
+    throw std::runtime_error("some micro-batch would be a single image, and " +
+                             std::string(error.what_without_backtrace()) +
+                             "; choose --batch-size and --chunks so that all have more");
+  }
+  restore_model(*pipe_, model);
+  restore_random(random);
+}
+
+// As clip_grad_norm_, which takes no gradients on several devices.
+void Trainer::clip_gradients() {
+  double squares = 0;
+  for (const auto& parameter : pipe_->parameters()) {
+    if (parameter.grad().defined()) squares += std::pow(parameter.grad().norm().item<double>(), 2);
+  }
+  const double factor = options_.clip / (std::sqrt(squares) + 1e-6);
+  if (!(factor < 1)) return;
+  for (const auto& parameter : pipe_->parameters()) {
+    if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
+  }
 }
 
 void Trainer::finish(int epoch) {
@@ -200,8 +251,8 @@ void Trainer::finish(int epoch) {
 
   const auto& best = history_.at(columns_[2]);
   const bool is_best = std::all_of(best.begin(), best.end() - 1, [&](double score) { return best.back() > score; });
+  if (is_best) save("best.snapshot");  // first: the latest says that there is one
   save("latest.snapshot");
-  if (is_best) save("best.snapshot");
 
   out_ << "epoch " << epoch << "/" << options_.epochs << ":";
   for (std::size_t i = 1; i + 2 < columns_.size(); ++i) {
@@ -236,6 +287,7 @@ void Trainer::save(const std::string& name) {
   for (const auto& column : columns_) snapshot.history[column];  // none yet is an empty list
   snapshot.history["loss_sum"] = {loss_sum_};
   write_snapshot(path(name), snapshot);
+  if (std::find(files_.begin(), files_.end(), path(name)) == files_.end()) files_.push_back(path(name));
 }
 
 int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::ostream& out) {

@@ -45,8 +45,9 @@ class Task {
 };
 
 /// Trains a pipeline on a task and leaves in options.output: history.csv, a TensorBoard event file, latest.snapshot and
-/// best.snapshot. After SIGINT or SIGTERM it ends the step, writes latest.snapshot and returns. A run that goes on from a
-/// snapshot ends with the weights of one that never stopped: bit for bit where the micro-batches are the same.
+/// best.snapshot. After SIGINT or SIGTERM it ends the step, or the validation, writes latest.snapshot and returns. A run
+/// that goes on from a snapshot ends with the weights of one that never stopped: bit for bit where the micro-batches are
+/// the same.
 class Trainer {
  public:
   /// A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.
@@ -66,6 +67,8 @@ class Trainer {
   /// One epoch from batch_ on; false when a signal ended it.
   bool train(int epoch, const Interrupt& interrupt);
   void step(const Example& example);
+  void try_smallest(const Example& example);
+  void clip_gradients();
   void finish(int epoch);
   void set_learning_rate(int epoch);
   void save(const std::string& name);
@@ -89,7 +92,7 @@ class Trainer {
   double loss_sum_ = 0;     // over those images
   std::map<std::string, std::vector<double>> history_;
 
-  bool traced_ = false;
+  std::int64_t steps_ = 0;  // of this process
   double images_per_second_ = 0;
 };
 

@@ -28,17 +28,16 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("-e,--epochs", options.epochs, "passes over the training images")->check(CLI::Range(1, 1000000));
   app.add_option("-l,--learning-rate", options.learning_rate, "of Adam, at the start")->check(CLI::PositiveNumber);
   app.add_option("--schedule", options.schedule,
-                 "of the learning rate: cosine, down to 0 at the last epoch; plateau, a tenth whenever the validation "
-                 "score has not risen for 5 epochs")
+                 "of the learning rate, by epoch: cosine, falling towards 0 behind the last; plateau, a tenth whenever "
+                 "the validation score has not risen for 5")
       ->check(CLI::IsMember({"cosine", "plateau"}));
   app.add_option("--clip", options.clip, "largest norm of the gradient; 0 for any")->check(CLI::NonNegativeNumber);
   app.add_flag("--amp", options.amp, "compute in bfloat16 where that is safe (autocast)");
   app.add_option("--seed", options.seed, "of weights, order and what is drawn");
-  auto* resume = app.add_option("--resume", options.resume, "snapshot to go on from, as if it had never stopped")
-                     ->always_capture_default(false);
-  app.add_option("-f,--load", options.load, "snapshot to take the weights of")
-      ->always_capture_default(false)
-      ->excludes(resume);
+  app.add_option("--resume", options.resume, "snapshot to go on from, as if it had never stopped")
+      ->always_capture_default(false);
+  app.add_option("-f,--load", options.load, "snapshot to take the weights of, when there is none to resume")
+      ->always_capture_default(false);
 
   app.add_option_function<std::string>(
          "--checkpoint", [&options](const std::string& mode) { options.checkpoint = kModes.at(mode); },

@@ -98,7 +98,7 @@ Split split(const std::vector<Sample>& samples, double validation_percent, uint6
   const auto count = samples.size();
   if (count < 2) {
     throw std::invalid_argument("cannot split " + std::to_string(count) +
-                                " sample into training and validation; it takes two, or validation percent 0");
+                                " sample into training and validation; it takes two");
   }
   const auto wanted = static_cast<size_t>(std::llround(static_cast<double>(count) * validation_percent / 100));
   const auto validation_count = std::clamp<size_t>(wanted, 1, count - 1);

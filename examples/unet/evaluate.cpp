@@ -48,6 +48,10 @@ std::vector<Sample> choose_samples(const Options& options) {
     throw std::runtime_error(options.model.string() + " does not say --seed and --validation, which give its --part");
   }
   auto parts = split(samples, percent, seed);
+  if (flags["images"] != absl::StrCat(parts.training.size())) {
+    throw std::runtime_error(options.data.string() + " is not what " + options.model.string() + " was trained on, " +
+                             flags["images"] + " images besides those for validation; give --part all");
+  }
   return options.part == "training" ? parts.training : parts.validation;
 }
 

@@ -42,11 +42,15 @@ Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
   }
 }
 
+Loader::~Loader() {
+  for (auto& worker : workers_) worker.request_stop();
+}
+
 std::optional<Batch> Loader::next() {
   MutexLock lock(mutex_);
   if (taken_ == end_) return std::nullopt;
   if (workers_.empty()) {
-    Batch batch = decode(taken_);
+    Batch batch = decode(taken_, {});
     ++taken_;
     return batch;
   }
@@ -79,7 +83,7 @@ void Loader::work(std::stop_token stop) {
     }
     Result result;
     try {
-      result.batch = decode(index);
+      result.batch = decode(index, stop);
     } catch (...) {
       result.error = std::current_exception();
     }
@@ -89,14 +93,14 @@ void Loader::work(std::stop_token stop) {
   }
 }
 
-Batch Loader::decode(int64_t index) const {
+Batch Loader::decode(int64_t index, const std::stop_token& stop) const {
   const int64_t first = index * options_.batch_size;
   const int64_t count = std::min<int64_t>(options_.batch_size, static_cast<int64_t>(samples_.size()) - first);
   Batch batch{at::empty({count, 3, size_.height, size_.width}, at::kFloat),
               at::zeros({count, 1, size_.height, size_.width}, at::kByte)};
   auto* image_out = batch.images.mutable_data_ptr<float>();
   auto* mask_out = batch.masks.mutable_data_ptr<uint8_t>();
-  for (int64_t i = first; i < first + count; ++i) {
+  for (int64_t i = first; i < first + count && !stop.stop_requested(); ++i) {
     const auto& sample = samples_[static_cast<size_t>(i)];
     Image image = read_image(sample.image, size_);
     Image mask = sample.mask.empty() ? Image(size_, 1) : read_labels(sample.mask, options_.classes, size_);

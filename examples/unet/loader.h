@@ -39,14 +39,14 @@ struct LoaderOptions {
 /// batches, decoded or being decoded.
 ///
 /// All samples come out at one size, whatever theirs (see image_size() and scaled()): images by resize_bilinear(),
-/// masks by resize_nearest(). Another aspect ratio is stretched. A sample
-/// without a mask gets one of zeros.
+/// masks by resize_nearest(). Another aspect ratio is stretched. A sample without a mask gets one of zeros.
 ///
 /// Threads: next() from one thread at a time. Destroy it at any time; it waits for the files being decoded, no more.
 class Loader {
  public:
   /// Throws std::invalid_argument for an empty list, size or batch, or a negative number of workers.
   Loader(std::vector<Sample> samples, Size size, LoaderOptions options);
+  ~Loader();
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
@@ -64,7 +64,8 @@ class Loader {
   };
 
   void work(std::stop_token stop);
-  Batch decode(int64_t index) const;
+  // Incomplete when it was told to stop.
+  Batch decode(int64_t index, const std::stop_token& stop) const;
 
   std::vector<Sample> samples_;  // in the order of this pass
   const Size size_;
@@ -77,7 +78,7 @@ class Loader {
   int64_t claimed_ ABSL_GUARDED_BY(mutex_);  // the next batch that a worker will begin
   int64_t taken_ ABSL_GUARDED_BY(mutex_);    // the next batch that next() will return
 
-  // The last member: its destruction stops and joins the workers while what they use is alive.
+  // The last member: its destruction joins the workers while what they use is alive.
   std::vector<std::jthread> workers_;
 };
 

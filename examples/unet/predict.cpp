@@ -54,6 +54,7 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
     }
     const auto before = images.size();
     for (const auto& entry : fs::directory_iterator(input)) {
+      if (!entry.is_regular_file()) continue;
       const auto extension = absl::AsciiStrToLower(entry.path().extension().string());
       if (extension == ".jpg" || extension == ".jpeg" || extension == ".png" || extension == ".gif") {
         images.push_back(entry.path());
@@ -65,10 +66,15 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
   return images;
 }
 
-// Two images of one name would have one mask.
-void check_names(const std::vector<fs::path>& images) {
+// Two images of one name would have one mask; and no output may take the place of an image.
+void check_names(const std::vector<fs::path>& images, const fs::path& output) {
   std::map<std::string, fs::path> by_name;
   for (const auto& image : images) {
+    if (fs::absolute(image).lexically_normal().parent_path() ==
+        fs::absolute(output / "_").lexically_normal().parent_path()) {
+      throw std::runtime_error("--output " + output.string() + " is where " + image.string() +
+                               " lies; give a directory of its own");
+    }
     const auto [other, is_new] = by_name.emplace(image.stem().string(), image);
     if (is_new) continue;
     throw std::runtime_error("two images have one name: " + other->second.string() + " and " + image.string() +
@@ -92,7 +98,7 @@ Image overlay(const fs::path& path, const Image& labels, int classes) {
 
 int predict(const Options& options) {
   const auto images = list_images(options.input);
-  check_names(images);
+  check_names(images, options.output);
   check_writable_directory(options.output);
   Predictor predictor(options, images);
   const int classes = predictor.classes();

@@ -3,6 +3,7 @@
 #include <torch/nn/functional/upsampling.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <stdexcept>
 #include <utility>
 
@@ -15,6 +16,7 @@ namespace gpipe::examples::unet {
 
 void add_predictor_options(CLI::App& app, PredictorOptions& options) {
   options.batch_size = 4;
+  options.stages = 1;  // a measured cut costs more than a few images
   add_pipeline_options(app, options);
   app.add_option("-m,--model", options.model, "snapshot that the training wrote")
       ->required()
@@ -30,19 +32,21 @@ Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesyste
     : options_(options), images_(std::move(images)) {
   auto snapshot = read_snapshot(options_.model);
   for (const auto& image : images_) sizes_.push_back(image_size(image));
-  flags_ = snapshot.options;
   ModelOptions model_options;
   try {
-    model_options = from_flags(flags_);
-    scale_ = options_.scale.value_or(std::stod(flags_.at("--scale")));
+    model_options = from_flags(snapshot.options);
+    scale_ = options_.scale.value_or(std::stod(snapshot.options.at("--scale")));
   } catch (const std::logic_error& error) {
     throw std::runtime_error(options_.model.string() + " is not of this program's training: " + error.what());
   }
   classes_ = model_options.classes;
   auto model = make_model(model_options);
   restore_model(*model, snapshot.model);
+  model->eval();
   const Size size = scaled(sizes_.at(0), scale_);
-  pipe_ = make_pipe(model, options_, {3, size.height, size.width}, Checkpoint::kNever);
+  auto fitting = options_;
+  fitting.batch_size = std::min<std::int64_t>(fitting.batch_size, static_cast<std::int64_t>(images_.size()));
+  pipe_ = make_pipe(model, fitting, {3, size.height, size.width}, Checkpoint::kNever);
   pipe_->eval();
 }
 

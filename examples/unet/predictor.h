@@ -2,9 +2,7 @@
 
 #include <filesystem>
 #include <functional>
-#include <map>
 #include <optional>
-#include <string>
 #include <vector>
 
 #include "examples/common/image.h"
@@ -32,8 +30,6 @@ class Predictor {
 
   const GPipe& pipe() const { return pipe_; }
   int classes() const { return classes_; }
-  /// The training's, by flag.
-  const std::map<std::string, std::string>& flags() const { return flags_; }
 
   /// Calls `use` for each image in order, with its number and its probabilities [1, classes, h, w] on the CPU.
   void run(const std::function<void(std::size_t image, const torch::Tensor& probabilities)>& use);
@@ -42,7 +38,6 @@ class Predictor {
   const PredictorOptions options_;
   const std::vector<std::filesystem::path> images_;
   std::vector<Size> sizes_;  // of the files
-  std::map<std::string, std::string> flags_;
   int classes_ = 2;
   double scale_ = 1;
   GPipe pipe_ = nullptr;

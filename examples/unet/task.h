@@ -13,8 +13,8 @@ namespace gpipe::examples::unet {
 /// Learning to mask what the samples show: images [n, 3, h, w], values 0 to 1, to logits (see segmentation.h).
 class SegmentationTask : public Task {
  public:
-  /// Batches as `loading` says, but for order and epoch; validation is never augmented. Draws a picture of the first validation images each epoch into
-  /// the directory.
+  /// Batches as `loading` says, but for order and epoch; validation is never augmented. Draws a picture of the first
+  /// validation images each epoch into the directory.
   SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path directory);
 
   std::int64_t training_images() const override { return static_cast<std::int64_t>(split_.training.size()); }

@@ -75,8 +75,8 @@ int train(const Options& options) {
                          .seed = options.seed},
                         options.output);
   auto identity = to_flags(options.model);
-  identity["--validation"] = absl::StrCat(options.validation);
-  identity["--scale"] = absl::StrCat(options.scale);
+  identity["--validation"] = to_flag(options.validation);
+  identity["--scale"] = to_flag(options.scale);
   identity["--augment"] = absl::StrCat(options.augment);
   identity["images"] = absl::StrCat(split.training.size());
   Trainer trainer(pipe, task, options, identity, std::cout, isatty(STDOUT_FILENO) != 0);

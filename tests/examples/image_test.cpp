@@ -104,6 +104,14 @@ TEST(ImageTest, MaskThresholdLiesAboveLuminance127) {
   EXPECT_EQ(read_mask(directory / "a.png").pixels, (std::vector<uint8_t>{0, 1}));
 }
 
+TEST(ImageTest, AMaskOfZerosAndOnesIsWhatItSays) {
+  const TemporaryDirectory directory;
+  Image grey({3, 1}, 1);
+  grey.pixels = {0, 1, 0};
+  write_png(directory / "a.png", grey);
+  EXPECT_EQ(read_mask(directory / "a.png").pixels, grey.pixels);
+}
+
 TEST(ImageTest, GifHasAOneBitPalette) {
   const TemporaryDirectory directory;
   write_gif(directory / "a.gif", checkers({8, 8}));

@@ -17,6 +17,8 @@ from PIL import Image
 Image.open("odd.jpg").resize((37, 51)).save("odd.png")
 END
 mkdir empty
+cp -r $data fewer
+rm fewer/imgs/0000.jpg fewer/masks/0000_mask.gif
 
 # Any cut finds the same masks, at the size of each image.
 program=$predict
@@ -27,9 +29,9 @@ for stages in 1 2 3; do
   ! grep -q $'\r' "masks$stages.log" || fail "a progress bar in a file"
 done
 run cut --input $data/imgs odd.png --balance 5,34 --chunks 3 --batch-size 5 --workers 0 --devices cpu
-run high --input $data/imgs --threshold 0.99
-run low --input $data/imgs --threshold 0.01
-run fine --input $data/imgs --scale 1
+run high -i $data/imgs -t 0.99
+run low -i $data/imgs -t 0.01
+run fine -i $data/imgs -s 1
 run coloured --model four/best.snapshot --input $data/imgs --probabilities
 "$python" - <<'END' || fail "other masks"
 import os
@@ -98,9 +100,12 @@ assert len(validation) == 2 + 2 and len(training) == 14 + 2 and len(set(validati
 assert set(next(iter(table("classes").values()))) == {"dice", "iou"} | {f"{s}_{k}" for s in ("dice", "iou") for k in (1, 2, 3)}
 END
 grep -q '^(all pixels)' scores1.log || fail "no table"
-common=(--model two/latest.snapshot)
-script -qec "'$evaluate' --model two/best.snapshot --output terminal --data $data" terminal.log >/dev/null || fail "in a terminal"
-grep -q $'\revaluate  \[' terminal.log || fail "no progress bar in a terminal"
+terminal() {
+  script -qec "$2 -m two/best.snapshot -o terminal" terminal.log >/dev/null || fail "in a terminal"
+  grep -q $'\r'"$1  \[" terminal.log || fail "no progress bar in a terminal"
+}
+terminal evaluate "'$evaluate' --data $data"
+terminal predict "'$predict' -i $data/imgs"
 
 # What both refuse; $@: what they are to work on.
 refuse_both() {
@@ -110,7 +115,7 @@ refuse_both() {
   refuse "$1-damaged-model" 'damaged' "${@:2}" --model damaged
   refuse "$1-cut" 'sums to 3' "${@:2}" --balance 1,2
   refuse "$1-stages" 'layers' "${@:2}" --stages 99
-  refuse "$1-device" 'cuda:63' "${@:2}" --devices cpu,cuda:63
+  refuse "$1-device" 'cuda:63' "${@:2}" --stages 2 --devices cpu,cuda:63
   refuse "$1-scale" '--scale' "${@:2}" --scale 0
   refuse "$1-workers" '--workers' "${@:2}" --workers -1
   refuse "$1-unwritable" 'two.log/output' "${@:2}" --output two.log/output
@@ -126,6 +131,7 @@ refuse_both evaluate --data $data
 refuse evaluate-no-data 'no-such-folder' --data no-such-folder
 refuse evaluate-data-missing '--data is required'
 refuse evaluate-part '--part' --data $data --part half
+refuse evaluate-other-data 'give --part all' --data fewer --part validation
 refuse evaluate-classes 'is none of 4 classes' --data $data --model four/best.snapshot
 program=$predict
 refuse_both predict --input $data/imgs
@@ -135,6 +141,7 @@ refuse predict-input-missing '--input is required'
 refuse predict-empty 'empty: no .jpg' --input empty
 refuse predict-not-an-image 'two.log' --input odd.jpg two.log
 refuse predict-same-name 'two images have one name' --input odd.jpg odd.png
+refuse predict-onto-itself 'give a directory of its own' --input odd.jpg --output .
 refuse predict-threshold '--threshold' --input odd.jpg --threshold 2
 head -c 600 $data/imgs/0003.jpg >short.jpg
 refuse predict-truncated 'short.jpg' --input short.jpg

@@ -85,7 +85,6 @@ refuse_training_flags() {
   refuse foreign-resume 'foreign' --data "$data" --resume foreign
   refuse foreign-load 'foreign' --data "$data" --load foreign
   refuse missing-snapshot 'no-such-file' --data "$data" --resume no-such-file
-  refuse both-snapshots 'excludes' --data "$data" --resume foreign --load foreign
   refuse output-below-file 'foreign/output' --data "$data" --output foreign/output
   refuse unwritable '/proc/output' --data "$data" --output /proc/output
 }
@@ -110,7 +109,7 @@ check_training_flags() {
   diff <(column cut "2-$rate_column") <(column "$base" "2-$rate_column") || fail "the cut changes what is learnt"
   try chunks "$@" --chunks 1 --devices cpu -e 1
   ! near "$(column chunks 2)" "$first" 1e-4 || fail "--chunks has no effect"
-  try loaded "$@" --load "$base/latest.snapshot" -e 1
+  try loaded "$@" -f "$base/latest.snapshot" -e 1
   ! near "$(column loaded 2)" "$first" 1e-3 || fail "--load has no effect"
   # Unlike a cosine, this rate does not depend on the number of epochs.
   try whole "$@" --schedule plateau
@@ -142,7 +141,7 @@ check_terminal() {
 # Every option with a value shows what it is without: all but those that then do nothing.
 check_help() {
   "$program" --help >help.log
-  ! grep -E '^  (-[a-z],)?--[a-z-]+ [A-Z]+' help.log | grep -vE -- '--(resume|load|trace) ' |
+  ! grep -E '^  (-[a-z],)?--[a-z-]+ [A-Z]+' help.log | grep -vE -- '--(resume|load|trace|balance|devices) ' |
     grep -vE '^ +[^ ]+ [A-Z]+(:[^=]*)?=' || fail "--help lists no default"
   grep -q -- '--epochs INT.*=[1-9]' help.log || fail "--help lists no options"
 }

@@ -2,11 +2,11 @@
 # The U-Net training program from end to end, on tiny and on damaged data: train_test.sh PROGRAM FOLDER
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 
-common=(--epochs 2 --batch-size 4 --chunks 2 --depth 1 --channels 4)
+common=(-e 2 -b 4 --chunks 2 --depth 1 --channels 4)
 cut=5,18
 rate_column=6
 plateau_epochs=40
-tiny=(--data synthetic --samples 12 --scale 0.25)
+tiny=(--data synthetic --samples 12 -s 0.25)
 
 # The same training whatever the number of stages; each file that it names is there.
 for stages in 1 2 3; do
@@ -22,7 +22,7 @@ check_terminal "${tiny[@]}"
 
 # Files that were already there, in another checkpoint mode, uneven batches.
 data=stages1/synthetic_12_192x128_2
-run again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 --validation 25
+run again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 -v 25
 grep -q '9 images to train, 3 to validate, at 48x32, 2 classes' again.log || fail "--validation or --scale"
 run uneven --data "$data" --scale 0.25 --batch-size 5
 check_training_flags stages2 --data "$data" --scale 0.25
@@ -36,11 +36,12 @@ run bilinear --data "$data" --scale 0.25 --bilinear
 grep -q '24 layers' bilinear.log || fail "--bilinear has no effect"
 run sizes --samples 4 --size 80x48 --scale 1 --depth 2 --channels 3
 grep -q 'at 80x48' sizes.log || fail "--size has no effect"
-run classes "${tiny[@]}" --classes 4
+run classes "${tiny[@]}" -c 4
 head -1 classes/history.csv | grep -q 'val_dice_3' || fail "no Dice for each class"
 grep -q '4 classes' classes.log || fail "--classes has no effect"
 
 refuse_training_flags "$data" 23
+refuse single-image 'choose --batch-size and --chunks' --samples 4 --size 16x16 --scale 0.125 -b 2 --chunks 2
 refuse scale '--scale' --data "$data" --scale 2
 refuse validation '--validation' --data "$data" --validation 100
 refuse classes-one '--classes' --data "$data" --classes 1
@@ -53,6 +54,7 @@ refuse other-model '--channels 4, not 5' --data "$data" --scale 0.25 --channels 
 refuse other-weights 'down1_conv1.weight' --data "$data" --scale 0.25 --channels 5 --load stages2/best.snapshot
 head -c 3000 stages2/latest.snapshot >damaged
 refuse damaged-snapshot 'damaged' --data "$data" --scale 0.25 --resume damaged
+refuse ended 'has 2 epochs behind it already' --data "$data" --scale 0.25 --resume stages2/latest.snapshot
 
 # damage NAME TEXT COMMAND...: the data set with one thing wrong.
 damage() {
