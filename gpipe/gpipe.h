@@ -51,9 +51,9 @@ struct GPipeOptions {
 ///   optimizer.step();
 ///
 /// It computes the function of the unpartitioned model run micro-batch by micro-batch, with one autograd node whose
-/// inputs are the inputs and all parameters: losses, optimizers, hooks and autograd::grad work as ever. (A floating output
-/// of a checkpointed cell may require grad where the model's would not; its gradient is then zero.) Its state has
-/// the unpartitioned model's keys.
+/// inputs are the inputs and all parameters: losses, optimizers, hooks and autograd::grad work as ever. (A floating
+/// output of a checkpointed cell may require grad where the model's would not; its gradient is then zero.) Its state
+/// has the unpartitioned model's keys.
 ///
 /// The layers are the caller's own modules, moved to their devices. A mini-batch's random draws derive from one draw of
 /// the default generator (see RandomScope). In training mode with gradients, cells are checkpointed as the options say;
@@ -62,8 +62,8 @@ struct GPipeOptions {
 /// Threads: forward and backward may be called from any threads; calls take turns. The module's parameters and mode
 /// must not change while one runs, nor between a forward and its backward where cells are recomputed.
 ///
-/// Errors of a forward or backward are what a layer threw, the original object; see last_error(). Afterwards parameters,
-/// gradients, buffers and random state are as before the call, and the next call works.
+/// Errors of a forward or backward are what a layer threw, the original object; see last_error(). Afterwards
+/// parameters, gradients, buffers and random state are as before the call, and the next call works.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a balance that is not positive or does not sum to the

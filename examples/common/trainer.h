@@ -45,9 +45,9 @@ class Task {
 };
 
 /// Trains a pipeline on a task and leaves in options.output: history.csv, a TensorBoard event file, latest.snapshot and
-/// best.snapshot. After SIGINT or SIGTERM it ends the step, or the validation, writes latest.snapshot and returns. A run
-/// that goes on from a snapshot ends with the weights of one that never stopped: bit for bit where the micro-batches are
-/// the same.
+/// best.snapshot. After SIGINT or SIGTERM it ends the step, or the validation, writes latest.snapshot and returns. A
+/// run that goes on from a snapshot ends with the weights of one that never stopped: bit for bit where the
+/// micro-batches are the same.
 class Trainer {
  public:
   /// A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.

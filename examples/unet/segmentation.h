@@ -14,8 +14,8 @@ namespace gpipe::examples::unet {
 inline std::int64_t output_channels(int classes) { return classes == 2 ? 1 : classes; }
 
 /// Cross-entropy plus 1 - Dice, where Dice is the mean over images and classes but 0 of what the probabilities overlap
-/// with the labels (Milletari et al., arXiv:1606.04797, without the squares), one pixel more in each count, so that what
-/// is nowhere can be predicted well.
+/// with the labels (Milletari et al., arXiv:1606.04797, without the squares), one pixel more in each count, so that
+/// what is nowhere can be predicted well.
 torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& labels);
 
 torch::Tensor to_probabilities(const torch::Tensor& logits);

@@ -13,8 +13,8 @@ struct Stage;
 /// micro-batch, each time with a part's (the deferred batch norm of torchgpipe, Kim et al., arXiv:2004.09910).
 ///
 /// Micro-batches normalise themselves as ever. Their means and sums of squared deviations are joined in double
-/// (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979), so that many
-/// micro-batches, or a mean far from zero, cost no digits.
+/// (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979), so that
+/// many micro-batches, or a mean far from zero, cost no digits.
 ///
 /// For one stage and one mini-batch; used by one thread at a time.
 class BatchStatistics {
@@ -35,8 +35,8 @@ class BatchStatistics {
 
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Updates the running statistics and counts of the stage's layers, once. A momentum that depends on the count is that
-  /// of the first micro-batch.
+  /// Updates the running statistics and counts of the stage's layers, once. A momentum that depends on the count is
+  /// that of the first micro-batch.
   void commit(const Stage& stage);
 
  private:

@@ -7,9 +7,9 @@
 
 namespace gpipe {
 
-/// Lets threads wait until something that other threads bring about is so, where neither side should pay for a lock when
-/// nobody needs to sleep (an eventcount). Conditions read sequentially consistent atomics and nothing else; whoever
-/// changes those calls announce() afterwards.
+/// Lets threads wait until something that other threads bring about is so, where neither side should pay for a lock
+/// when nobody needs to sleep (an eventcount). Conditions read sequentially consistent atomics and nothing else;
+/// whoever changes those calls announce() afterwards.
 ///
 /// Invariants:
 ///   1. a waiter counts as a sleeper before it looks at the condition for the last time, and announce() looks for

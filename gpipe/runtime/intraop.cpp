@@ -13,7 +13,8 @@ namespace gpipe {
 
 void set_intraop_threads_of_this_thread(int threads) {
   // The first parallel region of a thread sets it to the process's number; let that be over. The function that does so
-  // is inline, with a flag of its own in libtorch, which at::get_num_threads() sets, and one in whatever else inlines it.
+  // is inline, with a flag of its own in libtorch, which at::get_num_threads() sets, and one in whatever else inlines
+  // it.
   at::internal::lazy_init_num_threads();
   at::get_num_threads();
   if (omp_set_num_threads != nullptr) omp_set_num_threads(threads);

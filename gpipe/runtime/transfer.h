@@ -12,8 +12,8 @@
 namespace gpipe {
 
 /// Stream order for whatever accelerator a pipeline runs on, through c10's device-generic interface, so that it is one
-/// piece of code for all of them. Where only the CPU is involved nothing here does anything. Nothing here blocks the host, except
-/// copies between the host and a device.
+/// piece of code for all of them. Where only the CPU is involved nothing here does anything. Nothing here blocks the
+/// host, except copies between the host and a device.
 
 /// A point in a device's work; empty on CPU.
 using Mark = std::shared_ptr<c10::Event>;

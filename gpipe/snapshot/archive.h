@@ -14,8 +14,8 @@ namespace gpipe {
 /// Replaces the file at once or not at all (see AtomicFile). Errors: std::runtime_error with the path and the reason.
 void write_archive(const std::filesystem::path& path, const c10::IValue& value);
 
-/// What such a file holds, on the CPU, after a check of every byte that matters. Reading executes nothing: the pickle can
-/// only make plain values. Errors: std::runtime_error with the reason, without the path.
+/// What such a file holds, on the CPU, after a check of every byte that matters. Reading executes nothing: the pickle
+/// can only make plain values. Errors: std::runtime_error with the reason, without the path.
 c10::IValue read_archive(const std::filesystem::path& path);
 
 }  // namespace gpipe

@@ -6,9 +6,9 @@
 
 namespace gpipe {
 
-/// Writes a file so that its path always names a whole one: the bytes go to a temporary file in the same folder, commit()
-/// flushes them to the disk and renames it. Whatever happens before that, power cut included, leaves the previous file
-/// as it was.
+/// Writes a file so that its path always names a whole one: the bytes go to a temporary file in the same folder,
+/// commit() flushes them to the disk and renames it. Whatever happens before that, power cut included, leaves the
+/// previous file as it was.
 ///
 /// The temporary is named as the file with ".tmp" behind. It is removed unless commit() succeeds; one that a killed
 /// process left is overwritten by the next writer. Two writers at a time, in one process or two: the second is refused.
