@@ -119,13 +119,13 @@ void Trainer::resume() {
     throw std::runtime_error(options_.resume.string() + " is not of this program: " + why);
   };
   for (const auto& [flag, value] : identity_) {
-    const auto found = snapshot.options.find(flag);
-    if (found == snapshot.options.end()) {
-      refuse("it does not say " + flag);
-    } else if (found->second != value) {
-      throw std::runtime_error(options_.resume.string() + " was made with " + flag + " " + found->second + ", not " +
-                               value + "; give the same, or start afresh");
-    }
+    if (snapshot.options.count(flag) == 0) refuse("it does not say " + flag);
+  }
+  for (const auto& [flag, value] : identity_) {
+    const auto& was = snapshot.options.at(flag);
+    if (was == value) continue;
+    throw std::runtime_error(options_.resume.string() + " was made with " + flag + " " + was + ", not " + value +
+                             "; give the same, or start afresh");
   }
   for (const auto& column : columns_) {
     const auto found = snapshot.history.find(column);
