@@ -20,6 +20,25 @@ mkdir empty
 cp -r $data fewer
 rm fewer/imgs/0000.jpg fewer/masks/0000_mask.gif
 
+# What TensorBoard makes of the events that the training left.
+"$python" - <<'END' || fail "TensorBoard reads something else"
+import csv, sys
+try:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+except ImportError:
+    sys.exit(0)
+events = EventAccumulator("two").Reload()
+with open("two/history.csv") as file:
+    rows = list(csv.DictReader(file))
+for column in rows[0].keys() - {"epoch"}:
+    scalars = events.Scalars(column)
+    assert [scalar.step for scalar in scalars] == list(range(1, 31)), column
+    for scalar, row in zip(scalars, rows):
+        assert abs(scalar.value - float(row[column])) <= 1e-5 * abs(scalar.value), (column, scalar, row)
+image = events.Images("validation")[-1]
+assert image.encoded_image_string == open("two/epoch_030.png", "rb").read() and image.width == 3 * 32 + 4
+END
+
 # Any cut finds the same masks, at the size of each image.
 program=$predict
 common=(--model two/best.snapshot)

@@ -36,6 +36,8 @@ run bilinear --data "$data" --scale 0.25 --bilinear
 grep -q '24 layers' bilinear.log || fail "--bilinear has no effect"
 run sizes --samples 4 --size 80x48 --scale 1 --depth 2 --channels 3
 grep -q 'at 80x48' sizes.log || fail "--size has no effect"
+run whole-size --samples 3 --size 1918x1280 -s 0.05 --augment -e 1 -b 2
+grep -q 'at 96x64' whole-size.log || fail "files of 1918x1280"
 run classes "${tiny[@]}" -c 4
 head -1 classes/history.csv | grep -q 'val_dice_3' || fail "no Dice for each class"
 grep -q '4 classes' classes.log || fail "--classes has no effect"
