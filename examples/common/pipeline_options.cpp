@@ -45,9 +45,7 @@ std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, con
   if (options.stages == 1) return {static_cast<std::int64_t>(model->size())};
   // Two at least: batch norm may need them.
   image_shape.insert(image_shape.begin(), std::max<std::int64_t>(2, options.batch_size / options.chunks));
-  const auto device = !options.devices.empty()      ? options.devices.front()
-                      : torch::cuda::is_available() ? torch::Device(torch::kCUDA, 0)
-                                                    : torch::Device(torch::kCPU);
+  const auto device = options.devices.empty() ? torch::Device(torch::kCPU) : options.devices.front();
   return balance_by_time(options.stages, model, torch::full(image_shape, 0.5, device));
 }
 
@@ -96,13 +94,13 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
 
 GPipe make_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
                 std::vector<std::int64_t> image_shape, Checkpoint checkpoint) {
-  auto devices = options.devices;
+  auto placed = options;
   // More stages than GPUs share them.
   for (int s = 0; options.devices.empty() && torch::cuda::is_available() && s < options.stages; ++s) {
-    devices.emplace_back(torch::kCUDA, static_cast<torch::DeviceIndex>(s % torch::cuda::device_count()));
+    placed.devices.emplace_back(torch::kCUDA, static_cast<torch::DeviceIndex>(s % torch::cuda::device_count()));
   }
-  return GPipe(model, choose_balance(model, options, std::move(image_shape)),
-               GPipeOptions().devices(devices).chunks(options.chunks).checkpoint(checkpoint));
+  return GPipe(model, choose_balance(model, placed, std::move(image_shape)),
+               GPipeOptions().devices(placed.devices).chunks(options.chunks).checkpoint(checkpoint));
 }
 
 void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe) {

@@ -11,6 +11,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "examples/common/autocast.h"
+#include "examples/common/codecs.h"
 #include "examples/common/files.h"
 #include "examples/common/history.h"
 #include "examples/common/interrupt.h"
@@ -84,11 +85,7 @@ int Trainer::run() {
 
   History history(path("history.csv"), columns_);
   files_.push_back(path("history.csv"));
-  for (int row = 0; row < epoch_; ++row) {
-    std::vector<double> values;
-    for (const auto& column : columns_) values.push_back(history_.at(column).at(row));
-    history.add(values);
-  }
+  for (int epoch = 1; epoch <= epoch_; ++epoch) history.add(row(epoch));
   events_ = std::make_unique<EventFile>(options_.output);
   files_.push_back(events_->path());
 
@@ -100,9 +97,7 @@ int Trainer::run() {
     const bool whole = train(epoch_ + 1, interrupt);
     if (whole) {
       finish(epoch_ + 1);
-      std::vector<double> values;
-      for (const auto& column : columns_) values.push_back(history_.at(column).back());
-      history.add(values);
+      history.add(row(epoch_));
     } else {
       save("latest.snapshot");
     }
@@ -288,6 +283,20 @@ void Trainer::save(const std::string& name) {
   snapshot.history["loss_sum"] = {loss_sum_};
   write_snapshot(path(name), snapshot);
   if (std::find(files_.begin(), files_.end(), path(name)) == files_.end()) files_.push_back(path(name));
+}
+
+std::vector<double> Trainer::row(int epoch) const {
+  std::vector<double> values;
+  for (const auto& column : columns_) values.push_back(history_.at(column).at(static_cast<std::size_t>(epoch - 1)));
+  return values;
+}
+
+void show_picture(const Image& picture, const std::filesystem::path& path, const std::string& tag, int epoch,
+                  EventFile& events, std::vector<std::filesystem::path>& files) {
+  const auto png = encode_png(picture);
+  write_file(path, png);
+  events.add_image(tag, epoch, png, picture.width, picture.height);
+  files.push_back(path);
 }
 
 int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::ostream& out) {

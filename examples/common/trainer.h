@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "examples/common/image.h"
 #include "examples/common/interrupt.h"
 #include "examples/common/tensorboard.h"
 #include "examples/common/training_options.h"
@@ -72,6 +73,8 @@ class Trainer {
   void finish(int epoch);
   void set_learning_rate(int epoch);
   void save(const std::string& name);
+  /// Of the history: an epoch's values, by column.
+  std::vector<double> row(int epoch) const;
   std::filesystem::path path(const std::string& name) const { return options_.output / name; }
 
   GPipe pipe_;
@@ -95,6 +98,10 @@ class Trainer {
   std::int64_t steps_ = 0;  // of this process
   double images_per_second_ = 0;
 };
+
+/// Writes an epoch's picture as a PNG, gives it to the events under a tag, and its path to `files`.
+void show_picture(const Image& picture, const std::filesystem::path& path, const std::string& tag, int epoch,
+                  EventFile& events, std::vector<std::filesystem::path>& files);
 
 /// Runs it, names what it wrote, after the directory of drawn data if any, and returns the program's exit code.
 int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::ostream& out);

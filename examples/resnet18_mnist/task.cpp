@@ -8,7 +8,6 @@
 #include <numeric>
 #include <utility>
 
-#include "examples/common/codecs.h"
 #include "examples/common/random.h"
 #include "examples/resnet18_mnist/confusion.h"
 
@@ -70,9 +69,7 @@ std::vector<double> ClassificationTask::validate(GPipe& pipe, int epoch, EventFi
   std::snprintf(name, sizeof name, "confusion_%03d.png", epoch);
   const auto* counts = pairs.const_data_ptr<std::int64_t>();
   const auto picture = draw_confusion({counts, counts + pairs.numel()}, static_cast<int>(classes_));
-  write_png(directory_ / name, picture);
-  events.add_image("confusion", epoch, encode_png(picture), picture.width, picture.height);
-  files.push_back(directory_ / name);
+  show_picture(picture, directory_ / name, "confusion", epoch, events, files);
   const auto right = pairs.view({classes_, classes_}).trace().item<double>();
   return {right / static_cast<double>(count), loss_sum / static_cast<double>(count)};
 }

@@ -6,7 +6,6 @@
 #include <string>
 #include <utility>
 
-#include "examples/common/codecs.h"
 #include "examples/common/picture.h"
 #include "examples/unet/metrics.h"
 #include "examples/unet/segmentation.h"
@@ -63,9 +62,7 @@ std::vector<double> SegmentationTask::validate(GPipe& pipe, int epoch, EventFile
     const auto truth = one_hot(batch->masks.narrow(0, 0, rows), options.classes);
     const auto picture =
         draw_picture({batch->images.narrow(0, 0, rows), paint(truth), paint(probabilities.narrow(0, 0, rows))});
-    write_png(directory_ / name, picture);
-    events.add_image("validation", epoch, encode_png(picture), picture.width, picture.height);
-    files.push_back(directory_ / name);
+    show_picture(picture, directory_ / name, "validation", epoch, events, files);
   }
   const auto scores = metrics.scores();
   const auto all = mean(scores.pixels);
