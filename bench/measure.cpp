@@ -2,14 +2,61 @@
 
 #include <sched.h>
 
+#include <CLI/CLI.hpp>
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
+#include <map>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <system_error>
 
+#include "gpipe/runtime/memory_reuse.h"
+
 namespace gpipe::bench {
+
+namespace {
+
+const std::map<std::string, Checkpoint> kCheckpoints = {
+    {"never", Checkpoint::kNever}, {"except_last", Checkpoint::kExceptLast}, {"always", Checkpoint::kAlways}};
+
+std::string name_of(Checkpoint checkpoint) {
+  return std::find_if(kCheckpoints.begin(), kCheckpoints.end(), [&](const auto& it) { return it.second == checkpoint; })
+      ->first;
+}
+
+nlohmann::ordered_json to_json(const Row& row) {
+  return {
+      {"model", row.model}, {"stages", row.stages}, {"chunks", row.chunks}, {"checkpoint", name_of(row.checkpoint)}};
+}
+
+}  // namespace
+
+void add_flags(CLI::App& app, Options& options) {
+  app.option_defaults()->always_capture_default()->delimiter(',');
+  app.add_option("--stages", options.stages)->check(CLI::PositiveNumber);
+  app.add_option("--chunks", options.chunks, "micro-batches of a mini-batch")->check(CLI::PositiveNumber);
+  app.add_option("--repeats", options.repeats)->check(CLI::PositiveNumber);
+  app.add_option("--model", options.models)->check(CLI::IsMember(options.models));
+  std::vector<std::string> names;
+  for (const auto checkpoint : options.checkpoints) names.push_back(name_of(checkpoint));
+  app.add_option("--checkpoint", options.checkpoints, "never, except_last, always")
+      ->transform(CLI::CheckedTransformer(kCheckpoints))
+      ->default_str(CLI::detail::join(names));
+  app.add_flag_callback(
+      "--reuse", [] { reuse_cpu_memory(); }, "keep the memory of tensors for the next");
+  app.add_flag("--steps-only", options.steps_only, "run only the pipeline, and print the figure of each step");
+}
+
+void for_each_row(const Options& options, const std::function<void(const Row&)>& measure) {
+  for (const auto& model : options.models) {
+    for (const int stages : options.stages) {
+      for (const int chunks : options.chunks) {
+        for (const auto checkpoint : options.checkpoints) measure({model, stages, chunks, checkpoint});
+      }
+    }
+  }
+}
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -20,20 +67,24 @@ double median(std::vector<double> values) {
 void print(std::ostream& out, const Measurement& measurement) {
   const double value = median(measurement.values);
   const auto [low, high] = std::minmax_element(measurement.values.begin(), measurement.values.end());
-  nlohmann::ordered_json line = {{"bench", measurement.bench},
-                                 {"model", measurement.model},
-                                 {"stages", measurement.stages},
-                                 {"chunks", measurement.chunks},
-                                 {"checkpoint", measurement.checkpoint},
-                                 {"value", value},
-                                 {"unit", measurement.unit},
-                                 {"min", *low},
-                                 {"max", *high},
-                                 {"repeats", measurement.values.size()}};
+  nlohmann::ordered_json line = {{"bench", measurement.bench}};
+  line.update(to_json(measurement.row));
+  line["value"] = value;
+  line["unit"] = measurement.unit;
+  line["min"] = *low;
+  line["max"] = *high;
+  line["repeats"] = measurement.values.size();
   if (measurement.bound) {
     line["bound"] = *measurement.bound;
     line["of_bound"] = value / *measurement.bound;
   }
+  out << line << std::endl;
+}
+
+void print_steps(std::ostream& out, const Row& row, const std::string& name, const std::vector<double>& values) {
+  nlohmann::ordered_json line = {{"peer", "gpipe"}};
+  line.update(to_json(row));
+  line[name] = values;
   out << line << std::endl;
 }
 

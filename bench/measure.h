@@ -6,26 +6,56 @@
 #include <string>
 #include <vector>
 
+#include "gpipe/schedule/generators.h"
+
+namespace CLI {
+class App;
+}
+
 namespace gpipe::bench {
 
-/// A line of output: what was measured, and how.
-struct Measurement {
-  std::string bench;
+/// What a measurement is of.
+struct Row {
   std::string model;
-  int stages = 1;
+  int stages = 2;
   int chunks = 1;
-  std::string checkpoint;
-  std::string unit;
-  std::vector<double> values;  ///< one a repeat; at least one
-  std::optional<double> bound;  ///< what no pipeline could exceed, in the same unit
+  Checkpoint checkpoint = Checkpoint::kNever;
 };
+
+/// Which rows to measure, how often, and how to print them.
+struct Options {
+  std::vector<std::string> models;
+  std::vector<int> stages = {2};
+  std::vector<int> chunks;
+  std::vector<Checkpoint> checkpoints;
+  int repeats = 9;
+  bool steps_only = false;  ///< run only the pipeline, and print every step's figure: for peers to be put beside
+};
+
+/// Flags for the options, whose present values are the defaults, and --reuse, which calls reuse_cpu_memory().
+void add_flags(CLI::App& app, Options& options);
+
+/// Every combination that the options ask for.
+void for_each_row(const Options& options, const std::function<void(const Row&)>& measure);
 
 /// The middle value; the mean of the two middle ones of an even number.
 double median(std::vector<double> values);
 
+/// A line of output: what was measured, and how.
+struct Measurement {
+  std::string bench;
+  Row row;
+  std::string unit;
+  std::vector<double> values;   ///< one a repeat; at least one
+  std::optional<double> bound;  ///< what no pipeline could exceed, in the same unit
+};
+
 /// One JSON object on a line of its own: the fields, with the values as "value" (their median), "min", "max" and
 /// "repeats", and with a bound "bound" and "of_bound".
 void print(std::ostream& out, const Measurement& measurement);
+
+/// The line of a run with steps_only: the row, and each step's figures under `name`.
+void print_steps(std::ostream& out, const Row& row, const std::string& name, const std::vector<double>& values);
 
 /// Calls each function once to warm up, then all of them in turn, `repeats` times: what disturbs the machine disturbs
 /// all alike. Returns the seconds of each call, by function and repeat.

@@ -19,11 +19,7 @@ constexpr int kLayers = 16;
 constexpr int kWidth = 8;
 constexpr int kRows = 8;  // of a micro-batch
 
-struct Options {
-  int repeats = 41;
-  double seconds = 0.02;  // of one repeat
-  bool one_core = true;
-};
+constexpr double kSeconds = 0.02;  // of one repeat
 
 nn::Sequential tiny_layers() {
   nn::Sequential model;
@@ -43,33 +39,30 @@ void plain_step(nn::Sequential& model, const torch::Tensor& input, int chunks, b
 
 void pipeline_step(GPipe& pipe, const torch::Tensor& input) { pipe->forward(input).sum().backward(); }
 
-void measure(int stages, int chunks, Checkpoint checkpoint, const Options& options) {
+void measure(const Row& row, bool one_core, const Options& options) {
   torch::manual_seed(0);
   auto model = tiny_layers();
-  GPipe pipe(tiny_layers(), std::vector<std::int64_t>(stages, kLayers / stages),
-             GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
-  const bool recompute = checkpoint == Checkpoint::kAlways;
-  const auto input = torch::randn({chunks * kRows, kWidth});
-  plain_step(model, input, chunks, recompute);
-  const double step = interleave({[&] { plain_step(model, input, chunks, recompute); }}, 9)[0][4];
-  const int steps = std::max(1, static_cast<int>(options.seconds / step));
+  GPipe pipe(tiny_layers(), std::vector<std::int64_t>(row.stages, kLayers / row.stages),
+             GPipeOptions().chunks(row.chunks).checkpoint(row.checkpoint).intraop_threads(1));
+  const auto input = torch::randn({row.chunks * kRows, kWidth});
+  const auto plain = [&] { plain_step(model, input, row.chunks, row.checkpoint == Checkpoint::kAlways); };
+  const double step = interleave({plain}, 9)[0][4];
+  const int steps = std::max(1, static_cast<int>(kSeconds / step));
   const auto times = interleave({[&] {
-                                   for (int i = 0; i < steps; ++i) plain_step(model, input, chunks, recompute);
+                                   for (int i = 0; i < steps; ++i) plain();
                                  },
                                  [&] {
                                    for (int i = 0; i < steps; ++i) pipeline_step(pipe, input);
                                  }},
                                 options.repeats);
-  Measurement line{"overhead", "16xLinear(8,8)", stages, chunks, recompute ? "always" : "never", "us/cell", {}, {}};
-  Measurement ratio = line;
-  ratio.unit = "of the plain loop's time";
+  Measurement cost{"overhead", row, "us/cell", {}, {}};
+  Measurement ratio{"overhead", row, "of the plain loop's time", {}, {}};
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
-    const double plain = times[0][repeat];
-    const double pipeline = times[1][repeat];
-    line.values.push_back((pipeline - plain) / steps / (chunks * stages) * 1e6);
-    ratio.values.push_back(pipeline / plain);
+    cost.values.push_back((times[1][repeat] - times[0][repeat]) / steps / (row.chunks * row.stages) * 1e6);
+    ratio.values.push_back(times[1][repeat] / times[0][repeat]);
   }
-  print(std::cout, options.one_core ? line : ratio);
+  if (options.steps_only) return print_steps(std::cout, row, "us_per_cell", cost.values);
+  print(std::cout, one_core ? cost : ratio);
 }
 
 }  // namespace
@@ -78,18 +71,16 @@ void measure(int stages, int chunks, Checkpoint checkpoint, const Options& optio
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
   CLI::App app("Overhead of a pipeline per cell, in microseconds.");
-  app.option_defaults()->always_capture_default();
-  Options options;
-  app.add_option("--repeats", options.repeats)->check(CLI::PositiveNumber);
-  app.add_flag("!--all-cores", options.one_core, "do not pin the process; print time over the plain loop's instead");
+  Options options{.models = {"16xLinear(8,8)"},
+                  .stages = {2, 4},
+                  .chunks = {8, 32},
+                  .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways},
+                  .repeats = 41};
+  add_flags(app, options);
+  bool one_core = true;
+  app.add_flag("!--all-cores", one_core, "do not pin the process; print time over the plain loop's instead");
   CLI11_PARSE(app, argc, argv);
-  if (options.one_core) pin_to_one_core();
+  if (one_core) pin_to_one_core();
   torch::set_num_threads(1);
-  for (const int stages : {2, 4}) {
-    for (const int chunks : {8, 32}) {
-      for (const auto checkpoint : {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}) {
-        measure(stages, chunks, checkpoint, options);
-      }
-    }
-  }
+  for_each_row(options, [&](const Row& row) { measure(row, one_core, options); });
 }

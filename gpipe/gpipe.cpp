@@ -182,31 +182,22 @@ std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<SkipLink
 // Gives those outputs of a mini-batch that want a gradient their history: one autograd node over the inputs and all
 // parameters.
 void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Value& input,
-            const std::vector<std::int64_t>& sizes, const std::vector<Parcel>& parts, const Value& output) {
+            const std::vector<std::int64_t>& sizes, const Gathered& output) {
   auto sources = input.tensors();
   for (int s = 0; s < pipeline.count(); ++s) {
     const auto& parameters = mini_batch->captures(s).parameters();
     sources.insert(sources.end(), parameters.begin(), parameters.end());
   }
-  const auto outputs = output.tensors().size();
-  std::vector<bool> differentiable(outputs);
-  std::vector<std::vector<std::int64_t>> output_sizes(outputs);
-  for (std::size_t k = 0; k < outputs; ++k) {
-    for (const auto& part : parts) {
-      differentiable[k] = differentiable[k] || part.wants_gradient[k];
-      const auto& tensor = part.tensors[k];
-      output_sizes[k].push_back(tensor.defined() && tensor.dim() > 0 ? tensor.size(0) : 0);
-    }
-  }
-  if (std::none_of(differentiable.begin(), differentiable.end(), [](bool is) { return is; })) return;
+  const auto& wanted = output.wants_gradient;
+  if (std::none_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) return;
   std::vector<torch::Device> devices;
   Parcel entered;
   for (const auto& tensor : input.tensors()) {
     devices.push_back(tensor.device());
     entered.add(tensor.detach(), /*gradient_wanted=*/false);
   }
-  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes, devices, entered = std::move(entered)](
-                      std::vector<at::Tensor> gradients, bool keep) {
+  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes, devices,
+                   entered = std::move(entered)](std::vector<at::Tensor> gradients, bool keep) {
     // Micro-batches have version counters of their own, which do not tell.
     if (entered.changed()) {
       throw std::runtime_error(
@@ -228,7 +219,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Val
     for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
     return all;
   };
-  attach_backward(output.tensors(), differentiable, sources, std::move(backward));
+  attach_backward(output.value.tensors(), wanted, sources, std::move(backward));
 }
 
 }  // namespace
@@ -271,9 +262,9 @@ Value GPipeImpl::forward(Value input) {
   const auto checkpoint = is_training() ? options_.checkpoint() : Checkpoint::kNever;
   auto mini_batch =
       std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad, options_.deferred_batch_norm());
-  auto [parts, output] = mini_batch->forward();
-  if (grad) attach(std::move(mini_batch), *pipeline_, input, sizes, parts, output);
-  return std::move(output);
+  auto output = mini_batch->forward();
+  if (grad) attach(std::move(mini_batch), *pipeline_, input, sizes, output);
+  return std::move(output.value);
 }
 
 std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }

@@ -56,12 +56,13 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
   return parts;
 }
 
-Value gather(const std::vector<Parcel>& parts) {
+Gathered gather(const std::vector<Parcel>& parts) {
   at::NoGradGuard no_grad;
   const auto& first = parts.front();
-  if (parts.size() == 1) return Value(first.form, first.tensors);
+  const auto outputs = first.tensors.size();
+  Gathered gathered{{}, std::vector<bool>(outputs), std::vector<std::vector<std::int64_t>>(outputs)};
   std::vector<at::Tensor> joined;
-  for (std::size_t k = 0; k < first.tensors.size(); ++k) {
+  for (std::size_t k = 0; k < outputs; ++k) {
     std::vector<at::Tensor> pieces;
     for (const auto& part : parts) {
       if (part.form != first.form || part.tensors.size() != first.tensors.size()) {
@@ -69,7 +70,13 @@ Value gather(const std::vector<Parcel>& parts) {
                                  " for one micro-batch and " + Value(part.form, part.tensors).describe() +
                                  " for another");
       }
-      pieces.push_back(part.tensors[k]);
+      const auto& piece = pieces.emplace_back(part.tensors[k]);
+      gathered.wants_gradient[k] = gathered.wants_gradient[k] || part.wants_gradient[k];
+      gathered.sizes[k].push_back(piece.defined() && piece.dim() > 0 ? piece.size(0) : 0);
+    }
+    if (parts.size() == 1) {
+      joined.push_back(pieces.front());
+      continue;
     }
     const auto undefined = std::count_if(pieces.begin(), pieces.end(), [](const auto& t) { return !t.defined(); });
     if (undefined == static_cast<std::ptrdiff_t>(pieces.size())) {
@@ -84,7 +91,8 @@ Value gather(const std::vector<Parcel>& parts) {
     }
     joined.push_back(at::cat(pieces, 0));
   }
-  return Value(first.form, std::move(joined));
+  gathered.value = Value(first.form, std::move(joined));
+  return gathered;
 }
 
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {

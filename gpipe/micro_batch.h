@@ -23,9 +23,17 @@ std::int64_t batch_size(const Value& input);
 /// grad.
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
 
+/// Micro-batches joined again: what they make up, and of each of its tensors whether a gradient is wanted for any part
+/// of it, and the sizes of its parts along dimension 0.
+struct Gathered {
+  Value value;
+  std::vector<bool> wants_gradient;
+  std::vector<std::vector<std::int64_t>> sizes;
+};
+
 /// Joins the parts along dimension 0, output by output; a single part is passed on without a copy.
 /// Errors: std::runtime_error when the parts differ in number or form, or have no dimension to be joined along.
-Value gather(const std::vector<Parcel>& parts);
+Gathered gather(const std::vector<Parcel>& parts);
 
 /// The pieces of a gathered output's gradient, one a part of the given sizes along dimension 0; undefined for an
 /// undefined gradient.

@@ -11,7 +11,6 @@
 #include <utility>
 
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/micro_batch.h"
 #include "gpipe/runtime/intraop.h"
 
 namespace gpipe {
@@ -70,6 +69,19 @@ ErrorInfo describe(const Failure& failure, const std::vector<Stage>& stages, int
 
 }  // namespace
 
+// Has this thread report what it allocates and frees, and what takes over its state: unless a profiler, which would be
+// shut out, does so already.
+class MiniBatch::Counting {
+ public:
+  explicit Counting(const std::shared_ptr<ByteCounter>& counter) {
+    constexpr auto kKind = c10::DebugInfoKind::PROFILER_STATE;
+    if (counter && c10::ThreadLocalDebugInfo::get(kKind) == nullptr) guard_.emplace(kKind, counter);
+  }
+
+ private:
+  std::optional<c10::DebugInfoGuard> guard_;
+};
+
 MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
                      bool deferred_batch_norm)
     : pipeline_(std::move(pipeline)),
@@ -77,6 +89,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       grad_(grad),
       program_(pipeline_->program(micro_batches_, checkpoint, grad)),
       recording_(pipeline_->next_recording()),
+      counter_(recording_.timeline ? std::make_shared<ByteCounter>(pipeline_->count()) : nullptr),
       statistics_(deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(std::move(inputs)),
@@ -88,8 +101,10 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
   }
 }
 
-MiniBatch::ForwardResult MiniBatch::forward() {
+Gathered MiniBatch::forward() {
   MutexLock turn(pipeline_->turn());
+  const Counting counting(counter_);
+  forward_state_.emplace();
   std::vector<SavedBuffers> buffers;
   for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage.buffers());
   SeedDraw draw;
@@ -100,12 +115,12 @@ MiniBatch::ForwardResult MiniBatch::forward() {
   }
   try {
     perform(Part::kForward);
-    ForwardResult result;
-    result.parts = std::exchange(outputs_, {});
-    for (const auto& part : result.parts) {
+    const auto parts = std::exchange(outputs_, {});
+    for (const auto& part : parts) {
       for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
     }
-    result.output = gather(result.parts);
+    auto result = gather(parts);
+    forget(result.value.tensors());
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
     return result;
   } catch (...) {
@@ -118,6 +133,7 @@ MiniBatch::ForwardResult MiniBatch::forward() {
 
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool keep) {
   MutexLock turn(pipeline_->turn());
+  const Counting counting(counter_);
   keep_ = keep;
   output_gradients_ = std::move(gradients);
   input_gradients_.assign(micro_batches_, {});
@@ -135,9 +151,15 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   for (const auto& list : {&result.inputs, &result.parameters}) {
     for (const auto& tensors : *list) {
       for (const auto& tensor : tensors) use_on_current_stream(tensor);
+      forget(tensors);
     }
   }
   return result;
+}
+
+void MiniBatch::forget(const std::vector<at::Tensor>& tensors) {
+  if (!counter_) return;
+  for (const auto& tensor : tensors) counter_->forget(tensor);
 }
 
 void MiniBatch::perform(Part part) {
@@ -177,6 +199,7 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> walk) {
   at::autocast::set_autocast_cache_enabled(false);
   if (device.is_cpu()) set_intraop_threads_of_this_thread(pipeline_->intraop_threads());
   OptionalStreamScope stream(pipeline_->stream(worker));
+  const ByteCounter::Worker counted(worker);
   wait(begin_[worker], device);
   walk();
   end_[worker] = mark(device);
@@ -191,7 +214,7 @@ void MiniBatch::run(const Action& action) {
         run_forward(stage, micro_batch);
         break;
       case Kind::R: {
-        at::ThreadLocalStateGuard state(forward_state_);
+        at::ThreadLocalStateGuard state(*forward_state_);
         c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
         cell(stage, micro_batch)->recompute(keep_);
         break;
@@ -212,6 +235,8 @@ void MiniBatch::run(const Action& action) {
     throw;
   }
 }
+
+Bytes MiniBatch::bytes(int worker) { return counter_->count(worker); }
 
 Parcel MiniBatch::receive(int edge, int micro_batch) {
   auto [parcel, ready] = std::exchange(parcels_[slot(edge, micro_batch)], {});

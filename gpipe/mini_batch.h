@@ -9,7 +9,9 @@
 
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
+#include "gpipe/micro_batch.h"
 #include "gpipe/pipeline.h"
+#include "gpipe/runtime/byte_counter.h"
 #include "gpipe/runtime/cells.h"
 
 namespace gpipe {
@@ -25,12 +27,8 @@ class MiniBatch : public Cells {
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
             bool deferred_batch_norm);
 
-  struct ForwardResult {
-    std::vector<Parcel> parts;  ///< the last stage's, one a micro-batch
-    Value output;               ///< the parts, gathered
-  };
   /// Runs the forwards. On an error all is as before the call: buffers, the default generator, no cell left.
-  ForwardResult forward();
+  Gathered forward();
 
   /// What backward() needs of each input, output and parameter; `gradients[i]` is the i-th micro-batch's, one a tensor
   /// of the output parcel. Valid after forward().
@@ -44,8 +42,11 @@ class MiniBatch : public Cells {
 
   void work(int worker, absl::FunctionRef<void()> walk) override;
   void run(const Action& action) override;
+  Bytes bytes(int worker) override;
 
  private:
+  class Counting;
+  void forget(const std::vector<at::Tensor>& tensors);
   void run_forward(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch);
   void perform(Part part);
@@ -68,8 +69,9 @@ class MiniBatch : public Cells {
   const bool grad_;
   const std::shared_ptr<const Program> program_;
   const Pipeline::Recording recording_;
+  const std::shared_ptr<ByteCounter> counter_;  // of a mini-batch that is recorded
   /// The caller's, at forward(): held again in every recompute.
-  const at::ThreadLocalState forward_state_;
+  std::optional<at::ThreadLocalState> forward_state_;
   std::uint64_t seed_ = 0;
   std::vector<ParameterCaptures> captures_;
   std::vector<BatchStatistics> statistics_;  // per stage; none unless batch norm is deferred

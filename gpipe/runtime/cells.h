@@ -1,9 +1,17 @@
 #pragma once
 
+#include <cstdint>
+
 #include "absl/functional/function_ref.h"
 #include "gpipe/schedule/action.h"
 
 namespace gpipe {
+
+/// Bytes in use: now, and most at once since they were asked for last.
+struct Bytes {
+  std::int64_t live = 0;
+  std::int64_t peak = 0;
+};
 
 /// What the executor drives: the cells of one mini-batch. The executor decides when, the cells do the work; data goes
 /// between cells in slots of theirs that need no lock, because an edge's put happens before its take.
@@ -18,6 +26,9 @@ class Cells {
   /// Performs one action on its worker's thread: its in-edges have been taken, its out-edges are put when it returns.
   /// May throw.
   virtual void run(const Action& action) = 0;
+
+  /// What a worker has allocated; asked on its thread around each action of a run with a timeline.
+  virtual Bytes bytes(int /*worker*/) { return {}; }
 };
 
 }  // namespace gpipe

@@ -96,14 +96,25 @@ class Executor::Run {
   bool perform(int worker, const Action& action) {
     if (failed_) return false;
     try {
-      const double start = timed_ ? now() : 0;
-      cells_.run(action);
-      if (timed_) spans_[worker].push_back({worker, action, start, now(), step_});
+      if (timed_) {
+        record(worker, action);
+      } else {
+        cells_.run(action);
+      }
     } catch (...) {
       fail(std::current_exception(), action);
       return false;
     }
     return true;
+  }
+
+  void record(int worker, const Action& action) {
+    const auto before = cells_.bytes(worker).live;
+    const double start = now();
+    cells_.run(action);
+    const double end = now();
+    const auto [live, peak] = cells_.bytes(worker);
+    spans_[worker].push_back({worker, action, start, end, step_, {before, peak, live}});
   }
 
   void fail(std::exception_ptr error, std::optional<Action> action) {

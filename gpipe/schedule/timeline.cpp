@@ -55,6 +55,15 @@ class Writer {
                     span.action.stage, span.action.micro_batch, to_char(span.action.kind), span.step);
   }
 
+  void bytes(const Span& span) {
+    for (const auto& [seconds, bytes] :
+         {std::pair(span.start, span.bytes.peak), std::pair(span.end, span.bytes.after)}) {
+      begin();
+      StrAppendFormat(&json_, R"({"name":"bytes of worker %d","ph":"C","pid":0,"ts":%.3f,"args":{"bytes":%d}})",
+                      span.worker, micros(seconds), bytes);
+    }
+  }
+
   /// The ends lie within their slices, not on the border, which viewers would take for the neighbour's.
   void arrow(const Edge& edge, const Span& from, const Span& to) {
     const std::string name = json_string(edge.name);
@@ -99,6 +108,12 @@ double Timeline::bubble() const {
   return std::max(0.0, 1 - busy / available);
 }
 
+std::vector<std::int64_t> Timeline::peak_bytes() const {
+  std::vector<std::int64_t> peaks(workers, 0);
+  for (const Span& span : spans) peaks[span.worker] = std::max(peaks[span.worker], span.bytes.peak);
+  return peaks;
+}
+
 std::string to_chrome_json(const Timeline& timeline) {
   Writer writer(first_start(timeline.spans));
   for (int worker = 0; worker < timeline.workers; ++worker) writer.track(worker);
@@ -106,6 +121,7 @@ std::string to_chrome_json(const Timeline& timeline) {
   std::map<Key, const Span*> carriers;
   for (const Span& span : timeline.spans) {
     writer.slice(span);
+    if (span.bytes.peak > 0) writer.bytes(span);
     const auto [kind, stage, micro_batch] = span.action;
     if (kind == Kind::R || kind == Kind::W) continue;
     carriers[{stage, kind != Kind::F, span.step, micro_batch}] = &span;

@@ -1,0 +1,84 @@
+// How much faster two stages on two cores are than the model on one, beside the bound: what the program would take if
+// every action took what it takes while the other core runs the other stage, and all else were free.
+
+#include <torch/utils.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <iostream>
+
+#include "balance/by_time.h"
+#include "bench/measure.h"
+#include "bench/subject.h"
+#include "gpipe/gpipe.h"
+#include "gpipe/schedule/simulator.h"
+
+namespace gpipe::bench {
+namespace {
+
+// The share of a span during which other workers worked.
+double overlap(const Span& span, const Timeline& timeline) {
+  double shared = 0;
+  for (const auto& other : timeline.spans) {
+    if (other.worker == span.worker) continue;
+    shared += std::max(0.0, std::min(span.end, other.end) - std::max(span.start, other.start));
+  }
+  return shared / (span.end - span.start);
+}
+
+// What each action takes while the other stage runs: the medians.
+Costs costs_of(const Timeline& timeline) {
+  const int stages = timeline.workers;
+  std::vector<std::array<std::vector<double>, 5>> seconds(stages);
+  for (const auto& span : timeline.spans) {
+    if (overlap(span, timeline) < 0.9) continue;
+    seconds[span.action.stage][static_cast<std::size_t>(span.action.kind)].push_back(span.end - span.start);
+  }
+  Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
+  for (int stage = 0; stage < stages; ++stage) {
+    for (std::size_t kind = 0; kind < 5; ++kind) {
+      if (!seconds[stage][kind].empty()) costs.actions[stage][kind] = median(seconds[stage][kind]);
+    }
+  }
+  return costs;
+}
+
+void measure(const Row& row, std::vector<std::int64_t> balance, const Options& options) {
+  auto [_, model, input, split_size] = subject(row.model, row.chunks);
+  if (balance.empty()) balance = balance_by_time(row.stages, model, Value(input.narrow(0, 0, split_size)));
+  const auto of_pipe = GPipeOptions().split_size(split_size).checkpoint(row.checkpoint).intraop_threads(1);
+  GPipe pipe(model, balance, of_pipe);
+  if (options.steps_only) {
+    const auto times = interleave({[&] { step(pipe, input); }}, options.repeats);
+    return print_steps(std::cout, row, "seconds", times[0]);
+  }
+  // The same micro-batches, and enough of them for the stages to be busy together.
+  const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, input));
+  GPipe observed(model, balance, of_pipe);
+  const auto timeline = std::make_shared<Timeline>();
+  observed->trace(timeline);
+  const auto times = interleave(
+      {[&] { step(model, input); }, [&] { step(pipe, input); }, [&] { step(observed, longer); }}, options.repeats);
+  Measurement line{"speed", row, "times one core", {}, {}};
+  for (int repeat = 0; repeat < options.repeats; ++repeat) line.values.push_back(times[0][repeat] / times[1][repeat]);
+  line.bound = median(times[0]) / simulate(*pipe->program(row.chunks), costs_of(*timeline)).makespan;
+  print(std::cout, line);
+}
+
+}  // namespace
+}  // namespace gpipe::bench
+
+int main(int argc, char** argv) {
+  using namespace gpipe::bench;
+  CLI::App app("Speed of stages on a core each over the unpartitioned model on one core, beside what is possible.");
+  Options options{.models = kSubjects,
+                  .chunks = {1, 2, 4, 8, 16},
+                  .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
+  add_flags(app, options);
+  std::vector<std::int64_t> balance;
+  app.add_option("--balance", balance, "layers of each stage; default: cut by measured times")
+      ->always_capture_default(false);
+  CLI11_PARSE(app, argc, argv);
+  torch::set_num_threads(1);
+  for_each_row(options, [&](const Row& row) { measure(row, balance, options); });
+}

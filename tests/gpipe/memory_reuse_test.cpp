@@ -1,0 +1,59 @@
+#include "gpipe/runtime/memory_reuse.h"
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <thread>
+
+#include "absl/cleanup/cleanup.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+constexpr std::int64_t kFloats = 40'000;
+
+TEST(MemoryReuseTest, WhatIsFreedServesTheNextOfAboutThatSize) {
+  reuse_cpu_memory();
+  const absl::Cleanup off = [] { reuse_cpu_memory(false); };
+  auto first = torch::ones({kFloats});
+  const void* data = first.data_ptr();
+  auto second = torch::ones({kFloats});
+  EXPECT_NE(second.data_ptr(), data);
+  std::thread([&] { first.reset(); }).join();
+  const auto third = torch::zeros({kFloats + 100});
+  EXPECT_EQ(third.data_ptr(), data);
+  EXPECT_EQ(second.sum().item<float>(), kFloats);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % 64, 0) << "vector instructions want whole cache lines";
+}
+
+TEST(MemoryReuseTest, TensorsOutliveTheSwitch) {
+  auto before = torch::ones({kFloats});
+  reuse_cpu_memory();
+  auto pooled = torch::ones({kFloats});
+  const auto small = torch::ones({10});
+  before.reset();
+  reuse_cpu_memory(false);
+  const auto after = torch::ones({kFloats});
+  EXPECT_NE(after.data_ptr(), pooled.data_ptr());
+  EXPECT_EQ(pooled.sum().item<float>(), kFloats);
+  pooled.reset();
+  EXPECT_EQ(small.sum().item<float>(), 10);
+}
+
+TEST(MemoryReuseTest, ChangesNoResult) {
+  const auto step = [] {
+    torch::manual_seed(3);
+    torch::nn::Sequential model(torch::nn::Conv2d(3, 32, 3), torch::nn::ReLU(), torch::nn::Conv2d(32, 4, 3));
+    GPipe pipe(model, {2, 1}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kExceptLast).intraop_threads(1));
+    pipe->forward(torch::randn({6, 3, 40, 40})).square().sum().backward();
+    return model->parameters().front().grad();
+  };
+  const auto expected = step();
+  reuse_cpu_memory();
+  const absl::Cleanup off = [] { reuse_cpu_memory(false); };
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(torch::equal(step(), expected));
+}
+
+}  // namespace
+}  // namespace gpipe
