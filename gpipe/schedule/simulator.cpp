@@ -25,6 +25,10 @@ void check(const Program& program, const Costs& costs) {
     throw std::invalid_argument(StrFormat("simulate: the costs are of %d edges, the program has %d: give one each",
                                           costs.edges.size(), edges.size()));
   }
+  if (!costs.bytes.empty() && costs.bytes.size() != costs.actions.size()) {
+    throw std::invalid_argument(StrFormat("simulate: the bytes are of %d stages, the program has %d: give one each",
+                                          costs.bytes.size(), program.layout().stages));
+  }
   for (std::size_t s = 0; s < costs.actions.size(); ++s) {
     for (std::size_t kind = 0; kind < costs.actions[s].size(); ++kind) {
       if (is_duration(costs.actions[s][kind])) continue;
@@ -61,6 +65,7 @@ Simulation simulate(const Program& program, const Costs& costs) {
   for (const auto& spans : result.spans) {
     simulation.timeline.spans.insert(simulation.timeline.spans.end(), spans.begin(), spans.end());
   }
+  if (!costs.bytes.empty()) account(simulation.timeline, costs.bytes);
   simulation.makespan = simulation.timeline.makespan();
   simulation.bubble = simulation.timeline.bubble();
   for (const auto& list : program.schedule()) {

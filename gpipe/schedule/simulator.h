@@ -3,17 +3,20 @@
 #include <array>
 #include <vector>
 
+#include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/timeline.h"
 
 namespace gpipe {
 
-/// Seconds.
+/// What a program's parts cost.
 struct Costs {
-  /// Per stage, indexed by Kind.
+  /// Seconds, per stage, indexed by Kind.
   std::vector<std::array<double, 5>> actions;
-  /// Per edge, either direction: from the put until the consumer may start; the producer does not wait for it.
+  /// Seconds, per edge, either direction: from the put until the consumer may start; the producer does not wait for it.
   std::vector<double> edges;
+  /// Per stage; or none, and then no bytes are accounted.
+  std::vector<CellBytes> bytes = {};
 };
 
 struct Simulation {

@@ -42,8 +42,8 @@ struct Timeline {
 };
 
 /// Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: a track a worker, a slice an action, an arrow
-/// along each edge a micro-batch took within a step, forward and backward, and where bytes were counted a graph of them a
-/// worker. Times in microseconds since the first start.
+/// along each edge a micro-batch took within a step, forward and backward, and where bytes were counted a graph of them
+/// a worker. Times in microseconds since the first start.
 std::string to_chrome_json(const Timeline& timeline);
 
 }  // namespace gpipe

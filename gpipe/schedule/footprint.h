@@ -1,0 +1,39 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "gpipe/schedule/timeline.h"
+
+namespace gpipe {
+
+/// Bytes that one action allocates.
+struct ActionBytes {
+  std::int64_t extra = 0;  ///< in use while it runs, at most, above what was before
+  std::int64_t kept = 0;   ///< still in use when it has run, above what was before
+};
+
+/// What the cells of a stage allocate, each for one micro-batch.
+struct CellBytes {
+  ActionBytes forward;    ///< an F that builds its graph
+  ActionBytes stored;     ///< an F whose cell is recomputed
+  ActionBytes recompute;  ///< R
+  ActionBytes backward;   ///< B, or I; it keeps the gradients that it sends
+  /// What the last stage's forward hands to the caller when all forwards have run; the others' 0.
+  std::int64_t handed_over = 0;
+  /// Sums of the parameters' gradients, in use from the first backward on.
+  std::int64_t parameters = 0;
+};
+
+/// Says of every span of a timeline, traced or simulated, what its worker has in use, from what each stage's cells
+/// allocate. An upper bound: what a stage sends forward is taken to be in use until its own backward, which the
+/// receiver's precedes, and a gradient until the last of the stages that it may be for has used it.
+void account(Timeline& timeline, const std::vector<CellBytes>& stages);
+
+/// What the cells of each stage allocate, read off traces of steps of a single micro-batch: some that stored everything
+/// and some that recomputed it, made after every stage had shown what it does to its input. `parameters` are the bytes
+/// of each stage's gradients of parameters.
+std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
+                                  const std::vector<std::int64_t>& parameters);
+
+}  // namespace gpipe

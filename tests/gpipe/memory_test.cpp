@@ -1,0 +1,144 @@
+// What a step allocates: counted on the workers, beside what the simulator says of its program.
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cmath>
+
+#include "gpipe/schedule/footprint.h"
+#include "gpipe/schedule/simulator.h"
+#include "models/unet.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+
+constexpr std::int64_t kSamples = 2;  // of a micro-batch
+
+// Bytes allocated and not freed, on all threads that take over this one's state.
+class Total : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override { live += bytes; }
+  bool memoryProfilingEnabled() const override { return true; }
+  std::atomic<std::int64_t> live = 0;
+};
+
+std::int64_t bytes_of(const std::vector<torch::Tensor>& tensors) {
+  std::int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
+  return bytes;
+}
+
+class MemoryTest : public testing::Test {
+ protected:
+  GPipe make(Checkpoint checkpoint, std::int64_t chunks) {
+    return GPipe(model_, balance_, GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
+  }
+
+  void step(GPipe& pipe, std::int64_t samples) {
+    for (auto& parameter : model_->parameters()) parameter.mutable_grad().reset();
+    pipe->forward(torch::randn({samples, 3, 48, 48})).sum().backward();
+  }
+
+  // The traces of steps, after those in which stages show what they do to their inputs.
+  Timeline trace(Checkpoint checkpoint, std::int64_t chunks, int steps) {
+    auto pipe = make(checkpoint, chunks);
+    for (int i = 0; i < 2; ++i) step(pipe, chunks * kSamples);
+    const auto timeline = std::make_shared<Timeline>();
+    pipe->trace(timeline);
+    for (int i = 0; i < steps; ++i) step(pipe, chunks * kSamples);
+    return *timeline;
+  }
+
+  std::vector<std::int64_t> parameter_bytes() {
+    std::vector<std::int64_t> bytes;
+    const auto modules = model_->children();
+    auto module = modules.begin();
+    for (const auto layers : balance_) {
+      bytes.push_back(0);
+      for (std::int64_t i = 0; i < layers; ++i) bytes.back() += bytes_of((*module++)->parameters());
+    }
+    return bytes;
+  }
+
+  nn::Sequential model_ = models::unet(models::UNetOptions().base_channels(4).depth(3).dropout(0.1));
+  const std::vector<std::int64_t> balance_ = {20, 25, static_cast<std::int64_t>(model_->size()) - 45};
+};
+
+TEST_F(MemoryTest, StaysBelowWhatTheSimulatorSaysAndComesClose) {
+  const auto cells = cell_bytes(trace(Checkpoint::kNever, 1, 4), trace(Checkpoint::kAlways, 1, 4), parameter_bytes());
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    for (const int chunks : {1, 2, 5}) {
+      SCOPED_TRACE(std::to_string(static_cast<int>(checkpoint)) + " with " + std::to_string(chunks) + " chunks");
+      const auto counted = trace(checkpoint, chunks, 3);
+      auto accounted = counted;
+      account(accounted, cells);
+      ASSERT_EQ(counted.spans.size(), accounted.spans.size());
+      for (std::size_t i = 0; i < counted.spans.size(); ++i) {
+        const auto& span = counted.spans[i];
+        EXPECT_LE(span.bytes.before, accounted.spans[i].bytes.before) << to_string(span.action);
+        EXPECT_LE(span.bytes.peak, accounted.spans[i].bytes.peak) << to_string(span.action);
+        EXPECT_LE(span.bytes.after, accounted.spans[i].bytes.after) << to_string(span.action);
+      }
+      // Each stage far slower than the next, so that all that can wait for it does.
+      const auto program = make(checkpoint, chunks)->program(chunks);
+      Costs costs{{}, std::vector<double>(program->edges().size(), 0.0), cells};
+      for (int stage = 0; stage < 3; ++stage) {
+        costs.actions.push_back({});
+        costs.actions.back().fill(std::pow(1000.0, 3 - stage));
+      }
+      const auto simulated = simulate(*program, costs).timeline.peak_bytes();
+      const auto peaks = counted.peak_bytes();
+      const auto close = accounted.peak_bytes();
+      for (int worker = 0; worker < 3; ++worker) {
+        EXPECT_LE(peaks[worker], simulated[worker]);
+        EXPECT_GT(static_cast<double>(peaks[worker]), 0.75 * static_cast<double>(close[worker]));
+      }
+    }
+  }
+}
+
+TEST_F(MemoryTest, NothingButGradientsIsLeftAfterAStep) {
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    auto pipe = make(checkpoint, 4);
+    for (int i = 0; i < 3; ++i) {
+      for (auto& parameter : model_->parameters()) parameter.mutable_grad().reset();
+      const auto total = std::make_shared<Total>();
+      const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, total);
+      step(pipe, 4 * kSamples);
+      EXPECT_EQ(total->live, bytes_of(model_->parameters()));
+    }
+  }
+}
+
+TEST_F(MemoryTest, AProfilerOfTheCallersIsNotShutOut) {
+  auto pipe = make(Checkpoint::kAlways, 2);
+  const auto timeline = std::make_shared<Timeline>();
+  pipe->trace(timeline);
+  const auto total = std::make_shared<Total>();
+  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, total);
+  const auto output = pipe->forward(torch::randn({2 * kSamples, 3, 48, 48}));
+  EXPECT_GT(total->live, bytes_of({output}));
+  EXPECT_THAT(timeline->peak_bytes(), testing::Each(0));
+}
+
+TEST_F(MemoryTest, BatchesInFlightAreCountedForThemselves) {
+  auto pipe = make(Checkpoint::kNever, 2);
+  const auto timeline = std::make_shared<Timeline>();
+  pipe->trace(timeline);
+  const auto x = torch::randn({2 * kSamples, 3, 48, 48});
+  const auto first = pipe->forward(x).sum();
+  const auto second = pipe->forward(x).sum();
+  first.backward();
+  second.backward();
+  for (const auto& span : timeline->spans) {
+    if (span.action.kind == Kind::F && span.action.micro_batch == 0) EXPECT_EQ(span.bytes.before, 0);
+    EXPECT_GE(span.bytes.peak, std::max(span.bytes.before, span.bytes.after));
+  }
+}
+
+}  // namespace
+}  // namespace gpipe
