@@ -159,6 +159,11 @@ std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
       if (forward && action.stage == last) most(bytes.handed_over, forward.mapped() - seen.before);
     }
   }
+  // A recompute builds the graph of a forward. What others free meanwhile would hide some of it.
+  for (CellBytes& bytes : stages) {
+    most(bytes.recompute.extra, bytes.forward.extra);
+    most(bytes.recompute.kept, bytes.forward.kept);
+  }
   return stages;
 }
 

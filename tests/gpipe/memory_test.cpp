@@ -69,7 +69,7 @@ class MemoryTest : public testing::Test {
 };
 
 TEST_F(MemoryTest, StaysBelowWhatTheSimulatorSays) {
-  const auto cells = cell_bytes(trace(Checkpoint::kNever, 1, 4), trace(Checkpoint::kAlways, 1, 4), parameter_bytes());
+  const auto cells = cell_bytes(trace(Checkpoint::kNever, 1, 8), trace(Checkpoint::kAlways, 1, 8), parameter_bytes());
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
     for (const int chunks : {1, 2, 5}) {
       SCOPED_TRACE(std::to_string(static_cast<int>(checkpoint)) + " with " + std::to_string(chunks) + " chunks");

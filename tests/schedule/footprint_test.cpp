@@ -101,7 +101,7 @@ TEST(Footprint, IsReadOffTracesOfSingleMicroBatches) {
     EXPECT_EQ(read[s].forward.kept, 1000);
     EXPECT_EQ(read[s].stored.kept, 100);
     EXPECT_EQ(read[s].stored.extra, 305);
-    EXPECT_EQ(read[s].recompute.kept, 900);
+    EXPECT_EQ(read[s].recompute.kept, 1000);
     EXPECT_EQ(read[s].backward.extra, 40);
     EXPECT_EQ(read[s].backward.kept, 10);
     EXPECT_EQ(read[s].parameters, 1);
