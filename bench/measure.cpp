@@ -48,6 +48,11 @@ void add_flags(CLI::App& app, Options& options) {
   app.add_flag("--steps-only", options.steps_only, "run only the pipeline, and print the figure of each step");
 }
 
+void add_balance_flag(CLI::App& app, std::vector<std::int64_t>& balance) {
+  app.add_option("--balance", balance, "layers of each stage; default: cut by measured times")
+      ->always_capture_default(false);
+}
+
 void for_each_row(const Options& options, const std::function<void(const Row&)>& measure) {
   for (const auto& model : options.models) {
     for (const int stages : options.stages) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <iosfwd>
 #include <optional>
@@ -34,6 +35,9 @@ struct Options {
 
 /// Flags for the options, whose present values are the defaults, and --reuse, which calls reuse_cpu_memory().
 void add_flags(CLI::App& app, Options& options);
+
+/// A flag for the layers of each stage, whose default is a cut by measured times.
+void add_balance_flag(CLI::App& app, std::vector<std::int64_t>& balance);
 
 /// Every combination that the options ask for.
 void for_each_row(const Options& options, const std::function<void(const Row&)>& measure);

@@ -76,8 +76,7 @@ int main(int argc, char** argv) {
                   .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);
   std::vector<std::int64_t> balance;
-  app.add_option("--balance", balance, "layers of each stage; default: cut by measured times")
-      ->always_capture_default(false);
+  add_balance_flag(app, balance);
   CLI11_PARSE(app, argc, argv);
   torch::set_num_threads(1);
   for_each_row(options, [&](const Row& row) { measure(row, balance, options); });

@@ -24,13 +24,17 @@ class SeedDraw {
 
   std::uint64_t seed() const { return seed_; }
 
-  // Called while an exception is under way, which matters more than one of its own.
+  // Called while an exception is under way, which matters more than one of its own. Makes no tensor: memory may be out.
   void give_back() noexcept try {
     auto now = generator();
     std::lock_guard<std::mutex> lock(now.mutex());
-    auto after = before_.clone();
-    after.get<at::CPUGeneratorImpl>()->random64();
-    if (now.get_state().equal(after.get_state())) now.set_state(before_.get_state());
+    auto* impl = now.get<at::CPUGeneratorImpl>();
+    const auto before = before_.get<at::CPUGeneratorImpl>()->engine();
+    auto after = before;
+    for (int half = 0; half < 2; ++half) after();  // a draw of 64 bits
+    const auto is = impl->engine().data();
+    const auto was = after.data();
+    if (is.left_ == was.left_ && is.state_ == was.state_) impl->set_engine(before);
   } catch (...) {
   }
 

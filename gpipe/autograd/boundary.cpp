@@ -2,17 +2,18 @@
 
 #include <torch/csrc/autograd/functions/utils.h>
 
+#include <algorithm>
 #include <utility>
 
 namespace gpipe {
 
 using torch::autograd::variable_list;
 
-variable_list Capture::apply(variable_list&& gradients) {
-  TORCH_CHECK(gradient != nullptr,
+variable_list Capture::apply(variable_list&& arrived) {
+  TORCH_CHECK(!gradients.empty(),
               "[gpipe] a backward ran into the inside of a pipeline; a tensor that a layer kept from its forward can "
               "only be used detached");
-  *gradient = std::move(gradients[0]);
+  std::move(arrived.begin(), arrived.end(), gradients.begin());
   return {};
 }
 

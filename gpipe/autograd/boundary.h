@@ -4,15 +4,18 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <span>
+
 namespace gpipe {
 
-/// The graph's end where a value enters a cell, or a parameter: takes the gradient. (Asking the engine for gradients of
-/// inputs would have it plan each backward anew, which costs more than a small layer.)
+/// The graph's end: where a value enters a cell, or where its parameters are, all in one node, for each that the engine
+/// evaluates costs as much as a small layer. Takes the gradients. (Asking the engine for gradients of inputs would have
+/// it plan each backward anew.)
 struct Capture : torch::autograd::Node {
-  /// Where it goes, during a backward of the cell.
-  at::Tensor* gradient = nullptr;
+  /// Where they go, one an input of the node, during a backward of the cell.
+  std::span<at::Tensor> gradients;
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& arrived) override;
   std::string name() const override { return "GPipeCapture"; }
 };
 

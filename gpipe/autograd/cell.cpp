@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <map>
+#include <span>
 
 #include <stdexcept>
 #include <utility>
@@ -68,24 +69,26 @@ class GradientRule {
   std::vector<Entering> entering_;
 };
 
+// A backward that fails leaves what it has not run, graph and gradients, in a queue of this thread, which the thread's
+// next backward clears: here is one, of nothing.
+void forget_failed_backward() noexcept try {
+  torch::autograd::Engine::get_default_engine().execute({}, {}, false, false, true);
+} catch (...) {
+}
+
 // Says where captures put their gradients, for its lifetime.
 class Capturing {
  public:
   Capturing() = default;
   ~Capturing() {
-    for (auto* capture : captures_) capture->gradient = nullptr;
+    for (auto* capture : captures_) capture->gradients = {};
   }
   Capturing(const Capturing&) = delete;
   Capturing& operator=(const Capturing&) = delete;
 
-  // One gradient an edge; nothing for an invalid one.
-  void into(const edge_list& edges, Gradients& gradients) {
-    for (std::size_t i = 0; i < edges.size(); ++i) {
-      if (!edges[i].is_valid()) continue;
-      auto* capture = static_cast<Capture*>(edges[i].function.get());
-      capture->gradient = &gradients[i];
-      captures_.push_back(capture);
-    }
+  void into(Capture& capture, std::span<at::Tensor> gradients) {
+    captures_.push_back(&capture);
+    capture.gradients = gradients;
   }
 
  private:
@@ -203,7 +206,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
   const bool graph = mode.grad && !mode.recompute;
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
-  bool depends = !captures_.edges().empty();
+  bool depends = !captures_.parameters().empty();
   for (const auto& parcel : in) {
     for (const bool wants : parcel.wants_gradient) depends |= wants;
   }
@@ -216,10 +219,10 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
     auto& captured = captured_.emplace_back();
     for (std::size_t i = 0; i < in[p].tensors.size(); ++i) {
       auto tensor = in[p].tensors[i];
-      torch::autograd::Edge capture;
+      std::shared_ptr<Capture> capture;
       if (tensor.defined()) {
         tensor = graph && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
-        if (tensor.grad_fn()) capture = {tensor.grad_fn(), 0};
+        capture = std::static_pointer_cast<Capture>(tensor.grad_fn());
       }
       rule.enters(tensor, in[p].wants_gradient[i]);
       captured.push_back(std::move(capture));
@@ -323,13 +326,22 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
   }
   std::vector<Gradients> entering;
   for (const auto& list : captured_) entering.emplace_back(list.size());
-  Gradients of_parameters(captures_.edges().size());
+  Gradients of_parameters(captures_.parameters().size());
   if (!roots.empty()) {
     Capturing capturing;
-    for (std::size_t p = 0; p < captured_.size(); ++p) capturing.into(captured_[p], entering[p]);
-    capturing.into(captures_.edges(), of_parameters);
-    torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
-                                                          /*accumulate_grad=*/true);
+    for (std::size_t p = 0; p < captured_.size(); ++p) {
+      for (std::size_t i = 0; i < captured_[p].size(); ++i) {
+        if (captured_[p][i]) capturing.into(*captured_[p][i], {&entering[p][i], 1});
+      }
+    }
+    capturing.into(captures_.capture(), of_parameters);
+    try {
+      torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
+                                                            /*accumulate_grad=*/true);
+    } catch (...) {
+      forget_failed_backward();
+      throw;
+    }
   }
   sums.add(std::move(of_parameters));
   return entering;

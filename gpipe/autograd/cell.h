@@ -69,8 +69,8 @@ class Cell {
   /// What entered, kept for R; and, while the stage is being observed, the tensors that it is a copy of.
   std::vector<Parcel> stored_;
   std::vector<Parcel> observed_;
-  /// One edge a tensor, parcel by parcel; invalid where no gradient runs.
-  std::vector<torch::autograd::edge_list> captured_;
+  /// One a tensor, parcel by parcel; null or invalid where no gradient runs.
+  std::vector<std::vector<std::shared_ptr<Capture>>> captured_;
   std::vector<torch::autograd::edge_list> roots_;
 };
 

@@ -72,19 +72,18 @@ std::vector<at::Tensor> Stage::buffers() const {
   return distinct.take();
 }
 
-ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters) : all_(parameters) {
+ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters)
+    : all_(parameters), capture_(new Capture(), torch::autograd::deleteNode) {
   for (const auto& parameter : parameters) {
     versions_.push_back(version_of(parameter));
     if (!parameter.requires_grad()) continue;
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    auto capture = std::shared_ptr<Capture>(new Capture(), torch::autograd::deleteNode);
-    capture->add_input_metadata(parameter);
+    capture_->add_input_metadata(parameter);
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
     index_.emplace(accumulator.get(), parameters_.size());
     accumulators_.push_back(std::move(accumulator));
-    edges_.emplace_back(std::move(capture), 0);
     parameters_.push_back(parameter);
   }
 }
@@ -118,7 +117,7 @@ void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) co
         if (!made_here(*edge.function, begin)) refuse_foreign(*edge.function);
         visit(edge.function.get());
       } else if (const auto found = index_.find(edge.function.get()); found != index_.end()) {
-        edge = edges_[found->second];
+        edge = {capture_, static_cast<std::uint32_t>(found->second)};
         // The node of an in-place operation on a view asks the operation's own node, whose edges must be the same.
         if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node)) {
           slices->fn->set_next_edge(i, edge);

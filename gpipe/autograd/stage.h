@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "skip/context.h"
 
@@ -42,9 +43,9 @@ class ParameterCaptures {
   /// Captures those that require grad.
   explicit ParameterCaptures(const std::vector<at::Tensor>& parameters);
 
-  /// The captured parameters, and the edges that stand for them, in the same order.
+  /// The captured parameters, and the node that stands for them, with an input each in the same order.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const torch::autograd::edge_list& edges() const { return edges_; }
+  Capture& capture() const { return *capture_; }
 
   /// Makes the graph behind `roots`, which this thread has built since its sequence number was `begin`, end in the
   /// captures. Errors: std::invalid_argument when it reaches a tensor that requires grad but is neither a parameter of
@@ -58,7 +59,7 @@ class ParameterCaptures {
   std::vector<at::Tensor> all_;
   std::vector<std::uint32_t> versions_;
   std::vector<at::Tensor> parameters_;
-  torch::autograd::edge_list edges_;
+  std::shared_ptr<Capture> capture_;
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, std::size_t> index_;
 };

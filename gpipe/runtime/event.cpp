@@ -6,6 +6,7 @@ namespace gpipe {
 namespace {
 
 constexpr int kSpins = 20000;
+constexpr int kSpinsAYield = 128;
 
 void pause() {
 #if defined(__x86_64__)
@@ -20,7 +21,7 @@ void pause() {
 void Event::await(int spins, absl::FunctionRef<bool()> condition) {
   if (condition()) return;
   for (; spins > 0; --spins) {
-    pause();
+    spins % kSpinsAYield == 0 ? static_cast<void>(sched_yield()) : pause();
     if (condition()) return;
   }
   MutexLock lock(mutex_);

@@ -1,0 +1,112 @@
+// What a step needs: the most bytes of tensors at once, above those of model and data, gradients included; and the page
+// faults and the time that re-use of memory saves.
+
+#include <c10/core/Allocator.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+#include <sys/resource.h>
+#include <torch/utils.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <iostream>
+#include <mutex>
+
+#include "balance/by_time.h"
+#include "bench/measure.h"
+#include "bench/subject.h"
+#include "gpipe/gpipe.h"
+#include "gpipe/runtime/memory_reuse.h"
+
+namespace gpipe::bench {
+namespace {
+
+// Of all threads that take over the state of one where this is installed.
+class LiveBytes : public c10::MemoryReportingInfoBase {
+ public:
+  void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    now_ += bytes;
+    peak_ = std::max(peak_, now_);
+  }
+  bool memoryProfilingEnabled() const override { return true; }
+  double peak() const { return static_cast<double>(peak_); }
+
+ private:
+  std::mutex mutex_;
+  std::int64_t now_ = 0;
+  std::int64_t peak_ = 0;
+};
+
+double minor_faults() {
+  rusage usage;
+  getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_minflt);
+}
+
+GPipe pipe_of(const Subject& it, const Row& row, std::vector<std::int64_t> balance) {
+  if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
+  return GPipe(it.model, balance,
+               GPipeOptions().split_size(it.split_size).checkpoint(row.checkpoint).intraop_threads(1));
+}
+
+void forget_gradients(GPipe& pipe) {
+  for (auto& parameter : pipe->parameters()) parameter.mutable_grad().reset();
+}
+
+void measure_peak(const Row& row, const std::vector<std::int64_t>& balance, const Options& options) {
+  const auto it = subject(row.model, row.chunks);
+  auto pipe = pipe_of(it, row, balance);
+  for (int i = 0; i < 2; ++i) step(pipe, it.input);
+  Measurement line{"memory", row, "bytes", {}, {}};
+  for (int i = 0; i < options.repeats; ++i) {
+    forget_gradients(pipe);
+    const auto live = std::make_shared<LiveBytes>();
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, live);
+    step(pipe, it.input);
+    line.values.push_back(live->peak());
+  }
+  if (options.steps_only) return print_steps(std::cout, row, "bytes", line.values);
+  print(std::cout, line);
+}
+
+void measure_reuse(const Row& row, const std::vector<std::int64_t>& balance, const Options& options) {
+  const auto it = subject(row.model, row.chunks);
+  auto pipe = pipe_of(it, row, balance);
+  std::vector<double> faults[2];
+  const auto step_with = [&](bool reuse) {
+    reuse_cpu_memory(reuse);
+    const double before = minor_faults();
+    step(pipe, it.input);
+    faults[reuse].push_back(minor_faults() - before);
+  };
+  const auto run = [&](int repeats) {
+    return interleave({[&] { step_with(false); }, [&] { step_with(true); }}, repeats);
+  };
+  run(2);  // with the one that interleave() adds, three to warm up
+  for (auto& of_mode : faults) of_mode.clear();
+  const auto seconds = run(options.repeats);
+  Measurement gain{"memory", row, "times faster with re-use", {}, {}};
+  for (int i = 0; i < options.repeats; ++i) gain.values.push_back(seconds[0][i] / seconds[1][i]);
+  print(std::cout, {"memory", row, "page faults/step", faults[false], {}});
+  print(std::cout, {"memory", row, "page faults/step with re-use", faults[true], {}});
+  print(std::cout, gain);
+}
+
+}  // namespace
+}  // namespace gpipe::bench
+
+int main(int argc, char** argv) {
+  using namespace gpipe::bench;
+  using gpipe::Checkpoint;
+  CLI::App app("Bytes that a step needs; page faults and time that re-use of memory saves.");
+  Options options{.models = kSubjects,
+                  .chunks = {8},
+                  .checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}};
+  add_flags(app, options);
+  std::vector<std::int64_t> balance;
+  add_balance_flag(app, balance);
+  CLI11_PARSE(app, argc, argv);
+  torch::set_num_threads(1);
+  for_each_row(options, [&](const Row& row) { measure_peak(row, balance, options); });
+  if (!options.steps_only) for_each_row(options, [&](const Row& row) { measure_reuse(row, balance, options); });
+}

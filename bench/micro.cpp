@@ -1,0 +1,159 @@
+// What the parts cost on their own: cutting and joining mini-batches, a hand-over between threads, a program whose cells
+// do nothing, and large programs that are verified and simulated.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/zeros.h>
+#include <benchmark/benchmark.h>
+
+#include <array>
+#include <cstdint>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "gpipe/micro_batch.h"
+#include "gpipe/runtime/channel.h"
+#include "gpipe/runtime/event.h"
+#include "gpipe/runtime/executor.h"
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/simulator.h"
+#include "gpipe/schedule/verifier.h"
+
+namespace gpipe {
+namespace {
+
+using benchmark::kMicrosecond;
+using benchmark::kMillisecond;
+using benchmark::State;
+
+/// Reports the time of one of the `count` parts of an iteration, in seconds.
+void report(State& state, const std::string& part, double count) {
+  using benchmark::Counter;
+  state.counters["s/" + part] = Counter(count, Counter::kIsIterationInvariantRate | Counter::kInvert);
+}
+
+/// A mini-batch with 4 rows a micro-batch, and the rows of each.
+std::pair<at::Tensor, std::vector<std::int64_t>> mini_batch(const State& state) {
+  const auto rows = 4 * state.range(0);
+  return {at::zeros({rows, state.range(1)}), micro_batch_sizes(rows, state.range(0), 0)};
+}
+
+void scatter(State& state) {
+  const auto [input, sizes] = mini_batch(state);
+  for (auto _ : state) benchmark::DoNotOptimize(gpipe::scatter(input, sizes));
+  report(state, "part", static_cast<double>(sizes.size()));
+}
+
+void gather(State& state) {
+  const auto [input, sizes] = mini_batch(state);
+  const auto parts = gpipe::scatter(input, sizes);
+  for (auto _ : state) benchmark::DoNotOptimize(gpipe::gather(parts));
+  report(state, "part", static_cast<double>(sizes.size()));
+  state.SetBytesProcessed(state.iterations() * static_cast<std::int64_t>(input.nbytes()));
+}
+
+BENCHMARK(scatter)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}})->Unit(kMicrosecond);
+BENCHMARK(gather)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}})->Unit(kMicrosecond);
+
+/// To another thread and back.
+void hand_over(State& state) {
+  const int count = static_cast<int>(state.max_iterations);
+  const int spins = state.range(0) != 0 ? spins_for(2) : 0;
+  Channel there(1, count, spins);
+  Channel back(1, count, spins);
+  std::thread other([&] {
+    for (int m = 0; m < count; ++m) {
+      there.take(m);
+      back.put(m);
+    }
+  });
+  int m = 0;
+  for (auto _ : state) {
+    there.put(m);
+    back.take(m++);
+  }
+  other.join();
+  report(state, "hand-over", 2);
+}
+
+BENCHMARK(hand_over)->ArgName("spins")->Arg(0)->Arg(1)->Unit(kMicrosecond)->UseRealTime();
+
+struct NoCells : Cells {
+  void work(int, absl::FunctionRef<void()> walk) override { walk(); }
+  void run(const Action&) override {}
+};
+
+/// One stage a worker, with the activations between neighbours, and so many skips: from the first stage to the last,
+/// from the second to the last but one, and so on. As in a pipeline, edges have room for every micro-batch.
+struct Parts {
+  Parts(int stages, int micro_batches, int skips, Checkpoint checkpoint) : layout{stages, micro_batches, {}} {
+    layout.placement.resize(stages);
+    std::iota(layout.placement.begin(), layout.placement.end(), 0);
+    for (int s = 0; s + 1 < stages; ++s) edges.push_back({s, s + 1, micro_batches, "activation"});
+    for (int s = 0; s < skips; ++s) edges.push_back({s, stages - 1 - s, micro_batches, "skip"});
+    schedule = fill_drain(layout, checkpoint);
+  }
+
+  Program program() const {
+    auto made = Program::make(layout, edges, schedule);
+    if (!made.ok()) throw std::logic_error(std::string(made.status().message()));
+    return *std::move(made);
+  }
+
+  Layout layout;
+  std::vector<Edge> edges;
+  Schedule schedule;
+};
+
+void empty_program(State& state) {
+  const int workers = static_cast<int>(state.range(0));
+  const int micro_batches = static_cast<int>(state.range(1));
+  const auto program = Parts(workers, micro_batches, 0, Checkpoint::kNever).program();
+  Executor executor(workers);
+  NoCells cells;
+  for (auto _ : state) executor.run(program, Part::kAll, cells);
+  report(state, "action", 2.0 * workers * micro_batches);
+}
+
+BENCHMARK(empty_program)
+    ->ArgNames({"workers", "m"})
+    ->ArgsProduct({{2, 4}, {1, 8, 32}})
+    ->Unit(kMicrosecond)
+    ->UseRealTime();
+
+Parts large(const State& state) { return Parts(64, 1024, static_cast<int>(state.range(0)), Checkpoint::kAlways); }
+
+void verify(State& state) {
+  const auto parts = large(state);
+  for (auto _ : state) benchmark::DoNotOptimize(gpipe::verify(parts.layout, parts.edges, parts.schedule));
+}
+
+void make_program(State& state) {
+  const auto parts = large(state);
+  for (auto _ : state) benchmark::DoNotOptimize(parts.program());
+}
+
+void simulate(State& state) {
+  const auto program = large(state).program();
+  const Costs costs = {.actions = std::vector(program.layout().stages, std::array{1.0, 1.0, 2.0, 0.0, 0.0}),
+                       .edges = std::vector(program.edges().size(), 0.1)};
+  for (auto _ : state) benchmark::DoNotOptimize(gpipe::simulate(program, costs));
+}
+
+BENCHMARK(verify)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
+BENCHMARK(make_program)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
+BENCHMARK(simulate)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
+
+}  // namespace
+}  // namespace gpipe
+
+int main(int argc, char** argv) {
+  at::set_num_threads(1);
+  benchmark::Initialize(&argc, argv);
+  if (benchmark::ReportUnrecognizedArguments(argc, argv)) return 1;
+  benchmark::RunSpecifiedBenchmarks();
+}
