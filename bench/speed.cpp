@@ -44,21 +44,22 @@ Costs costs_of(const Timeline& timeline) {
 }
 
 void measure(const Row& row, std::vector<std::int64_t> balance, const Options& options) {
-  auto [_, model, input, split_size] = subject(row.model, row.chunks);
-  if (balance.empty()) balance = balance_by_time(row.stages, model, Value(input.narrow(0, 0, split_size)));
-  const auto of_pipe = GPipeOptions().split_size(split_size).checkpoint(row.checkpoint).intraop_threads(1);
-  GPipe pipe(model, balance, of_pipe);
+  auto it = subject(row.model, row.chunks);
+  if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
+  const auto of_pipe = GPipeOptions().split_size(it.split_size).checkpoint(row.checkpoint).intraop_threads(1);
+  GPipe pipe(it.model, balance, of_pipe);
   if (options.steps_only) {
-    const auto times = interleave({[&] { step(pipe, input); }}, options.repeats);
+    const auto times = interleave({[&] { step(pipe, it.input); }}, options.repeats);
     return print_steps(std::cout, row, "seconds", times[0]);
   }
   // The same micro-batches, and enough of them for the stages to be busy together.
-  const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, input));
-  GPipe observed(model, balance, of_pipe);
+  const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, it.input));
+  GPipe observed(it.model, balance, of_pipe);
   const auto timeline = std::make_shared<Timeline>();
   observed->trace(timeline);
-  const auto times = interleave(
-      {[&] { step(model, input); }, [&] { step(pipe, input); }, [&] { step(observed, longer); }}, options.repeats);
+  const auto times =
+      interleave({[&] { step(it.model, it.input); }, [&] { step(pipe, it.input); }, [&] { step(observed, longer); }},
+                 options.repeats);
   Measurement line{"speed", row, "times one core", {}, {}};
   for (int repeat = 0; repeat < options.repeats; ++repeat) line.values.push_back(times[0][repeat] / times[1][repeat]);
   line.bound = median(times[0]) / simulate(*pipe->program(row.chunks), costs_of(*timeline)).makespan;

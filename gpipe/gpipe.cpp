@@ -181,10 +181,10 @@ std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<SkipLink
 
 // Gives those outputs of a mini-batch that want a gradient their history: one autograd node over the inputs and all
 // parameters.
-void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Value& input,
+void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
             const std::vector<std::int64_t>& sizes, const Gathered& output) {
   auto sources = input.tensors();
-  for (int s = 0; s < pipeline.count(); ++s) {
+  for (int s = 0; s < pipeline->count(); ++s) {
     const auto& parameters = mini_batch->captures(s).parameters();
     sources.insert(sources.end(), parameters.begin(), parameters.end());
   }
@@ -196,8 +196,9 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, Pipeline& pipeline, const Val
     devices.push_back(tensor.device());
     entered.add(tensor.detach(), /*gradient_wanted=*/false);
   }
-  auto backward = [mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes, devices,
+  auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes, devices,
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool keep) {
+    pipeline->set_error(std::nullopt);
     // Micro-batches have version counters of their own, which do not tell.
     if (entered.changed()) {
       throw std::runtime_error(
@@ -257,13 +258,14 @@ std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) 
 }
 
 Value GPipeImpl::forward(Value input) {
+  pipeline_->set_error(std::nullopt);
   const auto sizes = micro_batch_sizes(batch_size(input), options_.chunks(), options_.split_size());
   const bool grad = at::GradMode::is_enabled();
   const auto checkpoint = is_training() ? options_.checkpoint() : Checkpoint::kNever;
   auto mini_batch =
       std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad, options_.deferred_batch_norm());
   auto output = mini_batch->forward();
-  if (grad) attach(std::move(mini_batch), *pipeline_, input, sizes, output);
+  if (grad) attach(std::move(mini_batch), pipeline_, input, sizes, output);
   return std::move(output.value);
 }
 

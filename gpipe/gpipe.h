@@ -63,7 +63,9 @@ struct GPipeOptions {
 /// must not change while one runs, nor between a forward and its backward where cells are recomputed.
 ///
 /// Errors of a forward or backward are what a layer threw, the original object; see last_error(). Afterwards
-/// parameters, gradients, buffers and random state are as before the call, and the next call works.
+/// parameters, gradients, buffers and random state are as before the call, and the next call works. (What is thrown in a
+/// backward should be a std::exception, for PyTorch's engine handles nothing else well: from a recompute, anything else
+/// becomes a std::runtime_error.)
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a balance that is not positive or does not sum to the

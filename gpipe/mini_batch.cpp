@@ -168,7 +168,6 @@ void MiniBatch::forget(const std::vector<at::Tensor>& tensors) {
 
 void MiniBatch::perform(Part part) {
   const auto& stages = pipeline_->stages();
-  pipeline_->set_error(std::nullopt);
   state_.emplace();
   begin_.clear();
   for (const auto& stage : stages) begin_.push_back(mark(stage.device));

@@ -6,7 +6,9 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <exception>
 #include <mutex>
+#include <stdexcept>
 #include <utility>
 
 namespace gpipe {
@@ -29,7 +31,7 @@ class PipelineNode : public torch::autograd::Node {
     const bool keep = torch::autograd::get_current_graph_task_keep_graph();
     // A failed backward has used up part of its cells.
     auto function = std::exchange(function_, nullptr);
-    auto result = function(std::move(gradients), keep);
+    auto result = call(function, std::move(gradients), keep);
     if (keep) function_ = std::move(function);
     return result;
   }
@@ -42,6 +44,15 @@ class PipelineNode : public torch::autograd::Node {
   std::string name() const override { return "GPipeBackward"; }
 
  private:
+  // The engine loses count of its depth when something else passes through it, and with the count at last the process.
+  static variable_list call(const BackwardFunction& function, variable_list&& gradients, bool keep) try {
+    return function(std::move(gradients), keep);
+  } catch (const std::exception&) {
+    throw;
+  } catch (...) {
+    throw std::runtime_error("[gpipe] a layer threw something that is no std::exception");
+  }
+
   BackwardFunction function_;
 };
 

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "gpipe/micro_batch.h"
+#include "gpipe/schedule/verifier.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/reference.h"
 
@@ -42,6 +43,7 @@ enum class Kind {
   kInPlaceDropout,
   kInPlaceRelu,
   kTanh,
+  kPeak,  // counts the graphs that are alive
   kConvolve,
   kNested,
   kSeveralTensors,  // five layers, with integers, in-place operations and a tensor returned twice
@@ -50,9 +52,9 @@ enum class Kind {
   kStashOdd,  // integers, an undefined tensor, and one that is not used
   kPopOdd,
 };
-constexpr const char* kNames[] = {"linear", "norm",      "dropout", "in-place dropout", "in-place relu",
-                                  "tanh",   "conv",      "nested",  "several tensors",  "stash",
-                                  "pop",    "stash odd", "pop odd"};
+constexpr const char* kNames[] = {"linear", "norm",        "dropout",   "in-place dropout", "in-place relu",
+                                  "tanh",   "live graphs", "conv",      "nested",           "several tensors",
+                                  "stash",  "pop",         "stash odd", "pop odd"};
 
 struct Unit {
   Kind kind;
@@ -81,7 +83,9 @@ int draw(std::mt19937_64& random, int low, int high) {
 }
 
 // In-place operations may not follow what saves its own output for the backward, or passes on what did.
-bool saves_output(Kind kind) { return kind == Kind::kTanh || kind == Kind::kInPlaceRelu || kind == Kind::kStashOdd; }
+bool saves_output(Kind kind) {
+  return kind == Kind::kTanh || kind == Kind::kPeak || kind == Kind::kInPlaceRelu || kind == Kind::kStashOdd;
+}
 bool in_place(Kind kind) { return kind == Kind::kInPlaceRelu || kind == Kind::kInPlaceDropout; }
 
 // Whether the units make a model: what a shrunk case may have lost.
@@ -140,6 +144,9 @@ nn::Sequential build(const Spec& spec) {
       case Kind::kTanh:
         model->push_back(nn::Tanh());
         break;
+      case Kind::kPeak:
+        model->push_back(Peak());
+        break;
       case Kind::kConvolve:
         model->push_back(Convolve());
         break;
@@ -182,6 +189,20 @@ bool same(const torch::Tensor& a, const torch::Tensor& b) {
   return a.defined() == b.defined() && (!a.defined() || torch::allclose(a, b, 0, 0, /*equal_nan=*/true));
 }
 
+// Whether each stage has held as many graphs at once as the verifier says, and holds none now.
+bool live_graphs_as_verified(const nn::Sequential& model, const GPipe& pipe, std::size_t micro_batches) {
+  const auto program = pipe->program(static_cast<int>(micro_batches));
+  const auto peaks = verify(program->layout(), program->edges(), program->schedule());
+  std::size_t layer = 0;
+  for (std::size_t stage = 0; stage < pipe->balance().size(); ++stage) {
+    for (auto left = pipe->balance()[stage]; left > 0; --left) {
+      const auto* peak = model->ptr(layer++)->as<PeakImpl>();
+      if (peak && (peak->live->peak != peaks->graphs[stage] || peak->live->now != 0)) return false;
+    }
+  }
+  return true;
+}
+
 // What is not as in the reference; empty when all is.
 std::string difference(const Spec& spec) try {
   torch::manual_seed(spec.seed);
@@ -200,6 +221,7 @@ std::string difference(const Spec& spec) try {
   auto wanted = model->parameters();
   wanted.insert(wanted.begin(), x);
   const auto got = torch::autograd::grad({output}, wanted, {gradient}, false, false, true);
+  if (!live_graphs_as_verified(model, pipe, sizes.size())) return "the live graphs";
   std::vector<torch::Tensor> after;
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     after.push_back(buffers[i].clone());

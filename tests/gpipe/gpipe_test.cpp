@@ -500,6 +500,30 @@ TEST(GPipeTest, ErrorsAreTheOriginalsAndLeaveNoTrace) {
   }
 }
 
+TEST(GPipeTest, WhatIsNoExceptionBecomesOneInARecompute) {
+  auto plan = std::make_shared<FaultPlan>();
+  auto model = Sequential(Linear(6, 6), Faulty(plan));
+  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  const auto x = torch::randn({4, 6});
+  for (int i = 0; i < 100; ++i) {  // the engine survives sixty of the originals
+    const auto loss = pipe->forward(x).sum();
+    plan->arm(FaultPlan::kRecompute, [] { throw 7; });
+    EXPECT_THROW(loss.backward(), std::runtime_error);
+    EXPECT_EQ(pipe->last_error()->message, "unknown");
+    plan->disarm();
+  }
+  EXPECT_NO_THROW(pipe->forward(x).sum().backward());
+}
+
+TEST(GPipeTest, ARefusedCallIsNotTheLastOnesError) {
+  auto model = Sequential(Linear(6, 6), Linear(5, 5));
+  GPipe pipe(model, {1, 1});
+  EXPECT_THROW(pipe->forward(torch::randn({4, 6})), c10::Error);
+  EXPECT_TRUE(pipe->last_error().has_value());
+  EXPECT_THROW(pipe->forward(torch::Tensor()), std::invalid_argument);
+  EXPECT_FALSE(pipe->last_error().has_value());
+}
+
 TEST(GPipeTest, TorchErrorsGainContext) {
   auto model = Sequential(Linear(6, 6), Linear(5, 5));
   GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2));

@@ -1,0 +1,76 @@
+"""Times steps of torch.distributed.pipelining, one process a stage, and prints a JSON line.
+
+The processes talk by Gloo over the loopback device. They meet at a barrier before each step, which
+lasts from when the first of them starts it until the last has done it. Each runs one thread. Skips
+that cross a cut go along with the activation, through every stage on their way. A step asks for no
+output: the last stage takes the sum of each micro-batch's, and nothing puts these together.
+"""
+
+import argparse
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+import models
+import steps
+
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def seconds_of(spans: list[list[tuple[float, float]]]) -> list[float]:
+    """By repeat, of what each process did, in `spans` by process."""
+    return [max(end for _, end in each) - min(start for start, _ in each) for each in zip(*spans)]
+
+
+def run_stage(rank: int, args: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    ranks = len(args.balance)
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    layers, x = steps.subject(args)
+    module = models.cut(layers, args.balance)[rank]
+    stage = PipelineStage(module, rank, ranks, torch.device("cpu"))
+    schedule = SCHEDULES[args.schedule](
+        stage, args.chunks, loss_fn=lambda output, _: output.sum(), scale_grads=False
+    )
+    inputs = (x,) if stage.is_first else ()
+    target = torch.empty(args.chunks) if stage.is_last else None  # a loss must have one
+    plain = torch.nn.Sequential(*layers)
+
+    def step() -> None:
+        steps.clear_gradients(module)
+        schedule.step(*inputs, target=target, return_outputs=False)
+
+    for _ in range(steps.WARM_UP):
+        step()
+    spans, plain_spans = [], []
+    for _ in range(args.repeats):
+        if args.model == "tiny" and rank == 0:
+            plain_spans.append(steps.span(lambda: steps.plain_step(plain, x, args.chunks, False)))
+        dist.barrier()
+        spans.append(steps.span(step))
+    gathered = [None] * ranks if rank == 0 else None
+    dist.gather_object(spans, gathered)
+    if rank == 0:
+        figures = {"seconds": seconds_of(gathered)}
+        if plain_spans:
+            figures["plain_seconds"] = seconds_of([plain_spans])
+            figures["us_per_cell"] = steps.us_per_cell(args, *figures.values())
+        steps.report(args, f"distributed {args.schedule}", **figures)
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = steps.flags(__doc__, ["never"])
+    parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
+    args = parser.parse_args()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(run_stage, (args, folder), nprocs=len(args.balance))
+
+
+if __name__ == "__main__":
+    main()

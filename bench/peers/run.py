@@ -1,0 +1,160 @@
+"""Times the peers and our own programs side by side: torchgpipe and torch.distributed.pipelining.
+
+    python -m venv --system-site-packages VENV      # of a Python that has torch
+    VENV/bin/pip install -r requirements.txt
+    VENV/bin/python run.py --ours BUILD_FOLDER
+
+A process measures one row for one contestant, and the contestants take turns, so that what disturbs
+the machine disturbs all alike. Every stage has one thread. Overheads are those of all on one core,
+where nothing can be gained by doing two things at once; times are those on two.
+
+Prints a JSON line a row and contestant: the median of its processes' medians, and the least and the
+greatest of them. Then a table of the same.
+"""
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+HERE = Path(__file__).parent
+# For two stages. No cut is just before a layer that works in place: in the peers, a stage may not
+# write to its input.
+CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet50": [103, 80]}
+
+
+class Bench(NamedTuple):
+    """What is measured: under which name programs print it, its unit, and that of the table."""
+
+    field: str
+    unit: str
+    shown: str
+    scale: float
+    cores: str
+
+
+BENCHES = {
+    "overhead": Bench("us_per_cell", "us/cell", "us/cell", 1, "0"),
+    "speed": Bench("seconds", "s", "ms", 1e3, "0,1"),
+    "memory": Bench("bytes", "bytes", "MiB", 2**-20, "0,1"),
+}
+
+
+class Row(NamedTuple):
+    bench: str
+    model: str
+    balance: list[int]
+    chunks: int
+    checkpoint: str
+
+
+def rows(models: list[str], short: bool) -> list[Row]:
+    few, more = ([4], [8]) if short else ([4, 8], [8, 32])
+    every = [
+        Row("overhead", "tiny", [16 // stages] * stages, chunks, checkpoint)
+        for stages, chunks, checkpoint in itertools.product([2, 4], more, ["never", "always"])
+    ]
+    for model, chunks, checkpoint in itertools.product(CUTS, few, ["never", "always"]):
+        every.append(Row("speed", model, CUTS[model], chunks, checkpoint))
+    modes = ["never", "except_last", "always"]
+    for model, checkpoint in itertools.product(["unet", "resnet50"], modes):
+        every.append(Row("memory", model, CUTS[model], 8, checkpoint))
+    return [row for row in every if row.model in models]
+
+
+def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
+    """The commands that measure the row, by contestant."""
+    settings = ["--chunks", row.chunks, "--checkpoint", row.checkpoint, "--repeats", steps]
+    subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
+    commands: dict[str, list[object]] = {}
+    program = ours / "bench" / row.bench
+    if program.exists():
+        own = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
+        commands["gpipe"] = [program, "--steps-only", *own, *settings]
+    memory = ["--memory"] if row.bench == "memory" else []
+    peer = [HERE / "torchgpipe_steps.py", *memory, *subject, *settings]
+    commands["torchgpipe"] = [sys.executable, *peer]
+    if row.checkpoint == "never" and row.bench != "memory":
+        for schedule in ["gpipe", "1f1b"]:
+            peer = [HERE / "distributed_steps.py", "--schedule", schedule, *subject, *settings]
+            commands[f"distributed {schedule}"] = [sys.executable, *peer]
+    return commands
+
+
+def figure(bench: Bench, command: list[object]) -> float:
+    """The median of what one process measured."""
+    done = subprocess.run(
+        ["taskset", "-c", bench.cores, *map(str, command)],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=600,
+    )
+    if done.returncode != 0:
+        sys.exit(f"{done.stderr}\n{done.args} failed")
+    value = json.loads(done.stdout)[bench.field]
+    return statistics.median(value) if isinstance(value, list) else value
+
+
+def measure(row: Row, ours: Path, steps: int, repeats: int) -> dict[str, list[float]]:
+    commands = contestants(row, ours, steps)
+    values: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(repeats):
+        for name, command in commands.items():
+            print(f"{row.bench} {row.model} {row.chunks} {row.checkpoint} {name}", file=sys.stderr)
+            values[name].append(figure(BENCHES[row.bench], command))
+    return values
+
+
+def line(row: Row, peer: str, values: list[float]) -> str:
+    subject = {"bench": row.bench, "model": row.model, "stages": len(row.balance)}
+    settings = {"chunks": row.chunks, "checkpoint": row.checkpoint, "peer": peer}
+    value = {"value": statistics.median(values), "unit": BENCHES[row.bench].unit}
+    spread = {"min": min(values), "max": max(values), "repeats": len(values)}
+    return json.dumps({**subject, **settings, **value, **spread})
+
+
+def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
+    names = ["gpipe", "torchgpipe", "distributed gpipe", "distributed 1f1b"]
+    head = ["model", "stages", "chunks", "checkpoint", "unit", *names, "best peer / gpipe"]
+    lines = [head, ["---"] * len(head)]
+    for row, values in results:
+        bench = BENCHES[row.bench]
+        medians = {name: statistics.median(each) for name, each in values.items()}
+        ours = medians.get("gpipe")
+        best = min(value for name, value in medians.items() if name != "gpipe")
+        cells = [row.model, str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
+        cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
+        lines.append([*cells, f"{best / ours:.2f}" if ours and ours > 0 else ""])
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ours", type=Path, required=True, help="where CMake built this project")
+    parser.add_argument("--models", nargs="+", default=["tiny", *CUTS], choices=["tiny", *CUTS])
+    parser.add_argument("--repeats", type=int, default=5, help="processes a row and contestant")
+    parser.add_argument("--short", action="store_true", help="to try it: few rows and steps")
+    args = parser.parse_args()
+    if args.short:
+        args.repeats = 1
+    results = []
+    for row in rows(args.models, args.short):
+        steps = 3 if args.short else 41 if row.bench == "overhead" else 9
+        results.append((row, measure(row, args.ours, steps, args.repeats)))
+    for row, values in results:
+        for peer, each in values.items():
+            print(line(row, peer, each))
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What the programs that time a peer share: their flags, their plain loop, their output."""
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import models
+
+WARM_UP = 2  # steps
+
+
+def flags(description: str | None, checkpoints: list[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+    def numbers(text: str) -> list[int]:
+        return [int(number) for number in text.split(",")]
+
+    parser.add_argument("--model", choices=models.MODELS, required=True)
+    parser.add_argument("--base", type=int, default=16, help="channels of the U-Net at full size")
+    parser.add_argument("--size", type=int, default=96, help="height and width of its images")
+    parser.add_argument("--balance", type=numbers, required=True, help="layers of each stage: 8,8")
+    parser.add_argument("--chunks", type=int, required=True, help="micro-batches of a mini-batch")
+    parser.add_argument("--checkpoint", choices=checkpoints, default="never")
+    parser.add_argument("--repeats", type=int, default=9, help="steps to time")
+    return parser
+
+
+def subject(args: argparse.Namespace) -> tuple[models.Layers, Tensor]:
+    return models.subject(args.model, args.chunks, args.base, args.size)
+
+
+def report(args: argparse.Namespace, peer: str, **figures: object) -> None:
+    row = {"model": args.model, "stages": len(args.balance), "chunks": args.chunks}
+    print(json.dumps({"peer": peer, **row, "checkpoint": args.checkpoint, **figures}))
+
+
+def clear_gradients(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.grad = None
+
+
+def plain_step(model: nn.Module, x: Tensor, chunks: int, recompute: bool) -> None:
+    """What a pipeline's step computes, in a loop over the micro-batches."""
+    clear_gradients(model)
+    for part in x.chunk(chunks):
+        if recompute:
+            with torch.no_grad():
+                model(part)
+        model(part).sum().backward()
+
+
+def span(function: Callable[[], object]) -> tuple[float, float]:
+    """When it started and ended; comparable between processes."""
+    start = time.monotonic()
+    function()
+    return start, time.monotonic()
+
+
+def us_per_cell(args: argparse.Namespace, seconds: list[float], plain: list[float]) -> list[float]:
+    """What a cell cost above its layers in each repeat."""
+    cells = args.chunks * len(args.balance)
+    return [(step - loop) / cells * 1e6 for step, loop in zip(seconds, plain, strict=True)]

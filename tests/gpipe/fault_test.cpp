@@ -1,0 +1,327 @@
+// A thousand training steps that fail at random places: a layer throws, or memory runs out, on a worker or on the
+// caller's thread. None leaves anything behind.
+#include <c10/core/CPUAllocator.h>
+#include <cxxabi.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <atomic>
+#include <filesystem>
+#include <iostream>
+#include <iterator>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <typeinfo>
+#include <unordered_map>
+#include <vector>
+
+#include "absl/cleanup/cleanup.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+
+/// What is thrown, of which type.
+struct Exception {
+  const std::type_info& type;
+  void (*raise)();
+};
+
+struct Injected : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
+
+const std::vector<Exception> kOutOfMemory = {
+    {typeid(std::bad_alloc), [] { throw std::bad_alloc(); }},
+    {typeid(c10::OutOfMemoryError), [] { TORCH_CHECK_WITH(OutOfMemoryError, false, "injected"); }},
+};
+const std::vector<Exception> kOfLayers = {
+    {typeid(Injected), [] { throw Injected("injected"); }},
+    {typeid(c10::Error), [] { TORCH_CHECK(false, "injected"); }},
+};
+// PyTorch's engine cannot carry what is no std::exception through a backward.
+const std::vector<Exception> kOfLayersInForward = {kOfLayers[0], kOfLayers[1], {typeid(int), [] { throw 7; }}};
+
+/// Counts how often it is passed, on any thread; armed, throws at one of these times, or at all from then on.
+class Fuse {
+ public:
+  void arm(const Exception& exception, int time, bool for_good) {
+    exception_ = &exception;
+    time_ = time;
+    for_good_ = for_good;
+    passed_ = 0;
+    blown_ = false;
+  }
+  void count() { passed_ = 0; }
+  void disarm() { time_ = std::numeric_limits<int>::max(); }
+  void pass() {
+    const int time = ++passed_;
+    if (time != time_ && !(for_good_ && time > time_)) return;
+    blown_ = true;
+    exception_->raise();
+  }
+  int passed() const { return passed_; }
+  bool blown() const { return blown_; }
+
+ private:
+  const Exception* exception_ = nullptr;
+  int time_ = std::numeric_limits<int>::max();
+  bool for_good_ = false;
+  std::atomic<int> passed_ = 0;
+  std::atomic<bool> blown_ = false;
+};
+
+/// Stands in for the CPU's allocator: counts what is alive, and passes a fuse. As PyTorch may free what it has allocated
+/// raw with whatever allocator is current then, blocks are told apart by their address.
+class Memory : public c10::Allocator {
+ public:
+  /// Never destroyed, for tensors may outlive everything.
+  static Memory& instance() {
+    static auto* const it = new Memory();
+    return *it;
+  }
+
+  void install() {
+    rest_ = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(this);
+  }
+  void remove() { c10::SetCPUAllocator(rest_); }
+
+  struct Live {
+    std::size_t blocks = 0;
+    std::size_t bytes = 0;
+    friend bool operator==(const Live&, const Live&) = default;
+    friend std::ostream& operator<<(std::ostream& out, const Live& live) {
+      return out << live.bytes << " bytes in " << live.blocks << " blocks";
+    }
+  };
+  Live live() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return {sizes_.size(), bytes_};
+  }
+
+  c10::DataPtr allocate(std::size_t bytes) override {
+    fuse.pass();
+    void* data = rest_->raw_allocate(bytes);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (data != nullptr && sizes_.emplace(data, bytes).second) bytes_ += bytes;
+    return {data, data, raw_deleter(), c10::kCPU};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return [](void* data) { instance().free(data); };
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+
+  Fuse fuse;
+
+ private:
+  void free(void* data) {
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (const auto found = sizes_.find(data); found != sizes_.end()) {
+        bytes_ -= found->second;
+        sizes_.erase(found);
+      }
+    }
+    rest_->raw_deallocate(data);
+  }
+
+  c10::Allocator* rest_ = nullptr;
+  std::mutex mutex_;
+  std::unordered_map<void*, std::size_t> sizes_;
+  std::size_t bytes_ = 0;
+};
+
+std::ptrdiff_t threads_of_process() {
+  return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());
+}
+
+/// Four stages with skips over several of them, in-place layers, batch norm and dropout; each stage can throw.
+nn::Sequential faulty_model(const std::shared_ptr<FaultPlan>& plan) {
+  return nn::Sequential(nn::Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
+                        Stash("b"), nn::Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), nn::Linear(6, 6),
+                        nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), nn::Linear(6, 6));
+}
+const std::vector<std::int64_t> kBalance = {4, 5, 4, 4};
+constexpr int kMicroBatches = 4;
+constexpr int kCells = 4 * kMicroBatches;
+
+std::vector<torch::Tensor> copies(const std::vector<torch::Tensor>& tensors) {
+  std::vector<torch::Tensor> copies;
+  for (const auto& tensor : tensors) copies.push_back(tensor.detach().clone());
+  return copies;
+}
+
+bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& one, const auto& other) { return torch::equal(one, other); });
+}
+
+/// A pipeline that trains one step after the other, from the same buffers.
+class Trainee {
+ public:
+  Trainee(Checkpoint checkpoint, bool deferred_batch_norm) {
+    torch::manual_seed(1);
+    model_ = faulty_model(plan);
+    pipe = GPipe(model_, kBalance,
+                 GPipeOptions()
+                     .devices(std::vector<torch::Device>(kBalance.size(), torch::kCPU))
+                     .chunks(kMicroBatches)
+                     .checkpoint(checkpoint)
+                     .deferred_batch_norm(deferred_batch_norm)
+                     .intraop_threads(1));
+    x_ = torch::randn({8, 6}).requires_grad_();
+    gradient_ = torch::randn({8, 6});
+    buffers_ = copies(model_->buffers());
+  }
+
+  void begin(std::uint64_t seed) {
+    for (std::size_t i = 0; i < buffers_.size(); ++i) model_->buffers()[i].copy_(buffers_[i]);
+    model_->zero_grad();
+    x_.mutable_grad().reset();
+    torch::manual_seed(seed);
+  }
+  torch::Tensor forward() { return pipe->forward(x_); }
+  void backward(const torch::Tensor& output) { output.backward(gradient_); }
+
+  /// What a failed call must leave alone.
+  std::vector<torch::Tensor> state() {
+    auto state = copies(model_->buffers());
+    state.push_back(at::detail::getDefaultCPUGenerator().get_state());
+    return state;
+  }
+  bool has_gradients() {
+    auto parameters = model_->parameters();
+    return x_.grad().defined() || std::any_of(parameters.begin(), parameters.end(),
+                                              [](const auto& parameter) { return parameter.grad().defined(); });
+  }
+  /// All that a whole step of one seed has computed.
+  std::vector<torch::Tensor> result_of_step(std::uint64_t seed) {
+    begin(seed);
+    const auto output = forward();
+    backward(output);
+    auto result = state();
+    result.push_back(output.detach());
+    result.push_back(x_.grad());
+    for (const auto& parameter : model_->parameters()) result.push_back(parameter.grad());
+    begin(seed);
+    return result;
+  }
+
+  const std::shared_ptr<FaultPlan> plan = std::make_shared<FaultPlan>();
+  GPipe pipe = nullptr;
+
+ private:
+  nn::Sequential model_ = nullptr;
+  torch::Tensor x_;
+  torch::Tensor gradient_;
+  std::vector<torch::Tensor> buffers_;
+};
+
+int draw(std::mt19937_64& random, int low, int high) {
+  return low + static_cast<int>(random() % static_cast<std::uint64_t>(high - low + 1));
+}
+
+// What a call throws, or nullptr.
+template <class Call>
+const std::type_info* type_thrown_by(Call call) {
+  try {
+    call();
+  } catch (...) {
+    return abi::__cxa_current_exception_type();
+  }
+  return nullptr;
+}
+
+TEST(FaultTest, FailedStepsLeaveNothingBehind) {
+  constexpr int kFailures = 167;  // of each of six pipelines
+  auto& memory = Memory::instance();
+  memory.install();
+  const absl::Cleanup put_back = [&] { memory.remove(); };
+  std::mt19937_64 random(1);
+  std::map<std::string, int> seen;
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    for (const bool deferred : {false, true}) {
+      Trainee trainee(checkpoint, deferred);
+      trainee.result_of_step(2);  // what is made once, is made now
+      const auto expected = trainee.result_of_step(2);
+      int allocations[2];  // of a forward, of a backward
+      memory.fuse.count();
+      {
+        const auto output = trainee.forward();
+        allocations[0] = memory.fuse.passed();
+        memory.fuse.count();
+        trainee.backward(output);
+        allocations[1] = memory.fuse.passed();
+      }
+      trainee.begin(2);
+      const auto threads = threads_of_process();
+      const auto live = memory.live();
+
+      Fuse of_layers;
+      for (int failures = 0; failures < kFailures && !::testing::Test::HasFailure();) {
+        const bool in_backward = draw(random, 0, 1) == 0;
+        const bool in_layer = draw(random, 0, 1) == 0;
+        auto& fuse = in_layer ? of_layers : memory.fuse;
+        int time = draw(random, 1, in_layer ? kCells : allocations[in_backward]);
+        // The caller's own work is at the begin and the end.
+        if (!in_layer && draw(random, 0, 3) == 0) {
+          time = draw(random, 0, 1) == 0 ? draw(random, 1, 4) : allocations[in_backward] - draw(random, 0, 3);
+        }
+        const auto& exceptions = !in_layer ? kOutOfMemory : in_backward ? kOfLayers : kOfLayersInForward;
+        const auto& exception = exceptions[draw(random, 0, static_cast<int>(exceptions.size()) - 1)];
+        const bool for_good = draw(random, 0, 1) == 0;
+        trainee.plan->arm(static_cast<FaultPlan::Where>(draw(random, FaultPlan::kForward, FaultPlan::kBackward)),
+                          [&] { of_layers.pass(); });
+        trainee.begin(random());
+        {
+          const auto output = in_backward ? trainee.forward() : torch::Tensor();
+          const auto before = trainee.state();
+          fuse.arm(exception, time, for_good);
+          const auto* thrown = type_thrown_by([&] {
+            if (in_backward) {
+              trainee.backward(output);
+            } else {
+              trainee.forward();
+            }
+          });
+          fuse.disarm();
+          trainee.plan->disarm();
+          EXPECT_EQ(thrown != nullptr, fuse.blown());
+          if (thrown == nullptr) continue;
+          ++failures;
+          const auto error = trainee.pipe->last_error();
+          auto where = std::string(in_layer ? "layer " : "memory ");
+          where += error         ? std::string(1, "FRB"[static_cast<int>(error->action.kind)])
+                   : in_backward ? "backward's caller"
+                                 : "forward's caller";
+          ++seen[where];
+          SCOPED_TRACE(where + (for_good ? ", from then on, time " : ", time ") + std::to_string(time) +
+                       ", checkpoint " + std::to_string(static_cast<int>(checkpoint)) + (deferred ? ", deferred" : ""));
+          EXPECT_STREQ(thrown->name(), exception.type.name());
+          EXPECT_TRUE(equal(trainee.state(), before));
+          EXPECT_FALSE(trainee.has_gradients());
+        }
+        EXPECT_EQ(threads_of_process(), threads);
+        EXPECT_EQ(memory.live(), live);
+        EXPECT_TRUE(equal(trainee.result_of_step(2), expected));
+      }
+    }
+  }
+  std::cout << "failed in:";
+  for (const auto& [where, count] : seen) std::cout << " " << where << " " << count << ",";
+  std::cout << std::endl;
+  EXPECT_EQ(seen.size(), 3u + 5u) << "some kind of failure never occurred";
+}
+
+}  // namespace
+}  // namespace gpipe
