@@ -6,6 +6,8 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
+#include <map>
+#include <utility>
 
 #include "balance/by_time.h"
 #include "bench/measure.h"
@@ -26,19 +28,21 @@ double overlap(const Span& span, const Timeline& timeline) {
   return shared / (span.end - span.start);
 }
 
-// What each action takes while the other stage runs: the medians.
+// What each action takes while the other stage runs: the medians over those that ran beside it the longest.
 Costs costs_of(const Timeline& timeline) {
   const int stages = timeline.workers;
-  std::vector<std::array<std::vector<double>, 5>> seconds(stages);
-  for (const auto& span : timeline.spans) {
-    if (overlap(span, timeline) < 0.9) continue;
-    seconds[span.action.stage][static_cast<std::size_t>(span.action.kind)].push_back(span.end - span.start);
-  }
   Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
-  for (int stage = 0; stage < stages; ++stage) {
-    for (std::size_t kind = 0; kind < 5; ++kind) {
-      if (!seconds[stage][kind].empty()) costs.actions[stage][kind] = median(seconds[stage][kind]);
+  std::map<std::pair<int, Kind>, std::vector<std::pair<double, double>>> seen;  // overlap and seconds
+  for (const auto& span : timeline.spans) {
+    seen[{span.action.stage, span.action.kind}].emplace_back(overlap(span, timeline), span.end - span.start);
+  }
+  for (const auto& [action, spans] : seen) {
+    const double most = std::max_element(spans.begin(), spans.end())->first;
+    std::vector<double> seconds;
+    for (const auto& [share, time] : spans) {
+      if (share >= 0.9 * most) seconds.push_back(time);
     }
+    costs.actions[action.first][static_cast<std::size_t>(action.second)] = median(seconds);
   }
   return costs;
 }
