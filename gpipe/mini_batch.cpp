@@ -101,6 +101,8 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       parcels_(pipeline_->edges().size() * micro_batches_),
       gradients_(pipeline_->edges().size() * micro_batches_) {
   for (const auto& stage : pipeline_->stages()) {
+    // The engine runs a node on the stream that was current when it was made.
+    const OptionalStreamScope stream(pipeline_->stream(stage.index));
     captures_.emplace_back(grad ? stage.parameters() : std::vector<at::Tensor>());
   }
 }
@@ -141,7 +143,8 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   keep_ = keep;
   output_gradients_ = std::move(gradients);
   input_gradients_.assign(micro_batches_, {});
-  sums_.assign(pipeline_->count(), {});
+  sums_.clear();
+  for (const auto& captures : captures_) sums_.emplace_back(captures.parameters().size());
   try {
     perform(Part::kBackward);
   } catch (...) {
@@ -150,8 +153,7 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   }
   BackwardResult result;
   result.inputs = std::exchange(input_gradients_, {});
-  for (auto& sums : sums_) result.parameters.push_back(sums.sums());
-  sums_.clear();
+  for (auto& sums : sums_) result.parameters.push_back(sums.take());
   for (const auto& list : {&result.inputs, &result.parameters}) {
     for (const auto& tensors : *list) {
       for (const auto& tensor : tensors) use_on_current_stream(tensor);

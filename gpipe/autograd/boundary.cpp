@@ -1,27 +1,32 @@
 #include "gpipe/autograd/boundary.h"
 
+#include <ATen/SequenceNumber.h>
 #include <torch/csrc/autograd/functions/utils.h>
 
-#include <algorithm>
+#include <limits>
 #include <utility>
 
 namespace gpipe {
 
 using torch::autograd::variable_list;
 
-variable_list Capture::apply(variable_list&& arrived) {
-  TORCH_CHECK(!gradients.empty(),
+Capture::Capture() : Node(std::numeric_limits<std::uint64_t>::max()), made(at::sequence_number::get_and_increment()) {}
+
+variable_list Capture::apply(variable_list&& gradients) {
+  TORCH_CHECK(sums != nullptr,
               "[gpipe] a backward ran into the inside of a pipeline; a tensor that a layer kept from its forward can "
               "only be used detached");
-  std::move(arrived.begin(), arrived.end(), gradients.begin());
+  for (std::size_t i = 0; i < gradients.size(); ++i) sums->add(indices[i], std::move(gradients[i]));
   return {};
 }
+
+std::shared_ptr<Capture> make_capture() { return {new Capture(), torch::autograd::deleteNode}; }
 
 variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }
 
 at::Tensor enter(const at::Tensor& tensor) {
   auto entering = tensor.detach();
-  torch::autograd::set_history(entering, std::shared_ptr<Capture>(new Capture(), torch::autograd::deleteNode));
+  torch::autograd::set_history(entering, make_capture());
   return entering;
 }
 

@@ -4,20 +4,34 @@
 #include <torch/csrc/autograd/edge.h>
 #include <torch/csrc/autograd/function.h>
 
-#include <span>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gpipe/autograd/gradient_sums.h"
 
 namespace gpipe {
 
-/// The graph's end: where a value enters a cell, or where its parameters are, all in one node, for each that the engine
-/// evaluates costs as much as a small layer. Takes the gradients. (Asking the engine for gradients of inputs would have
+/// The graph's end: where a value enters a cell, or where its parameters are. Adds the gradients that arrive to sums,
+/// as soon as they are there: the engine runs it before all else. (Asking the engine for gradients of inputs would have
 /// it plan each backward anew.)
 struct Capture : torch::autograd::Node {
-  /// Where they go, one an input of the node, during a backward of the cell.
-  std::span<at::Tensor> gradients;
+  Capture();
 
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& arrived) override;
+  /// When it was made, in the sequence of its thread's nodes.
+  const std::uint64_t made;
+  /// Which of the sums is each of the node's inputs.
+  std::vector<std::size_t> indices;
+  /// Of the backward under way.
+  GradientSums* sums = nullptr;
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "GPipeCapture"; }
 };
+
+std::shared_ptr<Capture> make_capture();
 
 /// The graph's root where a value leaves a cell. An identity of its own, so that gradients of a value that leaves twice
 /// sum in the order of leaving, whatever the balance.
@@ -27,7 +41,7 @@ struct Leave : torch::autograd::Node {
 };
 
 /// `tensor` as it enters a cell: shares its memory, requires grad, is neither a leaf nor a view, so that in-place
-/// operations work on it.
+/// operations work on it. Its node is a Capture, whose index is the caller's to set.
 at::Tensor enter(const at::Tensor& tensor);
 
 /// The root edge of a value that leaves; invalid when the tensor requires no grad.

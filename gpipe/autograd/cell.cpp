@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <map>
-#include <span>
 
 #include <stdexcept>
 #include <utility>
@@ -81,14 +80,14 @@ class Capturing {
  public:
   Capturing() = default;
   ~Capturing() {
-    for (auto* capture : captures_) capture->gradients = {};
+    for (auto* capture : captures_) capture->sums = nullptr;
   }
   Capturing(const Capturing&) = delete;
   Capturing& operator=(const Capturing&) = delete;
 
-  void into(Capture& capture, std::span<at::Tensor> gradients) {
+  void into(Capture& capture, GradientSums& sums) {
     captures_.push_back(&capture);
-    capture.gradients = gradients;
+    capture.sums = &sums;
   }
 
  private:
@@ -179,26 +178,6 @@ class Cell::Context : public SkipContext {
   std::map<SkipKey, at::Tensor> local_;
 };
 
-void GradientSums::add(Gradients gradients) {
-  if (sums_.empty()) {
-    sums_.resize(gradients.size());
-    owned_.resize(gradients.size());
-  }
-  for (std::size_t i = 0; i < gradients.size(); ++i) {
-    auto& gradient = gradients[i];
-    auto& sum = sums_[i];
-    if (!gradient.defined()) continue;
-    if (!sum.defined()) {
-      sum = std::move(gradient);  // may be shared with another gradient, or with the graph
-    } else if (owned_[i] && sum.layout() == gradient.layout()) {
-      sum.add_(gradient);
-    } else {
-      sum = sum + gradient;
-      owned_[i] = true;
-    }
-  }
-}
-
 Cell::Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch)
     : stage_(stage), captures_(captures), seed_(seed), micro_batch_(micro_batch) {}
 
@@ -223,6 +202,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
       if (tensor.defined()) {
         tensor = graph && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
         capture = std::static_pointer_cast<Capture>(tensor.grad_fn());
+        if (capture) capture->indices = {i};
       }
       rule.enters(tensor, in[p].wants_gradient[i]);
       captured.push_back(std::move(capture));
@@ -324,17 +304,16 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
       root_gradients.push_back(gradients[p][i]);
     }
   }
-  std::vector<Gradients> entering;
-  for (const auto& list : captured_) entering.emplace_back(list.size());
-  Gradients of_parameters(captures_.parameters().size());
+  std::vector<GradientSums> entering;
+  for (const auto& parcel : captured_) entering.emplace_back(parcel.size());
   if (!roots.empty()) {
     Capturing capturing;
     for (std::size_t p = 0; p < captured_.size(); ++p) {
-      for (std::size_t i = 0; i < captured_[p].size(); ++i) {
-        if (captured_[p][i]) capturing.into(*captured_[p][i], {&entering[p][i], 1});
+      for (const auto& capture : captured_[p]) {
+        if (capture) capturing.into(*capture, entering[p]);
       }
     }
-    capturing.into(captures_.capture(), of_parameters);
+    for (const auto& capture : captures_.captures()) capturing.into(*capture, sums);
     try {
       torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
                                                             /*accumulate_grad=*/true);
@@ -343,8 +322,9 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
       throw;
     }
   }
-  sums.add(std::move(of_parameters));
-  return entering;
+  std::vector<Gradients> result;
+  for (auto& of_parcel : entering) result.push_back(of_parcel.take());
+  return result;
 }
 
 void Cell::forget_graph() {

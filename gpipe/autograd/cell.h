@@ -5,23 +5,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "gpipe/autograd/gradient_sums.h"
 #include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/stage.h"
 
 namespace gpipe {
-
-/// One parameter gradient a slot, summed over the micro-batches of a stage in the order of their backwards.
-class GradientSums {
- public:
-  /// Adds gradients, one a slot; undefined ones count as zero and leave an untouched slot undefined.
-  void add(Gradients gradients);
-  const Gradients& sums() const { return sums_; }
-
- private:
-  Gradients sums_;
-  /// Whether the sum's memory is ours alone, so that it may be added to in place.
-  std::vector<bool> owned_;
-};
 
 /// How a forward is to run.
 struct ForwardMode {

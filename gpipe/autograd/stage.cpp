@@ -21,6 +21,8 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 
+constexpr std::size_t kLarge = std::size_t{64} << 10;  // bytes
+
 // Modules may share a tensor; the first occurrence counts.
 class DistinctTensors {
  public:
@@ -35,8 +37,9 @@ class DistinctTensors {
 };
 
 // Whether a node was made on this thread since its sequence number was `begin`.
-bool made_here(const Node& node, std::uint64_t begin) {
-  return node.thread_id() == at::RecordFunction::currentThreadId() && node.sequence_nr() >= begin;
+bool made_here(const Node& node, const Capture* capture, std::uint64_t begin) {
+  const auto made = capture != nullptr ? capture->made : node.sequence_nr();
+  return node.thread_id() == at::RecordFunction::currentThreadId() && made >= begin;
 }
 
 [[noreturn]] void refuse_foreign(const Node& node) {
@@ -73,16 +76,19 @@ std::vector<at::Tensor> Stage::buffers() const {
 }
 
 ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters)
-    : all_(parameters), capture_(new Capture(), torch::autograd::deleteNode) {
+    : all_(parameters), captures_{make_capture()} {
   for (const auto& parameter : parameters) {
     versions_.push_back(version_of(parameter));
     if (!parameter.requires_grad()) continue;
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    capture_->add_input_metadata(parameter);
+    const bool large = parameter.nbytes() >= kLarge;
+    auto capture = large ? captures_.emplace_back(make_capture()) : captures_.front();
+    capture->indices.push_back(parameters_.size());
+    const auto input = capture->add_input_metadata(parameter);
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    index_.emplace(accumulator.get(), parameters_.size());
+    edges_.emplace(accumulator.get(), Edge(std::move(capture), input));
     accumulators_.push_back(std::move(accumulator));
     parameters_.push_back(parameter);
   }
@@ -112,12 +118,13 @@ void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) co
     for (std::size_t i = 0; i < node->next_edges().size(); ++i) {
       auto& edge = node->next_edges()[i];
       if (!edge.is_valid()) continue;
-      const auto is_capture = [&] { return dynamic_cast<Capture*>(edge.function.get()) != nullptr; };
-      if (edge.function->num_outputs() > 0 || is_capture()) {
-        if (!made_here(*edge.function, begin)) refuse_foreign(*edge.function);
+      const bool inner = edge.function->num_outputs() > 0;
+      const auto* capture = inner ? nullptr : dynamic_cast<Capture*>(edge.function.get());
+      if (inner || capture != nullptr) {
+        if (!made_here(*edge.function, capture, begin)) refuse_foreign(*edge.function);
         visit(edge.function.get());
-      } else if (const auto found = index_.find(edge.function.get()); found != index_.end()) {
-        edge = {capture_, static_cast<std::uint32_t>(found->second)};
+      } else if (const auto found = edges_.find(edge.function.get()); found != edges_.end()) {
+        edge = found->second;
         // The node of an in-place operation on a view asks the operation's own node, whose edges must be the same.
         if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node)) {
           slices->fn->set_next_edge(i, edge);

@@ -43,9 +43,11 @@ class ParameterCaptures {
   /// Captures those that require grad.
   explicit ParameterCaptures(const std::vector<at::Tensor>& parameters);
 
-  /// The captured parameters, and the node that stands for them, with an input each in the same order.
+  /// The captured parameters; and the nodes that stand for them, whose sums have the same order. A large parameter has
+  /// a node to itself, so that its gradient is added, and freed, as soon as it is there; small ones share a node, for
+  /// each that the engine evaluates costs as much as a small layer.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  Capture& capture() const { return *capture_; }
+  const std::vector<std::shared_ptr<Capture>>& captures() const { return captures_; }
 
   /// Makes the graph behind `roots`, which this thread has built since its sequence number was `begin`, end in the
   /// captures. Errors: std::invalid_argument when it reaches a tensor that requires grad but is neither a parameter of
@@ -59,9 +61,9 @@ class ParameterCaptures {
   std::vector<at::Tensor> all_;
   std::vector<std::uint32_t> versions_;
   std::vector<at::Tensor> parameters_;
-  std::shared_ptr<Capture> capture_;
+  std::vector<std::shared_ptr<Capture>> captures_;  // first that of the small ones
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
-  absl::flat_hash_map<const torch::autograd::Node*, std::size_t> index_;
+  absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
 
 /// A copy of buffers, to put back what a recompute or a failed forward has written.

@@ -19,8 +19,8 @@ namespace gpipe {
 class Event {
  public:
   /// Returns when the condition holds. Looks up to `spins` times, a pause apart, before it sleeps: on a core of its own
-  /// that is far quicker than to be woken, on a shared one it keeps away the thread that is waited for; so it yields now
-  /// and then, for whoever else may have been put on its core.
+  /// that is far quicker than to be woken, on a shared one it keeps away the thread that is waited for; so it yields
+  /// now and then, for whoever else may have been put on its core.
   void await(int spins, absl::FunctionRef<bool()> condition);
 
   void announce();
