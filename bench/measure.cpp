@@ -45,12 +45,13 @@ void add_flags(CLI::App& app, Options& options) {
       ->default_str(CLI::detail::join(names));
   app.add_flag_callback(
       "--reuse", [] { reuse_cpu_memory(); }, "keep the memory of tensors for the next");
-  app.add_flag("--steps-only", options.steps_only, "run only the pipeline, and print the figure of each step");
+  app.add_flag("--steps-only", options.steps_only, "print the figure of each step of the pipeline, and no other");
 }
 
 void add_balance_flag(CLI::App& app, std::vector<std::int64_t>& balance) {
   app.add_option("--balance", balance, "layers of each stage; default: cut by measured times")
-      ->always_capture_default(false);
+      ->always_capture_default(false)
+      ->excludes("--stages");
 }
 
 void for_each_row(const Options& options, const std::function<void(const Row&)>& measure) {

@@ -30,7 +30,7 @@ struct Options {
   std::vector<int> chunks;
   std::vector<Checkpoint> checkpoints;
   int repeats = 9;
-  bool steps_only = false;  ///< run only the pipeline, and print every step's figure: for peers to be put beside
+  bool steps_only = false;  ///< print the figure of each step of the pipeline: for peers to be put beside
 };
 
 /// Flags for the options, whose present values are the defaults, and --reuse, which calls reuse_cpu_memory().
@@ -51,7 +51,7 @@ struct Measurement {
   Row row;
   std::string unit;
   std::vector<double> values;   ///< one a repeat; at least one
-  std::optional<double> bound;  ///< what no pipeline could exceed, in the same unit
+  std::optional<double> bound;  ///< what the simulated program reaches, in the same unit
 };
 
 /// One JSON object on a line of its own: the fields, with the values as "value" (their median), "min", "max" and

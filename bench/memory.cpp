@@ -98,6 +98,7 @@ void measure_reuse(const Row& row, const std::vector<std::int64_t>& balance, con
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
   using gpipe::Checkpoint;
+  gpipe::reuse_cpu_memory(false);  // takes its place before there are threads
   CLI::App app("Bytes that a step needs; page faults and time that re-use of memory saves.");
   Options options{.models = kSubjects,
                   .chunks = {8},
@@ -105,7 +106,15 @@ int main(int argc, char** argv) {
   add_flags(app, options);
   std::vector<std::int64_t> balance;
   add_balance_flag(app, balance);
+  bool brief = false;
+  app.add_flag("--short", brief, "some of it, in less than a minute");
   CLI11_PARSE(app, argc, argv);
+  if (!balance.empty()) options.stages = {static_cast<int>(balance.size())};
+  if (brief) {
+    options.repeats = 3;
+    options.chunks = {4};
+    options.checkpoints = {Checkpoint::kNever, Checkpoint::kAlways};
+  }
   torch::set_num_threads(1);
   for_each_row(options, [&](const Row& row) { measure_peak(row, balance, options); });
   if (!options.steps_only) for_each_row(options, [&](const Row& row) { measure_reuse(row, balance, options); });

@@ -1,5 +1,5 @@
-// What the parts cost on their own: cutting and joining mini-batches, a hand-over between threads, a program whose cells
-// do nothing, and large programs that are verified and simulated.
+// What the parts cost on their own: cutting and joining mini-batches, a hand-over between threads, a program whose
+// cells do nothing, and large programs that are verified and simulated.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

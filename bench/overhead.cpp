@@ -46,8 +46,8 @@ void measure(const Row& row, bool one_core, const Options& options) {
              GPipeOptions().chunks(row.chunks).checkpoint(row.checkpoint).intraop_threads(1));
   const auto input = torch::randn({row.chunks * kRows, kWidth});
   const auto plain = [&] { plain_step(model, input, row.chunks, row.checkpoint == Checkpoint::kAlways); };
-  const double step = interleave({plain}, 9)[0][4];
-  const int steps = std::max(1, static_cast<int>(kSeconds / step));
+  const double step = median(interleave({plain}, 9)[0]);
+  const int steps = options.steps_only ? 1 : std::max(1, static_cast<int>(kSeconds / step));
   const auto times = interleave({[&] {
                                    for (int i = 0; i < steps; ++i) plain();
                                  },

@@ -1,5 +1,5 @@
-// How much faster two stages on two cores are than the model on one, beside the bound: what the program would take if
-// every action took what it takes while the other core runs the other stage, and all else were free.
+// How much faster stages on a core each are than the model on one, beside the bound: what the program would take if
+// every action took what it takes while other cores run other stages, and all else were free.
 
 #include <torch/utils.h>
 
@@ -59,6 +59,7 @@ void measure(const Row& row, std::vector<std::int64_t> balance, const Options& o
   // The same micro-batches, and enough of them for the stages to be busy together.
   const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, it.input));
   GPipe observed(it.model, balance, of_pipe);
+  step(observed, longer);
   const auto timeline = std::make_shared<Timeline>();
   observed->trace(timeline);
   const auto times =
@@ -82,7 +83,15 @@ int main(int argc, char** argv) {
   add_flags(app, options);
   std::vector<std::int64_t> balance;
   add_balance_flag(app, balance);
+  bool brief = false;
+  app.add_flag("--short", brief, "some of it, in less than a minute");
   CLI11_PARSE(app, argc, argv);
+  if (!balance.empty()) options.stages = {static_cast<int>(balance.size())};
+  if (brief) {
+    options.repeats = 3;
+    options.chunks = {4};
+    options.checkpoints = {gpipe::Checkpoint::kNever};
+  }
   torch::set_num_threads(1);
   for_each_row(options, [&](const Row& row) { measure(row, balance, options); });
 }

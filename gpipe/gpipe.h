@@ -63,9 +63,9 @@ struct GPipeOptions {
 /// must not change while one runs, nor between a forward and its backward where cells are recomputed.
 ///
 /// Errors of a forward or backward are what a layer threw, the original object; see last_error(). Afterwards
-/// parameters, gradients, buffers and random state are as before the call, and the next call works. (What is thrown in a
-/// backward should be a std::exception, for PyTorch's engine handles nothing else well: from a recompute, anything else
-/// becomes a std::runtime_error.)
+/// parameters, gradients, buffers and random state are as before the call, and the next call works. (What is thrown in
+/// a backward should be a std::exception, for PyTorch's engine handles nothing else well: from a recompute, anything
+/// else becomes a std::runtime_error.)
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a balance that is not positive or does not sum to the
@@ -99,8 +99,9 @@ class GPipeImpl : public torch::nn::Module {
   ///   pipe->forward(x).sum().backward();
   ///   file << gpipe::to_chrome_json(*timeline);
   ///
-  /// On an accelerator each action is then waited for, so that the times are those of the work. Read it while no call
-  /// runs.
+  /// On an accelerator each action is then waited for, so that the times are those of the work. Each span also says
+  /// what memory its worker had in use; that takes the place of a profiler of PyTorch's, so where one is at work
+  /// already, no bytes are counted. Read it while no call runs.
   void trace(std::shared_ptr<Timeline> timeline);
 
   /// What a training step of so many micro-batches runs, to verify, simulate or draw.

@@ -82,6 +82,8 @@ class MiniBatch::Counting {
     if (counter && c10::ThreadLocalDebugInfo::get(kKind) == nullptr) guard_.emplace(kKind, counter);
   }
 
+  bool possible() const { return guard_.has_value(); }
+
  private:
   std::optional<c10::DebugInfoGuard> guard_;
 };
@@ -109,8 +111,10 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
 
 Gathered MiniBatch::forward() {
   MutexLock turn(pipeline_->turn());
-  const Counting counting(counter_);
   forward_state_.emplace();
+  const Counting counting(counter_);
+  counted_ = counting.possible();
+  if (!counted_) counter_.reset();
   std::vector<SavedBuffers> buffers;
   for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage.buffers());
   SeedDraw draw;
@@ -140,6 +144,7 @@ Gathered MiniBatch::forward() {
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool keep) {
   MutexLock turn(pipeline_->turn());
   const Counting counting(counter_);
+  counted_ = counting.possible();
   keep_ = keep;
   output_gradients_ = std::move(gradients);
   input_gradients_.assign(micro_batches_, {});
@@ -170,6 +175,7 @@ void MiniBatch::forget(const std::vector<at::Tensor>& tensors) {
 
 void MiniBatch::perform(Part part) {
   const auto& stages = pipeline_->stages();
+  pipeline_->set_error(std::nullopt);  // again: others may have failed while this waited for its turn
   state_.emplace();
   begin_.clear();
   for (const auto& stage : stages) begin_.push_back(mark(stage.device));
@@ -204,7 +210,7 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> walk) {
   at::autocast::set_autocast_cache_enabled(false);
   if (device.is_cpu()) set_intraop_threads_of_this_thread(pipeline_->intraop_threads());
   OptionalStreamScope stream(pipeline_->stream(worker));
-  const ByteCounter::Worker counted(worker);
+  const ByteCounter::Worker counted(counter_.get(), worker);
   wait(begin_[worker], device);
   walk();
   end_[worker] = mark(device);
@@ -220,6 +226,7 @@ void MiniBatch::run(const Action& action) {
         break;
       case Kind::R: {
         at::ThreadLocalStateGuard state(*forward_state_);
+        const Counting counting(counted_ ? counter_ : nullptr);
         c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
         cell(stage, micro_batch)->recompute(keep_);
         break;
@@ -241,7 +248,7 @@ void MiniBatch::run(const Action& action) {
   }
 }
 
-Bytes MiniBatch::bytes(int worker) { return counter_->count(worker); }
+Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) : Bytes(); }
 
 Parcel MiniBatch::receive(int edge, int micro_batch) {
   auto [parcel, ready] = std::exchange(parcels_[slot(edge, micro_batch)], {});

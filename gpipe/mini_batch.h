@@ -69,7 +69,7 @@ class MiniBatch : public Cells {
   const bool grad_;
   const std::shared_ptr<const Program> program_;
   const Pipeline::Recording recording_;
-  const std::shared_ptr<ByteCounter> counter_;  // of a mini-batch that is recorded
+  std::shared_ptr<ByteCounter> counter_;  // of a mini-batch that is recorded, unless a profiler is at work
   /// The caller's, at forward(): held again in every recompute.
   std::optional<at::ThreadLocalState> forward_state_;
   std::uint64_t seed_ = 0;
@@ -89,6 +89,7 @@ class MiniBatch : public Cells {
   std::vector<Mark> begin_;  // per stage: the caller's work on its device so far
   std::vector<Mark> end_;    // per stage: the stage's work
   bool keep_ = false;
+  bool counted_ = false;
   std::vector<Gradients> output_gradients_;  // per micro-batch
   std::vector<Gradients> input_gradients_;   // per micro-batch
   std::vector<GradientSums> sums_;           // per stage

@@ -149,20 +149,15 @@ def resnet50() -> Layers:
 MODELS = ("tiny", "mlp", "unet", "resnet50")
 
 
-def subject(
-    model: str, chunks: int, base_channels: int = 16, size: int = 96
-) -> tuple[Layers, Tensor]:
-    """The model of that name with fresh weights, and one mini-batch for it.
-
-    The channels at full size and the images' height and width are those of the U-Net.
-    """
+def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
+    """The model of that name with fresh weights, and one mini-batch for it."""
     torch.manual_seed(0)
     if model == "tiny":
         return tiny(), torch.randn(8 * chunks, 8)
     if model == "mlp":
         return mlp(), torch.randn(1024, 1024)
     if model == "unet":
-        return unet(base_channels=base_channels), torch.randn(16, 3, size, size)
+        return unet(base_channels=16), torch.randn(16, 3, 96, 96)
     if model == "resnet50":
         return resnet50(), torch.randn(16 * chunks, 3, 64, 64)
     raise ValueError(f"no model is called '{model}'; there are {', '.join(MODELS)}")

@@ -148,7 +148,7 @@ def main() -> None:
         args.repeats = 1
     results = []
     for row in rows(args.models, args.short):
-        steps = 3 if args.short else 41 if row.bench == "overhead" else 9
+        steps = 3 if args.short else 41 if row.bench == "overhead" else 5
         results.append((row, measure(row, args.ours, steps, args.repeats)))
     for row, values in results:
         for peer, each in values.items():

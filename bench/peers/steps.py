@@ -22,8 +22,6 @@ def flags(description: str | None, checkpoints: list[str]) -> argparse.ArgumentP
         return [int(number) for number in text.split(",")]
 
     parser.add_argument("--model", choices=models.MODELS, required=True)
-    parser.add_argument("--base", type=int, default=16, help="channels of the U-Net at full size")
-    parser.add_argument("--size", type=int, default=96, help="height and width of its images")
     parser.add_argument("--balance", type=numbers, required=True, help="layers of each stage: 8,8")
     parser.add_argument("--chunks", type=int, required=True, help="micro-batches of a mini-batch")
     parser.add_argument("--checkpoint", choices=checkpoints, default="never")
@@ -32,7 +30,7 @@ def flags(description: str | None, checkpoints: list[str]) -> argparse.ArgumentP
 
 
 def subject(args: argparse.Namespace) -> tuple[models.Layers, Tensor]:
-    return models.subject(args.model, args.chunks, args.base, args.size)
+    return models.subject(args.model, args.chunks)
 
 
 def report(args: argparse.Namespace, peer: str, **figures: object) -> None:

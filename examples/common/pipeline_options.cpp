@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "balance/by_time.h"
+#include "gpipe/runtime/memory_reuse.h"
 
 namespace gpipe::examples {
 namespace {
@@ -68,6 +69,9 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
       ->group(kPipelineGroup);
   app.add_option("--devices", "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU")
       ->type_name("LIST")
+      ->group(kPipelineGroup);
+  app.add_flag_callback(
+         "--reuse-memory", [] { reuse_cpu_memory(); }, "keep the memory of CPU tensors for the next")
       ->group(kPipelineGroup);
 
   app.final_callback([&app, &options] {

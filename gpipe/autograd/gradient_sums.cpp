@@ -12,7 +12,7 @@ void GradientSums::add(std::size_t index, at::Tensor gradient) {
   } else if (owned_[index] && sum.layout() == gradient.layout()) {
     sum.add_(gradient);
   } else {
-    sum = sum + gradient;
+    sum = sum.is_sparse() ? gradient + sum : sum + gradient;  // a sparse one takes nothing dense
     owned_[index] = true;
   }
 }

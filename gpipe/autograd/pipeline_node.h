@@ -15,7 +15,7 @@ using BackwardFunction = std::function<std::vector<at::Tensor>(std::vector<at::T
 /// and DDP see each once) and gives its history to the `outputs`, whose `differentiable` flag is set; they must be
 /// detached. The function lives as long as the graph, or until a backward that does not retain it. Errors in backward:
 /// c10::NotImplementedError for create_graph, c10::Error for a second backward that was not prepared by retain_graph,
-/// and what the function throws, unchanged.
+/// and what the function throws, unchanged; a std::runtime_error instead of what is no std::exception.
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
                      const std::vector<at::Tensor>& inputs, BackwardFunction function);
 

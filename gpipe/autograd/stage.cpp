@@ -21,7 +21,7 @@ using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 
-constexpr std::size_t kLarge = std::size_t{64} << 10;  // bytes
+constexpr std::int64_t kLarge = std::int64_t{64} << 10;  // bytes
 
 // Modules may share a tensor; the first occurrence counts.
 class DistinctTensors {
@@ -83,7 +83,7 @@ ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters)
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    const bool large = parameter.nbytes() >= kLarge;
+    const bool large = parameter.numel() * parameter.element_size() >= kLarge;
     auto capture = large ? captures_.emplace_back(make_capture()) : captures_.front();
     capture->indices.push_back(parameters_.size());
     const auto input = capture->add_input_metadata(parameter);

@@ -1,7 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/Allocator.h>
+#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <cstdint>
 #include <vector>
@@ -15,17 +15,24 @@ namespace gpipe {
 /// Counts the bytes of tensors that each worker has allocated, on whatever device, and that nobody has freed yet. It
 /// hears of them from PyTorch's allocators on every thread on which it is installed as the PROFILER_STATE of
 /// c10::DebugInfoGuard, and on those that take over such a thread's at::ThreadLocalState. Thread-safe.
-class ByteCounter : public c10::MemoryReportingInfoBase {
+class ByteCounter : public torch::profiler::impl::ProfilerStateBase {  // for which PyTorch takes whatever is there
  public:
-  explicit ByteCounter(int workers) : counts_(workers) {}
+  explicit ByteCounter(int workers);
 
-  /// For its lifetime, what this thread allocates is that worker's. What other threads allocate is nobody's.
+  /// For its lifetime, what this thread allocates is that worker's. What others allocate is nobody's. The counter may
+  /// be null.
   class Worker {
    public:
-    explicit Worker(int worker);
+    Worker(const ByteCounter* counter, int worker);
     ~Worker();
     Worker(const Worker&) = delete;
     Worker& operator=(const Worker&) = delete;
+
+   private:
+    const Worker* const outer_;
+    friend class ByteCounter;
+    const ByteCounter* const counter_;
+    const int worker_;
   };
 
   /// The worker's bytes now, and the most there have been at once since the last call.
@@ -35,7 +42,7 @@ class ByteCounter : public c10::MemoryReportingInfoBase {
   void forget(const at::Tensor& tensor);
 
   void reportMemoryUsage(void* data, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override;
-  bool memoryProfilingEnabled() const override { return true; }
+  torch::profiler::impl::ActiveProfilerType profilerType() override;
 
  private:
   struct Block {

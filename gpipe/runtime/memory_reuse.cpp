@@ -38,8 +38,9 @@ class Pool : public c10::Allocator {
 
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes < kSmallest || !on_) return rest_->allocate(bytes);
-    void* data = take(bytes);
-    c10::reportMemoryUsageToProfiler(data, static_cast<std::int64_t>(bytes), 0, 0, c10::kCPU);
+    const bool reported = c10::memoryProfilingEnabled();
+    void* data = take({bytes, reported});
+    if (reported) c10::reportMemoryUsageToProfiler(data, static_cast<std::int64_t>(bytes), 0, 0, c10::kCPU);
     return {data, data, raw_deleter(), c10::kCPU};
   }
 
@@ -48,14 +49,19 @@ class Pool : public c10::Allocator {
   void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
 
   void free(void* data) {
-    const std::size_t bytes = give_back(data);
+    const auto [bytes, reported] = give_back(data);
     if (bytes == 0) return rest_->raw_deallocate(data);
-    c10::reportMemoryUsageToProfiler(data, -static_cast<std::int64_t>(bytes), 0, 0, c10::kCPU);
+    if (reported) c10::reportMemoryUsageToProfiler(data, -static_cast<std::int64_t>(bytes), 0, 0, c10::kCPU);
   }
 
  private:
-  void* take(std::size_t bytes) {
-    const auto size = size_class(bytes);
+  struct Block {
+    std::size_t bytes = 0;  // asked for
+    bool reported = false;
+  };
+
+  void* take(Block block) {
+    const auto size = size_class(block.bytes);
     MutexLock lock(mutex_);
     auto& free = free_[size];
     if (free.empty()) {
@@ -63,20 +69,20 @@ class Pool : public c10::Allocator {
       free.push_back(cut(size));
     }
     void* data = free.back();
-    used_.emplace(data, bytes);
+    used_.emplace(data, block);
     free.pop_back();
     return data;
   }
 
-  // The bytes that were asked for; 0 for what is not of the pool.
-  std::size_t give_back(void* data) {
+  // No bytes for what is not of the pool.
+  Block give_back(void* data) {
     MutexLock lock(mutex_);
     const auto found = used_.find(data);
-    if (found == used_.end()) return 0;
-    const auto bytes = found->second;
-    free_[size_class(bytes)].push_back(data);
+    if (found == used_.end()) return {};
+    const auto block = found->second;
+    free_[size_class(block.bytes)].push_back(data);
     used_.erase(found);
-    return bytes;
+    return block;
   }
 
   char* cut(std::size_t size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
@@ -98,7 +104,7 @@ class Pool : public c10::Allocator {
   Mutex mutex_;
   absl::flat_hash_map<std::size_t, std::vector<void*>> free_ ABSL_GUARDED_BY(mutex_);  // by size class
   absl::flat_hash_map<std::size_t, std::size_t> blocks_ ABSL_GUARDED_BY(mutex_);       // by size class, free or used
-  absl::flat_hash_map<void*, std::size_t> used_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<void*, Block> used_ ABSL_GUARDED_BY(mutex_);
   char* next_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::size_t left_ ABSL_GUARDED_BY(mutex_) = 0;
 };

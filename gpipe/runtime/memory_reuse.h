@@ -9,7 +9,8 @@ namespace gpipe {
 ///
 /// The pool belongs to the process: this is for a program to call, first before it starts threads that use PyTorch; the
 /// library itself never does. It never shrinks. Tensors may be freed after it was switched off, and made before it was
-/// on. Memory is reported to PyTorch's profiler as ever.
+/// on. A process that forks while other threads make tensors must not make any in the child. When the system has no
+/// memory left, tensors throw std::bad_alloc.
 void reuse_cpu_memory(bool on = true);
 
 }  // namespace gpipe

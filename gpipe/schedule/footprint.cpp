@@ -4,7 +4,10 @@
 #include <iterator>
 #include <limits>
 #include <map>
+#include <stdexcept>
 #include <utility>
+
+#include "absl/strings/str_format.h"
 
 namespace gpipe {
 namespace {
@@ -58,8 +61,8 @@ class Step {
     if (kind == Kind::B || kind == Kind::I) cell.sends = &span;
     if (kind == Kind::B || kind == Kind::W) cell.ends = &span;
     if (kind == Kind::F) forwards_end_ = std::max(forwards_end_, span.end);
-    double& first = first_end_.try_emplace(stage, kForEver).first->second;
-    if (cell.ends == &span) first = std::min(first, span.end);
+    const Span*& first = first_end_[stage];
+    if (cell.ends == &span && (first == nullptr || span.end < first->end)) first = &span;
   }
 
   void account(const std::vector<Edge>& edges) {
@@ -96,7 +99,7 @@ class Step {
     if (cell.sends != nullptr) {
       usages_[cell.sends->worker].add(bytes.backward.kept, cell.sends->end, used_by(stage, micro_batch, edges));
     }
-    if (cell.ends != nullptr && cell.ends->end == first_end_[stage]) {
+    if (cell.ends != nullptr && cell.ends == first_end_[stage]) {
       usages_[cell.ends->worker].add(bytes.parameters, cell.ends->end, kForEver);
     }
   }
@@ -115,10 +118,16 @@ class Step {
   const std::vector<CellBytes>& bytes_;
   std::vector<Span*> spans_;
   std::map<std::pair<int, int>, CellSpans> cells_;  // by stage and micro-batch
-  std::map<int, double> first_end_;                 // of a cell, by stage
+  std::map<int, const Span*> first_end_;            // of a cell, by stage
   std::map<int, Usage> usages_;                     // by worker
   double forwards_end_ = 0;
 };
+
+void check(const Span& span, std::size_t stages) {
+  if (static_cast<std::size_t>(span.action.stage) < stages) return;
+  throw std::invalid_argument(absl::StrFormat(
+      "the timeline has stage %d, but bytes are given of %d stages: give one each", span.action.stage, stages));
+}
 
 void most(std::int64_t& value, std::int64_t other) { value = std::max(value, other); }
 
@@ -131,6 +140,7 @@ void see(ActionBytes& bytes, const Footprint& seen) {
 
 void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   std::map<int, Step> steps;
+  for (const Span& span : timeline.spans) check(span, stages.size());
   for (Span& span : timeline.spans) steps.try_emplace(span.step, stages).first->second.add(span);
   for (auto& [number, step] : steps) step.account(timeline.edges);
 }
@@ -141,7 +151,9 @@ std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
   std::vector<CellBytes> stages(parameters.size());
   for (const Timeline* timeline : {&never, &always}) {
     std::map<std::pair<int, int>, std::int64_t> after_forward;  // by step and stage
-    for (const auto& [worker, action, start, end, step, seen] : timeline->spans) {
+    for (const Span& span : timeline->spans) {
+      check(span, stages.size());
+      const auto& [worker, action, start, end, step, seen] = span;
       CellBytes& bytes = stages[action.stage];
       bytes.parameters = parameters[action.stage];
       if (action.kind == Kind::F) {

@@ -27,12 +27,13 @@ struct CellBytes {
 
 /// Says of every span of a timeline, traced or simulated, what its worker has in use, from what each stage's cells
 /// allocate. An upper bound: what a stage sends forward is taken to be in use until its own backward, which the
-/// receiver's precedes, and a gradient until the last of the stages that it may be for has used it.
+/// receiver's precedes, and a gradient until the last of the stages that it may be for has used it. Errors:
+/// std::invalid_argument for fewer stages than the timeline has.
 void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 /// What the cells of each stage allocate, read off traces of steps of a single micro-batch: some that stored everything
 /// and some that recomputed it, made after every stage had shown what it does to its input. `parameters` are the bytes
-/// of each stage's gradients of parameters.
+/// of each stage's gradients of parameters. Errors: std::invalid_argument for fewer than the timelines have stages.
 std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
                                   const std::vector<std::int64_t>& parameters);
 

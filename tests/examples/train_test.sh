@@ -19,6 +19,8 @@ for stages in 1 2 3; do
   diff <(column "stages$stages" 1-6) <(column stages1 1-6) || fail "$stages stages train otherwise than 1"
 done
 check_terminal "${tiny[@]}"
+run reuse "${tiny[@]}" --reuse-memory
+diff <(column reuse 1-6) <(column stages1 1-6) || fail "--reuse-memory changes what is learnt"
 
 # Files that were already there, in another checkpoint mode, uneven batches.
 data=stages1/synthetic_12_192x128_2

@@ -80,8 +80,8 @@ class Fuse {
   std::atomic<bool> blown_ = false;
 };
 
-/// Stands in for the CPU's allocator: counts what is alive, and passes a fuse. As PyTorch may free what it has allocated
-/// raw with whatever allocator is current then, blocks are told apart by their address.
+/// Stands in for the CPU's allocator: counts what is alive, and passes a fuse. As PyTorch may free what it has
+/// allocated raw with whatever allocator is current then, blocks are told apart by their address.
 class Memory : public c10::Allocator {
  public:
   /// Never destroyed, for tensors may outlive everything.
@@ -140,10 +140,6 @@ class Memory : public c10::Allocator {
   std::unordered_map<void*, std::size_t> sizes_;
   std::size_t bytes_ = 0;
 };
-
-std::ptrdiff_t threads_of_process() {
-  return std::distance(std::filesystem::directory_iterator("/proc/self/task"), std::filesystem::directory_iterator());
-}
 
 /// Four stages with skips over several of them, in-place layers, batch norm and dropout; each stage can throw.
 nn::Sequential faulty_model(const std::shared_ptr<FaultPlan>& plan) {
@@ -264,7 +260,7 @@ TEST(FaultTest, FailedStepsLeaveNothingBehind) {
         allocations[1] = memory.fuse.passed();
       }
       trainee.begin(2);
-      const auto threads = threads_of_process();
+      const auto threads = thread_count();
       const auto live = memory.live();
 
       Fuse of_layers;
@@ -311,7 +307,7 @@ TEST(FaultTest, FailedStepsLeaveNothingBehind) {
           EXPECT_TRUE(equal(trainee.state(), before));
           EXPECT_FALSE(trainee.has_gradients());
         }
-        EXPECT_EQ(threads_of_process(), threads);
+        EXPECT_EQ(thread_count(), threads);
         EXPECT_EQ(memory.live(), live);
         EXPECT_TRUE(equal(trainee.result_of_step(2), expected));
       }

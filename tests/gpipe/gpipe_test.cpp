@@ -326,11 +326,6 @@ TEST(GPipeTest, LoadsTheStateOfTheModelAtAnyBalance) {
   }
 }
 
-std::size_t thread_count() {
-  const std::filesystem::directory_iterator tasks("/proc/self/task");
-  return static_cast<std::size_t>(std::distance(begin(tasks), end(tasks)));
-}
-
 TEST(GPipeTest, ThreadsComeAndGoWithItAndSettingsStay) {
   { GPipe warm_up(mlp(1), {1, 1}); }
   const auto threads = thread_count();

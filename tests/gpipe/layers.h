@@ -7,7 +7,9 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <mutex>
 #include <thread>
@@ -228,5 +230,11 @@ struct PeakImpl : torch::nn::Module {
   std::shared_ptr<Live> live = std::make_shared<Live>();
 };
 TORCH_MODULE(Peak);
+
+/// Of this process.
+inline std::size_t thread_count() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<std::size_t>(std::distance(begin(tasks), end(tasks)));
+}
 
 }  // namespace gpipe

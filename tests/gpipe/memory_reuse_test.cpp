@@ -33,9 +33,11 @@ TEST(MemoryReuseTest, TensorsOutliveTheSwitch) {
   auto pooled = torch::ones({kFloats});
   const auto small = torch::ones({10});
   before.reset();
+  auto freed = torch::ones({kFloats});
+  const void* block = freed.data_ptr();
+  freed.reset();
   reuse_cpu_memory(false);
-  const auto after = torch::ones({kFloats});
-  EXPECT_NE(after.data_ptr(), pooled.data_ptr());
+  EXPECT_NE(torch::ones({kFloats}).data_ptr(), block);
   EXPECT_EQ(pooled.sum().item<float>(), kFloats);
   pooled.reset();
   EXPECT_EQ(small.sum().item<float>(), 10);

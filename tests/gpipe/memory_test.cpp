@@ -4,7 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
 #include <cmath>
+#include <memory>
 
 #include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/simulator.h"

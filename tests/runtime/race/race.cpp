@@ -1,5 +1,5 @@
-// Two workers count in one plain integer, in a run whose two cells are joined by an edge ("edge"), which orders them, or by
-// nothing ("race"), which ThreadSanitizer must report: what it does not report elsewhere is then no race.
+// Two workers count in one plain integer, in a run whose two cells are joined by an edge ("edge"), which orders them,
+// or by nothing ("race"), which ThreadSanitizer must report: what it does not report elsewhere is then no race.
 
 #include <atomic>
 #include <cstdint>
