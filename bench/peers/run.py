@@ -149,10 +149,10 @@ def main() -> None:
     results = []
     for row in rows(args.models, args.short):
         steps = 3 if args.short else 41 if row.bench == "overhead" else 5
-        results.append((row, measure(row, args.ours, steps, args.repeats)))
-    for row, values in results:
+        values = measure(row, args.ours, steps, args.repeats)
+        results.append((row, values))
         for peer, each in values.items():
-            print(line(row, peer, each))
+            print(line(row, peer, each), flush=True)
     print(table(results))
 
 
