@@ -8,47 +8,62 @@
 
 namespace gpipe {
 
-std::vector<std::int64_t> partition(const std::vector<double>& costs, int parts) {
-  const int n = static_cast<int>(costs.size());
-  if (parts < 1) throw std::invalid_argument("[partition] parts must be positive, but is " + std::to_string(parts));
-  if (n < parts) {
-    throw std::invalid_argument("[partition] " + std::to_string(n) + " layers cannot be cut into " +
+std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef<double(int, int)> cost) {
+  if (parts < 1)
+    throw std::invalid_argument("[best_partition] parts must be positive, but is " + std::to_string(parts));
+  if (count < parts) {
+    throw std::invalid_argument("[best_partition] " + std::to_string(count) + " layers cannot be cut into " +
                                 std::to_string(parts) + " parts; each needs at least one");
   }
-  std::vector<double> sum_to(n + 1, 0.0);
-  for (int i = 0; i < n; ++i) {
-    if (!(costs[i] >= 0) || !std::isfinite(costs[i])) {
-      throw std::invalid_argument("[partition] cost " + std::to_string(i) + " is " + std::to_string(costs[i]) +
-                                  "; costs are finite and not negative");
-    }
-    sum_to[i + 1] = sum_to[i] + costs[i];
-  }
-  // worst[p][i]: the least possible cost of the costliest of p + 1 parts that cover the first i elements; start[p][i]:
-  // where the last of them begins.
+  // of_part[end][first]; worst[end]: the least possible cost of the costliest of the parts so far, which cover 0..end-1.
   const double infinity = std::numeric_limits<double>::infinity();
-  std::vector<std::vector<double>> worst(parts, std::vector<double>(n + 1, infinity));
-  std::vector<std::vector<int>> start(parts, std::vector<int>(n + 1, 0));
-  for (int i = 1; i <= n; ++i) worst[0][i] = sum_to[i];
-  for (int p = 1; p < parts; ++p) {
-    for (int i = p + 1; i <= n; ++i) {
-      for (int j = i - 1; j >= p; --j) {
-        const double last = sum_to[i] - sum_to[j];
-        const double cost = std::max(worst[p - 1][j], last);
-        if (cost < worst[p][i]) {
-          worst[p][i] = cost;
-          start[p][i] = j;
-        }
-        if (last >= worst[p][i]) break;  // a longer last part only costs more
+  std::vector<std::vector<double>> of_part(count + 1);
+  for (int end = 1; end <= count; ++end) {
+    for (int first = 0; first < end; ++first) {
+      const double value = of_part[end].emplace_back(cost(first, end));
+      if (std::isnan(value)) {
+        throw std::invalid_argument("[best_partition] the cost of layers " + std::to_string(first) + " to " +
+                                    std::to_string(end - 1) + " is not a number");
       }
     }
   }
+  std::vector<double> worst(count + 1, infinity);
+  std::vector<std::vector<int>> start(parts, std::vector<int>(count + 1, 0));
+  for (int end = 1; end <= count; ++end) worst[end] = of_part[end][0];
+  for (int part = 1; part < parts; ++part) {
+    std::vector<double> longer(count + 1, infinity);
+    for (int end = part + 1; end <= count; ++end) {
+      for (int first = end - 1; first >= part; --first) {
+        const double costliest = std::max(worst[first], of_part[end][first]);
+        if (costliest < longer[end]) {
+          longer[end] = costliest;
+          start[part][end] = first;
+        }
+      }
+    }
+    worst = std::move(longer);
+  }
+  if (worst[count] == infinity) return {};
   std::vector<std::int64_t> sizes(parts);
-  for (int p = parts - 1, end = n; p >= 0; --p) {
-    const int begin = p == 0 ? 0 : start[p][end];
-    sizes[p] = end - begin;
-    end = begin;
+  for (int part = parts - 1, end = count; part >= 0; --part) {
+    const int first = start[part][end];
+    sizes[part] = end - first;
+    end = first;
   }
   return sizes;
+}
+
+std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts) {
+  std::vector<double> sum_to = {0};
+  for (std::size_t i = 0; i < costs.size(); ++i) {
+    if (!(costs[i] >= 0) || !std::isfinite(costs[i])) {
+      throw std::invalid_argument("[best_partition] cost " + std::to_string(i) + " is " + std::to_string(costs[i]) +
+                                  "; costs are finite and not negative");
+    }
+    sum_to.push_back(sum_to.back() + costs[i]);
+  }
+  return best_partition(static_cast<int>(costs.size()), parts,
+                        [&](int first, int end) { return sum_to[end] - sum_to[first]; });
 }
 
 }  // namespace gpipe

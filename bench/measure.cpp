@@ -20,14 +20,9 @@ namespace {
 const std::map<std::string, Checkpoint> kCheckpoints = {
     {"never", Checkpoint::kNever}, {"except_last", Checkpoint::kExceptLast}, {"always", Checkpoint::kAlways}};
 
-std::string name_of(Checkpoint checkpoint) {
-  return std::find_if(kCheckpoints.begin(), kCheckpoints.end(), [&](const auto& it) { return it.second == checkpoint; })
-      ->first;
-}
-
 nlohmann::ordered_json to_json(const Row& row) {
   return {
-      {"model", row.model}, {"stages", row.stages}, {"chunks", row.chunks}, {"checkpoint", name_of(row.checkpoint)}};
+      {"model", row.model}, {"stages", row.stages}, {"chunks", row.chunks}, {"checkpoint", to_string(row.checkpoint)}};
 }
 
 }  // namespace
@@ -39,7 +34,7 @@ void add_flags(CLI::App& app, Options& options) {
   app.add_option("--repeats", options.repeats)->check(CLI::PositiveNumber);
   app.add_option("--model", options.models)->check(CLI::IsMember(options.models));
   std::vector<std::string> names;
-  for (const auto checkpoint : options.checkpoints) names.push_back(name_of(checkpoint));
+  for (const auto checkpoint : options.checkpoints) names.push_back(to_string(checkpoint));
   app.add_option("--checkpoint", options.checkpoints, "never, except_last, always")
       ->transform(CLI::CheckedTransformer(kCheckpoints))
       ->default_str(CLI::detail::join(names));

@@ -11,7 +11,7 @@
 #include <iostream>
 #include <mutex>
 
-#include "balance/by_time.h"
+#include "balance/balance.h"
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
@@ -100,7 +100,7 @@ int main(int argc, char** argv) {
   using gpipe::Checkpoint;
   gpipe::reuse_cpu_memory(false);  // takes its place before there are threads
   CLI::App app("Bytes that a step needs; page faults and time that re-use of memory saves.");
-  Options options{.models = kSubjects,
+  Options options{.models = kPeerSubjects,
                   .chunks = {8},
                   .checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}};
   add_flags(app, options);

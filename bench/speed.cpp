@@ -9,7 +9,7 @@
 #include <map>
 #include <utility>
 
-#include "balance/by_time.h"
+#include "balance/balance.h"
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
@@ -77,7 +77,7 @@ void measure(const Row& row, std::vector<std::int64_t> balance, const Options& o
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
   CLI::App app("Speed of stages on a core each over the unpartitioned model on one core, beside what is possible.");
-  Options options{.models = kSubjects,
+  Options options{.models = kPeerSubjects,
                   .chunks = {1, 2, 4, 8, 16},
                   .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);

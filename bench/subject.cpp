@@ -2,6 +2,7 @@
 
 #include <torch/nn/modules/activation.h>
 #include <torch/nn/modules/linear.h>
+#include <torch/nn/modules/normalization.h>
 #include <torch/utils.h>
 
 #include <stdexcept>
@@ -14,7 +15,49 @@ namespace gpipe::bench {
 
 namespace nn = torch::nn;
 
-const std::vector<std::string> kSubjects = {"mlp", "unet", "resnet50"};
+namespace {
+
+/// Self-attention over (sequences, tokens, width), and its residual.
+struct AttentionImpl : nn::Module {
+  AttentionImpl(std::int64_t width, std::int64_t heads)
+      : heads(heads),
+        norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({width})))),
+        in(register_module("in", nn::Linear(width, 3 * width))),
+        out(register_module("out", nn::Linear(width, width))) {}
+
+  torch::Tensor forward(torch::Tensor x) {
+    const auto n = x.size(0);
+    const auto t = x.size(1);
+    const auto qkv = in(norm(x)).view({n, t, 3, heads, -1}).permute({2, 0, 3, 1, 4});
+    const auto y = at::scaled_dot_product_attention(qkv[0], qkv[1], qkv[2]);
+    return x + out(y.transpose(1, 2).reshape({n, t, -1}));
+  }
+
+  const std::int64_t heads;
+  nn::LayerNorm norm;
+  nn::Linear in;
+  nn::Linear out;
+};
+TORCH_MODULE(Attention);
+
+struct FeedForwardImpl : nn::Module {
+  explicit FeedForwardImpl(std::int64_t width)
+      : norm(register_module("norm", nn::LayerNorm(nn::LayerNormOptions({width})))),
+        in(register_module("in", nn::Linear(width, 4 * width))),
+        out(register_module("out", nn::Linear(4 * width, width))) {}
+
+  torch::Tensor forward(torch::Tensor x) { return x + out(torch::gelu(in(norm(x)))); }
+
+  nn::LayerNorm norm;
+  nn::Linear in;
+  nn::Linear out;
+};
+TORCH_MODULE(FeedForward);
+
+}  // namespace
+
+const std::vector<std::string> kSubjects = {"mlp", "unet", "resnet18", "resnet50", "encoder"};
+const std::vector<std::string> kPeerSubjects = {"mlp", "unet", "resnet50"};
 
 Subject subject(const std::string& name, int chunks) {
   torch::manual_seed(0);
@@ -29,10 +72,19 @@ Subject subject(const std::string& name, int chunks) {
     auto model = models::unet(models::UNetOptions().base_channels(16));
     return {name, model, torch::randn({16, 3, 96, 96}), 16 / chunks};
   }
-  if (name == "resnet50") {
-    return {name, models::resnet50(), torch::randn({16 * chunks, 3, 64, 64}), 16};
+  if (name == "resnet18" || name == "resnet50") {
+    auto model = name == "resnet18" ? models::resnet18() : models::resnet50();
+    return {name, model, torch::randn({16 * chunks, 3, 64, 64}), 16};
   }
-  throw std::invalid_argument("no model is called '" + name + "'; there are mlp, unet and resnet50");
+  if (name == "encoder") {
+    nn::Sequential model;
+    for (int i = 0; i < 8; ++i) {
+      model->push_back(Attention(256, 4));
+      model->push_back(FeedForward(256));
+    }
+    return {name, model, torch::randn({32, 64, 256}), 32 / chunks};
+  }
+  throw std::invalid_argument("no model is called '" + name + "'; there are mlp, unet, resnet18, resnet50 and encoder");
 }
 
 }  // namespace gpipe::bench

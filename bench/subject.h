@@ -13,7 +13,9 @@ namespace gpipe::bench {
 ///
 ///   mlp        16 layers, each Linear(1024, 1024) and ReLU; 1,024 rows
 ///   unet       models::unet, depth 4, 16 channels at full resolution; 16 images of 3x96x96
-///   resnet50   models::resnet50; 16 images of 3x64x64 a micro-batch: with fewer, PyTorch has no fast kernel for them
+///   resnet18   models::resnet18; 16 images of 3x64x64 a micro-batch
+///   resnet50   models::resnet50; the same: with fewer, PyTorch has no fast kernel for its 1x1 convolutions
+///   encoder    8 blocks of a transformer's encoder, 256 wide, 4 heads; 32 sequences of 64
 struct Subject {
   std::string name;
   torch::nn::Sequential model;
@@ -32,7 +34,8 @@ void step(Model& model, const torch::Tensor& input) {
   model->forward(input).sum().backward();
 }
 
-/// The models of Subject.
+/// The models of Subject; and those of them that peers are measured with.
 extern const std::vector<std::string> kSubjects;
+extern const std::vector<std::string> kPeerSubjects;
 
 }  // namespace gpipe::bench

@@ -22,15 +22,6 @@ using Layers = std::vector<std::unique_ptr<Layer>>;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
 
-template <typename SequentialImpl>
-Layers layers_of(SequentialImpl& model) {
-  Layers layers;
-  const auto children = model.named_children();
-  auto child = children.begin();
-  for (auto& any : model) layers.push_back(make_layer((child++)->key(), any));
-  return layers;
-}
-
 std::string to_text(const std::vector<std::int64_t>& balance) {
   std::ostringstream text;
   text << at::IntArrayRef(balance);
@@ -162,19 +153,17 @@ void move(const Stage& stage) {
   }
 }
 
-// The activation between neighbours first, then the skips that cross a cut; tells each stage its skips in that order.
-std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<SkipLink>& links) {
-  std::vector<int> stage_of;
-  for (const auto& stage : stages) stage_of.insert(stage_of.end(), stage.layers.size(), stage.index);
-  std::vector<Edge> edges;
-  for (int s = 0; s + 1 < static_cast<int>(stages.size()); ++s) edges.push_back({s, s + 1, 1, "activation"});
-  for (const auto& link : links) {
-    const int from = stage_of[link.from];
-    const int to = stage_of[link.to];
-    if (from == to) continue;
-    edges.push_back({from, to, 1, "skip " + link.key.name});
-    stages[from].skips_out.push_back(link.key);
-    stages[to].skips_in.push_back(link.key);
+// Tells each stage its skips, in the order of the edges.
+std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
+                          const std::vector<SkipLink>& skips) {
+  std::vector<LayerLink> links;
+  for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
+  std::vector<int> crossing;
+  auto edges = cut_edges(balance, links, &crossing);
+  for (std::size_t i = 0; i < crossing.size(); ++i) {
+    const auto& edge = edges[edges.size() - crossing.size() + i];
+    stages[edge.from].skips_out.push_back(skips[crossing[i]].key);
+    stages[edge.to].skips_in.push_back(skips[crossing[i]].key);
   }
   return edges;
 }
@@ -236,7 +225,7 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   devices_ = place(options_.devices(), balance_.size());
   auto stages = cut(std::move(layers), balance_, devices_);
   check_not_shared(stages);
-  auto edges = connect(stages, links);
+  auto edges = connect(stages, balance_, links);
   for (const auto& stage : stages) {
     move(stage);
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
@@ -246,10 +235,10 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
-    : GPipeImpl(layers_of(*model), std::move(balance), std::move(options)) {}
+    : GPipeImpl(make_layers(*model), std::move(balance), std::move(options)) {}
 
 GPipeImpl::GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
-    : GPipeImpl(layers_of(*model), std::move(balance), std::move(options)) {}
+    : GPipeImpl(make_layers(*model), std::move(balance), std::move(options)) {}
 
 torch::Tensor GPipeImpl::forward(torch::Tensor input) { return forward(Value(std::move(input))).tensor(); }
 

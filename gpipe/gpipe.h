@@ -74,6 +74,8 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// A model that the library's own nestable Sequential holds.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
+  /// A model of layers of any kind.
+  GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {});
 
   /// The whole model on one mini-batch: dimension 0 is the batch. The result is on the last stage's device.
   /// Errors: std::invalid_argument for inputs that cannot be cut; what layers throw.
@@ -116,8 +118,6 @@ class GPipeImpl : public torch::nn::Module {
   using torch::nn::Module::to;
 
  private:
-  GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options);
-
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;
   std::vector<torch::Device> devices_;
@@ -134,6 +134,8 @@ class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
   GPipe(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {})
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
+  GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {})
+      : ModuleHolder(std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options))) {}
 };
 
 }  // namespace gpipe

@@ -1,6 +1,5 @@
 #include "gpipe/pipeline.h"
 
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -31,14 +30,7 @@ std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint c
   MutexLock lock(mutex_);
   auto& program = programs_[Key{micro_batches, checkpoint, backward}];
   if (program) return program;
-  Layout layout{count(), micro_batches, std::vector<int>(stages_.size())};
-  std::iota(layout.placement.begin(), layout.placement.end(), 0);
-  auto edges = edges_;
-  for (auto& edge : edges) edge.capacity = micro_batches;
-  auto schedule = backward ? fill_drain(layout, checkpoint) : fill(layout);
-  auto made = Program::make(std::move(layout), std::move(edges), std::move(schedule));
-  if (!made.ok()) throw std::logic_error("[gpipe] " + std::string(made.status().message()));
-  program = std::make_shared<const Program>(*std::move(made));
+  program = std::make_shared<const Program>(gpipe_program(count(), micro_batches, edges_, checkpoint, backward));
   return program;
 }
 

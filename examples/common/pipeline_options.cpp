@@ -10,7 +10,6 @@
 #include <numeric>
 #include <utility>
 
-#include "balance/by_time.h"
 #include "gpipe/runtime/memory_reuse.h"
 
 namespace gpipe::examples {
@@ -21,7 +20,9 @@ std::vector<std::int64_t> to_counts(const std::string& text) {
   for (const auto& part : CLI::detail::split(text, ',')) {
     std::int64_t count = 0;
     if (!CLI::detail::lexical_cast(part, count) || count < 1) {
-      throw CLI::ValidationError("--balance", "'" + part + "' is no number of layers; give them as 20,35");
+      throw CLI::ValidationError(
+          "--balance",
+          "'" + part + "' is neither auto, by-time or by-size nor a number of layers; give those as 20,35");
     }
     counts.push_back(count);
   }
@@ -40,16 +41,6 @@ std::vector<torch::Device> to_devices(const std::string& text) {
   return devices;
 }
 
-std::vector<std::int64_t> choose_balance(const torch::nn::Sequential& model, const PipelineOptions& options,
-                                         std::vector<std::int64_t> image_shape) {
-  if (!options.balance.empty()) return options.balance;
-  if (options.stages == 1) return {static_cast<std::int64_t>(model->size())};
-  // Two at least: batch norm may need them.
-  image_shape.insert(image_shape.begin(), std::max<std::int64_t>(2, options.batch_size / options.chunks));
-  const auto device = options.devices.empty() ? torch::Device(torch::kCPU) : options.devices.front();
-  return balance_by_time(options.stages, model, torch::full(image_shape, 0.5, device));
-}
-
 }  // namespace
 
 void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
@@ -61,8 +52,11 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
   app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
       ->check(CLI::Range(1, 1024))
       ->group(kPipelineGroup);
-  app.add_option("--balance", "layers in each stage, as 20,35; without it the cut is measured")
-      ->type_name("LIST")
+  app.add_option("--balance",
+                 "by-time, by-size: stages of equal time or memory, as measured; auto: the fastest of all balances, "
+                 "chunks and checkpoint modes; or layers in each stage, as 20,35")
+      ->default_str(options.balance)
+      ->type_name("HOW")
       ->group(kPipelineGroup);
   app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")
       ->check(CLI::PositiveNumber)
@@ -76,8 +70,11 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
 
   app.final_callback([&app, &options] {
     if (app.count("--balance") > 0) {
-      options.balance = to_counts(app["--balance"]->as<std::string>());
-      const auto cuts = static_cast<int>(options.balance.size());
+      options.balance = app["--balance"]->as<std::string>();
+    }
+    if (options.balance != kAuto && options.balance != kByTime && options.balance != kBySize) {
+      options.layers = to_counts(std::exchange(options.balance, ""));
+      const auto cuts = static_cast<int>(options.layers.size());
       if (app.count("--stages") > 0 && options.stages != cuts) {
         throw CLI::ValidationError("--balance", "has " + std::to_string(cuts) + " stages, but --stages is " +
                                                     std::to_string(options.stages) + "; give one of them");
@@ -96,18 +93,16 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
   });
 }
 
-GPipe make_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
-                std::vector<std::int64_t> image_shape, Checkpoint checkpoint) {
-  auto placed = options;
-  // More stages than GPUs share them.
-  for (int s = 0; options.devices.empty() && torch::cuda::is_available() && s < options.stages; ++s) {
-    placed.devices.emplace_back(torch::kCUDA, static_cast<torch::DeviceIndex>(s % torch::cuda::device_count()));
+std::vector<torch::Device> place(const PipelineOptions& options) {
+  if (!options.devices.empty()) return options.devices;
+  std::vector<torch::Device> devices(options.stages, torch::kCPU);
+  for (int s = 0; torch::cuda::is_available() && s < options.stages; ++s) {
+    devices[s] = torch::Device(torch::kCUDA, static_cast<torch::DeviceIndex>(s % torch::cuda::device_count()));
   }
-  return GPipe(model, choose_balance(model, placed, std::move(image_shape)),
-               GPipeOptions().devices(placed.devices).chunks(options.chunks).checkpoint(checkpoint));
+  return devices;
 }
 
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe) {
+void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe) {
   const auto layers = pipe->children();
   const auto count = [](const std::vector<torch::Tensor>& parameters) {
     return std::accumulate(parameters.begin(), parameters.end(), std::int64_t{0},

@@ -14,11 +14,16 @@
 
 namespace gpipe::examples {
 
+inline constexpr char kAuto[] = "auto";       ///< the fastest balance, chunks and checkpoint mode
+inline constexpr char kByTime[] = "by-time";  ///< stages that take equal time
+inline constexpr char kBySize[] = "by-size";  ///< stages that need equal memory
+
 /// How a program's model is to run.
 struct PipelineOptions {
   std::int64_t batch_size = 1;
   int stages = 2;
-  std::vector<std::int64_t> balance;  ///< layers per stage; empty: by measured time
+  std::string balance = kByTime;     ///< kAuto, kByTime or kBySize; empty: as `layers` says
+  std::vector<std::int64_t> layers;  ///< per stage
   std::int64_t chunks = 2;
   std::vector<torch::Device> devices;  ///< one a stage; empty: the GPUs in turn, or the CPU
 };
@@ -29,12 +34,11 @@ inline constexpr char kPipelineGroup[] = "Pipeline";
 /// other are a CLI::ValidationError of the parse. The first that a program adds: it also sets what all flags share.
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 
-/// Cuts the model as the options say, or so that stages take equal time on a micro-batch of images of that shape.
-GPipe make_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
-                std::vector<std::int64_t> image_shape, Checkpoint checkpoint);
+/// One device a stage: the options', or the GPUs in turn, or the CPU.
+std::vector<torch::Device> place(const PipelineOptions& options);
 
 /// A line about the model, and one about each of its stages: layers, device, parameters.
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe);
+void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe);
 
 /// A number as the command line would have it, with all its digits.
 std::string to_flag(double value);

@@ -1,7 +1,11 @@
 #include "examples/common/trainer.h"
 
+#include <torch/cuda.h>
+
 #include <algorithm>
+#include <chrono>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
 #include <limits>
 #include <numbers>
@@ -10,6 +14,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "balance/report.h"
 #include "examples/common/autocast.h"
 #include "examples/common/codecs.h"
 #include "examples/common/files.h"
@@ -62,11 +67,12 @@ int drops(const std::vector<double>& scores) {
 }  // namespace
 
 Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
-                 std::ostream& out, bool terminal)
+                 double predicted_seconds, std::ostream& out, bool terminal)
     : pipe_(std::move(pipe)),
       task_(task),
       options_(std::move(options)),
       identity_(with_options(std::move(identity), options_)),
+      predicted_seconds_(predicted_seconds),
       out_(out),
       terminal_(terminal),
       optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options_.learning_rate)),
@@ -102,10 +108,21 @@ int Trainer::run() {
       save("latest.snapshot");
     }
     if (interrupt.signal() == 0 || epoch_ == options_.epochs) continue;
+    compare();
     out_ << "stopped; to go on, give the same flags and --resume " << path("latest.snapshot").string() << std::endl;
     return interrupt.signal();
   }
+  compare();
   return 0;
+}
+
+void Trainer::compare() const {
+  if (step_seconds_.empty()) return;
+  auto seconds = step_seconds_;
+  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
+  std::nth_element(seconds.begin(), middle, seconds.end());
+  out_ << "a step, forward and backward, took " << seconds_to_text(*middle) << " (median of " << seconds.size()
+       << "); predicted were " << seconds_to_text(predicted_seconds_) << std::endl;
 }
 
 void Trainer::resume() {
@@ -167,6 +184,7 @@ void Trainer::step(const Example& example) {
   auto timeline = trace ? std::make_shared<Timeline>() : nullptr;
   pipe_->trace(timeline);
   optimizer_.zero_grad();
+  const auto start = std::chrono::steady_clock::now();
   torch::Tensor loss;
   {
     const Autocast autocast(options_.amp, pipe_->devices());
@@ -174,6 +192,10 @@ void Trainer::step(const Example& example) {
     loss = task_.loss(output, example.target.to(output.device()));
   }
   loss.backward();
+  if (loss.is_cuda()) torch::cuda::synchronize();
+  if (steps_ >= kTracedStep && example.input.size(0) == options_.batch_size) {
+    step_seconds_.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
+  }
   if (options_.clip > 0) clip_gradients();
   optimizer_.step();
   const double value = loss.item<double>();

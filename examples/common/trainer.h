@@ -53,8 +53,9 @@ class Trainer {
  public:
   /// A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.
   /// One with others would not go on but begin something else. `terminal`: draw a progress bar.
+  /// `predicted_seconds`: of a step, to be compared with what it takes.
   Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
-          std::ostream& out, bool terminal);
+          double predicted_seconds, std::ostream& out, bool terminal);
 
   /// Returns the signal that ended it early, or 0. Errors: std::runtime_error for a snapshot that does not fit, a loss
   /// that is not finite, a file that cannot be written.
@@ -69,6 +70,8 @@ class Trainer {
   bool train(int epoch, const Interrupt& interrupt);
   void step(const Example& example);
   void try_smallest(const Example& example);
+  /// What a step took beside what was predicted of it.
+  void compare() const;
   void clip_gradients();
   void finish(int epoch);
   void set_learning_rate(int epoch);
@@ -81,6 +84,7 @@ class Trainer {
   Task& task_;
   const TrainingOptions options_;
   const std::map<std::string, std::string> identity_;
+  const double predicted_seconds_;
   std::ostream& out_;
   const bool terminal_;
   torch::optim::Adam optimizer_;
@@ -95,7 +99,8 @@ class Trainer {
   double loss_sum_ = 0;     // over those images
   std::map<std::string, std::vector<double>> history_;
 
-  std::int64_t steps_ = 0;  // of this process
+  std::int64_t steps_ = 0;            // of this process
+  std::vector<double> step_seconds_;  // forward to backward, of whole mini-batches
   double images_per_second_ = 0;
 };
 

@@ -15,13 +15,6 @@ const std::map<std::string, Checkpoint> kModes = {
 
 }  // namespace
 
-std::string to_string(Checkpoint checkpoint) {
-  for (const auto& [name, mode] : kModes) {
-    if (mode == checkpoint) return name;
-  }
-  throw std::invalid_argument("no such checkpoint mode");
-}
-
 void add_training_options(CLI::App& app, TrainingOptions& options) {
   add_pipeline_options(app, options);
   app.add_option("-o,--output", options.output, "directory for what the run writes");

@@ -25,9 +25,6 @@ struct TrainingOptions : PipelineOptions {
   std::filesystem::path trace;  ///< empty: none
 };
 
-/// As the flag has it, such as "except_last".
-std::string to_string(Checkpoint checkpoint);
-
 /// Gives the program a flag for each; see add_pipeline_options().
 void add_training_options(CLI::App& app, TrainingOptions& options);
 

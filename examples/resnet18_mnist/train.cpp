@@ -7,6 +7,7 @@
 #include <iostream>
 
 #include "absl/strings/str_cat.h"
+#include "examples/common/plan.h"
 #include "examples/common/trainer.h"
 #include "examples/resnet18_mnist/digits.h"
 #include "examples/resnet18_mnist/task.h"
@@ -38,7 +39,7 @@ void add_options(CLI::App& app, Options& options) {
                "begin with a 3x3 convolution and no pooling: better, and fifteen times the work");
 }
 
-int train(const Options& options) {
+int train(Options options) {
   check_outputs(options);
   std::filesystem::path data = options.data;
   if (options.data == "synthetic") {
@@ -53,13 +54,17 @@ int train(const Options& options) {
   torch::manual_seed(options.seed);
   auto model =
       models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
-  auto pipe = make_pipe(model, options, {1, training.size.height, training.size.width}, options.checkpoint);
-  print_plan(std::cout, "ResNet-18", pipe);
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  const auto plan = make_plan(model, options, {1, training.size.height, training.size.width}, terminal, std::cout);
+  auto pipe = make_pipe(model, plan);
+  print_plan(std::cout, "ResNet-18", pipe, plan);
+  options.chunks = plan.chunks;
+  options.checkpoint = plan.checkpoint;
 
   ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.output);
   const std::map<std::string, std::string> identity = {{"--small-images", absl::StrCat(options.small_images)},
                                                        {"images", absl::StrCat(training.count())}};
-  Trainer trainer(pipe, task, options, identity, std::cout, isatty(STDOUT_FILENO) != 0);
+  Trainer trainer(pipe, task, options, identity, plan.prediction.seconds, std::cout, terminal);
   return run_and_report(trainer, options.data == "synthetic" ? data : "", std::cout);
 }
 

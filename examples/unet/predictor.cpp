@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "examples/common/plan.h"
 #include "examples/unet/loader.h"
 #include "examples/unet/model.h"
 #include "examples/unet/segmentation.h"
@@ -46,7 +47,7 @@ Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesyste
   const Size size = scaled(sizes_.at(0), scale_);
   auto fitting = options_;
   fitting.batch_size = std::min<std::int64_t>(fitting.batch_size, static_cast<std::int64_t>(images_.size()));
-  pipe_ = make_pipe(model, fitting, {3, size.height, size.width}, Checkpoint::kNever);
+  pipe_ = make_inference_pipe(model, fitting, {3, size.height, size.width});
   pipe_->eval();
 }
 

@@ -7,6 +7,7 @@
 #include <iostream>
 
 #include "absl/strings/str_cat.h"
+#include "examples/common/plan.h"
 #include "examples/common/trainer.h"
 #include "examples/unet/model.h"
 #include "examples/unet/synthetic.h"
@@ -54,7 +55,7 @@ std::filesystem::path draw_data(const Options& options) {
   return directory;
 }
 
-int train(const Options& options) {
+int train(Options options) {
   check_outputs(options);
   const bool drawn = options.data == "synthetic";
   const std::filesystem::path data = drawn ? draw_data(options) : std::filesystem::path(options.data);
@@ -64,8 +65,13 @@ int train(const Options& options) {
             << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
 
   torch::manual_seed(options.seed);
-  auto pipe = make_pipe(make_model(options.model), options, {3, size.height, size.width}, options.checkpoint);
-  print_plan(std::cout, "U-Net", pipe);
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  const auto model = make_model(options.model);
+  const auto plan = make_plan(model, options, {3, size.height, size.width}, terminal, std::cout);
+  auto pipe = make_pipe(model, plan);
+  print_plan(std::cout, "U-Net", pipe, plan);
+  options.chunks = plan.chunks;
+  options.checkpoint = plan.checkpoint;
 
   SegmentationTask task(split, size,
                         {.batch_size = options.batch_size,
@@ -79,7 +85,7 @@ int train(const Options& options) {
   identity["--scale"] = to_flag(options.scale);
   identity["--augment"] = absl::StrCat(options.augment);
   identity["images"] = absl::StrCat(split.training.size());
-  Trainer trainer(pipe, task, options, identity, std::cout, isatty(STDOUT_FILENO) != 0);
+  Trainer trainer(pipe, task, options, identity, plan.prediction.seconds, std::cout, terminal);
   return run_and_report(trainer, drawn ? data : "", std::cout);
 }
 

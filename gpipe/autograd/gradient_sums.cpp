@@ -3,12 +3,29 @@
 #include <utility>
 
 namespace gpipe {
+namespace {
+
+// Whether nobody else can see the tensor's memory, of which each element is one place. A view's base may be there for
+// the view's sake alone, as where a weight's gradient is a transposed product.
+bool is_ours_alone(const at::Tensor& tensor) {
+  if (tensor.use_count() != 1 || tensor.layout() != at::kStrided) return false;
+  std::size_t users = 1;
+  if (tensor.is_view()) {
+    const auto base = tensor._base();
+    if (base.use_count() != 2) return false;  // the view's, and this one
+    users = 2;
+  }
+  return tensor.storage().use_count() == users && tensor.is_non_overlapping_and_dense();
+}
+
+}  // namespace
 
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
   if (!gradient.defined()) return;
   auto& sum = sums_[index];
   if (!sum.defined()) {
-    sum = std::move(gradient);  // may be shared with another gradient, or with the graph
+    sum = std::move(gradient);
+    owned_[index] = is_ours_alone(sum);  // not shared with another gradient, or with the graph
   } else if (owned_[index] && sum.layout() == gradient.layout()) {
     sum.add_(gradient);
   } else {

@@ -1,6 +1,7 @@
 #include "gpipe/autograd/layer.h"
 
 #include <c10/util/Type.h>
+#include <torch/nn/modules/container/sequential.h>
 
 #include <cstddef>
 #include <optional>
@@ -85,6 +86,14 @@ class AnyLayer : public Layer {
 
 std::unique_ptr<Layer> make_layer(std::string name, AnyModule module) {
   return std::make_unique<AnyLayer>(std::move(name), std::move(module));
+}
+
+std::vector<std::unique_ptr<Layer>> make_layers(const torch::nn::SequentialImpl& model) {
+  std::vector<std::unique_ptr<Layer>> layers;
+  const auto children = model.named_children();
+  auto child = children.begin();
+  for (const auto& any : model) layers.push_back(make_layer((child++)->key(), any));
+  return layers;
 }
 
 }  // namespace gpipe

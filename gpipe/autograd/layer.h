@@ -4,8 +4,13 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "gpipe/autograd/value.h"
+
+namespace torch::nn {
+class SequentialImpl;
+}
 
 namespace gpipe {
 
@@ -24,5 +29,8 @@ class Layer {
 /// std::vector<torch::Tensor> or a std::tuple of 2 to 8 torch::Tensor; another return type is a std::invalid_argument
 /// when it is called.
 std::unique_ptr<Layer> make_layer(std::string name, torch::nn::AnyModule module);
+
+/// All children of a Sequential, in order.
+std::vector<std::unique_ptr<Layer>> make_layers(const torch::nn::SequentialImpl& model);
 
 }  // namespace gpipe

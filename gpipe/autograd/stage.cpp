@@ -75,6 +75,10 @@ std::vector<at::Tensor> Stage::buffers() const {
   return distinct.take();
 }
 
+bool ParameterCaptures::has_its_own(const at::Tensor& parameter) {
+  return parameter.numel() * parameter.element_size() >= kLarge;
+}
+
 ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters)
     : all_(parameters), captures_{make_capture()} {
   for (const auto& parameter : parameters) {
@@ -83,8 +87,7 @@ ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters)
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    const bool large = parameter.numel() * parameter.element_size() >= kLarge;
-    auto capture = large ? captures_.emplace_back(make_capture()) : captures_.front();
+    auto capture = has_its_own(parameter) ? captures_.emplace_back(make_capture()) : captures_.front();
     capture->indices.push_back(parameters_.size());
     const auto input = capture->add_input_metadata(parameter);
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);

@@ -40,6 +40,9 @@ struct Stage {
 /// of in the parameters' own accumulators, whose hooks would fire once a micro-batch.
 class ParameterCaptures {
  public:
+  /// Whether a parameter is large.
+  static bool has_its_own(const at::Tensor& parameter);
+
   /// Captures those that require grad.
   explicit ParameterCaptures(const std::vector<at::Tensor>& parameters);
 

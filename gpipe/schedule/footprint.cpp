@@ -22,8 +22,6 @@ struct CellSpans {
   Span* ends = nullptr;   ///< B or W
 };
 
-double end_of(const Span* span) { return span == nullptr ? kForEver : span->end; }
-
 /// What one worker has in use over time.
 class Usage {
  public:
@@ -65,15 +63,17 @@ class Step {
     if (cell.ends == &span && (first == nullptr || span.end < first->end)) first = &span;
   }
 
-  void account(const std::vector<Edge>& edges) {
-    for (const auto& [key, cell] : cells_) hold(key.first, key.second, cell, edges);
+  void account() {
+    for (const auto& [key, cell] : cells_) hold(key.first, key.second, cell);
     for (auto& [worker, usage] : usages_) usage.sum_up();
     for (Span* span : spans_) {
       const Usage& usage = usages_[span->worker];
       const auto before = usage.at(span->start);
       // What is handed over at the end of the last forward is still there when that has run.
-      const auto after = span->action.kind == Kind::F ? before + of(*span).kept : usage.at(span->end);
-      span->bytes = {before, std::max(before + of(*span).extra, after), after};
+      const auto after = span->action.kind == Kind::F ? before + of(*span).kept() : usage.at(span->end);
+      const bool first = span == first_end_[span->action.stage];
+      const auto extra = std::max(of(*span).extra, first ? bytes_[span->action.stage].first_backward_extra : 0);
+      span->bytes = {before, std::max(before + extra, after), after};
     }
   }
 
@@ -86,33 +86,27 @@ class Step {
     return cells_.at({stage, micro_batch}).recompute == nullptr ? bytes.forward : bytes.stored;
   }
 
-  void hold(int stage, int micro_batch, const CellSpans& cell, const std::vector<Edge>& edges) {
-    const CellBytes& bytes = bytes_[stage];
-    if (cell.forward != nullptr) {
-      Usage& usage = usages_[cell.forward->worker];
-      usage.add(of(*cell.forward).kept - bytes.handed_over, cell.forward->end, end_of(cell.ends));
-      usage.add(bytes.handed_over, cell.forward->end, forwards_end_);
-    }
-    if (cell.recompute != nullptr) {
-      usages_[cell.recompute->worker].add(bytes.recompute.kept, cell.recompute->end, end_of(cell.ends));
-    }
-    if (cell.sends != nullptr) {
-      usages_[cell.sends->worker].add(bytes.backward.kept, cell.sends->end, used_by(stage, micro_batch, edges));
+  void hold(int stage, int micro_batch, const CellSpans& cell) {
+    for (const Span* span : {cell.forward, cell.recompute, cell.sends}) {
+      if (span == nullptr) continue;
+      Usage& usage = usages_[span->worker];
+      for (const Held& held : of(*span).held) usage.add(held.bytes, span->end, end_of(held, micro_batch));
     }
     if (cell.ends != nullptr && cell.ends == first_end_[stage]) {
-      usages_[cell.ends->worker].add(bytes.parameters, cell.ends->end, kForEver);
+      usages_[cell.ends->worker].add(bytes_[stage].parameters, cell.ends->end, kForEver);
     }
   }
 
-  /// When every stage that a cell's gradients may be for has used them; never, when they are for the caller.
-  double used_by(int stage, int micro_batch, const std::vector<Edge>& edges) const {
-    double last = -kForEver;
-    for (const Edge& edge : edges) {
-      if (edge.to != stage) continue;
-      const auto receiver = cells_.find({edge.from, micro_batch});
-      last = std::max(last, receiver == cells_.end() ? kForEver : end_of(receiver->second.sends));
-    }
-    return last == -kForEver ? kForEver : last;
+  double end_of(const Held& held, int micro_batch) const {
+    if (held.stage == Held::kForwards) return forwards_end_;
+    const auto found = cells_.find({held.stage, micro_batch});
+    if (found == cells_.end()) return kForEver;
+    const CellSpans& cell = found->second;
+    const Span* span = held.until == Kind::F   ? cell.forward
+                       : held.until == Kind::R ? cell.recompute
+                       : held.until == Kind::I ? cell.sends
+                                               : cell.ends;
+    return span == nullptr ? kForEver : span->end;
   }
 
   const std::vector<CellBytes>& bytes_;
@@ -131,50 +125,87 @@ void check(const Span& span, std::size_t stages) {
 
 void most(std::int64_t& value, std::int64_t other) { value = std::max(value, other); }
 
-void see(ActionBytes& bytes, const Footprint& seen) {
-  most(bytes.extra, seen.peak - seen.before);
-  most(bytes.kept, seen.after - seen.before);
+void check(const ActionBytes& bytes, int stages) {
+  for (const Held& held : bytes.held) {
+    if (held.stage >= Held::kForEver && held.stage < stages) continue;
+    throw std::invalid_argument(absl::StrFormat("bytes are held until %c of stage %d, but bytes are given of %d stages",
+                                                to_char(held.until), held.stage, stages));
+  }
 }
+
+// What one stage's spans of single micro-batches show.
+struct Seen {
+  std::int64_t forward = 0;
+  std::int64_t stored = 0;
+  std::int64_t recompute = 0;
+  std::int64_t backward = 0;
+  std::int64_t handed_over = 0;
+};
 
 }  // namespace
 
 void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   std::map<int, Step> steps;
   for (const Span& span : timeline.spans) check(span, stages.size());
+  for (const CellBytes& bytes : stages) {
+    for (const ActionBytes* action : {&bytes.forward, &bytes.stored, &bytes.recompute, &bytes.backward}) {
+      check(*action, static_cast<int>(stages.size()));
+    }
+  }
   for (Span& span : timeline.spans) steps.try_emplace(span.step, stages).first->second.add(span);
-  for (auto& [number, step] : steps) step.account(timeline.edges);
+  for (auto& [number, step] : steps) step.account();
+}
+
+std::int64_t ActionBytes::kept() const {
+  std::int64_t sum = 0;
+  for (const Held& each : held) sum += each.bytes;
+  return sum;
 }
 
 std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
                                   const std::vector<std::int64_t>& parameters) {
   const int last = static_cast<int>(parameters.size()) - 1;
   std::vector<CellBytes> stages(parameters.size());
+  std::vector<Seen> kept(parameters.size());
   for (const Timeline* timeline : {&never, &always}) {
     std::map<std::pair<int, int>, std::int64_t> after_forward;  // by step and stage
     for (const Span& span : timeline->spans) {
       check(span, stages.size());
       const auto& [worker, action, start, end, step, seen] = span;
       CellBytes& bytes = stages[action.stage];
-      bytes.parameters = parameters[action.stage];
+      Seen& of_stage = kept[action.stage];
       if (action.kind == Kind::F) {
-        see(timeline == &never ? bytes.forward : bytes.stored, seen);
+        most((timeline == &never ? bytes.forward : bytes.stored).extra, seen.peak - seen.before);
+        most(timeline == &never ? of_stage.forward : of_stage.stored, seen.after - seen.before);
         after_forward[{step, action.stage}] = seen.after;
         continue;
       }
       if (action.kind == Kind::R) {
-        see(bytes.recompute, seen);
+        most(bytes.recompute.extra, seen.peak - seen.before);
+        most(of_stage.recompute, seen.after - seen.before);
       } else {
         most(bytes.backward.extra, seen.peak - seen.before);
-        most(bytes.backward.kept, seen.after - bytes.parameters);
+        most(of_stage.backward, seen.after - parameters[action.stage]);
       }
       const auto forward = after_forward.extract({step, action.stage});
-      if (forward && action.stage == last) most(bytes.handed_over, forward.mapped() - seen.before);
+      if (forward && action.stage == last) most(of_stage.handed_over, forward.mapped() - seen.before);
     }
   }
-  // A recompute builds the graph of a forward. What others free meanwhile would hide some of it.
-  for (CellBytes& bytes : stages) {
+  for (int stage = 0; stage <= last; ++stage) {
+    CellBytes& bytes = stages[stage];
+    const Seen& seen = kept[stage];
+    int receiver = Held::kForEver;  // of gradients: the last that may be one
+    for (const Edge& edge : never.edges) {
+      if (edge.to == stage && (receiver < 0 || edge.from < receiver)) receiver = edge.from;
+    }
+    const Held handed_over{seen.handed_over, Kind::F, Held::kForwards};
+    bytes.parameters = parameters[stage];
+    bytes.forward.held = {{seen.forward - seen.handed_over, Kind::W, stage}, handed_over};
+    bytes.stored.held = {{seen.stored - seen.handed_over, Kind::W, stage}, handed_over};
+    // A recompute builds the graph of a forward. What others free meanwhile would hide some of it.
+    bytes.recompute.held = {{std::max(seen.recompute, seen.forward), Kind::W, stage}};
     most(bytes.recompute.extra, bytes.forward.extra);
-    most(bytes.recompute.kept, bytes.forward.kept);
+    bytes.backward.held = {{seen.backward, Kind::I, receiver}};
   }
   return stages;
 }

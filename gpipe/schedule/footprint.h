@@ -7,10 +7,24 @@
 
 namespace gpipe {
 
+/// Bytes that an action leaves behind, and the action of the same micro-batch at whose end they are freed.
+struct Held {
+  /// Instead of a stage: freed when the last forward of the step has run, as what the caller takes; or not in the step.
+  static constexpr int kForwards = -1;
+  static constexpr int kForEver = -2;
+
+  std::int64_t bytes = 0;
+  /// F, R, I: the action that sends gradients (B, where the backward is not split), or W: the cell's last action.
+  Kind until = Kind::W;
+  int stage = 0;
+};
+
 /// Bytes that one action allocates.
 struct ActionBytes {
   std::int64_t extra = 0;  ///< in use while it runs, at most, above what was before
-  std::int64_t kept = 0;   ///< still in use when it has run, above what was before
+  std::vector<Held> held;  ///< in use when it has run, above what was before
+
+  std::int64_t kept() const;
 };
 
 /// What the cells of a stage allocate, each for one micro-batch.
@@ -18,22 +32,23 @@ struct CellBytes {
   ActionBytes forward;    ///< an F that builds its graph
   ActionBytes stored;     ///< an F whose cell is recomputed
   ActionBytes recompute;  ///< R
-  ActionBytes backward;   ///< B, or I; it keeps the gradients that it sends
-  /// What the last stage's forward hands to the caller when all forwards have run; the others' 0.
-  std::int64_t handed_over = 0;
+  ActionBytes backward;   ///< B, or I
+  /// What the first backward has in use at most, above what was before, if that is more: it makes the sums.
+  std::int64_t first_backward_extra = 0;
   /// Sums of the parameters' gradients, in use from the first backward on.
   std::int64_t parameters = 0;
 };
 
 /// Says of every span of a timeline, traced or simulated, what its worker has in use, from what each stage's cells
-/// allocate. An upper bound: what a stage sends forward is taken to be in use until its own backward, which the
-/// receiver's precedes, and a gradient until the last of the stages that it may be for has used it. Errors:
-/// std::invalid_argument for fewer stages than the timeline has.
+/// allocate. Errors: std::invalid_argument for fewer stages than the timeline has, or for bytes that are held until an
+/// action of a stage that there is not.
 void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 /// What the cells of each stage allocate, read off traces of steps of a single micro-batch: some that stored everything
-/// and some that recomputed it, made after every stage had shown what it does to its input. `parameters` are the bytes
-/// of each stage's gradients of parameters. Errors: std::invalid_argument for fewer than the timelines have stages.
+/// and some that recomputed it, made after every stage had shown what it does to its input. An upper bound: what a stage
+/// sends forward is taken to be in use until its own backward, which the receiver's precedes, and a gradient until the
+/// last of the stages that it may be for has used it. `parameters` are the bytes of each stage's gradients of
+/// parameters. Errors: std::invalid_argument for fewer than the timelines have stages.
 std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
                                   const std::vector<std::int64_t>& parameters);
 

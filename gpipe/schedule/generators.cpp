@@ -1,7 +1,9 @@
 #include "gpipe/schedule/generators.h"
 
+#include <numeric>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "gpipe/schedule/verifier.h"
 
@@ -21,6 +23,18 @@ bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
 }
 
 }  // namespace
+
+std::string to_string(Checkpoint checkpoint) {
+  switch (checkpoint) {
+    case Checkpoint::kNever:
+      return "never";
+    case Checkpoint::kExceptLast:
+      return "except_last";
+    case Checkpoint::kAlways:
+      break;
+  }
+  return "always";
+}
 
 Schedule fill(const Layout& layout) {
   if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
@@ -42,6 +56,16 @@ Schedule fill_drain(const Layout& layout, Checkpoint checkpoint) {
     }
   }
   return lists;
+}
+
+Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward) {
+  Layout layout{stages, micro_batches, std::vector<int>(stages)};
+  std::iota(layout.placement.begin(), layout.placement.end(), 0);
+  for (auto& edge : edges) edge.capacity = micro_batches;
+  auto schedule = backward ? fill_drain(layout, checkpoint) : fill(layout);
+  auto program = Program::make(std::move(layout), std::move(edges), std::move(schedule));
+  if (!program.ok()) throw std::invalid_argument(std::string(program.status().message()));
+  return *std::move(program);
 }
 
 }  // namespace gpipe

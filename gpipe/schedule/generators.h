@@ -1,5 +1,8 @@
 #pragma once
 
+#include <string>
+#include <vector>
+
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
@@ -11,6 +14,9 @@ enum class Checkpoint {
   kAlways,
 };
 
+/// "never", "except_last" or "always".
+std::string to_string(Checkpoint checkpoint);
+
 // A schedule is a pure function of the layout. Errors: std::invalid_argument for a layout that makes no sense. Whether
 // its edges have the capacity that a schedule needs is for Program::make to say.
 
@@ -21,5 +27,9 @@ Schedule fill(const Layout& layout);
 /// A checkpointed cell's R stands directly before its B: it needs no gradient, so a worker that would wait for one
 /// recomputes meanwhile, and never holds more than one recomputed cell.
 Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
+
+/// The program that these make of a model cut into stages, a worker each, over edges that hold a whole mini-batch:
+/// fill and drain, or without `backward` the fill alone. Errors: std::invalid_argument for edges that make no sense.
+Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward);
 
 }  // namespace gpipe

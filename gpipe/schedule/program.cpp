@@ -13,6 +13,25 @@ int Layout::workers() const {
   return last == placement.end() ? 0 : *last + 1;
 }
 
+std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
+                            std::vector<int>* crossing) {
+  std::vector<int> stage_of;
+  std::vector<Edge> edges;
+  for (std::size_t s = 0; s < balance.size(); ++s) {
+    const int stage = static_cast<int>(s);
+    stage_of.insert(stage_of.end(), balance[s], stage);
+    if (stage > 0) edges.push_back({stage - 1, stage, 1, "activation"});
+  }
+  for (std::size_t i = 0; i < links.size(); ++i) {
+    const int from = stage_of.at(links[i].from);
+    const int to = stage_of.at(links[i].to);
+    if (from == to) continue;
+    edges.push_back({from, to, 1, "skip " + links[i].name});
+    if (crossing != nullptr) crossing->push_back(static_cast<int>(i));
+  }
+  return edges;
+}
+
 Wiring::Wiring(int stages, const std::vector<Edge>& edges) : in(stages), out(stages) {
   for (std::size_t e = 0; e < edges.size(); ++e) {
     out[edges[e].from].push_back(static_cast<int>(e));

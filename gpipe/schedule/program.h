@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstdint>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,6 +20,19 @@ struct Edge {
   /// For drawings and messages only; UTF-8.
   std::string name;
 };
+
+/// A skip, by the layers that hold its ends.
+struct LayerLink {
+  int from = 0;
+  int to = 0;
+  std::string name;
+};
+
+/// The edges of a model that a balance cuts: the activations between neighbours first, then the links that cross a cut,
+/// in their order. `crossing`, when given, gets the indices of those links. Errors: std::out_of_range for a layer that
+/// the balance does not have.
+std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
+                            std::vector<int>* crossing = nullptr);
 
 /// One ordered list of actions a worker.
 using Schedule = std::vector<std::vector<Action>>;

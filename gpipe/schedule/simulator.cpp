@@ -25,6 +25,10 @@ void check(const Program& program, const Costs& costs) {
     throw std::invalid_argument(StrFormat("simulate: the costs are of %d edges, the program has %d: give one each",
                                           costs.edges.size(), edges.size()));
   }
+  if (!costs.stored.empty() && costs.stored.size() != costs.actions.size()) {
+    throw std::invalid_argument(StrFormat("simulate: the costs are of %d stages, those of stored forwards of %d",
+                                          costs.actions.size(), costs.stored.size()));
+  }
   if (!costs.bytes.empty() && costs.bytes.size() != costs.actions.size()) {
     throw std::invalid_argument(StrFormat("simulate: the bytes are of %d stages, the program has %d: give one each",
                                           costs.bytes.size(), program.layout().stages));
@@ -35,6 +39,11 @@ void check(const Program& program, const Costs& costs) {
       throw std::invalid_argument(StrFormat("simulate: %c of stage %d costs %g s: give a finite time of at least 0",
                                             to_char(static_cast<Kind>(kind)), s, costs.actions[s][kind]));
     }
+  }
+  for (std::size_t s = 0; s < costs.stored.size(); ++s) {
+    if (is_duration(costs.stored[s])) continue;
+    throw std::invalid_argument(
+        StrFormat("simulate: a stored F of stage %d costs %g s: give a finite time of at least 0", s, costs.stored[s]));
   }
   for (std::size_t e = 0; e < edges.size(); ++e) {
     if (is_duration(costs.edges[e])) continue;
@@ -58,7 +67,14 @@ int peak_cells(const std::vector<Action>& list, bool has_backward) {
 
 Simulation simulate(const Program& program, const Costs& costs) {
   check(program, costs);
-  const Walk result = walk(program.layout(), program.edges(), program.wiring(), program.schedule(), costs);
+  const auto seconds = [&](const Action& action) {
+    if (action.kind == Kind::F && !costs.stored.empty() && program.recomputes(action.stage, action.micro_batch)) {
+      return costs.stored[action.stage];
+    }
+    return costs.actions[action.stage][static_cast<std::size_t>(action.kind)];
+  };
+  const Walk result =
+      walk(program.layout(), program.edges(), program.wiring(), program.schedule(), seconds, costs.edges);
   Simulation simulation;
   simulation.timeline.workers = program.workers();
   simulation.timeline.edges = program.edges();

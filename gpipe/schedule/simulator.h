@@ -17,6 +17,8 @@ struct Costs {
   std::vector<double> edges;
   /// Per stage; or none, and then no bytes are accounted.
   std::vector<CellBytes> bytes = {};
+  /// Seconds, per stage, of an F whose cell is recomputed; or none, and then it takes as long as any other.
+  std::vector<double> stored = {};
 };
 
 struct Simulation {
@@ -28,9 +30,8 @@ struct Simulation {
   std::vector<int> peak_cells;
 };
 
-/// Runs a program in simulated time under the executor's own rules, bounded edges included. An F whose cell is
-/// recomputed costs the same as one that is not. Deterministic. Errors: std::invalid_argument when the costs do not fit
-/// the program.
+/// Runs a program in simulated time under the executor's own rules, bounded edges included. Deterministic. Errors:
+/// std::invalid_argument when the costs do not fit the program.
 Simulation simulate(const Program& program, const Costs& costs);
 
 }  // namespace gpipe

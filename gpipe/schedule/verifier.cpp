@@ -121,9 +121,9 @@ absl::Status verify_cell(int stage, int micro_batch, const Places& cell, bool ha
 }
 
 absl::Status verify_progress(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
-  const Costs free = {.actions = std::vector<std::array<double, 5>>(layout.stages),
-                      .edges = std::vector<double>(edges.size())};
-  const Walk result = walk(layout, edges, Wiring(layout.stages, edges), schedule, free);
+  const auto free = [](const Action&) { return 0.0; };
+  const Walk result = walk(layout, edges, Wiring(layout.stages, edges), schedule, free,
+                           /*latencies=*/std::vector<double>(edges.size()));
   if (result.blocked.empty()) return absl::OkStatus();
   const auto describe = [&](std::string* out, const Blocked& it) {
     absl::StrAppendFormat(out, "worker %d waits to %s %s%s for %s", it.worker, it.puts ? "put" : "take",

@@ -35,17 +35,17 @@ struct Progress {
 class Walker {
  public:
   Walker(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
-         const Costs& costs)
+         absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies)
       : wiring_(wiring),
         schedule_(schedule),
-        costs_(costs),
+        seconds_(seconds),
         progress_(schedule.size()),
         queued_(schedule.size(), true) {
     channels_.reserve(2 * edges.size());
     for (std::size_t e = 0; e < edges.size(); ++e) {
       Channel forward;
       forward.capacity = static_cast<std::size_t>(edges[e].capacity);
-      forward.latency = costs.edges[e];
+      forward.latency = latencies[e];
       forward.producer = layout.placement[edges[e].from];
       forward.consumer = layout.placement[edges[e].to];
       forward.arrivals.assign(layout.micro_batches, kAbsent);
@@ -90,7 +90,7 @@ class Walker {
       }
       if (!at.performed) {
         const double start = at.clock;
-        at.clock += costs_.actions[action.stage][static_cast<std::size_t>(action.kind)];
+        at.clock += seconds_(action);
         walk_.spans[worker].push_back({worker, action, start, at.clock, 0});
         at.performed = true;
       }
@@ -134,7 +134,7 @@ class Walker {
 
   const Wiring& wiring_;
   const Schedule& schedule_;
-  const Costs& costs_;
+  const absl::FunctionRef<double(const Action&)> seconds_;
   std::vector<Channel> channels_;
   std::vector<Progress> progress_;
   std::vector<int> ready_;
@@ -146,8 +146,8 @@ class Walker {
 }  // namespace
 
 Walk walk(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
-          const Costs& costs) {
-  return Walker(layout, edges, wiring, schedule, costs).run();
+          absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies) {
+  return Walker(layout, edges, wiring, schedule, seconds, latencies).run();
 }
 
 }  // namespace gpipe

@@ -2,8 +2,8 @@
 
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/schedule/simulator.h"
 #include "gpipe/schedule/timeline.h"
 
 namespace gpipe {
@@ -24,12 +24,13 @@ struct Walk {
 };
 
 /// Executes a schedule by the executor's rules, in simulated time instead of threads: the common part of the verifier,
-/// which asks only whether it ends, and the simulator. Every argument must have passed rules 1 to 3 of verifier.h;
-/// costs must fit.
+/// which asks only whether it ends, and the simulator. The schedule must have passed rules 1 to 3 of verifier.h.
 ///
 /// No event queue is needed: a worker's times depend only on its own list and on what it exchanges, so the workers may
 /// be advanced in any order, each as far as it can go.
+///
+/// `seconds` says what an action takes, `latencies` per edge from the put until the take.
 Walk walk(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
-          const Costs& costs);
+          absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies);
 
 }  // namespace gpipe

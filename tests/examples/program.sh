@@ -64,7 +64,7 @@ refuse_training_flags() {
   refuse no-data 'no-such-folder' --data no-such-folder
   refuse cut 'sums to 3' --data "$data" --balance 1,2
   refuse cut-zero '--balance' --data "$data" --balance 0,23
-  refuse cut-text "'half' is no number" --data "$data" --balance half,23
+  refuse cut-text "'half' is neither auto" --data "$data" --balance half,23
   refuse stages-and-cut '--stages is 3' --data "$data" --balance 5,18 --stages 3
   refuse too-many-stages "$layers layers" --data "$data" --stages $((layers + 1))
   refuse device "'gpu' is no device" --data "$data" --devices gpu

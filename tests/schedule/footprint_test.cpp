@@ -18,13 +18,20 @@ using ::testing::HasSubstr;
 using testing::straight;
 
 /// Decimal digits tell what is counted: forward 1,000, stored 100, recomputed 900, sent 10, parameters 1.
-CellBytes cells() {
-  return {.forward = {1005, 1000},
-          .stored = {305, 100},
-          .recompute = {905, 900},
-          .backward = {40, 10},
-          .handed_over = 0,
+CellBytes cells(int stage) {
+  return {.forward = {1005, {{1000, Kind::W, stage}}},
+          .stored = {305, {{100, Kind::W, stage}}},
+          .recompute = {905, {{900, Kind::W, stage}}},
+          .backward = {40, {{10, Kind::I, stage == 0 ? Held::kForEver : stage - 1}}},
           .parameters = 1};
+}
+
+CellBytes handing_over(CellBytes last, std::int64_t bytes) {
+  for (ActionBytes* forward : {&last.forward, &last.stored}) {
+    forward->held.front().bytes -= bytes;
+    forward->held.push_back({bytes, Kind::F, Held::kForwards});
+  }
+  return last;
 }
 
 Simulation run(int stages, int micro_batches, Checkpoint checkpoint, std::vector<CellBytes> bytes) {
@@ -44,7 +51,7 @@ std::string print(const Timeline& timeline) {
 }
 
 TEST(Footprint, StoredGraphsPileUpUntilTheDrain) {
-  const auto simulation = run(2, 2, Checkpoint::kNever, {cells(), cells()});
+  const auto simulation = run(2, 2, Checkpoint::kNever, {cells(0), cells(1)});
   EXPECT_EQ(print(simulation.timeline),
             "0F0 0 1005 1000; 0F1 1000 2005 2000; 0B1 2000 2040 1011; 0B0 1011 1051 21; "
             "1F0 0 1005 1000; 1F1 1000 2005 2000; 1B1 2000 2040 1011; 1B0 1011 1051 11; ");
@@ -52,7 +59,7 @@ TEST(Footprint, StoredGraphsPileUpUntilTheDrain) {
 }
 
 TEST(Footprint, ARecomputedCellHoldsItsGraphFromItsRecomputeOn) {
-  const auto simulation = run(2, 2, Checkpoint::kAlways, {cells(), cells()});
+  const auto simulation = run(2, 2, Checkpoint::kAlways, {cells(0), cells(1)});
   EXPECT_EQ(
       print(simulation.timeline),
       "0F0 0 305 100; 0F1 100 405 200; 0R1 200 1105 1100; 0B1 1100 1140 111; 0R0 111 1016 1011; 0B0 1011 1051 21; "
@@ -60,9 +67,7 @@ TEST(Footprint, ARecomputedCellHoldsItsGraphFromItsRecomputeOn) {
 }
 
 TEST(Footprint, TheLastStageHandsItsOutputsOverWhenAllForwardsHaveRun) {
-  auto last = cells();
-  last.handed_over = 400;
-  const auto simulation = run(2, 2, Checkpoint::kNever, {cells(), last});
+  const auto simulation = run(2, 2, Checkpoint::kNever, {cells(0), handing_over(cells(1), 400)});
   EXPECT_EQ(print(simulation.timeline).substr(print(simulation.timeline).find("1F0")),
             "1F0 0 1005 1000; 1F1 1000 2005 2000; 1B1 1200 1240 611; 1B0 611 651 11; ");
 }
@@ -70,7 +75,7 @@ TEST(Footprint, TheLastStageHandsItsOutputsOverWhenAllForwardsHaveRun) {
 TEST(Footprint, GradientsWaitForASlowReceiver) {
   const auto layout = straight(2, 3);
   const auto program = testing::make(layout, chain(2, 3), fill_drain(layout, Checkpoint::kNever));
-  const auto simulation = simulate(program, {{{{1, 0, 100, 0, 0}}, {{1, 0, 1, 0, 0}}}, {0}, {cells(), cells()}});
+  const auto simulation = simulate(program, {{{{1, 0, 100, 0, 0}}, {{1, 0, 1, 0, 0}}}, {0}, {cells(0), cells(1)}});
   EXPECT_EQ(simulation.timeline.spans.back().bytes.after, 31);
 }
 
@@ -84,37 +89,51 @@ TEST(Footprint, StepsAreAccountedForThemselves) {
     span.end += 100;
     twice.spans.push_back(span);
   }
-  account(timeline, {cells(), cells()});
-  account(twice, {cells(), cells()});
+  account(timeline, {cells(0), cells(1)});
+  account(twice, {cells(0), cells(1)});
   EXPECT_EQ(print(twice), print(timeline) + print(timeline));
 }
 
+TEST(Footprint, WhatIsSentMayBeFreedBeforeItsSendersBackwardOrAfterIt) {
+  auto sender = cells(0);
+  sender.forward.held = {{1000, Kind::F, 1}};
+  const auto simulation = run(2, 2, Checkpoint::kNever, {sender, cells(1)});
+  EXPECT_EQ(simulation.timeline.spans[1].bytes.before, 1000);
+  EXPECT_EQ(simulation.timeline.spans[2].bytes.before, 0);
+}
+
 TEST(Footprint, IsReadOffTracesOfSingleMicroBatches) {
-  auto last = cells();
-  last.handed_over = 60;
-  const std::vector<CellBytes> stages = {cells(), last};
+  const std::vector<CellBytes> stages = {cells(0), handing_over(cells(1), 60)};
   const auto never = run(2, 1, Checkpoint::kNever, stages).timeline;
   const auto always = run(2, 1, Checkpoint::kAlways, stages).timeline;
   const auto read = cell_bytes(never, always, {1, 1});
   for (int s = 0; s < 2; ++s) {
-    EXPECT_EQ(read[s].handed_over, stages[s].handed_over);
-    EXPECT_EQ(read[s].forward.kept, 1000);
-    EXPECT_EQ(read[s].stored.kept, 100);
+    EXPECT_EQ(read[s].forward.held.back().bytes, s == 0 ? 0 : 60);
+    EXPECT_EQ(read[s].forward.held.back().stage, Held::kForwards);
+    EXPECT_EQ(read[s].forward.kept(), 1000);
+    EXPECT_EQ(read[s].stored.kept(), 100);
     EXPECT_EQ(read[s].stored.extra, 305);
-    EXPECT_EQ(read[s].recompute.kept, 1000);
+    EXPECT_EQ(read[s].recompute.kept(), 1000);
     EXPECT_EQ(read[s].backward.extra, 40);
-    EXPECT_EQ(read[s].backward.kept, 10);
+    EXPECT_EQ(read[s].backward.kept(), 10);
+    EXPECT_EQ(read[s].backward.held.front().stage, s == 0 ? Held::kForEver : 0);
     EXPECT_EQ(read[s].parameters, 1);
   }
 }
 
 TEST(Footprint, RefusesBytesOfOtherStages) {
-  try {
-    run(2, 2, Checkpoint::kNever, {cells()});
-    FAIL();
-  } catch (const std::invalid_argument& error) {
-    EXPECT_THAT(error.what(), HasSubstr("bytes are of 1 stages, the program has 2"));
-  }
+  const auto message = [](std::vector<CellBytes> bytes) -> std::string {
+    try {
+      run(2, 2, Checkpoint::kNever, std::move(bytes));
+    } catch (const std::invalid_argument& error) {
+      return error.what();
+    }
+    return "";
+  };
+  EXPECT_THAT(message({cells(0)}), HasSubstr("bytes are of 1 stages, the program has 2"));
+  auto strange = cells(1);
+  strange.backward.held = {{10, Kind::I, 2}};
+  EXPECT_THAT(message({cells(0), strange}), HasSubstr("held until I of stage 2, but bytes are given of 2 stages"));
 }
 
 }  // namespace

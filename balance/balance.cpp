@@ -1,0 +1,41 @@
+#include "balance/balance.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+#include "gpipe/micro_batch.h"
+
+namespace gpipe {
+namespace {
+
+// Before anything is measured.
+void check(int partitions, const torch::nn::Sequential& model) {
+  const auto layers = static_cast<std::int64_t>(model->size());
+  if (partitions >= 1 && partitions <= layers) return;
+  throw std::invalid_argument("[balance] partitions must be between 1 and the number of layers, " +
+                              std::to_string(layers) + ", but is " + std::to_string(partitions));
+}
+
+}  // namespace
+
+std::vector<std::int64_t> balance_by_time(int partitions, const torch::nn::Sequential& model, const Value& sample,
+                                          ProfileOptions options) {
+  check(partitions, model);
+  const auto& tensors = sample.tensors();
+  if (!tensors.empty() && tensors.front().defined() && tensors.front().is_cpu()) options.workers(partitions);
+  return balance_by_time(profile(model, sample, options), partitions, {.checkpoint = Checkpoint::kNever});
+}
+
+std::vector<std::int64_t> balance_by_size(int partitions, const torch::nn::Sequential& model, const Value& sample,
+                                          int chunks, double param_scale, Checkpoint checkpoint) {
+  check(partitions, model);
+  if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
+  const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
+  const auto first = scatter(sample, sizes).front();
+  const auto options = ProfileOptions().param_scale(param_scale).seconds(0).repeats(1);
+  return balance_by_size(profile(model, Value(first.form, first.tensors), options), partitions,
+                         {.chunks = static_cast<int>(sizes.size()), .checkpoint = checkpoint});
+}
+
+}  // namespace gpipe

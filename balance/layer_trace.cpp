@@ -1,0 +1,258 @@
+#include "balance/layer_trace.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <tuple>
+#include <utility>
+
+namespace gpipe {
+
+using torch::profiler::impl::ProfilerConfig;
+using torch::profiler::impl::ProfilerState;
+
+namespace {
+
+double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+std::uint64_t new_id() {
+  static std::atomic<std::uint64_t> last = 0;
+  return ++last;
+}
+
+std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+}
+
+/// Of the trace with that id; it outlives the trace.
+struct Place {
+  std::uint64_t trace = 0;
+  LayerTrace::Part part;
+};
+thread_local Place place_of_this_thread;
+
+/// Where a layer's part of the backward begins.
+struct PartBegins : torch::autograd::Node {
+  PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part) : trace(std::move(trace)), part(part) {}
+
+  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
+    trace->begins(part);
+    return std::move(gradients);
+  }
+  std::string name() const override { return "GPipePartBegins"; }
+
+  const std::shared_ptr<LayerTrace> trace;
+  const LayerTrace::Part part;
+};
+
+Value with_node(Value value, const std::shared_ptr<LayerTrace>& trace, int layer, int micro_batch) {
+  auto node = std::shared_ptr<PartBegins>(new PartBegins(trace, {Kind::B, false, layer, micro_batch}),
+                                          torch::autograd::deleteNode);
+  auto tensors = value.tensors();
+  for (auto& tensor : tensors) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
+    tensor = tensor.detach();
+    torch::autograd::set_history(tensor, node);
+  }
+  return Value(value.form(), std::move(tensors));
+}
+
+/// Tells of what a layer pops.
+class PopsTold : public SkipContext {
+ public:
+  PopsTold(LayerTrace& trace, int layer, int micro_batch)
+      : outer_(SkipContext::current()), trace_(trace), layer_(layer), micro_batch_(micro_batch) {}
+
+  void stash(const SkipKey& key, at::Tensor tensor) override { outer_.stash(key, std::move(tensor)); }
+  at::Tensor pop(const SkipKey& key) override {
+    auto tensor = outer_.pop(key);
+    trace_.pops(layer_, micro_batch_, key, tensor);
+    return tensor;
+  }
+
+ private:
+  SkipContext& outer_;
+  LayerTrace& trace_;
+  const int layer_;
+  const int micro_batch_;
+};
+
+class WatchedLayer : public Layer {
+ public:
+  WatchedLayer(std::unique_ptr<Layer> layer, int index, bool is_last, std::shared_ptr<LayerTrace> trace)
+      : layer_(std::move(layer)), index_(index), is_last_(is_last), trace_(std::move(trace)) {}
+
+  Value forward(Value input) override {
+    const bool graph = at::GradMode::is_enabled();
+    const bool recompute = graph && trace_->recomputes();
+    const int micro_batch = recompute ? 0 : forwards_++;
+    trace_->begins({recompute ? Kind::R : Kind::F, graph, index_, micro_batch});
+    if (!recompute) trace_->reaches(index_, micro_batch, input.tensors());
+    PopsTold context(*trace_, index_, micro_batch);
+    SkipContextGuard guard(context);
+    auto output = layer_->forward(std::move(input));
+    if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
+    return graph ? with_node(std::move(output), trace_, index_, micro_batch) : output;
+  }
+
+  const std::string& name() const override { return layer_->name(); }
+  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
+
+ private:
+  const std::unique_ptr<Layer> layer_;
+  const int index_;
+  const bool is_last_;
+  const std::shared_ptr<LayerTrace> trace_;
+  int forwards_ = 0;
+};
+
+}  // namespace
+
+LayerTrace::Version::Version(const at::Tensor& tensor)
+    : counter(torch::autograd::impl::version_counter(tensor)), was(counter.current_version()) {}
+
+LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
+    : ProfilerStateBase(
+          ProfilerConfig(ProfilerState::Disabled, /*report_input_shapes=*/false, /*profile_memory=*/true)),
+      id_(new_id()),
+      recomputes_(recomputes),
+      device_(device),
+      output_bytes_(layers),
+      forward_extra_(layers),
+      backward_extra_(layers) {}
+
+std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_ptr<Layer>> layers) {
+  const int count = static_cast<int>(layers.size());
+  for (int i = 0; i < count; ++i) {
+    layers[i] = std::make_unique<WatchedLayer>(std::move(layers[i]), i, i + 1 == count, shared_from_this());
+  }
+  return layers;
+}
+
+std::vector<LayerTrace::Mark> LayerTrace::take_marks() {
+  MutexLock lock(mutex_);
+  return std::exchange(marks_, {});
+}
+
+void LayerTrace::begins(const Part& part) {
+  // So that the times are those of the work, not of its launch.
+  if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
+  place_of_this_thread = {id_, part};
+  MutexLock lock(mutex_);
+  close_part();
+  open_ = part;
+  marks_.push_back({part, now()});
+}
+
+// What the part before has used. Of a pipeline of one stage there is one part at a time.
+void LayerTrace::close_part() {
+  if (open_.micro_batch == 0 && open_.kind != Kind::R) {
+    auto& extra = (open_.kind == Kind::F ? forward_extra_ : backward_extra_)[open_.layer];
+    extra = std::max(extra, peak_ - bytes_before_);
+  }
+  bytes_before_ = peak_ = bytes_;
+}
+
+LayerTrace::Allocation* LayerTrace::find(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage()) return nullptr;
+  const auto found = live_.find(tensor.storage().data());
+  return found == live_.end() ? nullptr : &allocations_[found->second];
+}
+
+void LayerTrace::reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation) {
+  MutexLock lock(mutex_);
+  if (micro_batch != 0) return;
+  std::int64_t bytes = 0;
+  for (const auto& tensor : activation) {
+    if (!tensor.defined()) continue;
+    bytes += bytes_of(tensor);
+    if (auto* allocation = find(tensor)) allocation->reaches = std::max(allocation->reaches, layer);
+    inputs_.emplace_back(layer, Version(tensor));
+  }
+  if (layer > 0) output_bytes_[layer - 1] = bytes;
+}
+
+void LayerTrace::pops(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip) {
+  MutexLock lock(mutex_);
+  if (micro_batch != 0) return;
+  skips_[key] = {bytes_of(skip), skip.defined() ? std::optional(Version(skip)) : std::nullopt};
+  if (auto* allocation = find(skip)) allocation->popped_by = std::max(allocation->popped_by, layer);
+}
+
+std::map<SkipKey, LayerTrace::Skip> LayerTrace::skips() const {
+  MutexLock lock(mutex_);
+  std::map<SkipKey, Skip> skips;
+  for (const auto& [key, skip] : skips_) skips[key] = {skip.first, skip.second && skip.second->changed()};
+  return skips;
+}
+
+const LayerTrace::Part* LayerTrace::part_of_this_thread() const {
+  return place_of_this_thread.trace == id_ ? &place_of_this_thread.part : nullptr;
+}
+
+void LayerTrace::reportMemoryUsage(void* data, std::int64_t bytes, std::size_t, std::size_t, c10::Device) {
+  const Part* part = part_of_this_thread();
+  MutexLock lock(mutex_);
+  if (bytes > 0) {
+    if (part == nullptr) return;
+    live_[data] = allocations_.size();
+    allocations_.push_back({.born = *part, .bytes = bytes, .reaches = part->layer});
+    bytes_ += bytes;
+    peak_ = std::max(peak_, bytes_);
+    return;
+  }
+  const auto found = live_.extract(data);
+  if (!found) return;
+  auto& allocation = allocations_[found.mapped()];
+  bytes_ -= allocation.bytes;
+  allocation.end = part == nullptr ? Allocation::End::kCaller : Allocation::End::kPart;
+  if (part != nullptr) allocation.freed_by = *part;
+}
+
+torch::profiler::impl::ActiveProfilerType LayerTrace::profilerType() {
+  return torch::profiler::impl::ActiveProfilerType::NONE;
+}
+
+void LayerTrace::read_memory(Profile& profile) {
+  MutexLock lock(mutex_);
+  close_part();
+  for (std::size_t i = 0; i < profile.layers.size(); ++i) {
+    auto& layer = profile.layers[i];
+    (recomputes_ ? layer.stored_extra : layer.forward_extra) = forward_extra_[i];
+    if (recomputes_) continue;
+    layer.backward_extra = backward_extra_[i];
+    layer.output = output_bytes_[i];
+  }
+  if (recomputes_) return;
+  for (const auto& [layer, version] : inputs_) {
+    if (layer < static_cast<int>(profile.layers.size())) profile.layers[layer].changes_input |= version.changed();
+  }
+  std::map<std::tuple<Kind, int, Kind, int, int, int>, std::int64_t> bytes;
+  for (const auto& [born, size, reaches, popped_by, end, freed_by] : allocations_) {
+    if (born.micro_batch != 0) continue;
+    if (end == Allocation::End::kPart && freed_by == born) continue;
+    const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
+    const int caller = born.kind == Kind::F ? Held::kForwards : Held::kForEver;
+    bytes[{born.kind, born.layer, by_part ? freed_by.kind : Kind::F, by_part ? freed_by.layer : caller, reaches,
+           popped_by}] += size;
+    if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
+  }
+  // Gradients of small parameters wait for each other: they are known already.
+  for (int i = 0; i < static_cast<int>(profile.layers.size()); ++i) {
+    const auto late = bytes.find({Kind::B, i, Kind::B, 0, i, -1});
+    if (late != bytes.end()) late->second -= std::min(late->second, profile.layers[i].late_gradients);
+  }
+  for (const auto& [key, size] : bytes) {
+    if (size == 0) continue;
+    const auto [born, layer, until, freed_by, reaches, popped_by] = key;
+    profile.blocks.push_back({size, born, layer, until, freed_by, reaches, popped_by});
+  }
+}
+
+}  // namespace gpipe

@@ -1,0 +1,104 @@
+#include "balance/lone_layer.h"
+
+#include <ATen/Functions.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/nn/module.h>
+
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace gpipe {
+namespace {
+
+using torch::autograd::deleteNode;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+/// Has the tensors of a module, which are shared with it.
+struct Shell : torch::nn::Module {
+  explicit Shell(std::shared_ptr<torch::nn::Module> of) : inner(std::move(of)) {
+    int i = 0;
+    for (auto& parameter : inner->parameters()) {
+      register_parameter("parameter" + std::to_string(i++), parameter, parameter.requires_grad());
+    }
+    for (auto& buffer : inner->buffers()) register_buffer("buffer" + std::to_string(i++), buffer);
+  }
+  void train(bool on) override {
+    torch::nn::Module::train(on);
+    inner->train(on);
+  }
+
+  const std::shared_ptr<torch::nn::Module> inner;
+};
+
+/// The end of a graph: takes a gradient and forgets it.
+struct Forget : Node {
+  variable_list apply(variable_list&&) override { return {}; }
+};
+
+/// Hands gradients on to what a layer returned, and ones to what it stashed.
+struct AddOnes : Node {
+  variable_list apply(variable_list&& gradients) override {
+    for (const auto& [sizes, options] : stashed) gradients.push_back(at::ones(sizes, options));
+    return std::move(gradients);
+  }
+  std::vector<std::pair<std::vector<std::int64_t>, at::TensorOptions>> stashed;
+};
+
+class LoneContext : public SkipContext {
+ public:
+  LoneContext(const Skips& entering, Skips* leaving) : entering_(entering), leaving_(leaving) {}
+
+  void stash(const SkipKey& key, at::Tensor tensor) override {
+    if (leaving_ != nullptr) (*leaving_)[key] = tensor.defined() ? tensor.detach() : tensor;
+    if (tensor.defined() && tensor.requires_grad()) stashed.push_back(std::move(tensor));
+  }
+  at::Tensor pop(const SkipKey& key) override {
+    const auto found = entering_.find(key);
+    if (found == entering_.end()) throw std::runtime_error("[profile] " + to_string(key) + " was never stashed");
+    if (!found->second.defined()) return {};
+    auto tensor = found->second.clone();
+    if (at::GradMode::is_enabled() && (tensor.is_floating_point() || tensor.is_complex())) {
+      torch::autograd::set_history(tensor, std::shared_ptr<Node>(new Forget(), deleteNode));
+    }
+    return tensor;
+  }
+
+  std::vector<at::Tensor> stashed;
+
+ private:
+  const Skips& entering_;
+  Skips* const leaving_;
+};
+
+}  // namespace
+
+LoneLayer::LoneLayer(std::unique_ptr<Layer> layer, const Skips& entering, Skips* leaving)
+    : layer_(std::move(layer)),
+      entering_(entering),
+      leaving_(leaving),
+      shell_(std::make_shared<Shell>(layer_->module())) {}
+
+Value LoneLayer::forward(Value input) {
+  LoneContext context(entering_, leaving_);
+  const SkipContextGuard guard(context);
+  auto output = layer_->forward(std::move(input));
+  if (context.stashed.empty()) return output;
+  const auto node = std::shared_ptr<AddOnes>(new AddOnes(), deleteNode);
+  auto tensors = output.tensors();
+  for (auto& tensor : tensors) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
+    tensor = tensor.detach();
+    torch::autograd::set_history(tensor, node);
+  }
+  for (const auto& stashed : context.stashed) {
+    node->add_next_edge(torch::autograd::impl::gradient_edge(stashed));
+    node->stashed.emplace_back(stashed.sizes().vec(), stashed.options());
+  }
+  return Value(output.form(), std::move(tensors));
+}
+
+}  // namespace gpipe

@@ -1,0 +1,295 @@
+#include "balance/measurement.h"
+
+#include <ATen/Functions.h>
+#include <c10/util/ThreadLocalDebugInfo.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <exception>
+#include <map>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_format.h"
+#include "balance/cut.h"
+#include "balance/layer_trace.h"
+#include "balance/stage_cost.h"
+#include "balance/trial.h"
+#include "gpipe/gpipe.h"
+#include "gpipe/micro_batch.h"
+
+namespace gpipe {
+namespace {
+
+using absl::StrFormat;
+
+constexpr int kKinds = 4;
+enum : int { kForward, kStored, kRecompute, kBackward };
+
+using Clock = std::chrono::steady_clock;
+
+double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
+
+std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
+  std::int64_t bytes = 0;
+  for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
+  return bytes;
+}
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+/// A pipeline whose layers are watched.
+struct Watched {
+  std::shared_ptr<LayerTrace> trace;
+  GPipe pipe{nullptr};
+};
+
+/// Seconds, by layer and kind.
+using Times = std::vector<std::array<std::vector<double>, kKinds>>;
+
+/// The share of a span during which other workers worked.
+double overlap(const Span& span, const Timeline& timeline) {
+  double shared = 0;
+  for (const auto& other : timeline.spans) {
+    if (other.worker == span.worker) continue;
+    shared += std::max(0.0, std::min(span.end, other.end) - std::max(span.start, other.start));
+  }
+  return span.end > span.start ? shared / (span.end - span.start) : 0;
+}
+
+int kind_of(const LayerTrace::Part& part) {
+  if (part.kind == Kind::F) return part.graph ? kForward : kStored;
+  return part.kind == Kind::R ? kRecompute : kBackward;
+}
+
+/// Adds what each layer's part took of the spans of one stage's actions of one kind that other stages overlapped the
+/// longest, as they will in a pipeline. Both lists are in order of time.
+void add_overlapped(Times& times, const Timeline& timeline, const std::vector<const Span*>& spans,
+                    const std::vector<LayerTrace::Mark>& marks) {
+  std::vector<double> shares;
+  for (const Span* span : spans) shares.push_back(overlap(*span, timeline));
+  const double most = *std::max_element(shares.begin(), shares.end());
+  for (std::size_t i = 0; i < spans.size(); ++i) {
+    if (shares[i] < 0.9 * most) continue;
+    const auto starts_before = [](const LayerTrace::Mark& mark, double time) { return mark.start < time; };
+    const auto first = std::lower_bound(marks.begin(), marks.end(), spans[i]->start, starts_before);
+    const auto last = std::lower_bound(first, marks.end(), spans[i]->end, starts_before);
+    for (auto mark = first; mark != last; ++mark) {
+      const double start = mark == first ? spans[i]->start : mark->start;
+      const double end = mark + 1 == last ? spans[i]->end : (mark + 1)->start;
+      times[mark->part.layer][kind_of(mark->part)].push_back(end - start);
+    }
+  }
+}
+
+void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
+         const std::vector<std::int64_t>& balance) {
+  std::vector<int> stage_of;
+  for (const auto layers : balance) {
+    stage_of.insert(stage_of.end(), layers, stage_of.empty() ? 0 : stage_of.back() + 1);
+  }
+  std::vector<std::vector<LayerTrace::Mark>> of_stage(balance.size());
+  for (const auto& mark : marks) of_stage[stage_of[mark.part.layer]].push_back(mark);
+  std::map<std::pair<int, Kind>, std::vector<const Span*>> spans;
+  for (const auto& span : timeline.spans) spans[{span.action.stage, span.action.kind}].push_back(&span);
+  for (const auto& [action, list] : spans) add_overlapped(times, timeline, list, of_stage[action.first]);
+}
+
+class Measurement {
+ public:
+  Measurement(const MakeLayers& make, const Value& sample, const ProfileOptions& options)
+      : make_(make), options_(options), samples_(batch_size(sample)), device_(sample.tensors().front().device()) {
+    for (const auto& layer : make_()) named_.push_back({layer->name(), layer->module()});
+    layers_ = static_cast<int>(named_.size());
+    lanes_ = std::min(options.workers(), layers_);
+    batch_ = batch(std::max(2, lanes_), sample);
+    batch_of_three_ = batch(3, sample);
+  }
+
+  Profile run() {
+    auto profile = describe();
+    measure_times(profile);
+    for (const bool recomputes : {false, true}) read_memory(profile, recomputes);
+    report(1);
+    return profile;
+  }
+
+ private:
+  static Value batch(int micro_batches, const Value& sample) {
+    std::vector<at::Tensor> tensors;
+    for (const auto& tensor : sample.tensors()) {
+      tensors.push_back(at::cat(std::vector<at::Tensor>(micro_batches, tensor.detach())));
+      tensors.back().set_requires_grad(tensor.requires_grad());
+    }
+    return Value(sample.form(), std::move(tensors));
+  }
+
+  /// What needs no run.
+  Profile describe() const {
+    Profile profile{
+        .samples = samples_, .device = device_.str(), .workers = lanes_, .intraop_threads = options_.intraop_threads()};
+    absl::flat_hash_map<const void*, int> owners;
+    for (int i = 0; i < layers_; ++i) {
+      const auto parameters = named_[i].module->parameters();
+      const auto buffers = named_[i].module->buffers();
+      auto& layer = profile.layers.emplace_back();
+      layer.name = named_[i].name;
+      layer.parameters = bytes_of(parameters);
+      layer.buffers = bytes_of(buffers);
+      layer.shares_with = i;
+      for (const auto* tensors : {&parameters, &buffers}) {
+        for (const auto& tensor : *tensors) {
+          if (tensor.requires_grad()) {
+            layer.gradients += bytes_of({tensor});
+            if (!ParameterCaptures::has_its_own(tensor)) layer.late_gradients += bytes_of({tensor});
+          }
+          const int owner = owners.try_emplace(tensor.unsafeGetTensorImpl(), i).first->second;
+          layer.shares_with = std::min(layer.shares_with, owner);
+        }
+      }
+      layer.optimizer = static_cast<std::int64_t>((options_.param_scale() - 2) * static_cast<double>(layer.gradients));
+    }
+    return profile;
+  }
+
+  Watched watch(const std::vector<std::int64_t>& balance, bool recomputes) const {
+    Watched watched{std::make_shared<LayerTrace>(layers_, recomputes, device_)};
+    watched.pipe = GPipe(watched.trace->watch(make_()), balance,
+                         GPipeOptions()
+                             .devices(std::vector<torch::Device>(balance.size(), device_))
+                             .split_size(samples_)
+                             .checkpoint(recomputes ? Checkpoint::kAlways : Checkpoint::kNever)
+                             .intraop_threads(options_.intraop_threads()));
+    watched.pipe->train();
+    return watched;
+  }
+
+  void step(Watched& watched, const Value& batch) const {
+    try {
+      trial_step(watched.pipe, batch);
+    } catch (const c10::OutOfMemoryError&) {
+      throw;  // is no fault of the layer's
+    } catch (...) {
+      rethrow(watched);
+    }
+  }
+
+  [[noreturn]] void rethrow(Watched& watched) const {
+    const auto failed = watched.pipe->last_error();
+    if (!failed) throw;
+    const bool backward = failed->action.kind != Kind::F;
+    const int layer = failed->layer >= 0 ? failed->layer : last_backward(watched, failed->action.stage);
+    const auto name = layer < 0 ? "a layer" : StrFormat("layer '%s'", named_[layer].name);
+    std::throw_with_nested(std::runtime_error(
+        StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", failed->message)));
+  }
+
+  /// The layer whose part of a stage's backward began last.
+  static int last_backward(Watched& watched, int stage) {
+    const auto& balance = watched.pipe->balance();
+    const auto first = std::accumulate(balance.begin(), balance.begin() + stage, std::int64_t{0});
+    int layer = -1;
+    for (const auto& [part, start] : watched.trace->take_marks()) {
+      if (part.kind == Kind::B && part.layer >= first && part.layer < first + balance[stage]) layer = part.layer;
+    }
+    return layer;
+  }
+
+  void measure_times(Profile& profile) {
+    const auto start = Clock::now();
+    std::vector<std::int64_t> balance = {layers_};
+    if (lanes_ > 1) {
+      for (auto& layer : profile.layers) layer.forward = 1;  // for want of anything better
+      fill_in(profile, run_steps(cut(profile), 1, start, 0));
+      balance = cut(profile);
+    }
+    fill_in(profile, run_steps(balance, options_.repeats(), start, 0.3));
+  }
+
+  /// For as many stages at once as there can be: layers that share a parameter are not parted.
+  std::vector<std::int64_t> cut(const Profile& profile) {
+    const StageCost stage(profile);
+    int parts = 1;
+    for (int layer = 1; layer < layers_; ++layer) parts += stage.can_cut_before(layer) ? 1 : 0;
+    return balance_by_time(profile, std::min(lanes_, parts), {.checkpoint = Checkpoint::kNever});
+  }
+
+  Times run_steps(const std::vector<std::int64_t>& balance, int repeats, Clock::time_point start, double done) {
+    std::array<Watched, 2> modes = {watch(balance, false), watch(balance, true)};
+    std::array<std::shared_ptr<Timeline>, 2> timelines;
+    for (std::size_t i = 0; i < modes.size(); ++i) {
+      step(modes[i], batch_);
+      modes[i].trace->take_marks();
+      timelines[i] = std::make_shared<Timeline>();
+      modes[i].pipe->trace(timelines[i]);
+    }
+    for (int repeat = 0; repeat < repeats; ++repeat) {
+      const double used = std::min(1.0, seconds_since(start) / options_.seconds());
+      if (repeat > 0 && used >= 1) break;
+      report(done + (0.9 - done) * std::max(1.0 * repeat / options_.repeats(), used));
+      for (auto& mode : modes) step(mode, batch_);
+    }
+    Times times(layers_);
+    for (std::size_t i = 0; i < modes.size(); ++i) add(times, *timelines[i], modes[i].trace->take_marks(), balance);
+    return times;
+  }
+
+  void read_memory(Profile& profile, bool recomputes) const {
+    auto watched = watch({layers_}, recomputes);
+    {
+      const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, watched.trace);
+      step(watched, batch_of_three_);
+    }
+    watched.trace->read_memory(profile);
+    if (recomputes) return;
+    auto skips = watched.trace->skips();
+    for (const auto& link : skip_links(named_)) {
+      const auto& [bytes, changed] = skips[link.key];
+      profile.skips.push_back({link.key.name, link.from, link.to, bytes, changed});
+    }
+  }
+
+  void fill_in(Profile& profile, const Times& times) const {
+    for (int i = 0; i < layers_; ++i) {
+      auto& layer = profile.layers[i];
+      layer.forward = median(times[i][kForward]);
+      layer.stored = median(times[i][kStored]);
+      layer.recompute = median(times[i][kRecompute]);
+      layer.backward = median(times[i][kBackward]);
+    }
+  }
+
+  void report(double done) {
+    if (!options_.progress() || done <= reported_) return;
+    reported_ = std::min(1.0, done);
+    options_.progress()(reported_);
+  }
+
+  const MakeLayers& make_;
+  const ProfileOptions& options_;
+  const std::int64_t samples_;
+  const torch::Device device_;
+  std::vector<NamedLayer> named_;
+  int layers_ = 0;
+  int lanes_ = 1;
+  Value batch_;
+  Value batch_of_three_;  ///< by whose last backward, micro-batch 0's, all sums have been made
+  double reported_ = 0;
+};
+
+}  // namespace
+
+Profile measure(const MakeLayers& layers, const Value& sample, const ProfileOptions& options) {
+  return Measurement(layers, sample, options).run();
+}
+
+}  // namespace gpipe

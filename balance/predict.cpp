@@ -1,0 +1,35 @@
+#include "balance/predict.h"
+
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/simulator.h"
+
+namespace gpipe {
+
+Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options) {
+  if (options.chunks < 1) {
+    throw std::invalid_argument("[predict] chunks must be positive, but is " + std::to_string(options.chunks));
+  }
+  const StageCost stage(profile);
+  const auto costs = stage.costs(balance, options.bandwidth);
+  const auto program = gpipe_program(static_cast<int>(balance.size()), options.chunks, stage.edges(balance),
+                                     options.checkpoint, /*backward=*/true);
+  auto simulation = simulate(program, costs);
+  Prediction prediction{
+      simulation.makespan, simulation.bubble, {}, simulation.timeline.peak_bytes(), std::move(simulation.timeline)};
+  int first = 0;
+  for (std::size_t s = 0; s < balance.size(); ++s) {
+    const int end = first + static_cast<int>(balance[s]);
+    auto alone = options;
+    alone.bandwidth = 0;
+    prediction.stages.push_back(stage.seconds(first, end, alone));
+    prediction.bytes[s] += stage.static_bytes(first, end);
+    first = end;
+  }
+  return prediction;
+}
+
+}  // namespace gpipe

@@ -1,0 +1,139 @@
+#include "balance/profiler.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "balance/lone_layer.h"
+#include "balance/measurement.h"
+#include "balance/trial.h"
+#include "gpipe/micro_batch.h"
+
+namespace gpipe {
+namespace {
+
+using absl::StrFormat;
+
+void check(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
+  const auto refuse = [](const std::string& what) { throw std::invalid_argument("[profile] " + what); };
+  if (model->is_empty()) refuse("the model has no layers");
+  if (options.workers() < 1) refuse(StrFormat("workers must be positive, but is %d", options.workers()));
+  if (options.repeats() < 1) refuse(StrFormat("repeats must be positive, but is %d", options.repeats()));
+  if (options.intraop_threads() < 1) {
+    refuse(StrFormat("intraop_threads must be positive, but is %d", options.intraop_threads()));
+  }
+  if (!(options.seconds() >= 0)) refuse(StrFormat("seconds must not be negative, but is %g", options.seconds()));
+  if (!(options.param_scale() >= 2)) {
+    refuse(StrFormat("param_scale counts the parameter and its gradient, so is at least 2, but is %g",
+                     options.param_scale()));
+  }
+  if (batch_size(sample) < 1) refuse("the sample is of no samples; give one micro-batch");
+}
+
+std::unique_ptr<Layer> layer_at(const torch::nn::Sequential& model, std::size_t index) {
+  return std::move(make_layers(*model)[index]);
+}
+
+// What the profile of a lone layer says of memory, as the layer of a model. Where nobody knows who else sees the same
+// memory, as an upper bound: what it returns is needed by the next layer's backward, a skip is memory of its own and
+// needed by the backward of the layer that pops it.
+void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
+  const int index = static_cast<int>(whole.layers.size());
+  auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));
+  layer.shares_with = index;
+  for (auto block : lone.blocks) {
+    block.layer = index;
+    block.reaches += index;
+    if (block.freed_by >= 0) {
+      block.freed_by = index;
+    } else if (block.born == Kind::F && block.reaches > index && !is_last) {
+      block.until = Kind::B;
+      block.freed_by = index + 1;
+      layer.saved += block.bytes;
+    } else if (block.born == Kind::B && index > 0) {
+      block.until = Kind::B;
+      block.freed_by = index - 1;
+    }
+    whole.blocks.push_back(block);
+  }
+  for (const auto& link : links) {
+    if (link.to != index) continue;
+    const auto& skip = skips.at(link.key);
+    const auto bytes = skip.defined() ? static_cast<std::int64_t>(skip.nbytes()) : 0;
+    whole.skips.push_back({link.key.name, link.from, link.to, bytes});
+    whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, index, link.from, index});
+    if (skip.defined() && skip.is_floating_point()) {
+      whole.blocks.push_back({bytes, Kind::B, index, Kind::B, link.from, index});
+    }
+  }
+}
+
+// Each layer by itself, on the device for as long as that takes.
+Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
+  const auto children = model->named_children();
+  std::vector<NamedLayer> named;
+  for (const auto& child : children) named.push_back({child.key(), child.value()});
+  const auto links = skip_links(named);
+  const int layers = static_cast<int>(named.size());
+  Profile whole;
+  Skips skips;
+  Value value = sample;
+  std::map<const void*, int> owners;
+  auto each = options;
+  each.workers(1).seconds(options.seconds() / layers);
+  for (int i = 0; i < layers; ++i) {
+    const Untouched untouched(named[i].module);
+    if (options.progress()) {
+      each.progress([&](double part) { options.progress()((i + part) / layers); });
+    }
+    const auto make = [&](Skips* leaving) {
+      std::vector<std::unique_ptr<Layer>> lone;
+      lone.push_back(std::make_unique<LoneLayer>(layer_at(model, i), skips, leaving));
+      return lone;
+    };
+    auto tensors = value.tensors();
+    for (auto& tensor : tensors) {
+      if (i > 0 && tensor.is_floating_point()) tensor = tensor.detach().set_requires_grad(true);
+    }
+    auto of_layer = measure([&] { return make(nullptr); }, Value(value.form(), tensors), each);
+    if (i == 0) {
+      whole.samples = of_layer.samples;
+      whole.device = of_layer.device;
+      whole.workers = 1;
+      whole.intraop_threads = of_layer.intraop_threads;
+    }
+    join(whole, std::move(of_layer), i + 1 == layers, links, skips);
+    for (const auto& parameter : named[i].module->parameters()) {
+      const int owner = owners.try_emplace(parameter.unsafeGetTensorImpl(), i).first->second;
+      whole.layers[i].shares_with = std::min(whole.layers[i].shares_with, owner);
+    }
+    const at::NoGradGuard no_grad;
+    Skips leaving;
+    value = make(&leaving).front()->forward(std::move(value));
+    for (const auto& link : links) {
+      if (link.to == i) skips.erase(link.key);
+    }
+    skips.merge(leaving);
+  }
+  return whole;
+}
+
+}  // namespace
+
+Profile profile(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
+  check(model, sample, options);
+  const Untouched untouched(model.ptr());
+  try {
+    return measure([&] { return make_layers(*model); }, sample, options);
+  } catch (const c10::OutOfMemoryError&) {
+  }
+  return profile_alone(model, sample, options);
+}
+
+}  // namespace gpipe

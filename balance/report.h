@@ -1,0 +1,31 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "balance/predict.h"
+#include "balance/profile.h"
+#include "balance/search.h"
+
+namespace gpipe {
+
+// Tables for people, in plain text, each line ended.
+
+/// A line a layer, and one a stage where a balance is given.
+std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
+
+/// A line a stage, and one about the step.
+std::string prediction_table(const Prediction& prediction, const std::vector<std::int64_t>& balance);
+
+/// A line a candidate, the best first.
+std::string candidate_table(const std::vector<Candidate>& candidates);
+
+/// "1.5 MiB"; three digits, from bytes to TiB.
+std::string bytes_to_text(std::int64_t bytes);
+/// "1.5 ms"; three digits, from microseconds to seconds.
+std::string seconds_to_text(double seconds);
+/// "3,4".
+std::string balance_to_text(const std::vector<std::int64_t>& balance);
+
+}  // namespace gpipe

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "balance/predict.h"
+#include "balance/profile.h"
+
+namespace gpipe {
+
+/// A way to run a model, and what it is predicted to cost.
+struct Candidate {
+  std::vector<std::int64_t> balance;
+  int chunks = 1;
+  Checkpoint checkpoint = Checkpoint::kExceptLast;
+  double seconds = 0;  ///< of a step: forward and backward of the mini-batch
+  double bubble = 0;
+  std::vector<std::int64_t> bytes;  ///< per stage
+  bool fits = true;                 ///< within the limit
+};
+
+/// A model at one number of chunks: its profile for micro-batches of that size.
+struct ChunkedProfile {
+  int chunks = 1;
+  Profile profile;
+};
+
+struct SearchOptions {
+  int stages = 2;
+  std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
+  /// Most bytes on one device; 0 for no limit.
+  std::int64_t memory_limit = 0;
+  /// Bytes a second between devices; 0: at once.
+  double bandwidth = 0;
+};
+
+struct Suggestion {
+  /// The fastest that fits comes first, then the others that fit, and those that do not: one for each number of chunks
+  /// and checkpoint mode.
+  std::vector<Candidate> candidates;
+  /// Why nothing fits: which device, how many bytes are missing, what would make it fit. Empty when something does.
+  std::string reason;
+
+  bool fits() const { return reason.empty(); }
+  /// The first candidate. Errors: std::runtime_error with the reason when nothing fits.
+  const Candidate& best() const;
+};
+
+/// The fastest way to run a profiled model, by the simulator: of each number of chunks and checkpoint mode the balance
+/// whose slowest stage is fastest, and from there moved, a layer at a time, as long as the step gets shorter. Errors:
+/// std::invalid_argument for no profiles, and for fewer layers than stages.
+Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptions& options = {});
+
+}  // namespace gpipe

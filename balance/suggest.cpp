@@ -1,0 +1,108 @@
+#include "balance/suggest.h"
+
+#include <algorithm>
+#include <chrono>
+#include <set>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "balance/trial.h"
+#include "gpipe/micro_batch.h"
+
+namespace gpipe {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+Value on(const Value& sample, torch::Device device) {
+  auto tensors = sample.tensors();
+  for (auto& tensor : tensors) tensor = tensor.to(device);
+  return Value(sample.form(), std::move(tensors));
+}
+
+/// The numbers of micro-batches that the wanted ones really make, each once.
+std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
+  if (chunks.empty()) {
+    for (int power = 1; power <= 32; power *= 2) chunks.push_back(power);
+  }
+  std::set<int> counts;
+  for (const int wanted : chunks) {
+    if (wanted < 1)
+      throw std::invalid_argument(absl::StrFormat("[suggest] chunks must be positive, but has %d", wanted));
+    counts.insert(static_cast<int>(micro_batch_sizes(samples, wanted, /*split_size=*/0).size()));
+  }
+  return {counts.begin(), counts.end()};
+}
+
+void check_devices(const std::vector<torch::Device>& devices) {
+  if (devices.empty()) throw std::invalid_argument("[suggest] give at least one device");
+}
+
+double median(std::vector<double> values) {
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
+}
+
+}  // namespace
+
+Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, const std::vector<torch::Device>& devices,
+                   const SuggestOptions& options) {
+  check_devices(devices);
+  const auto counts = possible(options.chunks(), batch_size(sample));
+  const auto cpus = std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); });
+  auto profiling = options.profile();
+  profiling.seconds(profiling.seconds() / static_cast<double>(counts.size()));
+  if (devices.front().is_cpu()) profiling.workers(static_cast<int>(cpus));
+  std::vector<ChunkedProfile> profiles;
+  for (const int chunks : counts) {
+    const auto done = static_cast<double>(profiles.size());
+    if (options.profile().progress()) {
+      profiling.progress([&](double part) { options.profile().progress()((done + part) / counts.size()); });
+    }
+    const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
+    const auto first = scatter(sample, sizes).front();
+    const auto micro_batch = on(Value(first.form, first.tensors), devices.front());
+    profiles.push_back({chunks, profile(model, micro_batch, profiling)});
+  }
+  return search(profiles, {.stages = static_cast<int>(devices.size()),
+                           .checkpoints = options.checkpoints(),
+                           .memory_limit = options.memory_limit(),
+                           .bandwidth = options.bandwidth()});
+}
+
+std::vector<Measured> refine(const torch::nn::Sequential& model, const Value& sample,
+                             const std::vector<torch::Device>& devices, const Suggestion& suggestion, int candidates,
+                             int repeats, int intraop_threads) {
+  check_devices(devices);
+  if (candidates < 1 || repeats < 1) {
+    throw std::invalid_argument(
+        absl::StrFormat("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats));
+  }
+  suggestion.best();  // or why there is none
+  const Untouched untouched(model.ptr());
+  std::vector<Measured> measured;
+  for (const auto& candidate : suggestion.candidates) {
+    if (!candidate.fits || static_cast<int>(measured.size()) == candidates) break;
+    GPipe pipe(model, candidate.balance,
+               GPipeOptions()
+                   .devices(devices)
+                   .chunks(candidate.chunks)
+                   .checkpoint(candidate.checkpoint)
+                   .intraop_threads(intraop_threads));
+    pipe->train();
+    std::vector<double> seconds;
+    for (int repeat = -1; repeat < repeats; ++repeat) {  // one to warm up
+      const auto start = Clock::now();
+      trial_step(pipe, sample);
+      if (repeat >= 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
+    }
+    measured.push_back({candidate, median(seconds)});
+  }
+  std::stable_sort(measured.begin(), measured.end(),
+                   [](const Measured& a, const Measured& b) { return a.seconds < b.seconds; });
+  return measured;
+}
+
+}  // namespace gpipe

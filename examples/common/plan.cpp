@@ -1,0 +1,108 @@
+#include "examples/common/plan.h"
+
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <numeric>
+#include <ostream>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "balance/balance.h"
+#include "balance/partition.h"
+#include "balance/report.h"
+#include "balance/suggest.h"
+#include "examples/common/autocast.h"
+#include "examples/common/percent.h"
+#include "gpipe/micro_batch.h"
+
+namespace gpipe::examples {
+namespace {
+
+// Seconds that profiles may take.
+constexpr double kSeconds = 5;
+constexpr double kAutoSeconds = 40;
+
+int count_cpus(const std::vector<torch::Device>& devices) {
+  return static_cast<int>(
+      std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); }));
+}
+
+// Refuses, before anything is measured, what a pipeline would refuse: devices, numbers of stages and of layers.
+void check(const torch::nn::Sequential& model, const PipelineOptions& options,
+           const std::vector<torch::Device>& devices) {
+  auto balance = options.layers;
+  if (balance.empty()) balance = best_partition(std::vector<double>(model->size(), 1.0), options.stages);
+  GPipe(model, balance, GPipeOptions().devices(devices).chunks(options.chunks));
+}
+
+torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch::Device device) {
+  shape.insert(shape.begin(), count);
+  return torch::full(shape, 0.5, device);
+}
+
+}  // namespace
+
+Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
+               const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
+  Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint, .devices = place(options)};
+  check(model, options, plan.devices);
+  const auto device = plan.devices.front();
+  const Autocast autocast(options.amp, {device});
+  Percent percent(out, terminal, "measuring");
+  auto profiling = ProfileOptions()
+                       .param_scale(4)  // Adam
+                       .workers(device.is_cpu() ? count_cpus(plan.devices) : 1)
+                       .intraop_threads(std::max(1, torch::get_num_threads() / std::max(1, count_cpus(plan.devices))))
+                       .progress([&](double part) { percent.show(part); });
+  if (options.balance == kAuto) {
+    const auto suggestion = suggest(model, images(options.batch_size, image_shape, device), plan.devices,
+                                    SuggestOptions().profile(profiling.seconds(kAutoSeconds)));
+    plan.candidates = suggestion.candidates;
+    const auto& best = suggestion.best();
+    plan.chunks = best.chunks;
+    plan.checkpoint = best.checkpoint;
+    plan.balance = best.balance;
+  }
+  // Two images at least: batch norm may need them.
+  const auto of_micro_batch = micro_batch_sizes(options.batch_size, plan.chunks, 0).front();
+  plan.profile = profile(model, images(std::max<std::int64_t>(2, of_micro_batch), image_shape, device),
+                         profiling.seconds(kSeconds));
+  const RunOptions run{.chunks = static_cast<int>(plan.chunks), .checkpoint = plan.checkpoint};
+  if (options.balance == kByTime) plan.balance = balance_by_time(plan.profile, options.stages, run);
+  if (options.balance == kBySize) plan.balance = balance_by_size(plan.profile, options.stages, run);
+  if (options.balance.empty()) plan.balance = options.layers;
+  plan.prediction = predict(plan.profile, plan.balance, run);
+  return plan;
+}
+
+GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
+                          const std::vector<std::int64_t>& image_shape) {
+  const auto devices = place(options);
+  auto balance = options.layers;
+  if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
+  if (balance.empty()) {
+    const auto of_micro_batch = micro_batch_sizes(options.batch_size, options.chunks, 0).front();
+    const auto sample = images(std::max<std::int64_t>(2, of_micro_batch), image_shape, devices.front());
+    balance = options.balance == kBySize
+                  ? balance_by_size(options.stages, model, sample)
+                  : balance_by_time(options.stages, model, sample, ProfileOptions().seconds(kSeconds));
+  }
+  return GPipe(model, balance, GPipeOptions().devices(devices).chunks(options.chunks));
+}
+
+GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan) {
+  return GPipe(model, plan.balance,
+               GPipeOptions().devices(plan.devices).chunks(plan.chunks).checkpoint(plan.checkpoint));
+}
+
+void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan) {
+  out << "each layer, for a micro-batch of " << plan.profile.samples << " on " << plan.profile.device << ":\n"
+      << profile_table(plan.profile, plan.balance);
+  if (!plan.candidates.empty()) out << "ways to run it, as predicted:\n" << candidate_table(plan.candidates);
+  print_stages(out, name, pipe);
+  out << "prediction, for " << plan.chunks << " micro-batches, checkpoint " << to_string(plan.checkpoint) << ":\n"
+      << prediction_table(plan.prediction, plan.balance) << std::flush;
+}
+
+}  // namespace gpipe::examples

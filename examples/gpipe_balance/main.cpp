@@ -1,0 +1,287 @@
+// gpipe-balance: what the layers of a model cost, how to cut it, and what that is predicted to cost.
+
+#include <torch/utils.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+
+#include "balance/cut.h"
+#include "balance/predict.h"
+#include "balance/profiler.h"
+#include "balance/report.h"
+#include "balance/suggest.h"
+#include "examples/common/files.h"
+#include "examples/common/image.h"
+#include "examples/common/percent.h"
+#include "examples/common/pipeline_options.h"
+#include "gpipe/micro_batch.h"
+#include "gpipe/runtime/memory_reuse.h"
+#include "models/resnet.h"
+#include "models/unet.h"
+
+namespace gpipe::examples::balance {
+namespace {
+
+using Json = nlohmann::ordered_json;
+
+const std::map<std::string, Checkpoint> kCheckpoints = {
+    {"never", Checkpoint::kNever}, {"except_last", Checkpoint::kExceptLast}, {"always", Checkpoint::kAlways}};
+const std::map<std::string, torch::nn::Sequential (*)(const models::ResNetOptions&)> kResNets = {
+    {"resnet18", models::resnet18},   {"resnet34", models::resnet34},   {"resnet50", models::resnet50},
+    {"resnet101", models::resnet101}, {"resnet152", models::resnet152},
+};
+
+struct Options {
+  std::string model = "unet";
+  std::string size = "96x96";
+  std::int64_t channels = 64;
+  std::int64_t batch_size = 16;
+  std::vector<int> chunks;
+  int stages = 2;
+  std::string device = "cpu";
+  Checkpoint checkpoint = Checkpoint::kExceptLast;
+  std::string by = "time";
+  double bandwidth = 0;     // GB/s
+  std::int64_t memory = 0;  // bytes
+  double seconds = 10;
+  double param_scale = 4;
+  int refine = 0;
+  int near = 4;
+  std::string profile;
+  std::string output;
+  bool json = false;
+
+  int one_chunks() const { return chunks.empty() ? 4 : chunks.front(); }
+  RunOptions run() const { return {one_chunks(), checkpoint, bandwidth * 1e9}; }
+};
+
+torch::nn::Sequential make_model(const Options& options) {
+  if (options.model == "unet") return models::unet(models::UNetOptions().base_channels(options.channels));
+  return kResNets.at(options.model)({});
+}
+
+torch::Tensor make_batch(const Options& options) {
+  const auto size = to_size(options.size);
+  return torch::randn({options.batch_size, 3, size.height, size.width}, torch::Device(options.device));
+}
+
+int workers(const Options& options) { return torch::Device(options.device).is_cpu() ? options.stages : 1; }
+
+Profile measure(const Options& options) {
+  if (!options.profile.empty()) {
+    std::ifstream file(options.profile);
+    if (!file) throw std::runtime_error("cannot read " + options.profile);
+    const std::string text{std::istreambuf_iterator<char>(file), {}};
+    return profile_from_json(text);
+  }
+  const auto batch = make_batch(options);
+  const auto samples = micro_batch_sizes(options.batch_size, options.one_chunks(), 0).front();
+  Percent percent(std::cerr, isatty(STDERR_FILENO) != 0, "measuring " + options.model);
+  return profile(make_model(options), batch.narrow(0, 0, samples),
+                 ProfileOptions()
+                     .workers(workers(options))
+                     .seconds(options.seconds)
+                     .param_scale(options.param_scale)
+                     .progress([&](double part) { percent.show(part); }));
+}
+
+Json to_json(const Candidate& candidate) {
+  return {{"balance", candidate.balance}, {"chunks", candidate.chunks}, {"checkpoint", to_string(candidate.checkpoint)},
+          {"seconds", candidate.seconds}, {"bubble", candidate.bubble}, {"bytes", candidate.bytes},
+          {"fits", candidate.fits}};
+}
+
+int run_profile(const Options& options) {
+  const auto of_model = measure(options);
+  const auto json = profile_to_json(of_model);
+  if (!options.output.empty()) write_file(options.output, {json.begin(), json.end()});
+  std::cout << (options.json ? json + "\n" : profile_table(of_model));
+  return 0;
+}
+
+int run_cut(const Options& options) {
+  const auto of_model = measure(options);
+  const auto run = options.run();
+  const auto balance = options.by == "time" ? balance_by_time(of_model, options.stages, run)
+                                            : balance_by_size(of_model, options.stages, run);
+  const auto prediction = predict(of_model, balance, run);
+  if (options.json) {
+    std::cout << Json{{"balance", balance},
+                      {"seconds", prediction.seconds},
+                      {"bubble", prediction.bubble},
+                      {"stages", prediction.stages},
+                      {"bytes", prediction.bytes}}
+              << "\n";
+    return 0;
+  }
+  std::cout << "balance " << balance_to_text(balance) << "; " << run.chunks << " chunks, checkpoint "
+            << to_string(run.checkpoint) << ":\n"
+            << prediction_table(prediction, balance);
+  return 0;
+}
+
+int run_suggest(const Options& options) {
+  const auto model = make_model(options);
+  const auto batch = make_batch(options);
+  const std::vector<torch::Device> devices(options.stages, torch::Device(options.device));
+  Suggestion suggestion;
+  {
+    Percent percent(std::cerr, isatty(STDERR_FILENO) != 0, "measuring " + options.model);
+    suggestion = suggest(
+        model, batch, devices,
+        SuggestOptions()
+            .chunks(options.chunks)
+            .memory_limit(options.memory)
+            .bandwidth(options.bandwidth * 1e9)
+            .profile(
+                ProfileOptions().seconds(options.seconds).param_scale(options.param_scale).progress([&](double part) {
+                  percent.show(part);
+                })));
+  }
+  std::vector<Measured> measured;
+  if (options.refine > 0 && suggestion.fits()) {
+    measured = refine(model, batch, devices, suggestion, options.refine);
+  }
+  if (options.json) {
+    Json json{{"reason", suggestion.reason}, {"candidates", Json::array()}, {"measured", Json::array()}};
+    for (const auto& candidate : suggestion.candidates) json["candidates"].push_back(to_json(candidate));
+    for (const auto& [candidate, seconds] : measured) {
+      json["measured"].push_back(to_json(candidate));
+      json["measured"].back()["measured_seconds"] = seconds;
+    }
+    std::cout << json << "\n";
+  } else {
+    std::cout << candidate_table(suggestion.candidates);
+    for (const auto& [candidate, seconds] : measured) {
+      std::cout << "measured " << seconds_to_text(seconds) << ": balance " << balance_to_text(candidate.balance) << ", "
+                << candidate.chunks << " chunks, checkpoint " << to_string(candidate.checkpoint) << "\n";
+    }
+  }
+  if (suggestion.fits()) return 0;
+  std::cerr << "error: " << suggestion.reason << "\n";
+  return 1;
+}
+
+int run_sweep(const Options& options) {
+  const auto of_model = measure(options);
+  std::vector<Candidate> candidates;
+  for (const auto& [name, checkpoint] : kCheckpoints) {
+    auto run = options.run();
+    run.checkpoint = checkpoint;
+    const auto best = balance_by_time(of_model, options.stages, run);
+    for (int shift = -options.near; shift <= options.near; ++shift) {
+      auto balance = best;
+      balance.front() += shift;
+      balance.back() -= shift;
+      if (balance.front() < 1 || balance.back() < 1 || (options.stages == 1 && shift != 0)) continue;
+      const auto of = predict(of_model, balance, run);
+      const auto most = *std::max_element(of.bytes.begin(), of.bytes.end());
+      const bool fits = options.memory == 0 || most <= options.memory;
+      candidates.push_back({balance, run.chunks, checkpoint, of.seconds, of.bubble, of.bytes, fits});
+    }
+  }
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.seconds < b.seconds; });
+  if (options.json) {
+    auto json = Json::array();
+    for (const auto& candidate : candidates) json.push_back(to_json(candidate));
+    std::cout << json << "\n";
+  } else {
+    std::cout << candidate_table(candidates);
+  }
+  return 0;
+}
+
+void add_model_flags(CLI::App& app, Options& options) {
+  std::vector<std::string> names = {"unet"};
+  for (const auto& [name, make] : kResNets) names.push_back(name);
+  app.add_option("--model", options.model, "unet, or resnet18, 34, 50, 101, 152")->check(CLI::IsMember(names));
+  app.add_option("--channels", options.channels, "of the U-Net, at full resolution")->check(CLI::PositiveNumber);
+  app.add_option("--size", options.size, "of the images, in pixels");
+  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
+      ->check(CLI::Range(1, 1024));
+  app.add_option("--device", options.device, "to measure on: cpu, cuda or cuda:N");
+  app.add_option("--seconds", options.seconds, "that measuring may take, about")->check(CLI::NonNegativeNumber);
+  app.add_option("--param-scale", options.param_scale,
+                 "bytes for each of a parameter, with its gradient and what the optimizer keeps: SGD 2, Adam 4")
+      ->check(CLI::Range(2.0, 100.0));
+  app.add_flag_callback(
+      "--reuse-memory", [] { reuse_cpu_memory(); }, "keep the memory of CPU tensors for the next");
+  app.add_flag("--json", options.json, "for programs");
+}
+
+void add_run_flags(CLI::App& app, Options& options) {
+  app.add_option("--bandwidth", options.bandwidth, "between devices in GB/s; 0: what is sent is there at once")
+      ->check(CLI::NonNegativeNumber);
+  app.add_option("--memory-limit", options.memory, "of a device, as 6GB")->transform(CLI::AsSizeValue(false));
+}
+
+void add_profile_flag(CLI::App& app, Options& options) {
+  app.add_option("--profile", options.profile, "a file that 'profile --output' wrote, instead of measuring")
+      ->check(CLI::ExistingFile)
+      ->always_capture_default(false);
+}
+
+void add_checkpoint_flag(CLI::App& app, Options& options) {
+  app.add_option("--checkpoint", options.checkpoint, "never, except_last, always")
+      ->transform(CLI::CheckedTransformer(kCheckpoints))
+      ->default_str(to_string(options.checkpoint));
+}
+
+void add_chunks_flag(CLI::App& app, Options& options, const std::string& what) {
+  app.add_option("--chunks", options.chunks, what)->delimiter(',')->check(CLI::PositiveNumber)->default_str("4");
+}
+
+int main(int argc, char** argv) {
+  CLI::App app("What the layers of a model cost, how to cut it, and what a step is predicted to cost.",
+               "gpipe-balance");
+  Options options;
+  app.require_subcommand(1);
+  app.option_defaults()->always_capture_default();
+  int (*run)(const Options&) = nullptr;
+  const auto command = [&](const std::string& name, const std::string& what, int (*function)(const Options&)) {
+    auto* sub = app.add_subcommand(name, what);
+    sub->option_defaults()->always_capture_default();
+    sub->callback([&run, function] { run = function; });
+    add_model_flags(*sub, options);
+    return sub;
+  };
+  auto* profiling = command("profile", "measure each layer, for micro-batches of one size", run_profile);
+  add_chunks_flag(*profiling, options, "micro-batches in a mini-batch");
+  profiling->add_option("-o,--output", options.output, "file to write the profile to, as JSON")
+      ->always_capture_default(false);
+  auto* cutting = command("cut", "the best balance for stages of equal time or memory, and its prediction", run_cut);
+  add_chunks_flag(*cutting, options, "micro-batches in a mini-batch");
+  add_run_flags(*cutting, options);
+  add_profile_flag(*cutting, options);
+  add_checkpoint_flag(*cutting, options);
+  cutting->add_option("--by", options.by, "time or size")->check(CLI::IsMember({"time", "size"}));
+  auto* suggesting = command("suggest", "the fastest balance, chunks and checkpoint mode", run_suggest);
+  suggesting->add_option("--chunks", options.chunks, "numbers of micro-batches to try; default: 1, 2, 4, .. 32")
+      ->delimiter(',')
+      ->check(CLI::PositiveNumber)
+      ->always_capture_default(false);
+  add_run_flags(*suggesting, options);
+  suggesting->add_option("--refine", options.refine, "run so many of the best, and say what they took")
+      ->check(CLI::Range(0, 100));
+  auto* sweeping = command("sweep", "predictions of the balances near the best, in every checkpoint mode", run_sweep);
+  add_chunks_flag(*sweeping, options, "micro-batches in a mini-batch");
+  add_run_flags(*sweeping, options);
+  add_profile_flag(*sweeping, options);
+  sweeping->add_option("--near", options.near, "layers that the first cut moves by, at most")
+      ->check(CLI::Range(0, 1000));
+  return run_program(app, argc, argv, [&] { return run(options); });
+}
+
+}  // namespace
+}  // namespace gpipe::examples::balance
+
+int main(int argc, char** argv) { return gpipe::examples::balance::main(argc, argv); }

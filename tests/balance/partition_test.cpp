@@ -1,0 +1,104 @@
+#include "balance/partition.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <stdexcept>
+
+namespace gpipe {
+namespace {
+
+using Cost = std::function<double(int first, int end)>;
+
+constexpr double kForbidden = std::numeric_limits<double>::infinity();
+
+double worst(const Cost& cost, const std::vector<std::int64_t>& sizes) {
+  double worst = 0;
+  int first = 0;
+  for (const auto size : sizes) {
+    worst = std::max(worst, cost(first, first + static_cast<int>(size)));
+    first += static_cast<int>(size);
+  }
+  return worst;
+}
+
+double brute_force(const Cost& cost, int count, int parts) {
+  double best = kForbidden;
+  std::vector<std::int64_t> sizes;
+  const std::function<void(std::int64_t)> choose = [&](std::int64_t left) {
+    const auto parts_left = parts - static_cast<int>(sizes.size());
+    if (parts_left == 1) {
+      sizes.push_back(left);
+      best = std::min(best, worst(cost, sizes));
+      sizes.pop_back();
+      return;
+    }
+    for (std::int64_t size = 1; size <= left - parts_left + 1; ++size) {
+      sizes.push_back(size);
+      choose(left - size);
+      sizes.pop_back();
+    }
+  };
+  choose(count);
+  return best;
+}
+
+void expect_optimal(const Cost& cost, int count, int parts) {
+  const auto best = brute_force(cost, count, parts);
+  const auto sizes = best_partition(count, parts, cost);
+  if (best == kForbidden) {
+    ASSERT_TRUE(sizes.empty());
+    return;
+  }
+  ASSERT_EQ(sizes.size(), static_cast<std::size_t>(parts));
+  ASSERT_TRUE(std::all_of(sizes.begin(), sizes.end(), [](auto size) { return size > 0; }));
+  ASSERT_EQ(std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0}), count);
+  ASSERT_DOUBLE_EQ(worst(cost, sizes), best);
+}
+
+TEST(PartitionTest, OfSumsIsOptimalByBruteForce) {
+  std::mt19937 random(1);
+  for (int trial = 0; trial < 2000; ++trial) {
+    std::vector<double> costs(1 + random() % 9);
+    for (auto& cost : costs) cost = random() % 4 == 0 ? 0 : static_cast<double>(random() % 20);
+    const int parts = 1 + static_cast<int>(random() % costs.size());
+    const Cost sum = [&](int first, int end) {
+      return std::accumulate(costs.begin() + first, costs.begin() + end, 0.0);
+    };
+    expect_optimal(sum, static_cast<int>(costs.size()), parts);
+    EXPECT_EQ(best_partition(costs, parts), best_partition(static_cast<int>(costs.size()), parts, sum));
+  }
+}
+
+TEST(PartitionTest, OfAnyCostsIsOptimalByBruteForce) {
+  std::mt19937 random(2);
+  for (int trial = 0; trial < 3000; ++trial) {
+    const int count = 1 + static_cast<int>(random() % 9);
+    std::vector<std::vector<double>> costs(count, std::vector<double>(count + 1));
+    for (auto& row : costs) {
+      for (auto& cost : row) cost = random() % 5 == 0 ? kForbidden : static_cast<double>(random() % 20);
+    }
+    expect_optimal([&](int first, int end) { return costs[first][end]; }, count,
+                   1 + static_cast<int>(random() % count));
+  }
+}
+
+TEST(PartitionTest, AmongEqualsTakesLongEarlyParts) {
+  EXPECT_EQ(best_partition({1, 1, 1, 1, 1}, 3), (std::vector<std::int64_t>{2, 2, 1}));
+}
+
+TEST(PartitionTest, RefusesWhatCannotBeCut) {
+  EXPECT_THROW(best_partition({1, 2}, 0), std::invalid_argument);
+  EXPECT_THROW(best_partition({1, 2}, 3), std::invalid_argument);
+  EXPECT_THROW(best_partition({1, -2}, 1), std::invalid_argument);
+  EXPECT_THROW(best_partition({1, std::nan("")}, 1), std::invalid_argument);
+  EXPECT_THROW(best_partition(2, 1, [](int, int) { return std::nan(""); }), std::invalid_argument);
+}
+
+}  // namespace
+}  // namespace gpipe

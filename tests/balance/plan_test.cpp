@@ -1,0 +1,161 @@
+// What is made of a profile: cuts, predictions, suggestions. No model here: the profiles are written by hand.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <numeric>
+#include <stdexcept>
+
+#include "balance/cut.h"
+#include "balance/predict.h"
+#include "balance/profile.h"
+#include "balance/search.h"
+#include "tests/support/support.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+/// Each layer: seconds forward; twice that backward. Passes on 10 bytes, which the next layer's backward needs.
+Profile chain(const std::vector<double>& seconds) {
+  Profile profile{.samples = 4, .device = "cpu"};
+  for (std::size_t i = 0; i < seconds.size(); ++i) {
+    const int layer = static_cast<int>(i);
+    profile.layers.push_back({.name = "l" + std::to_string(i),
+                              .forward = seconds[i],
+                              .stored = seconds[i],
+                              .recompute = seconds[i],
+                              .backward = 2 * seconds[i],
+                              .output = 10,
+                              .saved = 10,
+                              .forward_extra = 10,
+                              .stored_extra = 10,
+                              .backward_extra = 10,
+                              .shares_with = layer});
+    profile.blocks.push_back({10, Kind::F, layer, Kind::B, layer + 1, layer + 1});
+    profile.blocks.push_back({10, Kind::B, layer, Kind::B, layer - 1, layer});
+  }
+  auto& last = profile.blocks[profile.blocks.size() - 2];
+  last.until = Kind::F;
+  last.freed_by = Held::kForwards;
+  profile.blocks[1].freed_by = Held::kForEver;
+  return profile;
+}
+
+TEST(PlanTest, AProfileSurvivesItsJson) {
+  auto profile = chain({1, 0.1, 1e-9});
+  profile.skips = {{"a \"name\"", 0, 2, 40}};
+  profile.layers[1].shares_with = 0;
+  profile.layers[2].changes_input = true;
+  profile.workers = 2;
+  EXPECT_EQ(profile_from_json(profile_to_json(profile)), profile);
+}
+
+TEST(PlanTest, ADamagedProfileIsRefusedWithThePlace) {
+  const auto good = profile_to_json(chain({1, 2}));
+  const auto refusal = [](const std::string& text) {
+    return error_of<std::invalid_argument>([&] { profile_from_json(text); });
+  };
+  const auto with = [&](const std::string& what, const std::string& instead) {
+    auto text = good;
+    return text.replace(text.find(what), what.size(), instead);
+  };
+  EXPECT_THAT(refusal(good.substr(0, good.size() / 2)), HasSubstr("not a profile: "));
+  EXPECT_THAT(refusal("[]"), HasSubstr("not a profile: "));
+  EXPECT_THAT(refusal(with("\"forward\": 1.0", "\"forwards\": 1.0")), HasSubstr("key 'forward' not found"));
+  EXPECT_THAT(refusal(with("\"forward\": 1.0", "\"forward\": -1.0")), HasSubstr("forward of layer 'l0' is -1"));
+  EXPECT_THAT(refusal(with("\"forward\": 1.0", "\"forward\": \"x\"")), HasSubstr("/layers/0/forward"));
+  EXPECT_THAT(refusal(with("\"version\": 1", "\"version\": 2")), HasSubstr("its version is 2"));
+  EXPECT_THAT(refusal(with("\"freed_by\": 1", "\"freed_by\": 7")), HasSubstr("a block of layer 0"));
+  EXPECT_THAT(refusal(with("\"skips\": []",
+                           "\"skips\": [{\"name\": \"s\", \"from\": 1, \"to\": 0, \"bytes\": 1, "
+                           "\"changed\": false}]")),
+              HasSubstr("skip 's' from layer 1 to layer 0"));
+}
+
+TEST(PlanTest, LayersThatShareAParameterStayTogether) {
+  auto profile = chain({1, 1, 1, 1});
+  EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));
+  profile.layers[2].shares_with = 1;
+  EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(3, 1));
+  EXPECT_THAT(balance_by_time(profile, 3), ElementsAre(1, 2, 1));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { balance_by_time(profile, 4); }),
+              HasSubstr("4 partitions would part layers that share a parameter"));
+}
+
+TEST(PlanTest, ACutMayWeighWhatIsSent) {
+  // Between equal layers, a skip from the first to the third: to cut behind them sends less.
+  auto profile = chain({1, 1, 1, 0.9});
+  profile.skips = {{"skip", 0, 2, 4000}};
+  EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));
+  EXPECT_THAT(balance_by_time(profile, 2, {.bandwidth = 1000}), ElementsAre(3, 1));
+  const auto slow = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000});
+  const auto fast = predict(profile, {3, 1}, {.chunks = 2, .bandwidth = 1000});
+  EXPECT_LT(fast.seconds, slow.seconds) << "the skip takes longer than the stages differ";
+}
+
+TEST(PlanTest, BalancesBySizeWithSkips) {
+  auto profile = chain({1, 1, 1, 1});
+  profile.layers[3].parameters = profile.layers[3].gradients = 100;
+  EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(3, 1));
+  // Layer 0 stashes 500 bytes for the last layer: it holds them, wherever the cut is.
+  profile.skips = {{"skip", 0, 3, 500}};
+  profile.blocks.push_back({500, Kind::F, 0, Kind::B, 3, 0, 3});
+  EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(1, 3));
+}
+
+TEST(PlanTest, PredictsTheStepOfASimulation) {
+  const auto profile = chain({1, 1});
+  const auto never = predict(profile, {1, 1}, {.chunks = 3, .checkpoint = Checkpoint::kNever});
+  EXPECT_DOUBLE_EQ(never.seconds, (3 + 1) * 3);
+  EXPECT_DOUBLE_EQ(never.bubble, 0.25);
+  EXPECT_THAT(never.stages, ElementsAre(3, 3));
+  const auto always = predict(profile, {1, 1}, {.chunks = 3, .checkpoint = Checkpoint::kAlways});
+  EXPECT_THAT(always.stages, ElementsAre(4, 4));
+  // The first stage's outputs wait for the second's backwards; a gradient for the caller stays from each of its own.
+  EXPECT_EQ(never.bytes[0], 30);
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { predict(profile, {1, 2}); }), HasSubstr("{1, 2} does not cut 2"));
+  EXPECT_THROW(predict(profile, {2, 0}), std::invalid_argument);
+  EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
+}
+
+TEST(PlanTest, SearchesBalanceChunksAndCheckpoint) {
+  const auto whole = chain({4, 4, 4, 4});
+  const auto halves = chain({2, 2, 2, 2});
+  const auto suggestion = search({{1, whole}, {2, halves}}, {.stages = 2});
+  ASSERT_TRUE(suggestion.fits());
+  EXPECT_EQ(suggestion.candidates.size(), 6U);
+  EXPECT_EQ(suggestion.best().chunks, 2);
+  EXPECT_EQ(suggestion.best().checkpoint, Checkpoint::kNever);
+  EXPECT_THAT(suggestion.best().balance, ElementsAre(2, 2));
+  EXPECT_THROW(search({}), std::invalid_argument);
+  EXPECT_THROW(search({{1, whole}}, {.stages = 5}), std::invalid_argument);
+}
+
+TEST(PlanTest, ALimitMovesTheCutOrTheCheckpoint) {
+  auto profile = chain({1, 1, 1, 1});
+  profile.layers[0].parameters = 1000;
+  const auto free = search({{2, profile}}, {.stages = 2});
+  const auto most = free.best().bytes[0];
+  const auto limited = search({{2, profile}}, {.stages = 2, .memory_limit = most - 1});
+  ASSERT_TRUE(limited.fits());
+  EXPECT_LT(limited.best().bytes[0], most);
+  EXPECT_GE(limited.best().seconds, free.best().seconds);
+}
+
+TEST(PlanTest, SaysWhyNothingFits) {
+  auto profile = chain({1, 1, 1, 1});
+  for (auto& layer : profile.layers) layer.parameters = 10 << 20;
+  const auto needs_more = search({{2, profile}}, {.stages = 2, .memory_limit = 15 << 20});
+  ASSERT_FALSE(needs_more.fits());
+  EXPECT_THAT(needs_more.reason, HasSubstr("nothing fits into 15.0 MiB a device"));
+  EXPECT_THAT(needs_more.reason, HasSubstr("20.0 MiB on device 0, 5.00 MiB too many"));
+  EXPECT_THAT(needs_more.reason, HasSubstr("4 devices would do"));
+  EXPECT_THAT(error_of([&] { needs_more.best(); }), HasSubstr("nothing fits"));
+  const auto too_large = search({{2, profile}}, {.stages = 2, .memory_limit = 5 << 20});
+  EXPECT_THAT(too_large.reason, HasSubstr("layer 0 ('l0') alone needs 10.0 MiB"));
+}
+
+}  // namespace
+}  // namespace gpipe
