@@ -18,36 +18,42 @@
 namespace gpipe::bench {
 namespace {
 
+constexpr int kSteps = 5;
+
 GPipe make_pipe(const torch::nn::Sequential& model, const std::vector<std::int64_t>& balance, int chunks,
                 Checkpoint checkpoint) {
   return GPipe(model, balance, GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
 }
 
-void measure(const Row& row, std::vector<std::int64_t> balance, const Options& options) {
-  auto it = subject(row.model, row.chunks);
-  const auto of_model = profile(it.model, it.input.narrow(0, 0, it.split_size), ProfileOptions().workers(row.stages));
-  const RunOptions run{.chunks = row.chunks, .checkpoint = row.checkpoint};
-  if (balance.empty()) balance = balance_by_time(of_model, row.stages, run);
-  const auto predicted = predict(of_model, balance, run);
-
-  auto pipe = make_pipe(it.model, balance, row.chunks, row.checkpoint);
-  const auto times = interleave({[&] { step(pipe, it.input); }}, options.repeats);
+// Profile, prediction and steps in turn: the machine is not the same from minute to minute.
+void measure(const Row& row, const std::vector<std::int64_t>& wanted, const Options& options) {
   Measurement time{"prediction", row, "times the predicted seconds", {}, {}};
-  for (const double seconds : times[0]) time.values.push_back(seconds / predicted.seconds);
-  print(std::cout, time);
+  Measurement bytes{"prediction", row, "times the predicted bytes (of each stage)", {}, {}};
+  for (int repeat = 0; repeat < options.repeats; ++repeat) {
+    auto it = subject(row.model, row.chunks);
+    const auto of_model =
+        profile(it.model, it.input.narrow(0, 0, it.split_size), ProfileOptions().workers(row.stages).seconds(5));
+    const RunOptions run{.chunks = row.chunks, .checkpoint = row.checkpoint};
+    const auto balance = wanted.empty() ? balance_by_time(of_model, row.stages, run) : wanted;
+    const auto predicted = predict(of_model, balance, run);
 
-  const auto timeline = std::make_shared<Timeline>();
-  pipe->trace(timeline);
-  step(pipe, it.input);
-  Measurement bytes{"prediction", row, "times the predicted bytes (stages)", {}, {}};
-  const StageCost stage(of_model);
-  int first = 0;
-  for (int s = 0; s < row.stages; ++s) {
-    const int end = first + static_cast<int>(balance[s]);
-    const auto counted = timeline->peak_bytes()[s] + stage.static_bytes(first, end);
-    bytes.values.push_back(static_cast<double>(counted) / static_cast<double>(predicted.bytes[s]));
-    first = end;
+    auto pipe = make_pipe(it.model, balance, row.chunks, row.checkpoint);
+    const auto times = interleave({[&] { step(pipe, it.input); }}, kSteps);
+    time.values.push_back(median(times[0]) / predicted.seconds);
+
+    const auto timeline = std::make_shared<Timeline>();
+    pipe->trace(timeline);
+    step(pipe, it.input);
+    const StageCost stage(of_model);
+    int first = 0;
+    for (int s = 0; s < row.stages; ++s) {
+      const int end = first + static_cast<int>(balance[s]);
+      const auto counted = timeline->peak_bytes()[s] + stage.static_bytes(first, end);
+      bytes.values.push_back(static_cast<double>(counted) / static_cast<double>(predicted.bytes[s]));
+      first = end;
+    }
   }
+  print(std::cout, time);
   print(std::cout, bytes);
 }
 

@@ -195,12 +195,16 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   same->push_back(Pop("a"));
   same->push_back(PopOdd());
   const auto whole = profile(same, torch::randn({4, 6}), brief().workers(2));
-  const auto lone_bytes = predict(of, {4, 4}, {.chunks = 4}).bytes;
-  const auto bytes = predict(whole, {4, 4}, {.chunks = 4}).bytes;
-  for (int s = 0; s < 2; ++s) {
-    const auto ratio = static_cast<double>(lone_bytes[s]) / static_cast<double>(bytes[s]);
-    EXPECT_GT(ratio, 0.95);
-    EXPECT_LT(ratio, 2);
+  const StageCost of_lone(of);
+  const StageCost of_whole(whole);
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    for (const auto& [first, end] : {std::pair(0, 4), std::pair(4, 8), std::pair(0, 8)}) {
+      const RunOptions run{.chunks = 4, .checkpoint = checkpoint};
+      const auto ratio =
+          static_cast<double>(of_lone.bytes(first, end, run)) / static_cast<double>(of_whole.bytes(first, end, run));
+      EXPECT_GT(ratio, 0.95);
+      EXPECT_LT(ratio, 2);
+    }
   }
 }
 

@@ -1,0 +1,136 @@
+// The experiment that tutorials of pipeline parallelism tell: a ResNet-50 on one device, as two stages of model
+// parallelism, as a pipeline of micro-batches of several sizes, and as two replicas that share each mini-batch.
+
+#include <torch/cuda.h>
+#include <torch/utils.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <CLI/CLI.hpp>
+#include <chrono>
+#include <fstream>
+#include <iostream>
+#include <thread>
+
+#include "absl/strings/match.h"
+#include "absl/strings/str_format.h"
+#include "examples/common/files.h"
+#include "examples/common/percent.h"
+#include "examples/common/pipeline_options.h"
+#include "examples/resnet50_study/variants.h"
+#include "gpipe/runtime/memory_reuse.h"
+
+namespace gpipe::examples::study {
+namespace {
+
+struct Options {
+  Experiment experiment;
+  std::filesystem::path output = "out/resnet50_study";
+  std::vector<std::string> devices = {"cpu", "cpu"};
+  int batches = 3;
+  int runs = 10;
+};
+
+/// The values of a key of a file like /proc/cpuinfo.
+std::vector<std::string> values(const std::filesystem::path& path, const std::string& key) {
+  std::vector<std::string> found;
+  std::ifstream file(path);
+  for (std::string line; std::getline(file, line);) {
+    if (!absl::StartsWith(line, key)) continue;
+    const auto begin = line.find_first_not_of(" \t", line.find(':') + 1);
+    if (begin != std::string::npos) found.push_back(line.substr(begin));
+  }
+  return found;
+}
+
+std::string hardware(const std::vector<torch::Device>& devices) {
+  const auto models = values("/proc/cpuinfo", "model name");
+  const auto memory = values("/proc/meminfo", "MemTotal");
+  auto text = absl::StrFormat("CPU: %s, %d cores, memory %s\n", models.empty() ? "unknown" : models.front(),
+                              std::thread::hardware_concurrency(), memory.empty() ? "unknown" : memory.front());
+  std::error_code none;
+  for (const auto& gpu : std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", none)) {
+    for (const auto& model : values(gpu.path() / "information", "Model")) absl::StrAppend(&text, "GPU: ", model, "\n");
+  }
+  absl::StrAppend(&text, "torch: ", TORCH_VERSION, "; ", torch::get_num_threads(), " threads a device\ndevices:");
+  for (const auto& device : devices) absl::StrAppend(&text, " ", device.str());
+  return text + "\n";
+}
+
+double time_run(const Variant& variant, const torch::Tensor& input, const torch::Tensor& target, int batches) {
+  const auto start = std::chrono::steady_clock::now();
+  for (int batch = 0; batch < batches; ++batch) variant.step(input, target);
+  if (torch::cuda::is_available()) torch::cuda::synchronize();
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+int run(Options options) {
+  auto& experiment = options.experiment;
+  for (const auto& name : options.devices) experiment.devices.emplace_back(name);
+  check_writable_directory(options.output);
+  torch::set_num_threads(1);  // a core for each CPU device
+  reuse_cpu_memory();         // page faults would drown what is measured, and in some variants more than in others
+  const auto about = hardware(experiment.devices);
+  std::cout << about << std::flush;
+  torch::manual_seed(0);
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  const auto tell = [&](const std::string& what) { std::cout << "profile: " << what << std::endl; };
+  const auto variants = make_variants(experiment, tell);
+
+  const auto device = experiment.devices.front();
+  const auto input = torch::randn({experiment.batch_size, 3, experiment.image, experiment.image}, device);
+  const auto classes = torch::randint(kClasses, {experiment.batch_size}, torch::kLong);
+  const auto target = torch::one_hot(classes, kClasses).to(torch::kFloat).to(device);
+  std::string csv = "variant,split_size,run,seconds,predicted_seconds\n";
+  {
+    Percent percent(std::cout, terminal, "training");
+    const auto all = static_cast<double>(variants.size()) * (options.runs + 1);
+    double done = 0;
+    // In turn, so that what disturbs the machine disturbs all alike; one to warm up.
+    for (int run = 0; run <= options.runs; ++run) {
+      for (const auto& variant : variants) {
+        const auto seconds = time_run(variant, input, target, run == 0 ? 1 : options.batches);
+        percent.show(++done / all);
+        if (run == 0) continue;
+        absl::StrAppendFormat(&csv, "%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,
+                              variant.predicted * options.batches);
+      }
+    }
+  }
+  write_file(options.output / "runs.csv", {csv.begin(), csv.end()});
+  write_file(options.output / "hardware.txt", {about.begin(), about.end()});
+  std::cout << "wrote " << (options.output / "runs.csv").string() << "\nwrote "
+            << (options.output / "hardware.txt").string() << std::endl;
+  return 0;
+}
+
+void make_quick(Options& options) {
+  options.experiment.batch_size = 24;
+  options.experiment.image = 64;
+  options.experiment.splits = {3, 6, 12};
+  options.batches = 1;
+  options.runs = 3;
+}
+
+}  // namespace
+}  // namespace gpipe::examples::study
+
+int main(int argc, char** argv) {
+  using namespace gpipe::examples;
+  CLI::App app("Trains a ResNet-50 on one device, as two stages, as a pipeline and as two replicas, and times each.");
+  study::Options options;
+  auto& experiment = options.experiment;
+  app.option_defaults()->always_capture_default();
+  app.add_option("-o,--output", options.output, "directory for runs.csv and hardware.txt");
+  app.add_option("--devices", options.devices, "two, as cuda:0,cuda:1")->delimiter(',')->expected(2);
+  app.add_option("-b,--batch-size", experiment.batch_size)->check(CLI::Range(2, 100000));
+  app.add_option("--image", experiment.image, "width and height in pixels")->check(CLI::Range(1, 10000));
+  app.add_option("--splits", experiment.splits, "samples of a pipeline's micro-batches")
+      ->delimiter(',')
+      ->check(CLI::PositiveNumber);
+  app.add_option("--batches", options.batches, "mini-batches of a run")->check(CLI::PositiveNumber);
+  app.add_option("--runs", options.runs)->check(CLI::PositiveNumber);
+  app.add_flag_callback(
+      "--quick", [&] { study::make_quick(options); }, "24 images of 64 pixels, 3 runs of 1 mini-batch: five minutes");
+  return run_program(app, argc, argv, [&] { return study::run(options); });
+}
