@@ -25,10 +25,6 @@ std::uint64_t new_id() {
   return ++last;
 }
 
-std::int64_t bytes_of(const at::Tensor& tensor) {
-  return tensor.defined() && tensor.layout() == at::kStrided ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
-}
-
 /// Of the trace with that id; it outlives the trace.
 struct Place {
   std::uint64_t trace = 0;
@@ -114,6 +110,10 @@ class WatchedLayer : public Layer {
 
 }  // namespace
 
+std::int64_t bytes_of(const at::Tensor& tensor) {
+  return tensor.defined() && tensor.layout() == at::kStrided ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
+}
+
 LayerTrace::Version::Version(const at::Tensor& tensor)
     : counter(torch::autograd::impl::version_counter(tensor)), was(counter.current_version()) {}
 
@@ -123,6 +123,7 @@ LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
       id_(new_id()),
       recomputes_(recomputes),
       device_(device),
+      backward_seen_(layers),
       output_bytes_(layers),
       forward_extra_(layers),
       backward_extra_(layers) {}
@@ -147,6 +148,7 @@ void LayerTrace::begins(const Part& part) {
   MutexLock lock(mutex_);
   close_part();
   open_ = part;
+  if (part.kind == Kind::B) backward_seen_[part.layer] = true;
   marks_.push_back({part, now()});
 }
 
@@ -243,9 +245,11 @@ void LayerTrace::read_memory(Profile& profile) {
            popped_by}] += size;
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
   }
-  // Gradients of small parameters wait for each other: they are known already.
+  // Gradients of small parameters wait for each other, until the last part of the backward: they are known already.
+  const int lowest =
+      static_cast<int>(std::find(backward_seen_.begin(), backward_seen_.end(), true) - backward_seen_.begin());
   for (int i = 0; i < static_cast<int>(profile.layers.size()); ++i) {
-    const auto late = bytes.find({Kind::B, i, Kind::B, 0, i, -1});
+    const auto late = bytes.find({Kind::B, i, Kind::B, lowest, i, -1});
     if (late != bytes.end()) late->second -= std::min(late->second, profile.layers[i].late_gradients);
   }
   for (const auto& [key, size] : bytes) {

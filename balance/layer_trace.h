@@ -105,11 +105,15 @@ class LayerTrace : public torch::profiler::impl::ProfilerStateBase,  // for whic
   std::int64_t bytes_before_ ABSL_GUARDED_BY(mutex_) = 0;
   std::int64_t peak_ ABSL_GUARDED_BY(mutex_) = 0;
   Part open_ ABSL_GUARDED_BY(mutex_);
+  std::vector<bool> backward_seen_ ABSL_GUARDED_BY(mutex_);  // by layer
   std::vector<std::int64_t> output_bytes_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::int64_t> forward_extra_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::int64_t> backward_extra_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::pair<int, Version>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
   std::map<SkipKey, std::pair<std::int64_t, std::optional<Version>>> skips_ ABSL_GUARDED_BY(mutex_);
 };
+
+/// The memory of a tensor's elements; 0 for an undefined or sparse one.
+std::int64_t bytes_of(const at::Tensor& tensor);
 
 }  // namespace gpipe

@@ -52,10 +52,12 @@ class LoneContext : public SkipContext {
   LoneContext(const Skips& entering, Skips* leaving) : entering_(entering), leaving_(leaving) {}
 
   void stash(const SkipKey& key, at::Tensor tensor) override {
+    own_[key] = tensor;
     if (leaving_ != nullptr) (*leaving_)[key] = tensor.defined() ? tensor.detach() : tensor;
     if (tensor.defined() && tensor.requires_grad()) stashed.push_back(std::move(tensor));
   }
   at::Tensor pop(const SkipKey& key) override {
+    if (const auto own = own_.extract(key)) return own.mapped();
     const auto found = entering_.find(key);
     if (found == entering_.end()) throw std::runtime_error("[profile] " + to_string(key) + " was never stashed");
     if (!found->second.defined()) return {};
@@ -71,6 +73,7 @@ class LoneContext : public SkipContext {
  private:
   const Skips& entering_;
   Skips* const leaving_;
+  Skips own_;
 };
 
 }  // namespace

@@ -34,12 +34,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-std::int64_t bytes_of(const std::vector<at::Tensor>& tensors) {
-  std::int64_t bytes = 0;
-  for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
-  return bytes;
-}
-
 double median(std::vector<double> values) {
   if (values.empty()) return 0;
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -139,23 +133,21 @@ class Measurement {
         .samples = samples_, .device = device_.str(), .workers = lanes_, .intraop_threads = options_.intraop_threads()};
     absl::flat_hash_map<const void*, int> owners;
     for (int i = 0; i < layers_; ++i) {
-      const auto parameters = named_[i].module->parameters();
-      const auto buffers = named_[i].module->buffers();
       auto& layer = profile.layers.emplace_back();
       layer.name = named_[i].name;
-      layer.parameters = bytes_of(parameters);
-      layer.buffers = bytes_of(buffers);
       layer.shares_with = i;
-      for (const auto* tensors : {&parameters, &buffers}) {
-        for (const auto& tensor : *tensors) {
-          if (tensor.requires_grad()) {
-            layer.gradients += bytes_of({tensor});
-            if (!ParameterCaptures::has_its_own(tensor)) layer.late_gradients += bytes_of({tensor});
-          }
-          const int owner = owners.try_emplace(tensor.unsafeGetTensorImpl(), i).first->second;
-          layer.shares_with = std::min(layer.shares_with, owner);
-        }
-      }
+      // Of tensors that modules share, the first counts.
+      const auto add = [&](const at::Tensor& tensor, std::int64_t& sum) {
+        const auto [owner, is_new] = owners.try_emplace(tensor.unsafeGetTensorImpl(), i);
+        layer.shares_with = std::min(layer.shares_with, owner->second);
+        const auto bytes = is_new ? bytes_of(tensor) : 0;
+        sum += bytes;
+        if (!tensor.requires_grad()) return;
+        layer.gradients += bytes;
+        if (!ParameterCaptures::has_its_own(tensor)) layer.late_gradients += bytes;
+      };
+      for (const auto& parameter : named_[i].module->parameters()) add(parameter, layer.parameters);
+      for (const auto& buffer : named_[i].module->buffers()) add(buffer, layer.buffers);
       layer.optimizer = static_cast<std::int64_t>((options_.param_scale() - 2) * static_cast<double>(layer.gradients));
     }
     return profile;
@@ -189,8 +181,15 @@ class Measurement {
     const bool backward = failed->action.kind != Kind::F;
     const int layer = failed->layer >= 0 ? failed->layer : last_backward(watched, failed->action.stage);
     const auto name = layer < 0 ? "a layer" : StrFormat("layer '%s'", named_[layer].name);
+    std::string message = failed->message;
+    try {
+      throw;
+    } catch (const c10::Error& error) {
+      message = error.what_without_backtrace();
+    } catch (...) {
+    }
     std::throw_with_nested(std::runtime_error(
-        StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", failed->message)));
+        StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", message)));
   }
 
   /// The layer whose part of a stage's backward began last.

@@ -13,6 +13,7 @@
 #include "balance/lone_layer.h"
 #include "balance/measurement.h"
 #include "balance/trial.h"
+#include "gpipe/autograd/random_scope.h"
 #include "gpipe/micro_batch.h"
 
 namespace gpipe {
@@ -63,7 +64,7 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
     whole.blocks.push_back(block);
   }
   for (const auto& link : links) {
-    if (link.to != index) continue;
+    if (link.to != index || link.from == index) continue;
     const auto& skip = skips.at(link.key);
     const auto bytes = skip.defined() ? static_cast<std::int64_t>(skip.nbytes()) : 0;
     whole.skips.push_back({link.key.name, link.from, link.to, bytes});
@@ -72,6 +73,12 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
       whole.blocks.push_back({bytes, Kind::B, index, Kind::B, link.from, index});
     }
   }
+}
+
+Value copy_of(const Value& value) {
+  auto tensors = value.tensors();
+  for (auto& tensor : tensors) tensor = tensor.clone();
+  return Value(value.form(), std::move(tensors));
 }
 
 // Each layer by itself, on the device for as long as that takes.
@@ -88,7 +95,7 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
   auto each = options;
   each.workers(1).seconds(options.seconds() / layers);
   for (int i = 0; i < layers; ++i) {
-    const Untouched untouched(named[i].module);
+    const Untouched untouched(*named[i].module);
     if (options.progress()) {
       each.progress([&](double part) { options.progress()((i + part) / layers); });
     }
@@ -109,11 +116,15 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
       whole.intraop_threads = of_layer.intraop_threads;
     }
     join(whole, std::move(of_layer), i + 1 == layers, links, skips);
-    for (const auto& parameter : named[i].module->parameters()) {
-      const int owner = owners.try_emplace(parameter.unsafeGetTensorImpl(), i).first->second;
-      whole.layers[i].shares_with = std::min(whole.layers[i].shares_with, owner);
+    for (const auto& tensors : {named[i].module->parameters(), named[i].module->buffers()}) {
+      for (const auto& tensor : tensors) {
+        const int owner = owners.try_emplace(tensor.unsafeGetTensorImpl(), i).first->second;
+        whole.layers[i].shares_with = std::min(whole.layers[i].shares_with, owner);
+      }
     }
     const at::NoGradGuard no_grad;
+    const RandomScope random(/*seed=*/0, i, /*micro_batch=*/0);
+    if (i == 0) value = copy_of(value);  // which the layer may change
     Skips leaving;
     value = make(&leaving).front()->forward(std::move(value));
     for (const auto& link : links) {
@@ -128,8 +139,9 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
 
 Profile profile(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
   check(model, sample, options);
-  const Untouched untouched(model.ptr());
+  const at::AutoGradMode grad_mode(true);
   try {
+    const Untouched untouched(*model);
     return measure([&] { return make_layers(*model); }, sample, options);
   } catch (const c10::OutOfMemoryError&) {
   }

@@ -16,7 +16,7 @@ struct ProfileOptions {
   TORCH_ARG(int, workers) = 1;
   /// Threads that one operator of a CPU layer may use.
   TORCH_ARG(int, intraop_threads) = 1;
-  /// After so many seconds no further run is begun; the first runs, some seven steps of four micro-batches, are made in
+  /// After so many seconds no further run is begun; the first ones, some ten steps of a few micro-batches, are made in
   /// any case.
   TORCH_ARG(double, seconds) = 10;
   /// Runs that count, at most.

@@ -116,6 +116,12 @@ const Candidate& Suggestion::best() const {
 
 Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptions& options) {
   if (profiles.empty()) throw std::invalid_argument("[suggest] there are no profiles to search");
+  if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
+  if (options.memory_limit < 0 || !(options.bandwidth >= 0)) {
+    throw std::invalid_argument(
+        StrFormat("[suggest] memory_limit and bandwidth must not be negative, but are %d and %g", options.memory_limit,
+                  options.bandwidth));
+  }
   Suggestion suggestion;
   const Profile* of_leanest = nullptr;
   std::int64_t least = std::numeric_limits<std::int64_t>::max();

@@ -98,12 +98,12 @@ std::int64_t StageCost::bytes(int first, int end, const RunOptions& options) con
   std::vector<int> stage_of(layers_, 1);
   std::fill(stage_of.begin(), stage_of.begin() + first, 0);
   std::fill(stage_of.begin() + end, stage_of.end(), 2);
-  for (int& stage : stage_of) stage -= stage_of.front();
   const auto cell = cell_bytes(first, end, stage_of);
   // The fill leaves all micro-batches' cells behind; the drain begins with the last one's.
   const bool stores_last = options.checkpoint != Checkpoint::kAlways;
   const auto last = stores_last ? cell.forward.kept() : cell.stored.kept();
-  const auto each = options.checkpoint == Checkpoint::kNever ? cell.forward.kept() : cell.stored.kept();
+  const auto forward = cell.forward.kept();
+  const auto each = options.checkpoint == Checkpoint::kNever ? forward : cell.stored.kept();
   const auto graph = cell.recompute.kept();
   const auto others = static_cast<std::int64_t>(options.chunks - 1) * each;
   auto peak = others + std::max((stores_last ? cell.forward : cell.stored).extra,
@@ -112,7 +112,10 @@ std::int64_t StageCost::bytes(int first, int end, const RunOptions& options) con
   if (others > 0) {
     const auto second = cell.parameters + std::max(cell.recompute.extra, graph + cell.backward.extra);
     const auto stored = cell.parameters + cell.backward.extra;
+    const auto drained = options.checkpoint == Checkpoint::kNever ? forward + stored : second;
     peak = std::max(peak, others + (options.checkpoint == Checkpoint::kNever ? stored : second));
+    // Gradients pile up where the stage before is slower.
+    peak = std::max(peak, (options.chunks - 1) * cell.backward.kept() + drained);
   }
   return static_bytes(first, end) + peak;
 }

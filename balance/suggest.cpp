@@ -1,5 +1,8 @@
 #include "balance/suggest.h"
 
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <algorithm>
 #include <chrono>
 #include <set>
@@ -37,6 +40,12 @@ std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
 
 void check_devices(const std::vector<torch::Device>& devices) {
   if (devices.empty()) throw std::invalid_argument("[suggest] give at least one device");
+}
+
+void synchronize(const std::vector<torch::Device>& devices) {
+  for (const auto& device : devices) {
+    if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  }
 }
 
 double median(std::vector<double> values) {
@@ -81,7 +90,8 @@ std::vector<Measured> refine(const torch::nn::Sequential& model, const Value& sa
         absl::StrFormat("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats));
   }
   suggestion.best();  // or why there is none
-  const Untouched untouched(model.ptr());
+  const at::AutoGradMode grad_mode(true);
+  const Untouched untouched(*model);
   std::vector<Measured> measured;
   for (const auto& candidate : suggestion.candidates) {
     if (!candidate.fits || static_cast<int>(measured.size()) == candidates) break;
@@ -94,8 +104,10 @@ std::vector<Measured> refine(const torch::nn::Sequential& model, const Value& sa
     pipe->train();
     std::vector<double> seconds;
     for (int repeat = -1; repeat < repeats; ++repeat) {  // one to warm up
+      synchronize(devices);
       const auto start = Clock::now();
       trial_step(pipe, sample);
+      synchronize(devices);
       if (repeat >= 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
     }
     measured.push_back({candidate, median(seconds)});

@@ -4,6 +4,7 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/api/include/torch/autograd.h>
 
+#include <mutex>
 #include <utility>
 
 namespace gpipe {
@@ -13,28 +14,29 @@ at::Generator generator() { return at::detail::getDefaultCPUGenerator(); }
 
 }  // namespace
 
-Untouched::Untouched(std::shared_ptr<torch::nn::Module> module)
-    : module_(std::move(module)), buffers_(module_->buffers()), generator_state_(generator().get_state()) {
-  for (const auto& each : module_->modules()) training_.push_back(each->is_training());
-  for (const auto& tensor : tensors()) devices_.push_back(tensor.device());
+Untouched::Untouched(const torch::nn::Module& module) : buffers_(module.buffers()) {
+  {
+    auto source = generator();
+    const std::lock_guard<std::mutex> lock(source.mutex());
+    generator_state_ = source.get_state();
+  }
+  for (const auto& each : module.modules(/*include_self=*/false)) modes_.emplace_back(each, each->is_training());
+  for (const auto& tensors : {module.parameters(), module.buffers()}) {
+    for (const auto& tensor : tensors) devices_.emplace_back(tensor, tensor.device());
+  }
 }
 
-Untouched::~Untouched() {
-  auto device = devices_.begin();
-  for (auto& tensor : tensors()) {
-    if (tensor.device() != *device) tensor.set_data(tensor.to(*device));
-    ++device;
+// An error here is one of a device that has failed for good.
+Untouched::~Untouched() try {
+  for (auto& [tensor, device] : devices_) {
+    if (tensor.device() != device) tensor.set_data(tensor.to(device));
   }
   buffers_.restore_after_error();
-  generator().set_state(generator_state_);
-  auto was = training_.begin();
-  for (const auto& each : module_->modules()) each->train(*was++);
-}
-
-std::vector<at::Tensor> Untouched::tensors() const {
-  auto all = module_->parameters();
-  for (const auto& buffer : module_->buffers()) all.push_back(buffer);
-  return all;
+  for (const auto& [module, training] : modes_) module->train(training);
+  auto target = generator();
+  const std::lock_guard<std::mutex> lock(target.mutex());
+  target.set_state(generator_state_);
+} catch (...) {
 }
 
 void trial_step(GPipe& pipe, const Value& batch) {
@@ -46,12 +48,11 @@ void trial_step(GPipe& pipe, const Value& batch) {
     roots.push_back(tensor);
     ones.push_back(at::ones_like(tensor));
   }
-  std::vector<at::Tensor> wanted;
-  for (const auto& parameter : pipe->parameters()) {
-    if (parameter.requires_grad()) wanted.push_back(parameter);
-  }
-  if (roots.empty() || wanted.empty()) return;
-  torch::autograd::grad(roots, wanted, ones, /*retain_graph=*/false, /*create_graph=*/false, /*allow_unused=*/true);
+  if (roots.empty()) return;
+  // The gradients go nowhere: no sum is accumulated, no hook is run.
+  const auto node = roots.front().grad_fn();
+  node->set_next_edges(torch::autograd::edge_list(node->num_outputs()));
+  torch::autograd::backward(roots, ones);
 }
 
 }  // namespace gpipe

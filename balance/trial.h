@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "gpipe/autograd/stage.h"
@@ -14,22 +15,19 @@ namespace gpipe {
 /// were.
 class Untouched {
  public:
-  explicit Untouched(std::shared_ptr<torch::nn::Module> module);
+  explicit Untouched(const torch::nn::Module& module);
   ~Untouched();
   Untouched(const Untouched&) = delete;
   Untouched& operator=(const Untouched&) = delete;
 
  private:
-  std::vector<at::Tensor> tensors() const;
-
-  const std::shared_ptr<torch::nn::Module> module_;
   SavedBuffers buffers_;
-  const at::Tensor generator_state_;
-  std::vector<bool> training_;
-  std::vector<torch::Device> devices_;
+  at::Tensor generator_state_;
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;  // a module before those in it
+  std::vector<std::pair<at::Tensor, torch::Device>> devices_;
 };
 
-/// A step that leaves no gradients: forward, and backward from ones.
+/// A step that leaves no gradients and runs no hooks: forward, and backward from ones.
 void trial_step(GPipe& pipe, const Value& batch);
 
 }  // namespace gpipe

@@ -3,7 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <numeric>
+#include <mutex>
 
 #include "balance/balance.h"
 #include "balance/predict.h"
@@ -49,6 +49,28 @@ TEST(ProfileTest, LeavesNoTrace) {
   for (std::size_t i = 0; i < model->size(); ++i) EXPECT_EQ(model[i]->is_training(), i == 3);
   torch::manual_seed(1);
   EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
+  EXPECT_EQ(hooks, 0);
+}
+
+/// Makes its buffer when it is first called.
+struct LazyImpl : nn::Module {
+  torch::Tensor forward(torch::Tensor x) {
+    if (!mask.defined()) mask = register_buffer("mask", torch::ones({6}));
+    return x * mask;
+  }
+  torch::Tensor mask;
+};
+TORCH_MODULE(Lazy);
+
+TEST(ProfileTest, DoesNotMindTheCallersGradModeNorLazyLayers) {
+  nn::Sequential model(nn::Linear(6, 6), Lazy(), nn::Linear(6, 6));
+  model->eval();
+  const torch::NoGradGuard no_grad;
+  const auto of = profile(model, torch::randn({4, 6}), brief());
+  EXPECT_GT(of.layers[2].backward, 0);
+  EXPECT_EQ(of.layers[2].saved, 0);
+  EXPECT_EQ(of.layers[1].saved, 4 * 6 * 4);
+  EXPECT_FALSE(model[1]->is_training());
 }
 
 TEST(ProfileTest, TellsOfEachLayer) {
@@ -149,6 +171,8 @@ TEST(ProfileTest, RefusesWhatMakesNoSense) {
   EXPECT_THAT(refusal([&] { profile(model, Value(std::vector<torch::Tensor>())); }), HasSubstr("no input tensor"));
   EXPECT_THAT(refusal([&] { balance_by_time(3, model, x); }), HasSubstr("between 1 and the number of layers, 2"));
   EXPECT_THAT(refusal([&] { balance_by_size(0, model, x); }), HasSubstr("but is 0"));
+  EXPECT_THAT(refusal([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().checkpoints({})); }),
+              HasSubstr("at least one checkpoint mode"));
   EXPECT_THAT(refusal([&] { suggest(model, x, {}); }), HasSubstr("at least one device"));
   EXPECT_THAT(refusal([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().chunks({0})); }), HasSubstr("but has 0"));
 }
@@ -159,6 +183,8 @@ struct LargeImpl : nn::Module {
     peak->live = std::move(live);
   }
   torch::Tensor forward(torch::Tensor x) {
+    static std::mutex mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
     if (peak->live->now >= 4) TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory");
     return peak(linear(x));
   }
@@ -176,8 +202,14 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   model->push_back(StashOdd());
   model->push_back(Pop("a"));
   model->push_back(PopOdd());
-  const auto of = profile(model, torch::randn({4, 6}), brief().workers(2));
+  model->push_back(nn::Dropout());
+  const auto x = torch::randn({4, 6});
+  const auto before = x.clone();
+  const auto of = profile(model, x, brief().workers(2));
+  EXPECT_TRUE(torch::equal(x, before));
   EXPECT_LE(live->peak, 4);
+  EXPECT_GT(of.layers[8].backward, 0);
+  EXPECT_GT(of.layers[8].saved, 0);
   ASSERT_EQ(of.layers.size(), model->size());
   for (const auto& layer : of.layers) EXPECT_GT(layer.forward, 0);
   ASSERT_EQ(of.skips.size(), 4U);
@@ -194,6 +226,7 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   same->push_back(StashOdd());
   same->push_back(Pop("a"));
   same->push_back(PopOdd());
+  same->push_back(nn::Dropout());
   const auto whole = profile(same, torch::randn({4, 6}), brief().workers(2));
   const StageCost of_lone(of);
   const StageCost of_whole(whole);
@@ -232,7 +265,7 @@ class BytesTest : public testing::Test {
           const auto ratio = static_cast<double>(accounted.peak_bytes()[s]) / counted;
           EXPECT_GT(ratio, 0.97) << "stage " << s;
           // Others free in the midst of their actions, which are accounted at their ends.
-          EXPECT_LT(ratio, chunks == 1 ? 1.03 : 1.25) << "stage " << s;
+          EXPECT_LT(ratio, 1.25) << "stage " << s;
         }
       }
     }
