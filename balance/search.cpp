@@ -2,7 +2,9 @@
 
 #include <algorithm>
 #include <limits>
+#include <map>
 #include <stdexcept>
+#include <utility>
 
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
@@ -13,7 +15,15 @@ namespace {
 
 using absl::StrFormat;
 
-std::int64_t largest(const std::vector<std::int64_t>& bytes) { return *std::max_element(bytes.begin(), bytes.end()); }
+/// The fullest device, and what it holds.
+std::pair<int, std::int64_t> fullest(const std::vector<std::int64_t>& bytes, const SearchOptions& options) {
+  std::map<int, std::int64_t> of_device;
+  for (std::size_t s = 0; s < bytes.size(); ++s) {
+    of_device[options.devices.empty() ? static_cast<int>(s) : options.devices[s]] += bytes[s];
+  }
+  return *std::max_element(of_device.begin(), of_device.end(),
+                           [](const auto& a, const auto& b) { return a.second < b.second; });
+}
 
 class Search {
  public:
@@ -33,14 +43,14 @@ class Search {
  private:
   Candidate of(const std::vector<std::int64_t>& balance) const {
     auto prediction = predict(profile_, balance, run_);
-    const bool fits = largest(prediction.bytes) <= limit_;
+    const bool fits = fullest(prediction.bytes, options_).second <= limit_;
     return {balance, run_.chunks, run_.checkpoint, prediction.seconds, prediction.bubble, std::move(prediction.bytes),
             fits};
   }
 
   bool better(const Candidate& a, const Candidate& b) const {
     if (a.fits != b.fits) return a.fits;
-    return a.fits ? a.seconds < b.seconds : largest(a.bytes) < largest(b.bytes);
+    return a.fits ? a.seconds < b.seconds : fullest(a.bytes, options_).second < fullest(b.bytes, options_).second;
   }
 
   Candidate improve(Candidate best) const {
@@ -51,7 +61,7 @@ class Search {
           auto balance = best.balance;
           balance[s] += layers;
           balance[s + 1] -= layers;
-          if (!possible(balance)) continue;
+          if (!stage_.can_cut(balance)) continue;
           auto moved = of(balance);
           if (!better(moved, best)) continue;
           best = std::move(moved);
@@ -62,16 +72,6 @@ class Search {
     return best;
   }
 
-  bool possible(const std::vector<std::int64_t>& balance) const {
-    int end = 0;
-    for (const auto layers : balance) {
-      if (layers < 1) return false;
-      end += static_cast<int>(layers);
-      if (!stage_.can_cut_before(end)) return false;
-    }
-    return true;
-  }
-
   const Profile& profile_;
   const RunOptions run_;
   const SearchOptions& options_;
@@ -79,32 +79,41 @@ class Search {
   const std::int64_t limit_;
 };
 
+/// The fewest stages that stay within the limit each; 0 when a layer alone does not.
+int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t limit) {
+  std::vector<int> stages(cost.layers() + 1, 0);  // of the layers before; 0 for impossible
+  for (int end = 1; end <= cost.layers(); ++end) {
+    for (int first = 0; cost.can_cut_before(end) && first < end; ++first) {
+      const bool possible = first == 0 || stages[first] > 0;
+      if (!possible || (stages[end] > 0 && stages[end] <= stages[first] + 1)) continue;
+      if (cost.bytes(first, end, run) <= limit) stages[end] = stages[first] + 1;
+    }
+  }
+  return stages.back();
+}
+
 /// `leanest` needs the least of those that do not fit.
 std::string why_not(const Candidate& leanest, const Profile& profile, const SearchOptions& options) {
-  const auto most = std::max_element(leanest.bytes.begin(), leanest.bytes.end());
-  const auto stage = most - leanest.bytes.begin();
-  auto reason = StrFormat(
+  const auto [device, most] = fullest(leanest.bytes, options);
+  const auto reason = StrFormat(
       "[suggest] nothing fits into %s a device: the leanest way, %d chunks and checkpoint %s, needs %s on device %d, "
       "%s "
       "too many; ",
-      bytes_to_text(options.memory_limit), leanest.chunks, to_string(leanest.checkpoint), bytes_to_text(*most), stage,
-      bytes_to_text(*most - options.memory_limit));
+      bytes_to_text(options.memory_limit), leanest.chunks, to_string(leanest.checkpoint), bytes_to_text(most), device,
+      bytes_to_text(most - options.memory_limit));
   const RunOptions run{leanest.chunks, leanest.checkpoint, options.bandwidth};
   const StageCost cost(profile);
   for (int layer = 0; layer < cost.layers(); ++layer) {
     const auto alone = cost.bytes(layer, layer + 1, run);
     if (alone <= options.memory_limit) continue;
     return reason + StrFormat(
-                        "layer %d ('%s') alone needs %s, which more devices do not change: make it smaller, or "
-                        "the mini-batch",
-                        layer, profile.layers[layer].name, bytes_to_text(alone));
+                        "layer '%s' alone needs %s, which more devices do not change: make it smaller, or the "
+                        "mini-batch",
+                        profile.layers[layer].name, bytes_to_text(alone));
   }
-  for (int stages = options.stages + 1; stages <= cost.layers(); ++stages) {
-    if (balance_within(options.memory_limit, profile, stages, run).empty()) continue;
-    return reason +
-           StrFormat("%d devices would do, or devices of %s, or a smaller mini-batch", stages, bytes_to_text(*most));
-  }
-  return reason + StrFormat("devices of %s would do, or a smaller mini-batch", bytes_to_text(*most));
+  const int stages = fewest_stages(cost, run, options.memory_limit);
+  const auto more = stages > options.stages ? StrFormat("%d devices would do, or ", stages) : "";
+  return reason + more + StrFormat("devices of %s would do, or a smaller mini-batch", bytes_to_text(most));
 }
 
 }  // namespace
@@ -122,6 +131,10 @@ Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptio
         StrFormat("[suggest] memory_limit and bandwidth must not be negative, but are %d and %g", options.memory_limit,
                   options.bandwidth));
   }
+  if (!options.devices.empty() && static_cast<int>(options.devices.size()) != options.stages) {
+    throw std::invalid_argument(StrFormat("[suggest] there are %d devices for %d stages; give one each",
+                                          options.devices.size(), options.stages));
+  }
   Suggestion suggestion;
   const Profile* of_leanest = nullptr;
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
@@ -129,8 +142,8 @@ Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptio
   for (const auto& [chunks, profile] : profiles) {
     for (const auto checkpoint : options.checkpoints) {
       auto candidate = Search(profile, {chunks, checkpoint, options.bandwidth}, options).best();
-      if (largest(candidate.bytes) < least) {
-        least = largest(candidate.bytes);
+      if (const auto most = fullest(candidate.bytes, options).second; most < least) {
+        least = most;
         leanest = candidate;
         of_leanest = &profile;
       }

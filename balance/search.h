@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -32,6 +31,8 @@ struct SearchOptions {
   std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes on one device; 0 for no limit.
   std::int64_t memory_limit = 0;
+  /// The device of each stage, by any numbers; empty: one each. Stages on one device are still taken to run at once.
+  std::vector<int> devices = {};
   /// Bytes a second between devices; 0: at once.
   double bandwidth = 0;
 };
@@ -50,7 +51,7 @@ struct Suggestion {
 
 /// The fastest way to run a profiled model, by the simulator: of each number of chunks and checkpoint mode the balance
 /// whose slowest stage is fastest, and from there moved, a layer at a time, as long as the step gets shorter. Errors:
-/// std::invalid_argument for no profiles, and for fewer layers than stages.
+/// std::invalid_argument for options that make no sense, no profiles, and fewer layers than stages.
 Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptions& options = {});
 
 }  // namespace gpipe

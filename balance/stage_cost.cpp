@@ -1,9 +1,8 @@
 #include "balance/stage_cost.h"
 
 #include <algorithm>
-#include <map>
 #include <stdexcept>
-#include <tuple>
+#include <utility>
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
@@ -11,19 +10,21 @@
 namespace gpipe {
 namespace {
 
-/// Collects what an action leaves behind, by the action that ends it.
+/// Collects what an action leaves behind, by the action that ends it; there are few of those.
 class HeldBytes {
  public:
-  void add(std::int64_t bytes, Kind until, int stage) { bytes_[{until, stage}] += bytes; }
-
-  std::vector<Held> take() const {
-    std::vector<Held> held;
-    for (const auto& [end, bytes] : bytes_) held.push_back({bytes, end.first, end.second});
-    return held;
+  void add(std::int64_t bytes, Kind until, int stage) {
+    for (auto& each : held_) {
+      if (each.until != until || each.stage != stage) continue;
+      each.bytes += bytes;
+      return;
+    }
+    held_.push_back({bytes, until, stage});
   }
+  std::vector<Held> take() { return std::move(held_); }
 
  private:
-  std::map<std::pair<Kind, int>, std::int64_t> bytes_;
+  std::vector<Held> held_;
 };
 
 /// What a stage has in use while its layers run one after the other.
@@ -41,6 +42,13 @@ class Replay {
   std::int64_t now_ = 0;
   std::int64_t peak_ = 0;
 };
+
+constexpr double kShortest = 1e-9;
+
+/// The stage that a layer is in; `ends` says of each stage which layer comes behind it.
+int stage_of(int layer, const std::vector<int>& ends) {
+  return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
+}
 
 double share_recomputed(const RunOptions& options) {
   switch (options.checkpoint) {
@@ -78,6 +86,16 @@ StageCost::StageCost(const Profile& profile)
   for (const auto& block : profile_.blocks) blocks_[block.layer].push_back(&block);
 }
 
+bool StageCost::can_cut(const std::vector<std::int64_t>& balance) const {
+  std::int64_t end = 0;
+  for (const auto layers : balance) {
+    if (layers < 1 || layers > layers_ - end) return false;
+    end += layers;
+    if (!can_cut_[end]) return false;
+  }
+  return end == layers_;
+}
+
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
   const auto& before = sums_[first];
   const auto& after = sums_[end];
@@ -95,10 +113,7 @@ std::int64_t StageCost::static_bytes(int first, int end) const {
 }
 
 std::int64_t StageCost::bytes(int first, int end, const RunOptions& options) const {
-  std::vector<int> stage_of(layers_, 1);
-  std::fill(stage_of.begin(), stage_of.begin() + first, 0);
-  std::fill(stage_of.begin() + end, stage_of.end(), 2);
-  const auto cell = cell_bytes(first, end, stage_of);
+  const auto cell = cell_bytes(first, end, {first, end, layers_});
   // The fill leaves all micro-batches' cells behind; the drain begins with the last one's.
   const bool stores_last = options.checkpoint != Checkpoint::kAlways;
   const auto last = stores_last ? cell.forward.kept() : cell.stored.kept();
@@ -135,36 +150,35 @@ std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) con
 }
 
 Costs StageCost::costs(const std::vector<std::int64_t>& balance, double bandwidth) const {
-  std::vector<int> stage_of;
+  std::vector<int> ends;
+  bool positive = true;
   for (const auto layers : balance) {
-    stage_of.insert(stage_of.end(), std::max<std::int64_t>(layers, 0), stage_of.empty() ? 0 : stage_of.back() + 1);
+    positive = positive && layers > 0 && layers <= layers_;
+    if (!positive) break;
+    ends.push_back((ends.empty() ? 0 : ends.back()) + static_cast<int>(layers));
   }
-  const bool positive = std::all_of(balance.begin(), balance.end(), [](auto layers) { return layers > 0; });
-  if (!positive || static_cast<int>(stage_of.size()) != layers_) {
+  if (!positive || ends.empty() || ends.back() != layers_) {
     throw std::invalid_argument(
-        absl::StrFormat("[balance] {%s} does not cut %d layers: give positive numbers of "
-                        "layers that sum to it",
+        absl::StrFormat("[balance] {%s} does not cut %d layers: give positive numbers of layers that sum to it",
                         absl::StrJoin(balance, ", "), layers_));
   }
   Costs costs;
   int first = 0;
-  for (const auto layers : balance) {
-    const int end = first + static_cast<int>(layers);
+  for (const int end : ends) {
     const auto& before = sums_[first];
     const auto& after = sums_[end];
-    costs.actions.push_back(
-        {after.forward - before.forward, after.recompute - before.recompute, after.backward - before.backward, 0, 0});
-    costs.stored.push_back(after.stored - before.stored);
-    costs.bytes.push_back(cell_bytes(first, end, stage_of));
+    // So that actions have an order in time.
+    const auto seconds = [](double sum) { return std::max(sum, kShortest); };
+    costs.actions.push_back({seconds(after.forward - before.forward), seconds(after.recompute - before.recompute),
+                             seconds(after.backward - before.backward), 0, 0});
+    costs.stored.push_back(seconds(after.stored - before.stored));
+    costs.bytes.push_back(cell_bytes(first, end, ends));
     first = end;
   }
   std::vector<std::int64_t> sent;
-  for (std::size_t s = 1, layer = 0; s < balance.size(); ++s) {
-    layer += balance[s - 1];
-    sent.push_back(profile_.layers[layer - 1].output);
-  }
+  for (std::size_t s = 0; s + 1 < ends.size(); ++s) sent.push_back(profile_.layers[ends[s] - 1].output);
   for (const auto& skip : profile_.skips) {
-    if (stage_of[skip.from] != stage_of[skip.to]) sent.push_back(skip.bytes);
+    if (stage_of(skip.from, ends) != stage_of(skip.to, ends)) sent.push_back(skip.bytes);
   }
   for (const auto bytes : sent) costs.edges.push_back(bandwidth > 0 ? static_cast<double>(bytes) / bandwidth : 0);
   return costs;
@@ -179,16 +193,10 @@ bool StageCost::copies_inputs(int first, int end) const {
 
 // The profile's blocks are those of an unpartitioned pipeline. A cut changes when they are freed: what enters a stage
 // is there until the stage's action has run, and, while its cell is to be recomputed, until that.
-CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& stage_of) const {
-  const int stage = stage_of[first];
-  // The bounds of the stage that a layer is in.
-  const auto copied_at = [&](int layer) {
-    const auto begin = std::lower_bound(stage_of.begin(), stage_of.end(), stage_of[layer]);
-    const auto after = std::upper_bound(begin, stage_of.end(), stage_of[layer]);
-    return copies_inputs(static_cast<int>(begin - stage_of.begin()), static_cast<int>(after - stage_of.begin()));
-  };
+CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends) const {
+  const int stage = stage_of(first, ends);
   const auto inside = [&](int layer) { return layer >= first && layer < end; };
-  const auto stage_at = [&](int layer) { return layer < 0 ? layer : stage_of[layer]; };
+  const auto stage_at = [&](int layer) { return layer < 0 ? layer : stage_of(layer, ends); };
   // What the stage has in use after each layer, above what before it: forwards that build a graph, and that do not,
   // and backwards.
   std::vector<std::int64_t> by_forward(end - first);
@@ -230,13 +238,15 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& stag
       } else if (last_use == layers_) {
         of_stored.add(bytes, Kind::F, Held::kForwards);
       } else {
-        const int receiver = block->reaches >= end ? end : block->popped_by;
-        of_stored.add(bytes, copied_at(receiver) ? Kind::F : saved ? Kind::W : Kind::R, stage_of[receiver]);
+        const int receiver = stage_of(block->reaches >= end ? end : block->popped_by, ends);
+        const bool copied = copies_inputs(ends[receiver - 1], ends[receiver]);
+        of_stored.add(bytes, copied ? Kind::F : saved ? Kind::W : Kind::R, receiver);
       }
     }
   }
   Replay forward;
   Replay stored;
+  const auto buffers = sums_[end].buffers - sums_[first].buffers;  // of which a recompute keeps a copy
   if (first > 0 && copies_inputs(first, end)) {
     const auto activation = profile_.layers[first - 1].output;
     const auto skips = bytes_in(first, end) - activation;
@@ -258,7 +268,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& stag
   }
   return {.forward = {forward.peak(), of_forward.take()},
           .stored = {stored.peak(), of_stored.take()},
-          .recompute = {forward.peak(), of_recompute.take()},
+          .recompute = {forward.peak() + buffers, of_recompute.take()},
           .backward = {backward.peak(), of_backward.take()},
           .first_backward_extra = first_backward.peak(),
           .parameters = sums_[end].gradients - sums_[first].gradients};

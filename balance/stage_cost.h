@@ -27,13 +27,15 @@ class StageCost {
 
   /// Whether a stage may end before a layer: not where that would part layers that share a parameter.
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
+  /// Whether a balance cuts the model, and only there.
+  bool can_cut(const std::vector<std::int64_t>& balance) const;
 
   /// Seconds of the layers first..end-1 for a micro-batch, forward to backward, recomputed ones by their share, with
   /// what enters and its gradient on their way.
   double seconds(int first, int end, const RunOptions& options) const;
 
   /// The most bytes that such a stage has in use in a step, and the part of them that is always there: parameters,
-  /// buffers, what the optimizer keeps. An upper bound, whatever stands before and after it.
+  /// buffers, what the optimizer keeps. An upper bound, whatever stands before and behind it and however slow that is.
   std::int64_t bytes(int first, int end, const RunOptions& options) const;
   std::int64_t static_bytes(int first, int end) const;
 
@@ -48,7 +50,8 @@ class StageCost {
   /// Whether a stage that begins and ends there works from copies of what enters when it is to be recomputed: it, or one
   /// that it passes it on to, changes some of it in place.
   bool copies_inputs(int first, int end) const;
-  CellBytes cell_bytes(int first, int end, const std::vector<int>& stage_of) const;
+  /// `ends` says of each stage which layer comes behind it.
+  CellBytes cell_bytes(int first, int end, const std::vector<int>& ends) const;
 
   const Profile& profile_;
   const int layers_;

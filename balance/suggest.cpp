@@ -42,6 +42,16 @@ void check_devices(const std::vector<torch::Device>& devices) {
   if (devices.empty()) throw std::invalid_argument("[suggest] give at least one device");
 }
 
+/// Of the devices, each CPU stage being one of its own.
+std::vector<int> numbers(const std::vector<torch::Device>& devices) {
+  std::vector<int> numbers;
+  for (std::size_t i = 0; i < devices.size(); ++i) {
+    const auto first = std::find(devices.begin(), devices.end(), devices[i]);
+    numbers.push_back(static_cast<int>(devices[i].is_cpu() ? i : first - devices.begin()));
+  }
+  return numbers;
+}
+
 void synchronize(const std::vector<torch::Device>& devices) {
   for (const auto& device : devices) {
     if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
@@ -65,19 +75,30 @@ Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, cons
   profiling.seconds(profiling.seconds() / static_cast<double>(counts.size()));
   if (devices.front().is_cpu()) profiling.workers(static_cast<int>(cpus));
   std::vector<ChunkedProfile> profiles;
+  double reported = 0;
   for (const int chunks : counts) {
     const auto done = static_cast<double>(profiles.size());
     if (options.profile().progress()) {
-      profiling.progress([&](double part) { options.profile().progress()((done + part) / counts.size()); });
+      profiling.progress([&](double part) {
+        reported = std::max(reported, (done + part) / static_cast<double>(counts.size()));
+        options.profile().progress()(reported);
+      });
     }
     const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
     const auto first = scatter(sample, sizes).front();
     const auto micro_batch = on(Value(first.form, first.tensors), devices.front());
-    profiles.push_back({chunks, profile(model, micro_batch, profiling)});
+    try {
+      profiles.push_back({chunks, profile(model, micro_batch, profiling)});
+    } catch (const std::runtime_error&) {
+      // Batch norm wants more than one value a channel. Nobody has asked for such small micro-batches.
+      if (!options.chunks().empty() || profiles.empty()) throw;
+      break;
+    }
   }
   return search(profiles, {.stages = static_cast<int>(devices.size()),
                            .checkpoints = options.checkpoints(),
                            .memory_limit = options.memory_limit(),
+                           .devices = numbers(devices),
                            .bandwidth = options.bandwidth()});
 }
 

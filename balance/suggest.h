@@ -5,7 +5,6 @@
 #include <torch/types.h>
 
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "balance/profiler.h"
@@ -14,7 +13,8 @@
 namespace gpipe {
 
 struct SuggestOptions {
-  /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, as far as the mini-batch can be cut.
+  /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, as far as the mini-batch can be cut and the model takes what that
+  /// gives.
   TORCH_ARG(std::vector<int>, chunks);
   TORCH_ARG(std::vector<Checkpoint>, checkpoints) = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes on one device, CPU stages counted as one each; 0: as many as it may take.

@@ -36,6 +36,14 @@ void check(const torch::nn::Sequential& model, const PipelineOptions& options,
   GPipe(model, balance, GPipeOptions().devices(devices).chunks(options.chunks));
 }
 
+// As the stages will run.
+ProfileOptions profile_options(const std::vector<torch::Device>& devices) {
+  const int cpus = std::max(1, count_cpus(devices));
+  return ProfileOptions()
+      .workers(devices.front().is_cpu() ? cpus : 1)
+      .intraop_threads(std::max(1, torch::get_num_threads() / cpus));
+}
+
 torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch::Device device) {
   shape.insert(shape.begin(), count);
   return torch::full(shape, 0.5, device);
@@ -50,10 +58,8 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
   const auto device = plan.devices.front();
   const Autocast autocast(options.amp, {device});
   Percent percent(out, terminal, "measuring");
-  auto profiling = ProfileOptions()
+  auto profiling = profile_options(plan.devices)
                        .param_scale(4)  // Adam
-                       .workers(device.is_cpu() ? count_cpus(plan.devices) : 1)
-                       .intraop_threads(std::max(1, torch::get_num_threads() / std::max(1, count_cpus(plan.devices))))
                        .progress([&](double part) { percent.show(part); });
   if (options.balance == kAuto) {
     const auto suggestion = suggest(model, images(options.batch_size, image_shape, device), plan.devices,
@@ -64,15 +70,15 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
     plan.checkpoint = best.checkpoint;
     plan.balance = best.balance;
   }
+  const auto sizes = micro_batch_sizes(options.batch_size, plan.chunks, /*split_size=*/0);
   // Two images at least: batch norm may need them.
-  const auto of_micro_batch = micro_batch_sizes(options.batch_size, plan.chunks, 0).front();
-  plan.profile = profile(model, images(std::max<std::int64_t>(2, of_micro_batch), image_shape, device),
-                         profiling.seconds(kSeconds));
-  const RunOptions run{.chunks = static_cast<int>(plan.chunks), .checkpoint = plan.checkpoint};
+  const auto samples = std::max<std::int64_t>(2, sizes.front());
+  plan.profile = profile(model, images(samples, image_shape, device), profiling.seconds(kSeconds));
+  const RunOptions run{.chunks = static_cast<int>(sizes.size()), .checkpoint = plan.checkpoint};
   if (options.balance == kByTime) plan.balance = balance_by_time(plan.profile, options.stages, run);
   if (options.balance == kBySize) plan.balance = balance_by_size(plan.profile, options.stages, run);
   if (options.balance.empty()) plan.balance = options.layers;
-  plan.prediction = predict(plan.profile, plan.balance, run);
+  if (samples == sizes.front()) plan.prediction = predict(plan.profile, plan.balance, run);
   return plan;
 }
 
@@ -82,11 +88,16 @@ GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOpti
   auto balance = options.layers;
   if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
   if (balance.empty()) {
-    const auto of_micro_batch = micro_batch_sizes(options.batch_size, options.chunks, 0).front();
-    const auto sample = images(std::max<std::int64_t>(2, of_micro_batch), image_shape, devices.front());
-    balance = options.balance == kBySize
-                  ? balance_by_size(options.stages, model, sample)
-                  : balance_by_time(options.stages, model, sample, ProfileOptions().seconds(kSeconds));
+    check(model, options, devices);
+    const auto samples = micro_batch_sizes(options.batch_size, options.chunks, /*split_size=*/0).front();
+    const auto sample = images(std::max<std::int64_t>(2, samples), image_shape, devices.front());
+    const auto of_model = profile(model, sample, profile_options(devices).seconds(kSeconds));
+    std::vector<double> costs;
+    for (const auto& layer : of_model.layers) {
+      costs.push_back(options.balance == kBySize ? static_cast<double>(layer.parameters + layer.buffers)
+                                                 : layer.stored);
+    }
+    balance = best_partition(costs, options.stages);
   }
   return GPipe(model, balance, GPipeOptions().devices(devices).chunks(options.chunks));
 }
@@ -101,8 +112,12 @@ void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, c
       << profile_table(plan.profile, plan.balance);
   if (!plan.candidates.empty()) out << "ways to run it, as predicted:\n" << candidate_table(plan.candidates);
   print_stages(out, name, pipe);
+  if (!plan.prediction) {
+    out << "no prediction for micro-batches of a single image" << std::endl;
+    return;
+  }
   out << "prediction, for " << plan.chunks << " micro-batches, checkpoint " << to_string(plan.checkpoint) << ":\n"
-      << prediction_table(plan.prediction, plan.balance) << std::flush;
+      << prediction_table(*plan.prediction, plan.balance) << std::flush;
 }
 
 }  // namespace gpipe::examples

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <iosfwd>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -22,7 +23,7 @@ struct Plan {
   Checkpoint checkpoint = Checkpoint::kNever;
   std::vector<torch::Device> devices;  ///< one a stage
   Profile profile;
-  Prediction prediction;
+  std::optional<Prediction> prediction;  ///< none for micro-batches of a single image, which are measured as two
   std::vector<Candidate> candidates;  ///< that were compared to choose balance, chunks and checkpoint; the best first
 };
 

@@ -121,8 +121,9 @@ void Trainer::compare() const {
   auto seconds = step_seconds_;
   const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
   std::nth_element(seconds.begin(), middle, seconds.end());
-  out_ << "a step, forward and backward, took " << seconds_to_text(*middle) << " (median of " << seconds.size()
-       << "); predicted were " << seconds_to_text(predicted_seconds_) << std::endl;
+  out_ << "a step, forward and backward, took " << seconds_to_text(*middle) << " (median of " << seconds.size() << ")";
+  if (predicted_seconds_ > 0) out_ << "; predicted were " << seconds_to_text(predicted_seconds_);
+  out_ << std::endl;
 }
 
 void Trainer::resume() {

@@ -53,7 +53,8 @@ class Trainer {
  public:
   /// A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.
   /// One with others would not go on but begin something else. `terminal`: draw a progress bar.
-  /// `predicted_seconds`: of a step, to be compared with what it takes.
+  /// `predicted_seconds`: of a step, to be
+  /// compared with what it takes; 0: none.
   Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
           double predicted_seconds, std::ostream& out, bool terminal);
 

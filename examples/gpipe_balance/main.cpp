@@ -43,7 +43,8 @@ struct Options {
   std::string size = "96x96";
   std::int64_t channels = 64;
   std::int64_t batch_size = 16;
-  std::vector<int> chunks;
+  int chunks = 4;
+  std::vector<int> tried;  // numbers of chunks; empty: all powers of two
   int stages = 2;
   std::string device = "cpu";
   Checkpoint checkpoint = Checkpoint::kExceptLast;
@@ -58,13 +59,19 @@ struct Options {
   std::string output;
   bool json = false;
 
-  int one_chunks() const { return chunks.empty() ? 4 : chunks.front(); }
-  RunOptions run() const { return {one_chunks(), checkpoint, bandwidth * 1e9}; }
+  /// Images of each micro-batch.
+  std::vector<std::int64_t> sizes(int wanted) const { return micro_batch_sizes(batch_size, wanted, 0); }
+  RunOptions run() const { return {static_cast<int>(sizes(chunks).size()), checkpoint, bandwidth * 1e9}; }
 };
 
 torch::nn::Sequential make_model(const Options& options) {
-  if (options.model == "unet") return models::unet(models::UNetOptions().base_channels(options.channels));
-  return kResNets.at(options.model)({});
+  auto model = options.model == "unet" ? models::unet(models::UNetOptions().base_channels(options.channels))
+                                       : kResNets.at(options.model)({});
+  if (options.stages > static_cast<int>(model->size())) {
+    throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but " + options.model + " has " +
+                                std::to_string(model->size()) + " layers");
+  }
+  return model;
 }
 
 torch::Tensor make_batch(const Options& options) {
@@ -74,7 +81,7 @@ torch::Tensor make_batch(const Options& options) {
 
 int workers(const Options& options) { return torch::Device(options.device).is_cpu() ? options.stages : 1; }
 
-Profile measure(const Options& options) {
+Profile measure(const Options& options, int chunks) {
   if (!options.profile.empty()) {
     std::ifstream file(options.profile);
     if (!file) throw std::runtime_error("cannot read " + options.profile);
@@ -82,7 +89,7 @@ Profile measure(const Options& options) {
     return profile_from_json(text);
   }
   const auto batch = make_batch(options);
-  const auto samples = micro_batch_sizes(options.batch_size, options.one_chunks(), 0).front();
+  const auto samples = options.sizes(chunks).front();
   Percent percent(std::cerr, isatty(STDERR_FILENO) != 0, "measuring " + options.model);
   return profile(make_model(options), batch.narrow(0, 0, samples),
                  ProfileOptions()
@@ -99,7 +106,7 @@ Json to_json(const Candidate& candidate) {
 }
 
 int run_profile(const Options& options) {
-  const auto of_model = measure(options);
+  const auto of_model = measure(options, options.chunks);
   const auto json = profile_to_json(of_model);
   if (!options.output.empty()) write_file(options.output, {json.begin(), json.end()});
   std::cout << (options.json ? json + "\n" : profile_table(of_model));
@@ -107,7 +114,7 @@ int run_profile(const Options& options) {
 }
 
 int run_cut(const Options& options) {
-  const auto of_model = measure(options);
+  const auto of_model = measure(options, options.chunks);
   const auto run = options.run();
   const auto balance = options.by == "time" ? balance_by_time(of_model, options.stages, run)
                                             : balance_by_size(of_model, options.stages, run);
@@ -137,7 +144,7 @@ int run_suggest(const Options& options) {
     suggestion = suggest(
         model, batch, devices,
         SuggestOptions()
-            .chunks(options.chunks)
+            .chunks(options.tried)
             .memory_limit(options.memory)
             .bandwidth(options.bandwidth * 1e9)
             .profile(
@@ -170,25 +177,28 @@ int run_suggest(const Options& options) {
 }
 
 int run_sweep(const Options& options) {
-  const auto of_model = measure(options);
   std::vector<Candidate> candidates;
-  for (const auto& [name, checkpoint] : kCheckpoints) {
-    auto run = options.run();
-    run.checkpoint = checkpoint;
-    const auto best = balance_by_time(of_model, options.stages, run);
-    for (int shift = -options.near; shift <= options.near; ++shift) {
-      auto balance = best;
-      balance.front() += shift;
-      balance.back() -= shift;
-      if (balance.front() < 1 || balance.back() < 1 || (options.stages == 1 && shift != 0)) continue;
-      const auto of = predict(of_model, balance, run);
-      const auto most = *std::max_element(of.bytes.begin(), of.bytes.end());
-      const bool fits = options.memory == 0 || most <= options.memory;
-      candidates.push_back({balance, run.chunks, checkpoint, of.seconds, of.bubble, of.bytes, fits});
+  for (const int chunks : options.tried.empty() ? std::vector<int>{2, 4, 8} : options.tried) {
+    const auto of_model = measure(options, chunks);
+    const StageCost stage(of_model);
+    for (const auto& [name, checkpoint] : kCheckpoints) {
+      const RunOptions run{static_cast<int>(options.sizes(chunks).size()), checkpoint, options.bandwidth * 1e9};
+      const auto best = balance_by_time(of_model, options.stages, run);
+      for (int shift = -options.near; shift <= options.near; ++shift) {
+        auto balance = best;
+        balance.front() += shift;
+        balance.back() -= shift;
+        if (shift != 0 && (options.stages == 1 || !stage.can_cut(balance))) continue;
+        const auto of = predict(of_model, balance, run);
+        const auto most = *std::max_element(of.bytes.begin(), of.bytes.end());
+        const bool fits = options.memory == 0 || most <= options.memory;
+        candidates.push_back({balance, run.chunks, checkpoint, of.seconds, of.bubble, of.bytes, fits});
+      }
     }
   }
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.seconds < b.seconds; });
+  std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
+    return a.fits != b.fits ? a.fits : a.seconds < b.seconds;
+  });
   if (options.json) {
     auto json = Json::array();
     for (const auto& candidate : candidates) json.push_back(to_json(candidate));
@@ -236,8 +246,16 @@ void add_checkpoint_flag(CLI::App& app, Options& options) {
       ->default_str(to_string(options.checkpoint));
 }
 
-void add_chunks_flag(CLI::App& app, Options& options, const std::string& what) {
-  app.add_option("--chunks", options.chunks, what)->delimiter(',')->check(CLI::PositiveNumber)->default_str("4");
+void add_chunks_flag(CLI::App& app, Options& options) {
+  app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")->check(CLI::PositiveNumber);
+}
+
+void add_chunks_list(CLI::App& app, Options& options, const std::string& all) {
+  app.add_option("--chunks", options.tried, "numbers of micro-batches to try, as 2,4; without it " + all)
+      ->delimiter(',')
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->check(CLI::PositiveNumber)
+      ->always_capture_default(false);
 }
 
 int main(int argc, char** argv) {
@@ -249,33 +267,31 @@ int main(int argc, char** argv) {
   int (*run)(const Options&) = nullptr;
   const auto command = [&](const std::string& name, const std::string& what, int (*function)(const Options&)) {
     auto* sub = app.add_subcommand(name, what);
-    sub->option_defaults()->always_capture_default();
+    // A flag given twice: the last one counts.
+    sub->option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
     sub->callback([&run, function] { run = function; });
     add_model_flags(*sub, options);
     return sub;
   };
   auto* profiling = command("profile", "measure each layer, for micro-batches of one size", run_profile);
-  add_chunks_flag(*profiling, options, "micro-batches in a mini-batch");
+  add_chunks_flag(*profiling, options);
   profiling->add_option("-o,--output", options.output, "file to write the profile to, as JSON")
       ->always_capture_default(false);
   auto* cutting = command("cut", "the best balance for stages of equal time or memory, and its prediction", run_cut);
-  add_chunks_flag(*cutting, options, "micro-batches in a mini-batch");
+  add_chunks_flag(*cutting, options);
   add_run_flags(*cutting, options);
   add_profile_flag(*cutting, options);
   add_checkpoint_flag(*cutting, options);
   cutting->add_option("--by", options.by, "time or size")->check(CLI::IsMember({"time", "size"}));
   auto* suggesting = command("suggest", "the fastest balance, chunks and checkpoint mode", run_suggest);
-  suggesting->add_option("--chunks", options.chunks, "numbers of micro-batches to try; default: 1, 2, 4, .. 32")
-      ->delimiter(',')
-      ->check(CLI::PositiveNumber)
-      ->always_capture_default(false);
+  add_chunks_list(*suggesting, options, "1, 2, 4, .. 32");
   add_run_flags(*suggesting, options);
   suggesting->add_option("--refine", options.refine, "run so many of the best, and say what they took")
       ->check(CLI::Range(0, 100));
-  auto* sweeping = command("sweep", "predictions of the balances near the best, in every checkpoint mode", run_sweep);
-  add_chunks_flag(*sweeping, options, "micro-batches in a mini-batch");
+  auto* sweeping =
+      command("sweep", "predictions of the balances near the best, for all chunks and checkpoint modes", run_sweep);
+  add_chunks_list(*sweeping, options, "2, 4, 8");
   add_run_flags(*sweeping, options);
-  add_profile_flag(*sweeping, options);
   sweeping->add_option("--near", options.near, "layers that the first cut moves by, at most")
       ->check(CLI::Range(0, 1000));
   return run_program(app, argc, argv, [&] { return run(options); });

@@ -109,8 +109,9 @@ class Executor::Run {
   }
 
   void record(int worker, const Action& action) {
-    const auto before = cells_.bytes(worker).live;
+    // Bytes after the times, so that what was freed before a time is no longer counted.
     const double start = now();
+    const auto before = cells_.bytes(worker).live;
     cells_.run(action);
     const double end = now();
     const auto [live, peak] = cells_.bytes(worker);

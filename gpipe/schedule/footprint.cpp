@@ -123,8 +123,6 @@ void check(const Span& span, std::size_t stages) {
       "the timeline has stage %d, but bytes are given of %d stages: give one each", span.action.stage, stages));
 }
 
-void most(std::int64_t& value, std::int64_t other) { value = std::max(value, other); }
-
 void check(const ActionBytes& bytes, int stages) {
   for (const Held& held : bytes.held) {
     if (held.stage >= Held::kForEver && held.stage < stages) continue;
@@ -132,15 +130,6 @@ void check(const ActionBytes& bytes, int stages) {
                                                 to_char(held.until), held.stage, stages));
   }
 }
-
-// What one stage's spans of single micro-batches show.
-struct Seen {
-  std::int64_t forward = 0;
-  std::int64_t stored = 0;
-  std::int64_t recompute = 0;
-  std::int64_t backward = 0;
-  std::int64_t handed_over = 0;
-};
 
 }  // namespace
 
@@ -160,54 +149,6 @@ std::int64_t ActionBytes::kept() const {
   std::int64_t sum = 0;
   for (const Held& each : held) sum += each.bytes;
   return sum;
-}
-
-std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
-                                  const std::vector<std::int64_t>& parameters) {
-  const int last = static_cast<int>(parameters.size()) - 1;
-  std::vector<CellBytes> stages(parameters.size());
-  std::vector<Seen> kept(parameters.size());
-  for (const Timeline* timeline : {&never, &always}) {
-    std::map<std::pair<int, int>, std::int64_t> after_forward;  // by step and stage
-    for (const Span& span : timeline->spans) {
-      check(span, stages.size());
-      const auto& [worker, action, start, end, step, seen] = span;
-      CellBytes& bytes = stages[action.stage];
-      Seen& of_stage = kept[action.stage];
-      if (action.kind == Kind::F) {
-        most((timeline == &never ? bytes.forward : bytes.stored).extra, seen.peak - seen.before);
-        most(timeline == &never ? of_stage.forward : of_stage.stored, seen.after - seen.before);
-        after_forward[{step, action.stage}] = seen.after;
-        continue;
-      }
-      if (action.kind == Kind::R) {
-        most(bytes.recompute.extra, seen.peak - seen.before);
-        most(of_stage.recompute, seen.after - seen.before);
-      } else {
-        most(bytes.backward.extra, seen.peak - seen.before);
-        most(of_stage.backward, seen.after - parameters[action.stage]);
-      }
-      const auto forward = after_forward.extract({step, action.stage});
-      if (forward && action.stage == last) most(of_stage.handed_over, forward.mapped() - seen.before);
-    }
-  }
-  for (int stage = 0; stage <= last; ++stage) {
-    CellBytes& bytes = stages[stage];
-    const Seen& seen = kept[stage];
-    int receiver = Held::kForEver;  // of gradients: the last that may be one
-    for (const Edge& edge : never.edges) {
-      if (edge.to == stage && (receiver < 0 || edge.from < receiver)) receiver = edge.from;
-    }
-    const Held handed_over{seen.handed_over, Kind::F, Held::kForwards};
-    bytes.parameters = parameters[stage];
-    bytes.forward.held = {{seen.forward - seen.handed_over, Kind::W, stage}, handed_over};
-    bytes.stored.held = {{seen.stored - seen.handed_over, Kind::W, stage}, handed_over};
-    // A recompute builds the graph of a forward. What others free meanwhile would hide some of it.
-    bytes.recompute.held = {{std::max(seen.recompute, seen.forward), Kind::W, stage}};
-    most(bytes.recompute.extra, bytes.forward.extra);
-    bytes.backward.held = {{seen.backward, Kind::I, receiver}};
-  }
-  return stages;
 }
 
 }  // namespace gpipe

@@ -44,12 +44,4 @@ struct CellBytes {
 /// action of a stage that there is not.
 void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
-/// What the cells of each stage allocate, read off traces of steps of a single micro-batch: some that stored everything
-/// and some that recomputed it, made after every stage had shown what it does to its input. An upper bound: what a stage
-/// sends forward is taken to be in use until its own backward, which the receiver's precedes, and a gradient until the
-/// last of the stages that it may be for has used it. `parameters` are the bytes of each stage's gradients of
-/// parameters. Errors: std::invalid_argument for fewer than the timelines have stages.
-std::vector<CellBytes> cell_bytes(const Timeline& never, const Timeline& always,
-                                  const std::vector<std::int64_t>& parameters);
-
 }  // namespace gpipe

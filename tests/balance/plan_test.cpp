@@ -154,7 +154,7 @@ TEST(PlanTest, SaysWhyNothingFits) {
   EXPECT_THAT(needs_more.reason, HasSubstr("4 devices would do"));
   EXPECT_THAT(error_of([&] { needs_more.best(); }), HasSubstr("nothing fits"));
   const auto too_large = search({{2, profile}}, {.stages = 2, .memory_limit = 5 << 20});
-  EXPECT_THAT(too_large.reason, HasSubstr("layer 0 ('l0') alone needs 10.0 MiB"));
+  EXPECT_THAT(too_large.reason, HasSubstr("layer 'l0' alone needs 10.0 MiB"));
 }
 
 }  // namespace

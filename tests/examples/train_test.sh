@@ -22,6 +22,16 @@ check_terminal "${tiny[@]}"
 run reuse "${tiny[@]}" --reuse-memory
 diff <(column reuse 1-6) <(column stages1 1-6) || fail "--reuse-memory changes what is learnt"
 
+grep -q '^22 *head ' stages2.log || fail "no profile"
+grep -q '^a step: .*, bubble ' stages2.log || fail "no prediction"
+grep -q '^a step, forward and backward, took .*; predicted were ' stages2.log || fail "measured and predicted differ unsaid"
+for how in by-size auto; do
+  try $how "${tiny[@]}" --balance $how
+  [[ $(grep -c "^stage .* layers, .* parameters, on cpu" $how.log) == 2 ]] || fail "--balance $how"
+done
+grep -q '^ways to run it' auto.log || fail "--balance auto does not say what it compared"
+diff <(column by-size 1-6) <(column stages1 1-6) || fail "--balance by-size changes what is learnt"
+
 # Files that were already there, in another checkpoint mode, uneven batches.
 data=stages1/synthetic_12_192x128_2
 run again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 -v 25

@@ -102,25 +102,6 @@ TEST(Footprint, WhatIsSentMayBeFreedBeforeItsSendersBackwardOrAfterIt) {
   EXPECT_EQ(simulation.timeline.spans[2].bytes.before, 0);
 }
 
-TEST(Footprint, IsReadOffTracesOfSingleMicroBatches) {
-  const std::vector<CellBytes> stages = {cells(0), handing_over(cells(1), 60)};
-  const auto never = run(2, 1, Checkpoint::kNever, stages).timeline;
-  const auto always = run(2, 1, Checkpoint::kAlways, stages).timeline;
-  const auto read = cell_bytes(never, always, {1, 1});
-  for (int s = 0; s < 2; ++s) {
-    EXPECT_EQ(read[s].forward.held.back().bytes, s == 0 ? 0 : 60);
-    EXPECT_EQ(read[s].forward.held.back().stage, Held::kForwards);
-    EXPECT_EQ(read[s].forward.kept(), 1000);
-    EXPECT_EQ(read[s].stored.kept(), 100);
-    EXPECT_EQ(read[s].stored.extra, 305);
-    EXPECT_EQ(read[s].recompute.kept(), 1000);
-    EXPECT_EQ(read[s].backward.extra, 40);
-    EXPECT_EQ(read[s].backward.kept(), 10);
-    EXPECT_EQ(read[s].backward.held.front().stage, s == 0 ? Held::kForEver : 0);
-    EXPECT_EQ(read[s].parameters, 1);
-  }
-}
-
 TEST(Footprint, RefusesBytesOfOtherStages) {
   const auto message = [](std::vector<CellBytes> bytes) -> std::string {
     try {

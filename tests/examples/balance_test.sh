@@ -1,0 +1,50 @@
+# gpipe-balance: its commands, what it refuses, that a profile in a file is as good as one just made.
+program=$1
+work=$2
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work"
+set -euo pipefail
+export OMP_NUM_THREADS=1
+model=(--model unet --channels 4 --size 32x32 --batch-size 8 --stages 2 --seconds 0)
+
+fail() {
+  echo "FAILED: $*" >&2
+  exit 1
+}
+
+refuse() {
+  local text=$1
+  shift
+  if "$program" "$@" >out.log 2>err.log; then fail "$* was accepted"; fi
+  grep -qF -- "$text" err.log || { cat err.log >&2; fail "$* does not say '$text'"; }
+}
+
+"$program" profile "${model[@]}" --output profile.json >profile.log
+grep -q '^70 *head ' profile.log || fail "profile names no last layer"
+[[ $(wc -l <profile.log) == 73 ]] || fail "profile has not a line for each of 71 layers"
+"$program" profile "${model[@]}" --json >json.log
+grep -q '"layers"' json.log || fail "profile --json"
+
+"$program" cut "${model[@]}" --profile profile.json --by size >cut.log
+grep -q '^balance [0-9]*,[0-9]*; 4 chunks, checkpoint except_last' cut.log || fail "cut names no balance"
+diff cut.log <("$program" cut "${model[@]}" --profile profile.json --by size) || fail "cut is not the same twice"
+"$program" cut "${model[@]}" --chunks 5 >five.log
+grep -q '; 4 chunks' five.log || fail "8 images are cut into 4 pairs, not 5"
+
+"$program" suggest "${model[@]}" --chunks 2,4 --refine 1 >suggest.log
+[[ $(grep -c '%' suggest.log) == 6 ]] || fail "suggest has not 2 x 3 candidates"
+grep -q '^measured .*: balance ' suggest.log || fail "suggest --refine measured nothing"
+"$program" suggest "${model[@]}" --json >json.log
+grep -q '"candidates"' json.log || fail "suggest --json"
+refuse 'nothing fits into 1.00 KiB a device' suggest "${model[@]}" --chunks 2 --memory-limit 1KiB
+
+[[ $("$program" sweep "${model[@]}" --chunks 2 --near 2 | grep -c '%') == 15 ]] || fail "sweep is not of 3 x 5 balances"
+
+head -c 100 profile.json >damaged.json
+refuse 'not a profile' cut "${model[@]}" --profile damaged.json
+refuse 'no-such-file' cut "${model[@]}" --profile no-such-file
+refuse '--model' profile --model vgg
+refuse '--stages is 1000, but unet has 71 layers' cut "${model[@]}" --stages 1000 --batch-size 2
+refuse "'0x0' is no size" profile --size 0x0
+refuse 'subcommand' --json
