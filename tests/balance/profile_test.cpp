@@ -264,8 +264,9 @@ class BytesTest : public testing::Test {
           const auto counted = static_cast<double>(timeline->peak_bytes()[s]);
           const auto ratio = static_cast<double>(accounted.peak_bytes()[s]) / counted;
           EXPECT_GT(ratio, 0.97) << "stage " << s;
-          // Others free in the midst of their actions, which are accounted at their ends.
-          EXPECT_LT(ratio, 1.25) << "stage " << s;
+          // Where stages run at the same time, others free in the midst of their actions, which is accounted at the ends.
+          const bool in_turn = chunks == 1 && checkpoint != Checkpoint::kAlways;
+          if (in_turn || balance.size() == 1) EXPECT_LT(ratio, 1.03) << "stage " << s;
         }
       }
     }
@@ -274,6 +275,7 @@ class BytesTest : public testing::Test {
 
 TEST_F(BytesTest, OfAUNetAreKnown) {
   expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {26, 29});
+  expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {55});
   expect_close(models::unet(models::UNetOptions().depth(2).base_channels(8).dropout(0.1)), torch::rand({2, 3, 48, 48}),
                {11, 20, 13});
 }
