@@ -34,13 +34,6 @@ using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
-double median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
-
 /// A pipeline whose layers are watched.
 struct Watched {
   std::shared_ptr<LayerTrace> trace;
@@ -104,8 +97,8 @@ class Measurement {
       : make_(make), options_(options), samples_(batch_size(sample)), device_(sample.tensors().front().device()) {
     for (const auto& layer : make_()) named_.push_back({layer->name(), layer->module()});
     layers_ = static_cast<int>(named_.size());
-    lanes_ = std::min(options.workers(), layers_);
-    batch_ = batch(std::max(2, lanes_), sample);
+    workers_ = std::min(options.workers(), layers_);
+    batch_ = batch(std::max(2, workers_), sample);
     batch_of_three_ = batch(3, sample);
   }
 
@@ -129,8 +122,10 @@ class Measurement {
 
   /// What needs no run.
   Profile describe() const {
-    Profile profile{
-        .samples = samples_, .device = device_.str(), .workers = lanes_, .intraop_threads = options_.intraop_threads()};
+    Profile profile{.samples = samples_,
+                    .device = device_.str(),
+                    .workers = workers_,
+                    .intraop_threads = options_.intraop_threads()};
     absl::flat_hash_map<const void*, int> owners;
     for (int i = 0; i < layers_; ++i) {
       auto& layer = profile.layers.emplace_back();
@@ -206,7 +201,7 @@ class Measurement {
   void measure_times(Profile& profile) {
     const auto start = Clock::now();
     std::vector<std::int64_t> balance = {layers_};
-    if (lanes_ > 1) {
+    if (workers_ > 1) {
       for (auto& layer : profile.layers) layer.forward = 1;  // for want of anything better
       fill_in(profile, run_steps(cut(profile), 1, start, 0));
       balance = cut(profile);
@@ -219,7 +214,7 @@ class Measurement {
     const StageCost stage(profile);
     int parts = 1;
     for (int layer = 1; layer < layers_; ++layer) parts += stage.can_cut_before(layer) ? 1 : 0;
-    return balance_by_time(profile, std::min(lanes_, parts), {.checkpoint = Checkpoint::kNever});
+    return balance_by_time(profile, std::min(workers_, parts), {.checkpoint = Checkpoint::kNever});
   }
 
   Times run_steps(const std::vector<std::int64_t>& balance, int repeats, Clock::time_point start, double done) {
@@ -279,7 +274,7 @@ class Measurement {
   const torch::Device device_;
   std::vector<NamedLayer> named_;
   int layers_ = 0;
-  int lanes_ = 1;
+  int workers_ = 1;
   Value batch_;
   Value batch_of_three_;  ///< by whose last backward, micro-batch 0's, all sums have been made
   double reported_ = 0;

@@ -112,27 +112,26 @@ std::int64_t StageCost::static_bytes(int first, int end) const {
   return after.parameters - before.parameters + after.buffers - before.buffers + after.optimizer - before.optimizer;
 }
 
-std::int64_t StageCost::bytes(int first, int end, const RunOptions& options) const {
-  const auto cell = cell_bytes(first, end, {first, end, layers_});
-  // The fill leaves all micro-batches' cells behind; the drain begins with the last one's.
-  const bool stores_last = options.checkpoint != Checkpoint::kAlways;
-  const auto last = stores_last ? cell.forward.kept() : cell.stored.kept();
-  const auto forward = cell.forward.kept();
-  const auto each = options.checkpoint == Checkpoint::kNever ? forward : cell.stored.kept();
-  const auto graph = cell.recompute.kept();
-  const auto others = static_cast<std::int64_t>(options.chunks - 1) * each;
-  auto peak = others + std::max((stores_last ? cell.forward : cell.stored).extra,
-                                last + (stores_last ? 0 : graph) + cell.first_backward_extra);
-  if (!stores_last) peak = std::max(peak, others + last + cell.recompute.extra);
-  if (others > 0) {
-    const auto second = cell.parameters + std::max(cell.recompute.extra, graph + cell.backward.extra);
-    const auto stored = cell.parameters + cell.backward.extra;
-    const auto drained = options.checkpoint == Checkpoint::kNever ? forward + stored : second;
-    peak = std::max(peak, others + (options.checkpoint == Checkpoint::kNever ? stored : second));
-    // Gradients pile up where the stage before is slower.
-    peak = std::max(peak, (options.chunks - 1) * cell.backward.kept() + drained);
+std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) const {
+  const auto cell = cell_bytes(begin, end, {begin, end, layers_});
+  // The fill leaves all micro-batches' cells behind. The drain begins with the last one's; before its k-th backward
+  // others may still hold the gradients that k backwards have sent.
+  const std::int64_t chunks = options.chunks;
+  const bool last_is_recomputed = options.checkpoint == Checkpoint::kAlways;
+  const bool others_are = options.checkpoint != Checkpoint::kNever;
+  const auto each = (others_are ? cell.stored : cell.forward).kept();
+  const auto& last = last_is_recomputed ? cell.stored : cell.forward;
+  const auto backward = [&](bool recomputed, std::int64_t extra) {
+    return recomputed ? std::max(cell.recompute.extra, cell.recompute.kept() + extra) : extra;
+  };
+  const auto first = backward(last_is_recomputed, std::max(cell.first_backward_extra, cell.backward.extra));
+  auto peak = (chunks - 1) * each + std::max(last.extra, last.kept() + first);
+  for (const std::int64_t k : {std::int64_t{1}, chunks - 1}) {  // between them it is linear
+    if (k < 1 || k >= chunks) continue;
+    peak = std::max(peak, (chunks - k) * each + k * cell.backward.kept() + cell.parameters +
+                              backward(others_are, cell.backward.extra));
   }
-  return static_bytes(first, end) + peak;
+  return static_bytes(begin, end) + peak;
 }
 
 std::int64_t StageCost::bytes_in(int first, int end) const {

@@ -36,7 +36,7 @@ class StageCost {
 
   /// The most bytes that such a stage has in use in a step, and the part of them that is always there: parameters,
   /// buffers, what the optimizer keeps. An upper bound, whatever stands before and behind it and however slow that is.
-  std::int64_t bytes(int first, int end, const RunOptions& options) const;
+  std::int64_t bytes(int begin, int end, const RunOptions& options) const;
   std::int64_t static_bytes(int first, int end) const;
 
   /// What enters the layers first..end-1 from before: activation and skips.

@@ -4,6 +4,8 @@
 #include <ATen/Functions.h>
 #include <torch/csrc/api/include/torch/autograd.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <mutex>
 #include <utility>
 
@@ -53,6 +55,13 @@ void trial_step(GPipe& pipe, const Value& batch) {
   const auto node = roots.front().grad_fn();
   node->set_next_edges(torch::autograd::edge_list(node->num_outputs()));
   torch::autograd::backward(roots, ones);
+}
+
+double median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
+  std::nth_element(values.begin(), middle, values.end());
+  return *middle;
 }
 
 }  // namespace gpipe

@@ -30,4 +30,7 @@ class Untouched {
 /// A step that leaves no gradients and runs no hooks: forward, and backward from ones.
 void trial_step(GPipe& pipe, const Value& batch);
 
+/// The middle value; of an even number the upper one; 0 of none.
+double median(std::vector<double> values);
+
 }  // namespace gpipe

@@ -2,7 +2,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
-#include <numeric>
+#include <algorithm>
+#include <limits>
+#include <random>
 #include <stdexcept>
 
 #include "balance/cut.h"
@@ -103,6 +105,34 @@ TEST(PlanTest, BalancesBySizeWithSkips) {
   profile.skips = {{"skip", 0, 3, 500}};
   profile.blocks.push_back({500, Kind::F, 0, Kind::B, 3, 0, 3});
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(1, 3));
+}
+
+TEST(PlanTest, BalancesBySizeAsNoOtherCutDoes) {
+  std::mt19937 random(3);
+  for (int trial = 0; trial < 300; ++trial) {
+    const int layers = 2 + static_cast<int>(random() % 6);
+    auto profile = chain(std::vector<double>(layers, 1.0));
+    for (auto& layer : profile.layers) layer.parameters = layer.gradients = static_cast<std::int64_t>(random() % 50);
+    for (auto& block : profile.blocks) block.bytes = static_cast<std::int64_t>(1 + random() % 50);
+    const int from = static_cast<int>(random() % layers);
+    const int to = from + static_cast<int>(random() % (layers - from));
+    const auto bytes = static_cast<std::int64_t>(random() % 200);
+    profile.skips = {{"skip", from, to, bytes}};
+    profile.blocks.push_back({bytes, Kind::F, from, Kind::B, to, from, to});
+    const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4),
+                         .checkpoint = static_cast<Checkpoint>(random() % 3)};
+    const StageCost stage(profile);
+    auto least = std::numeric_limits<std::int64_t>::max();
+    for (int cut = 1; cut < layers; ++cut) {
+      least = std::min(least, std::max(stage.bytes(0, cut, run), stage.bytes(cut, layers, run)));
+    }
+    const int cut = static_cast<int>(balance_by_size(profile, 2, run).front());
+    EXPECT_EQ(std::max(stage.bytes(0, cut, run), stage.bytes(cut, layers, run)), least);
+    // Whatever waits for whom: never more.
+    const auto predicted = predict(profile, {cut, layers - cut}, run).bytes;
+    EXPECT_LE(predicted[0], stage.bytes(0, cut, run));
+    EXPECT_LE(predicted[1], stage.bytes(cut, layers, run));
+  }
 }
 
 TEST(PlanTest, PredictsTheStepOfASimulation) {

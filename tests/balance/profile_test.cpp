@@ -111,6 +111,18 @@ TEST(ProfileTest, TellsOfEachLayer) {
   EXPECT_EQ(progress.back(), 1);
 }
 
+TEST(ProfileTest, ACutOfAUNetMayMoveFewerBytes) {
+  auto model = models::unet(models::UNetOptions().depth(2).base_channels(4));
+  auto of = profile(model, torch::rand({2, 3, 32, 32}), brief());
+  for (auto& layer : of.layers) layer.forward = layer.stored = layer.recompute = layer.backward = 1;
+  const auto moved = [&](const std::vector<std::int64_t>& balance) {
+    return StageCost(of).bytes_in(static_cast<int>(balance[0]), static_cast<int>(of.layers.size()));
+  };
+  const auto by_time = balance_by_time(of, 2, {.chunks = 4});
+  const auto by_time_and_transfer = balance_by_time(of, 2, {.chunks = 4, .bandwidth = 4000});
+  EXPECT_LT(moved(by_time_and_transfer), moved(by_time));
+}
+
 TEST(ProfileTest, TakesTuplesOddSkipsAndLayersInPlace) {
   const auto tuple = Value(std::make_tuple(torch::randn({4, 6}), torch::randint(0, 5, {4})));
   const auto of_tuples = profile(tuple_model(), tuple, brief().workers(2));
