@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "balance/trial.h"
 #include "gpipe/micro_batch.h"
 
 namespace gpipe {
@@ -32,9 +33,8 @@ std::vector<std::int64_t> balance_by_size(int partitions, const torch::nn::Seque
   check(partitions, model);
   if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
-  const auto first = scatter(sample, sizes).front();
   const auto options = ProfileOptions().param_scale(param_scale).seconds(0).repeats(1);
-  return balance_by_size(profile(model, Value(first.form, first.tensors), options), partitions,
+  return balance_by_size(profile(model, first_micro_batch(sample, sizes), options), partitions,
                          {.chunks = static_cast<int>(sizes.size()), .checkpoint = checkpoint});
 }
 

@@ -1,5 +1,6 @@
 #include "balance/cut.h"
 
+#include <algorithm>
 #include <limits>
 #include <stdexcept>
 
@@ -19,32 +20,60 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
   });
 }
 
-std::vector<std::int64_t> cut_or_refuse(const StageCost& stage, int partitions,
-                                        absl::FunctionRef<double(int, int)> cost) {
-  auto balance = cut(stage, partitions, cost);
-  if (!balance.empty()) return balance;
+[[noreturn]] void refuse(int partitions) {
   throw std::invalid_argument(absl::StrFormat(
       "[balance] %d partitions would part layers that share a parameter; ask for fewer, or untie them", partitions));
+}
+
+std::int64_t most_bytes(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options) {
+  std::int64_t most = 0;
+  int first = 0;
+  for (const auto layers : balance) {
+    const int end = first + static_cast<int>(layers);
+    most = std::max(most, stage.bytes(first, end, options));
+    first = end;
+  }
+  return most;
 }
 
 }  // namespace
 
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options) {
   const StageCost stage(profile);
-  return cut_or_refuse(stage, partitions, [&](int first, int end) { return stage.seconds(first, end, options); });
+  auto balance = cut(stage, partitions, [&](int first, int end) { return stage.seconds(first, end, options); });
+  if (balance.empty()) refuse(partitions);
+  return balance;
 }
 
+// To say what stages cost takes long, so those that surely cost more than a limit are left out. When the best of the
+// rest is within it, there is no better one.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options) {
   const StageCost stage(profile);
-  return cut_or_refuse(stage, partitions,
-                       [&](int first, int end) { return static_cast<double>(stage.bytes(first, end, options)); });
+  const auto whole = stage.least_bytes(0, stage.layers(), options);
+  auto limit = whole / std::max(1, partitions);
+  for (;;) {
+    auto balance = cut(stage, partitions, [&](int first, int end) {
+      const bool too_large = stage.least_bytes(first, end, options) > limit;
+      return too_large ? kForbidden : static_cast<double>(stage.bytes(first, end, options));
+    });
+    const bool left_none_out = limit >= whole;
+    if (balance.empty()) {
+      if (left_none_out) refuse(partitions);
+      limit = 2 * limit + 1;
+      continue;
+    }
+    const auto worst = most_bytes(stage, balance, options);
+    if (left_none_out || worst <= limit) return balance;
+    limit = worst;
+  }
 }
 
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options) {
   const StageCost stage(profile);
   return cut(stage, partitions, [&](int first, int end) {
-    return stage.bytes(first, end, options) <= bytes ? stage.seconds(first, end, options) : kForbidden;
+    const bool fits = stage.least_bytes(first, end, options) <= bytes && stage.bytes(first, end, options) <= bytes;
+    return fits ? stage.seconds(first, end, options) : kForbidden;
   });
 }
 

@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -10,6 +9,8 @@
 #include <chrono>
 #include <tuple>
 #include <utility>
+
+#include "gpipe/autograd/boundary.h"
 
 namespace gpipe {
 
@@ -46,19 +47,6 @@ struct PartBegins : torch::autograd::Node {
   const LayerTrace::Part part;
 };
 
-Value with_node(Value value, const std::shared_ptr<LayerTrace>& trace, int layer, int micro_batch) {
-  auto node = std::shared_ptr<PartBegins>(new PartBegins(trace, {Kind::B, false, layer, micro_batch}),
-                                          torch::autograd::deleteNode);
-  auto tensors = value.tensors();
-  for (auto& tensor : tensors) {
-    if (!tensor.defined() || !tensor.requires_grad()) continue;
-    node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
-    tensor = tensor.detach();
-    torch::autograd::set_history(tensor, node);
-  }
-  return Value(value.form(), std::move(tensors));
-}
-
 /// Tells of what a layer pops.
 class PopsTold : public SkipContext {
  public:
@@ -94,7 +82,9 @@ class WatchedLayer : public Layer {
     SkipContextGuard guard(context);
     auto output = layer_->forward(std::move(input));
     if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
-    return graph ? with_node(std::move(output), trace_, index_, micro_batch) : output;
+    if (!graph) return output;
+    const LayerTrace::Part backward{Kind::B, false, index_, micro_batch};
+    return put_behind(output, {new PartBegins(trace_, backward), torch::autograd::deleteNode});
   }
 
   const std::string& name() const override { return layer_->name(); }

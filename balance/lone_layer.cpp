@@ -9,6 +9,8 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/autograd/boundary.h"
+
 namespace gpipe {
 namespace {
 
@@ -90,18 +92,12 @@ Value LoneLayer::forward(Value input) {
   auto output = layer_->forward(std::move(input));
   if (context.stashed.empty()) return output;
   const auto node = std::shared_ptr<AddOnes>(new AddOnes(), deleteNode);
-  auto tensors = output.tensors();
-  for (auto& tensor : tensors) {
-    if (!tensor.defined() || !tensor.requires_grad()) continue;
-    node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
-    tensor = tensor.detach();
-    torch::autograd::set_history(tensor, node);
-  }
+  output = put_behind(output, node);
   for (const auto& stashed : context.stashed) {
     node->add_next_edge(torch::autograd::impl::gradient_edge(stashed));
     node->stashed.emplace_back(stashed.sizes().vec(), stashed.options());
   }
-  return Value(output.form(), std::move(tensors));
+  return output;
 }
 
 }  // namespace gpipe

@@ -7,7 +7,6 @@
 #include <array>
 #include <chrono>
 #include <exception>
-#include <map>
 #include <memory>
 #include <numeric>
 #include <stdexcept>
@@ -43,41 +42,26 @@ struct Watched {
 /// Seconds, by layer and kind.
 using Times = std::vector<std::array<std::vector<double>, kKinds>>;
 
-/// The share of a span during which other workers worked.
-double overlap(const Span& span, const Timeline& timeline) {
-  double shared = 0;
-  for (const auto& other : timeline.spans) {
-    if (other.worker == span.worker) continue;
-    shared += std::max(0.0, std::min(span.end, other.end) - std::max(span.start, other.start));
-  }
-  return span.end > span.start ? shared / (span.end - span.start) : 0;
-}
-
 int kind_of(const LayerTrace::Part& part) {
   if (part.kind == Kind::F) return part.graph ? kForward : kStored;
   return part.kind == Kind::R ? kRecompute : kBackward;
 }
 
-/// Adds what each layer's part took of the spans of one stage's actions of one kind that other stages overlapped the
-/// longest, as they will in a pipeline. Both lists are in order of time.
-void add_overlapped(Times& times, const Timeline& timeline, const std::vector<const Span*>& spans,
-                    const std::vector<LayerTrace::Mark>& marks) {
-  std::vector<double> shares;
-  for (const Span* span : spans) shares.push_back(overlap(*span, timeline));
-  const double most = *std::max_element(shares.begin(), shares.end());
-  for (std::size_t i = 0; i < spans.size(); ++i) {
-    if (shares[i] < 0.9 * most) continue;
+/// Adds what each layer's part took of the spans of one stage's actions of one kind. Both lists are in order of time.
+void add(Times& times, const std::vector<const Span*>& spans, const std::vector<LayerTrace::Mark>& marks) {
+  for (const Span* span : spans) {
     const auto starts_before = [](const LayerTrace::Mark& mark, double time) { return mark.start < time; };
-    const auto first = std::lower_bound(marks.begin(), marks.end(), spans[i]->start, starts_before);
-    const auto last = std::lower_bound(first, marks.end(), spans[i]->end, starts_before);
+    const auto first = std::lower_bound(marks.begin(), marks.end(), span->start, starts_before);
+    const auto last = std::lower_bound(first, marks.end(), span->end, starts_before);
     for (auto mark = first; mark != last; ++mark) {
-      const double start = mark == first ? spans[i]->start : mark->start;
-      const double end = mark + 1 == last ? spans[i]->end : (mark + 1)->start;
+      const double start = mark == first ? span->start : mark->start;
+      const double end = mark + 1 == last ? span->end : (mark + 1)->start;
       times[mark->part.layer][kind_of(mark->part)].push_back(end - start);
     }
   }
 }
 
+/// Of the spans that others overlap, as they will in a pipeline.
 void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
          const std::vector<std::int64_t>& balance) {
   std::vector<int> stage_of;
@@ -86,9 +70,7 @@ void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::M
   }
   std::vector<std::vector<LayerTrace::Mark>> of_stage(balance.size());
   for (const auto& mark : marks) of_stage[stage_of[mark.part.layer]].push_back(mark);
-  std::map<std::pair<int, Kind>, std::vector<const Span*>> spans;
-  for (const auto& span : timeline.spans) spans[{span.action.stage, span.action.kind}].push_back(&span);
-  for (const auto& [action, list] : spans) add_overlapped(times, timeline, list, of_stage[action.first]);
+  for (const auto& [action, spans] : most_overlapped(timeline)) add(times, spans, of_stage[action.first]);
 }
 
 class Measurement {
@@ -262,10 +244,8 @@ class Measurement {
     }
   }
 
-  void report(double done) {
-    if (!options_.progress() || done <= reported_) return;
-    reported_ = std::min(1.0, done);
-    options_.progress()(reported_);
+  void report(double done) const {
+    if (options_.progress()) options_.progress()(done);
   }
 
   const MakeLayers& make_;
@@ -277,7 +257,6 @@ class Measurement {
   int workers_ = 1;
   Value batch_;
   Value batch_of_three_;  ///< by whose last backward, micro-batch 0's, all sums have been made
-  double reported_ = 0;
 };
 
 }  // namespace

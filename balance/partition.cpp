@@ -15,9 +15,11 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
     throw std::invalid_argument("[best_partition] " + std::to_string(count) + " layers cannot be cut into " +
                                 std::to_string(parts) + " parts; each needs at least one");
   }
-  // of_part[end][first]; worst[end]: the least possible cost of the costliest of the parts so far, which cover 0..end-1.
+  // of_part[end][first], forbidden before earliest[end]; worst[end]: the least possible cost of the costliest of the
+  // parts so far, which cover 0..end-1.
   const double infinity = std::numeric_limits<double>::infinity();
   std::vector<std::vector<double>> of_part(count + 1);
+  std::vector<int> earliest(count + 1);
   for (int end = 1; end <= count; ++end) {
     for (int first = 0; first < end; ++first) {
       const double value = of_part[end].emplace_back(cost(first, end));
@@ -25,6 +27,7 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
         throw std::invalid_argument("[best_partition] the cost of layers " + std::to_string(first) + " to " +
                                     std::to_string(end - 1) + " is not a number");
       }
+      if (value == infinity && earliest[end] == first) earliest[end] = first + 1;
     }
   }
   std::vector<double> worst(count + 1, infinity);
@@ -33,7 +36,7 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
   for (int part = 1; part < parts; ++part) {
     std::vector<double> longer(count + 1, infinity);
     for (int end = part + 1; end <= count; ++end) {
-      for (int first = end - 1; first >= part; --first) {
+      for (int first = end - 1; first >= std::max(part, earliest[end]); --first) {
         const double costliest = std::max(worst[first], of_part[end][first]);
         if (costliest < longer[end]) {
           longer[end] = costliest;

@@ -14,7 +14,7 @@ Prediction predict(const Profile& profile, const std::vector<std::int64_t>& bala
     throw std::invalid_argument("[predict] chunks must be positive, but is " + std::to_string(options.chunks));
   }
   const StageCost stage(profile);
-  const auto costs = stage.costs(balance, options.bandwidth);
+  const auto costs = stage.costs(balance, options);
   const auto program = gpipe_program(static_cast<int>(balance.size()), options.chunks, stage.edges(balance),
                                      options.checkpoint, /*backward=*/true);
   auto simulation = simulate(program, costs);

@@ -11,7 +11,7 @@ namespace gpipe {
 
 /// What one layer costs for one micro-batch.
 struct LayerProfile {
-  std::string name;
+  std::string name = {};
 
   // Seconds.
   double forward = 0;    ///< building its graph
@@ -73,12 +73,12 @@ struct SkipProfile {
 /// What a model's layers cost for micro-batches of one size: from which every cut can be predicted.
 struct Profile {
   std::int64_t samples = 0;  ///< of a micro-batch
-  std::string device;        ///< where it was measured, as "cpu" or "cuda:0"
+  std::string device = {};   ///< where it was measured, as "cpu" or "cuda:0"
   int workers = 1;           ///< how many stages ran at once while it was measured
   int intraop_threads = 1;
-  std::vector<LayerProfile> layers;
-  std::vector<Block> blocks;
-  std::vector<SkipProfile> skips;
+  std::vector<LayerProfile> layers = {};
+  std::vector<Block> blocks = {};
+  std::vector<SkipProfile> skips = {};
 
   friend bool operator==(const Profile&, const Profile&) = default;
 };

@@ -68,7 +68,8 @@ NLOHMANN_DEFINE_TYPE_NON_INTRUSIVE(Profile, samples, device, workers, intraop_th
 std::string profile_to_json(const Profile& profile) {
   nlohmann::json json = profile;
   json["version"] = kVersion;
-  return json.dump(1);
+  // Names may be any bytes.
+  return json.dump(1, ' ', /*ensure_ascii=*/false, nlohmann::json::error_handler_t::replace);
 }
 
 Profile profile_from_json(const std::string& text) {

@@ -4,12 +4,14 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <exception>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "balance/layer_trace.h"
 #include "balance/lone_layer.h"
 #include "balance/measurement.h"
 #include "balance/trial.h"
@@ -66,7 +68,7 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
   for (const auto& link : links) {
     if (link.to != index || link.from == index) continue;
     const auto& skip = skips.at(link.key);
-    const auto bytes = skip.defined() ? static_cast<std::int64_t>(skip.nbytes()) : 0;
+    const auto bytes = bytes_of(skip);
     whole.skips.push_back({link.key.name, link.from, link.to, bytes});
     whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, index, link.from, index});
     if (skip.defined() && skip.is_floating_point()) {
@@ -79,6 +81,17 @@ Value copy_of(const Value& value) {
   auto tensors = value.tensors();
   for (auto& tensor : tensors) tensor = tensor.clone();
   return Value(value.form(), std::move(tensors));
+}
+
+Profile measure_alone(const MakeLayers& layer, const Value& sample, const ProfileOptions& options,
+                      const std::string& name) {
+  try {
+    return measure(layer, sample, options);
+  } catch (const c10::OutOfMemoryError& error) {
+    std::throw_with_nested(std::runtime_error(StrFormat(
+        "[profile] not even layer '%s' alone fits its device, for %d samples; make it smaller, or the sample: %s", name,
+        batch_size(sample), error.what_without_backtrace())));
+  }
 }
 
 // Each layer by itself, on the device for as long as that takes.
@@ -108,7 +121,7 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
     for (auto& tensor : tensors) {
       if (i > 0 && tensor.is_floating_point()) tensor = tensor.detach().set_requires_grad(true);
     }
-    auto of_layer = measure([&] { return make(nullptr); }, Value(value.form(), tensors), each);
+    auto of_layer = measure_alone([&] { return make(nullptr); }, Value(value.form(), tensors), each, children[i].key());
     if (i == 0) {
       whole.samples = of_layer.samples;
       whole.device = of_layer.device;
@@ -140,12 +153,19 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
 Profile profile(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
   check(model, sample, options);
   const at::AutoGradMode grad_mode(true);
+  auto rising = options;  // also where it is begun again, layer by layer
+  double reported = 0;
+  if (options.progress()) {
+    rising.progress([&](double part) {
+      if (part > reported) options.progress()(reported = std::min(1.0, part));
+    });
+  }
   try {
     const Untouched untouched(*model);
-    return measure([&] { return make_layers(*model); }, sample, options);
+    return measure([&] { return make_layers(*model); }, sample, rising);
   } catch (const c10::OutOfMemoryError&) {
   }
-  return profile_alone(model, sample, options);
+  return profile_alone(model, sample, rising);
 }
 
 }  // namespace gpipe

@@ -34,7 +34,7 @@ struct ProfileOptions {
 /// sample's device together with the activations of a few micro-batches; a layer at a time where it does not.
 ///
 /// Errors: std::invalid_argument for options or a sample that make no sense, and for a model that GPipe refuses;
-/// std::runtime_error, with what a layer threw nested in it, when one fails: it names the layer.
+/// std::runtime_error, with what a layer threw nested in it, when one fails or does not fit alone: it names the layer.
 Profile profile(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options = {});
 
 }  // namespace gpipe

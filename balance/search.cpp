@@ -49,24 +49,18 @@ class Search {
   }
 
   bool better(const Candidate& a, const Candidate& b) const {
-    if (a.fits != b.fits) return a.fits;
-    return a.fits ? a.seconds < b.seconds : fullest(a.bytes, options_).second < fullest(b.bytes, options_).second;
+    if (a.fits || b.fits) return is_better(a, b);
+    return fullest(a.bytes, options_).second < fullest(b.bytes, options_).second;
   }
 
   Candidate improve(Candidate best) const {
     for (bool improved = true; improved;) {
       improved = false;
-      for (std::size_t s = 0; s + 1 < best.balance.size(); ++s) {
-        for (const int layers : {-1, 1}) {
-          auto balance = best.balance;
-          balance[s] += layers;
-          balance[s + 1] -= layers;
-          if (!stage_.can_cut(balance)) continue;
-          auto moved = of(balance);
-          if (!better(moved, best)) continue;
-          best = std::move(moved);
-          improved = true;
-        }
+      for (const auto& balance : stage_.near(best.balance, 1)) {
+        auto moved = of(balance);
+        if (!better(moved, best)) continue;
+        best = std::move(moved);
+        improved = true;
       }
     }
     return best;
@@ -83,7 +77,8 @@ class Search {
 int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t limit) {
   std::vector<int> stages(cost.layers() + 1, 0);  // of the layers before; 0 for impossible
   for (int end = 1; end <= cost.layers(); ++end) {
-    for (int first = 0; cost.can_cut_before(end) && first < end; ++first) {
+    for (int first = end; cost.can_cut_before(end) && first-- > 0;) {
+      if (cost.least_bytes(first, end, run) > limit) break;
       const bool possible = first == 0 || stages[first] > 0;
       if (!possible || (stages[end] > 0 && stages[end] <= stages[first] + 1)) continue;
       if (cost.bytes(first, end, run) <= limit) stages[end] = stages[first] + 1;
@@ -101,7 +96,7 @@ std::string why_not(const Candidate& leanest, const Profile& profile, const Sear
       "too many; ",
       bytes_to_text(options.memory_limit), leanest.chunks, to_string(leanest.checkpoint), bytes_to_text(most), device,
       bytes_to_text(most - options.memory_limit));
-  const RunOptions run{leanest.chunks, leanest.checkpoint, options.bandwidth};
+  const RunOptions run{leanest.chunks, leanest.checkpoint, options.bandwidth, options.copies};
   const StageCost cost(profile);
   for (int layer = 0; layer < cost.layers(); ++layer) {
     const auto alone = cost.bytes(layer, layer + 1, run);
@@ -123,7 +118,16 @@ const Candidate& Suggestion::best() const {
   return candidates.front();
 }
 
-Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptions& options) {
+const Profile& Suggestion::profile_of(const Candidate& candidate) const {
+  for (const auto& [chunks, profile] : profiles) {
+    if (chunks == candidate.chunks) return profile;
+  }
+  throw std::invalid_argument(StrFormat("[suggest] there is no profile for %d chunks", candidate.chunks));
+}
+
+bool is_better(const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; }
+
+Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options) {
   if (profiles.empty()) throw std::invalid_argument("[suggest] there are no profiles to search");
   if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
   if (options.memory_limit < 0 || !(options.bandwidth >= 0)) {
@@ -141,7 +145,7 @@ Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptio
   Candidate leanest;
   for (const auto& [chunks, profile] : profiles) {
     for (const auto checkpoint : options.checkpoints) {
-      auto candidate = Search(profile, {chunks, checkpoint, options.bandwidth}, options).best();
+      auto candidate = Search(profile, {chunks, checkpoint, options.bandwidth, options.copies}, options).best();
       if (const auto most = fullest(candidate.bytes, options).second; most < least) {
         least = most;
         leanest = candidate;
@@ -150,10 +154,9 @@ Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptio
       suggestion.candidates.push_back(std::move(candidate));
     }
   }
-  std::stable_sort(
-      suggestion.candidates.begin(), suggestion.candidates.end(),
-      [](const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; });
+  std::stable_sort(suggestion.candidates.begin(), suggestion.candidates.end(), is_better);
   if (!suggestion.candidates.front().fits) suggestion.reason = why_not(leanest, *of_leanest, options);
+  suggestion.profiles = std::move(profiles);
   return suggestion;
 }
 

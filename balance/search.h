@@ -35,9 +35,12 @@ struct SearchOptions {
   std::vector<int> devices = {};
   /// Bytes a second between devices; 0: at once.
   double bandwidth = 0;
+  /// As in RunOptions.
+  bool copies = false;
 };
 
 struct Suggestion {
+  std::vector<ChunkedProfile> profiles;  ///< what was searched
   /// The fastest that fits comes first, then the others that fit, and those that do not: one for each number of chunks
   /// and checkpoint mode.
   std::vector<Candidate> candidates;
@@ -47,11 +50,16 @@ struct Suggestion {
   bool fits() const { return reason.empty(); }
   /// The first candidate. Errors: std::runtime_error with the reason when nothing fits.
   const Candidate& best() const;
+  /// The profile that one of the candidates was made from. Errors: std::invalid_argument for another's.
+  const Profile& profile_of(const Candidate& candidate) const;
 };
 
 /// The fastest way to run a profiled model, by the simulator: of each number of chunks and checkpoint mode the balance
 /// whose slowest stage is fastest, and from there moved, a layer at a time, as long as the step gets shorter. Errors:
 /// std::invalid_argument for options that make no sense, no profiles, and fewer layers than stages.
-Suggestion search(const std::vector<ChunkedProfile>& profiles, const SearchOptions& options = {});
+Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
+
+/// Whether one is to be preferred: it fits and the other does not, or else it is faster.
+bool is_better(const Candidate& a, const Candidate& b);
 
 }  // namespace gpipe

@@ -1,6 +1,7 @@
 #include "balance/stage_cost.h"
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -69,6 +70,8 @@ StageCost::StageCost(const Profile& profile)
       layers_(static_cast<int>(profile.layers.size())),
       sums_(layers_ + 1),
       blocks_(layers_),
+      saved_by_(layers_ + 1),
+      saved_for_(layers_ + 1),
       can_cut_(layers_ + 1, true) {
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
@@ -83,7 +86,14 @@ StageCost::StageCost(const Profile& profile)
     sum.buffers += layer.buffers;
     for (int position = layer.shares_with + 1; position <= i; ++position) can_cut_[position] = false;
   }
-  for (const auto& block : profile_.blocks) blocks_[block.layer].push_back(&block);
+  for (const auto& block : profile_.blocks) {
+    blocks_[block.layer].push_back(&block);
+    if (block.born != Kind::F || block.until != Kind::B || block.freed_by < block.layer) continue;
+    saved_by_[block.layer + 1] += block.bytes;
+    saved_for_[block.freed_by + 1] += block.bytes;
+  }
+  std::partial_sum(saved_by_.begin(), saved_by_.end(), saved_by_.begin());
+  std::partial_sum(saved_for_.begin(), saved_for_.end(), saved_for_.begin());
 }
 
 bool StageCost::can_cut(const std::vector<std::int64_t>& balance) const {
@@ -94,6 +104,19 @@ bool StageCost::can_cut(const std::vector<std::int64_t>& balance) const {
     if (!can_cut_[end]) return false;
   }
   return end == layers_;
+}
+
+std::vector<std::vector<std::int64_t>> StageCost::near(const std::vector<std::int64_t>& balance, int layers) const {
+  std::vector<std::vector<std::int64_t>> found;
+  for (std::size_t s = 0; s + 1 < balance.size(); ++s) {
+    for (int moved = -layers; moved <= layers; ++moved) {
+      auto other = balance;
+      other[s] += moved;
+      other[s + 1] -= moved;
+      if (moved != 0 && can_cut(other)) found.push_back(std::move(other));
+    }
+  }
+  return found;
 }
 
 double StageCost::seconds(int first, int end, const RunOptions& options) const {
@@ -113,7 +136,7 @@ std::int64_t StageCost::static_bytes(int first, int end) const {
 }
 
 std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) const {
-  const auto cell = cell_bytes(begin, end, {begin, end, layers_});
+  const auto cell = cell_bytes(begin, end, {begin, end, layers_}, options.copies);
   // The fill leaves all micro-batches' cells behind. The drain begins with the last one's; before its k-th backward
   // others may still hold the gradients that k backwards have sent.
   const std::int64_t chunks = options.chunks;
@@ -134,10 +157,30 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
   return static_bytes(begin, end) + peak;
 }
 
+// When the first backward of several has run, there are all gradients beside the others' cells; and any backward begins
+// with all that its cell has saved. What is saved and used within the layers is at least what they use and none before
+// them saved.
+std::int64_t StageCost::least_bytes(int first, int end, const RunOptions& options) const {
+  const auto saved = std::max(std::int64_t{0}, saved_for_[end] - saved_by_[first]);
+  const auto gradients = sums_[end].gradients - sums_[first].gradients;
+  const std::int64_t others = options.chunks - 1;
+  if (others == 0) return static_bytes(first, end) + std::max(saved, gradients);
+  const bool never = options.checkpoint == Checkpoint::kNever;
+  return static_bytes(first, end) + (never ? others * saved + std::max(saved, gradients) : saved + gradients);
+}
+
 std::int64_t StageCost::bytes_in(int first, int end) const {
   std::int64_t bytes = first > 0 ? profile_.layers[first - 1].output : 0;
   for (const auto& skip : profile_.skips) {
     if (skip.from < first && skip.to >= first && skip.to < end) bytes += skip.bytes;
+  }
+  return bytes;
+}
+
+std::int64_t StageCost::bytes_out(int first, int end) const {
+  std::int64_t bytes = end < layers_ ? profile_.layers[end - 1].output : 0;
+  for (const auto& skip : profile_.skips) {
+    if (skip.from >= first && skip.from < end && skip.to >= end) bytes += skip.bytes;
   }
   return bytes;
 }
@@ -148,7 +191,7 @@ std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) con
   return cut_edges(balance, links);
 }
 
-Costs StageCost::costs(const std::vector<std::int64_t>& balance, double bandwidth) const {
+Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
   std::vector<int> ends;
   bool positive = true;
   for (const auto layers : balance) {
@@ -171,7 +214,7 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, double bandwidt
     costs.actions.push_back({seconds(after.forward - before.forward), seconds(after.recompute - before.recompute),
                              seconds(after.backward - before.backward), 0, 0});
     costs.stored.push_back(seconds(after.stored - before.stored));
-    costs.bytes.push_back(cell_bytes(first, end, ends));
+    costs.bytes.push_back(cell_bytes(first, end, ends, options.copies));
     first = end;
   }
   std::vector<std::int64_t> sent;
@@ -179,7 +222,9 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, double bandwidt
   for (const auto& skip : profile_.skips) {
     if (stage_of(skip.from, ends) != stage_of(skip.to, ends)) sent.push_back(skip.bytes);
   }
-  for (const auto bytes : sent) costs.edges.push_back(bandwidth > 0 ? static_cast<double>(bytes) / bandwidth : 0);
+  for (const auto bytes : sent) {
+    costs.edges.push_back(options.bandwidth > 0 ? static_cast<double>(bytes) / options.bandwidth : 0);
+  }
   return costs;
 }
 
@@ -191,8 +236,9 @@ bool StageCost::copies_inputs(int first, int end) const {
 }
 
 // The profile's blocks are those of an unpartitioned pipeline. A cut changes when they are freed: what enters a stage
-// is there until the stage's action has run, and, while its cell is to be recomputed, until that.
-CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends) const {
+// is there until the stage's action has run, and, while its cell is to be recomputed, until that. Where the stage copies
+// it, until the stage has the copy, which is then taken to be there as long as the cell.
+CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const {
   const int stage = stage_of(first, ends);
   const auto inside = [&](int layer) { return layer >= first && layer < end; };
   const auto stage_at = [&](int layer) { return layer < 0 ? layer : stage_of(layer, ends); };
@@ -220,7 +266,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
       }
       const bool saved = block->until == Kind::B;
       if (!inside(block->freed_by)) {
-        of_forward.add(bytes, saved ? Kind::W : Kind::F, stage_at(block->freed_by));
+        of_forward.add(bytes, saved && !copies ? Kind::W : Kind::F, stage_at(block->freed_by));
       } else if (saved) {
         of_forward.add(bytes, Kind::W, stage);
         of_recompute.add(bytes, Kind::W, stage);
@@ -239,12 +285,24 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
       } else {
         const int receiver = stage_of(block->reaches >= end ? end : block->popped_by, ends);
         const bool copied = copies_inputs(ends[receiver - 1], ends[receiver]);
-        of_stored.add(bytes, copied ? Kind::F : saved ? Kind::W : Kind::R, receiver);
+        of_stored.add(bytes, copied || copies ? Kind::F : saved ? Kind::W : Kind::R, receiver);
       }
     }
   }
   Replay forward;
   Replay stored;
+  Replay backward;
+  Replay first_backward;
+  if (copies) {
+    const auto entering = bytes_in(first, end);
+    of_forward.add(entering, Kind::W, stage);
+    of_stored.add(entering, Kind::W, stage);
+    forward.run(entering, entering);
+    stored.run(entering, entering);
+    const auto gradients = bytes_out(first, end);
+    backward.run(gradients, gradients);
+    first_backward.run(gradients, gradients);
+  }
   const auto buffers = sums_[end].buffers - sums_[first].buffers;  // of which a recompute keeps a copy
   if (first > 0 && copies_inputs(first, end)) {
     const auto activation = profile_.layers[first - 1].output;
@@ -257,8 +315,6 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     forward.run(profile_.layers[layer].forward_extra, by_forward[layer - first]);
     stored.run(profile_.layers[layer].stored_extra, by_stored[layer - first]);
   }
-  Replay backward;
-  Replay first_backward;
   for (int layer = end; layer-- > first;) {
     const auto& of = profile_.layers[layer];
     const auto change = by_backward[layer - first] + of.late_gradients;
@@ -267,7 +323,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
   }
   return {.forward = {forward.peak(), of_forward.take()},
           .stored = {stored.peak(), of_stored.take()},
-          .recompute = {forward.peak() + buffers, of_recompute.take()},
+          .recompute = {forward.peak() - (copies ? bytes_in(first, end) : 0) + buffers, of_recompute.take()},
           .backward = {backward.peak(), of_backward.take()},
           .first_backward_extra = first_backward.peak(),
           .parameters = sums_[end].gradients - sums_[first].gradients};

@@ -16,6 +16,8 @@ struct RunOptions {
   Checkpoint checkpoint = Checkpoint::kExceptLast;
   /// Bytes a second between devices; 0: what is sent is there at once, as between CPU stages.
   double bandwidth = 0;
+  /// What is sent is copied to the receiver's device, as between GPUs; else the receiver uses the sender's memory.
+  bool copies = false;
 };
 
 /// What stages of a profiled model cost, for whichever layers they are made of. The profile must outlive it.
@@ -29,6 +31,8 @@ class StageCost {
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
   /// Whether a balance cuts the model, and only there.
   bool can_cut(const std::vector<std::int64_t>& balance) const;
+  /// The other balances that cut the model and differ from one by a single cut, at most `layers` layers away.
+  std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
   /// Seconds of the layers first..end-1 for a micro-batch, forward to backward, recomputed ones by their share, with
   /// what enters and its gradient on their way.
@@ -39,11 +43,15 @@ class StageCost {
   std::int64_t bytes(int begin, int end, const RunOptions& options) const;
   std::int64_t static_bytes(int first, int end) const;
 
-  /// What enters the layers first..end-1 from before: activation and skips.
+  /// A lower bound, quick to say: of bytes() of these layers and of any stage that has them and others.
+  std::int64_t least_bytes(int first, int end, const RunOptions& options) const;
+
+  /// What enters the layers first..end-1 from before, and what leaves them for behind: activation and skips.
   std::int64_t bytes_in(int first, int end) const;
+  std::int64_t bytes_out(int first, int end) const;
 
   /// For simulate(): what a balance's stages and edges cost.
-  Costs costs(const std::vector<std::int64_t>& balance, double bandwidth) const;
+  Costs costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   std::vector<Edge> edges(const std::vector<std::int64_t>& balance) const;
 
  private:
@@ -51,12 +59,15 @@ class StageCost {
   /// that it passes it on to, changes some of it in place.
   bool copies_inputs(int first, int end) const;
   /// `ends` says of each stage which layer comes behind it.
-  CellBytes cell_bytes(int first, int end, const std::vector<int>& ends) const;
+  CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const;
 
   const Profile& profile_;
   const int layers_;
   std::vector<LayerProfile> sums_;                 ///< of the layers before
   std::vector<std::vector<const Block*>> blocks_;  ///< by layer
+  // Bytes that forwards leave for backwards, of the layers before: allocated by those, freed by those.
+  std::vector<std::int64_t> saved_by_;
+  std::vector<std::int64_t> saved_for_;
   std::vector<bool> can_cut_;
 };
 

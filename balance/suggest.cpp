@@ -5,6 +5,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <exception>
+#include <functional>
 #include <set>
 #include <stdexcept>
 #include <utility>
@@ -20,7 +22,7 @@ using Clock = std::chrono::steady_clock;
 
 Value on(const Value& sample, torch::Device device) {
   auto tensors = sample.tensors();
-  for (auto& tensor : tensors) tensor = tensor.to(device);
+  for (auto& tensor : tensors) tensor = tensor.to(device).detach().set_requires_grad(tensor.requires_grad());
   return Value(sample.form(), std::move(tensors));
 }
 
@@ -60,6 +62,10 @@ void synchronize(const std::vector<torch::Device>& devices) {
 
 }  // namespace
 
+bool copies_between(const std::vector<torch::Device>& devices) {
+  return std::adjacent_find(devices.begin(), devices.end(), std::not_equal_to<>()) != devices.end();
+}
+
 Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, const std::vector<torch::Device>& devices,
                    const SuggestOptions& options) {
   check_devices(devices);
@@ -69,31 +75,32 @@ Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, cons
   profiling.seconds(profiling.seconds() / static_cast<double>(counts.size()));
   if (devices.front().is_cpu()) profiling.workers(static_cast<int>(cpus));
   std::vector<ChunkedProfile> profiles;
-  double reported = 0;
+  std::exception_ptr first_error;
   for (const int chunks : counts) {
     const auto done = static_cast<double>(profiles.size());
     if (options.profile().progress()) {
-      profiling.progress([&](double part) {
-        reported = std::max(reported, (done + part) / static_cast<double>(counts.size()));
-        options.profile().progress()(reported);
-      });
+      profiling.progress(
+          [&](double part) { options.profile().progress()((done + part) / static_cast<double>(counts.size())); });
     }
     const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
-    const auto first = scatter(sample, sizes).front();
-    const auto micro_batch = on(Value(first.form, first.tensors), devices.front());
+    const auto micro_batch = on(first_micro_batch(sample, sizes), devices.front());
     try {
       profiles.push_back({chunks, profile(model, micro_batch, profiling)});
     } catch (const std::runtime_error&) {
-      // Batch norm wants more than one value a channel. Nobody has asked for such small micro-batches.
-      if (!options.chunks().empty() || profiles.empty()) throw;
-      break;
+      // Nobody has asked for micro-batches that are too large for the device, nor for such small ones that batch norm
+      // has less than two values a channel.
+      if (!options.chunks().empty()) throw;
+      if (!profiles.empty()) break;
+      if (!first_error) first_error = std::current_exception();
     }
   }
-  return search(profiles, {.stages = static_cast<int>(devices.size()),
-                           .checkpoints = options.checkpoints(),
-                           .memory_limit = options.memory_limit(),
-                           .devices = numbers(devices),
-                           .bandwidth = options.bandwidth()});
+  if (profiles.empty()) std::rethrow_exception(first_error);
+  return search(std::move(profiles), {.stages = static_cast<int>(devices.size()),
+                                      .checkpoints = options.checkpoints(),
+                                      .memory_limit = options.memory_limit(),
+                                      .devices = numbers(devices),
+                                      .bandwidth = options.bandwidth(),
+                                      .copies = copies_between(devices)});
 }
 
 std::vector<Measured> refine(const torch::nn::Sequential& model, const Value& sample,

@@ -25,6 +25,9 @@ struct SuggestOptions {
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };
 
+/// Whether stages on these devices send copies: whether some neighbours are not the same.
+bool copies_between(const std::vector<torch::Device>& devices);
+
 /// Profiles a model at several micro-batch sizes and searches for the fastest way to train it on the sample, a
 /// mini-batch, over devices of which each gets one stage: balance, chunks and checkpoint mode. It is measured on the
 /// first device, beside as many others as are CPUs if that is one. Errors: those of profile() and search().

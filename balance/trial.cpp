@@ -9,6 +9,8 @@
 #include <mutex>
 #include <utility>
 
+#include "gpipe/micro_batch.h"
+
 namespace gpipe {
 namespace {
 
@@ -55,6 +57,12 @@ void trial_step(GPipe& pipe, const Value& batch) {
   const auto node = roots.front().grad_fn();
   node->set_next_edges(torch::autograd::edge_list(node->num_outputs()));
   torch::autograd::backward(roots, ones);
+}
+
+Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes) {
+  auto first = scatter(batch, sizes).front();
+  for (std::size_t i = 0; i < first.tensors.size(); ++i) first.tensors[i].set_requires_grad(first.wants_gradient[i]);
+  return Value(first.form, std::move(first.tensors));
 }
 
 double median(std::vector<double> values) {

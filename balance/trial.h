@@ -2,6 +2,7 @@
 
 #include <torch/nn/module.h>
 
+#include <cstdint>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -29,6 +30,9 @@ class Untouched {
 
 /// A step that leaves no gradients and runs no hooks: forward, and backward from ones.
 void trial_step(GPipe& pipe, const Value& batch);
+
+/// The first micro-batch of a mini-batch that is cut into those sizes, requiring grad where that does.
+Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes);
 
 /// The middle value; of an even number the upper one; 0 of none.
 double median(std::vector<double> values);

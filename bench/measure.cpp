@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <map>
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <system_error>
@@ -16,9 +15,6 @@
 namespace gpipe::bench {
 
 namespace {
-
-const std::map<std::string, Checkpoint> kCheckpoints = {
-    {"never", Checkpoint::kNever}, {"except_last", Checkpoint::kExceptLast}, {"always", Checkpoint::kAlways}};
 
 nlohmann::ordered_json to_json(const Row& row) {
   return {
@@ -36,7 +32,7 @@ void add_flags(CLI::App& app, Options& options) {
   std::vector<std::string> names;
   for (const auto checkpoint : options.checkpoints) names.push_back(to_string(checkpoint));
   app.add_option("--checkpoint", options.checkpoints, "never, except_last, always")
-      ->transform(CLI::CheckedTransformer(kCheckpoints))
+      ->transform(CLI::CheckedTransformer(checkpoints()))
       ->default_str(CLI::detail::join(names));
   app.add_flag_callback(
       "--reuse", [] { reuse_cpu_memory(); }, "keep the memory of tensors for the next");

@@ -44,7 +44,10 @@ double minor_faults() {
 }
 
 GPipe pipe_of(const Subject& it, const Row& row, std::vector<std::int64_t> balance) {
-  if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
+  if (balance.empty()) {
+    const Value micro_batch(it.input.narrow(0, 0, it.split_size));
+    balance = balance_by_time(row.stages, it.model, micro_batch, ProfileOptions().seconds(1));
+  }
   return GPipe(it.model, balance,
                GPipeOptions().split_size(it.split_size).checkpoint(row.checkpoint).intraop_threads(1));
 }

@@ -1,5 +1,5 @@
 // What the parts cost on their own: cutting and joining mini-batches, a hand-over between threads, a program whose
-// cells do nothing, and large programs that are verified and simulated.
+// cells do nothing, large programs that are verified and simulated, and large models that are cut.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "balance/cut.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/event.h"
@@ -147,6 +148,46 @@ void simulate(State& state) {
 BENCHMARK(verify)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 BENCHMARK(make_program)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 BENCHMARK(simulate)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
+
+/// A thousand layers of uneven sizes, each keeping its input for its backward; every tenth one stashes for one that is a
+/// hundred layers on.
+Profile large_profile() {
+  constexpr int kLayers = 1000;
+  Profile profile{.samples = 1, .device = "cpu"};
+  for (int layer = 0; layer < kLayers; ++layer) {
+    const double seconds = 0.001 * (1 + layer % 7);
+    const std::int64_t bytes = 1000 * (1 + layer % 11);
+    profile.layers.push_back({.forward = seconds,
+                              .stored = seconds,
+                              .recompute = seconds,
+                              .backward = 2 * seconds,
+                              .parameters = bytes,
+                              .gradients = bytes,
+                              .output = bytes,
+                              .saved = bytes,
+                              .shares_with = layer});
+    if (layer + 1 < kLayers) profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 1, layer + 1});
+    if (layer % 10 == 0 && layer + 100 < kLayers) {
+      profile.skips.push_back({"skip", layer, layer + 100, bytes});
+      profile.blocks.push_back({bytes, Kind::F, layer, Kind::B, layer + 100, layer, layer + 100});
+    }
+  }
+  return profile;
+}
+
+void cut_by_time(State& state) {
+  const auto profile = large_profile();
+  for (auto _ : state) benchmark::DoNotOptimize(balance_by_time(profile, 64, {.chunks = 8}));
+}
+
+void cut_by_size(State& state) {
+  const auto profile = large_profile();
+  const RunOptions run{.chunks = 8, .checkpoint = static_cast<Checkpoint>(state.range(0))};
+  for (auto _ : state) benchmark::DoNotOptimize(balance_by_size(profile, 64, run));
+}
+
+BENCHMARK(cut_by_time)->Unit(kMillisecond);
+BENCHMARK(cut_by_size)->ArgName("checkpoint")->DenseRange(0, 2)->Unit(kMillisecond);
 
 }  // namespace
 }  // namespace gpipe

@@ -4,10 +4,7 @@
 #include <torch/utils.h>
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <iostream>
-#include <map>
-#include <utility>
 
 #include "balance/balance.h"
 #include "bench/measure.h"
@@ -18,30 +15,13 @@
 namespace gpipe::bench {
 namespace {
 
-// The share of a span during which other workers worked.
-double overlap(const Span& span, const Timeline& timeline) {
-  double shared = 0;
-  for (const auto& other : timeline.spans) {
-    if (other.worker == span.worker) continue;
-    shared += std::max(0.0, std::min(span.end, other.end) - std::max(span.start, other.start));
-  }
-  return shared / (span.end - span.start);
-}
-
 // What each action takes while the other stage runs: the medians over those that ran beside it the longest.
 Costs costs_of(const Timeline& timeline) {
   const int stages = timeline.workers;
   Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
-  std::map<std::pair<int, Kind>, std::vector<std::pair<double, double>>> seen;  // overlap and seconds
-  for (const auto& span : timeline.spans) {
-    seen[{span.action.stage, span.action.kind}].emplace_back(overlap(span, timeline), span.end - span.start);
-  }
-  for (const auto& [action, spans] : seen) {
-    const double most = std::max_element(spans.begin(), spans.end())->first;
+  for (const auto& [action, spans] : most_overlapped(timeline)) {
     std::vector<double> seconds;
-    for (const auto& [share, time] : spans) {
-      if (share >= 0.9 * most) seconds.push_back(time);
-    }
+    for (const Span* span : spans) seconds.push_back(span->end - span->start);
     costs.actions[action.first][static_cast<std::size_t>(action.second)] = median(seconds);
   }
   return costs;

@@ -1,11 +1,12 @@
 #include "examples/common/plan.h"
 
+#include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <numeric>
 #include <ostream>
-#include <utility>
+#include <stdexcept>
+#include <string>
 
 #include "absl/strings/str_format.h"
 #include "balance/balance.h"
@@ -31,9 +32,19 @@ int count_cpus(const std::vector<torch::Device>& devices) {
 // Refuses, before anything is measured, what a pipeline would refuse: devices, numbers of stages and of layers.
 void check(const torch::nn::Sequential& model, const PipelineOptions& options,
            const std::vector<torch::Device>& devices) {
-  auto balance = options.layers;
-  if (balance.empty()) balance = best_partition(std::vector<double>(model->size(), 1.0), options.stages);
-  GPipe(model, balance, GPipeOptions().devices(devices).chunks(options.chunks));
+  const auto layers = static_cast<std::int64_t>(model->size());
+  if (options.stages > layers) {
+    throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but the model has " +
+                                std::to_string(layers) + " layers");
+  }
+  const auto pipeline_options = GPipeOptions().devices(devices).chunks(options.chunks);
+  if (!options.layers.empty()) {
+    GPipe(model, options.layers, pipeline_options);
+    return;
+  }
+  torch::nn::Sequential stand_in;
+  for (int stage = 0; stage < options.stages; ++stage) stand_in->push_back(torch::nn::Identity());
+  GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipeline_options);
 }
 
 // As the stages will run.
@@ -64,17 +75,23 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
   if (options.balance == kAuto) {
     const auto suggestion = suggest(model, images(options.batch_size, image_shape, device), plan.devices,
                                     SuggestOptions().profile(profiling.seconds(kAutoSeconds)));
-    plan.candidates = suggestion.candidates;
     const auto& best = suggestion.best();
+    plan.candidates = suggestion.candidates;
+    plan.profile = suggestion.profile_of(best);
     plan.chunks = best.chunks;
     plan.checkpoint = best.checkpoint;
     plan.balance = best.balance;
+    plan.prediction =
+        predict(plan.profile, plan.balance,
+                {.chunks = best.chunks, .checkpoint = best.checkpoint, .copies = copies_between(plan.devices)});
+    return plan;
   }
   const auto sizes = micro_batch_sizes(options.batch_size, plan.chunks, /*split_size=*/0);
   // Two images at least: batch norm may need them.
   const auto samples = std::max<std::int64_t>(2, sizes.front());
   plan.profile = profile(model, images(samples, image_shape, device), profiling.seconds(kSeconds));
-  const RunOptions run{.chunks = static_cast<int>(sizes.size()), .checkpoint = plan.checkpoint};
+  const RunOptions run{
+      .chunks = static_cast<int>(sizes.size()), .checkpoint = plan.checkpoint, .copies = copies_between(plan.devices)};
   if (options.balance == kByTime) plan.balance = balance_by_time(plan.profile, options.stages, run);
   if (options.balance == kBySize) plan.balance = balance_by_size(plan.profile, options.stages, run);
   if (options.balance.empty()) plan.balance = options.layers;

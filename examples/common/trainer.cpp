@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
 #include "balance/report.h"
 #include "examples/common/autocast.h"
 #include "examples/common/codecs.h"
@@ -67,12 +68,12 @@ int drops(const std::vector<double>& scores) {
 }  // namespace
 
 Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
-                 double predicted_seconds, std::ostream& out, bool terminal)
+                 std::optional<Prediction> prediction, std::ostream& out, bool terminal)
     : pipe_(std::move(pipe)),
       task_(task),
       options_(std::move(options)),
       identity_(with_options(std::move(identity), options_)),
-      predicted_seconds_(predicted_seconds),
+      prediction_(std::move(prediction)),
       out_(out),
       terminal_(terminal),
       optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options_.learning_rate)),
@@ -117,13 +118,23 @@ int Trainer::run() {
 }
 
 void Trainer::compare() const {
-  if (step_seconds_.empty()) return;
-  auto seconds = step_seconds_;
-  const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
-  std::nth_element(seconds.begin(), middle, seconds.end());
-  out_ << "a step, forward and backward, took " << seconds_to_text(*middle) << " (median of " << seconds.size() << ")";
-  if (predicted_seconds_ > 0) out_ << "; predicted were " << seconds_to_text(predicted_seconds_);
-  out_ << std::endl;
+  if (!step_seconds_.empty()) {
+    auto seconds = step_seconds_;
+    const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
+    std::nth_element(seconds.begin(), middle, seconds.end());
+    out_ << "a step, forward and backward, took " << seconds_to_text(*middle) << " (median of " << seconds.size()
+         << ")";
+    if (prediction_) out_ << "; predicted were " << seconds_to_text(prediction_->seconds);
+    out_ << std::endl;
+  }
+  if (!step_bytes_.empty()) {
+    const auto add_bytes = [](std::string* text, std::int64_t bytes) { text->append(bytes_to_text(bytes)); };
+    out_ << "most in use by its stages, beside model and optimizer: " << absl::StrJoin(step_bytes_, ", ", add_bytes);
+    if (prediction_) {
+      out_ << "; predicted were " << absl::StrJoin(prediction_->timeline.peak_bytes(), ", ", add_bytes);
+    }
+    out_ << std::endl;
+  }
 }
 
 void Trainer::resume() {
@@ -181,7 +192,8 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
 
 void Trainer::step(const Example& example) {
   const bool last = epoch_ + 1 == options_.epochs && seen_ + example.input.size(0) == task_.training_images();
-  const bool trace = !options_.trace.empty() && (steps_ == kTracedStep || (steps_ < kTracedStep && last));
+  const bool whole = example.input.size(0) == options_.batch_size;
+  const bool trace = !traced_ && (last || (steps_ >= kTracedStep && whole));
   auto timeline = trace ? std::make_shared<Timeline>() : nullptr;
   pipe_->trace(timeline);
   optimizer_.zero_grad();
@@ -194,14 +206,16 @@ void Trainer::step(const Example& example) {
   }
   loss.backward();
   if (loss.is_cuda()) torch::cuda::synchronize();
-  if (steps_ >= kTracedStep && example.input.size(0) == options_.batch_size) {
+  if (steps_ >= kTracedStep && whole && !trace) {
     step_seconds_.push_back(std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
   if (options_.clip > 0) clip_gradients();
   optimizer_.step();
   const double value = loss.item<double>();
   if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
-  if (trace) {
+  traced_ = traced_ || trace;
+  if (trace && whole) step_bytes_ = timeline->peak_bytes();
+  if (trace && !options_.trace.empty()) {
     const auto json = to_chrome_json(*timeline);
     write_file(options_.trace, {json.begin(), json.end()});
     files_.push_back(options_.trace);

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "balance/predict.h"
 #include "examples/common/image.h"
 #include "examples/common/interrupt.h"
 #include "examples/common/tensorboard.h"
@@ -52,11 +53,10 @@ class Task {
 class Trainer {
  public:
   /// A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.
-  /// One with others would not go on but begin something else. `terminal`: draw a progress bar.
-  /// `predicted_seconds`: of a step, to be
-  /// compared with what it takes; 0: none.
+  /// One with others would not go on but begin something else. `terminal`: draw a progress bar. `prediction`: of a
+  /// step, to be compared with what it takes.
   Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
-          double predicted_seconds, std::ostream& out, bool terminal);
+          std::optional<Prediction> prediction, std::ostream& out, bool terminal);
 
   /// Returns the signal that ended it early, or 0. Errors: std::runtime_error for a snapshot that does not fit, a loss
   /// that is not finite, a file that cannot be written.
@@ -85,7 +85,7 @@ class Trainer {
   Task& task_;
   const TrainingOptions options_;
   const std::map<std::string, std::string> identity_;
-  const double predicted_seconds_;
+  const std::optional<Prediction> prediction_;
   std::ostream& out_;
   const bool terminal_;
   torch::optim::Adam optimizer_;
@@ -100,8 +100,10 @@ class Trainer {
   double loss_sum_ = 0;     // over those images
   std::map<std::string, std::vector<double>> history_;
 
-  std::int64_t steps_ = 0;            // of this process
-  std::vector<double> step_seconds_;  // forward to backward, of whole mini-batches
+  std::int64_t steps_ = 0;                // of this process
+  bool traced_ = false;                   // one of them
+  std::vector<double> step_seconds_;      // forward to backward, of whole mini-batches
+  std::vector<std::int64_t> step_bytes_;  // by stage, the most of such a step
   double images_per_second_ = 0;
 };
 

@@ -1,19 +1,12 @@
 #include "examples/common/training_options.h"
 
 #include <CLI/CLI.hpp>
-#include <map>
 #include <stdexcept>
 #include <string>
 
 #include "examples/common/files.h"
 
 namespace gpipe::examples {
-namespace {
-
-const std::map<std::string, Checkpoint> kModes = {
-    {"never", Checkpoint::kNever}, {"except_last", Checkpoint::kExceptLast}, {"always", Checkpoint::kAlways}};
-
-}  // namespace
 
 void add_training_options(CLI::App& app, TrainingOptions& options) {
   add_pipeline_options(app, options);
@@ -33,10 +26,10 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
       ->always_capture_default(false);
 
   app.add_option_function<std::string>(
-         "--checkpoint", [&options](const std::string& mode) { options.checkpoint = kModes.at(mode); },
+         "--checkpoint", [&options](const std::string& mode) { options.checkpoint = checkpoints().at(mode); },
          "micro-batches that recompute instead of storing: never, except_last, always")
       ->default_str(to_string(options.checkpoint))
-      ->check(CLI::IsMember(kModes))
+      ->check(CLI::IsMember(checkpoints()))
       ->group(kPipelineGroup);
   app.add_option("--trace", options.trace, "write the timeline of one training step, for ui.perfetto.dev")
       ->always_capture_default(false)

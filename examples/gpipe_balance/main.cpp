@@ -31,8 +31,6 @@ namespace {
 
 using Json = nlohmann::ordered_json;
 
-const std::map<std::string, Checkpoint> kCheckpoints = {
-    {"never", Checkpoint::kNever}, {"except_last", Checkpoint::kExceptLast}, {"always", Checkpoint::kAlways}};
 const std::map<std::string, torch::nn::Sequential (*)(const models::ResNetOptions&)> kResNets = {
     {"resnet18", models::resnet18},   {"resnet34", models::resnet34},   {"resnet50", models::resnet50},
     {"resnet101", models::resnet101}, {"resnet152", models::resnet152},
@@ -61,7 +59,9 @@ struct Options {
 
   /// Images of each micro-batch.
   std::vector<std::int64_t> sizes(int wanted) const { return micro_batch_sizes(batch_size, wanted, 0); }
-  RunOptions run() const { return {static_cast<int>(sizes(chunks).size()), checkpoint, bandwidth * 1e9}; }
+  RunOptions run(int wanted, Checkpoint mode) const {
+    return {static_cast<int>(sizes(wanted).size()), mode, bandwidth * 1e9, !torch::Device(device).is_cpu()};
+  }
 };
 
 torch::nn::Sequential make_model(const Options& options) {
@@ -115,7 +115,7 @@ int run_profile(const Options& options) {
 
 int run_cut(const Options& options) {
   const auto of_model = measure(options, options.chunks);
-  const auto run = options.run();
+  const auto run = options.run(options.chunks, options.checkpoint);
   const auto balance = options.by == "time" ? balance_by_time(of_model, options.stages, run)
                                             : balance_by_size(of_model, options.stages, run);
   const auto prediction = predict(of_model, balance, run);
@@ -181,14 +181,12 @@ int run_sweep(const Options& options) {
   for (const int chunks : options.tried.empty() ? std::vector<int>{2, 4, 8} : options.tried) {
     const auto of_model = measure(options, chunks);
     const StageCost stage(of_model);
-    for (const auto& [name, checkpoint] : kCheckpoints) {
-      const RunOptions run{static_cast<int>(options.sizes(chunks).size()), checkpoint, options.bandwidth * 1e9};
+    for (const auto& [name, checkpoint] : checkpoints()) {
+      const auto run = options.run(chunks, checkpoint);
       const auto best = balance_by_time(of_model, options.stages, run);
-      for (int shift = -options.near; shift <= options.near; ++shift) {
-        auto balance = best;
-        balance.front() += shift;
-        balance.back() -= shift;
-        if (shift != 0 && (options.stages == 1 || !stage.can_cut(balance))) continue;
+      auto balances = stage.near(best, options.near);
+      balances.push_back(best);
+      for (const auto& balance : balances) {
         const auto of = predict(of_model, balance, run);
         const auto most = *std::max_element(of.bytes.begin(), of.bytes.end());
         const bool fits = options.memory == 0 || most <= options.memory;
@@ -196,9 +194,7 @@ int run_sweep(const Options& options) {
       }
     }
   }
-  std::stable_sort(candidates.begin(), candidates.end(), [](const Candidate& a, const Candidate& b) {
-    return a.fits != b.fits ? a.fits : a.seconds < b.seconds;
-  });
+  std::stable_sort(candidates.begin(), candidates.end(), is_better);
   if (options.json) {
     auto json = Json::array();
     for (const auto& candidate : candidates) json.push_back(to_json(candidate));
@@ -242,7 +238,7 @@ void add_profile_flag(CLI::App& app, Options& options) {
 
 void add_checkpoint_flag(CLI::App& app, Options& options) {
   app.add_option("--checkpoint", options.checkpoint, "never, except_last, always")
-      ->transform(CLI::CheckedTransformer(kCheckpoints))
+      ->transform(CLI::CheckedTransformer(checkpoints()))
       ->default_str(to_string(options.checkpoint));
 }
 
@@ -292,8 +288,7 @@ int main(int argc, char** argv) {
       command("sweep", "predictions of the balances near the best, for all chunks and checkpoint modes", run_sweep);
   add_chunks_list(*sweeping, options, "2, 4, 8");
   add_run_flags(*sweeping, options);
-  sweeping->add_option("--near", options.near, "layers that the first cut moves by, at most")
-      ->check(CLI::Range(0, 1000));
+  sweeping->add_option("--near", options.near, "layers that a cut moves by, at most")->check(CLI::Range(0, 1000));
   return run_program(app, argc, argv, [&] { return run(options); });
 }
 

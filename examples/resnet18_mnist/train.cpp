@@ -64,7 +64,7 @@ int train(Options options) {
   ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.output);
   const std::map<std::string, std::string> identity = {{"--small-images", absl::StrCat(options.small_images)},
                                                        {"images", absl::StrCat(training.count())}};
-  Trainer trainer(pipe, task, options, identity, plan.prediction ? plan.prediction->seconds : 0, std::cout, terminal);
+  Trainer trainer(pipe, task, options, identity, plan.prediction, std::cout, terminal);
   return run_and_report(trainer, options.data == "synthetic" ? data : "", std::cout);
 }
 

@@ -72,6 +72,10 @@ int run(Options options) {
   reuse_cpu_memory();         // page faults would drown what is measured, and in some variants more than in others
   const auto about = hardware(experiment.devices);
   std::cout << about << std::flush;
+  write_file(options.output / "hardware.txt", {about.begin(), about.end()});
+  std::ofstream csv(options.output / "runs.csv");
+  if (!csv) throw std::runtime_error("cannot write " + (options.output / "runs.csv").string());
+  csv << "variant,split_size,run,seconds,predicted_seconds\n";
   torch::manual_seed(0);
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto tell = [&](const std::string& what) { std::cout << "profile: " << what << std::endl; };
@@ -81,7 +85,6 @@ int run(Options options) {
   const auto input = torch::randn({experiment.batch_size, 3, experiment.image, experiment.image}, device);
   const auto classes = torch::randint(kClasses, {experiment.batch_size}, torch::kLong);
   const auto target = torch::one_hot(classes, kClasses).to(torch::kFloat).to(device);
-  std::string csv = "variant,split_size,run,seconds,predicted_seconds\n";
   {
     Percent percent(std::cout, terminal, "training");
     const auto all = static_cast<double>(variants.size()) * (options.runs + 1);
@@ -92,24 +95,24 @@ int run(Options options) {
         const auto seconds = time_run(variant, input, target, run == 0 ? 1 : options.batches);
         percent.show(++done / all);
         if (run == 0) continue;
-        absl::StrAppendFormat(&csv, "%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,
-                              variant.predicted * options.batches);
+        csv << absl::StreamFormat("%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,
+                                  variant.predicted * options.batches)
+            << std::flush;
       }
     }
   }
-  write_file(options.output / "runs.csv", {csv.begin(), csv.end()});
-  write_file(options.output / "hardware.txt", {about.begin(), about.end()});
+  if (!csv) throw std::runtime_error("cannot write " + (options.output / "runs.csv").string());
   std::cout << "wrote " << (options.output / "runs.csv").string() << "\nwrote "
             << (options.output / "hardware.txt").string() << std::endl;
   return 0;
 }
 
 void make_quick(Options& options) {
-  options.experiment.batch_size = 24;
-  options.experiment.image = 64;
-  options.experiment.splits = {3, 6, 12};
+  options.experiment.image = 40;
+  options.experiment.predictions = 1;
+  options.experiment.profile_seconds = 2;
   options.batches = 1;
-  options.runs = 3;
+  options.runs = 2;
 }
 
 }  // namespace
@@ -121,6 +124,9 @@ int main(int argc, char** argv) {
   study::Options options;
   auto& experiment = options.experiment;
   app.option_defaults()->always_capture_default();
+  // The first, so that other flags count more.
+  app.add_flag_callback(
+      "--quick", [&] { study::make_quick(options); }, "images of 40 pixels, 2 runs of 1 mini-batch: four minutes");
   app.add_option("-o,--output", options.output, "directory for runs.csv and hardware.txt");
   app.add_option("--devices", options.devices, "two, as cuda:0,cuda:1")->delimiter(',')->expected(2);
   app.add_option("-b,--batch-size", experiment.batch_size)->check(CLI::Range(2, 100000));
@@ -130,7 +136,7 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   app.add_option("--batches", options.batches, "mini-batches of a run")->check(CLI::PositiveNumber);
   app.add_option("--runs", options.runs)->check(CLI::PositiveNumber);
-  app.add_flag_callback(
-      "--quick", [&] { study::make_quick(options); }, "24 images of 64 pixels, 3 runs of 1 mini-batch: five minutes");
+  app.add_option("--predictions", experiment.predictions, "profiles of each variant, of which the middle one counts")
+      ->check(CLI::PositiveNumber);
   return run_program(app, argc, argv, [&] { return study::run(options); });
 }

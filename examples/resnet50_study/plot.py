@@ -2,7 +2,7 @@
 
     python plot.py FOLDER      # with runs.csv and hardware.txt; needs matplotlib
 
-Writes model_parallel, all and split_size, each as .png and .svg, and summary.md into the folder.
+Writes model_parallel, all and split_size, each as .png and .svg, and README.md, which shows them, into the folder.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-# Of "Single-Machine Model Parallel Best Practices" in PyTorch's tutorials, on two GPUs: times of the variants over the
-# single device's. The pipelined ones are given there as so many percent faster.
+# Time over that of a single device, by PyTorch's tutorial "Single-Machine Model Parallel Best Practices", on two GPUs.
+# By variant, or split size.
 PUBLISHED = {"model parallel": 1.07, 20: 1 / 1.49, 12: 1 / 1.54}
 
 
@@ -62,7 +62,8 @@ def bars(folder: Path, name: str, results: list[Result], title: str) -> None:
     places = range(len(results))
     axes.bar(places, [r.mean for r in results], yerr=[r.deviation for r in results], capsize=4, color="#4878a8")
     axes.plot(places, [r.predicted for r in results], "_", color="black", markersize=14, label="predicted")
-    axes.set_xticks(places, [r.label for r in results], rotation=40 if len(results) > 3 else 0, ha="right" if len(results) > 3 else "center")
+    slanted = {"rotation": 40, "ha": "right"} if len(results) > 3 else {}
+    axes.set_xticks(places, [r.label for r in results], **slanted)
     axes.set_ylabel("seconds a run")
     axes.set_title(title)
     axes.legend()
@@ -82,12 +83,17 @@ def line(folder: Path, results: list[Result]) -> None:
     save(figure, folder, "split_size")
 
 
+def compared(ratio: float) -> str:
+    """Of a time over the single device's."""
+    return f"{ratio - 1:.0%} slower" if ratio > 1 else f"{1 / ratio - 1:.0%} faster"
+
+
 def sentence(result: Result, single: Result) -> str:
-    measured = result.mean / single.mean
-    text = f"{result.label}: {measured:.2f} times the single device's time"
-    text += f" (predicted {result.predicted / single.predicted:.2f}"
+    way = f"The pipeline with split size {result.split}" if result.split else result.variant.capitalize()
+    text = f"{way} was {compared(result.mean / single.mean)} than a single device"
+    text += f" (predicted: {compared(result.predicted / single.predicted)}"
     published = PUBLISHED.get(result.split or result.variant)
-    return text + (f", published {published:.2f})" if published else ")")
+    return text + (f"; published, on two GPUs: {compared(published)})." if published else ").")
 
 
 def table(results: list[Result]) -> str:
@@ -107,11 +113,12 @@ def main() -> None:
     bars(folder, "model_parallel", model_parallel, "Model parallel beside a single device")
     bars(folder, "all", results, "ResNet-50, all ways side by side")
     line(folder, sorted((r for r in results if r.variant == "pipeline"), key=lambda r: r.split))
-    hardware = (folder / "hardware.txt").read_text()
-    ratios = "\n".join(f"- {sentence(r, single)}" for r in others)
-    summary = f"{hardware}\n{table(results)}\n\n{ratios}\n"
-    (folder / "summary.md").write_text(summary)
-    print(summary, end="")
+    sentences = "\n".join(f"- {sentence(r, single)}" for r in others)
+    pictures = "\n\n".join(f"![{name}]({name}.svg)" for name in ["model_parallel", "all", "split_size"])
+    hardware = "\n".join("    " + line for line in (folder / "hardware.txt").read_text().splitlines())
+    page = f"# ResNet-50, in several ways\n\n{hardware}\n\n{table(results)}\n\n{sentences}\n\n{pictures}\n"
+    (folder / "README.md").write_text(page)
+    print(page, end="")
 
 
 if __name__ == "__main__":

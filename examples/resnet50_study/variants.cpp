@@ -4,11 +4,14 @@
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+#include <cstddef>
 #include <exception>
+#include <map>
 #include <memory>
 #include <thread>
 
-#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "balance/balance.h"
 #include "balance/predict.h"
 #include "gpipe/gpipe.h"
@@ -19,7 +22,6 @@ namespace gpipe::examples::study {
 namespace {
 
 constexpr double kLearningRate = 0.001;
-constexpr double kSeconds = 10;  // that a profile may take
 
 using Step = std::function<void(const torch::Tensor&, const torch::Tensor&)>;
 
@@ -106,49 +108,72 @@ class Replicas {
   std::vector<std::unique_ptr<torch::optim::SGD>> optimizers_;
 };
 
-Profile measure(const torch::nn::Sequential& model, const Experiment& experiment, std::int64_t samples, bool both) {
-  const auto device = experiment.devices.front();
-  return profile(model, torch::randn({samples, 3, experiment.image, experiment.image}, device),
-                 ProfileOptions().workers(both && device.is_cpu() ? 2 : 1).seconds(kSeconds).repeats(3));
+/// What a variant is: `at_work` of the devices work at the same time on so many samples.
+struct Way {
+  std::string name;
+  std::int64_t split;
+  std::int64_t samples;
+  int stages;
+  int at_work;
+  std::vector<std::int64_t> balance = {};
+  std::vector<double> predicted = {};
+};
+
+Step step_of(const Way& way, const torch::nn::Sequential& original, const Experiment& experiment) {
+  if (way.stages > 1) {
+    return train(GPipe(model_like(original), way.balance,
+                       GPipeOptions()
+                           .devices(experiment.devices)
+                           .split_size(way.samples)
+                           .checkpoint(Checkpoint::kNever)
+                           .intraop_threads(torch::get_num_threads())));
+  }
+  if (way.at_work == 1) {
+    auto model = model_like(original);
+    model->to(experiment.devices.front());
+    return train(model);
+  }
+  return [replicas = std::make_shared<Replicas>(original, experiment.devices)](
+             const torch::Tensor& input, const torch::Tensor& target) { replicas->step(input, target); };
 }
 
 }  // namespace
 
 std::vector<Variant> make_variants(const Experiment& experiment, const std::function<void(const std::string&)>& tell) {
   const auto original = models::resnet50();
-  const auto layers = static_cast<std::int64_t>(original->size());
+  const auto device = experiment.devices.front();
   const auto whole = experiment.batch_size;
-  std::vector<Variant> variants;
-  tell(absl::StrCat(whole, " samples, one device at work"));
-  const auto alone = measure(original, experiment, whole, false);
-  const RunOptions unsplit{.chunks = 1, .checkpoint = Checkpoint::kNever};
-  auto single = model_like(original);
-  single->to(experiment.devices.front());
-  variants.push_back({"single", 0, predict(alone, {layers}, unsplit).seconds, train(single)});
+  std::vector<Way> ways = {{"single", 0, whole, 1, 1}, {"model parallel", 0, whole, 2, 1}};
+  for (const auto split : experiment.splits) ways.push_back({"pipeline", split, split, 2, 2});
+  ways.push_back({"data parallel", 0, whole / 2, 1, 2});
 
-  const auto pipeline = [&](const std::vector<std::int64_t>& balance, std::int64_t split) {
-    return train(GPipe(model_like(original), balance,
-                       GPipeOptions()
-                           .devices(experiment.devices)
-                           .split_size(split)
-                           .checkpoint(Checkpoint::kNever)
-                           .intraop_threads(torch::get_num_threads())));
-  };
-  const auto halves = balance_by_time(alone, 2, unsplit);
-  variants.push_back({"model parallel", 0, predict(alone, halves, unsplit).seconds, pipeline(halves, whole)});
-  for (const auto split : experiment.splits) {
-    tell(absl::StrCat(split, " samples, both devices at work"));
-    const auto of_split = measure(original, experiment, split, true);
-    const RunOptions run{.chunks = static_cast<int>((whole + split - 1) / split), .checkpoint = Checkpoint::kNever};
-    const auto balance = balance_by_time(of_split, 2, run);
-    variants.push_back({"pipeline", split, predict(of_split, balance, run).seconds, pipeline(balance, split)});
+  // The machine is not the same from minute to minute, so each is profiled several times, in turn.
+  for (int round = 0; round < experiment.predictions; ++round) {
+    std::map<std::pair<std::int64_t, int>, Profile> profiles;  // by samples and devices at work
+    for (auto& way : ways) {
+      auto& of_way = profiles[{way.samples, way.at_work}];
+      if (of_way.layers.empty()) {
+        tell(absl::StrFormat("%d samples, devices at work: %d", way.samples, way.at_work));
+        of_way = profile(original, torch::randn({way.samples, 3, experiment.image, experiment.image}, device),
+                         ProfileOptions()
+                             .workers(device.is_cpu() ? way.at_work : 1)
+                             .intraop_threads(torch::get_num_threads())
+                             .seconds(experiment.profile_seconds)
+                             .repeats(3));
+      }
+      const auto chunks = way.split > 0 ? (whole + way.split - 1) / way.split : 1;
+      const RunOptions run{.chunks = static_cast<int>(chunks), .checkpoint = Checkpoint::kNever};
+      if (way.balance.empty()) way.balance = balance_by_time(of_way, way.stages, run);
+      way.predicted.push_back(predict(of_way, way.balance, run).seconds);
+    }
   }
-  tell(absl::StrCat(whole / 2, " samples, both devices at work"));
-  const auto half = measure(original, experiment, whole / 2, true);
-  auto replicas = std::make_shared<Replicas>(original, experiment.devices);
-  variants.push_back(
-      {"data parallel", 0, predict(half, {layers}, unsplit).seconds,
-       [replicas](const torch::Tensor& input, const torch::Tensor& target) { replicas->step(input, target); }});
+
+  std::vector<Variant> variants;
+  for (auto& way : ways) {
+    const auto middle = way.predicted.begin() + static_cast<std::ptrdiff_t>(way.predicted.size() / 2);
+    std::nth_element(way.predicted.begin(), middle, way.predicted.end());
+    variants.push_back({way.name, way.split, *middle, step_of(way, original, experiment)});
+  }
   return variants;
 }
 

@@ -14,6 +14,8 @@ struct Experiment {
   std::int64_t batch_size = 120;
   std::int64_t image = 128;
   std::vector<std::int64_t> splits = {1, 3, 5, 8, 10, 12, 20, 40, 60};
+  int predictions = 3;          ///< made of each variant, of which the middle one counts
+  double profile_seconds = 10;  ///< for each of them, about
 };
 
 /// A way to train a ResNet-50 with one mini-batch a step.

@@ -85,7 +85,7 @@ int train(Options options) {
   identity["--scale"] = to_flag(options.scale);
   identity["--augment"] = absl::StrCat(options.augment);
   identity["images"] = absl::StrCat(split.training.size());
-  Trainer trainer(pipe, task, options, identity, plan.prediction ? plan.prediction->seconds : 0, std::cout, terminal);
+  Trainer trainer(pipe, task, options, identity, plan.prediction, std::cout, terminal);
   return run_and_report(trainer, drawn ? data : "", std::cout);
 }
 

@@ -30,6 +30,17 @@ at::Tensor enter(const at::Tensor& tensor) {
   return entering;
 }
 
+Value put_behind(const Value& value, const std::shared_ptr<torch::autograd::Node>& node) {
+  auto tensors = value.tensors();
+  for (auto& tensor : tensors) {
+    if (!tensor.defined() || !tensor.requires_grad()) continue;
+    node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
+    tensor = tensor.detach();
+    torch::autograd::set_history(tensor, node);
+  }
+  return Value(value.form(), std::move(tensors));
+}
+
 torch::autograd::Edge leave(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.requires_grad()) return {};
   auto node = std::shared_ptr<Leave>(new Leave(), torch::autograd::deleteNode);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gpipe/autograd/gradient_sums.h"
+#include "gpipe/autograd/value.h"
 
 namespace gpipe {
 
@@ -43,6 +44,10 @@ struct Leave : torch::autograd::Node {
 /// `tensor` as it enters a cell: shares its memory, requires grad, is neither a leaf nor a view, so that in-place
 /// operations work on it. Its node is a Capture, whose index is the caller's to set.
 at::Tensor enter(const at::Tensor& tensor);
+
+/// `value` with a node of its own behind it: those of its tensors that require grad, detached, get `node` as their
+/// history, in their order, and `node` gets theirs as its next edges.
+Value put_behind(const Value& value, const std::shared_ptr<torch::autograd::Node>& node);
 
 /// The root edge of a value that leaves; invalid when the tensor requires no grad.
 torch::autograd::Edge leave(const at::Tensor& tensor);

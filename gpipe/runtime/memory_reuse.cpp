@@ -8,6 +8,8 @@
 #include <atomic>
 #include <bit>
 #include <cstdint>
+#include <iterator>
+#include <map>
 #include <new>
 #include <utility>
 #include <vector>
@@ -20,16 +22,85 @@ namespace {
 
 constexpr std::size_t kSmallest = std::size_t{64} << 10;
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
-constexpr std::size_t kSegment = std::size_t{32} << 20;
+constexpr std::size_t kGrowth = std::size_t{32} << 20;
+constexpr std::size_t kMostAddresses = std::size_t{4} << 40;
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
 // Blocks of a size class serve each other; eight classes an octave waste a ninth at most.
 std::size_t size_class(std::size_t bytes) { return round_up(bytes, std::bit_floor(bytes) / 8); }
 
-// Blocks of at least kSmallest, cut one behind the other from segments that are never returned; all else is left to
-// the allocator that was there before. Blocks are told apart by their address, because PyTorch may free what it has
-// allocated raw with whatever allocator is current then.
+// A reserved range of addresses; what lies before end_ is memory that can be used.
+class Arena {
+ public:
+  Arena() {
+    // Where the process may have only so many addresses: half of what could be had.
+    for (auto length = kMostAddresses; length >= kGrowth; length /= 2) {
+      void* range = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      if (range == MAP_FAILED) continue;
+      if (length < kMostAddresses) {
+        length /= 2;
+        munmap(static_cast<char*>(range) + length, length);
+      }
+      const auto address = reinterpret_cast<std::uintptr_t>(range);
+      begin_ = end_ = static_cast<char*>(range) + (round_up(address, kHugePage) - address);
+      limit_ = static_cast<char*>(range) + length;
+      return;
+    }
+  }
+
+  std::size_t size() const { return end_ - begin_; }
+
+  // Null when there is no room in what is memory already.
+  char* take(std::size_t bytes) {
+    const auto room =
+        std::find_if(rooms_.begin(), rooms_.end(), [&](const auto& each) { return each.second >= bytes; });
+    if (room == rooms_.end()) return nullptr;
+    auto rest = rooms_.extract(room);
+    char* const start = rest.key();
+    if (rest.mapped() > bytes) {
+      rest.key() += bytes;
+      rest.mapped() -= bytes;
+      rooms_.insert(std::move(rest));
+    }
+    return start;
+  }
+
+  void give_back(char* start, std::size_t bytes) {
+    const auto room = rooms_.emplace(start, bytes).first;
+    const auto join = [&](auto first, auto second) {
+      if (first->first + first->second != second->first) return;
+      first->second += second->second;
+      rooms_.erase(second);
+    };
+    if (std::next(room) != rooms_.end()) join(room, std::next(room));
+    if (room != rooms_.begin()) join(std::prev(room), room);
+  }
+
+  // Makes room for that many bytes; false when there is no more memory.
+  bool grow(std::size_t bytes) {
+    const auto more = round_up(bytes, kGrowth);
+    if (more > static_cast<std::size_t>(limit_ - end_)) return false;
+    if (mprotect(end_, more, PROT_READ | PROT_WRITE) != 0) return false;
+    madvise(end_, more, MADV_HUGEPAGE);  // or small pages, where that is refused
+    give_back(end_, more);
+    end_ += more;
+    return true;
+  }
+
+ private:
+  char* begin_ = nullptr;
+  char* end_ = nullptr;
+  char* limit_ = nullptr;
+  std::map<char*, std::size_t> rooms_;  // those that nobody has, by address
+};
+
+// Blocks of at least kSmallest; all else is left to the allocator that was there before. Blocks are told apart by their
+// address, because PyTorch may free what it has allocated raw with whatever allocator is current then.
+//
+// What is freed serves the next of its size class, the last first. A block that no free one serves is cut from the
+// arena; when there is no room and less than half of it is in use, as after a change of shapes, all free blocks become
+// room again before it grows.
 class Pool : public c10::Allocator {
  public:
   explicit Pool(c10::Allocator* rest) : rest_(rest) {}
@@ -40,6 +111,7 @@ class Pool : public c10::Allocator {
     if (bytes < kSmallest || !on_) return rest_->allocate(bytes);
     const bool reported = c10::memoryProfilingEnabled();
     void* data = take({bytes, reported});
+    if (data == nullptr) return rest_->allocate(bytes);
     if (reported) c10::reportMemoryUsageToProfiler(data, static_cast<std::int64_t>(bytes), 0, 0, c10::kCPU);
     return {data, data, raw_deleter(), c10::kCPU};
   }
@@ -59,18 +131,26 @@ class Pool : public c10::Allocator {
     std::size_t bytes = 0;  // asked for
     bool reported = false;
   };
+  struct SizeClass {
+    std::vector<char*> free;  // of a capacity for all, so that nothing can fail when they come back
+    std::size_t blocks = 0;   // free or used
+  };
 
   void* take(Block block) {
     const auto size = size_class(block.bytes);
     MutexLock lock(mutex_);
-    auto& free = free_[size];
-    if (free.empty()) {
-      free.reserve(++blocks_[size]);  // so that nothing can fail when they come back
-      free.push_back(cut(size));
+    auto& of_size = classes_[size];
+    if (of_size.free.empty()) {
+      of_size.free.reserve(of_size.blocks + 1);
+      char* start = cut(size);
+      if (start == nullptr) return nullptr;
+      of_size.free.push_back(start);
+      ++of_size.blocks;
     }
-    void* data = free.back();
+    char* data = of_size.free.back();
     used_.emplace(data, block);
-    free.pop_back();
+    of_size.free.pop_back();
+    bytes_used_ += size;
     return data;
   }
 
@@ -80,33 +160,45 @@ class Pool : public c10::Allocator {
     const auto found = used_.find(data);
     if (found == used_.end()) return {};
     const auto block = found->second;
-    free_[size_class(block.bytes)].push_back(data);
+    const auto size = size_class(block.bytes);
+    classes_.find(size)->second.free.push_back(static_cast<char*>(data));
     used_.erase(found);
+    bytes_used_ -= size;
     return block;
   }
 
+  // Null when there is no more memory.
   char* cut(std::size_t size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (size > left_) {
-      const auto length = round_up(std::max(size, kSegment), kHugePage);
-      void* memory = mmap(nullptr, length + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-      if (memory == MAP_FAILED) throw std::bad_alloc();
-      next_ = static_cast<char*>(memory);
-      next_ += round_up(reinterpret_cast<std::uintptr_t>(memory), kHugePage) - reinterpret_cast<std::uintptr_t>(memory);
-      left_ = length;
-      madvise(next_, length, MADV_HUGEPAGE);  // or small pages, where that is refused
+    char* start = arena_.take(size);
+    if (start == nullptr && 2 * bytes_used_ < arena_.size()) {
+      make_room();
+      start = arena_.take(size);
     }
-    left_ -= size;
-    return std::exchange(next_, next_ + size);
+    if (start == nullptr && arena_.grow(size)) start = arena_.take(size);
+    if (start == nullptr) {
+      make_room();
+      start = arena_.take(size);
+    }
+    return start;
+  }
+
+  void make_room() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+    for (auto& [size, of_size] : classes_) {
+      while (!of_size.free.empty()) {
+        arena_.give_back(of_size.free.back(), size);
+        of_size.free.pop_back();
+        --of_size.blocks;
+      }
+    }
   }
 
   c10::Allocator* const rest_;
   std::atomic<bool> on_ = false;
   Mutex mutex_;
-  absl::flat_hash_map<std::size_t, std::vector<void*>> free_ ABSL_GUARDED_BY(mutex_);  // by size class
-  absl::flat_hash_map<std::size_t, std::size_t> blocks_ ABSL_GUARDED_BY(mutex_);       // by size class, free or used
+  Arena arena_ ABSL_GUARDED_BY(mutex_);
+  absl::flat_hash_map<std::size_t, SizeClass> classes_ ABSL_GUARDED_BY(mutex_);  // by their blocks' size
   absl::flat_hash_map<void*, Block> used_ ABSL_GUARDED_BY(mutex_);
-  char* next_ ABSL_GUARDED_BY(mutex_) = nullptr;
-  std::size_t left_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::size_t bytes_used_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
 // The process's; never destroyed, for tensors may outlive everything.

@@ -8,9 +8,9 @@ namespace gpipe {
 /// and the next step faults them in again page by page, all workers under one lock of the kernel.
 ///
 /// The pool belongs to the process: this is for a program to call, first before it starts threads that use PyTorch; the
-/// library itself never does. It never shrinks. Tensors may be freed after it was switched off, and made before it was
-/// on. A process that forks while other threads make tensors must not make any in the child. When the system has no
-/// memory left, tensors throw std::bad_alloc.
+/// library itself never does. It never shrinks; after a change of shapes it divides anew what it has. Tensors may be
+/// freed after it was switched off, and made before it was on. A process that forks while other threads make tensors
+/// must not make any in the child.
 void reuse_cpu_memory(bool on = true);
 
 }  // namespace gpipe

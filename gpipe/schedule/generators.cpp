@@ -36,6 +36,14 @@ std::string to_string(Checkpoint checkpoint) {
   return "always";
 }
 
+std::map<std::string, Checkpoint> checkpoints() {
+  std::map<std::string, Checkpoint> by_name;
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    by_name[to_string(checkpoint)] = checkpoint;
+  }
+  return by_name;
+}
+
 Schedule fill(const Layout& layout) {
   if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
   Schedule lists(layout.workers());

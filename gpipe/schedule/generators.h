@@ -1,5 +1,6 @@
 #pragma once
 
+#include <map>
 #include <string>
 #include <vector>
 
@@ -14,7 +15,8 @@ enum class Checkpoint {
   kAlways,
 };
 
-/// "never", "except_last" or "always".
+/// By name: "never", "except_last", "always".
+std::map<std::string, Checkpoint> checkpoints();
 std::string to_string(Checkpoint checkpoint);
 
 // A schedule is a pure function of the layout. Errors: std::invalid_argument for a layout that makes no sense. Whether

@@ -21,6 +21,16 @@ double first_start(const std::vector<Span>& spans) {
   return first;
 }
 
+/// The share of a span during which other workers worked; more than 1 when several did.
+double share_overlapped(const Span& span, const Timeline& timeline) {
+  double seconds = 0;
+  for (const auto& other : timeline.spans) {
+    if (other.worker == span.worker) continue;
+    seconds += std::max(0.0, std::min(span.end, other.end) - std::max(span.start, other.start));
+  }
+  return span.end > span.start ? seconds / (span.end - span.start) : 0;
+}
+
 std::string json_string(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
@@ -112,6 +122,18 @@ std::vector<std::int64_t> Timeline::peak_bytes() const {
   std::vector<std::int64_t> peaks(workers, 0);
   for (const Span& span : spans) peaks[span.worker] = std::max(peaks[span.worker], span.bytes.peak);
   return peaks;
+}
+
+std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline) {
+  std::map<std::pair<int, Kind>, std::vector<const Span*>> spans;
+  for (const auto& span : timeline.spans) spans[{span.action.stage, span.action.kind}].push_back(&span);
+  for (auto& [action, of_action] : spans) {
+    std::map<const Span*, double> shares;
+    double most = 0;
+    for (const Span* span : of_action) most = std::max(most, shares[span] = share_overlapped(*span, timeline));
+    std::erase_if(of_action, [&](const Span* span) { return shares.at(span) < 0.9 * most; });
+  }
+  return spans;
 }
 
 std::string to_chrome_json(const Timeline& timeline) {

@@ -1,7 +1,9 @@
 #pragma once
 
 #include <cstdint>
+#include <map>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpipe/schedule/action.h"
@@ -40,6 +42,11 @@ struct Timeline {
   /// Per worker: the most bytes at once.
   std::vector<std::int64_t> peak_bytes() const;
 };
+
+/// By stage and kind of action, the spans during which other workers worked the longest, by their share of time: those
+/// of at least nine tenths of the longest such share. From these one sees what an action takes while all are at work.
+/// Pointers into the timeline, in its order.
+std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
 
 /// Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: a track a worker, a slice an action, an arrow
 /// along each edge a micro-batch took within a step, forward and backward, and where bytes were counted a graph of them

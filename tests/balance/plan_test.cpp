@@ -18,6 +18,8 @@ namespace {
 
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::UnorderedElementsAre;
 
 /// Each layer: seconds forward; twice that backward. Passes on 10 bytes, which the next layer's backward needs.
 Profile chain(const std::vector<double>& seconds) {
@@ -52,6 +54,12 @@ TEST(PlanTest, AProfileSurvivesItsJson) {
   profile.layers[2].changes_input = true;
   profile.workers = 2;
   EXPECT_EQ(profile_from_json(profile_to_json(profile)), profile);
+}
+
+TEST(PlanTest, NamesOfAnyBytesMakeJson) {
+  auto profile = chain({1});
+  profile.layers[0].name = "caf\xe9";
+  EXPECT_THAT(profile_from_json(profile_to_json(profile)).layers[0].name, HasSubstr("caf"));
 }
 
 TEST(PlanTest, ADamagedProfileIsRefusedWithThePlace) {
@@ -122,6 +130,13 @@ TEST(PlanTest, BalancesBySizeAsNoOtherCutDoes) {
     const RunOptions run{.chunks = 1 + static_cast<int>(random() % 4),
                          .checkpoint = static_cast<Checkpoint>(random() % 3)};
     const StageCost stage(profile);
+    for (int first = 0; first < layers; ++first) {
+      for (int end = first + 1; end <= layers; ++end) {
+        EXPECT_LE(stage.least_bytes(first, end, run), stage.bytes(first, end, run));
+        EXPECT_LE(stage.least_bytes(first, end - 1, run), stage.least_bytes(first, end, run));
+        EXPECT_LE(stage.least_bytes(first + 1, end, run), stage.least_bytes(first, end, run));
+      }
+    }
     auto least = std::numeric_limits<std::int64_t>::max();
     for (int cut = 1; cut < layers; ++cut) {
       least = std::min(least, std::max(stage.bytes(0, cut, run), stage.bytes(cut, layers, run)));
@@ -133,6 +148,30 @@ TEST(PlanTest, BalancesBySizeAsNoOtherCutDoes) {
     EXPECT_LE(predicted[0], stage.bytes(0, cut, run));
     EXPECT_LE(predicted[1], stage.bytes(cut, layers, run));
   }
+}
+
+TEST(PlanTest, CopiesAreTheReceivers) {
+  const auto profile = chain({1, 1, 1, 1});
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    RunOptions run{.chunks = 3, .checkpoint = checkpoint};
+    const auto shared = predict(profile, {2, 2}, run);
+    run.copies = true;
+    const auto copied = predict(profile, {2, 2}, run);
+    EXPECT_EQ(copied.seconds, shared.seconds);
+    if (checkpoint == Checkpoint::kNever) EXPECT_LT(copied.bytes[0], shared.bytes[0]) << "what was sent is free again";
+    EXPECT_EQ(copied.bytes[1], shared.bytes[1] + 3 * 10) << "an activation of each micro-batch";
+    const StageCost stage(profile);
+    EXPECT_GE(stage.bytes(0, 2, run), copied.bytes[0]);
+    EXPECT_GE(stage.bytes(2, 4, run), copied.bytes[1]);
+  }
+}
+
+TEST(PlanTest, CutsThatAreNearDifferInOnePlace) {
+  auto profile = chain({1, 1, 1, 1, 1});
+  profile.layers[2].shares_with = 1;
+  const StageCost stage(profile);
+  EXPECT_THAT(stage.near({1, 3, 1}, 2), UnorderedElementsAre(ElementsAre(3, 1, 1), ElementsAre(1, 2, 2)));
+  EXPECT_THAT(stage.near({5}, 4), IsEmpty());
 }
 
 TEST(PlanTest, PredictsTheStepOfASimulation) {
@@ -159,6 +198,7 @@ TEST(PlanTest, SearchesBalanceChunksAndCheckpoint) {
   EXPECT_EQ(suggestion.best().chunks, 2);
   EXPECT_EQ(suggestion.best().checkpoint, Checkpoint::kNever);
   EXPECT_THAT(suggestion.best().balance, ElementsAre(2, 2));
+  EXPECT_EQ(suggestion.profile_of(suggestion.best()), halves);
   EXPECT_THROW(search({}), std::invalid_argument);
   EXPECT_THROW(search({{1, whole}}, {.stages = 5}), std::invalid_argument);
 }

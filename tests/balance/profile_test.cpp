@@ -8,6 +8,7 @@
 #include "balance/balance.h"
 #include "balance/predict.h"
 #include "balance/suggest.h"
+#include "balance/trial.h"
 #include "models/resnet.h"
 #include "models/unet.h"
 #include "tests/gpipe/layers.h"
@@ -205,8 +206,7 @@ struct LargeImpl : nn::Module {
 };
 TORCH_MODULE(Large);
 
-TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
-  const auto live = std::make_shared<Live>();
+nn::Sequential large_model(const std::shared_ptr<Live>& live) {
   nn::Sequential model;
   model->push_back(Large(live));
   model->push_back(Stash("a"));
@@ -215,6 +215,12 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   model->push_back(Pop("a"));
   model->push_back(PopOdd());
   model->push_back(nn::Dropout());
+  return model;
+}
+
+TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
+  const auto live = std::make_shared<Live>();
+  const auto model = large_model(live);
   const auto x = torch::randn({4, 6});
   const auto before = x.clone();
   const auto of = profile(model, x, brief().workers(2));
@@ -229,16 +235,9 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   EXPECT_EQ(of.layers[0].output, 4 * 6 * 4);
   EXPECT_GT(of.layers[2].backward, 0);
   // No less than where it fits.
-  nn::Sequential same;
   const auto unlimited = std::make_shared<Live>();
   unlimited->now = -1000;
-  same->push_back(Large(unlimited));
-  same->push_back(Stash("a"));
-  for (int i = 0; i < 3; ++i) same->push_back(Large(unlimited));
-  same->push_back(StashOdd());
-  same->push_back(Pop("a"));
-  same->push_back(PopOdd());
-  same->push_back(nn::Dropout());
+  const auto same = large_model(unlimited);
   const auto whole = profile(same, torch::randn({4, 6}), brief().workers(2));
   const StageCost of_lone(of);
   const StageCost of_whole(whole);
@@ -253,6 +252,47 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   }
 }
 
+TEST(ProfileTest, ALayerThatIsTooLargeAloneIsNamed) {
+  const auto live = std::make_shared<Live>();
+  live->now = 4;
+  nn::Sequential model(nn::Linear(6, 6), Large(live));
+  EXPECT_THAT(error_of([&] {
+                profile(model, torch::randn({4, 6}), brief());
+              }),
+              HasSubstr("not even layer '1' alone fits its device, for 4 samples"));
+}
+
+/// Runs out of memory once, in the first run that counts.
+struct OnceImpl : nn::Module {
+  torch::Tensor forward(torch::Tensor x) {
+    if (++calls == 7) TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory");
+    return x * 2;
+  }
+  int calls = 0;
+};
+TORCH_MODULE(Once);
+
+TEST(ProfileTest, ProgressRisesWhenItIsBegunAgain) {
+  Once once;
+  nn::Sequential model(nn::Linear(6, 6), once);
+  std::vector<double> progress;
+  const auto options = ProfileOptions().repeats(1).progress([&](double part) { progress.push_back(part); });
+  profile(model, torch::randn({4, 6}), options);
+  EXPECT_GT(once->calls, 7);
+  EXPECT_LT(progress.front(), 0.5);
+  EXPECT_EQ(progress.back(), 1);
+  EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
+}
+
+TEST(ProfileTest, TheFirstMicroBatchWantsWhatItsBatchWants) {
+  const auto x = torch::arange(10.).view({5, 2}).requires_grad_();
+  const auto first = first_micro_batch(Value(std::vector<torch::Tensor>{x, torch::arange(5)}), {3, 2});
+  EXPECT_TRUE(torch::equal(first.tensors()[0], x.narrow(0, 0, 3)));
+  EXPECT_TRUE(first.tensors()[0].is_leaf());
+  EXPECT_TRUE(first.tensors()[0].requires_grad());
+  EXPECT_FALSE(first.tensors()[1].requires_grad());
+}
+
 class BytesTest : public testing::Test {
  protected:
   /// The profile's bytes beside those counted, on the time that a step really took: who waits how long for whom does not
@@ -260,7 +300,7 @@ class BytesTest : public testing::Test {
   static void expect_close(nn::Sequential model, const torch::Tensor& micro_batch,
                            const std::vector<std::int64_t>& balance) {
     const auto of_model = profile(model, micro_batch, brief());
-    const auto bytes = StageCost(of_model).costs(balance, 0).bytes;
+    const auto bytes = StageCost(of_model).costs(balance, {}).bytes;
     for (const int chunks : {1, 4}) {
       const auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch));
       for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <set>
 #include <thread>
+#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/layers.h"
@@ -25,6 +27,25 @@ TEST(MemoryReuseTest, WhatIsFreedServesTheNextOfAboutThatSize) {
   EXPECT_EQ(third.data_ptr(), data);
   EXPECT_EQ(second.sum().item<float>(), kFloats);
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % 64, 0) << "vector instructions want whole cache lines";
+}
+
+TEST(MemoryReuseTest, WhatIsFreedServesOtherShapes) {
+  reuse_cpu_memory();
+  const absl::Cleanup off = [] { reuse_cpu_memory(false); };
+  std::set<const void*> places;
+  {
+    std::vector<torch::Tensor> small;
+    for (int i = 0; i < 200; ++i) places.insert(small.emplace_back(torch::empty({1 << 20}, torch::kByte)).data_ptr());
+  }
+  const auto large = torch::empty({100 << 20}, torch::kByte);
+  EXPECT_LE(large.data_ptr(), *places.rbegin());
+  EXPECT_GT(static_cast<const char*>(large.data_ptr()) + large.nbytes(), *places.begin());
+  std::vector<torch::Tensor> small;
+  for (int i = 0; i < 100; ++i) {
+    const auto* data = static_cast<const char*>(small.emplace_back(torch::empty({1 << 20}, torch::kByte)).data_ptr());
+    const auto* other = static_cast<const char*>(large.data_ptr());
+    EXPECT_TRUE(data + small.back().nbytes() <= other || data >= other + large.nbytes());
+  }
 }
 
 TEST(MemoryReuseTest, TensorsOutliveTheSwitch) {

@@ -63,7 +63,7 @@ class MemoryTest : public testing::Test {
 
 TEST_F(MemoryTest, StaysBelowWhatTheSimulatorSays) {
   const auto of_model = profile(model_, torch::randn({kSamples, 3, 48, 48}), ProfileOptions().seconds(0).repeats(1));
-  const auto cells = StageCost(of_model).costs(balance_, 0).bytes;
+  const auto cells = StageCost(of_model).costs(balance_, {}).bytes;
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
     for (const int chunks : {1, 2, 5}) {
       SCOPED_TRACE(std::to_string(static_cast<int>(checkpoint)) + " with " + std::to_string(chunks) + " chunks");

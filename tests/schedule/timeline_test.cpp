@@ -40,6 +40,27 @@ Timeline small() {
            {1, action("1B0"), 11.25, 12, 3}}};
 }
 
+TEST(TimelineTest, FindsWhatOthersOverlap) {
+  const Timeline timeline{2,
+                          {},
+                          {{0, action("0F0"), 0, 10},     // alone for 5
+                           {1, action("1F0"), 5, 10},     // overlapped
+                           {0, action("0F1"), 10, 20},    // overlapped but for the last tenth
+                           {1, action("1F1"), 10, 19},    // overlapped
+                           {0, action("0F2"), 20, 30},    // overlapped
+                           {1, action("1F2"), 20, 34}}};  // alone for 4
+  const auto spans = most_overlapped(timeline);
+  ASSERT_EQ(spans.size(), 2U);
+  const auto micro_batches = [&](int stage) {
+    std::vector<int> found;
+    for (const Span* span : spans.at({stage, Kind::F})) found.push_back(span->action.micro_batch);
+    return found;
+  };
+  EXPECT_EQ(micro_batches(0), std::vector({1, 2}));
+  EXPECT_EQ(micro_batches(1), std::vector({0, 1}));
+  EXPECT_TRUE(most_overlapped({}).empty());
+}
+
 TEST(Timeline, MeasuresMakespanAndBubble) {
   EXPECT_DOUBLE_EQ(small().makespan(), 3);
   EXPECT_DOUBLE_EQ(small().bubble(), 1 - 3.0 / 6);

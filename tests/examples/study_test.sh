@@ -1,0 +1,46 @@
+# The ResNet-50 study on tiny images: what it writes and refuses; its pictures, where there is matplotlib.
+# study_test.sh PROGRAM FOLDER [PYTHON]
+program=$1
+work=$2
+python=${3:-}
+here=$(cd "$(dirname "$0")" && pwd)
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work"
+set -euo pipefail
+
+fail() {
+  echo "FAILED: $*" >&2
+  exit 1
+}
+
+"$program" --quick --batch-size 4 --image 33 --splits 2,3 --output out >log
+[[ $(head -1 log) == CPU:* ]] || fail "the hardware is not listed first"
+[[ $(head -1 out/runs.csv) == variant,split_size,run,seconds,predicted_seconds ]] || fail "header of runs.csv"
+variants=$'data parallel,0\nmodel parallel,0\npipeline,2\npipeline,3\nsingle,0'
+[[ $(tail -n +2 out/runs.csv | cut -d, -f1,2 | sort -u) == "$variants" ]] || fail "variants of runs.csv"
+[[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv is not of 5 variants, 2 runs each"
+
+refuse() {
+  local text=$1
+  shift
+  if "$program" "$@" >out.log 2>err.log; then fail "$* was accepted"; fi
+  grep -qF -- "$text" err.log || { cat err.log >&2; fail "$* does not say '$text'"; }
+}
+refuse --devices --devices cpu
+refuse nonsense --devices cpu,nonsense
+refuse --splits --splits 0
+refuse not-a-folder --output out/runs.csv/not-a-folder
+
+if [[ -z $python ]] || ! "$python" -c 'import matplotlib' 2>import.log; then
+  echo "no matplotlib: the pictures are not tested"
+  exit
+fi
+"$python" "$here/../../examples/resnet50_study/plot.py" out >page
+for picture in model_parallel all split_size; do
+  [[ -s out/$picture.png && -s out/$picture.svg ]] || fail "no $picture"
+done
+cmp page out/README.md || fail "README.md is not what was printed"
+grep -q '^- Model parallel was .* than a single device (predicted: .*; published, on two GPUs: 7% slower)\.$' page ||
+  fail "the ratio is not told beside the published one"
+if "$python" "$here/../../examples/resnet50_study/plot.py" . 2>err.log; then fail "a folder without runs is drawn"; fi
