@@ -12,10 +12,11 @@ namespace gpipe {
 /// What a step will cost: a forward and backward of one mini-batch, without loss and optimizer.
 struct Prediction {
   double seconds = 0;
-  double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
-  std::vector<double> stages;       ///< seconds of each stage's actions for one micro-batch, forward to backward
-  std::vector<std::int64_t> bytes;  ///< most in use at once, per stage: parameters, buffers, optimizer, activations
-  Timeline timeline;                ///< what the simulator ran; its bytes are those above what is always there
+  double bubble = 0;           ///< idle time / (workers x seconds), in [0, 1)
+  std::vector<double> stages;  ///< seconds of each stage's actions for one micro-batch, forward to backward
+  /// Most in use at once, per stage: parameters, gradients, buffers, what the optimizer keeps, activations.
+  std::vector<std::int64_t> bytes;
+  Timeline timeline;  ///< what the simulator ran; its bytes are those above what is always there
 };
 
 /// Simulates the program that a GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance

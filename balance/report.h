@@ -12,7 +12,7 @@ namespace gpipe {
 
 // Tables for people, in plain text, each line ended.
 
-/// A line a layer, and one a stage where a balance is given.
+/// A line a layer and one of all, and one a stage where a balance is given.
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
 
 /// A line a stage, and one about the step.
@@ -21,9 +21,9 @@ std::string prediction_table(const Prediction& prediction, const std::vector<std
 /// A line a candidate, the best first.
 std::string candidate_table(const std::vector<Candidate>& candidates);
 
-/// "1.5 MiB"; three digits, from bytes to TiB.
+/// "1.50 MiB"; three digits, from bytes to TiB.
 std::string bytes_to_text(std::int64_t bytes);
-/// "1.5 ms"; three digits, from microseconds to seconds.
+/// "1.50 ms"; three digits, from microseconds to seconds.
 std::string seconds_to_text(double seconds);
 /// "3,4".
 std::string balance_to_text(const std::vector<std::int64_t>& balance);

@@ -18,7 +18,8 @@
 namespace gpipe::bench {
 namespace {
 
-constexpr int kSteps = 5;
+constexpr int kSteps = 7;
+constexpr double kProfileSeconds = 2;
 constexpr int kNear = 4;  // layers
 constexpr int kSweepSteps = 3;
 constexpr std::size_t kFinalists = 5;
@@ -28,25 +29,32 @@ GPipe make_pipe(const torch::nn::Sequential& model, const std::vector<std::int64
   return GPipe(model, balance, GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
 }
 
-// Profile, prediction and steps in turn: the machine is not the same from minute to minute.
+// Profiles and steps in turn: the machine is not the same from minute to minute. Each prediction is compared with the
+// steps before and after its profile.
 void measure(const Row& row, const std::vector<std::int64_t>& wanted, const Options& options) {
+  auto it = subject(row.model, row.chunks);
+  const RunOptions run{.chunks = row.chunks, .checkpoint = row.checkpoint};
+  const auto profile_model = [&] {
+    return profile(it.model, it.input.narrow(0, 0, it.split_size),
+                   ProfileOptions().workers(row.stages).seconds(kProfileSeconds));
+  };
+  const auto balance = wanted.empty() ? balance_by_time(profile_model(), row.stages, run) : wanted;
+  auto pipe = make_pipe(it.model, balance, row.chunks, row.checkpoint);
+  const auto seconds = [&] { return median(interleave({[&] { step(pipe, it.input); }}, kSteps)[0]); };
+
   Measurement time{"prediction", row, "times the predicted seconds", {}, {}};
   Measurement bytes{"prediction", row, "times the predicted bytes (of each stage, parameters apart)", {}, {}};
+  double before = seconds();
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
-    auto it = subject(row.model, row.chunks);
-    const auto of_model =
-        profile(it.model, it.input.narrow(0, 0, it.split_size), ProfileOptions().workers(row.stages).seconds(5));
-    const RunOptions run{.chunks = row.chunks, .checkpoint = row.checkpoint};
-    const auto balance = wanted.empty() ? balance_by_time(of_model, row.stages, run) : wanted;
-    const auto predicted = predict(of_model, balance, run);
-
-    auto pipe = make_pipe(it.model, balance, row.chunks, row.checkpoint);
-    const auto times = interleave({[&] { step(pipe, it.input); }}, kSteps);
-    time.values.push_back(median(times[0]) / predicted.seconds);
+    const auto predicted = predict(profile_model(), balance, run);
+    const double after = seconds();
+    time.values.push_back((before + after) / 2 / predicted.seconds);
+    before = after;
 
     const auto timeline = std::make_shared<Timeline>();
     pipe->trace(timeline);
     step(pipe, it.input);
+    pipe->trace(nullptr);
     const auto counted = timeline->peak_bytes();
     const auto foretold = predicted.timeline.peak_bytes();
     for (int s = 0; s < row.stages; ++s) {
