@@ -10,16 +10,17 @@
 namespace gpipe {
 
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options) {
-  if (options.chunks < 1) {
-    throw std::invalid_argument("[predict] chunks must be positive, but is " + std::to_string(options.chunks));
-  }
+  check(options);
   const StageCost stage(profile);
   const auto costs = stage.costs(balance, options);
   const auto program = gpipe_program(static_cast<int>(balance.size()), options.chunks, stage.edges(balance),
                                      options.checkpoint, /*backward=*/true);
   auto simulation = simulate(program, costs);
-  Prediction prediction{
-      simulation.makespan, simulation.bubble, {}, simulation.timeline.peak_bytes(), std::move(simulation.timeline)};
+  Prediction prediction{.balance = balance,
+                        .seconds = simulation.makespan,
+                        .bubble = simulation.bubble,
+                        .bytes = simulation.timeline.peak_bytes(),
+                        .timeline = std::move(simulation.timeline)};
   int first = 0;
   for (std::size_t s = 0; s < balance.size(); ++s) {
     const int end = first + static_cast<int>(balance[s]);

@@ -11,9 +11,10 @@ namespace gpipe {
 
 /// What a step will cost: a forward and backward of one mini-batch, without loss and optimizer.
 struct Prediction {
+  std::vector<std::int64_t> balance;  ///< of which it is
   double seconds = 0;
-  double bubble = 0;           ///< idle time / (workers x seconds), in [0, 1)
-  std::vector<double> stages;  ///< seconds of each stage's actions for one micro-batch, forward to backward
+  double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
+  std::vector<double> stages = {};  ///< seconds of each stage's actions for one micro-batch, forward to backward
   /// Most in use at once, per stage: parameters, gradients, buffers, what the optimizer keeps, activations.
   std::vector<std::int64_t> bytes;
   Timeline timeline;  ///< what the simulator ran; its bytes are those above what is always there

@@ -30,8 +30,10 @@ struct ProfileOptions {
 
 /// Measures every layer of a model, in training mode, for micro-batches of the sample's size (which moves the figures):
 /// times are medians over runs of a real pipeline, after one to warm up; bytes are counted, exactly, in one. The model
-/// is left as it was: parameters, gradients, buffers, devices, mode, and the default generator. It must fit the
-/// sample's device together with the activations of a few micro-batches; a layer at a time where it does not.
+/// is left as it was: parameters, gradients, buffers, devices, mode, and the default generator; it must not be used
+/// meanwhile. It must fit the sample's device together with the activations of three micro-batches; on a GPU whose
+/// memory runs out, it is measured a layer at a time. Autocast is as on the calling thread; an input that requires grad
+/// has one.
 ///
 /// Errors: std::invalid_argument for options or a sample that make no sense, and for a model that GPipe refuses;
 /// std::runtime_error, with what a layer threw nested in it, when one fails or does not fit alone: it names the layer.

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <numeric>
+#include <stdexcept>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -72,11 +74,15 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
 
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance) {
   Table table({"layer", "name", "forward", "recompute", "backward", "output", "saved", "parameters"});
-  const auto cuts =
-      balance.empty() ? std::vector<std::int64_t>{static_cast<std::int64_t>(profile.layers.size())} : balance;
+  const auto layers = static_cast<std::int64_t>(profile.layers.size());
+  const auto cuts = balance.empty() ? std::vector<std::int64_t>{layers} : balance;
+  if (std::accumulate(cuts.begin(), cuts.end(), std::int64_t{0}) != layers) {
+    throw std::invalid_argument(
+        absl::StrFormat("[profile_table] balance %s does not sum to %d layers", balance_to_text(balance), layers));
+  }
   std::size_t first = 0;
   for (std::size_t stage = 0; stage < cuts.size(); ++stage) {
-    const auto end = std::min(first + static_cast<std::size_t>(cuts[stage]), profile.layers.size());
+    const auto end = first + static_cast<std::size_t>(cuts[stage]);
     for (auto i = first; i < end; ++i) {
       const auto& layer = profile.layers[i];
       table.add(row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output)));
@@ -87,11 +93,11 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
   return table.text();
 }
 
-std::string prediction_table(const Prediction& prediction, const std::vector<std::int64_t>& balance) {
+std::string prediction_table(const Prediction& prediction) {
   Table table({"stage", "layers", "a micro-batch", "memory"});
   std::int64_t first = 0;
-  for (std::size_t stage = 0; stage < balance.size(); ++stage) {
-    const auto last = first + balance[stage] - 1;
+  for (std::size_t stage = 0; stage < prediction.balance.size(); ++stage) {
+    const auto last = first + prediction.balance[stage] - 1;
     table.add({absl::StrCat(stage), absl::StrCat(first, "-", last), seconds_to_text(prediction.stages[stage]),
                bytes_to_text(prediction.bytes[stage])});
     first = last + 1;
@@ -105,7 +111,8 @@ std::string candidate_table(const std::vector<Candidate>& candidates) {
   for (const auto& candidate : candidates) {
     table.add({balance_to_text(candidate.balance), to_string(candidate.checkpoint), absl::StrCat(candidate.chunks),
                seconds_to_text(candidate.seconds), absl::StrFormat("%.0f %%", 100 * candidate.bubble),
-               bytes_to_text(*std::max_element(candidate.bytes.begin(), candidate.bytes.end())),
+               bytes_to_text(std::accumulate(candidate.bytes.begin(), candidate.bytes.end(), std::int64_t{0},
+                                             [](auto a, auto b) { return std::max(a, b); })),
                candidate.fits ? "" : "too large"});
   }
   return table.text();

@@ -12,11 +12,12 @@ namespace gpipe {
 
 // Tables for people, in plain text, each line ended.
 
-/// A line a layer and one of all, and one a stage where a balance is given.
+/// A line a layer and one of all; or, of a balance, one a stage. Errors: std::invalid_argument for a balance that does
+/// not sum to the number of layers.
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
 
 /// A line a stage, and one about the step.
-std::string prediction_table(const Prediction& prediction, const std::vector<std::int64_t>& balance);
+std::string prediction_table(const Prediction& prediction);
 
 /// A line a candidate, the best first.
 std::string candidate_table(const std::vector<Candidate>& candidates);

@@ -47,7 +47,7 @@ struct Suggestion {
   /// Why nothing fits: which device, how many bytes are missing, what would make it fit. Empty when something does.
   std::string reason;
 
-  bool fits() const { return reason.empty(); }
+  bool fits() const { return !candidates.empty() && reason.empty(); }
   /// The first candidate. Errors: std::runtime_error with the reason when nothing fits.
   const Candidate& best() const;
   /// The profile that one of the candidates was made from. Errors: std::invalid_argument for another's.
@@ -55,8 +55,9 @@ struct Suggestion {
 };
 
 /// The fastest way to run a profiled model, by the simulator: of each number of chunks and checkpoint mode the balance
-/// whose slowest stage is fastest, and from there moved, a layer at a time, as long as the step gets shorter. Errors:
-/// std::invalid_argument for options that make no sense, no profiles, and fewer layers than stages.
+/// whose slowest stage is fastest, and from there moved, a layer at a time, as long as the step gets shorter (or, where
+/// none fits, smaller). A device in a reason is a number of `devices`. Errors: std::invalid_argument for options that
+/// make no sense, no profiles, and fewer layers than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
 /// Whether one is to be preferred: it fits and the other does not, or else it is faster.

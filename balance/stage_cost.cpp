@@ -65,6 +65,16 @@ double share_recomputed(const RunOptions& options) {
 
 }  // namespace
 
+void check(const RunOptions& options) {
+  if (options.chunks < 1) {
+    throw std::invalid_argument(absl::StrFormat("[balance] chunks must be positive, but is %d", options.chunks));
+  }
+  if (!(options.bandwidth >= 0)) {
+    throw std::invalid_argument(
+        absl::StrFormat("[balance] bandwidth must not be negative, but is %g", options.bandwidth));
+  }
+}
+
 StageCost::StageCost(const Profile& profile)
     : profile_(profile),
       layers_(static_cast<int>(profile.layers.size())),

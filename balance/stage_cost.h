@@ -20,6 +20,9 @@ struct RunOptions {
   bool copies = false;
 };
 
+/// Errors: std::invalid_argument for chunks < 1, or a bandwidth that is negative or no number.
+void check(const RunOptions& options);
+
 /// What stages of a profiled model cost, for whichever layers they are made of. The profile must outlive it.
 class StageCost {
  public:

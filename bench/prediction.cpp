@@ -18,7 +18,7 @@
 namespace gpipe::bench {
 namespace {
 
-constexpr int kSteps = 7;
+constexpr int kSteps = 3;
 constexpr double kProfileSeconds = 2;
 constexpr int kNear = 4;  // layers
 constexpr int kSweepSteps = 3;

@@ -134,7 +134,7 @@ void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, c
     return;
   }
   out << "prediction, for " << plan.chunks << " micro-batches, checkpoint " << to_string(plan.checkpoint) << ":\n"
-      << prediction_table(*plan.prediction, plan.balance) << std::flush;
+      << prediction_table(*plan.prediction) << std::flush;
 }
 
 }  // namespace gpipe::examples

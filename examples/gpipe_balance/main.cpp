@@ -1,5 +1,6 @@
 // gpipe-balance: what the layers of a model cost, how to cut it, and what that is predicted to cost.
 
+#include <torch/cuda.h>
 #include <torch/utils.h>
 #include <unistd.h>
 
@@ -12,6 +13,7 @@
 #include <nlohmann/json.hpp>
 #include <stdexcept>
 
+#include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/predict.h"
 #include "balance/profiler.h"
@@ -59,8 +61,25 @@ struct Options {
 
   /// Images of each micro-batch.
   std::vector<std::int64_t> sizes(int wanted) const { return micro_batch_sizes(batch_size, wanted, 0); }
+  /// A stage each: GPUs in turn, or the CPU.
+  std::vector<torch::Device> devices() const {
+    std::vector<torch::Device> all(stages, torch::Device(device));
+    const auto gpus = static_cast<int>(torch::cuda::device_count());
+    for (int s = 0; all.front().is_cuda() && s < stages && gpus > 0; ++s) {
+      all[s].set_index(static_cast<torch::DeviceIndex>((std::max<int>(0, all.front().index()) + s) % gpus));
+    }
+    return all;
+  }
   RunOptions run(int wanted, Checkpoint mode) const {
-    return {static_cast<int>(sizes(wanted).size()), mode, bandwidth * 1e9, !torch::Device(device).is_cpu()};
+    return {static_cast<int>(sizes(wanted).size()), mode, bandwidth * 1e9, copies_between(devices())};
+  }
+  ProfileOptions profiling() const {
+    const bool cpu = torch::Device(device).is_cpu();
+    return ProfileOptions()
+        .workers(cpu ? stages : 1)
+        .intraop_threads(std::max(1, torch::get_num_threads() / (cpu ? stages : 1)))
+        .seconds(seconds)
+        .param_scale(param_scale);
   }
 };
 
@@ -79,24 +98,24 @@ torch::Tensor make_batch(const Options& options) {
   return torch::randn({options.batch_size, 3, size.height, size.width}, torch::Device(options.device));
 }
 
-int workers(const Options& options) { return torch::Device(options.device).is_cpu() ? options.stages : 1; }
-
 Profile measure(const Options& options, int chunks) {
   if (!options.profile.empty()) {
     std::ifstream file(options.profile);
     if (!file) throw std::runtime_error("cannot read " + options.profile);
-    const std::string text{std::istreambuf_iterator<char>(file), {}};
-    return profile_from_json(text);
+    auto read = profile_from_json({std::istreambuf_iterator<char>(file), {}});
+    if (const auto samples = options.sizes(chunks).front(); read.samples != samples) {
+      throw std::invalid_argument(
+          absl::StrFormat("%s is of micro-batches of %d, but --batch-size and --chunks make micro-batches of %d; give "
+                          "others, or measure",
+                          options.profile, read.samples, samples));
+    }
+    return read;
   }
   const auto batch = make_batch(options);
   const auto samples = options.sizes(chunks).front();
   Percent percent(std::cerr, isatty(STDERR_FILENO) != 0, "measuring " + options.model);
   return profile(make_model(options), batch.narrow(0, 0, samples),
-                 ProfileOptions()
-                     .workers(workers(options))
-                     .seconds(options.seconds)
-                     .param_scale(options.param_scale)
-                     .progress([&](double part) { percent.show(part); }));
+                 options.profiling().progress([&](double part) { percent.show(part); }));
 }
 
 Json to_json(const Candidate& candidate) {
@@ -130,31 +149,28 @@ int run_cut(const Options& options) {
   }
   std::cout << "balance " << balance_to_text(balance) << "; " << run.chunks << " chunks, checkpoint "
             << to_string(run.checkpoint) << ":\n"
-            << prediction_table(prediction, balance);
+            << prediction_table(prediction);
   return 0;
 }
 
 int run_suggest(const Options& options) {
   const auto model = make_model(options);
   const auto batch = make_batch(options);
-  const std::vector<torch::Device> devices(options.stages, torch::Device(options.device));
+  const auto devices = options.devices();
   Suggestion suggestion;
   {
     Percent percent(std::cerr, isatty(STDERR_FILENO) != 0, "measuring " + options.model);
-    suggestion = suggest(
-        model, batch, devices,
-        SuggestOptions()
-            .chunks(options.tried)
-            .memory_limit(options.memory)
-            .bandwidth(options.bandwidth * 1e9)
-            .profile(
-                ProfileOptions().seconds(options.seconds).param_scale(options.param_scale).progress([&](double part) {
-                  percent.show(part);
-                })));
+    suggestion = suggest(model, batch, devices,
+                         SuggestOptions()
+                             .chunks(options.tried)
+                             .memory_limit(options.memory)
+                             .bandwidth(options.bandwidth * 1e9)
+                             .profile(options.profiling().progress([&](double part) { percent.show(part); })));
   }
   std::vector<Measured> measured;
   if (options.refine > 0 && suggestion.fits()) {
-    measured = refine(model, batch, devices, suggestion, options.refine);
+    measured =
+        refine(model, batch, devices, suggestion, options.refine, /*repeats=*/5, options.profiling().intraop_threads());
   }
   if (options.json) {
     Json json{{"reason", suggestion.reason}, {"candidates", Json::array()}, {"measured", Json::array()}};
@@ -214,7 +230,7 @@ void add_model_flags(CLI::App& app, Options& options) {
   app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::Range(1, 1 << 20));
   app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
       ->check(CLI::Range(1, 1024));
-  app.add_option("--device", options.device, "to measure on: cpu, cuda or cuda:N");
+  app.add_option("--device", options.device, "of the first stage: cpu, or cuda:N, and the next GPUs for the others");
   app.add_option("--seconds", options.seconds, "that measuring may take, about")->check(CLI::NonNegativeNumber);
   app.add_option("--param-scale", options.param_scale,
                  "bytes for each of a parameter, with its gradient and what the optimizer keeps: SGD 2, Adam 4")
@@ -227,6 +243,9 @@ void add_model_flags(CLI::App& app, Options& options) {
 void add_run_flags(CLI::App& app, Options& options) {
   app.add_option("--bandwidth", options.bandwidth, "between devices in GB/s; 0: what is sent is there at once")
       ->check(CLI::NonNegativeNumber);
+}
+
+void add_limit_flag(CLI::App& app, Options& options) {
   app.add_option("--memory-limit", options.memory, "of a device, as 6GB")->transform(CLI::AsSizeValue(false));
 }
 
@@ -282,12 +301,14 @@ int main(int argc, char** argv) {
   auto* suggesting = command("suggest", "the fastest balance, chunks and checkpoint mode", run_suggest);
   add_chunks_list(*suggesting, options, "1, 2, 4, .. 32");
   add_run_flags(*suggesting, options);
+  add_limit_flag(*suggesting, options);
   suggesting->add_option("--refine", options.refine, "run so many of the best, and say what they took")
       ->check(CLI::Range(0, 100));
   auto* sweeping =
       command("sweep", "predictions of the balances near the best, for all chunks and checkpoint modes", run_sweep);
   add_chunks_list(*sweeping, options, "2, 4, 8");
   add_run_flags(*sweeping, options);
+  add_limit_flag(*sweeping, options);
   sweeping->add_option("--near", options.near, "layers that a cut moves by, at most")->check(CLI::Range(0, 1000));
   return run_program(app, argc, argv, [&] { return run(options); });
 }

@@ -187,6 +187,8 @@ TEST(PlanTest, PredictsTheStepOfASimulation) {
   EXPECT_THAT(error_of<std::invalid_argument>([&] { predict(profile, {1, 2}); }), HasSubstr("{1, 2} does not cut 2"));
   EXPECT_THROW(predict(profile, {2, 0}), std::invalid_argument);
   EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
+  EXPECT_THROW(balance_by_size(profile, 2, {.chunks = 0}), std::invalid_argument);
+  EXPECT_THROW(balance_by_time(profile, 2, {.bandwidth = -1}), std::invalid_argument);
 }
 
 TEST(PlanTest, SearchesBalanceChunksAndCheckpoint) {

@@ -43,6 +43,8 @@ refuse 'nothing fits into 1.00 KiB a device' suggest "${model[@]}" --chunks 2 --
 
 head -c 100 profile.json >damaged.json
 refuse 'not a profile' cut "${model[@]}" --profile damaged.json
+refuse 'is of micro-batches of 2, but --batch-size and --chunks make micro-batches of 4' \
+  cut "${model[@]}" --profile profile.json --chunks 2
 refuse 'no-such-file' cut "${model[@]}" --profile no-such-file
 refuse '--model' profile --model vgg
 refuse '--stages is 1000, but unet has 71 layers' cut "${model[@]}" --stages 1000 --batch-size 2
