@@ -52,7 +52,8 @@ std::string hardware(const std::vector<torch::Device>& devices) {
   for (const auto& gpu : std::filesystem::directory_iterator("/proc/driver/nvidia/gpus", none)) {
     for (const auto& model : values(gpu.path() / "information", "Model")) absl::StrAppend(&text, "GPU: ", model, "\n");
   }
-  absl::StrAppend(&text, "torch: ", TORCH_VERSION, "; ", torch::get_num_threads(), " threads a device\ndevices:");
+  absl::StrAppend(&text, "torch: ", TORCH_VERSION, "; ", torch::get_num_threads(),
+                  torch::get_num_threads() == 1 ? " thread" : " threads", " a device\ndevices:");
   for (const auto& device : devices) absl::StrAppend(&text, " ", device.str());
   return text + "\n";
 }
@@ -70,7 +71,13 @@ int run(Options options) {
   check_writable_directory(options.output);
   torch::set_num_threads(1);  // a core for each CPU device
   reuse_cpu_memory();         // page faults would drown what is measured, and in some variants more than in others
-  const auto about = hardware(experiment.devices);
+  const auto about =
+      hardware(experiment.devices) +
+      absl::StrFormat(
+          "runs: %d of each, in turn, after a mini-batch to warm up; %d mini-batches of %d images of %d x %d\n"
+          "predictions: the middle of %d\n",
+          options.runs, options.batches, experiment.batch_size, experiment.image, experiment.image,
+          experiment.predictions);
   std::cout << about << std::flush;
   write_file(options.output / "hardware.txt", {about.begin(), about.end()});
   std::ofstream csv(options.output / "runs.csv");
