@@ -21,7 +21,6 @@ namespace {
 constexpr int kSteps = 3;
 constexpr double kProfileSeconds = 2;
 constexpr int kNear = 4;  // layers
-constexpr int kSweepSteps = 3;
 constexpr std::size_t kFinalists = 5;
 
 GPipe make_pipe(const torch::nn::Sequential& model, const std::vector<std::int64_t>& balance, int chunks,
@@ -84,7 +83,7 @@ void sweep(const std::string& model, int stages, const Options& options) {
     balances.push_back(way.balance);
     for (auto& balance : balances) {
       way.balance = balance;
-      ways.push_back({way, median(interleave({step_of(way)}, kSweepSteps)[0])});
+      ways.push_back({way, median(interleave({step_of(way)}, kSteps)[0])});
     }
   }
   std::sort(ways.begin(), ways.end(), [](const Measured& a, const Measured& b) { return a.seconds < b.seconds; });

@@ -16,6 +16,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "balance/report.h"
+#include "balance/trial.h"
 #include "examples/common/autocast.h"
 #include "examples/common/codecs.h"
 #include "examples/common/files.h"
@@ -119,11 +120,8 @@ int Trainer::run() {
 
 void Trainer::compare() const {
   if (!step_seconds_.empty()) {
-    auto seconds = step_seconds_;
-    const auto middle = seconds.begin() + static_cast<std::ptrdiff_t>(seconds.size() / 2);
-    std::nth_element(seconds.begin(), middle, seconds.end());
-    out_ << "a step, forward and backward, took " << seconds_to_text(*middle) << " (median of " << seconds.size()
-         << ")";
+    out_ << "a step, forward and backward, took " << seconds_to_text(median(step_seconds_)) << " (median of "
+         << step_seconds_.size() << ")";
     if (prediction_) out_ << "; predicted were " << seconds_to_text(prediction_->seconds);
     out_ << std::endl;
   }

@@ -4,8 +4,6 @@
 #include <torch/optim/sgd.h>
 #include <torch/utils.h>
 
-#include <algorithm>
-#include <cstddef>
 #include <exception>
 #include <map>
 #include <memory>
@@ -14,6 +12,7 @@
 #include "absl/strings/str_format.h"
 #include "balance/balance.h"
 #include "balance/predict.h"
+#include "balance/trial.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/runtime/intraop.h"
 #include "models/resnet.h"
@@ -169,10 +168,8 @@ std::vector<Variant> make_variants(const Experiment& experiment, const std::func
   }
 
   std::vector<Variant> variants;
-  for (auto& way : ways) {
-    const auto middle = way.predicted.begin() + static_cast<std::ptrdiff_t>(way.predicted.size() / 2);
-    std::nth_element(way.predicted.begin(), middle, way.predicted.end());
-    variants.push_back({way.name, way.split, *middle, step_of(way, original, experiment)});
+  for (const auto& way : ways) {
+    variants.push_back({way.name, way.split, median(way.predicted), step_of(way, original, experiment)});
   }
   return variants;
 }
