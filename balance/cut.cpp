@@ -28,8 +28,7 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 std::int64_t most_bytes(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options) {
   std::int64_t most = 0;
   int first = 0;
-  for (const auto layers : balance) {
-    const int end = first + static_cast<int>(layers);
+  for (const int end : stage.ends(balance)) {
     most = std::max(most, stage.bytes(first, end, options));
     first = end;
   }

@@ -21,13 +21,12 @@ Prediction predict(const Profile& profile, const std::vector<std::int64_t>& bala
                         .bubble = simulation.bubble,
                         .bytes = simulation.timeline.peak_bytes(),
                         .timeline = std::move(simulation.timeline)};
+  auto alone = options;
+  alone.bandwidth = 0;
   int first = 0;
-  for (std::size_t s = 0; s < balance.size(); ++s) {
-    const int end = first + static_cast<int>(balance[s]);
-    auto alone = options;
-    alone.bandwidth = 0;
+  for (const int end : stage.ends(balance)) {
+    prediction.bytes[prediction.stages.size()] += stage.static_bytes(first, end);
     prediction.stages.push_back(stage.seconds(first, end, alone));
-    prediction.bytes[s] += stage.static_bytes(first, end);
     first = end;
   }
   return prediction;

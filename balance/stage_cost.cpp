@@ -201,7 +201,7 @@ std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) con
   return cut_edges(balance, links);
 }
 
-Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
+std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
   std::vector<int> ends;
   bool positive = true;
   for (const auto layers : balance) {
@@ -214,6 +214,11 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
         absl::StrFormat("[balance] {%s} does not cut %d layers: give positive numbers of layers that sum to it",
                         absl::StrJoin(balance, ", "), layers_));
   }
+  return ends;
+}
+
+Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
+  const auto ends = this->ends(balance);
   Costs costs;
   int first = 0;
   for (const int end : ends) {

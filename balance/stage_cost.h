@@ -37,6 +37,9 @@ class StageCost {
   /// The other balances that cut the model and differ from one by a single cut, at most `layers` layers away.
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
+  /// The layer behind each stage of a balance. Errors: std::invalid_argument for one that does not cover the model.
+  std::vector<int> ends(const std::vector<std::int64_t>& balance) const;
+
   /// Seconds of the layers first..end-1 for a micro-batch, forward to backward, recomputed ones by their share, with
   /// what enters and its gradient on their way.
   double seconds(int first, int end, const RunOptions& options) const;

@@ -21,7 +21,8 @@ struct SuggestOptions {
   TORCH_ARG(std::int64_t, memory_limit) = 0;
   /// Bytes a second between devices; 0: what is sent is there at once.
   TORCH_ARG(double, bandwidth) = 0;
-  /// How each profile is made; `seconds` and `progress` are those of all of them together.
+  /// How each profile is made. Its `seconds` and `progress` are those of all profiles together, so that a minute is
+  /// more to the point than its own default.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };
 
@@ -30,7 +31,8 @@ bool copies_between(const std::vector<torch::Device>& devices);
 
 /// Profiles a model at several micro-batch sizes and searches for the fastest way to train it on the sample, a
 /// mini-batch, over devices of which each gets one stage: balance, chunks and checkpoint mode. It is measured on the
-/// first device, beside as many others as are CPUs if that is one. Errors: those of profile() and search().
+/// first device, to which the others are taken to be alike; on a CPU as many stages at once as there are CPU stages.
+/// Errors: those of profile() and search().
 Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, const std::vector<torch::Device>& devices,
                    const SuggestOptions& options = {});
 
@@ -41,7 +43,7 @@ struct Measured {
 };
 
 /// Runs steps of the first few candidates that fit and returns them with what they took, fastest first. The model is
-/// left as profile() leaves it. Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with
+/// left as profile() leaves it. `intraop_threads` are those of each CPU stage; give what the profiles had. Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with
 /// the reason when nothing fits; what GPipe and the layers throw.
 std::vector<Measured> refine(const torch::nn::Sequential& model, const Value& sample,
                              const std::vector<torch::Device>& devices, const Suggestion& suggestion,

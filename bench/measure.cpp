@@ -9,6 +9,7 @@
 #include <nlohmann/json.hpp>
 #include <ostream>
 #include <system_error>
+#include <utility>
 
 #include "gpipe/runtime/memory_reuse.h"
 
@@ -39,10 +40,25 @@ void add_flags(CLI::App& app, Options& options) {
   app.add_flag("--steps-only", options.steps_only, "print the figure of each step of the pipeline, and no other");
 }
 
-void add_balance_flag(CLI::App& app, std::vector<std::int64_t>& balance) {
-  app.add_option("--balance", balance, "layers of each stage; default: cut by measured times")
+void add_balance_flag(CLI::App& app, Options& options) {
+  app.add_option_function<std::vector<std::int64_t>>(
+         "--balance",
+         [&options](const auto& balance) {
+           options.balance = balance;
+           options.stages = {static_cast<int>(balance.size())};
+         },
+         "layers of each stage; default: cut by measured times")
       ->always_capture_default(false)
       ->excludes("--stages");
+}
+
+void add_short_flag(CLI::App& app, Options& options, std::vector<Checkpoint> checkpoints) {
+  const auto shorten = [&options, checkpoints = std::move(checkpoints)] {
+    options.repeats = 3;
+    options.chunks = {4};
+    options.checkpoints = checkpoints;
+  };
+  app.add_flag_callback("--short", shorten, "some of it, in about a minute");
 }
 
 void for_each_row(const Options& options, const std::function<void(const Row&)>& measure) {

@@ -29,6 +29,7 @@ struct Options {
   std::vector<int> stages = {2};
   std::vector<int> chunks;
   std::vector<Checkpoint> checkpoints;
+  std::vector<std::int64_t> balance = {};  ///< layers of each stage; empty: cut by measured times
   int repeats = 9;
   bool steps_only = false;  ///< print the figure of each step of the pipeline: for peers to be put beside
 };
@@ -36,8 +37,15 @@ struct Options {
 /// Flags for the options, whose present values are the defaults, and --reuse, which calls reuse_cpu_memory().
 void add_flags(CLI::App& app, Options& options);
 
-/// A flag for the layers of each stage, whose default is a cut by measured times.
-void add_balance_flag(CLI::App& app, std::vector<std::int64_t>& balance);
+/// A flag for the balance.
+void add_balance_flag(CLI::App& app, Options& options);
+
+/// --short, which sets the options to others.
+void add_short_flag(CLI::App& app, Options& options, std::vector<Checkpoint> checkpoints);
+
+/// A program's main(): parses the command line and, with one thread for PyTorch, measures. Returns the exit code; an
+/// error is a line on standard error.
+int run_program(CLI::App& app, int argc, char** argv, const std::function<void()>& measure);
 
 /// Every combination that the options ask for.
 void for_each_row(const Options& options, const std::function<void(const Row&)>& measure);

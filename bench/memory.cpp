@@ -4,7 +4,6 @@
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <sys/resource.h>
-#include <torch/utils.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -43,7 +42,8 @@ double minor_faults() {
   return static_cast<double>(usage.ru_minflt);
 }
 
-GPipe pipe_of(const Subject& it, const Row& row, std::vector<std::int64_t> balance) {
+GPipe pipe_of(const Subject& it, const Row& row, const Options& options) {
+  auto balance = options.balance;
   if (balance.empty()) {
     const Value micro_batch(it.input.narrow(0, 0, it.split_size));
     balance = balance_by_time(row.stages, it.model, micro_batch, ProfileOptions().seconds(1));
@@ -56,9 +56,9 @@ void forget_gradients(GPipe& pipe) {
   for (auto& parameter : pipe->parameters()) parameter.mutable_grad().reset();
 }
 
-void measure_peak(const Row& row, const std::vector<std::int64_t>& balance, const Options& options) {
+void measure_peak(const Row& row, const Options& options) {
   const auto it = subject(row.model, row.chunks);
-  auto pipe = pipe_of(it, row, balance);
+  auto pipe = pipe_of(it, row, options);
   for (int i = 0; i < 2; ++i) step(pipe, it.input);
   Measurement line{"memory", row, "bytes", {}, {}};
   for (int i = 0; i < options.repeats; ++i) {
@@ -72,9 +72,9 @@ void measure_peak(const Row& row, const std::vector<std::int64_t>& balance, cons
   print(std::cout, line);
 }
 
-void measure_reuse(const Row& row, const std::vector<std::int64_t>& balance, const Options& options) {
+void measure_reuse(const Row& row, const Options& options) {
   const auto it = subject(row.model, row.chunks);
-  auto pipe = pipe_of(it, row, balance);
+  auto pipe = pipe_of(it, row, options);
   std::vector<double> faults[2];
   const auto step_with = [&](bool reuse) {
     reuse_cpu_memory(reuse);
@@ -107,18 +107,10 @@ int main(int argc, char** argv) {
                   .chunks = {8},
                   .checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}};
   add_flags(app, options);
-  std::vector<std::int64_t> balance;
-  add_balance_flag(app, balance);
-  bool brief = false;
-  app.add_flag("--short", brief, "some of it, in less than a minute");
-  CLI11_PARSE(app, argc, argv);
-  if (!balance.empty()) options.stages = {static_cast<int>(balance.size())};
-  if (brief) {
-    options.repeats = 3;
-    options.chunks = {4};
-    options.checkpoints = {Checkpoint::kNever, Checkpoint::kAlways};
-  }
-  torch::set_num_threads(1);
-  for_each_row(options, [&](const Row& row) { measure_peak(row, balance, options); });
-  if (!options.steps_only) for_each_row(options, [&](const Row& row) { measure_reuse(row, balance, options); });
+  add_balance_flag(app, options);
+  add_short_flag(app, options, {Checkpoint::kNever, Checkpoint::kAlways});
+  return run_program(app, argc, argv, [&] {
+    for_each_row(options, [&](const Row& row) { measure_peak(row, options); });
+    if (!options.steps_only) for_each_row(options, [&](const Row& row) { measure_reuse(row, options); });
+  });
 }

@@ -79,8 +79,8 @@ int main(int argc, char** argv) {
   add_flags(app, options);
   bool one_core = true;
   app.add_flag("!--all-cores", one_core, "do not pin the process; print time over the plain loop's instead");
-  CLI11_PARSE(app, argc, argv);
-  if (one_core) pin_to_one_core();
-  torch::set_num_threads(1);
-  for_each_row(options, [&](const Row& row) { measure(row, one_core, options); });
+  return run_program(app, argc, argv, [&] {
+    if (one_core) pin_to_one_core();
+    for_each_row(options, [&](const Row& row) { measure(row, one_core, options); });
+  });
 }

@@ -1,8 +1,6 @@
 // What the library says of a model before it runs, beside what is: time and bytes of a step from a profile; and the
 // choice of suggest() beside the best of all that stand near it.
 
-#include <torch/utils.h>
-
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <functional>
@@ -30,14 +28,14 @@ GPipe make_pipe(const torch::nn::Sequential& model, const std::vector<std::int64
 
 // Profiles and steps in turn: the machine is not the same from minute to minute. Each prediction is compared with the
 // steps before and after its profile.
-void measure(const Row& row, const std::vector<std::int64_t>& wanted, const Options& options) {
+void measure(const Row& row, const Options& options) {
   auto it = subject(row.model, row.chunks);
   const RunOptions run{.chunks = row.chunks, .checkpoint = row.checkpoint};
   const auto profile_model = [&] {
     return profile(it.model, it.input.narrow(0, 0, it.split_size),
                    ProfileOptions().workers(row.stages).seconds(kProfileSeconds));
   };
-  const auto balance = wanted.empty() ? balance_by_time(profile_model(), row.stages, run) : wanted;
+  const auto balance = options.balance.empty() ? balance_by_time(profile_model(), row.stages, run) : options.balance;
   auto pipe = make_pipe(it.model, balance, row.chunks, row.checkpoint);
   const auto seconds = [&] { return median(interleave({[&] { step(pipe, it.input); }}, kSteps)[0]); };
 
@@ -108,18 +106,13 @@ int main(int argc, char** argv) {
   Options options{
       .models = kSubjects, .chunks = {2, 4, 8}, .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);
-  std::vector<std::int64_t> balance;
-  add_balance_flag(app, balance);
+  add_balance_flag(app, options);
   bool sweeps = false;
   app.add_flag("--sweep", sweeps, "instead: the choice of suggest() over the best of the cuts near it");
-  CLI11_PARSE(app, argc, argv);
-  if (!balance.empty()) options.stages = {static_cast<int>(balance.size())};
-  torch::set_num_threads(1);
-  if (!sweeps) {
-    for_each_row(options, [&](const Row& row) { measure(row, balance, options); });
-    return 0;
-  }
-  for (const auto& model : options.models) {
-    for (const int stages : options.stages) sweep(model, stages, options);
-  }
+  return run_program(app, argc, argv, [&] {
+    if (!sweeps) return for_each_row(options, [&](const Row& row) { measure(row, options); });
+    for (const auto& model : options.models) {
+      for (const int stages : options.stages) sweep(model, stages, options);
+    }
+  });
 }

@@ -1,8 +1,6 @@
 // How much faster stages on a core each are than the model on one, beside the bound: what the program would take if
 // every action took what it takes while other cores run other stages, and all else were free.
 
-#include <torch/utils.h>
-
 #include <CLI/CLI.hpp>
 #include <iostream>
 
@@ -27,8 +25,9 @@ Costs costs_of(const Timeline& timeline) {
   return costs;
 }
 
-void measure(const Row& row, std::vector<std::int64_t> balance, const Options& options) {
+void measure(const Row& row, const Options& options) {
   auto it = subject(row.model, row.chunks);
+  auto balance = options.balance;
   if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
   const auto of_pipe = GPipeOptions().split_size(it.split_size).checkpoint(row.checkpoint).intraop_threads(1);
   GPipe pipe(it.model, balance, of_pipe);
@@ -61,17 +60,7 @@ int main(int argc, char** argv) {
                   .chunks = {1, 2, 4, 8, 16},
                   .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);
-  std::vector<std::int64_t> balance;
-  add_balance_flag(app, balance);
-  bool brief = false;
-  app.add_flag("--short", brief, "some of it, in less than a minute");
-  CLI11_PARSE(app, argc, argv);
-  if (!balance.empty()) options.stages = {static_cast<int>(balance.size())};
-  if (brief) {
-    options.repeats = 3;
-    options.chunks = {4};
-    options.checkpoints = {gpipe::Checkpoint::kNever};
-  }
-  torch::set_num_threads(1);
-  for_each_row(options, [&](const Row& row) { measure(row, balance, options); });
+  add_balance_flag(app, options);
+  add_short_flag(app, options, {gpipe::Checkpoint::kNever});
+  return run_program(app, argc, argv, [&] { for_each_row(options, [&](const Row& row) { measure(row, options); }); });
 }

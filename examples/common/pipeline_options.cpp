@@ -29,7 +29,9 @@ std::vector<std::int64_t> to_counts(const std::string& text) {
   return counts;
 }
 
-std::vector<torch::Device> to_devices(const std::string& text) {
+}  // namespace
+
+std::vector<torch::Device> to_devices(const std::string& text, int stages) {
   std::vector<torch::Device> devices;
   for (const auto& part : CLI::detail::split(text, ',')) {
     try {
@@ -38,10 +40,13 @@ std::vector<torch::Device> to_devices(const std::string& text) {
       throw CLI::ValidationError("--devices", "'" + part + "' is no device; give cpu, cuda or cuda:N");
     }
   }
+  if (devices.size() == 1) devices.resize(stages, devices.front());
+  if (static_cast<int>(devices.size()) != stages) {
+    throw CLI::ValidationError("--devices", "has " + std::to_string(devices.size()) + " for " + std::to_string(stages) +
+                                                " stages; give one a stage, or one for all");
+  }
   return devices;
 }
-
-}  // namespace
 
 void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
   // A flag given twice: the last one counts, so that a script's own can be overridden.
@@ -82,13 +87,7 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
       options.stages = cuts;
     }
     if (app.count("--devices") > 0) {
-      options.devices = to_devices(app["--devices"]->as<std::string>());
-      if (options.devices.size() == 1) options.devices.resize(options.stages, options.devices.front());
-      if (static_cast<int>(options.devices.size()) != options.stages) {
-        throw CLI::ValidationError("--devices", "has " + std::to_string(options.devices.size()) + " for " +
-                                                    std::to_string(options.stages) +
-                                                    " stages; give one a stage, or one for all");
-      }
+      options.devices = to_devices(app["--devices"]->as<std::string>(), options.stages);
     }
   });
 }

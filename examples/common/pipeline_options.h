@@ -34,6 +34,9 @@ inline constexpr char kPipelineGroup[] = "Pipeline";
 /// other are a CLI::ValidationError of the parse. The first that a program adds: it also sets what all flags share.
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 
+/// What --devices takes: one device a stage, or one for all. Errors: CLI::ValidationError.
+std::vector<torch::Device> to_devices(const std::string& text, int stages);
+
 /// One device a stage: the options', or the GPUs in turn, or the CPU.
 std::vector<torch::Device> place(const PipelineOptions& options);
 

@@ -47,20 +47,19 @@ void check(const torch::nn::Sequential& model, const PipelineOptions& options,
   GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipeline_options);
 }
 
-// As the stages will run.
-ProfileOptions profile_options(const std::vector<torch::Device>& devices) {
-  const int cpus = std::max(1, count_cpus(devices));
-  return ProfileOptions()
-      .workers(devices.front().is_cpu() ? cpus : 1)
-      .intraop_threads(std::max(1, torch::get_num_threads() / cpus));
-}
-
 torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch::Device device) {
   shape.insert(shape.begin(), count);
   return torch::full(shape, 0.5, device);
 }
 
 }  // namespace
+
+ProfileOptions profile_options(const std::vector<torch::Device>& devices) {
+  const int cpus = std::max(1, count_cpus(devices));
+  return ProfileOptions()
+      .workers(devices.front().is_cpu() ? cpus : 1)
+      .intraop_threads(std::max(1, torch::get_num_threads() / cpus));
+}
 
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {

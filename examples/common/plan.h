@@ -10,6 +10,7 @@
 
 #include "balance/predict.h"
 #include "balance/profile.h"
+#include "balance/profiler.h"
 #include "balance/search.h"
 #include "examples/common/training_options.h"
 #include "gpipe/gpipe.h"
@@ -26,6 +27,9 @@ struct Plan {
   std::optional<Prediction> prediction;  ///< none for micro-batches of a single image, which are measured as two
   std::vector<Candidate> candidates;  ///< that were compared to choose balance, chunks and checkpoint; the best first
 };
+
+/// How to measure a model whose stages will run on these devices, on the first of them.
+ProfileOptions profile_options(const std::vector<torch::Device>& devices);
 
 /// Measures the model for images of that shape, under autocast where the options say so, showing how far it is on a
 /// terminal, and plans. The options' chunks and checkpoint mode are kept, unless the balance is "auto".

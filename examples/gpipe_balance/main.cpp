@@ -1,6 +1,5 @@
 // gpipe-balance: what the layers of a model cost, how to cut it, and what that is predicted to cost.
 
-#include <torch/cuda.h>
 #include <torch/utils.h>
 #include <unistd.h>
 
@@ -23,6 +22,7 @@
 #include "examples/common/image.h"
 #include "examples/common/percent.h"
 #include "examples/common/pipeline_options.h"
+#include "examples/common/plan.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/runtime/memory_reuse.h"
 #include "models/resnet.h"
@@ -46,7 +46,7 @@ struct Options {
   int chunks = 4;
   std::vector<int> tried;  // numbers of chunks; empty: all powers of two
   int stages = 2;
-  std::string device = "cpu";
+  std::string devices;  // empty: the GPUs in turn, or the CPU
   Checkpoint checkpoint = Checkpoint::kExceptLast;
   std::string by = "time";
   double bandwidth = 0;     // GB/s
@@ -61,26 +61,13 @@ struct Options {
 
   /// Images of each micro-batch.
   std::vector<std::int64_t> sizes(int wanted) const { return micro_batch_sizes(batch_size, wanted, 0); }
-  /// A stage each: GPUs in turn, or the CPU.
-  std::vector<torch::Device> devices() const {
-    std::vector<torch::Device> all(stages, torch::Device(device));
-    const auto gpus = static_cast<int>(torch::cuda::device_count());
-    for (int s = 0; all.front().is_cuda() && s < stages && gpus > 0; ++s) {
-      all[s].set_index(static_cast<torch::DeviceIndex>((std::max<int>(0, all.front().index()) + s) % gpus));
-    }
-    return all;
+  std::vector<torch::Device> place() const {
+    return devices.empty() ? examples::place({.stages = stages}) : to_devices(devices, stages);
   }
   RunOptions run(int wanted, Checkpoint mode) const {
-    return {static_cast<int>(sizes(wanted).size()), mode, bandwidth * 1e9, copies_between(devices())};
+    return {static_cast<int>(sizes(wanted).size()), mode, bandwidth * 1e9, copies_between(place())};
   }
-  ProfileOptions profiling() const {
-    const bool cpu = torch::Device(device).is_cpu();
-    return ProfileOptions()
-        .workers(cpu ? stages : 1)
-        .intraop_threads(std::max(1, torch::get_num_threads() / (cpu ? stages : 1)))
-        .seconds(seconds)
-        .param_scale(param_scale);
-  }
+  ProfileOptions profiling() const { return profile_options(place()).seconds(seconds).param_scale(param_scale); }
 };
 
 torch::nn::Sequential make_model(const Options& options) {
@@ -95,7 +82,7 @@ torch::nn::Sequential make_model(const Options& options) {
 
 torch::Tensor make_batch(const Options& options) {
   const auto size = to_size(options.size);
-  return torch::randn({options.batch_size, 3, size.height, size.width}, torch::Device(options.device));
+  return torch::randn({options.batch_size, 3, size.height, size.width}, options.place().front());
 }
 
 Profile measure(const Options& options, int chunks) {
@@ -156,7 +143,7 @@ int run_cut(const Options& options) {
 int run_suggest(const Options& options) {
   const auto model = make_model(options);
   const auto batch = make_batch(options);
-  const auto devices = options.devices();
+  const auto devices = options.place();
   Suggestion suggestion;
   {
     Percent percent(std::cerr, isatty(STDERR_FILENO) != 0, "measuring " + options.model);
@@ -230,7 +217,9 @@ void add_model_flags(CLI::App& app, Options& options) {
   app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::Range(1, 1 << 20));
   app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
       ->check(CLI::Range(1, 1024));
-  app.add_option("--device", options.device, "of the first stage: cpu, or cuda:N, and the next GPUs for the others");
+  app.add_option("--devices", options.devices,
+                 "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU")
+      ->always_capture_default(false);
   app.add_option("--seconds", options.seconds, "that measuring may take, about")->check(CLI::NonNegativeNumber);
   app.add_option("--param-scale", options.param_scale,
                  "bytes for each of a parameter, with its gradient and what the optimizer keeps: SGD 2, Adam 4")
