@@ -1,5 +1,7 @@
 #include "balance/balance.h"
 
+#include <ATen/Parallel.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -11,8 +13,8 @@ namespace gpipe {
 namespace {
 
 // Before anything is measured.
-void check(int partitions, const torch::nn::Sequential& model) {
-  const auto layers = static_cast<std::int64_t>(model->size());
+void check(int partitions, const Model& model) {
+  const auto layers = static_cast<std::int64_t>(model.named_layers().size());
   if (partitions >= 1 && partitions <= layers) return;
   throw std::invalid_argument("[balance] partitions must be between 1 and the number of layers, " +
                               std::to_string(layers) + ", but is " + std::to_string(partitions));
@@ -20,7 +22,7 @@ void check(int partitions, const torch::nn::Sequential& model) {
 
 }  // namespace
 
-std::vector<std::int64_t> balance_by_time(int partitions, const torch::nn::Sequential& model, const Value& sample,
+std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
                                           ProfileOptions options) {
   check(partitions, model);
   const auto& tensors = sample.tensors();
@@ -28,12 +30,14 @@ std::vector<std::int64_t> balance_by_time(int partitions, const torch::nn::Seque
   return balance_by_time(profile(model, sample, options), partitions, {.checkpoint = Checkpoint::kNever});
 }
 
-std::vector<std::int64_t> balance_by_size(int partitions, const torch::nn::Sequential& model, const Value& sample,
-                                          int chunks, double param_scale, Checkpoint checkpoint) {
+std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks,
+                                          double param_scale, Checkpoint checkpoint) {
   check(partitions, model);
   if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
-  const auto options = ProfileOptions().param_scale(param_scale).seconds(0).repeats(1);
+  // What operators allocate depends on their threads: those that a stage will have.
+  const int threads = std::max(1, at::get_num_threads() / partitions);
+  const auto options = ProfileOptions().param_scale(param_scale).seconds(0).repeats(1).intraop_threads(threads);
   return balance_by_size(profile(model, first_micro_batch(sample, sizes), options), partitions,
                          {.chunks = static_cast<int>(sizes.size()), .checkpoint = checkpoint});
 }

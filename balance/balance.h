@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/nn/modules/container/sequential.h>
-
 #include <cstdint>
 #include <vector>
 
@@ -10,19 +8,17 @@
 
 namespace gpipe {
 
-// Balances of a model that is measured first, on the sample's device; of a sample on the CPU, as many stages at once as
-// there are partitions. Errors: those of profile(), and std::invalid_argument for fewer layers than partitions.
+// Balances of a model that is measured first, on the sample's device. Errors: those of profile(), and std::invalid_argument for fewer layers than partitions.
 
 /// The balance whose slowest stage is fastest, where nothing is recomputed. The sample is a micro-batch: its size moves
-/// the figures.
-std::vector<std::int64_t> balance_by_time(int partitions, const torch::nn::Sequential& model, const Value& sample,
+/// the figures. On the CPU, as many stages run at once as there are partitions, whatever the options say.
+std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
                                           ProfileOptions options = {});
 
 /// The balance whose largest stage needs the fewest bytes for a step on the sample, a mini-batch of which `chunks`
 /// micro-batches are made, where stages share a memory: between GPUs, cut a profile with RunOptions::copies.
 /// `param_scale` is as in ProfileOptions.
-std::vector<std::int64_t> balance_by_size(int partitions, const torch::nn::Sequential& model, const Value& sample,
-                                          int chunks = 1, double param_scale = 2,
-                                          Checkpoint checkpoint = Checkpoint::kExceptLast);
+std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks = 1,
+                                          double param_scale = 2, Checkpoint checkpoint = Checkpoint::kExceptLast);
 
 }  // namespace gpipe

@@ -75,7 +75,7 @@ void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::M
 
 class Measurement {
  public:
-  Measurement(const MakeLayers& make, const Value& sample, const ProfileOptions& options)
+  Measurement(const Model::MakeLayers& make, const Value& sample, const ProfileOptions& options)
       : make_(make), options_(options), samples_(batch_size(sample)), device_(sample.tensors().front().device()) {
     for (const auto& layer : make_()) named_.push_back({layer->name(), layer->module()});
     layers_ = static_cast<int>(named_.size());
@@ -248,7 +248,7 @@ class Measurement {
     if (options_.progress()) options_.progress()(done);
   }
 
-  const MakeLayers& make_;
+  const Model::MakeLayers& make_;
   const ProfileOptions& options_;
   const std::int64_t samples_;
   const torch::Device device_;
@@ -261,7 +261,7 @@ class Measurement {
 
 }  // namespace
 
-Profile measure(const MakeLayers& layers, const Value& sample, const ProfileOptions& options) {
+Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options) {
   return Measurement(layers, sample, options).run();
 }
 

@@ -1,5 +1,6 @@
 #include "balance/profiler.h"
 
+#include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
 
@@ -23,13 +24,14 @@ namespace {
 
 using absl::StrFormat;
 
-void check(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
+void check(const Model& model, const Value& sample, const ProfileOptions& options) {
   const auto refuse = [](const std::string& what) { throw std::invalid_argument("[profile] " + what); };
-  if (model->is_empty()) refuse("the model has no layers");
+  if (model.named_layers().empty()) refuse("the model has no layers");
   if (options.workers() < 1) refuse(StrFormat("workers must be positive, but is %d", options.workers()));
   if (options.repeats() < 1) refuse(StrFormat("repeats must be positive, but is %d", options.repeats()));
-  if (options.intraop_threads() < 1) {
-    refuse(StrFormat("intraop_threads must be positive, but is %d", options.intraop_threads()));
+  if (options.intraop_threads() < 0) {
+    refuse(
+        StrFormat("intraop_threads must be positive, or 0 for an equal share, but is %d", options.intraop_threads()));
   }
   if (!(options.seconds() >= 0)) refuse(StrFormat("seconds must not be negative, but is %g", options.seconds()));
   if (!(options.param_scale() >= 2)) {
@@ -37,10 +39,6 @@ void check(const torch::nn::Sequential& model, const Value& sample, const Profil
                      options.param_scale()));
   }
   if (batch_size(sample) < 1) refuse("the sample is of no samples; give one micro-batch");
-}
-
-std::unique_ptr<Layer> layer_at(const torch::nn::Sequential& model, std::size_t index) {
-  return std::move(make_layers(*model)[index]);
 }
 
 // What the profile of a lone layer says of memory, as the layer of a model. Where nobody knows who else sees the same
@@ -83,27 +81,27 @@ Value copy_of(const Value& value) {
   return Value(value.form(), std::move(tensors));
 }
 
-Profile measure_alone(const MakeLayers& layer, const Value& sample, const ProfileOptions& options,
-                      const std::string& name) {
+// Runs a layer alone; says which, when the device has no room even for that.
+template <typename F>
+auto alone(const std::string& name, std::int64_t samples, F run) {
   try {
-    return measure(layer, sample, options);
+    return run();
   } catch (const c10::OutOfMemoryError& error) {
     std::throw_with_nested(std::runtime_error(StrFormat(
         "[profile] not even layer '%s' alone fits its device, for %d samples; make it smaller, or the sample: %s", name,
-        batch_size(sample), error.what_without_backtrace())));
+        samples, error.what_without_backtrace())));
   }
 }
 
 // Each layer by itself, on the device for as long as that takes.
-Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
-  const auto children = model->named_children();
-  std::vector<NamedLayer> named;
-  for (const auto& child : children) named.push_back({child.key(), child.value()});
+Profile profile_alone(const Model& model, const Value& sample, const ProfileOptions& options) {
+  const auto& named = model.named_layers();
   const auto links = skip_links(named);
   const int layers = static_cast<int>(named.size());
   Profile whole;
   Skips skips;
   Value value = sample;
+  const auto sample_size = batch_size(sample);
   std::map<const void*, int> owners;
   auto each = options;
   each.workers(1).seconds(options.seconds() / layers);
@@ -114,14 +112,15 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
     }
     const auto make = [&](Skips* leaving) {
       std::vector<std::unique_ptr<Layer>> lone;
-      lone.push_back(std::make_unique<LoneLayer>(layer_at(model, i), skips, leaving));
+      lone.push_back(std::make_unique<LoneLayer>(std::move(model.layers()[i]), skips, leaving));
       return lone;
     };
     auto tensors = value.tensors();
     for (auto& tensor : tensors) {
       if (i > 0 && tensor.is_floating_point()) tensor = tensor.detach().set_requires_grad(true);
     }
-    auto of_layer = measure_alone([&] { return make(nullptr); }, Value(value.form(), tensors), each, children[i].key());
+    auto of_layer = alone(named[i].name, sample_size,
+                          [&] { return measure([&] { return make(nullptr); }, Value(value.form(), tensors), each); });
     if (i == 0) {
       whole.samples = of_layer.samples;
       whole.device = of_layer.device;
@@ -139,7 +138,7 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
     const RandomScope random(/*seed=*/0, i, /*micro_batch=*/0);
     if (i == 0) value = copy_of(value);  // which the layer may change
     Skips leaving;
-    value = make(&leaving).front()->forward(std::move(value));
+    value = alone(named[i].name, sample_size, [&] { return make(&leaving).front()->forward(std::move(value)); });
     for (const auto& link : links) {
       if (link.to == i) skips.erase(link.key);
     }
@@ -150,10 +149,11 @@ Profile profile_alone(const torch::nn::Sequential& model, const Value& sample, c
 
 }  // namespace
 
-Profile profile(const torch::nn::Sequential& model, const Value& sample, const ProfileOptions& options) {
+Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {
   check(model, sample, options);
   const at::AutoGradMode grad_mode(true);
   auto rising = options;  // also where it is begun again, layer by layer
+  if (rising.intraop_threads() == 0) rising.intraop_threads(std::max(1, at::get_num_threads() / rising.workers()));
   double reported = 0;
   if (options.progress()) {
     rising.progress([&](double part) {
@@ -161,8 +161,8 @@ Profile profile(const torch::nn::Sequential& model, const Value& sample, const P
     });
   }
   try {
-    const Untouched untouched(*model);
-    return measure([&] { return make_layers(*model); }, sample, rising);
+    const Untouched untouched(model.module());
+    return measure([&] { return model.layers(); }, sample, rising);
   } catch (const c10::OutOfMemoryError&) {
   }
   return profile_alone(model, sample, rising);

@@ -4,11 +4,11 @@
 #include <cmath>
 #include <cstddef>
 #include <numeric>
-#include <stdexcept>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "balance/stage_cost.h"
 
 namespace gpipe {
 namespace {
@@ -46,9 +46,9 @@ class Table {
 /// Three digits.
 std::string number(double value) { return absl::StrFormat("%.*f", value < 9.995 ? 2 : value < 99.95 ? 1 : 0, value); }
 
-LayerProfile sum(const std::vector<LayerProfile>& layers, std::size_t first, std::size_t end) {
+LayerProfile sum(const std::vector<LayerProfile>& layers, int first, int end) {
   LayerProfile sum;
-  for (auto i = first; i < end; ++i) {
+  for (int i = first; i < end; ++i) {
     sum.forward += layers[i].forward;
     sum.recompute += layers[i].recompute;
     sum.backward += layers[i].backward;
@@ -74,20 +74,15 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
 
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance) {
   Table table({"layer", "name", "forward", "recompute", "backward", "output", "saved", "parameters"});
-  const auto layers = static_cast<std::int64_t>(profile.layers.size());
-  const auto cuts = balance.empty() ? std::vector<std::int64_t>{layers} : balance;
-  if (std::accumulate(cuts.begin(), cuts.end(), std::int64_t{0}) != layers) {
-    throw std::invalid_argument(
-        absl::StrFormat("[profile_table] balance %s does not sum to %d layers", balance_to_text(balance), layers));
-  }
-  std::size_t first = 0;
-  for (std::size_t stage = 0; stage < cuts.size(); ++stage) {
-    const auto end = first + static_cast<std::size_t>(cuts[stage]);
-    for (auto i = first; i < end; ++i) {
+  const auto layers = static_cast<int>(profile.layers.size());
+  int first = 0;
+  int stage = 0;
+  for (const int end : balance.empty() ? std::vector<int>{layers} : StageCost(profile).ends(balance)) {
+    for (int i = first; i < end; ++i) {
       const auto& layer = profile.layers[i];
       table.add(row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output)));
     }
-    table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage), sum(profile.layers, first, end), ""));
+    table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage++), sum(profile.layers, first, end), ""));
     first = end;
   }
   return table.text();

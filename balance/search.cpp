@@ -16,36 +16,34 @@ namespace {
 using absl::StrFormat;
 
 /// The fullest device, and what it holds.
-std::pair<int, std::int64_t> fullest(const std::vector<std::int64_t>& bytes, const SearchOptions& options) {
-  std::map<int, std::int64_t> of_device;
+std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& bytes, const SearchOptions& options) {
+  std::map<std::string, std::int64_t> of_device;
   for (std::size_t s = 0; s < bytes.size(); ++s) {
-    of_device[options.devices.empty() ? static_cast<int>(s) : options.devices[s]] += bytes[s];
+    of_device[options.devices.empty() ? StrFormat("device %d", s) : options.devices[s]] += bytes[s];
   }
   return *std::max_element(of_device.begin(), of_device.end(),
                            [](const auto& a, const auto& b) { return a.second < b.second; });
 }
 
+std::int64_t limit_of(const SearchOptions& options) {
+  return options.memory_limit > 0 ? options.memory_limit : std::numeric_limits<std::int64_t>::max();
+}
+
 class Search {
  public:
   Search(const Profile& profile, const RunOptions& run, const SearchOptions& options)
-      : profile_(profile),
-        run_(run),
-        options_(options),
-        stage_(profile),
-        limit_(options.memory_limit > 0 ? options.memory_limit : std::numeric_limits<std::int64_t>::max()) {}
+      : profile_(profile), run_(run), options_(options), stage_(profile), limit_(limit_of(options)) {}
 
   Candidate best() const {
-    auto balance = balance_within(limit_, profile_, options_.stages, run_);
+    auto balance = options_.memory_limit > 0 ? balance_within(limit_, profile_, options_.stages, run_)
+                                             : balance_by_time(profile_, options_.stages, run_);
     if (balance.empty()) balance = balance_by_size(profile_, options_.stages, run_);
     return improve(of(balance));
   }
 
  private:
   Candidate of(const std::vector<std::int64_t>& balance) const {
-    auto prediction = predict(profile_, balance, run_);
-    const bool fits = fullest(prediction.bytes, options_).second <= limit_;
-    return {balance, run_.chunks, run_.checkpoint, prediction.seconds, prediction.bubble, std::move(prediction.bytes),
-            fits};
+    return make_candidate(profile_, balance, run_, options_);
   }
 
   bool better(const Candidate& a, const Candidate& b) const {
@@ -91,9 +89,8 @@ int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t lim
 std::string why_not(const Candidate& leanest, const Profile& profile, const SearchOptions& options) {
   const auto [device, most] = fullest(leanest.bytes, options);
   const auto reason = StrFormat(
-      "[suggest] nothing fits into %s a device: the leanest way, %d chunks and checkpoint %s, needs %s on device %d, "
-      "%s "
-      "too many; ",
+      "[suggest] nothing fits into %s a device: the leanest way, %d chunks and checkpoint %s, needs %s on %s, %s too "
+      "many; ",
       bytes_to_text(options.memory_limit), leanest.chunks, to_string(leanest.checkpoint), bytes_to_text(most), device,
       bytes_to_text(most - options.memory_limit));
   const RunOptions run{leanest.chunks, leanest.checkpoint, options.bandwidth, options.copies};
@@ -123,6 +120,14 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
     if (chunks == candidate.chunks) return profile;
   }
   throw std::invalid_argument(StrFormat("[suggest] there is no profile for %d chunks", candidate.chunks));
+}
+
+Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
+                         const SearchOptions& options) {
+  auto prediction = predict(profile, balance, run);
+  const bool fits = fullest(prediction.bytes, options).second <= limit_of(options);
+  return {balance, run.chunks, run.checkpoint, prediction.seconds, prediction.bubble, std::move(prediction.bytes),
+          fits};
 }
 
 bool is_better(const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; }

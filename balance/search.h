@@ -31,8 +31,8 @@ struct SearchOptions {
   std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes on one device; 0 for no limit.
   std::int64_t memory_limit = 0;
-  /// The device of each stage, by any numbers; empty: one each. Stages on one device are still taken to run at once.
-  std::vector<int> devices = {};
+  /// The device of each stage, by any names; empty: one each. Stages on one device are still taken to run at once.
+  std::vector<std::string> devices = {};
   /// Bytes a second between devices; 0: at once.
   double bandwidth = 0;
   /// As in RunOptions.
@@ -56,9 +56,13 @@ struct Suggestion {
 
 /// The fastest way to run a profiled model, by the simulator: of each number of chunks and checkpoint mode the balance
 /// whose slowest stage is fastest, and from there moved, a layer at a time, as long as the step gets shorter (or, where
-/// none fits, smaller). A device in a reason is a number of `devices`. Errors: std::invalid_argument for options that
+/// none fits, smaller). Errors: std::invalid_argument for options that
 /// make no sense, no profiles, and fewer layers than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
+
+/// A balance as a candidate.
+Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
+                         const SearchOptions& options);
 
 /// Whether one is to be preferred: it fits and the other does not, or else it is faster.
 bool is_better(const Candidate& a, const Candidate& b);

@@ -32,8 +32,6 @@ class StageCost {
 
   /// Whether a stage may end before a layer: not where that would part layers that share a parameter.
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
-  /// Whether a balance cuts the model, and only there.
-  bool can_cut(const std::vector<std::int64_t>& balance) const;
   /// The other balances that cut the model and differ from one by a single cut, at most `layers` layers away.
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
@@ -52,15 +50,18 @@ class StageCost {
   /// A lower bound, quick to say: of bytes() of these layers and of any stage that has them and others.
   std::int64_t least_bytes(int first, int end, const RunOptions& options) const;
 
-  /// What enters the layers first..end-1 from before, and what leaves them for behind: activation and skips.
+  /// What enters the layers first..end-1 from before: activation and skips.
   std::int64_t bytes_in(int first, int end) const;
-  std::int64_t bytes_out(int first, int end) const;
 
   /// For simulate(): what a balance's stages and edges cost.
   Costs costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   std::vector<Edge> edges(const std::vector<std::int64_t>& balance) const;
 
  private:
+  /// Whether a balance cuts the model, and only where a stage may end.
+  bool can_cut(const std::vector<std::int64_t>& balance) const;
+  /// What leaves the layers first..end-1 for behind: activation and skips.
+  std::int64_t bytes_out(int first, int end) const;
   /// Whether a stage that begins and ends there works from copies of what enters when it is to be recomputed: it, or one
   /// that it passes it on to, changes some of it in place.
   bool copies_inputs(int first, int end) const;

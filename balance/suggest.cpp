@@ -9,6 +9,7 @@
 #include <functional>
 #include <set>
 #include <stdexcept>
+#include <string>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -44,14 +45,21 @@ void check_devices(const std::vector<torch::Device>& devices) {
   if (devices.empty()) throw std::invalid_argument("[suggest] give at least one device");
 }
 
-/// Of the devices, each CPU stage being one of its own.
-std::vector<int> numbers(const std::vector<torch::Device>& devices) {
-  std::vector<int> numbers;
-  for (std::size_t i = 0; i < devices.size(); ++i) {
-    const auto first = std::find(devices.begin(), devices.end(), devices[i]);
-    numbers.push_back(static_cast<int>(devices[i].is_cpu() ? i : first - devices.begin()));
+/// As GPipe takes them: without an index an accelerator's first device is meant.
+std::vector<torch::Device> with_index(std::vector<torch::Device> devices) {
+  for (auto& device : devices) {
+    if (!device.is_cpu() && !device.has_index()) device.set_index(0);
   }
-  return numbers;
+  return devices;
+}
+
+/// Of the devices, each CPU stage being one of its own.
+std::vector<std::string> names(const std::vector<torch::Device>& devices) {
+  std::vector<std::string> names;
+  for (const auto& device : devices) {
+    names.push_back(device.is_cpu() ? absl::StrFormat("the CPU of stage %d", names.size()) : device.str());
+  }
+  return names;
 }
 
 void synchronize(const std::vector<torch::Device>& devices) {
@@ -63,12 +71,14 @@ void synchronize(const std::vector<torch::Device>& devices) {
 }  // namespace
 
 bool copies_between(const std::vector<torch::Device>& devices) {
-  return std::adjacent_find(devices.begin(), devices.end(), std::not_equal_to<>()) != devices.end();
+  const auto indexed = with_index(devices);
+  return std::adjacent_find(indexed.begin(), indexed.end(), std::not_equal_to<>()) != indexed.end();
 }
 
-Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, const std::vector<torch::Device>& devices,
+Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
                    const SuggestOptions& options) {
-  check_devices(devices);
+  check_devices(wanted);
+  const auto devices = with_index(wanted);
   const auto counts = possible(options.chunks(), batch_size(sample));
   const auto cpus = std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); });
   auto profiling = options.profile();
@@ -76,12 +86,11 @@ Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, cons
   if (devices.front().is_cpu()) profiling.workers(static_cast<int>(cpus));
   std::vector<ChunkedProfile> profiles;
   std::exception_ptr first_error;
+  const auto& progress = options.profile().progress();
+  double done = 0;
   for (const int chunks : counts) {
-    const auto done = static_cast<double>(profiles.size());
-    if (options.profile().progress()) {
-      profiling.progress(
-          [&](double part) { options.profile().progress()((done + part) / static_cast<double>(counts.size())); });
-    }
+    if (progress)
+      profiling.progress([&](double part) { progress((done + part) / static_cast<double>(counts.size())); });
     const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
     const auto micro_batch = on(first_micro_batch(sample, sizes), devices.front());
     try {
@@ -93,31 +102,33 @@ Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, cons
       if (!profiles.empty()) break;
       if (!first_error) first_error = std::current_exception();
     }
+    ++done;
   }
+  if (progress && done < static_cast<double>(counts.size())) progress(1);
   if (profiles.empty()) std::rethrow_exception(first_error);
   return search(std::move(profiles), {.stages = static_cast<int>(devices.size()),
                                       .checkpoints = options.checkpoints(),
                                       .memory_limit = options.memory_limit(),
-                                      .devices = numbers(devices),
+                                      .devices = names(devices),
                                       .bandwidth = options.bandwidth(),
                                       .copies = copies_between(devices)});
 }
 
-std::vector<Measured> refine(const torch::nn::Sequential& model, const Value& sample,
-                             const std::vector<torch::Device>& devices, const Suggestion& suggestion, int candidates,
-                             int repeats, int intraop_threads) {
-  check_devices(devices);
+std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
+                             const Suggestion& suggestion, int candidates, int repeats, int intraop_threads) {
+  check_devices(wanted);
+  const auto devices = with_index(wanted);
   if (candidates < 1 || repeats < 1) {
     throw std::invalid_argument(
         absl::StrFormat("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats));
   }
   suggestion.best();  // or why there is none
   const at::AutoGradMode grad_mode(true);
-  const Untouched untouched(*model);
+  const Untouched untouched(model.module());
   std::vector<Measured> measured;
   for (const auto& candidate : suggestion.candidates) {
     if (!candidate.fits || static_cast<int>(measured.size()) == candidates) break;
-    GPipe pipe(model, candidate.balance,
+    GPipe pipe(model.layers(), candidate.balance,
                GPipeOptions()
                    .devices(devices)
                    .chunks(candidate.chunks)

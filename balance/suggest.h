@@ -1,7 +1,6 @@
 #pragma once
 
 #include <torch/arg.h>
-#include <torch/nn/modules/container/sequential.h>
 #include <torch/types.h>
 
 #include <cstdint>
@@ -33,7 +32,7 @@ bool copies_between(const std::vector<torch::Device>& devices);
 /// mini-batch, over devices of which each gets one stage: balance, chunks and checkpoint mode. It is measured on the
 /// first device, to which the others are taken to be alike; on a CPU as many stages at once as there are CPU stages.
 /// Errors: those of profile() and search().
-Suggestion suggest(const torch::nn::Sequential& model, const Value& sample, const std::vector<torch::Device>& devices,
+Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                    const SuggestOptions& options = {});
 
 /// A candidate, and what it took.
@@ -43,10 +42,11 @@ struct Measured {
 };
 
 /// Runs steps of the first few candidates that fit and returns them with what they took, fastest first. The model is
-/// left as profile() leaves it. `intraop_threads` are those of each CPU stage; give what the profiles had. Errors: std::invalid_argument for numbers that are not positive; std::runtime_error with
-/// the reason when nothing fits; what GPipe and the layers throw.
-std::vector<Measured> refine(const torch::nn::Sequential& model, const Value& sample,
-                             const std::vector<torch::Device>& devices, const Suggestion& suggestion,
-                             int candidates = 3, int repeats = 5, int intraop_threads = 1);
+/// left as profile() leaves it. `intraop_threads` is as in GPipeOptions: give what the profiles had. Errors:
+/// std::invalid_argument for numbers that are not positive; std::runtime_error with the reason when nothing fits; what
+/// GPipe and the layers throw.
+std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
+                             const Suggestion& suggestion, int candidates = 3, int repeats = 5,
+                             int intraop_threads = 0);
 
 }  // namespace gpipe

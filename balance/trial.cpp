@@ -24,7 +24,7 @@ Untouched::Untouched(const torch::nn::Module& module) : buffers_(module.buffers(
     const std::lock_guard<std::mutex> lock(source.mutex());
     generator_state_ = source.get_state();
   }
-  for (const auto& each : module.modules(/*include_self=*/false)) modes_.emplace_back(each, each->is_training());
+  for (const auto& each : module.modules()) modes_.emplace_back(each, each->is_training());
   for (const auto& tensors : {module.parameters(), module.buffers()}) {
     for (const auto& tensor : tensors) devices_.emplace_back(tensor, tensor.device());
   }

@@ -16,6 +16,7 @@ namespace gpipe {
 /// were.
 class Untouched {
  public:
+  /// Of a module that a std::shared_ptr holds.
   explicit Untouched(const torch::nn::Module& module);
   ~Untouched();
   Untouched(const Untouched&) = delete;

@@ -11,6 +11,7 @@
 #include <system_error>
 #include <utility>
 
+#include "balance/trial.h"
 #include "gpipe/runtime/memory_reuse.h"
 
 namespace gpipe::bench {
@@ -29,7 +30,6 @@ void add_flags(CLI::App& app, Options& options) {
   app.add_option("--stages", options.stages)->check(CLI::PositiveNumber);
   app.add_option("--chunks", options.chunks, "micro-batches of a mini-batch")->check(CLI::PositiveNumber);
   app.add_option("--repeats", options.repeats)->check(CLI::PositiveNumber);
-  app.add_option("--model", options.models)->check(CLI::IsMember(options.models));
   std::vector<std::string> names;
   for (const auto checkpoint : options.checkpoints) names.push_back(to_string(checkpoint));
   app.add_option("--checkpoint", options.checkpoints, "never, except_last, always")
@@ -37,6 +37,13 @@ void add_flags(CLI::App& app, Options& options) {
       ->default_str(CLI::detail::join(names));
   app.add_flag_callback(
       "--reuse", [] { reuse_cpu_memory(); }, "keep the memory of tensors for the next");
+}
+
+void add_model_flag(CLI::App& app, Options& options) {
+  app.add_option("--model", options.models)->check(CLI::IsMember(options.models));
+}
+
+void add_steps_flag(CLI::App& app, Options& options) {
   app.add_flag("--steps-only", options.steps_only, "print the figure of each step of the pipeline, and no other");
 }
 
@@ -69,12 +76,6 @@ void for_each_row(const Options& options, const std::function<void(const Row&)>&
       }
     }
   }
-}
-
-double median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  const auto middle = values.size() / 2;
-  return values.size() % 2 == 1 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
 }
 
 void print(std::ostream& out, const Measurement& measurement) {

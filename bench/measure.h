@@ -34,11 +34,14 @@ struct Options {
   bool steps_only = false;  ///< print the figure of each step of the pipeline: for peers to be put beside
 };
 
-/// Flags for the options, whose present values are the defaults, and --reuse, which calls reuse_cpu_memory().
+/// Flags that all programs have, for the options, whose present values are the defaults, and --reuse, which calls
+/// reuse_cpu_memory().
 void add_flags(CLI::App& app, Options& options);
 
-/// A flag for the balance.
+// Flags that only some have.
+void add_model_flag(CLI::App& app, Options& options);
 void add_balance_flag(CLI::App& app, Options& options);
+void add_steps_flag(CLI::App& app, Options& options);
 
 /// --short, which sets the options to others.
 void add_short_flag(CLI::App& app, Options& options, std::vector<Checkpoint> checkpoints);
@@ -49,9 +52,6 @@ int run_program(CLI::App& app, int argc, char** argv, const std::function<void()
 
 /// Every combination that the options ask for.
 void for_each_row(const Options& options, const std::function<void(const Row&)>& measure);
-
-/// The middle value; the mean of the two middle ones of an even number.
-double median(std::vector<double> values);
 
 /// A line of output: what was measured, and how.
 struct Measurement {

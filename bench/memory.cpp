@@ -107,6 +107,8 @@ int main(int argc, char** argv) {
                   .chunks = {8},
                   .checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}};
   add_flags(app, options);
+  add_model_flag(app, options);
+  add_steps_flag(app, options);
   add_balance_flag(app, options);
   add_short_flag(app, options, {Checkpoint::kNever, Checkpoint::kAlways});
   return run_program(app, argc, argv, [&] {

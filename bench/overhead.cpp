@@ -7,6 +7,7 @@
 #include <CLI/CLI.hpp>
 #include <iostream>
 
+#include "balance/trial.h"
 #include "bench/measure.h"
 #include "gpipe/gpipe.h"
 
@@ -77,6 +78,7 @@ int main(int argc, char** argv) {
                   .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways},
                   .repeats = 41};
   add_flags(app, options);
+  add_steps_flag(app, options);
   bool one_core = true;
   app.add_flag("!--all-cores", one_core, "do not pin the process; print time over the plain loop's instead");
   return run_program(app, argc, argv, [&] {

@@ -9,6 +9,7 @@
 #include "balance/balance.h"
 #include "balance/predict.h"
 #include "balance/suggest.h"
+#include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
@@ -68,7 +69,8 @@ void measure(const Row& row, const Options& options) {
 void sweep(const std::string& model, int stages, const Options& options) {
   auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()));
   const std::vector<torch::Device> devices(stages, torch::kCPU);
-  const auto suggestion = suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks));
+  const auto suggestion =
+      suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks).checkpoints(options.checkpoints));
   const auto step_of = [&](const Candidate& way) {
     return [pipe = make_pipe(it.model, way.balance, way.chunks, way.checkpoint), input = it.input]() mutable {
       step(pipe, input);
@@ -106,9 +108,11 @@ int main(int argc, char** argv) {
   Options options{
       .models = kSubjects, .chunks = {2, 4, 8}, .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);
+  add_model_flag(app, options);
   add_balance_flag(app, options);
   bool sweeps = false;
-  app.add_flag("--sweep", sweeps, "instead: the choice of suggest() over the best of the cuts near it");
+  app.add_flag("--sweep", sweeps, "instead: the choice of suggest() over the best of the cuts near it")
+      ->excludes("--balance");
   return run_program(app, argc, argv, [&] {
     if (!sweeps) return for_each_row(options, [&](const Row& row) { measure(row, options); });
     for (const auto& model : options.models) {

@@ -5,6 +5,7 @@
 #include <iostream>
 
 #include "balance/balance.h"
+#include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
@@ -60,6 +61,8 @@ int main(int argc, char** argv) {
                   .chunks = {1, 2, 4, 8, 16},
                   .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);
+  add_model_flag(app, options);
+  add_steps_flag(app, options);
   add_balance_flag(app, options);
   add_short_flag(app, options, {gpipe::Checkpoint::kNever});
   return run_program(app, argc, argv, [&] { for_each_row(options, [&](const Row& row) { measure(row, options); }); });

@@ -6,6 +6,7 @@
 #include <torch/utils.h>
 
 #include <stdexcept>
+#include <string>
 
 #include "gpipe/nested.h"
 #include "models/resnet.h"
@@ -61,16 +62,22 @@ const std::vector<std::string> kPeerSubjects = {"mlp", "unet", "resnet50"};
 
 Subject subject(const std::string& name, int chunks) {
   torch::manual_seed(0);
+  // The mini-batch stays the same, whatever it is cut into.
+  const auto split = [&](std::int64_t samples) {
+    if (samples % chunks == 0) return samples / chunks;
+    throw std::invalid_argument("the mini-batch of " + name + ", of " + std::to_string(samples) +
+                                " samples, cannot be cut into " + std::to_string(chunks) + " equal micro-batches");
+  };
   if (name == "mlp") {
     nn::Sequential model;
     for (int i = 0; i < 16; ++i) {
       model->push_back(NestedSequential({{"linear", nn::Linear(1024, 1024)}, {"relu", nn::ReLU()}}));
     }
-    return {name, model, torch::randn({1024, 1024}), 1024 / chunks};
+    return {name, model, torch::randn({1024, 1024}), split(1024)};
   }
   if (name == "unet") {
     auto model = models::unet(models::UNetOptions().base_channels(16));
-    return {name, model, torch::randn({16, 3, 96, 96}), 16 / chunks};
+    return {name, model, torch::randn({16, 3, 96, 96}), split(16)};
   }
   if (name == "resnet18" || name == "resnet50") {
     auto model = name == "resnet18" ? models::resnet18() : models::resnet50();
@@ -82,7 +89,7 @@ Subject subject(const std::string& name, int chunks) {
       model->push_back(Attention(256, 4));
       model->push_back(FeedForward(256));
     }
-    return {name, model, torch::randn({32, 64, 256}), 32 / chunks};
+    return {name, model, torch::randn({32, 64, 256}), split(32)};
   }
   throw std::invalid_argument("no model is called '" + name + "'; there are mlp, unet, resnet18, resnet50 and encoder");
 }

@@ -23,8 +23,8 @@ struct Subject {
   std::int64_t split_size;  ///< samples of a micro-batch
 };
 
-/// The model with fresh weights. The mini-batch can be cut into so many micro-batches; chunks is 1, 2, 4, 8 or 16.
-/// Errors: std::invalid_argument for another name.
+/// The model with fresh weights, and a mini-batch of so many equal micro-batches. Errors: std::invalid_argument for
+/// another name, or where the mini-batch cannot be cut so.
 Subject subject(const std::string& name, int chunks);
 
 /// Forgets the gradients, then goes forward through a model or a pipeline and back from the sum of its output.

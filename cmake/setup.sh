@@ -3,9 +3,10 @@
 #
 #   GPIPE_PYTHON   a Python interpreter whose torch to use, instead of one installed into .venv
 
-readonly python_packages=(torch==2.11.0 torchvision==0.26.0 tensorboard==2.21.0 matplotlib==3.11.2 numpy)
+readonly python_packages=(torch==2.11.0 torchvision==0.26.0 tensorboard==2.21.0 matplotlib==3.11.2 numpy
+  scikit-build-core==1.1.2 pytest==9.2.0 mypy==2.4.1 pybind11-stubgen==3.0.0)
 readonly packages=(clang clang-format cmake g++ libabsl-dev libbenchmark-dev libclang-rt-14-dev libcli11-dev libgif-dev
-  libgmock-dev libjpeg62-turbo-dev libpng-dev ninja-build nlohmann-json3-dev python3-venv zlib1g-dev)
+  libgmock-dev libjpeg62-turbo-dev libpng-dev ninja-build nlohmann-json3-dev python3-dev python3-venv zlib1g-dev)
 readonly log=build/setup.log
 
 fail() {

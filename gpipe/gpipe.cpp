@@ -44,8 +44,12 @@ void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers)
   }
 }
 
+[[noreturn]] void refuse_chunks(std::int64_t chunks) {
+  refuse("chunks must be positive, but is " + std::to_string(chunks));
+}
+
 void check_options(const GPipeOptions& options) {
-  if (options.chunks() <= 0) refuse("chunks must be positive, but is " + std::to_string(options.chunks()));
+  if (options.chunks() <= 0) refuse_chunks(options.chunks());
   if (options.split_size() < 0) {
     refuse("split_size must be positive, or 0 for none, but is " + std::to_string(options.split_size()));
   }
@@ -214,7 +218,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
 
 }  // namespace
 
-GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options)
+GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options, Host host)
     : balance_(std::move(balance)), options_(std::move(options)) {
   check_balance(balance_, layers.size());
   check_options(options_);
@@ -226,12 +230,13 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   auto stages = cut(std::move(layers), balance_, devices_);
   check_not_shared(stages);
   auto edges = connect(stages, balance_, links);
+  for (std::size_t s = 0; s < host.run_layers.size(); ++s) stages.at(s).run_layers = host.run_layers[s];
   for (const auto& stage : stages) {
     move(stage);
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
-  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), threads);
+  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), threads, std::move(host));
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
@@ -249,8 +254,18 @@ std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) 
 Value GPipeImpl::forward(Value input) {
   pipeline_->set_error(std::nullopt);
   const auto sizes = micro_batch_sizes(batch_size(input), options_.chunks(), options_.split_size());
+  return run(std::move(input), sizes, is_training() ? options_.checkpoint() : Checkpoint::kNever);
+}
+
+Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint) {
+  pipeline_->set_error(std::nullopt);
+  if (chunks <= 0) refuse_chunks(chunks);
+  const auto sizes = micro_batch_sizes(batch_size(input), chunks, /*split_size=*/0);
+  return run(std::move(input), sizes, checkpoint);
+}
+
+Value GPipeImpl::run(Value input, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint) {
   const bool grad = at::GradMode::is_enabled();
-  const auto checkpoint = is_training() ? options_.checkpoint() : Checkpoint::kNever;
   auto mini_batch =
       std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad, options_.deferred_batch_norm());
   auto output = mini_batch->forward();

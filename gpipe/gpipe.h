@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/value.h"
 #include "gpipe/nested.h"
@@ -74,8 +75,9 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// A model that the library's own nestable Sequential holds.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
-  /// A model of layers of any kind.
-  GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {});
+  /// A model of layers of any kind, run from a program in any language.
+  GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
+            Host host = {});
 
   /// The whole model on one mini-batch: dimension 0 is the batch. The result is on the last stage's device.
   /// Errors: std::invalid_argument for inputs that cannot be cut; what layers throw.
@@ -85,6 +87,8 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input);
   /// The same, keeping the C++ types: Value(std::make_tuple(a, b)) gives the first layer a tuple.
   Value forward(Value input);
+  /// The same, with other numbers of chunks and another checkpoint mode than the options', also in eval mode.
+  Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint);
 
   const std::vector<std::int64_t>& balance() const { return balance_; }
   /// One a stage.
@@ -118,6 +122,8 @@ class GPipeImpl : public torch::nn::Module {
   using torch::nn::Module::to;
 
  private:
+  Value run(Value input, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint);
+
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;
   std::vector<torch::Device> devices_;
@@ -134,8 +140,10 @@ class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
   GPipe(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {})
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
-  GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {})
-      : ModuleHolder(std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options))) {}
+  GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
+        Host host = {})
+      : ModuleHolder(
+            std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options), std::move(host))) {}
 };
 
 }  // namespace gpipe

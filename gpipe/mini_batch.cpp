@@ -53,24 +53,6 @@ class SeedDraw {
   std::uint64_t seed_;
 };
 
-ErrorInfo describe(const Failure& failure, const std::vector<Stage>& stages, int layer) {
-  ErrorInfo info;
-  info.action = *failure.action;
-  if (layer >= 0) {
-    const auto& stage = stages[info.action.stage];
-    info.layer = stage.first_layer + layer;
-    info.layer_name = stage.layers[layer]->name();
-  }
-  try {
-    std::rethrow_exception(failure.error);
-  } catch (const std::exception& error) {
-    info.message = error.what();
-  } catch (...) {
-    info.message = "unknown";
-  }
-  return info;
-}
-
 }  // namespace
 
 // Has this thread report what it allocates and frees, and what takes over its state: unless a profiler, which would be
@@ -183,15 +165,31 @@ void MiniBatch::perform(Part part) {
   const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
   state_.reset();
   if (!failure) return wait_for_stages();
-  if (failure->action) {
-    const auto& failed = cell(failure->action->stage, failure->action->micro_batch);
-    pipeline_->set_error(describe(*failure, stages, failed ? failed->layer() : -1));
-  }
+  if (failure->action) pipeline_->set_error(describe(*failure));
   try {
     wait_for_stages();
   } catch (...) {  // a device in an error state: the first error tells more
   }
   std::rethrow_exception(failure->error);
+}
+
+ErrorInfo MiniBatch::describe(const Failure& failure) {
+  ErrorInfo info;
+  info.action = *failure.action;
+  const auto& cell = this->cell(info.action.stage, info.action.micro_batch);
+  if (const int layer = cell ? cell->layer() : -1; layer >= 0) {
+    const auto& stage = pipeline_->stages()[info.action.stage];
+    info.layer = stage.first_layer + layer;
+    info.layer_name = stage.layers[layer]->name();
+  }
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (const std::exception& error) {
+    info.message = error.what();
+  } catch (...) {
+    info.message = "unknown";
+  }
+  return info;
 }
 
 // The caller may use any result on any device: each of its streams there waits for all stages.
@@ -244,8 +242,20 @@ void MiniBatch::run(const Action& action) {
     std::ostringstream where;
     where << "in " << to_string(action) << " of the pipeline: stage " << stage << ", micro-batch " << micro_batch;
     error.add_context(where.str());
+    tell_host(action);
+    throw;
+  } catch (...) {
+    tell_host(action);
     throw;
   }
+}
+
+// Called while an exception is under way.
+void MiniBatch::tell_host(const Action& action) {
+  const auto& on_error = pipeline_->host().on_error;
+  if (!on_error) return;
+  const auto error = std::current_exception();
+  on_error(describe({error, action}), error);
 }
 
 Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) : Bytes(); }

@@ -50,6 +50,8 @@ class MiniBatch : public Cells {
   void run_forward(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch);
   void perform(Part part);
+  ErrorInfo describe(const Failure& failure);
+  void tell_host(const Action& action);
   void wait_for_stages();
   Parcel receive(int edge, int micro_batch);
   std::unique_ptr<Cell>& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }

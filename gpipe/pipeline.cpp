@@ -5,11 +5,12 @@
 
 namespace gpipe {
 
-Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads)
+Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads, Host host)
     : stages_(std::move(stages)),
       edges_(std::move(edges)),
       intraop_threads_(intraop_threads),
-      executor_(static_cast<int>(stages_.size())) {
+      host_(std::move(host)),
+      executor_(static_cast<int>(stages_.size()), host_.poll) {
   for (const auto& stage : stages_) streams_.push_back(new_stream(stage.device));
   for (const auto& edge : edges_) {
     const auto from = stages_[edge.from].device;
@@ -22,6 +23,11 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intra
 Mutex& Pipeline::turn() {
   if (executor_.on_worker()) {
     throw std::logic_error("[gpipe] a layer called the pipeline that it is part of; a pipeline cannot contain itself");
+  }
+  if (executor_.forked()) {
+    throw std::logic_error(
+        "[gpipe] this process was forked off the one that made the pipeline, whose threads stayed behind; make the "
+        "pipeline in the process that uses it");
   }
   return turn_;
 }

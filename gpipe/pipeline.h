@@ -1,6 +1,8 @@
 #pragma once
 
 #include <cstdint>
+#include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -25,16 +27,27 @@ struct ErrorInfo {
   std::string message;     ///< the exception's what(), or "unknown"
 };
 
+/// What a program in another language adds to a pipeline. Each may be empty.
+struct Host {
+  /// The layers of each stage, run in its stead; empty, or one a stage.
+  std::vector<RunLayers> run_layers = {};
+  /// Called now and then by the thread that waits in a forward or backward, which ends with what it throws.
+  std::function<void()> poll = {};
+  /// Told, on the worker, of each error that ends an action.
+  std::function<void(const ErrorInfo&, const std::exception_ptr&)> on_error = {};
+};
+
 /// A model cut into stages with the threads that run them: what GPipe owns and what every mini-batch in flight shares.
 /// It outlives the container while a graph still needs it.
 class Pipeline {
  public:
-  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads);
+  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads, Host host = {});
 
   std::vector<Stage>& stages() { return stages_; }
   int count() const { return static_cast<int>(stages_.size()); }
   const std::vector<Edge>& edges() const { return edges_; }
   Executor& executor() { return executor_; }
+  const Host& host() const { return host_; }
   int intraop_threads() const { return intraop_threads_; }
 
   /// The compute stream of a stage; none on CPU.
@@ -44,7 +57,7 @@ class Pipeline {
   const Link& back_link(int edge) const { return back_links_[edge]; }
 
   /// Held by a mini-batch during its forward and during its backward. Errors: std::logic_error on one of the pipeline's
-  /// own workers, which would wait for itself.
+  /// own workers, which would wait for itself, and in a process that was forked off, which has no workers.
   Mutex& turn();
 
   /// The verified program for so many micro-batches: with backward, fill and drain; without, fill. Made once, kept.
@@ -77,6 +90,7 @@ class Pipeline {
   std::vector<Stage> stages_;
   const std::vector<Edge> edges_;
   const int intraop_threads_;
+  const Host host_;
   std::vector<std::optional<c10::Stream>> streams_;
   std::vector<Link> links_;
   std::vector<Link> back_links_;

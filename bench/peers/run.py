@@ -1,7 +1,9 @@
-"""Times the peers and our own programs side by side: torchgpipe and torch.distributed.pipelining.
+"""Times the peers and our own programs side by side: torchgpipe and torch.distributed.pipelining, this project in C++
+and in Python.
 
-    python -m venv --system-site-packages VENV      # of a Python that has torch
+    python -m venv --system-site-packages VENV      # of a Python that has torch and scikit-build-core
     VENV/bin/pip install -r requirements.txt
+    VENV/bin/pip install --no-build-isolation ../..
     VENV/bin/python run.py --ours BUILD_FOLDER
 
 A process measures one row for one contestant, and the contestants take turns, so that what disturbs
@@ -77,8 +79,9 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         own = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
         commands["gpipe"] = [program, "--steps-only", *own, *settings]
     memory = ["--memory"] if row.bench == "memory" else []
-    peer = [HERE / "torchgpipe_steps.py", *memory, *subject, *settings]
-    commands["torchgpipe"] = [sys.executable, *peer]
+    for library, name in {"gpipe": "gpipe python", "torchgpipe": "torchgpipe"}.items():
+        peer = [HERE / "pipe_steps.py", "--library", library, *memory, *subject, *settings]
+        commands[name] = [sys.executable, *peer]
     if row.checkpoint == "never" and row.bench != "memory":
         for schedule in ["gpipe", "1f1b"]:
             peer = [HERE / "distributed_steps.py", "--schedule", schedule, *subject, *settings]
@@ -121,17 +124,17 @@ def line(row: Row, peer: str, values: list[float]) -> str:
 
 
 def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
-    names = ["gpipe", "torchgpipe", "distributed gpipe", "distributed 1f1b"]
-    head = ["model", "stages", "chunks", "checkpoint", "unit", *names, "best peer / gpipe"]
+    names = ["gpipe", "gpipe python", "torchgpipe", "distributed gpipe", "distributed 1f1b"]
+    head = ["model", "stages", "chunks", "checkpoint", "unit", *names, "best peer / gpipe python"]
     lines = [head, ["---"] * len(head)]
     for row, values in results:
         bench = BENCHES[row.bench]
         medians = {name: statistics.median(each) for name, each in values.items()}
-        ours = medians.get("gpipe")
-        best = min(value for name, value in medians.items() if name != "gpipe")
+        ours = medians["gpipe python"]
+        best = min(value for name, value in medians.items() if not name.startswith("gpipe"))
         cells = [row.model, str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
         cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
-        lines.append([*cells, f"{best / ours:.2f}" if ours and ours > 0 else ""])
+        lines.append([*cells, f"{best / ours:.2f}" if ours > 0 else ""])
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 

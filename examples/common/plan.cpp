@@ -55,10 +55,7 @@ torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch:
 }  // namespace
 
 ProfileOptions profile_options(const std::vector<torch::Device>& devices) {
-  const int cpus = std::max(1, count_cpus(devices));
-  return ProfileOptions()
-      .workers(devices.front().is_cpu() ? cpus : 1)
-      .intraop_threads(std::max(1, torch::get_num_threads() / cpus));
+  return ProfileOptions().workers(devices.front().is_cpu() ? count_cpus(devices) : 1);
 }
 
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
@@ -89,8 +86,9 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
   // Two images at least: batch norm may need them.
   const auto samples = std::max<std::int64_t>(2, sizes.front());
   plan.profile = profile(model, images(samples, image_shape, device), profiling.seconds(kSeconds));
+  plan.chunks = static_cast<std::int64_t>(sizes.size());
   const RunOptions run{
-      .chunks = static_cast<int>(sizes.size()), .checkpoint = plan.checkpoint, .copies = copies_between(plan.devices)};
+      .chunks = static_cast<int>(plan.chunks), .checkpoint = plan.checkpoint, .copies = copies_between(plan.devices)};
   if (options.balance == kByTime) plan.balance = balance_by_time(plan.profile, options.stages, run);
   if (options.balance == kBySize) plan.balance = balance_by_size(plan.profile, options.stages, run);
   if (options.balance.empty()) plan.balance = options.layers;

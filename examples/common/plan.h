@@ -28,7 +28,7 @@ struct Plan {
   std::vector<Candidate> candidates;  ///< that were compared to choose balance, chunks and checkpoint; the best first
 };
 
-/// How to measure a model whose stages will run on these devices, on the first of them.
+/// How to measure a model whose stages will run on these devices: on the first of them.
 ProfileOptions profile_options(const std::vector<torch::Device>& devices);
 
 /// Measures the model for images of that shape, under autocast where the options say so, showing how far it is on a

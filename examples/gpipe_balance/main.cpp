@@ -10,6 +10,7 @@
 #include <iterator>
 #include <map>
 #include <nlohmann/json.hpp>
+#include <set>
 #include <stdexcept>
 
 #include "absl/strings/str_format.h"
@@ -80,6 +81,17 @@ torch::nn::Sequential make_model(const Options& options) {
   return model;
 }
 
+/// That a profile is of the model that the options name.
+void check_names(const Options& options, const Profile& profile) {
+  const auto children = make_model(options)->named_children();
+  const bool same = std::equal(profile.layers.begin(), profile.layers.end(), children.begin(), children.end(),
+                               [](const auto& layer, const auto& child) { return layer.name == child.key(); });
+  if (same) return;
+  throw std::invalid_argument(options.profile + " is not of " + options.model +
+                              ", whose layers have other names; give "
+                              "the --model that was measured");
+}
+
 torch::Tensor make_batch(const Options& options) {
   const auto size = to_size(options.size);
   return torch::randn({options.batch_size, 3, size.height, size.width}, options.place().front());
@@ -96,6 +108,7 @@ Profile measure(const Options& options, int chunks) {
                           "others, or measure",
                           options.profile, read.samples, samples));
     }
+    check_names(options, read);
     return read;
   }
   const auto batch = make_batch(options);
@@ -180,21 +193,27 @@ int run_suggest(const Options& options) {
 }
 
 int run_sweep(const Options& options) {
-  std::vector<Candidate> candidates;
+  const auto devices = options.place();
+  SearchOptions search{.stages = options.stages, .memory_limit = options.memory};
+  for (const auto& device : devices) {
+    search.devices.push_back(device.is_cpu() ? std::to_string(search.devices.size()) : device.str());
+  }
+  std::set<int> counts;  // of micro-batches, which are fewer than chunks where there are too few images
   for (const int chunks : options.tried.empty() ? std::vector<int>{2, 4, 8} : options.tried) {
-    const auto of_model = measure(options, chunks);
+    counts.insert(static_cast<int>(options.sizes(chunks).size()));
+  }
+  auto each = options;
+  each.seconds /= static_cast<double>(counts.size());
+  std::vector<Candidate> candidates;
+  for (const int chunks : counts) {
+    const auto of_model = measure(each, chunks);
     const StageCost stage(of_model);
     for (const auto& [name, checkpoint] : checkpoints()) {
       const auto run = options.run(chunks, checkpoint);
       const auto best = balance_by_time(of_model, options.stages, run);
       auto balances = stage.near(best, options.near);
       balances.push_back(best);
-      for (const auto& balance : balances) {
-        const auto of = predict(of_model, balance, run);
-        const auto most = *std::max_element(of.bytes.begin(), of.bytes.end());
-        const bool fits = options.memory == 0 || most <= options.memory;
-        candidates.push_back({balance, run.chunks, checkpoint, of.seconds, of.bubble, of.bytes, fits});
-      }
+      for (const auto& balance : balances) candidates.push_back(make_candidate(of_model, balance, run, search));
     }
   }
   std::stable_sort(candidates.begin(), candidates.end(), is_better);
@@ -235,7 +254,7 @@ void add_run_flags(CLI::App& app, Options& options) {
 }
 
 void add_limit_flag(CLI::App& app, Options& options) {
-  app.add_option("--memory-limit", options.memory, "of a device, as 6GB")->transform(CLI::AsSizeValue(false));
+  app.add_option("--memory-limit", options.memory, "of a device, as 6GB or 6GiB")->transform(CLI::AsSizeValue(true));
 }
 
 void add_profile_flag(CLI::App& app, Options& options) {

@@ -10,6 +10,7 @@
 #include <chrono>
 #include <fstream>
 #include <iostream>
+#include <stdexcept>
 #include <thread>
 
 #include "absl/strings/match.h"
@@ -58,16 +59,32 @@ std::string hardware(const std::vector<torch::Device>& devices) {
   return text + "\n";
 }
 
-double time_run(const Variant& variant, const torch::Tensor& input, const torch::Tensor& target, int batches) {
+void check(const Experiment& experiment) {
+  if (experiment.batch_size % 2 != 0) {
+    throw std::invalid_argument(
+        absl::StrFormat("--batch-size is %d, but two replicas share it; give an even number", experiment.batch_size));
+  }
+  for (const auto split : experiment.splits) {
+    if (split <= experiment.batch_size) continue;
+    throw std::invalid_argument(
+        absl::StrFormat("--splits has %d, more than the mini-batch's %d images", split, experiment.batch_size));
+  }
+}
+
+double time_run(const Variant& variant, const std::vector<torch::Device>& devices, const torch::Tensor& input,
+                const torch::Tensor& target, int batches) {
   const auto start = std::chrono::steady_clock::now();
   for (int batch = 0; batch < batches; ++batch) variant.step(input, target);
-  if (torch::cuda::is_available()) torch::cuda::synchronize();
+  for (const auto& device : devices) {
+    if (device.is_cuda()) torch::cuda::synchronize(device.index());
+  }
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
 int run(Options options) {
   auto& experiment = options.experiment;
   for (const auto& name : options.devices) experiment.devices.emplace_back(name);
+  check(experiment);
   check_writable_directory(options.output);
   torch::set_num_threads(1);  // a core for each CPU device
   reuse_cpu_memory();         // page faults would drown what is measured, and in some variants more than in others
@@ -99,7 +116,7 @@ int run(Options options) {
     // In turn, so that what disturbs the machine disturbs all alike; one to warm up.
     for (int run = 0; run <= options.runs; ++run) {
       for (const auto& variant : variants) {
-        const auto seconds = time_run(variant, input, target, run == 0 ? 1 : options.batches);
+        const auto seconds = time_run(variant, experiment.devices, input, target, run == 0 ? 1 : options.batches);
         percent.show(++done / all);
         if (run == 0) continue;
         csv << absl::StreamFormat("%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,

@@ -80,7 +80,8 @@ def bars(folder: Path, name: str, results: list[Result], title: str) -> None:
 def line(folder: Path, results: list[Result]) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4.5))
     splits = [r.split for r in results]
-    axes.errorbar(splits, [r.mean for r in results], [r.deviation for r in results], capsize=4, marker="o", color="#4878a8", label="measured")
+    means, deviations = [r.mean for r in results], [r.deviation for r in results]
+    axes.errorbar(splits, means, deviations, capsize=4, marker="o", color="#4878a8", label="measured")
     axes.plot(splits, [r.predicted for r in results], "--", color="black", label="predicted")
     axes.set_ylim(bottom=0)
     axes.set_xlabel("samples of a micro-batch")

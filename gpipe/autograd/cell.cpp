@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <map>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
@@ -126,7 +127,7 @@ class Cell::Context : public SkipContext {
     const auto found = in_index_.find(key);
     if (found == in_index_.end()) {
       auto node = local_.extract(key);
-      if (node.empty()) throw std::runtime_error("[gpipe] " + to_string(key) + " was popped but has not been stashed");
+      if (node.empty()) throw std::runtime_error("[gpipe] " + to_string(key) + " has not been stashed, but was popped");
       return std::move(node.mapped());
     }
     const auto k = found->second;
@@ -180,7 +181,7 @@ class Cell::Context : public SkipContext {
 Cell::Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch)
     : stage_(stage), captures_(captures), seed_(seed), micro_batch_(micro_batch) {}
 
-std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode mode) {
+std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode mode, PassScope::Pass pass) {
   const bool graph = mode.grad && !mode.recompute;
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
@@ -211,10 +212,25 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
   Context context(stage_, rule, in, std::move(skips));
   Value value(in.front().form, std::move(activation));
   {
-    SkipContextGuard guard(context);
-    for (layer_ = 0; layer_ < static_cast<int>(stage_.layers.size()); ++layer_) {
-      RandomScope scope(seed_, stage_.first_layer + layer_, micro_batch_);
-      value = stage_.layers[layer_]->forward(std::move(value));
+    const SkipContextGuard guard(context);
+    const PassScope scope(pass);
+    std::optional<RandomScope> draws;
+    const auto begin_layer = [&](int layer) {
+      if (layer < 0 || layer >= static_cast<int>(stage_.layers.size())) {
+        throw std::logic_error("[gpipe] stage " + std::to_string(stage_.index) + " has no layer " +
+                               std::to_string(layer));
+      }
+      layer_ = layer;
+      draws.reset();
+      draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
+    };
+    if (stage_.run_layers) {
+      value = stage_.run_layers(std::move(value), begin_layer);
+    } else {
+      for (std::size_t i = 0; i < stage_.layers.size(); ++i) {
+        begin_layer(static_cast<int>(i));
+        value = stage_.layers[i]->forward(std::move(value));
+      }
     }
     layer_ = -1;
   }
@@ -242,11 +258,11 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
 }
 
 std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
-  if (!mode.grad || !mode.recompute) return run_layers(in, mode);
+  if (!mode.grad || !mode.recompute) return run_layers(in, mode, PassScope::Pass::kPlain);
   const bool was_pure = stage_.in_place == Stage::InPlace::kNo;
   stored_ = was_pure ? in : copies_of(in);
   if (stage_.in_place == Stage::InPlace::kUnknown) observed_ = in;
-  auto out = run_layers(in, mode);
+  auto out = run_layers(in, mode, PassScope::Pass::kCheckpointing);
   if (changed(in)) {
     stage_.in_place = Stage::InPlace::kYes;
     if (was_pure) {
@@ -279,7 +295,8 @@ void Cell::recompute(bool keep) {
   }
   SavedBuffers buffers(stage_.buffers());
   try {
-    run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_, {.grad = true});
+    run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_, {.grad = true},
+               PassScope::Pass::kRecomputing);
   } catch (...) {
     buffers.restore_after_error();
     throw;

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/gradient_sums.h"
 #include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/stage.h"
@@ -46,7 +47,7 @@ class Cell {
  private:
   class Context;
 
-  std::vector<Parcel> run_layers(const std::vector<Parcel>& in, ForwardMode mode);
+  std::vector<Parcel> run_layers(const std::vector<Parcel>& in, ForwardMode mode, PassScope::Pass pass);
 
   Stage& stage_;
   const ParameterCaptures& captures_;

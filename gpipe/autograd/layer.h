@@ -2,10 +2,12 @@
 
 #include <torch/nn/modules/container/any.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/value.h"
 
 namespace torch::nn {
@@ -24,6 +26,9 @@ class Layer {
   virtual const std::string& name() const = 0;
   virtual std::shared_ptr<torch::nn::Module> module() const = 0;
 };
+
+/// Runs several layers in a row: calls `begin` with the index of each before it runs it.
+using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin)>;
 
 /// A child of a torch::nn::Sequential; shares the module. Its forward() takes and returns torch::Tensor,
 /// std::vector<torch::Tensor> or a std::tuple of 2 to 8 torch::Tensor; another return type is a std::invalid_argument

@@ -21,6 +21,7 @@ struct Stage {
   int index = 0;
   int first_layer = 0;
   std::vector<std::unique_ptr<Layer>> layers;
+  RunLayers run_layers;  ///< none: one layer after the other
   c10::Device device = c10::kCPU;
 
   /// The skips that enter from and leave for other stages, in the order of the stage's edges behind the activation.

@@ -16,18 +16,37 @@ void pause() {
 #endif
 }
 
+bool spin(int spins, absl::FunctionRef<bool()> condition) {
+  if (condition()) return true;
+  for (; spins > 0; --spins) {
+    spins % kSpinsAYield == 0 ? static_cast<void>(sched_yield()) : pause();
+    if (condition()) return true;
+  }
+  return false;
+}
+
 }  // namespace
 
 void Event::await(int spins, absl::FunctionRef<bool()> condition) {
-  if (condition()) return;
-  for (; spins > 0; --spins) {
-    spins % kSpinsAYield == 0 ? static_cast<void>(sched_yield()) : pause();
-    if (condition()) return;
-  }
+  if (spin(spins, condition)) return;
   MutexLock lock(mutex_);
   ++sleepers_;
   while (!condition()) changed_.wait(mutex_);
   --sleepers_;
+}
+
+bool Event::await_for(int spins, std::chrono::milliseconds time, absl::FunctionRef<bool()> condition) {
+  if (spin(spins, condition)) return true;
+  const auto end = std::chrono::steady_clock::now() + time;
+  MutexLock lock(mutex_);
+  ++sleepers_;
+  bool holds = condition();
+  for (auto left = time; !holds && left.count() > 0; holds = condition()) {
+    changed_.wait_for(mutex_, left);
+    left = std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+  }
+  --sleepers_;
+  return holds;
 }
 
 void Event::announce() {

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/runtime/mutex.h"
@@ -22,6 +23,9 @@ class Event {
   /// that is far quicker than to be woken, on a shared one it keeps away the thread that is waited for; so it yields
   /// now and then, for whoever else may have been put on its core.
   void await(int spins, absl::FunctionRef<bool()> condition);
+
+  /// The same, but sleeps for so long at most: whether the condition holds.
+  bool await_for(int spins, std::chrono::milliseconds time, absl::FunctionRef<bool()> condition);
 
   void announce();
 

@@ -1,5 +1,7 @@
 #include "gpipe/runtime/executor.h"
 
+#include <unistd.h>
+
 #include <atomic>
 #include <chrono>
 #include <cstddef>
@@ -14,6 +16,8 @@
 
 namespace gpipe {
 namespace {
+
+constexpr std::chrono::milliseconds kPollInterval{50};
 
 /// The executor that the calling thread belongs to, for on_worker().
 thread_local const Executor* owner_of_this_thread = nullptr;
@@ -54,6 +58,18 @@ class Executor::Run {
     } catch (...) {
       fail(std::current_exception(), std::nullopt);
     }
+  }
+
+  /// Ends the run, unless it has failed already.
+  void fail(std::exception_ptr error, std::optional<Action> action) {
+    {
+      MutexLock lock(mutex_);
+      if (failure_) return;
+      failure_ = Failure{std::move(error), action};
+      failed_ = true;
+    }
+    for (Channel& channel : forward_) channel.cancel();
+    for (Channel& channel : backward_) channel.cancel();
   }
 
   std::optional<Failure> failure() {
@@ -118,17 +134,6 @@ class Executor::Run {
     spans_[worker].push_back({worker, action, start, end, step_, {before, peak, live}});
   }
 
-  void fail(std::exception_ptr error, std::optional<Action> action) {
-    {
-      MutexLock lock(mutex_);
-      if (failure_) return;
-      failure_ = Failure{std::move(error), action};
-      failed_ = true;
-    }
-    for (Channel& channel : forward_) channel.cancel();
-    for (Channel& channel : backward_) channel.cancel();
-  }
-
   const Program& program_;
   const Part part_;
   Cells& cells_;
@@ -165,6 +170,9 @@ class Executor::Worker {
   void wait() {
     changed_.await(spins_, [this] { return run_ == nullptr; });
   }
+  bool wait_for(std::chrono::milliseconds time) {
+    return changed_.await_for(spins_, time, [this] { return run_ == nullptr; });
+  }
 
  private:
   void loop() {
@@ -188,22 +196,42 @@ class Executor::Worker {
   std::thread thread_;  // last: it uses the others
 };
 
-Executor::Executor(int workers) {
+Executor::Executor(int workers, std::function<void()> poll) : poll_(std::move(poll)), process_(getpid()) {
   if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: %d workers; give at least 1", workers));
   workers_.reserve(workers);
   const int spins = spins_for(workers + 1);  // the caller is busy between runs
   for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, w, spins));
 }
 
-Executor::~Executor() = default;
+Executor::~Executor() {
+  if (!forked()) return;
+  for (auto& worker : workers_) static_cast<void>(worker.release());
+}
 
 bool Executor::on_worker() const { return owner_of_this_thread == this; }
+
+bool Executor::forked() const { return getpid() != process_; }
+
+void Executor::wait_for(Worker& worker, Run& run) {
+  if (!poll_) return worker.wait();
+  while (!worker.wait_for(kPollInterval)) {
+    try {
+      poll_();
+    } catch (...) {
+      run.fail(std::current_exception(), std::nullopt);
+    }
+  }
+}
 
 std::optional<Failure> Executor::run(const Program& program, Part part, Cells& cells, Timeline* timeline, int step) {
   if (on_worker()) {
     throw std::logic_error(
         "Executor::run was called on one of its own workers, which would wait for itself: call it from "
         "another thread");
+  }
+  if (forked()) {
+    throw std::logic_error(
+        "Executor::run was called in a process that was forked off, without the worker threads: make a new one there");
   }
   if (program.workers() != workers()) {
     throw std::logic_error(absl::StrFormat(
@@ -216,7 +244,7 @@ std::optional<Failure> Executor::run(const Program& program, Part part, Cells& c
   {
     MutexLock turn(turn_);
     for (const auto& worker : workers_) worker->start(run);
-    for (const auto& worker : workers_) worker->wait();
+    for (const auto& worker : workers_) wait_for(*worker, run);
   }
   if (timeline != nullptr) {
     timeline->workers = program.workers();

@@ -1,6 +1,9 @@
 #pragma once
 
+#include <sys/types.h>
+
 #include <exception>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -37,9 +40,10 @@ struct Failure {
 /// Thread safety: run() may be called from any thread that is not one of the workers; concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads. Errors: std::invalid_argument for less than one worker; std::system_error.
-  explicit Executor(int workers);
-  /// Joins the threads; no run may be under way.
+  /// Starts the threads. While run() waits for them it calls `poll` now and then, if there is one, on its own thread;
+  /// what that throws is an error of the run. Errors: std::invalid_argument for less than one worker; std::system_error.
+  explicit Executor(int workers, std::function<void()> poll = nullptr);
+  /// Joins the threads; no run may be under way. In a process that was forked off there are none to join.
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
@@ -47,12 +51,14 @@ class Executor {
   int workers() const { return static_cast<int>(workers_.size()); }
   /// True on one of this executor's own threads, where run() would wait for itself.
   bool on_worker() const;
+  /// True in a process that was forked off this executor's: its threads stayed behind.
+  bool forked() const;
 
   /// Walks the part of the program with the cells and returns when all workers are at rest: the first failure, or none.
   /// With a timeline, appends what ran to its end, as seconds on std::chrono::steady_clock, labelled `step`, and makes
   /// its workers and edges the program's; without, reads no clock.
-  /// Errors, before anything runs: std::logic_error when on_worker(), when the program needs another number of workers,
-  /// or when it is not in two phases and the part is not kAll.
+  /// Errors, before anything runs: std::logic_error when on_worker() or forked(), when the program needs another number
+  /// of workers, or when it is not in two phases and the part is not kAll.
   std::optional<Failure> run(const Program& program, Part part, Cells& cells, Timeline* timeline = nullptr,
                              int step = 0);
 
@@ -60,6 +66,10 @@ class Executor {
   class Run;
   class Worker;
 
+  void wait_for(Worker& worker, Run& run);
+
+  const std::function<void()> poll_;
+  const pid_t process_;
   Mutex turn_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };

@@ -41,10 +41,13 @@ refuse 'nothing fits into 1.00 KiB a device' suggest "${model[@]}" --chunks 2 --
 
 [[ $("$program" sweep "${model[@]}" --chunks 2 --near 2 | grep -c '%') == 15 ]] || fail "sweep is not of 3 x 5 balances"
 
+[[ $("$program" sweep "${model[@]}" --chunks 4,5 --near 0 | grep -c '%') == 3 ]] || fail "4 micro-batches are swept twice"
+
 head -c 100 profile.json >damaged.json
 refuse 'not a profile' cut "${model[@]}" --profile damaged.json
 refuse 'is of micro-batches of 2, but --batch-size and --chunks make micro-batches of 4' \
   cut "${model[@]}" --profile profile.json --chunks 2
+refuse 'is not of resnet18' cut --model resnet18 --batch-size 8 --stages 2 --profile profile.json
 refuse 'no-such-file' cut "${model[@]}" --profile no-such-file
 refuse '--model' profile --model vgg
 refuse '--stages is 1000, but unet has 71 layers' cut "${model[@]}" --stages 1000 --batch-size 2

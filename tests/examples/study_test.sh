@@ -20,6 +20,8 @@ fail() {
 variants=$'data parallel,0\nmodel parallel,0\npipeline,2\npipeline,3\nsingle,0'
 [[ $(tail -n +2 out/runs.csv | cut -d, -f1,2 | sort -u) == "$variants" ]] || fail "variants of runs.csv"
 [[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv is not of 5 variants, 2 runs each"
+[[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/runs.csv) == 10 ]] || fail "times of runs.csv"
+grep -q '^predictions: the middle of 1$' out/hardware.txt || fail "hardware.txt"
 
 refuse() {
   local text=$1
@@ -30,11 +32,13 @@ refuse() {
 refuse --devices --devices cpu
 refuse nonsense --devices cpu,nonsense
 refuse --splits --splits 0
+refuse 'give an even number' --batch-size 5
+refuse "--splits has 9, more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
 refuse not-a-folder --output out/runs.csv/not-a-folder
 
 if [[ -z $python ]] || ! "$python" -c 'import matplotlib' 2>import.log; then
   echo "no matplotlib: the pictures are not tested"
-  exit
+  exit 77
 fi
 "$python" "$here/../../examples/resnet50_study/plot.py" out >page
 for picture in model_parallel all split_size; do
@@ -43,4 +47,7 @@ done
 cmp page out/README.md || fail "README.md is not what was printed"
 grep -q '^- Model parallel was .* a single device (predicted: .*; published, on two GPUs: 7 % slower than it)\.$' page ||
   fail "the ratio is not told beside the published one"
-if "$python" "$here/../../examples/resnet50_study/plot.py" . 2>err.log; then fail "a folder without runs is drawn"; fi
+head -1 out/runs.csv >none.csv
+mkdir none && mv none.csv none/runs.csv && cp out/hardware.txt none
+if "$python" "$here/../../examples/resnet50_study/plot.py" none 2>err.log; then fail "a folder without runs is drawn"; fi
+grep -q 'has no runs' err.log || { cat err.log >&2; fail "plot.py does not say what is missing"; }

@@ -2,8 +2,11 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <future>
 #include <memory>
@@ -436,6 +439,51 @@ TEST(Trace, OfAFailureHoldsWhatEnded) {
   for (const Span& span : timeline.spans) ran += to_string(span.action) + " ";
   EXPECT_EQ(ran, "0F0 0F1 0F2 0R2 ");
   EXPECT_EQ(timeline.spans.front().step, 7);
+}
+
+TEST(Executor, PollsWhileItWaitsAndEndsWithWhatThePollThrows) {
+  const auto program = gpipe_program(2, 4);
+  std::atomic<int> polls = 0;
+  std::set<std::thread::id> threads;
+  Executor executor(2, [&] {
+    threads.insert(std::this_thread::get_id());
+    if (++polls == 2) throw Fault{};
+  });
+  FakeCells cells(program);
+  cells.on_action = [&](const Action& it) {
+    while (it == action("0F1") && polls < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  };
+  const auto failure = executor.run(program, Part::kAll, cells);
+  ASSERT_TRUE(failure);
+  EXPECT_FALSE(failure->action);
+  EXPECT_THROW(std::rethrow_exception(failure->error), Fault);
+  EXPECT_EQ(threads, std::set{std::this_thread::get_id()});
+  EXPECT_EQ(cells.ran[0], lists({"0F0 0F1"})[0]);
+  FakeCells others(program);
+  expect_success(executor.run(program, Part::kAll, others));
+  expect_reference(program, others);
+}
+
+TEST(Executor, RefusesToRunInAForkedProcess) {
+  const auto program = gpipe_program(2, 2);
+  auto executor = std::make_unique<Executor>(2);
+  FakeCells cells(program);
+  expect_success(executor->run(program, Part::kAll, cells));
+  const auto child = fork();
+  if (child == 0) {
+    int code = executor->forked() ? 1 : 2;
+    try {
+      executor->run(program, Part::kAll, cells);
+    } catch (const std::logic_error& error) {
+      if (std::string(error.what()).find("forked") != std::string::npos) code = 0;
+    }
+    executor.reset();  // joins nobody
+    _exit(code);
+  }
+  int status = -1;
+  ASSERT_EQ(waitpid(child, &status, 0), child);
+  EXPECT_TRUE(WIFEXITED(status));
+  EXPECT_EQ(WEXITSTATUS(status), 0);
 }
 
 TEST(Trace, ShowsARecomputeThatDoesNotWaitForItsGradient) {

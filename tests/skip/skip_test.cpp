@@ -87,7 +87,7 @@ TEST(ThreadContext, HandsOverOnceAndNamesWhatIsMissing) {
   SkipContext::current().stash(key, tensor);
   EXPECT_TRUE(SkipContext::current().pop(key).is_same(tensor));
   EXPECT_THAT([&] { SkipContext::current().pop(key); },
-              ThrowsMessage<std::runtime_error>("'once' was popped but has not been stashed"));
+              ThrowsMessage<std::runtime_error>("'once' has not been stashed, but was popped"));
 }
 
 TEST(ThreadContext, ASecondStashReplacesOneThatAFailedForwardLeft) {

@@ -1,4 +1,5 @@
-"""Times steps of torchgpipe 0.0.7, or counts the bytes of one, and prints a JSON line.
+"""Times steps of torchgpipe 0.0.7, or of this project's Python package, which takes the same program; or counts the
+bytes of one. Prints a JSON line.
 
 Torchgpipe is as published: it runs all stages that are on the CPU on one worker thread, and every
 backward on the thread that asks for it. Nothing in it had to be changed for torch 2.11.
@@ -6,47 +7,49 @@ backward on the thread that asks for it. Nothing in it had to be changed for tor
 
 import ctypes
 import gc
+import importlib
 import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
-from torchgpipe import GPipe
-from torchgpipe.skip import Namespace, pop, skippable, stash
 
 import models
 import steps
 
-
-@skippable(stash=["skip"])
-class StashSkip(nn.Module):
-    def __init__(self, layer: models.Stash):
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Iterator[stash]:
-        yield stash("skip", self.layer(x))
-        return x
+LIBRARIES = {"torchgpipe": "torchgpipe", "gpipe": "gpipe python"}
 
 
-@skippable(pop=["skip"])
-class JoinSkip(nn.Module):
-    def __init__(self, layer: models.Join):
-        super().__init__()
-        self.layer = layer
+def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
+    """The model in the terms of the library's module for skips."""
+    namespaces = {
+        layer.name: skip.Namespace() for layer in layers if isinstance(layer, models.Stash)
+    }
 
-    def forward(self, x: Tensor) -> Iterator[pop]:
-        skip = yield pop("skip")
-        return self.layer(x, skip)
+    @skip.skippable(stash=["skip"])
+    class StashSkip(nn.Module):
+        def __init__(self, layer: models.Stash):
+            super().__init__()
+            self.layer = layer
 
+        def forward(self, x: Tensor) -> Iterator[object]:
+            yield skip.stash("skip", self.layer(x))
+            return x
 
-def skippables(layers: models.Layers) -> nn.Sequential:
-    """The model in torchgpipe's terms."""
-    namespaces = {layer.name: Namespace() for layer in layers if isinstance(layer, models.Stash)}
+    @skip.skippable(pop=["skip"])
+    class JoinSkip(nn.Module):
+        def __init__(self, layer: models.Join):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x: Tensor) -> Iterator[object]:
+            popped = yield skip.pop("skip")
+            return self.layer(x, popped)
 
     def convert(layer: nn.Module) -> nn.Module:
         if isinstance(layer, models.Stash):
@@ -88,12 +91,14 @@ def peak_bytes(step: Callable[[], None]) -> int:
 
 def main() -> None:
     parser = steps.flags(__doc__, ["never", "except_last", "always"])
+    parser.add_argument("--library", choices=LIBRARIES, default="torchgpipe")
     parser.add_argument("--memory", action="store_true", help="count bytes instead of seconds")
     args = parser.parse_args()
     torch.set_num_threads(1)
     layers, x = steps.subject(args)
-    pipe = GPipe(
-        skippables(layers),
+    library = importlib.import_module(args.library)
+    pipe = library.GPipe(
+        skippables(layers, importlib.import_module(f"{args.library}.skip")),
         args.balance,
         devices=["cpu"] * len(args.balance),
         chunks=args.chunks,
@@ -116,7 +121,7 @@ def main() -> None:
         step()
     if args.memory:
         steps.clear_gradients(pipe)
-        steps.report(args, "torchgpipe", bytes=peak_bytes(step))
+        steps.report(args, LIBRARIES[args.library], bytes=peak_bytes(step))
     elif args.model == "tiny":
         for _ in range(steps.WARM_UP):
             plain_step()
@@ -125,9 +130,9 @@ def main() -> None:
         )
         cost = steps.us_per_cell(args, seconds, plain_seconds)
         figures = {"plain_seconds": plain_seconds, "seconds": seconds, "us_per_cell": cost}
-        steps.report(args, "torchgpipe", **figures)
+        steps.report(args, LIBRARIES[args.library], **figures)
     else:
-        steps.report(args, "torchgpipe", seconds=[timed(step) for _ in range(args.repeats)])
+        steps.report(args, LIBRARIES[args.library], seconds=[timed(step) for _ in range(args.repeats)])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/modules/container/sequential.h>
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "gpipe/autograd/layer.h"
+#include "gpipe/nested.h"
+#include "skip/layout.h"
+
+namespace gpipe {
+
+/// What is measured: layers that can be made again and again, for one pipeline after the other, on the same modules.
+class Model {
+ public:
+  using MakeLayers = std::function<std::vector<std::unique_ptr<Layer>>()>;
+
+  /*implicit*/ Model(const torch::nn::Sequential& model);
+  /*implicit*/ Model(const NestedSequential& model);
+  explicit Model(MakeLayers make);
+
+  std::vector<std::unique_ptr<Layer>> layers() const { return make_(); }
+  const std::vector<NamedLayer>& named_layers() const { return named_; }
+  /// Has the modules of all layers.
+  const torch::nn::Module& module() const { return *module_; }
+
+ private:
+  MakeLayers make_;
+  std::vector<NamedLayer> named_;
+  std::shared_ptr<torch::nn::Module> module_;
+};
+
+}  // namespace gpipe

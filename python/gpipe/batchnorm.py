@@ -1,0 +1,139 @@
+"""Batch norm whose running statistics are those of whole mini-batches.
+
+``GPipe(..., deferred_batch_norm=True)`` does this for all batch norms of a model and changes no module; the layer here
+is for models that use it by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from gpipe.checkpoint import is_recomputing
+
+__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Normalises each micro-batch by its own mean and variance, and updates its running statistics once a mini-batch,
+    with the mean and the unbiased variance of all of it.
+
+    In a :class:`gpipe.GPipe` a mini-batch is what the pipeline is called with; elsewhere, ``chunks`` forwards in a row.
+
+    Args:
+        num_features, eps, momentum, affine: as for ``nn.BatchNorm2d``.
+        chunks: micro-batches of a mini-batch, outside pipelines.
+    """
+
+    def __init__(
+        self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
+        self.chunks = chunks
+        self.in_pipeline = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets the micro-batches since the last update."""
+        self.tracked = 0  # micro-batches
+        self.counter = 0.0  # values of each feature
+        # Chan, Golub, LeVeque: Algorithms for computing the sample variance (1983).
+        self._mean: Tensor | None = None
+        self._squares: Tensor | None = None  # sum of squared distances from the mean
+
+    def begin_mini_batch(self) -> None:
+        """A pipeline begins one: until its end nothing is committed but by :meth:`commit`."""
+        self.reset()
+        self.in_pipeline = True
+
+    def end_mini_batch(self) -> None:
+        self.reset()
+        self.in_pipeline = False
+
+    def commit(self) -> None:
+        """Updates the running statistics with the micro-batches since the last time, if there were any."""
+        if self._mean is None or self._squares is None:
+            return
+        assert self.running_mean is not None and self.running_var is not None
+        assert self.num_batches_tracked is not None
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+            variance = self._squares / max(self.counter - 1, 1)
+            self.running_mean.lerp_(self._mean.to(self.running_mean), factor)
+            self.running_var.lerp_(variance.to(self.running_var), factor)
+        self.reset()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(input)
+        if not is_recomputing():
+            self._track(input)
+        output = F.batch_norm(input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps)
+        if not self.in_pipeline and self.tracked >= self.chunks:
+            self.commit()
+        return output
+
+    def _track(self, input: Tensor) -> None:
+        with torch.no_grad():
+            features = input.transpose(0, 1).flatten(1)
+            count = features.shape[1]
+            self.tracked += 1
+            if count == 0:
+                return
+            mean = features.double().mean(1)
+            squares = (features.double() - mean[:, None]).square().sum(1)
+            if self._mean is None or self._squares is None:
+                self._mean, self._squares = mean, squares
+            else:
+                step = mean - self._mean
+                share = count / (self.counter + count)
+                self._mean = self._mean + step * share
+                self._squares = self._squares + squares + step.square() * self.counter * share
+            self.counter += count
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, but got {input.dim()}")
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
+        for name in ("sum", "sum_squares"):  # of torchgpipe
+            state_dict.pop(prefix + name, None)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    @classmethod
+    def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
+        """As :func:`convert_deferred_batch_norm`."""
+        return convert_deferred_batch_norm(module, chunks)
+
+
+def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
+    """Replaces every batch norm in a module, or the module itself, by a :class:`DeferredBatchNorm` that shares its
+    parameters and buffers. Those that keep no running statistics stay.
+
+    Args:
+        module: whose children are replaced in place.
+        chunks: micro-batches of a mini-batch, outside pipelines.
+
+    Returns:
+        The module, or what replaces it.
+    """
+    if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
+        return module
+    converted = module
+    if isinstance(module, _BatchNorm) and module.track_running_stats:
+        deferred = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
+        deferred.train(module.training)
+        deferred.weight, deferred.bias = module.weight, module.bias
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            setattr(deferred, name, getattr(module, name))
+        converted = deferred
+    for name, child in module.named_children():
+        converted.add_module(name, convert_deferred_batch_norm(child, chunks))
+    return converted

@@ -1,0 +1,159 @@
+"""Models of skippable layers, flat: they can be cut between any two layers. The layers are C++ ones.
+
+    model = gpipe.models.unet(out_channels=1)
+    pipe = gpipe.GPipe(model, gpipe.balance.balance_by_time(2, model, sample), chunks=4)
+
+Their states are those of the C++ programs: the same keys, the same shapes. A model can be copied by ``copy.deepcopy``;
+to keep one, save its ``state_dict()``.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gpipe import _C
+from gpipe.skip import Namespace, Skippable, native_namespace
+
+__all__ = ["NativeLayer", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
+
+
+class NativeLayer(Skippable):
+    """A C++ layer as a module: its parameters and buffers are the layer's own."""
+
+    def __init__(self, native: _C.NativeLayer, namespaces: dict[str, Namespace]) -> None:
+        super().__init__()
+        self._native = native
+        stashes, pops = native.skips()
+        self.stashable_names = frozenset(name for _, name in stashes)
+        self.poppable_names = frozenset(name for _, name in pops)
+        self._tensors: list[Tensor] = []
+        for path, tensor, is_parameter in native.tensors():
+            *parents, name = path.split(".")
+            owner: nn.Module = self
+            for parent in parents:
+                if parent not in owner._modules:
+                    owner.add_module(parent, nn.Module())
+                owner = owner.get_submodule(parent)
+            if is_parameter:
+                owner.register_parameter(name, tensor)
+            else:
+                owner.register_buffer(name, tensor)
+            self._tensors.append(tensor)
+        self._namespaces = namespaces
+        self._tell_namespaces()
+
+    def forward(self, input: Any) -> Any:
+        self._native.train(self.training)
+        return self._native.forward(input)
+
+    def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> NativeLayer:
+        super().isolate(ns, only=only)
+        self._tell_namespaces()
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NativeLayer:
+        with torch.no_grad():  # the tensors stay the layer's
+            for tensor in self._tensors:
+                tensor.data = fn(tensor.data)
+                if tensor.grad is not None:
+                    tensor.grad = fn(tensor.grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
+        twin = NativeLayer(self._native.clone(), dict(self._namespaces))
+        for tensor, copied in zip(self._tensors, twin._tensors):
+            copied.requires_grad_(tensor.requires_grad)
+        return twin.train(self.training)
+
+    def _tell_namespaces(self) -> None:
+        for name in self.stashable_names | self.poppable_names:
+            self._native.isolate(native_namespace(self.namespace_of(name)), name)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a C++ layer cannot be pickled; save the model's state_dict()")
+
+    def extra_repr(self) -> str:
+        return self._native.describe()
+
+
+def _sequential(layers: list[_C.NativeLayer]) -> nn.Sequential:
+    namespace = Namespace()
+    modules: OrderedDict[str, nn.Module] = OrderedDict()
+    for layer in layers:
+        stashes, pops = layer.skips()
+        modules[layer.name] = NativeLayer(layer, {name: namespace for _, name in stashes + pops})
+    return nn.Sequential(modules)
+
+
+def unet(
+    in_channels: int = 3,
+    out_channels: int = 1,
+    *,
+    depth: int = 4,
+    base_channels: int = 64,
+    convolutions: int = 2,
+    dropout: float = 0.0,
+    dims: int = 2,
+    upsampling: str = "transposed",
+) -> nn.Sequential:
+    """A U-Net (Ronneberger et al., arXiv:1505.04597) with batch norm; 31 million parameters by default.
+
+    Args:
+        in_channels: channels of the input image.
+        out_channels: channels of the output, one a class: logits.
+        depth: how often the resolution is halved; the number of skips.
+        base_channels: channels at full resolution; they double with each halving.
+        convolutions: convolutions (3x3, batch norm, ReLU) in each block.
+        dropout: probability that a channel is dropped at the end of each block.
+        dims: 2 for inputs (N, C, H, W), 3 for (N, C, D, H, W). Any size of at least 1 will do.
+        upsampling: ``'transposed'`` convolutions, or ``'linear'`` interpolation.
+
+    Raises:
+        ValueError: which names the option and its value.
+    """
+    return _sequential(
+        _C.unet(in_channels, out_channels, depth, base_channels, convolutions, dropout, dims, upsampling)
+    )
+
+
+def _resnet(depth: int, num_classes: int, in_channels: int, small_images: bool) -> nn.Sequential:
+    return _sequential(_C.resnet(depth, num_classes, in_channels, small_images))
+
+
+def resnet18(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
+    """A ResNet-18 (He et al., arXiv:1512.03385), as torchvision's, flat.
+
+    Args:
+        num_classes: outputs: logits.
+        in_channels: channels of the input image, (N, C, H, W); any size of at least 1 will do.
+        small_images: keeps small images (MNIST, CIFAR) at full resolution in the stem.
+
+    Raises:
+        ValueError: which names the option and its value.
+    """
+    return _resnet(18, num_classes, in_channels, small_images)
+
+
+def resnet34(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
+    """A ResNet-34; see :func:`resnet18`."""
+    return _resnet(34, num_classes, in_channels, small_images)
+
+
+def resnet50(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
+    """A ResNet-50; see :func:`resnet18`."""
+    return _resnet(50, num_classes, in_channels, small_images)
+
+
+def resnet101(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
+    """A ResNet-101; see :func:`resnet18`."""
+    return _resnet(101, num_classes, in_channels, small_images)
+
+
+def resnet152(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
+    """A ResNet-152; see :func:`resnet18`."""
+    return _resnet(152, num_classes, in_channels, small_images)

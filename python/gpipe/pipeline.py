@@ -1,0 +1,426 @@
+"""The container: a sequential model, cut into stages that run at once."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import zip_longest
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from gpipe import _C
+from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.skip import Skippable, native_keys, skippables_in, verify_skippables
+
+__all__ = ["BalanceError", "GPipe", "Partition"]
+
+_CHECKPOINTS = ("always", "except_last", "never")
+
+_ADVICE = """
+
+If your model is still under development, its optimal balance would change frequently. In this case, let
+gpipe.balance find one:
+
+  import gpipe
+  from gpipe.balance import balance_by_time
+
+  balance = balance_by_time(stages, model, sample)
+  pipe = gpipe.GPipe(model, balance, ...)
+"""
+
+
+_making = threading.Lock()
+
+
+class BalanceError(ValueError):
+    """A balance that does not cut the model."""
+
+
+class Partition(nn.Sequential):
+    """The layers of one stage. Called like any ``nn.Sequential``; a pipeline calls it on the stage's own thread."""
+
+    _enter: Any = None  # tells the pipeline which layer runs
+
+    def forward(self, input: Any) -> Any:
+        enter = self._enter
+        for index, layer in enumerate(self):
+            if enter is not None:
+                enter(index)
+            input = layer(input)
+        return input
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state.pop("_enter", None)
+        return state
+
+
+class GPipe(nn.Module):
+    """Trains a ``nn.Sequential`` over several devices: cuts it into stages by a balance, one worker thread and one
+    device a stage, and runs each mini-batch as micro-batches through them (GPipe, Huang et al., arXiv:1811.06965).
+
+        model = nn.Sequential(a, b, c, d)
+        pipe = gpipe.GPipe(model, balance=[1, 1, 1, 1], chunks=8)
+        loss = criterion(pipe(input), target)
+        loss.backward()
+
+    It computes the function of the unpartitioned model run micro-batch by micro-batch; losses, optimizers, hooks,
+    ``torch.autograd.grad``, autocast and ``DistributedDataParallel`` around it work as ever. The layers are the
+    caller's own modules, moved to their devices, and ``state_dict()`` has the keys of the unpartitioned model.
+
+    Args:
+        module: the layers, each called with what the one before it returns: a tensor, or a tuple of tensors.
+        balance: how many layers each stage has; see :mod:`gpipe.balance`.
+        devices: one for each stage; surplus ones are ignored. Without, the GPUs, or where there are none a CPU worker
+            a stage. A device may be given more than once.
+        chunks: micro-batches that a mini-batch is cut into, along dimension 0; fewer when it has fewer samples.
+        checkpoint: which micro-batches recompute their forward in training instead of storing it: ``'always'``,
+            ``'except_last'`` or ``'never'``.
+        deferred_batch_norm: batch norm updates its running statistics once a mini-batch, with the mean and variance of
+            all of it, instead of once a micro-batch.
+
+    Raises:
+        TypeError: ``module`` is no ``nn.Sequential``, or its skips do not match (see
+            :func:`gpipe.skip.verify_skippables`).
+        ValueError: ``balance`` does not cut the model, or an option makes no sense; layers that stand in two places,
+            parameters in two layers.
+        IndexError: fewer devices than stages, or one that is not there.
+
+    Attributes:
+        balance: how many layers each stage has.
+        devices: one for each stage.
+        chunks: may be assigned.
+        checkpoint: may be assigned.
+        partitions: the stages, a :class:`Partition` each.
+    """
+
+    balance: list[int]
+    devices: list[torch.device]
+    partitions: nn.ModuleList
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: Iterable[int] | None = None,
+        *,
+        devices: Iterable[torch.device | int | str] | None = None,
+        chunks: int = 1,
+        checkpoint: str = "except_last",
+        deferred_batch_norm: bool = False,
+    ) -> None:
+        super().__init__()
+        chunks = int(chunks)
+        checkpoint = str(checkpoint)
+        if balance is None:
+            raise ValueError("balance is required: the number of layers of each stage" + _ADVICE)
+        _check_chunks(chunks)
+        _check_checkpoint(checkpoint)
+        verify_module(module)
+        verify_skippables(module)
+        self.balance = [int(layers) for layers in balance]
+        _check_balance(self.balance, len(module))
+        self.devices = place(devices, len(self.balance))
+        self.deferred_batch_norm = bool(deferred_batch_norm)
+        self._chunks = chunks
+        self._checkpoint = checkpoint
+        self.partitions = nn.ModuleList(_split(module, self.balance, self.devices))
+        self.training = module.training
+        self._core: _C.Pipeline | None = None
+        self._layers: list[nn.Module] = []  # of the core
+        self._norms: list[DeferredBatchNorm] = []
+        self.register_load_state_dict_post_hook(_name_missing)  # type: ignore[no-untyped-call]
+        if self.balance:
+            self._pipeline()  # which refuses what it cannot run
+
+    @property
+    def chunks(self) -> int:
+        return self._chunks
+
+    @chunks.setter
+    def chunks(self, chunks: int) -> None:
+        chunks = int(chunks)
+        _check_chunks(chunks)
+        self._chunks = chunks
+
+    @property
+    def checkpoint(self) -> str:
+        return self._checkpoint
+
+    @checkpoint.setter
+    def checkpoint(self, checkpoint: str) -> None:
+        checkpoint = str(checkpoint)
+        _check_checkpoint(checkpoint)
+        self._checkpoint = checkpoint
+
+    # The layers, not the stages.
+
+    def __len__(self) -> int:
+        return sum(len(partition) for partition in self._stages())
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        for partition in self._stages():
+            yield from partition
+
+    def __getitem__(self, index: int) -> nn.Module:
+        if isinstance(index, slice):
+            raise TypeError("a pipeline has no slices; build a nn.Sequential of list(pipe)[...]")
+        return list(self)[index]
+
+    # Where the parameters are is the pipeline's affair.
+
+    def cuda(self, device: Any = None) -> NoReturn:
+        raise _denied()
+
+    def cpu(self) -> NoReturn:
+        raise _denied()
+
+    def to(self, *args: Any, **kwargs: Any) -> GPipe:
+        """Changes the dtype of parameters and buffers.
+
+        Raises:
+            TypeError: for anything that would move them to another device.
+        """
+        if "device" in kwargs or "tensor" in kwargs:
+            raise _denied()
+        if args and not isinstance(args[0], torch.dtype):
+            if isinstance(args[0], (torch.device, int, str, Tensor)):
+                raise _denied()
+        super().to(*args, **kwargs)
+        return self
+
+    def forward(self, input: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+        """Runs the whole model on one mini-batch.
+
+        Args:
+            input: a tensor or a tuple of tensors; dimension 0 is the batch, and of the same size for all.
+
+        Returns:
+            What the last layer returns, a tensor or a tuple of tensors, on the last stage's device.
+
+        Raises:
+            TypeError: for an input, or what a stage passes on, that is neither tensor nor tuple of tensors.
+            ValueError: for an input without dimensions, or inputs of unequal batch sizes.
+
+            What a layer raises comes out as it is, with a note of the stage, the micro-batch and the layer.
+        """
+        _check_tensors(input)
+        if not self.balance:
+            return input
+        checkpoint = self._checkpoint if self.training else "never"
+        pipeline = self._pipeline()
+        for norm in self._norms:
+            norm.begin_mini_batch()
+        try:
+            output: Tensor | tuple[Tensor, ...] = pipeline.forward(input, self._chunks, checkpoint)
+            for norm in self._norms:
+                norm.commit()
+            return output
+        finally:
+            for norm in self._norms:
+                norm.end_mini_batch()
+
+    def trace(self, timeline: _C.Timeline | None) -> None:
+        """From now on each mini-batch appends what ran to the timeline; ``None`` ends it."""
+        self._pipeline().trace(timeline)
+
+    # States have the unpartitioned model's keys; within this module they are those of `partitions`.
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """The state of the unpartitioned model, as ``nn.Module.state_dict``."""
+        given = [*args, destination, prefix, keep_vars][: len(args)]  # by position, as PyTorch allows
+        destination, prefix, keep_vars = [*given, *[destination, prefix, keep_vars][len(given) :]]
+        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        inner = f"{prefix}partitions."
+        for key in [key for key in state if key.startswith(inner)]:
+            # partitions.<stage>.<name>
+            state[prefix + key[len(inner) :].partition(".")[2]] = state.pop(key)
+        metadata = getattr(state, "_metadata", {})
+        for key in [key for key in metadata if key.startswith(inner)]:
+            # Both: a pipeline's own children look for theirs.
+            if name := key[len(inner) :].partition(".")[2]:
+                metadata[prefix + name] = metadata[key]
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the state of the unpartitioned model, or one that torchgpipe has saved, cut in any way."""
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            state_dict = OrderedDict(state_dict)
+            inner = {
+                f"partitions.{j}.{key}": value
+                for j, stage in enumerate(self._stages())
+                for key, value in metadata.items()
+                if key.partition(".")[0] in stage._modules
+            }
+            state_dict._metadata = {**metadata, **inner}  # type: ignore[attr-defined]
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        stage_of = {name: j for j, stage in enumerate(self._stages()) for name, _ in stage.named_children()}
+        layers = {name: layer for stage in self._stages() for name, layer in stage.named_children()}
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            name, _, rest = key[len(prefix) :].partition(".")
+            if name == "partitions" and name not in stage_of:  # of torchgpipe, maybe cut otherwise
+                name, _, rest = rest.partition(".")[2].partition(".")
+                rest = _without_wrappers(layers.get(name), rest)
+                if _is_deferred_sum(layers.get(name), rest):
+                    del state_dict[key]
+                    continue
+            if name in stage_of:
+                state_dict[f"{prefix}partitions.{stage_of[name]}.{name}.{rest}"] = state_dict.pop(key)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    # Copies and pickles are pipelines of their own.
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_core"] = None
+        state["_layers"] = []
+        state["_norms"] = []
+        return state
+
+    def _stages(self) -> list[Partition]:
+        return list(self.partitions)  # type: ignore[arg-type]
+
+    def _pipeline(self) -> _C.Pipeline:
+        with _making:
+            layers = list(self)
+            if self._core is None or any(a is not b for a, b in zip_longest(layers, self._layers)):
+                self._layers = layers
+                stages = [(partition, layers_of(partition)) for partition in self._stages()]
+                devices = [str(device) for device in self.devices]
+                self._core = _C.Pipeline(stages, devices, self.deferred_batch_norm)
+                self._norms = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
+            return self._core
+
+
+def _check_chunks(chunks: int) -> None:
+    if chunks <= 0:
+        raise ValueError(f"number of chunks must be positive integer, but is {chunks}")
+
+
+def _check_checkpoint(checkpoint: str) -> None:
+    if checkpoint not in _CHECKPOINTS:
+        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
+
+
+def verify_module(module: nn.Sequential) -> None:
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(f"module must be nn.Sequential to be partitioned, but is {type(module)}")
+    children = list(module._modules.items())
+    if len({id(layer) for _, layer in children}) != len(children):
+        raise ValueError("module with duplicate children is not supported")
+    owners: dict[int, str] = {}
+    for name, layer in children:
+        for parameter in layer.parameters():
+            owner = owners.setdefault(id(parameter), name)
+            if owner != name:
+                raise ValueError(
+                    "module with duplicate parameters in distinct children is not supported: "
+                    f"'{owner}' and '{name}' share one"
+                )
+
+
+def _check_balance(balance: list[int], layers: int) -> None:
+    if sum(balance) != layers:
+        raise BalanceError(
+            "module and sum of balance have different length "
+            f"(module: {layers}, sum of balance: {sum(balance)})" + _ADVICE
+        )
+    if any(number <= 0 for number in balance):
+        raise BalanceError(f"all balance numbers must be positive integer (balance: {balance})" + _ADVICE)
+
+
+def place(devices: Iterable[torch.device | int | str] | None, stages: int) -> list[torch.device]:
+    if devices is None:
+        gpus = torch.cuda.device_count()
+        devices = range(gpus) if gpus else ["cpu"] * stages
+    placed = [torch.device(device) for device in devices]
+    if len(placed) < stages:
+        raise IndexError(f"too few devices to hold given partitions (devices: {len(placed)}, partitions: {stages})")
+    placed = placed[:stages]
+    for device in placed:
+        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+            raise IndexError(f"device {device} is not there; this process sees {torch.cuda.device_count()} GPUs")
+    return placed
+
+
+def _split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Iterator[Partition]:
+    layers = iter(module.named_children())
+    for number, device in zip(balance, devices):
+        partition = Partition()
+        for _ in range(number):
+            partition.add_module(*next(layers))
+        partition.to(device)
+        partition.training = module.training
+        yield partition
+
+
+def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
+    """Layers as the extension module takes them: name, module, and what each skippable module in it stashes and pops."""
+    return [
+        (
+            name,
+            layer,
+            [
+                (skippable, native_keys(skippable.stashable()), native_keys(skippable.poppable()))
+                for _, skippable in skippables_in(layer, name)
+            ],
+        )
+        for name, layer in module.named_children()
+    ]
+
+
+def _name_missing(module: nn.Module, incompatible: Any) -> None:
+    """Names missing keys as the unpartitioned model does."""
+    for keys in incompatible:
+        keys[:] = [re.sub(r"(^|\.)partitions\.\d+\.", r"\1", key) for key in keys]
+
+
+def _without_wrappers(layer: nn.Module | None, key: str) -> str:
+    """A key of a layer's state without the `module.` that torchgpipe puts before that of each skippable module."""
+    if isinstance(layer, Skippable) and "module" not in layer._modules:
+        key = key.removeprefix("module.")
+    name, dot, rest = key.partition(".")
+    child = layer._modules.get(name) if layer is not None else None
+    return key if child is None else name + dot + _without_wrappers(child, rest)
+
+
+def _is_deferred_sum(layer: nn.Module | None, key: str) -> bool:
+    """Whether a key of a layer's state is of torchgpipe's deferred batch norm alone."""
+    owner, _, name = key.rpartition(".")
+    if layer is None or name not in ("sum", "sum_squares"):
+        return False
+    module = dict(layer.named_modules()).get(owner)
+    return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def _denied() -> TypeError:
+    return TypeError(
+        "denied to move parameters and buffers, because GPipe should manage device placement; give it devices=[...]"
+    )
+
+
+def _check_tensors(input: object) -> None:
+    if isinstance(input, Tensor):
+        return
+    if not isinstance(input, tuple):
+        raise TypeError(f"expected Tensor, but got {type(input)}")
+    for tensor in input:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"expected Tensor, but got {type(tensor)}")

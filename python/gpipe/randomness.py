@@ -1,0 +1,70 @@
+"""Random numbers that do not depend on where a model is cut."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpipe import _C
+
+__all__ = ["RandomScope", "reference"]
+
+
+class RandomScope:
+    """Within it, random draws on this thread that name no generator (dropout, ``torch.rand``, ..) come from a stream
+    that depends on ``(seed, layer, micro_batch)`` alone. A pipeline opens one around each layer of each micro-batch, in
+    the forward and again in the recompute.
+
+        seed = RandomScope.draw_seed()
+        with RandomScope(seed, layer=2, micro_batch=0):
+            y = dropout(x)
+
+    Scopes nest; each belongs to the thread that entered it.
+    """
+
+    def __init__(self, seed: int, layer: int, micro_batch: int) -> None:
+        self._arguments = (seed, layer, micro_batch)
+        self._scopes: list[_C.RandomScope] = []
+
+    @staticmethod
+    def draw_seed() -> int:
+        """One draw of 64 bits from the default generator: the seed of a mini-batch."""
+        return _C.draw_seed()
+
+    def __enter__(self) -> RandomScope:
+        self._scopes.append(_C.RandomScope(*self._arguments))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scopes.pop().close()
+
+
+def reference(module: nn.Sequential, input: Tensor | tuple[Tensor, ...], *, chunks: int = 1) -> Tensor | tuple[Tensor, ...]:
+    """What a pipeline of the model computes, without one: runs the model micro-batch by micro-batch, with the random
+    numbers that the pipeline's layers would get.
+
+    Args:
+        module: the unpartitioned model.
+        input: a tensor or a tuple of tensors; dimension 0 is the batch.
+        chunks: micro-batches that the mini-batch is cut into.
+
+    Returns:
+        What the last layer returns, joined along dimension 0.
+    """
+    seed = RandomScope.draw_seed()
+    inputs = (input,) if isinstance(input, Tensor) else input
+    outputs: list[Any] = []
+    for micro_batch, parts in enumerate(zip(*(tensor.chunk(chunks) for tensor in inputs), strict=True)):
+        value = parts[0] if isinstance(input, Tensor) else parts
+        for index, layer in enumerate(module):
+            with RandomScope(seed, index, micro_batch):
+                value = layer(value)
+        outputs.append(value)
+    if isinstance(outputs[0], Tensor):
+        return torch.cat(outputs)
+    return tuple(torch.cat(pieces) for pieces in zip(*outputs, strict=True))

@@ -1,0 +1,120 @@
+#include "python/src/interpreter.h"
+
+#include <pthread.h>
+#include <pybind11/pybind11.h>
+
+#include <atomic>
+#include <chrono>
+#include <stdexcept>
+#include <thread>
+
+namespace gpipe::python {
+namespace {
+
+namespace py = pybind11;
+
+constexpr std::chrono::seconds kPatience{1};
+
+// Of this process's one interpreter. A thread counts itself before it looks whether the interpreter exits, and exit says
+// so before it looks at the count: one of them sees the other.
+std::atomic<int> under_way = 0;
+std::atomic<bool> exiting = false;
+
+#if PY_VERSION_HEX < 0x030D0000
+bool finalizing() { return _Py_IsFinalizing() != 0; }
+#else
+bool finalizing() { return Py_IsFinalizing() != 0; }
+#endif
+
+bool alive() { return Py_IsInitialized() != 0 && !finalizing(); }
+
+// Removes what threading.current_thread() has noted of a thread that Python had not made; unless a thread of Python's has
+// got the same number since.
+void forget_thread(unsigned long thread) try {
+  const auto threading = py::module_::import("threading");
+  const py::dict active = threading.attr("_active");
+  const py::int_ key(thread);
+  if (active.contains(key) && py::isinstance(active[key], threading.attr("_DummyThread"))) {
+    PyDict_DelItem(active.ptr(), key.ptr());
+  }
+} catch (const py::error_already_set&) {
+}
+
+}  // namespace
+
+Call::Call() {
+  ++under_way;
+  if (!exiting) return;
+  --under_way;
+  throw std::runtime_error("[gpipe] the interpreter exits");
+}
+
+Call::~Call() { --under_way; }
+
+Section::Section() {
+  ++under_way;
+  if (exiting) {
+    --under_way;
+    throw std::runtime_error("[gpipe] the interpreter exits");
+  }
+  state_ = PyGILState_Ensure();
+  PyErr_Clear();  // PyTorch's engine leaves the error of a failed backward on its thread
+}
+
+Section::~Section() {
+  PyGILState_Release(state_);
+  --under_way;
+}
+
+void await_calls_at_exit() {
+  exiting = true;
+  PyThreadState* state = PyEval_SaveThread();
+  const auto end = std::chrono::steady_clock::now() + kPatience;
+  while (under_way > 0 && std::chrono::steady_clock::now() < end) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  }
+  PyEval_RestoreThread(state);
+}
+
+void forget_calls_in_forked_processes() {
+  pthread_atfork(nullptr, nullptr, [] { under_way = 0; });
+}
+
+Reference reference_to(PyObject* object) {
+  Py_INCREF(object);
+  return Reference(object, [](PyObject* held) {
+    if (!alive()) return;
+    const auto state = PyGILState_Ensure();
+    Py_DECREF(held);
+    PyGILState_Release(state);
+  });
+}
+
+// Python takes whoever deletes another thread's state to have none itself from then on: so a thread does it that has no
+// more to do.
+ThreadStates::~ThreadStates() {
+  if (kept_.empty() || getpid() != process_ || !alive()) return;
+  std::thread undertaker([this] {
+    PyGILState_Ensure();
+    for (const auto& kept : kept_) {
+      PyThreadState_Clear(kept.state);
+      PyThreadState_Delete(kept.state);
+      forget_thread(kept.thread);
+    }
+    PyThreadState_Clear(PyThreadState_Get());
+    PyThreadState_DeleteCurrent();
+  });
+  PyThreadState* held = PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
+  undertaker.join();
+  if (held != nullptr) PyEval_RestoreThread(held);
+}
+
+void ThreadStates::keep_for_this_thread() {
+  if (PyGILState_GetThisThreadState() != nullptr) return;
+  const Call call;
+  PyGILState_Ensure();
+  kept_.push_back({PyThreadState_Get(), PyThread_get_thread_ident()});
+  PyEval_SaveThread();
+}
+
+}  // namespace gpipe::python

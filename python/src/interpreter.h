@@ -1,0 +1,69 @@
+#pragma once
+
+#include <Python.h>
+#include <sys/types.h>
+#include <unistd.h>
+
+#include <memory>
+#include <vector>
+
+namespace gpipe::python {
+
+/// Runs Python code on a thread of the library's own, or on one that has released the interpreter's lock: takes the
+/// lock for its lifetime. Once the interpreter exits, no thread can come back from waiting for the lock; so exit waits,
+/// for a second, until no Section lives, and then there can be no more.
+///
+/// Errors: std::runtime_error once the interpreter exits.
+class Section {
+ public:
+  Section();
+  ~Section();
+  Section(const Section&) = delete;
+  Section& operator=(const Section&) = delete;
+
+ private:
+  PyGILState_STATE state_;
+};
+
+/// While one lives, exit waits: for a call that has released the interpreter's lock and will want it back.
+class Call {
+ public:
+  Call();
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+};
+
+/// Ends, at exit, what is under way: every Section that would begin throws.
+void await_calls_at_exit();
+/// In a forked process nothing is under way.
+void forget_calls_in_forked_processes();
+
+/// A reference that may be dropped on any thread, with the interpreter's lock or without; lost at exit.
+using Reference = std::shared_ptr<PyObject>;
+Reference reference_to(PyObject* object);
+
+/// The Python thread states of a pipeline's workers. Each keeps its own for as long as this lives, so that
+/// threading.local and the like last from call to call. Destroyed, on any thread, when the workers have ended; in a
+/// forked process Python has freed the states itself.
+class ThreadStates {
+ public:
+  ThreadStates() = default;
+  ~ThreadStates();
+  ThreadStates(const ThreadStates&) = delete;
+  ThreadStates& operator=(const ThreadStates&) = delete;
+
+  /// Gives the calling thread a state, unless it has one. To be called without the interpreter's lock, before the
+  /// thread's first Section.
+  void keep_for_this_thread();
+
+ private:
+  struct Kept {
+    PyThreadState* state;
+    unsigned long thread;
+  };
+  const pid_t process_ = getpid();
+  std::vector<Kept> kept_;  // guarded by the interpreter's lock
+};
+
+}  // namespace gpipe::python

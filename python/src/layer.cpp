@@ -1,0 +1,124 @@
+#include "python/src/layer.h"
+
+#include <cxxabi.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <utility>
+
+#include "python/src/values.h"
+#include "skip/skippable.h"
+
+namespace gpipe::python {
+namespace {
+
+namespace py = pybind11;
+
+constexpr char kMirror[] = "mirror";
+
+std::vector<std::string> names_of(const std::vector<SkipKey>& keys) {
+  std::vector<std::string> names;
+  for (const auto& key : keys) names.push_back(key.name);
+  return names;
+}
+
+/// Declares the skips of a Python module.
+struct SkippableMirror : torch::nn::Module, Skippable {
+  explicit SkippableMirror(const SkipNames& skips)
+      : Skippable({.stash = names_of(skips.stashes), .pop = names_of(skips.pops)}) {
+    for (const auto* keys : {&skips.stashes, &skips.pops}) {
+      for (const auto& key : *keys) isolate(key.ns, {key.name});
+    }
+  }
+};
+
+/// Calls f(name, value) for each item of a module's dict of that name; what is None is left out.
+template <typename F>
+void for_each(PyObject* module, const char* dict_name, F f) {
+  const auto dict = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, dict_name));
+  if (!dict) throw py::error_already_set();
+  PyObject* name = nullptr;
+  PyObject* value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &name, &value) != 0;) {
+    if (value != Py_None) f(name, value);
+  }
+}
+
+void collect(PyObject* module, std::vector<at::Tensor>& tensors) {
+  const auto add = [&](PyObject*, PyObject* value) {
+    if (THPVariable_Check(value)) tensors.push_back(THPVariable_Unpack(value));
+  };
+  for_each(module, "_parameters", add);
+  for_each(module, "_buffers", add);
+  for_each(module, "_modules", [&](PyObject*, PyObject* child) { collect(child, tensors); });
+}
+
+std::shared_ptr<torch::nn::Module> mirror(PyObject* module, const std::vector<SkipNames>& skips) {
+  const auto of =
+      std::find_if(skips.begin(), skips.end(), [&](const auto& each) { return each.module.get() == module; });
+  const auto made = of == skips.end() ? std::make_shared<torch::nn::Module>() : std::make_shared<SkippableMirror>(*of);
+  const auto text = [](PyObject* name) { return py::reinterpret_borrow<py::str>(name).cast<std::string>(); };
+  for_each(module, "_parameters", [&](PyObject* name, PyObject* value) {
+    const auto& parameter = THPVariable_Unpack(value);
+    made->register_parameter(text(name), parameter, parameter.requires_grad());
+  });
+  for_each(module, "_buffers",
+           [&](PyObject* name, PyObject* value) { made->register_buffer(text(name), THPVariable_Unpack(value)); });
+  for_each(module, "_modules",
+           [&](PyObject* name, PyObject* child) { made->register_module(text(name), mirror(child, skips)); });
+  return made;
+}
+
+bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& left, const auto& right) { return left.is_same(right); });
+}
+
+}  // namespace
+
+PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNames> skips,
+                         std::shared_ptr<ThreadStates> states)
+    : name_(std::move(name)),
+      states_(std::move(states)),
+      module_(reference_to(module)),
+      skips_(std::move(skips)),
+      holder_(std::make_shared<torch::nn::Module>(name_)) {
+  holder_->register_module(kMirror, mirror(module, skips_));
+  collect(module, mirrored_);
+}
+
+Value PythonLayer::forward(Value input) { return call(module_.get(), std::move(input), *states_); }
+
+void PythonLayer::refresh() {
+  std::vector<at::Tensor> tensors;
+  collect(module_.get(), tensors);
+  if (same(tensors, mirrored_)) return;
+  holder_->replace_module(kMirror, mirror(module_.get(), skips_));
+  mirrored_ = std::move(tensors);
+}
+
+Value call(PyObject* callable, Value input, ThreadStates& states) {
+  states.keep_for_this_thread();
+  const Section section;
+  auto argument = py::reinterpret_steal<py::object>(to_python(input));
+  input = Value();
+  py::object output;
+  try {
+    output = py::reinterpret_steal<py::object>(PyObject_CallOneArg(callable, argument.ptr()));
+  } catch (abi::__forced_unwind&) {
+    // The interpreter has exited while the layer waited for something, and ends its threads. It must not unwind what
+    // the process may still use; exit does not wait for this thread.
+    for (;;) pause();
+  }
+  if (!output) throw py::error_already_set();
+  try {
+    return to_value(output.ptr());
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+    throw py::error_already_set();
+  }
+}
+
+}  // namespace gpipe::python

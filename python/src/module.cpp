@@ -1,0 +1,33 @@
+#include <c10/util/Exception.h>
+#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/version.h>
+
+#include "python/src/interpreter.h"
+#include "python/src/pipeline.h"
+
+static_assert(PYBIND11_INTERNALS_VERSION == 11, "build with the pybind11 that comes with torch");
+
+PYBIND11_MODULE(_C, module) {
+  namespace py = pybind11;
+  using namespace gpipe::python;
+
+  module.attr("torch_version") = TORCH_VERSION;
+  py::register_local_exception_translator([](std::exception_ptr error) {
+    try {
+      if (error) std::rethrow_exception(error);
+    } catch (const c10::Error&) {
+      torch::translate_exception_to_python(error);
+    } catch (python_error& raised) {
+      raised.restore();
+    }
+  });
+  init_skip(module);
+  init_randomness(module);
+  init_trace(module);
+  init_pipeline(module);
+  init_balance(module);
+  init_models(module);
+  forget_calls_in_forked_processes();
+  py::module_::import("atexit").attr("register")(py::cpp_function(&await_calls_at_exit));
+}

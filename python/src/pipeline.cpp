@@ -1,0 +1,181 @@
+#include "python/src/pipeline.h"
+
+#include <pybind11/stl.h>
+#include <torch/csrc/Exceptions.h>
+
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "python/src/values.h"
+#include "skip/namespace.h"
+
+namespace gpipe::python {
+namespace {
+
+namespace py = pybind11;
+
+/// What a stage's module calls before each of its layers. Heard while the pipeline runs that module on this thread.
+class Begin {
+ public:
+  void operator()(int layer) const {
+    if (heard_ == this) (*begin_)(layer);
+  }
+
+  /// Makes the pipeline listen, for its lifetime.
+  class Listening {
+   public:
+    Listening(const Begin* heard, absl::FunctionRef<void(int)>* begin)
+        : heard_before_(std::exchange(heard_, heard)), begin_before_(std::exchange(begin_, begin)) {}
+    ~Listening() {
+      heard_ = heard_before_;
+      begin_ = begin_before_;
+    }
+    Listening(const Listening&) = delete;
+    Listening& operator=(const Listening&) = delete;
+
+   private:
+    const Begin* heard_before_;
+    absl::FunctionRef<void(int)>* begin_before_;
+  };
+
+ private:
+  static thread_local const Begin* heard_;
+  static thread_local absl::FunctionRef<void(int)>* begin_;
+};
+
+thread_local const Begin* Begin::heard_ = nullptr;
+thread_local absl::FunctionRef<void(int)>* Begin::begin_ = nullptr;
+
+std::vector<SkipKey> to_keys(const py::handle& names) {
+  std::vector<SkipKey> keys;
+  for (const auto& each : names) {
+    const auto key = each.cast<py::tuple>();
+    keys.push_back({key[0].cast<Namespace>(), key[1].cast<std::string>()});
+  }
+  return keys;
+}
+
+std::unique_ptr<PythonLayer> make_layer(const py::tuple& layer, const std::shared_ptr<ThreadStates>& states) {
+  std::vector<SkipNames> skips;
+  for (const auto& each : layer[2].cast<py::list>()) {
+    const auto names = each.cast<py::tuple>();
+    skips.push_back({reference_to(names[0].cast<py::object>().ptr()), to_keys(names[1]), to_keys(names[2])});
+  }
+  return std::make_unique<PythonLayer>(layer[0].cast<std::string>(), layer[1].cast<py::object>().ptr(),
+                                       std::move(skips), states);
+}
+
+RunLayers run_stage(const py::object& module, const std::shared_ptr<ThreadStates>& states) {
+  const auto begin = std::make_shared<Begin>();
+  module.attr("_enter") = py::cast(begin);
+  return [begin, states, stage = reference_to(module.ptr())](Value input, absl::FunctionRef<void(int)> begin_layer) {
+    const Begin::Listening listening(begin.get(), &begin_layer);
+    begin_layer(0);
+    return call(stage.get(), std::move(input), *states);
+  };
+}
+
+void poll() {
+  const Section section;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
+std::string describe(const ErrorInfo& info) {
+  const char* what = info.action.kind == Kind::F ? "forward" : info.action.kind == Kind::R ? "recompute" : "backward";
+  auto text = absl::StrFormat("[gpipe] in the %s of micro-batch %d on stage %d", what, info.action.micro_batch,
+                              info.action.stage);
+  if (info.layer >= 0) text += absl::StrFormat(", layer '%s'", info.layer_name);
+  return text;
+}
+
+void add_note(PyObject* error, const ErrorInfo& info) {
+  auto result = py::reinterpret_steal<py::object>(PyObject_CallMethod(error, "add_note", "s", describe(info).c_str()));
+  if (!result) PyErr_Clear();  // before Python 3.11 there are no notes
+}
+
+void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
+  try {
+    const Section section;
+    try {
+      std::rethrow_exception(error);
+    } catch (py::error_already_set& raised) {
+      add_note(raised.value().ptr(), info);
+    } catch (python_error& raised) {
+      if (raised.value != nullptr) add_note(raised.value, info);
+    }
+  } catch (...) {  // no error of Python's, which says itself where it is from; or the interpreter exits
+  }
+}
+
+}  // namespace
+
+Checkpoint to_checkpoint(const std::string& name) {
+  for (const auto mode : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    if (to_string(mode) == name) return mode;
+  }
+  throw std::invalid_argument("checkpoint is not one of 'always', 'except_last', or 'never', but '" + name + "'");
+}
+
+std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std::shared_ptr<ThreadStates>& states) {
+  std::vector<std::unique_ptr<Layer>> made;
+  for (const auto& each : layers) made.push_back(make_layer(each.cast<py::tuple>(), states));
+  return made;
+}
+
+PythonPipeline::PythonPipeline(const Objects& stages, const std::vector<std::string>& devices,
+                               bool deferred_batch_norm) {
+  std::vector<std::unique_ptr<Layer>> layers;
+  std::vector<std::int64_t> balance;
+  Host host{.poll = poll, .on_error = on_error};
+  const auto states = std::make_shared<ThreadStates>();
+  for (const auto& each : stages) {
+    const auto stage = each.cast<py::tuple>();
+    const auto of_stage = py::reinterpret_borrow<Objects>(stage[1]);
+    balance.push_back(static_cast<std::int64_t>(of_stage.size()));
+    for (auto& layer : make_layers(of_stage, states)) {
+      layers_.push_back(static_cast<PythonLayer*>(layer.get()));
+      layers.push_back(std::move(layer));
+    }
+    host.run_layers.push_back(run_stage(stage[0], states));
+  }
+  std::vector<torch::Device> placed(devices.begin(), devices.end());
+  pipe_ = GPipe(std::move(layers), std::move(balance),
+                GPipeOptions().devices(std::move(placed)).deferred_batch_norm(deferred_batch_norm), std::move(host));
+}
+
+PythonPipeline::~PythonPipeline() {
+  const py::gil_scoped_release released;
+  pipe_ = nullptr;
+}
+
+py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const std::string& checkpoint) {
+  auto value = to_value(input.ptr());
+  const auto mode = to_checkpoint(checkpoint);
+  for (auto* layer : layers_) layer->refresh();
+  const Call call;
+  const auto output = [&] {
+    const py::gil_scoped_release released;
+    return pipe_->forward(std::move(value), chunks, mode);
+  }();
+  return py::reinterpret_steal<py::object>(to_python(output));
+}
+
+void PythonPipeline::trace(std::optional<std::shared_ptr<Timeline>> timeline) {
+  pipe_->trace(std::move(timeline).value_or(nullptr));
+}
+
+void init_pipeline(py::module_& module) {
+  py::class_<Begin, std::shared_ptr<Begin>>(module, "Begin").def("__call__", &Begin::operator());
+  py::class_<PythonPipeline>(module, "Pipeline")
+      .def(py::init<const Objects&, const std::vector<std::string>&, bool>(), py::arg("stages"), py::arg("devices"),
+           py::arg("deferred_batch_norm"))
+      .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"))
+      .def("trace", &PythonPipeline::trace, py::arg("timeline"));
+  module.def("is_checkpointing", &is_checkpointing,
+             "Whether the calling layer's forward will be recomputed: no graph is built.");
+  module.def("is_recomputing", &is_recomputing,
+             "Whether the calling layer's forward is a recomputation, before its backward.");
+}
+
+}  // namespace gpipe::python

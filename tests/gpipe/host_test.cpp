@@ -1,0 +1,125 @@
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <atomic>
+#include <mutex>
+#include <stdexcept>
+
+#include "gpipe/gpipe.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+using torch::nn::Linear;
+using torch::nn::Sequential;
+
+/// Runs the layers of a stage in a row, as a host does.
+RunLayers run_in_a_row(const Sequential& model, int first, int end) {
+  return [model, first, end](Value input, absl::FunctionRef<void(int)> begin) {
+    for (int i = first; i < end; ++i) {
+      begin(i - first);
+      input = make_layers(*model)[i]->forward(std::move(input));
+    }
+    return input;
+  };
+}
+
+TEST(HostTest, RunsStagesAsThePipelineWould) {
+  torch::manual_seed(0);
+  Sequential model(Linear(4, 4), torch::nn::Dropout(0.5), Linear(4, 4), torch::nn::Dropout(0.5));
+  const auto x = torch::randn({6, 4});
+  const auto step = [&](Host host) {
+    const auto options = GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways).intraop_threads(1);
+    GPipe pipe(make_layers(*model), {1, 3}, options, std::move(host));
+    torch::manual_seed(1);
+    model->zero_grad();
+    const auto y = pipe->forward(x);
+    y.sum().backward();
+    return std::pair(y, model[0]->as<Linear>()->weight.grad().clone());
+  };
+  const auto expected = step({});
+  const auto hosted = step({.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 4)}});
+  EXPECT_TRUE(torch::equal(hosted.first, expected.first));
+  EXPECT_TRUE(torch::equal(hosted.second, expected.second));
+}
+
+struct FailImpl : torch::nn::Module {
+  torch::Tensor forward(torch::Tensor) { throw std::domain_error("no"); }
+};
+TORCH_MODULE(Fail);
+
+TEST(HostTest, IsToldOfErrors) {
+  Sequential model(Linear(4, 4), Linear(4, 4), Fail());
+  std::vector<ErrorInfo> told;
+  const auto on_error = [&](const ErrorInfo& info, const std::exception_ptr& error) {
+    EXPECT_THROW(std::rethrow_exception(error), std::domain_error);
+    told.push_back(info);
+  };
+  Host host{.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 3)}, .on_error = on_error};
+  GPipe pipe(make_layers(*model), {1, 2}, GPipeOptions().chunks(2), std::move(host));
+  EXPECT_THROW(pipe->forward(torch::randn({4, 4})), std::domain_error);
+  ASSERT_EQ(told.size(), 1U);
+  EXPECT_EQ(told[0].layer, 2);
+  EXPECT_EQ(told[0].layer_name, "2");
+  EXPECT_EQ(told[0].action.stage, 1);
+}
+
+TEST(HostTest, EndsACallByThrowing) {
+  std::atomic<bool> asked = false;
+  Sequential model(Linear(4, 4));
+  const auto wait = [&](Value input, absl::FunctionRef<void(int)>) {
+    while (!asked) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return input;
+  };
+  const auto poll = [&] {
+    if (!asked.exchange(true)) throw std::domain_error("enough");
+  };
+  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), Host{.run_layers = {wait}, .poll = poll});
+  EXPECT_THROW(pipe->forward(torch::randn({4, 4})), std::domain_error);
+  EXPECT_FALSE(pipe->last_error());
+  EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
+}
+
+TEST(HostTest, MayChooseChunksAndCheckpointModeForEachCall) {
+  std::mutex mutex;
+  std::vector<std::pair<std::int64_t, bool>> seen;
+  struct NoteImpl : torch::nn::Module {
+    explicit NoteImpl(std::function<void(const torch::Tensor&)> note) : note(std::move(note)) {}
+    torch::Tensor forward(torch::Tensor x) {
+      note(x);
+      return x * 1;
+    }
+    std::function<void(const torch::Tensor&)> note;
+  };
+  Sequential model(std::make_shared<NoteImpl>([&](const torch::Tensor& x) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    seen.emplace_back(x.size(0), is_checkpointing());
+  }));
+  GPipe pipe(model, {1}, GPipeOptions().chunks(4));
+  const Value x(torch::randn({4, 4}).requires_grad_());
+  pipe->forward(x, 2, Checkpoint::kExceptLast);
+  EXPECT_EQ(seen, (std::vector<std::pair<std::int64_t, bool>>{{2, true}, {2, false}}));
+  EXPECT_THROW(pipe->forward(x, 0, Checkpoint::kNever), std::invalid_argument);
+}
+
+TEST(CheckpointingTest, LayersCanTell) {
+  std::vector<std::string> seen;
+  struct NoteImpl : torch::nn::Module {
+    explicit NoteImpl(std::vector<std::string>& seen) : seen(seen) {}
+    torch::Tensor forward(torch::Tensor x) {
+      seen.push_back(is_checkpointing() ? "checkpointing" : is_recomputing() ? "recomputing" : "plain");
+      return x * 1;
+    }
+    std::vector<std::string>& seen;
+  };
+  Sequential model(std::make_shared<NoteImpl>(seen));
+  GPipe pipe(model, {1}, GPipeOptions().chunks(2));
+  pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
+  EXPECT_EQ(seen, (std::vector<std::string>{"checkpointing", "plain", "recomputing"}));
+  model->forward(torch::randn({4, 4}));
+  EXPECT_EQ(seen.back(), "plain");
+}
+
+}  // namespace
+}  // namespace gpipe

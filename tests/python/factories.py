@@ -1,0 +1,12 @@
+"""Models for python -m gpipe."""
+
+import torch
+from torch import nn
+
+
+def model():
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+
+def model_and_batch():
+    return model(), torch.rand(8, 16)

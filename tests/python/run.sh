@@ -1,0 +1,29 @@
+#!/usr/bin/env bash
+# Installs the package into a new virtual environment, with the libraries of a build folder, and tests it there: types,
+# stubs, pytest.
+#   run.sh CMAKE BUILD_FOLDER WORK_FOLDER PYTHON [pytest argument...]
+# PYTHON has torch and what else the tests need; the environment borrows its packages.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+cmake=$1 build=$2 work=$3 python=$4
+shift 4
+
+"$python" -c 'import mypy, pybind11_stubgen, pytest, scikit_build_core' || exit 77
+rm -rf "$work"
+mkdir -p "$work/source"
+cp -r "$root"/{pyproject.toml,CMakeLists.txt,README.md,LICENSE,python} "$work/source"
+"$cmake" --install "$build" --component python --prefix "$work/source/python" >/dev/null
+
+packages='import sysconfig; print(sysconfig.get_path("purelib"))'
+"$python" -m venv "$work/venv"
+venv=$work/venv/bin/python
+"$python" -c "$packages" >"$("$venv" -c "$packages")/borrowed.pth"
+"$venv" -m pip install --quiet --no-build-isolation --no-deps --no-index --disable-pip-version-check \
+  -C wheel.cmake=false "$work/source"
+
+cd "$root/tests/python" # where there is no gpipe but the installed one
+"$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"
+diff -u "$root/python/gpipe/_C.pyi" "$work/stubs/gpipe/_C.pyi"
+"$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" --package gpipe
+"$venv" "$root/examples/python/hello.py"
+exec "$venv" -m pytest -q -p no:cacheprovider "$@"

@@ -1,0 +1,122 @@
+"""Measuring, cutting, predicting."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe import balance
+from gpipe.batchnorm import convert_deferred_batch_norm
+from gpipe.skip import Namespace
+from layers import Add, Double, Fail, Stash
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(inplace=True), Stash(), nn.Linear(64, 64), Add(), nn.Dropout(0.5)
+    )
+
+
+def test_by_time():
+    layers = nn.Sequential(*(nn.Linear(256, 256) for _ in range(6)))
+    result = balance.balance_by_time(3, layers, torch.rand(64, 256), timeout=0.5)
+    assert sum(result) == 6 and len(result) == 3 and all(result)
+
+
+def test_by_size():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1000))
+    assert balance.balance_by_size(2, layers, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]
+
+
+@pytest.mark.parametrize("function", [balance.balance_by_time, balance.balance_by_size])
+def test_refuses(function):
+    with pytest.raises(ValueError, match="partitions must be a positive integer"):
+        function(0, model(), torch.rand(4, 64))
+    with pytest.raises(ValueError, match="sequence is shorter than intended partitions"):
+        function(8, model(), torch.rand(4, 64))
+
+
+def test_refuses_chunks():
+    with pytest.raises(ValueError, match="number of chunks must be positive integer"):
+        balance.balance_by_size(2, model(), torch.rand(4, 64), chunks=0)
+
+
+def test_leaves_no_trace():
+    layers = model()
+    x = torch.rand(8, 64)
+    layers[6].eval()
+    layers[0].weight.grad = torch.ones(64, 64)
+    state = copy.deepcopy(layers.state_dict())
+    torch.manual_seed(1)
+    random = torch.get_rng_state()
+    measured = balance.profile(layers, x, workers=2, seconds=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(state[key], value) for key, value in layers.state_dict().items())
+    assert torch.equal(layers[0].weight.grad, torch.ones(64, 64))
+    assert [layer.training for layer in layers] == [True] * 6 + [False]
+    assert [layer.name for layer in measured.layers] == list("0123456")
+    assert [(skip.name, skip.from_layer, skip.to_layer) for skip in measured.skips] == [("skip", 3, 5)]
+    assert all(layer.forward > 0 and layer.backward > 0 for layer in measured.layers)
+    assert balance.Profile.from_json(measured.to_json()).layers[1].buffers == measured.layers[1].buffers > 0
+    assert "BatchNorm" not in str(measured) and str(measured)
+
+
+def test_leaves_other_layers_as_they_were():
+    unet = gpipe.models.unet(base_channels=2, depth=1, dropout=0.5).eval()
+    x = torch.rand(2, 3, 8, 8)
+    expected = unet(x)
+    balance.balance_by_time(2, unet, x, timeout=0)
+    assert torch.equal(unet(x), expected)
+    norm = convert_deferred_batch_norm(nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 64)))
+    balance.balance_by_time(2, norm, torch.rand(8, 64), timeout=0)
+    assert int(norm[0].num_batches_tracked) == 0 and norm[0].tracked == 0
+
+
+def test_predict():
+    measured = balance.profile(model(), torch.rand(8, 64), seconds=0)
+    prediction = balance.predict(measured, [3, 4], 4, "always")
+    assert prediction.balance == [3, 4]
+    assert prediction.seconds > 0 and 0 <= prediction.bubble < 1
+    assert len(prediction.stages) == len(prediction.bytes) == 2
+    assert prediction.timeline.workers == 2
+    with pytest.raises(ValueError):
+        balance.predict(measured, [3, 3], 4)
+    with pytest.raises(ValueError, match="checkpoint is not one of"):
+        balance.predict(measured, [3, 4], 4, "sometimes")
+
+
+def test_suggest():
+    suggestion = balance.suggest(model(), torch.rand(8, 64), ["cpu", "cpu"], chunks=[1, 2], seconds=1)
+    assert suggestion.fits and len(suggestion.candidates) == 6
+    best = suggestion.best
+    pipe = gpipe.GPipe(model(), best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
+    pipe(torch.rand(8, 64)).sum().backward()
+    too_small = balance.suggest(model(), torch.rand(8, 64), ["cpu"], chunks=[1], memory_limit=10, seconds=0)
+    assert not too_small.fits and "nothing fits" in too_small.reason
+    with pytest.raises(RuntimeError, match="nothing fits"):
+        too_small.best
+    with pytest.raises(ValueError, match="at least one device"):
+        balance.suggest(model(), torch.rand(8, 64), [])
+
+
+def test_a_layer_that_fails():
+    with pytest.raises(RuntimeError, match=r"layer '1' failed in its forward: .*from the layer") as raised:
+        balance.profile(nn.Sequential(Double(), Fail()), torch.rand(8, 64), seconds=0)
+    assert isinstance(raised.value.__cause__, ValueError)
+
+
+def test_interrupted():
+    def interrupt(part):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        balance.profile(model(), torch.rand(8, 64), seconds=0, progress=interrupt)
+
+
+def test_namespaces():
+    namespace = Namespace()
+    layers = nn.Sequential(Stash().isolate(namespace), Double(), Add().isolate(namespace))
+    assert len(balance.profile(layers, torch.rand(4, 8, requires_grad=True), seconds=0).skips) == 1

@@ -1,0 +1,125 @@
+"""What layers raise comes out as it was; a pipeline that failed works on."""
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from layers import Double, Fail, FailBackward
+
+
+def notes(error):
+    return getattr(error, "__notes__", [])
+
+
+def test_forward():
+    error = ValueError("from the layer")
+    pipe = gpipe.GPipe(nn.Sequential(Double(), nn.Sequential(Double(), Fail(error))), [1, 1], chunks=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="from the layer") as raised:
+            pipe(torch.zeros(4, 1))
+        assert raised.value is error
+        assert "forward" in [entry.name for entry in raised.traceback]
+        assert notes(error)[-1] == "[gpipe] in the forward of micro-batch 0 on stage 1, layer '1'"
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_backward(checkpoint):
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailBackward()), [1, 1], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):
+        y = pipe(torch.zeros(4, 1))
+        with pytest.raises(ZeroDivisionError, match="from the backward") as raised:
+            y.sum().backward()
+        assert notes(raised.value)[0].startswith("[gpipe] in the backward of micro-batch 1 on stage 1")
+        assert pipe[0].weight.grad is None
+    assert torch.equal(pipe(torch.ones(2, 1)), pipe[0](torch.ones(2, 1)))
+
+
+def test_backward_after_a_failed_one():
+    class Square(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.save_for_backward(x)
+            return x * x
+
+        @staticmethod
+        def backward(ctx, gradient):
+            (x,) = ctx.saved_tensors
+            if x.sum() == 0:
+                raise ZeroDivisionError
+            return 2 * x * gradient
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Square.apply(x)
+
+    pipe = gpipe.GPipe(nn.Sequential(Layer(), nn.Identity()), [1, 1], checkpoint="never")
+    good = torch.ones(2, 1, requires_grad=True)
+    losses = pipe(torch.zeros(2, 1, requires_grad=True)).sum(), pipe(good).sum()
+    with pytest.raises(ZeroDivisionError):
+        losses[0].backward()
+    losses[1].backward()
+    assert torch.equal(good.grad, torch.full((2, 1), 2.0))
+
+
+def test_recompute():
+    class FailLater(nn.Module):
+        def forward(self, x):
+            if gpipe.is_recomputing():
+                raise LookupError("not twice")
+            return x
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailLater()), [1, 1], checkpoint="always")
+    with pytest.raises(LookupError, match="not twice") as raised:
+        pipe(torch.zeros(4, 1)).sum().backward()
+    assert notes(raised.value) == ["[gpipe] in the recompute of micro-batch 0 on stage 1, layer '1'"]
+
+
+def test_what_layers_pass_on():
+    class Listing(nn.Module):
+        def forward(self, x):
+            return [x, x]
+
+    class First(nn.Module):
+        def forward(self, xs):
+            return xs[0]
+
+    with pytest.raises(TypeError, match="expected Tensor, but got <class 'list'>") as raised:
+        gpipe.GPipe(nn.Sequential(Listing(), First()), [1, 1])(torch.zeros(1))
+    assert "on stage 0" in notes(raised.value)[0]
+    # Within a stage it is nobody else's business.
+    assert gpipe.GPipe(nn.Sequential(Listing(), First()), [2])(torch.zeros(1)).shape == (1,)
+
+
+def test_passes():
+    seen = []
+
+    class Note(nn.Module):
+        def forward(self, x):
+            seen.append((gpipe.is_checkpointing(), gpipe.is_recomputing(), torch.is_grad_enabled()))
+            return x * 1
+
+    pipe = gpipe.GPipe(nn.Sequential(Note()), [1], chunks=2, checkpoint="except_last")
+    pipe(torch.zeros(2, 1, requires_grad=True)).sum().backward()
+    assert seen == [(True, False, False), (False, False, True), (False, True, True)]
+    seen.clear()
+    pipe.eval()
+    pipe(torch.zeros(2, 1, requires_grad=True)).sum().backward()
+    assert seen == [(False, False, True)] * 2
+    assert not gpipe.is_checkpointing() and not gpipe.is_recomputing()
+
+
+def test_torch_errors():
+    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as raised:
+        gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3)), [1, 1])(torch.zeros(1, 2))
+    assert notes(raised.value) == ["[gpipe] in the forward of micro-batch 0 on stage 1, layer '1'"]
+
+
+def test_twice_backward():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])
+    loss = pipe(torch.ones(1, 1)).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(pipe[0].weight.grad, torch.full((1, 1), 2.0))
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()

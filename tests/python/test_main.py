@@ -1,0 +1,48 @@
+"""python -m gpipe."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "gpipe", *arguments],
+        capture_output=True,
+        text=True,
+        cwd=os.path.dirname(__file__),
+        timeout=120,
+    )
+
+
+def test_suggest():
+    done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "1,2", "--seconds", "0")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 7
+    done = run("suggest", "factories:model_and_batch", "--chunks", "2", "--seconds", "0", "--json")
+    candidates = json.loads(done.stdout)["candidates"]
+    assert {candidate["checkpoint"] for candidate in candidates} == {"never", "except_last", "always"}
+    assert all(sum(candidate["balance"]) == 3 for candidate in candidates)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["factories"], "is not MODULE:FUNCTION"),
+        (["factories:unknown"], "cannot load 'factories:unknown'"),
+        (["unknown:model"], "cannot load 'unknown:model'"),
+        (["factories:model"], "give --input"),
+        (["factories:model", "--input", "8,x"], "argument --input"),
+        (["factories:model", "--input", "8,16", "--memory-limit", "lots"], "argument --memory-limit"),
+        (["factories:model", "--input", "8,16", "--devices", "cpu,cpu,cpu,cpu"], "error: "),
+        (["factories:model", "--input", "8,17", "--seconds", "0"], "layer '0' failed in its forward"),
+        (["factories:model", "--input", "8,16", "--memory-limit", "1KB", "--seconds", "0"], ""),
+    ],
+)
+def test_misuse(arguments, message):
+    done = run("suggest", *arguments)
+    assert done.returncode != 0
+    assert message in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,217 @@
+"""Skips: declared, verified, routed."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
+from layers import Add, Double, Stash, YieldAdd, YieldStash
+
+
+@pytest.mark.parametrize("first, last", [(Stash, Add), (YieldStash, YieldAdd), (Stash, YieldAdd), (YieldStash, Add)])
+@pytest.mark.parametrize("balance", [None, [3], [1, 2], [2, 1], [1, 1, 1]])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+def test_values(first, last, balance, checkpoint):
+    model = nn.Sequential(first(), Double(), last())
+    if balance is not None:
+        model = gpipe.GPipe(model, balance, chunks=2, checkpoint=checkpoint)
+    x = torch.ones(4, 1, requires_grad=True)
+    y = model(x)
+    assert torch.equal(y, torch.full((4, 1), 3.0))
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full((4, 1), 3.0))
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 1, 1]])
+@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("what", ["integers", "unused", "none"])
+def test_without_gradient(balance, checkpoint, what):
+    @skippable(stash=["a"])
+    class First(nn.Module):
+        def forward(self, x):
+            stash("a", {"integers": torch.arange(len(x)), "unused": x, "none": None}[what])
+            return x
+
+    @skippable(pop=["a"])
+    class Last(nn.Module):
+        def forward(self, x):
+            a = pop("a")
+            assert (a is None) == (what == "none")
+            return x + a[:, None] if what == "integers" else x
+
+    pipe = gpipe.GPipe(nn.Sequential(First(), nn.Linear(1, 1), Last()), balance, chunks=2, checkpoint=checkpoint)
+    pipe(torch.ones(4, 1)).sum().backward()
+    assert pipe[1].weight.grad is not None
+
+
+def test_declaration():
+    @skippable(stash="name", pop=("a", "b"))
+    class Layer(nn.Linear):
+        """Text."""
+
+    layer = Layer(2, 3)
+    assert Layer.stashable_names == frozenset(["name"])
+    assert Layer.poppable_names == frozenset(["a", "b"])
+    assert Layer.__name__ == "Layer"
+    assert Layer.__doc__ == "Text."
+    assert isinstance(layer, nn.Linear) and isinstance(layer, Skippable)
+    assert layer.module is layer
+    assert layer.out_features == 3
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    assert repr(layer).startswith("@skippable(Layer(")
+    with pytest.raises(TypeError, match="skippable already"):
+        skippable(pop=["c"])(Layer)
+    with pytest.raises(TypeError):
+        skippable(stash=[1])
+
+
+@pytest.mark.parametrize(
+    "forward, message",
+    [
+        (lambda self, x: x, "'a' must be stashed but have not"),
+        (lambda self, x: stash("b", x), "'b' has not been declared as stashable"),
+        (lambda self, x: pop("a"), "'a' has not been declared as poppable"),
+    ],
+)
+def test_misuse(forward, message):
+    Layer = skippable(stash=["a"])(type("Layer", (nn.Module,), {"forward": forward}))
+    with pytest.raises(RuntimeError, match=message):
+        Layer()(torch.zeros(1))
+    with pytest.raises(RuntimeError, match=message):
+        gpipe.GPipe(nn.Sequential(Layer(), skippable(pop=["a"])(nn.Identity)()), [1, 1])(torch.zeros(1))
+
+
+def test_not_stashed():
+    with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
+        Add()(torch.zeros(1))
+
+
+def test_not_a_command():
+    @skippable()
+    class Layer(nn.Module):
+        def forward(self, x):
+            yield x
+            return x
+
+    with pytest.raises(TypeError, match="is not a command from @skippable"):
+        Layer()(torch.zeros(1))
+
+
+def test_outside():
+    with pytest.raises(RuntimeError, match="no forward of a @skippable layer"):
+        stash("a", torch.zeros(1))
+    with pytest.raises(TypeError, match="must be a Tensor or None"):
+        stash("a", 1)
+
+
+def test_verify():
+    verify_skippables(nn.Sequential(Stash(), Add()))
+    with pytest.raises(TypeError) as raised:
+        both = skippable(stash=["x"], pop=["x"])(nn.Identity)
+        verify_skippables(nn.Sequential(Stash(), Stash(), both(), nn.Sequential(skippable(pop=["y"])(nn.Identity)())))
+    message = str(raised.value)
+    assert message.startswith("one or more pairs of stash and pop do not match:\n\n* ")
+    assert "* '1' redeclared 'skip' as stashable but not isolated by namespace" in message
+    assert "* '2' declared 'x' both as stashable and as poppable" in message
+    assert "* '3.0' declared 'y' as poppable but it was not stashed" in message
+    assert "* no module declared 'skip' as poppable but stashed" in message
+    with pytest.raises(TypeError, match="'0' declared 'skip' as poppable but it was not stashed"):
+        verify_skippables(nn.Sequential(Add(), Stash()))
+    with pytest.raises(TypeError, match="do not match"):
+        gpipe.GPipe(nn.Sequential(Stash()), [1])
+
+
+def test_isolate():
+    a, b = Namespace(), Namespace()
+    layers = [Stash().isolate(a), Stash().isolate(b, only=["skip"]), Add().isolate(a), Add().isolate(b)]
+    model = nn.Sequential(*layers)
+    verify_skippables(model)
+    x = torch.ones(2, 1)
+    for balance in ([4], [2, 2], [1, 1, 1, 1]):
+        assert torch.equal(gpipe.GPipe(model, balance, chunks=2)(x), 3 * x)
+    with pytest.raises(ValueError, match="'unknown'"):
+        Stash().isolate(a, only=["unknown"])
+
+
+def test_namespaces():
+    a, b = Namespace(), Namespace()
+    assert a != b and (a < b) != (b < a)
+    assert copy.deepcopy(a) == a == pickle.loads(pickle.dumps(a))
+    assert hash(copy.copy(a)) == hash(a)
+    assert isinstance(None, Namespace) and isinstance(a, Namespace) and not isinstance(1, Namespace)
+
+
+def test_copies_of_skippables():
+    model = copy.deepcopy(nn.Sequential(Stash().isolate(Namespace()), nn.Linear(1, 1), Add()))
+    with pytest.raises(TypeError):
+        verify_skippables(model)
+    pipe = gpipe.GPipe(nn.Sequential(Stash(), nn.Linear(1, 1), Add()), [2, 1])
+    twin = pickle.loads(pickle.dumps(pipe))
+    x = torch.ones(2, 1)
+    assert torch.equal(twin(x), pipe(x))
+
+
+def test_a_child_called_module():
+    @skippable(stash=["a"])
+    class Layer(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.module = inner
+
+        def forward(self, x):
+            stash("a", x)
+            return self.module(x)
+
+    inner = nn.Linear(2, 2)
+    layer = Layer(inner)
+    assert layer.module is inner and list(layer.state_dict()) == ["module.weight", "module.bias"]
+    layer.add_module("module", nn.Identity())
+    assert isinstance(layer.module, nn.Identity)
+
+
+def test_stashed_twice():
+    @skippable(stash=["a"])
+    class Layer(nn.Module):
+        def forward(self, x):
+            stash("a", x)
+            stash("a", x)
+            return x
+
+    with pytest.raises(RuntimeError, match="'a' was stashed twice"):
+        Layer()(torch.zeros(1))
+
+
+@pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]])
+def test_nested(balance):
+    model = nn.Sequential(nn.Sequential(Double(), Stash()), Double(), nn.Sequential(Add(), Double()))
+    x = torch.ones(4, 1)
+    assert torch.equal(gpipe.GPipe(model, balance, chunks=2)(x), 12 * x)
+
+
+def test_torchgpipe_states():
+    inner = nn.Sequential(nn.Linear(2, 2))
+
+    @skippable(stash=["a"])
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = inner
+
+        def forward(self, x):
+            stash("a", x)
+            return self.block(x)
+
+    @skippable(pop=["a"])
+    class Last(nn.Module):
+        def forward(self, x):
+            return x + pop("a")
+
+    pipe = gpipe.GPipe(nn.Sequential(Layer(), Last()), [1, 1])
+    assert list(pipe.state_dict()) == ["0.block.0.weight", "0.block.0.bias"]
+    weight = torch.rand(2, 2)
+    pipe.load_state_dict({"partitions.0.0.module.block.0.weight": weight, "partitions.0.0.module.block.0.bias": torch.zeros(2)})
+    assert torch.equal(inner[0].weight, weight)

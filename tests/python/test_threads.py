@@ -1,0 +1,229 @@
+"""Threads, signals, processes."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from layers import Double, Fail
+
+
+def run(program, *, seconds=60):
+    """Runs a program in a process of its own; returns its exit code and what it printed."""
+    program = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n" + textwrap.dedent(program)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=seconds, cwd=os.path.dirname(__file__)
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_stages_are_threads_that_stay():
+    seen = []
+    local = threading.local()
+
+    class Note(nn.Module):
+        def forward(self, x):
+            seen.append(threading.get_ident())
+            local.count = getattr(local, "count", 0) + 1
+            counts.append(local.count)
+            return x
+
+    counts = []
+    pipe = gpipe.GPipe(nn.Sequential(Note(), Note()), [1, 1], chunks=2)
+    for _ in range(3):
+        pipe(torch.zeros(2, 1))
+    assert len(set(seen)) == 2 and threading.get_ident() not in seen
+    assert sorted(counts) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
+
+
+def test_two_pipelines_in_two_threads():
+    def train(results):
+        torch_layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+        pipe = gpipe.GPipe(torch_layers, [2, 1], chunks=4)
+        for _ in range(20):
+            pipe(torch.rand(8, 8)).sum().backward()
+        results.append(True)
+
+    results = []
+    threads = [threading.Thread(target=train, args=(results,)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert results == [True, True]
+
+
+def test_one_pipeline_in_two_threads():
+    pipe = gpipe.GPipe(nn.Sequential(Double(), Double()), [1, 1], chunks=4)
+    x = torch.rand(8, 8)
+    results = []
+    threads = [threading.Thread(target=lambda: results.append(pipe(x))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(torch.equal(result, 4 * x) for result in results) and len(results) == 4
+
+
+def test_nested_pipelines():
+    inner = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    pipe = gpipe.GPipe(nn.Sequential(inner, nn.Linear(2, 2)), [1, 1], chunks=2)
+    pipe(torch.rand(8, 2)).sum().backward()
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def test_a_pipeline_in_itself():
+    class Call(nn.Module):
+        def forward(self, x):
+            return pipe(x)
+
+    pipe = gpipe.GPipe(nn.Sequential(Call()), [1])
+    with pytest.raises(RuntimeError, match="cannot contain itself"):
+        pipe(torch.zeros(1))
+
+
+def count_threads():
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_nothing_is_left():
+    def use(fail):
+        layers = [nn.Linear(2, 2), Fail() if fail else nn.Linear(2, 2)]
+        pipe = gpipe.GPipe(nn.Sequential(*layers), [1, 1], chunks=2)
+        try:
+            y = pipe(torch.rand(4, 2))
+            threading.current_thread()
+            y.sum().backward()
+        except ValueError:
+            pass
+
+    class Log(nn.Module):
+        def forward(self, x):
+            threading.current_thread()  # which notes the thread
+            return x
+
+    use(False)
+    gc.collect()
+    before = count_threads(), threading.active_count()
+    for i in range(200):
+        use(i % 3 == 0)
+        gpipe.GPipe(nn.Sequential(Log()), [1])(torch.zeros(1))
+    for _ in range(100):
+        if (count_threads(), threading.active_count()) == before:
+            break
+        time.sleep(0.05)
+    assert (count_threads(), threading.active_count()) == before
+
+
+INTERRUPTED = """
+    class Slow(nn.Module):
+        def forward(self, x):
+            if gpipe.is_recomputing() == {backward}:
+                time.sleep(0.1)
+            return x * 1
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Slow()), [1, 1], chunks=50, checkpoint="always")
+    x = torch.zeros(50, 1)
+    loss = pipe(x).sum() if {backward} else None
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    try:
+        loss.backward() if {backward} else pipe(x)
+        print("not interrupted")
+    except KeyboardInterrupt:
+        print("interrupted", time.monotonic() - start < 2)  # of 5
+    Slow.forward = lambda self, x: x * 1
+    pipe(x).sum().backward()
+    print("usable")
+"""
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_interrupt(backward):
+    code, text = run(INTERRUPTED.format(backward=backward))
+    assert (code, text) == (0, "interrupted True\nusable\n")
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        "pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1]); pipe(torch.zeros(1, 1))",
+        "pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1]); y = pipe(torch.zeros(1, 1))",
+        "pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1]); sys.modules['kept'] = pipe; pipe(torch.zeros(1, 1))",
+        """
+        class Slow(nn.Module):
+            def forward(self, x):
+                time.sleep(0.2)
+                return x * 1
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Slow()), [1, 1], chunks=100)
+        x = torch.zeros(100, 1)
+        threading.Thread(target=pipe, args=(x,), daemon=True).start()
+        time.sleep(0.5)
+        """,
+        """
+        class Stuck(nn.Module):
+            def forward(self, x):
+                time.sleep(3)
+                return x
+        pipe = gpipe.GPipe(nn.Sequential(Stuck()), [1])
+        threading.Thread(target=pipe, args=(torch.zeros(1),), daemon=True).start()
+        time.sleep(0.3)
+        """,
+        """
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1], chunks=2)
+        x = torch.zeros(2, 1)
+        def loop():
+            while True:
+                pipe(x)
+        threading.Thread(target=loop, daemon=True).start()
+        time.sleep(0.5)
+        """,
+    ],
+)
+def test_exit(program):
+    code, text = run(program, seconds=30)
+    assert code == 0, text
+    assert "terminate" not in text and "Fatal" not in text
+
+
+def test_fork():
+    code, text = run(
+        """
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])
+        pipe(torch.zeros(1, 1))
+        child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                pipe(torch.zeros(1, 1))
+            except RuntimeError as error:
+                code = 0 if "forked" in str(error) else 1
+            del pipe
+            os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        del pipe
+        """
+    )
+    assert (code, text) == (0, "0\n")
+
+
+def test_data_loader_workers():
+    class Data(torch.utils.data.Dataset):
+        def __len__(self):
+            return 8
+
+        def __getitem__(self, index):
+            return torch.full((2,), float(index))
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+    for batch in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2):
+        pipe(batch).sum().backward()

@@ -1,0 +1,174 @@
+"""A pipeline computes what its model does, run micro-batch by micro-batch."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+from gpipe.skip import Namespace, pop, skippable, stash
+from layers import Double
+
+
+@skippable(stash=["a"])
+class StashA(nn.Module):
+    def forward(self, x):
+        stash("a", x)
+        return torch.tanh(x)
+
+
+@skippable(pop=["a"])
+class PopA(nn.Module):
+    def forward(self, x):
+        return x + pop("a")
+
+
+class Split(nn.Module):
+    def forward(self, x):
+        return x, x * 2, torch.arange(len(x))
+
+
+class Join(nn.Module):
+    def forward(self, xs):
+        a, b, index = xs
+        return a + b * index[:, None]
+
+
+def make_model(rng):
+    layers = []
+    open_skips = []
+    for _ in range(rng.randint(2, 8)):
+        kind = rng.choice(["linear", "relu", "tanh", "stash", "tuple", "dropout", "nested"])
+        if kind == "linear":
+            layers.append(nn.Linear(4, 4))
+            if rng.random() < 0.3:
+                layers.append(nn.ReLU(inplace=True))
+        elif kind == "relu":
+            layers.append(nn.ReLU())
+        elif kind == "tanh":
+            layers.append(nn.Tanh())
+        elif kind == "dropout":
+            layers.append(nn.Dropout(0.5))
+        elif kind == "nested":
+            layers.append(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+        elif kind == "tuple":
+            layers += [Split(), Join()]
+        else:
+            namespace = Namespace()
+            layers.append(StashA().isolate(namespace))
+            open_skips.append(namespace)
+        if open_skips and rng.random() < 0.3:
+            layers.append(PopA().isolate(open_skips.pop(rng.randrange(len(open_skips)))))
+    layers += [PopA().isolate(namespace) for namespace in open_skips]
+    return nn.Sequential(*layers).double()
+
+
+def run(module, x):
+    x = x.clone().requires_grad_()
+    y = module(x)
+    y.square().sum().backward()
+    gradients = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+    for parameter in module.parameters():
+        parameter.grad = None
+    return [y.detach(), x.grad, *gradients]
+
+
+def same(a, b):
+    return all((x is None) == (y is None) and (x is None or torch.allclose(x, y)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_cut(seed):
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    model = make_model(rng)
+    chunks = rng.randint(1, 5)
+    x = torch.randn(rng.randint(1, 9), 4, dtype=torch.float64)
+    results = []
+    for checkpoint in ("never", "except_last", "always"):
+        cuts = sorted(rng.sample(range(1, len(model)), min(rng.randint(0, 3), len(model) - 1)))
+        balance = [b - a for a, b in zip([0, *cuts], [*cuts, len(model)])]
+        pipe = gpipe.GPipe(copy.deepcopy(model), balance, chunks=chunks, checkpoint=checkpoint)
+        torch.manual_seed(seed)
+        results.append(run(pipe, x))
+    assert same(results[0], results[1]) and same(results[0], results[2])
+    if not any(isinstance(layer, (nn.Dropout, Split)) for layer in model):
+        assert same(results[0], run(model, x))
+
+
+def test_autograd():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=4)
+    model = nn.Sequential(*copy.deepcopy(list(pipe)))
+    x = torch.rand(8, 2)
+    ours = torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
+    theirs = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert same(ours, theirs)
+
+
+def test_autocast():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), Double()), [1, 1], chunks=2)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert pipe(torch.rand(4, 2)).dtype == torch.bfloat16
+    assert pipe(torch.rand(4, 2)).dtype == torch.float32
+    with torch.no_grad():
+        assert not pipe(torch.rand(4, 2)).requires_grad
+    with torch.inference_mode():
+        assert pipe(torch.rand(4, 2)).is_inference()
+
+
+def test_optimizers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    twin = copy.deepcopy(model)
+    pipe = gpipe.GPipe(model, [2, 2])
+    x = torch.rand(16, 4).double()
+    for module in (pipe, twin):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(5):
+            optimizer.zero_grad()
+            scaler.scale(module(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    states = pipe.state_dict(), twin.state_dict()
+    assert all(torch.allclose(states[0][key], states[1][key]) for key in states[1])
+
+
+def test_parameters_may_be_replaced():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2, bias=False), Double()), [1, 1])
+    pipe(torch.rand(2, 2)).sum().backward()
+    pipe[0].weight = nn.Parameter(torch.eye(2))
+    x = torch.rand(2, 2)
+    y = pipe(x)
+    assert torch.equal(y, 2 * x)
+    y.sum().backward()
+    assert pipe[0].weight.grad is not None
+
+
+def test_ddp():
+    import torch.distributed as dist
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
+        ddp = nn.parallel.DistributedDataParallel(pipe)
+        for _ in range(2):
+            ddp(torch.rand(4, 2)).sum().backward()
+        assert all(parameter.grad is not None for parameter in pipe.parameters())
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
+def test_reference(balance):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.rand(7, 4)
+    torch.manual_seed(1)
+    expected = gpipe.reference(model, x, chunks=3)
+    torch.manual_seed(1)
+    assert torch.equal(gpipe.GPipe(model, balance, chunks=3)(x), expected)
