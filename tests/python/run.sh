@@ -19,7 +19,7 @@ packages='import sysconfig; print(sysconfig.get_path("purelib"))'
 venv=$work/venv/bin/python
 "$python" -c "$packages" >"$("$venv" -c "$packages")/borrowed.pth"
 "$venv" -m pip install --quiet --no-build-isolation --no-deps --no-index --disable-pip-version-check \
-  -C wheel.cmake=false "$work/source"
+  --config-settings=wheel.cmake=false "$work/source"
 
 cd "$root/tests/python" # where there is no gpipe but the installed one
 "$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"
