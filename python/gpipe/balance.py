@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from gpipe import _C
 from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion
 from gpipe.batchnorm import DeferredBatchNorm
-from gpipe.pipeline import layers_of, place, verify_module
+from gpipe.pipeline import check_chunks, layers_of, place, verify_module
 from gpipe.skip import verify_skippables
 
 __all__ = [
@@ -128,8 +128,7 @@ def balance_by_size(
         RuntimeError: as :func:`profile`.
     """
     _check_partitions(partitions, module)
-    if chunks < 1:
-        raise ValueError(f"number of chunks must be positive integer, but is {chunks}")
+    check_chunks(chunks)
     parts = [tensor.chunk(chunks) for tensor in _tensors(input)]
     sample = parts[0][0] if isinstance(input, Tensor) else tuple(of_tensor[0] for of_tensor in parts)
     # What operators allocate depends on their threads: those that a stage will have.

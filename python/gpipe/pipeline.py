@@ -117,7 +117,7 @@ class GPipe(nn.Module):
         checkpoint = str(checkpoint)
         if balance is None:
             raise ValueError("balance is required: the number of layers of each stage" + _ADVICE)
-        _check_chunks(chunks)
+        check_chunks(chunks)
         _check_checkpoint(checkpoint)
         verify_module(module)
         verify_skippables(module)
@@ -143,7 +143,7 @@ class GPipe(nn.Module):
     @chunks.setter
     def chunks(self, chunks: int) -> None:
         chunks = int(chunks)
-        _check_chunks(chunks)
+        check_chunks(chunks)
         self._chunks = chunks
 
     @property
@@ -309,7 +309,7 @@ class GPipe(nn.Module):
             return self._core
 
 
-def _check_chunks(chunks: int) -> None:
+def check_chunks(chunks: int) -> None:
     if chunks <= 0:
         raise ValueError(f"number of chunks must be positive integer, but is {chunks}")
 

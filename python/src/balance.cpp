@@ -41,14 +41,6 @@ Model to_model(const Objects& layers) {
   });
 }
 
-/// Runs without the interpreter's lock.
-template <typename F>
-auto released(F f) {
-  const Call call;
-  const py::gil_scoped_release release;
-  return f();
-}
-
 std::vector<torch::Device> to_devices(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
 }  // namespace

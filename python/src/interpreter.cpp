@@ -1,7 +1,6 @@
 #include "python/src/interpreter.h"
 
 #include <pthread.h>
-#include <pybind11/pybind11.h>
 
 #include <atomic>
 #include <chrono>
@@ -51,20 +50,11 @@ Call::Call() {
 
 Call::~Call() { --under_way; }
 
-Section::Section() {
-  ++under_way;
-  if (exiting) {
-    --under_way;
-    throw std::runtime_error("[gpipe] the interpreter exits");
-  }
-  state_ = PyGILState_Ensure();
+Section::Section() : state_(PyGILState_Ensure()) {
   PyErr_Clear();  // PyTorch's engine leaves the error of a failed backward on its thread
 }
 
-Section::~Section() {
-  PyGILState_Release(state_);
-  --under_way;
-}
+Section::~Section() { PyGILState_Release(state_); }
 
 void await_calls_at_exit() {
   exiting = true;

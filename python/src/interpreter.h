@@ -1,6 +1,7 @@
 #pragma once
 
 #include <Python.h>
+#include <pybind11/pybind11.h>
 #include <sys/types.h>
 #include <unistd.h>
 
@@ -8,6 +9,16 @@
 #include <vector>
 
 namespace gpipe::python {
+
+/// While one lives, exit waits: for a call that has released the interpreter's lock and will want it back.
+/// Errors: std::runtime_error once the interpreter exits.
+class Call {
+ public:
+  Call();
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+};
 
 /// Runs Python code on a thread of the library's own, or on one that has released the interpreter's lock: takes the
 /// lock for its lifetime. Once the interpreter exits, no thread can come back from waiting for the lock; so exit waits,
@@ -22,17 +33,17 @@ class Section {
   Section& operator=(const Section&) = delete;
 
  private:
+  const Call call_;
   PyGILState_STATE state_;
 };
 
-/// While one lives, exit waits: for a call that has released the interpreter's lock and will want it back.
-class Call {
- public:
-  Call();
-  ~Call();
-  Call(const Call&) = delete;
-  Call& operator=(const Call&) = delete;
-};
+/// Calls f() without the interpreter's lock, which the caller holds. Errors: those of f and of Call.
+template <typename F>
+auto released(F f) {
+  const Call call;
+  const pybind11::gil_scoped_release release;
+  return f();
+}
 
 /// Ends, at exit, what is under way: every Section that would begin throws.
 void await_calls_at_exit();

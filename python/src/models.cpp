@@ -27,11 +27,7 @@ class NativeLayer {
 
   py::object forward(const py::object& input) const {
     auto value = to_value(input.ptr());
-    const Call call;
-    const auto output = [&] {
-      const py::gil_scoped_release released;
-      return layer_->forward(std::move(value));
-    }();
+    const auto output = released([&] { return layer_->forward(std::move(value)); });
     return py::reinterpret_steal<py::object>(to_python(output));
   }
 

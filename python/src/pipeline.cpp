@@ -153,11 +153,7 @@ py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks,
   auto value = to_value(input.ptr());
   const auto mode = to_checkpoint(checkpoint);
   for (auto* layer : layers_) layer->refresh();
-  const Call call;
-  const auto output = [&] {
-    const py::gil_scoped_release released;
-    return pipe_->forward(std::move(value), chunks, mode);
-  }();
+  const auto output = released([&] { return pipe_->forward(std::move(value), chunks, mode); });
   return py::reinterpret_steal<py::object>(to_python(output));
 }
 
