@@ -110,6 +110,9 @@ class GPipeImpl : public torch::nn::Module {
   /// already, no bytes are counted. Read it while no call runs.
   void trace(std::shared_ptr<Timeline> timeline);
 
+  /// Whether no mini-batch, and no graph of one, needs the pipeline.
+  bool idle() const { return pipeline_.use_count() == 1; }
+
   /// What a training step of so many micro-batches runs, to verify, simulate or draw.
   std::shared_ptr<const Program> program(int micro_batches) const;
 

@@ -3,8 +3,10 @@
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <mutex>
 #include <utility>
@@ -46,7 +48,7 @@ at::Generator make_cpu_generator(std::uint64_t key) {
 
 Mutex& default_generator_mutex(c10::Device device) {
   static std::array<Mutex, 64> mutexes;
-  return mutexes[static_cast<std::size_t>(device.index()) % mutexes.size()];
+  return mutexes[static_cast<std::size_t>(device.index() + 1) % mutexes.size()];  // the CPU has index -1
 }
 
 bool is_generator(const c10::Argument& argument) {
@@ -75,11 +77,20 @@ c10::Device device_of(at::ArrayRef<c10::IValue> arguments) {
   return c10::kCPU;
 }
 
+// Whether the operator is noted for later instead of run. A mode of the user's own (a profiler, a counter) runs it.
+bool is_traced(c10::DispatchKeySet keys) {
+  using Key = c10::impl::TorchDispatchModeKey;
+  if (keys.has(c10::DispatchKey::Functionalize)) return true;
+  if (!keys.has(c10::DispatchKey::Python)) return false;
+  constexpr std::array kTracing = {Key::FAKE, Key::PROXY, Key::FUNCTIONAL};
+  return std::any_of(kTracing.begin(), kTracing.end(),
+                     [](Key key) { return c10::impl::TorchDispatchModeTLS::get_mode(key).has_value(); });
+}
+
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
   auto* scope = RandomScope::current();
-  const bool traced = keys.has(c10::DispatchKey::Python) || keys.has(c10::DispatchKey::Functionalize);
-  if (scope == nullptr || scope->lending() || traced) return op.redispatchBoxed(below, stack);
+  if (scope == nullptr || scope->lending() || is_traced(keys)) return op.redispatchBoxed(below, stack);
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   auto device = device_of(arguments);
   if (device.is_meta()) return op.redispatchBoxed(below, stack);
@@ -91,8 +102,9 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     if (argument.isNone()) argument = scope->generator(device);
     return op.redispatchBoxed(below, stack);
   }
-  // On CPU, operators without a generator argument draw through others that have one.
-  if (device.is_cpu()) return op.redispatchBoxed(below, stack);
+  // On CPU, operators without a generator argument draw through others that have one, and come by here again; unless a
+  // mode runs them, below which nothing does.
+  if (device.is_cpu() && !keys.has(c10::DispatchKey::Python)) return op.redispatchBoxed(below, stack);
   scope->lend_default_generator(device, [&] { op.redispatchBoxed(below, stack); });
 }
 
@@ -157,18 +169,17 @@ void RandomScope::lend_default_generator(c10::Device device, absl::FunctionRef<v
   auto lent = at::globalContext().defaultGenerator(device);
   MutexLock turn(default_generator_mutex(device));
   // The generator's own mutex is held while its state is read or written, but not during the call, which takes it.
-  const auto exchange = [&lent](std::uint64_t seed, std::uint64_t offset) {
+  const auto exchange = [&lent](const at::Tensor& state) {
     std::lock_guard<std::mutex> lock(lent.mutex());
-    const auto was = std::pair(lent.current_seed(), lent.get_offset());
-    lent.set_current_seed(seed);
-    lent.set_offset(offset);
+    auto was = lent.get_state();
+    lent.set_state(state);
     return was;
   };
-  const auto [seed, offset] = exchange(own.current_seed(), own.get_offset());
+  const auto before = exchange(own.get_state());
   lending_ = true;
-  absl::Cleanup give_back = [&, seed = seed, offset = offset] {
+  absl::Cleanup give_back = [&] {
     lending_ = false;
-    own.set_offset(exchange(seed, offset).second);
+    own.set_state(exchange(before));
   };
   call();
 }

@@ -20,11 +20,11 @@ namespace gpipe {
 ///   const auto seed = gpipe::RandomScope::draw_seed();
 ///   { gpipe::RandomScope scope(seed, /*layer=*/2, /*micro_batch=*/0); y = dropout->forward(x); }
 ///
-/// Operators without a generator argument (dropout and attention on CUDA) draw from their device's default generator;
-/// it is lent the scope's stream under a lock for the call and given back its own.
+/// Operators without a generator argument (dropout and attention on CUDA, dropout under a dispatch mode of Python's) draw
+/// from their device's default generator; it is lent the scope's stream under a lock for the call and given back its own.
 ///
-/// Scopes nest; each belongs to the thread that made it. A scope costs nothing until its first draw. Inside traced or
-/// functionalised code draws are left alone.
+/// Scopes nest; each belongs to the thread that made it. A scope costs nothing until its first draw. While code is
+/// traced or functionalised draws are left alone.
 class RandomScope {
  public:
   RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch);
@@ -41,7 +41,7 @@ class RandomScope {
   /// This scope's generator on a device, made at the first call for that device.
   at::Generator generator(c10::Device device);
 
-  /// Runs `call` with an accelerator's default generator lent to this scope; draws inside it are left alone.
+  /// Runs `call` with a device's default generator lent to this scope; draws inside it are left alone.
   void lend_default_generator(c10::Device device, absl::FunctionRef<void()> call);
   bool lending() const { return lending_; }
 

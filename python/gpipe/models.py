@@ -32,6 +32,7 @@ class NativeLayer(Skippable):
         self.stashable_names = frozenset(name for _, name in stashes)
         self.poppable_names = frozenset(name for _, name in pops)
         self._tensors: list[Tensor] = []
+        self._places: list[tuple[str, dict[str, Any], str]] = []  # of each: its path, where it stands, its name there
         for path, tensor, is_parameter in native.tensors():
             *parents, name = path.split(".")
             owner: nn.Module = self
@@ -44,10 +45,17 @@ class NativeLayer(Skippable):
             else:
                 owner.register_buffer(name, tensor)
             self._tensors.append(tensor)
+            self._places.append((path, owner._parameters if is_parameter else owner._buffers, name))
         self._namespaces = namespaces
         self._tell_namespaces()
 
     def forward(self, input: Any) -> Any:
+        for tensor, (path, table, name) in zip(self._tensors, self._places):
+            if table.get(name) is not tensor:
+                raise RuntimeError(
+                    f"{path} of the C++ layer '{self._native.name}' was replaced, which the layer does not see; copy into "
+                    "it instead: load_state_dict(..., assign=False), or parameter.data.copy_(...)"
+                )
         self._native.train(self.training)
         return self._native.forward(input)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
@@ -298,6 +299,10 @@ class GPipe(nn.Module):
         return list(self.partitions)  # type: ignore[arg-type]
 
     def _pipeline(self) -> _C.Pipeline:
+        if "torch._dynamo" in sys.modules:
+            # Without GPUs, the first thread to compile leaves to all a device guard that ends with it, and the next
+            # compilation crashes (PyTorch 2.11). So let it be this thread, which outlives the pipeline's own.
+            torch._C._ensureCUDADeviceGuardSet()
         with _making:
             layers = list(self)
             if self._core is None or any(a is not b for a, b in zip_longest(layers, self._layers)):

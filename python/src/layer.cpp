@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "python/src/values.h"
 #include "skip/skippable.h"
 
@@ -15,8 +16,6 @@ namespace gpipe::python {
 namespace {
 
 namespace py = pybind11;
-
-constexpr char kMirror[] = "mirror";
 
 std::vector<std::string> names_of(const std::vector<SkipKey>& keys) {
   std::vector<std::string> names;
@@ -46,7 +45,10 @@ void for_each(PyObject* module, const char* dict_name, F f) {
   }
 }
 
+// Errors: RecursionError for a module that contains itself.
 void collect(PyObject* module, std::vector<at::Tensor>& tensors) {
+  if (Py_EnterRecursiveCall(" in a module that contains itself") != 0) throw py::error_already_set();
+  const absl::Cleanup leave = [] { Py_LeaveRecursiveCall(); };
   const auto add = [&](PyObject*, PyObject* value) {
     if (THPVariable_Check(value)) tensors.push_back(THPVariable_Unpack(value));
   };
@@ -84,19 +86,34 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       states_(std::move(states)),
       module_(reference_to(module)),
       skips_(std::move(skips)),
-      holder_(std::make_shared<torch::nn::Module>(name_)) {
-  holder_->register_module(kMirror, mirror(module, skips_));
+      mirror_(mirror(module, skips_)) {
   collect(module, mirrored_);
 }
 
 Value PythonLayer::forward(Value input) { return call(module_.get(), std::move(input), *states_); }
 
-void PythonLayer::refresh() {
+std::shared_ptr<torch::nn::Module> PythonLayer::module() const {
+  MutexLock lock(mutex_);
+  return mirror_;
+}
+
+bool PythonLayer::refresh() {
   std::vector<at::Tensor> tensors;
   collect(module_.get(), tensors);
-  if (same(tensors, mirrored_)) return;
-  holder_->replace_module(kMirror, mirror(module_.get(), skips_));
+  if (same(tensors, mirrored_)) return false;
+  auto fresh = mirror(module_.get(), skips_);
   mirrored_ = std::move(tensors);
+  MutexLock lock(mutex_);
+  mirror_.swap(fresh);
+  return true;
+}
+
+int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
+  if (const int result = visit(module_.get()); result != 0) return result;
+  for (const auto& skip : skips_) {
+    if (const int result = visit(skip.module.get()); result != 0) return result;
+  }
+  return 0;
 }
 
 Value call(PyObject* callable, Value input, ThreadStates& states) {

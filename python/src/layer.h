@@ -7,7 +7,10 @@
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/layer.h"
+#include "gpipe/runtime/mutex.h"
 #include "python/src/interpreter.h"
 #include "skip/context.h"
 
@@ -31,18 +34,25 @@ class PythonLayer : public Layer {
   /// Calls the module, on a thread without the interpreter's lock. Errors: pybind11::error_already_set.
   Value forward(Value input) override;
   const std::string& name() const override { return name_; }
-  std::shared_ptr<torch::nn::Module> module() const override { return holder_; }
+  /// The mirror. On any thread.
+  std::shared_ptr<torch::nn::Module> module() const override;
 
-  /// Takes over what parameters and buffers the module has now. With the interpreter's lock, while no forward runs.
-  void refresh();
+  /// Takes over what parameters and buffers the module has now: in a new mirror, for a forward or backward that is under
+  /// way reads the old one. Returns whether they are others than before. With the interpreter's lock.
+  bool refresh();
+
+  /// Calls visit(object) for each reference to a Python object that this holds; until one returns other than 0, which is
+  /// the result.
+  int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
 
  private:
   std::string name_;
   std::shared_ptr<ThreadStates> states_;
   Reference module_;
   std::vector<SkipNames> skips_;
-  std::shared_ptr<torch::nn::Module> holder_;  // of the mirror, which changes
   std::vector<at::Tensor> mirrored_;
+  mutable Mutex mutex_;
+  std::shared_ptr<torch::nn::Module> mirror_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// Calls a Python callable with a value, on a thread without the interpreter's lock.

@@ -66,10 +66,10 @@ std::unique_ptr<PythonLayer> make_layer(const py::tuple& layer, const std::share
                                        std::move(skips), states);
 }
 
-RunLayers run_stage(const py::object& module, const std::shared_ptr<ThreadStates>& states) {
+RunLayers run_stage(const Reference& stage, const std::shared_ptr<ThreadStates>& states) {
   const auto begin = std::make_shared<Begin>();
-  module.attr("_enter") = py::cast(begin);
-  return [begin, states, stage = reference_to(module.ptr())](Value input, absl::FunctionRef<void(int)> begin_layer) {
+  py::handle(stage.get()).attr("_enter") = py::cast(begin);
+  return [begin, states, stage](Value input, absl::FunctionRef<void(int)> begin_layer) {
     const Begin::Listening listening(begin.get(), &begin_layer);
     begin_layer(0);
     return call(stage.get(), std::move(input), *states);
@@ -108,6 +108,11 @@ void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
   }
 }
 
+// Whether an object's constructor has come to its end.
+bool is_made(PyObject* object) {
+  return reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder().holder_constructed();
+}
+
 }  // namespace
 
 Checkpoint to_checkpoint(const std::string& name) {
@@ -137,24 +142,42 @@ PythonPipeline::PythonPipeline(const Objects& stages, const std::vector<std::str
       layers_.push_back(static_cast<PythonLayer*>(layer.get()));
       layers.push_back(std::move(layer));
     }
-    host.run_layers.push_back(run_stage(stage[0], states));
+    stages_.push_back(reference_to(stage[0].cast<py::object>().ptr()));
+    host.run_layers.push_back(run_stage(stages_.back(), states));
   }
   std::vector<torch::Device> placed(devices.begin(), devices.end());
   pipe_ = GPipe(std::move(layers), std::move(balance),
                 GPipeOptions().devices(std::move(placed)).deferred_batch_norm(deferred_batch_norm), std::move(host));
 }
 
-PythonPipeline::~PythonPipeline() {
-  const py::gil_scoped_release released;
-  pipe_ = nullptr;
-}
+PythonPipeline::~PythonPipeline() { clear(); }
 
 py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const std::string& checkpoint) {
   auto value = to_value(input.ptr());
   const auto mode = to_checkpoint(checkpoint);
-  for (auto* layer : layers_) layer->refresh();
+  for (auto* layer : layers_) {
+    if (layer->refresh()) pipe_->replace_module(layer->name(), layer->module());
+  }
   const auto output = released([&] { return pipe_->forward(std::move(value), chunks, mode); });
   return py::reinterpret_steal<py::object>(to_python(output));
+}
+
+int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
+  if (!pipe_ || !pipe_->idle()) return 0;
+  for (const auto& stage : stages_) {
+    if (const int result = visit(stage.get()); result != 0) return result;
+  }
+  for (const auto* layer : layers_) {
+    if (const int result = layer->traverse(visit); result != 0) return result;
+  }
+  return 0;
+}
+
+void PythonPipeline::clear() {
+  layers_.clear();
+  stages_.clear();
+  const py::gil_scoped_release released;
+  pipe_ = nullptr;
 }
 
 void PythonPipeline::trace(std::optional<std::shared_ptr<Timeline>> timeline) {
@@ -162,8 +185,22 @@ void PythonPipeline::trace(std::optional<std::shared_ptr<Timeline>> timeline) {
 }
 
 void init_pipeline(py::module_& module) {
+  // A layer may refer to its pipeline, in a hook for instance. So the collector of such cycles looks through this type.
+  const auto collected = py::custom_type_setup([](PyHeapTypeObject* heap_type) {
+    auto& type = heap_type->ht_type;
+    type.tp_flags |= Py_TPFLAGS_HAVE_GC;
+    type.tp_traverse = [](PyObject* self, visitproc visit, void* arg) {
+      Py_VISIT(Py_TYPE(self));
+      if (!is_made(self)) return 0;
+      return py::cast<PythonPipeline&>(py::handle(self)).traverse([&](PyObject* held) { return visit(held, arg); });
+    };
+    type.tp_clear = [](PyObject* self) {
+      if (is_made(self)) py::cast<PythonPipeline&>(py::handle(self)).clear();
+      return 0;
+    };
+  });
   py::class_<Begin, std::shared_ptr<Begin>>(module, "Begin").def("__call__", &Begin::operator());
-  py::class_<PythonPipeline>(module, "Pipeline")
+  py::class_<PythonPipeline>(module, "Pipeline", collected)
       .def(py::init<const Objects&, const std::vector<std::string>&, bool>(), py::arg("stages"), py::arg("devices"),
            py::arg("deferred_batch_norm"))
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"))

@@ -69,3 +69,15 @@ def test_profile():
     model = models.unet(base_channels=2, depth=1)
     balance = gpipe.balance.balance_by_time(2, model, torch.rand(2, 3, 8, 8), timeout=0.1)
     assert sum(balance) == len(model)
+
+
+def test_what_the_layer_does_not_see_is_refused():
+    model = models.unet(base_channels=2, depth=1)
+    pipe = gpipe.GPipe(model, [3, len(model) - 3])
+    x = torch.rand(2, 3, 8, 8)
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    pipe.load_state_dict(state)
+    pipe(x).sum().backward()
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(RuntimeError, match="weight of the C\\+\\+ layer '.*' was replaced.*assign=False"):
+        pipe(x)

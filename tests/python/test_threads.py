@@ -3,11 +3,9 @@
 import gc
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -15,15 +13,7 @@ from torch import nn
 
 import gpipe
 from layers import Double, Fail
-
-
-def run(program, *, seconds=60):
-    """Runs a program in a process of its own; returns its exit code and what it printed."""
-    program = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n" + textwrap.dedent(program)
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=seconds, cwd=os.path.dirname(__file__)
-    )
-    return done.returncode, done.stdout + done.stderr
+from programs import run
 
 
 def test_stages_are_threads_that_stay():
@@ -91,6 +81,15 @@ def test_a_pipeline_in_itself():
         pipe(torch.zeros(1))
 
 
+def test_a_pipeline_among_its_layers_modules():
+    pipe = gpipe.GPipe(nn.Sequential(Double()), [1])
+    pipe[0].pipe = pipe
+    with pytest.raises(RecursionError):
+        pipe(torch.zeros(1))
+    del pipe[0].pipe
+    pipe(torch.zeros(1))
+
+
 def count_threads():
     return len(os.listdir("/proc/self/task"))
 
@@ -122,6 +121,35 @@ def test_nothing_is_left():
             break
         time.sleep(0.05)
     assert (count_threads(), threading.active_count()) == before
+
+
+def test_a_layer_that_knows_its_pipeline():
+    """A cycle of references through the pipeline is collected with its threads, unless a graph still needs it."""
+
+    def make():
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), Double()), [1, 1], chunks=2, checkpoint="always")
+        pipe[0].register_forward_hook(lambda module, arguments, output: output * pipe.chunks)
+        return pipe
+
+    gc.collect()
+    before = count_threads()
+    for _ in range(3):
+        pipe = make()
+        y = pipe(torch.rand(4, 2))
+        layer = weakref.ref(pipe[0])
+        del pipe
+        gc.collect()
+        assert layer() is not None and count_threads() > before
+        y.sum().backward()  # with a recompute
+        assert layer().weight.grad is not None
+        del y
+        gc.collect()
+        assert layer() is None
+    for _ in range(100):
+        if count_threads() == before:
+            break
+        time.sleep(0.05)
+    assert count_threads() == before
 
 
 INTERRUPTED = """

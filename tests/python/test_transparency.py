@@ -2,27 +2,16 @@
 
 import copy
 import random
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
-from gpipe.skip import Namespace, pop, skippable, stash
-from layers import Double
-
-
-@skippable(stash=["a"])
-class StashA(nn.Module):
-    def forward(self, x):
-        stash("a", x)
-        return torch.tanh(x)
-
-
-@skippable(pop=["a"])
-class PopA(nn.Module):
-    def forward(self, x):
-        return x + pop("a")
+import programs
+from gpipe.skip import Namespace
+from layers import Add, Double, Stash
 
 
 class Split(nn.Module):
@@ -57,11 +46,11 @@ def make_model(rng):
             layers += [Split(), Join()]
         else:
             namespace = Namespace()
-            layers.append(StashA().isolate(namespace))
+            layers.append(Stash().isolate(namespace))
             open_skips.append(namespace)
         if open_skips and rng.random() < 0.3:
-            layers.append(PopA().isolate(open_skips.pop(rng.randrange(len(open_skips)))))
-    layers += [PopA().isolate(namespace) for namespace in open_skips]
+            layers.append(Add().isolate(open_skips.pop(rng.randrange(len(open_skips)))))
+    layers += [Add().isolate(namespace) for namespace in open_skips]
     return nn.Sequential(*layers).double()
 
 
@@ -109,8 +98,9 @@ def test_autograd():
 
 def test_autocast():
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), Double()), [1, 1], chunks=2)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert pipe(torch.rand(4, 2)).dtype == torch.bfloat16
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert pipe(torch.rand(4, 2)).dtype == dtype
     assert pipe(torch.rand(4, 2)).dtype == torch.float32
     with torch.no_grad():
         assert not pipe(torch.rand(4, 2)).requires_grad
@@ -149,19 +139,39 @@ def test_parameters_may_be_replaced():
     assert pipe[0].weight.grad is not None
 
 
-def test_ddp():
+DDP = """
     import torch.distributed as dist
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    pipe = gpipe.GPipe(model, [2, 1], chunks=2)
+    ddp = nn.parallel.DistributedDataParallel(pipe)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.full((4, 2), float(rank + step))
+        optimizer.zero_grad()
+        ddp(x).mean().backward()
+        optimizer.step()
+    torch.save(pipe.state_dict(), f"{path}.{rank}")
+    dist.destroy_process_group()
+"""
 
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
-        ddp = nn.parallel.DistributedDataParallel(pipe)
-        for _ in range(2):
-            ddp(torch.rand(4, 2)).sum().backward()
-        assert all(parameter.grad is not None for parameter in pipe.parameters())
-    finally:
-        dist.destroy_process_group()
+
+def test_ddp(tmp_path):
+    path = str(tmp_path / "store")
+    with ThreadPoolExecutor() as pool:
+        for code, text in pool.map(lambda rank: programs.run(DDP, rank, path), ["0", "1"]):
+            assert code == 0, text
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([step, step + 1.0]).repeat_interleave(4)[:, None].expand(8, 2)).mean().backward()
+        optimizer.step()
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(f"{path}.{rank}"), model.state_dict())
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
