@@ -8,7 +8,8 @@
 
 namespace gpipe {
 
-// Balances of a model that is measured first, on the sample's device. Errors: those of profile(), and std::invalid_argument for fewer layers than partitions.
+// Balances of a model that is measured first, on the sample's device. Errors: those of profile(), and
+// std::invalid_argument for fewer layers than partitions.
 
 /// The balance whose slowest stage is fastest, where nothing is recomputed. The sample is a micro-batch: its size moves
 /// the figures. On the CPU, as many stages run at once as there are partitions, whatever the options say.

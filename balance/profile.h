@@ -83,8 +83,8 @@ struct Profile {
   friend bool operator==(const Profile&, const Profile&) = default;
 };
 
-/// A profile as JSON, for people and for files, and back. Errors: std::invalid_argument that says what is wrong with the
-/// text, and where.
+/// A profile as JSON, for people and for files, and back. Errors: std::invalid_argument that says what is wrong with
+/// the text, and where.
 std::string profile_to_json(const Profile& profile);
 Profile profile_from_json(const std::string& text);
 

@@ -33,8 +33,8 @@ struct ProfileOptions {
 /// times are medians over runs of a real pipeline, after one to warm up; bytes are counted, exactly, in one. The model
 /// is left as it was: parameters, gradients, buffers, devices, mode, and the default generator; it must not be used
 /// meanwhile. It must fit the sample's device together with the activations of three micro-batches, or of as many as
-/// there are workers; on a GPU whose memory runs out, it is measured a layer at a time. Autocast is as on the calling thread; an input that requires grad
-/// has one.
+/// there are workers; on a GPU whose memory runs out, it is measured a layer at a time. Autocast is as on the calling
+/// thread; an input that requires grad has one.
 ///
 /// Errors: std::invalid_argument for options or a sample that make no sense, and for a model that GPipe refuses;
 /// std::runtime_error, with what a layer threw nested in it, when one fails or does not fit alone: it names the layer.

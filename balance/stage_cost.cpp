@@ -251,8 +251,8 @@ bool StageCost::copies_inputs(int first, int end) const {
 }
 
 // The profile's blocks are those of an unpartitioned pipeline. A cut changes when they are freed: what enters a stage
-// is there until the stage's action has run, and, while its cell is to be recomputed, until that. Where the stage copies
-// it, until the stage has the copy, which is then taken to be there as long as the cell.
+// is there until the stage's action has run, and, while its cell is to be recomputed, until that. Where the stage
+// copies it, until the stage has the copy, which is then taken to be there as long as the cell.
 CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const {
   const int stage = stage_of(first, ends);
   const auto inside = [&](int layer) { return layer >= first && layer < end; };

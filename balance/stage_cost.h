@@ -62,8 +62,8 @@ class StageCost {
   bool can_cut(const std::vector<std::int64_t>& balance) const;
   /// What leaves the layers first..end-1 for behind: activation and skips.
   std::int64_t bytes_out(int first, int end) const;
-  /// Whether a stage that begins and ends there works from copies of what enters when it is to be recomputed: it, or one
-  /// that it passes it on to, changes some of it in place.
+  /// Whether a stage that begins and ends there works from copies of what enters when it is to be recomputed: it, or
+  /// one that it passes it on to, changes some of it in place.
   bool copies_inputs(int first, int end) const;
   /// `ends` says of each stage which layer comes behind it.
   CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const;

@@ -149,8 +149,8 @@ BENCHMARK(verify)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 BENCHMARK(make_program)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 BENCHMARK(simulate)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 
-/// A thousand layers of uneven sizes, each keeping its input for its backward; every tenth one stashes for one that is a
-/// hundred layers on.
+/// A thousand layers of uneven sizes, each keeping its input for its backward; every tenth one stashes for one that is
+/// a hundred layers on.
 Profile large_profile() {
   constexpr int kLayers = 1000;
   Profile profile{.samples = 1, .device = "cpu"};

@@ -64,8 +64,8 @@ void measure(const Row& row, const Options& options) {
 }
 
 // The choice of suggest(), beside the fastest of all that differ by one cut, moved by at most four layers, for every
-// number of chunks and checkpoint mode. All are run; the fastest few then again in turn with the choice, for the fastest
-// of many is also the luckiest.
+// number of chunks and checkpoint mode. All are run; the fastest few then again in turn with the choice, for the
+// fastest of many is also the luckiest.
 void sweep(const std::string& model, int stages, const Options& options) {
   auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()));
   const std::vector<torch::Device> devices(stages, torch::kCPU);

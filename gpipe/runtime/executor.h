@@ -41,7 +41,8 @@ struct Failure {
 class Executor {
  public:
   /// Starts the threads. While run() waits for them it calls `poll` now and then, if there is one, on its own thread;
-  /// what that throws is an error of the run. Errors: std::invalid_argument for less than one worker; std::system_error.
+  /// what that throws is an error of the run. Errors: std::invalid_argument for less than one worker;
+  /// std::system_error.
   explicit Executor(int workers, std::function<void()> poll = nullptr);
   /// Joins the threads; no run may be under way. In a process that was forked off there are none to join.
   ~Executor();

@@ -1,7 +1,7 @@
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['Begin', 'Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'balance_by_size', 'balance_by_time', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'pop', 'predict', 'profile', 'resnet', 'stash', 'suggest', 'torch_version', 'unet']
+__all__: list[str] = ['Begin', 'Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'pop', 'predict', 'profile', 'resnet', 'reuse_cpu_memory', 'stash', 'suggest', 'torch_version', 'unet']
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -116,6 +116,18 @@ class Profile:
         ...
     def __str__(self) -> str:
         ...
+    def balance_by_size(self, partitions: typing.SupportsInt, chunks: typing.SupportsInt = 1, checkpoint: str = 'except_last') -> list[int]:
+        """
+        The balance whose largest stage needs the fewest bytes, skips included.
+        """
+    def balance_by_time(self, partitions: typing.SupportsInt, chunks: typing.SupportsInt = 1, checkpoint: str = 'never') -> list[int]:
+        """
+        The balance whose slowest stage is fastest.
+        """
+    def table(self, balance: collections.abc.Sequence[typing.SupportsInt] = []) -> str:
+        """
+        For people: a row for each layer, and the sums of each stage of a balance.
+        """
     def to_json(self) -> str:
         ...
     @property
@@ -229,10 +241,6 @@ class NativeLayer:
     @property
     def name(self) -> str:
         ...
-def balance_by_size(arg0: Profile, arg1: typing.SupportsInt, arg2: RunOptions) -> list[int]:
-    ...
-def balance_by_time(arg0: Profile, arg1: typing.SupportsInt, arg2: RunOptions) -> list[int]:
-    ...
 def draw_seed() -> int:
     ...
 def is_checkpointing() -> bool:
@@ -251,6 +259,12 @@ def profile(arg0: list[typing.Any], arg1: typing.Any, arg2: ProfileOptions) -> P
     ...
 def resnet(arg0: typing.SupportsInt, arg1: typing.SupportsInt, arg2: typing.SupportsInt, arg3: bool) -> list[NativeLayer]:
     ...
+def reuse_cpu_memory(on: bool = True) -> None:
+    """
+    From now on, or with False no longer, CPU tensors of 64 KiB and more take their memory from a pool, which keeps
+    what is freed for the next of about that size: a training step then asks the system for no memory once the first few
+    have run. The pool belongs to the process and never shrinks. Call it first, before tensors are made in other threads.
+    """
 def stash(arg0: Namespace, arg1: str, arg2: typing.Any) -> None:
     ...
 def suggest(arg0: list[typing.Any], arg1: typing.Any, arg2: collections.abc.Sequence[str], arg3: collections.abc.Sequence[typing.SupportsInt], arg4: collections.abc.Sequence[str], arg5: typing.SupportsInt, arg6: typing.SupportsFloat, arg7: ProfileOptions) -> Suggestion:

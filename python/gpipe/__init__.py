@@ -23,8 +23,8 @@ if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
         "Install it again, in an environment that has this torch: pip install --no-build-isolation ."
     )
 
-from gpipe import balance, models, skip
-from gpipe._C import Timeline
+from gpipe import balance, models, skip, snapshot
+from gpipe._C import Timeline, reuse_cpu_memory
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 from gpipe.pipeline import GPipe
 from gpipe.randomness import RandomScope, reference
@@ -39,7 +39,9 @@ __all__ = [
     "is_recomputing",
     "models",
     "reference",
+    "reuse_cpu_memory",
     "skip",
+    "snapshot",
 ]
 
 __version__: str = _version("gpipe")

@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--input", type=_numbers, metavar="N,..", help="shape of a mini-batch of random numbers, as 64,3,224,224"
     )
-    command.add_argument("--devices", metavar="LIST", help="one a stage, as cuda:0,cuda:1; default: the GPUs, or 2 CPUs")
+    command.add_argument("--devices", metavar="LIST", help="one a stage: cuda:0,cuda:1; default: the GPUs, or 2 CPUs")
     command.add_argument("--chunks", type=_numbers, default=[], metavar="N,..", help="to try; default: 1, 2, 4, .. 32")
     command.add_argument("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="of a device, as 6GB")
     command.add_argument("--bandwidth", type=float, default=0.0, metavar="GB/S", help="between devices")

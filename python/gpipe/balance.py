@@ -42,6 +42,8 @@ __all__ = [
 Device = torch.device | int | str
 Tensors = Tensor | tuple[Tensor, ...]
 
+_REPEATS = 9
+
 
 def profile(
     module: nn.Sequential,
@@ -51,7 +53,7 @@ def profile(
     workers: int = 1,
     intraop_threads: int = 0,
     seconds: float = 10.0,
-    repeats: int = 9,
+    repeats: int = _REPEATS,
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
@@ -98,7 +100,7 @@ def balance_by_time(
     where = _device(device)
     workers = partitions if where.type == "cpu" else 1
     measured = profile(module, sample, device=where, workers=workers, seconds=timeout)
-    return _C.balance_by_time(measured, partitions, _C.RunOptions(1, "never", 0.0, False))
+    return measured.balance_by_time(partitions)
 
 
 def balance_by_size(
@@ -136,7 +138,7 @@ def balance_by_size(
     measured = profile(
         module, sample, device=device, intraop_threads=threads, seconds=0.0, repeats=1, param_scale=param_scale
     )
-    return _C.balance_by_size(measured, partitions, _C.RunOptions(len(parts[0]), checkpoint, 0.0, False))
+    return measured.balance_by_size(partitions, len(parts[0]), checkpoint)
 
 
 def predict(
@@ -203,7 +205,7 @@ def suggest(
     placed = [torch.device(device) for device in devices]
     if not placed:
         raise ValueError("give at least one device")
-    options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, progress)
+    options = _C.ProfileOptions(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
     with _training(module):
         return _C.suggest(
             _layers(module),

@@ -53,8 +53,8 @@ class NativeLayer(Skippable):
         for tensor, (path, table, name) in zip(self._tensors, self._places):
             if table.get(name) is not tensor:
                 raise RuntimeError(
-                    f"{path} of the C++ layer '{self._native.name}' was replaced, which the layer does not see; copy into "
-                    "it instead: load_state_dict(..., assign=False), or parameter.data.copy_(...)"
+                    f"{path} of the C++ layer '{self._native.name}' was replaced, which the layer does not see; copy "
+                    "into it instead: load_state_dict(..., assign=False), or parameter.data.copy_(...)"
                 )
         self._native.train(self.training)
         return self._native.forward(input)

@@ -377,7 +377,7 @@ def _split(module: nn.Sequential, balance: list[int], devices: list[torch.device
 
 
 def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
-    """Layers as the extension module takes them: name, module, and what each skippable module in it stashes and pops."""
+    """Layers as the extension module takes them: name, module, what each skippable module in it stashes and pops."""
     return [
         (
             name,

@@ -44,7 +44,9 @@ class RandomScope:
         self._scopes.pop().close()
 
 
-def reference(module: nn.Sequential, input: Tensor | tuple[Tensor, ...], *, chunks: int = 1) -> Tensor | tuple[Tensor, ...]:
+def reference(
+    module: nn.Sequential, input: Tensor | tuple[Tensor, ...], *, chunks: int = 1
+) -> Tensor | tuple[Tensor, ...]:
     """What a pipeline of the model computes, without one: runs the model micro-batch by micro-batch, with the random
     numbers that the pipeline's layers would get.
 

@@ -70,6 +70,22 @@ void init_balance(py::module_& module) {
       .def_readonly("intraop_threads", &Profile::intraop_threads)
       .def_readonly("layers", &Profile::layers)
       .def_readonly("skips", &Profile::skips)
+      .def(
+          "balance_by_time",
+          [](const Profile& profile, int partitions, int chunks, const std::string& checkpoint) {
+            return balance_by_time(profile, partitions, {.chunks = chunks, .checkpoint = to_checkpoint(checkpoint)});
+          },
+          "The balance whose slowest stage is fastest.", py::arg("partitions"), py::arg("chunks") = 1,
+          py::arg("checkpoint") = "never")
+      .def(
+          "balance_by_size",
+          [](const Profile& profile, int partitions, int chunks, const std::string& checkpoint) {
+            return balance_by_size(profile, partitions, {.chunks = chunks, .checkpoint = to_checkpoint(checkpoint)});
+          },
+          "The balance whose largest stage needs the fewest bytes, skips included.", py::arg("partitions"),
+          py::arg("chunks") = 1, py::arg("checkpoint") = "except_last")
+      .def("table", &profile_table, "For people: a row for each layer, and the sums of each stage of a balance.",
+           py::arg("balance") = std::vector<std::int64_t>())
       .def("to_json", &profile_to_json)
       .def_static("from_json", &profile_from_json, py::arg("text"))
       .def("__str__", [](const Profile& profile) { return profile_table(profile); });
@@ -111,12 +127,6 @@ void init_balance(py::module_& module) {
     const auto model = to_model(layers);
     const auto value = to_value(sample.ptr());
     return released([&] { return profile(model, value, options); });
-  });
-  module.def("balance_by_time", [](const Profile& profile, int partitions, const RunOptions& options) {
-    return balance_by_time(profile, partitions, options);
-  });
-  module.def("balance_by_size", [](const Profile& profile, int partitions, const RunOptions& options) {
-    return balance_by_size(profile, partitions, options);
   });
   module.def("predict", &predict);
   module.def("suggest", [](const Objects& layers, const py::object& sample, const std::vector<std::string>& devices,

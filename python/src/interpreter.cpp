@@ -14,8 +14,8 @@ namespace py = pybind11;
 
 constexpr std::chrono::seconds kPatience{1};
 
-// Of this process's one interpreter. A thread counts itself before it looks whether the interpreter exits, and exit says
-// so before it looks at the count: one of them sees the other.
+// Of this process's one interpreter. A thread counts itself before it looks whether the interpreter exits, and exit
+// says so before it looks at the count: one of them sees the other.
 std::atomic<int> under_way = 0;
 std::atomic<bool> exiting = false;
 
@@ -27,8 +27,8 @@ bool finalizing() { return Py_IsFinalizing() != 0; }
 
 bool alive() { return Py_IsInitialized() != 0 && !finalizing(); }
 
-// Removes what threading.current_thread() has noted of a thread that Python had not made; unless a thread of Python's has
-// got the same number since.
+// Removes what threading.current_thread() has noted of a thread that Python had not made; unless a thread of Python's
+// has got the same number since.
 void forget_thread(unsigned long thread) try {
   const auto threading = py::module_::import("threading");
   const py::dict active = threading.attr("_active");

@@ -23,9 +23,9 @@ struct SkipNames {
   std::vector<SkipKey> pops;
 };
 
-/// A Python module as a layer. Among C++ modules its mirror stands for it: a tree of modules that hold the same parameters
-/// and buffers by the same names, as they were at the last refresh(), and declare the same skips. May be destroyed on any
-/// thread.
+/// A Python module as a layer. Among C++ modules its mirror stands for it: a tree of modules that hold the same
+/// parameters and buffers by the same names, as they were at the last refresh(), and declare the same skips. May be
+/// destroyed on any thread.
 class PythonLayer : public Layer {
  public:
   /// With the interpreter's lock.
@@ -37,12 +37,12 @@ class PythonLayer : public Layer {
   /// The mirror. On any thread.
   std::shared_ptr<torch::nn::Module> module() const override;
 
-  /// Takes over what parameters and buffers the module has now: in a new mirror, for a forward or backward that is under
-  /// way reads the old one. Returns whether they are others than before. With the interpreter's lock.
+  /// Takes over what parameters and buffers the module has now: in a new mirror, for a forward or backward that is
+  /// under way reads the old one. Returns whether they are others than before. With the interpreter's lock.
   bool refresh();
 
-  /// Calls visit(object) for each reference to a Python object that this holds; until one returns other than 0, which is
-  /// the result.
+  /// Calls visit(object) for each reference to a Python object that this holds; until one returns other than 0, which
+  /// is the result.
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
 
  private:

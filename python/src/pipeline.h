@@ -29,8 +29,8 @@ class PythonPipeline {
 
   void trace(std::optional<std::shared_ptr<Timeline>> timeline);
 
-  /// For Python's collector of cycles: visits what this alone keeps, nothing while a graph still needs the pipeline; see
-  /// PythonLayer::traverse(). And lets go of it, after which no other method may be called but this.
+  /// For Python's collector of cycles: visits what this alone keeps, nothing while a graph still needs the pipeline;
+  /// see PythonLayer::traverse(). And lets go of it, after which no other method may be called but this.
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
   void clear();
 

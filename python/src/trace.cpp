@@ -1,5 +1,6 @@
 #include <pybind11/stl.h>
 
+#include "gpipe/runtime/memory_reuse.h"
 #include "gpipe/schedule/drawing.h"
 #include "gpipe/schedule/timeline.h"
 #include "python/src/pipeline.h"
@@ -19,6 +20,11 @@ void init_trace(py::module_& module) {
       .def("to_chrome_json", &to_chrome_json, "Chrome's trace event format, which ui.perfetto.dev opens.")
       .def("to_svg", &to_svg, "A drawing: a row for each worker, a box for each action.")
       .def("_repr_svg_", &to_svg);
+  module.def(
+      "reuse_cpu_memory", &reuse_cpu_memory, py::arg("on") = true,
+      R"(From now on, or with False no longer, CPU tensors of 64 KiB and more take their memory from a pool, which keeps
+what is freed for the next of about that size: a training step then asks the system for no memory once the first few
+have run. The pool belongs to the process and never shrinks. Call it first, before tensors are made in other threads.)");
 }
 
 }  // namespace gpipe::python

@@ -296,8 +296,8 @@ TEST(ProfileTest, TheFirstMicroBatchWantsWhatItsBatchWants) {
 
 class BytesTest : public testing::Test {
  protected:
-  /// The profile's bytes beside those counted, on the time that a step really took: who waits how long for whom does not
-  /// matter here.
+  /// The profile's bytes beside those counted, on the time that a step really took: who waits how long for whom does
+  /// not matter here.
   static void expect_close(nn::Sequential model, const torch::Tensor& micro_batch,
                            const std::vector<std::int64_t>& balance) {
     const auto of_model = profile(model, micro_batch, brief().intraop_threads(1));
@@ -317,7 +317,8 @@ class BytesTest : public testing::Test {
           const auto counted = static_cast<double>(timeline->peak_bytes()[s]);
           const auto ratio = static_cast<double>(accounted.peak_bytes()[s]) / counted;
           EXPECT_GT(ratio, 0.97) << "stage " << s;
-          // Where stages run at the same time, others free in the midst of their actions, which is accounted at the ends.
+          // Where stages run at the same time, others free in the midst of their actions, which is accounted at the
+          // ends.
           const bool in_turn = chunks == 1 && checkpoint != Checkpoint::kAlways;
           if (in_turn || balance.size() == 1) EXPECT_LT(ratio, 1.03) << "stage " << s;
         }

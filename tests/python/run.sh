@@ -21,7 +21,10 @@ venv=$work/venv/bin/python
 "$venv" -m pip install --quiet --no-build-isolation --no-deps --no-index --disable-pip-version-check \
   --config-settings=wheel.cmake=false "$work/source"
 
+(cd "$root/examples/python" &&
+  "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" unet_train.py resnet18_mnist.py)
 cd "$root/tests/python" # where there is no gpipe but the installed one
+export GPIPE_BUILD_DIR=$build
 "$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"
 diff -u "$root/python/gpipe/_C.pyi" "$work/stubs/gpipe/_C.pyi"
 "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" --package gpipe

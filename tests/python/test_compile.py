@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpipe
-from programs import run
+from processes import run
 
 
 def make_model():

@@ -48,7 +48,7 @@ def test_attributes():
         ({"chunks": -1}, ValueError, "number of chunks must be positive integer"),
         ({"chunks": "many"}, ValueError, "many"),
         ({"checkpoint": "INVALID"}, ValueError, "checkpoint is not one of 'always', 'except_last', or 'never'"),
-        ({"balance": [2]}, ValueError, r"module and sum of balance have different length \(module: 4, sum of balance: 2\)"),
+        ({"balance": [2]}, ValueError, r"have different length \(module: 4, sum of balance: 2\)"),
         ({"balance": [4, 0]}, ValueError, r"all balance numbers must be positive integer \(balance: \[4, 0\]\)"),
         ({"devices": ["cpu"]}, IndexError, r"too few devices to hold given partitions \(devices: 1, partitions: 2\)"),
         ({"devices": ["cuda:99"] * 2}, IndexError, "cuda:99"),
@@ -119,7 +119,9 @@ def test_denies_to_move():
     assert pipe(torch.zeros(2, 3)).dtype == torch.float32
 
 
-@pytest.mark.parametrize("batch, chunks, expected", [(5, 4, [2, 2, 1]), (2, 4, [1, 1]), (7, 4, [2, 2, 2, 1]), (0, 4, [0])])
+@pytest.mark.parametrize(
+    "batch, chunks, expected", [(5, 4, [2, 2, 1]), (2, 4, [1, 1]), (7, 4, [2, 2, 2, 1]), (0, 4, [0])]
+)
 def test_micro_batches(batch, chunks, expected):
     sizes = []
 

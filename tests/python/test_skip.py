@@ -213,5 +213,6 @@ def test_torchgpipe_states():
     pipe = gpipe.GPipe(nn.Sequential(Layer(), Last()), [1, 1])
     assert list(pipe.state_dict()) == ["0.block.0.weight", "0.block.0.bias"]
     weight = torch.rand(2, 2)
-    pipe.load_state_dict({"partitions.0.0.module.block.0.weight": weight, "partitions.0.0.module.block.0.bias": torch.zeros(2)})
+    block = "partitions.0.0.module.block.0"
+    pipe.load_state_dict({f"{block}.weight": weight, f"{block}.bias": torch.zeros(2)})
     assert torch.equal(inner[0].weight, weight)

@@ -13,7 +13,7 @@ from torch import nn
 
 import gpipe
 from layers import Double, Fail
-from programs import run
+from processes import run
 
 
 def test_stages_are_threads_that_stay():

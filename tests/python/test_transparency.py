@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gpipe
-import programs
+import processes
 from gpipe.skip import Namespace
 from layers import Add, Double, Stash
 
@@ -161,7 +161,7 @@ DDP = """
 def test_ddp(tmp_path):
     path = str(tmp_path / "store")
     with ThreadPoolExecutor() as pool:
-        for code, text in pool.map(lambda rank: programs.run(DDP, rank, path), ["0", "1"]):
+        for code, text in pool.map(lambda rank: processes.run(DDP, rank, path), ["0", "1"]):
             assert code == 0, text
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))

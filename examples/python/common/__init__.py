@@ -1,0 +1,1 @@
+"""What the training programs share: flags, plan, loop, history."""

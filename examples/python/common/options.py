@@ -1,0 +1,183 @@
+"""Flags: those of examples/common's programs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import gpipe
+
+
+def make_parser(description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        description=description,
+        usage="%(prog)s [OPTIONS]",
+        formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=120),
+        allow_abbrev=False,
+    )
+
+
+def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+    """What every training program can be told."""
+    add = parser.add_argument
+    default = "(default: %(default)s)"
+    add("-b", "--batch-size", type=integer(1, 1 << 20), metavar="N", help=f"images in a mini-batch {default}")
+    add("-o", "--output", type=Path, metavar="DIR", help=f"directory for what the run writes {default}")
+    add("-e", "--epochs", type=integer(1, 1_000_000), metavar="N", help=f"passes over the training images {default}")
+    add("-l", "--learning-rate", type=real(0, above=True), metavar="X", help=f"of Adam, at the start {default}")
+    add(
+        "--schedule",
+        choices=("cosine", "plateau"),
+        default="cosine",
+        help="of the learning rate, by epoch: cosine, falling towards 0 behind the last; plateau, a tenth whenever the "
+        f"validation score has not risen for 5 {default}",
+    )
+    add("--clip", type=real(0), default=0.0, metavar="X", help=f"largest norm of the gradient; 0 for any {default}")
+    add("--amp", action="store_true", help="compute in bfloat16 where that is safe (autocast)")
+    add(
+        "--seed",
+        type=integer(0, 2**64 - 1),
+        default=0,
+        metavar="N",
+        help=f"of weights, order and what is drawn {default}",
+    )
+    add("--resume", type=Path, metavar="FILE", help="snapshot to go on from, as if it had never stopped")
+    add(
+        "-f", "--load", type=Path, metavar="FILE", help="snapshot to take the weights of, when there is none to resume"
+    )
+    add = parser.add_argument_group("pipeline").add_argument
+    add(
+        "--stages",
+        type=integer(1, 1024),
+        metavar="N",
+        help="parts that the model is cut into, one a device (default: 2)",
+    )
+    add(
+        "--balance",
+        default="by-time",
+        metavar="HOW",
+        help="by-time, by-size: stages of equal time or memory, as measured; auto: the fastest of all balances, chunks "
+        f"and checkpoint modes; or layers in each stage, as 20,35 {default}",
+    )
+    add("--chunks", type=integer(1, 1 << 20), default=2, metavar="N", help=f"micro-batches in a mini-batch {default}")
+    add(
+        "--devices",
+        metavar="LIST",
+        help="one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU",
+    )
+    add(
+        "--checkpoint",
+        choices=("never", "except_last", "always"),
+        default="except_last",
+        help=f"micro-batches that recompute instead of storing {default}",
+    )
+    add("--reuse-memory", action="store_true", help="keep the memory of CPU tensors for the next")
+    add("--trace", type=Path, metavar="FILE", help="write the timeline of one training step, for ui.perfetto.dev")
+    parser.set_defaults(**defaults)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The command line, with ``layers`` of each stage, if given, and a list of ``devices``."""
+    options = parser.parse_args()
+    try:
+        options.layers = None if options.balance in ("by-time", "by-size", "auto") else _layers(options.balance)
+        cuts = len(options.layers) if options.layers else options.stages or 2
+        if options.stages not in (None, cuts):
+            raise ValueError(f"--balance: has {cuts} stages, but --stages is {options.stages}; give one of them")
+        options.stages = cuts
+        options.devices = _devices(options.devices, cuts)
+    except ValueError as error:
+        parser.error(str(error))
+    return options
+
+
+def run_program(train: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
+    """Runs what returns the exit code. Errors become a line."""
+    gpipe.reuse_cpu_memory(options.reuse_memory)
+    try:
+        return train(options)
+    except KeyboardInterrupt:
+        return 130
+    except (IndexError, OSError, RuntimeError, ValueError) as error:
+        # That of a DataLoader's worker has a traceback before it.
+        text = str(error).strip().splitlines()[-1].partition(": ")[2] if "DataLoader worker" in str(error) else error
+        print(f"error: {text}", file=sys.stderr)
+        return 1
+
+
+def check_outputs(options: argparse.Namespace) -> None:
+    """Tries all that a run will write, so that nothing fails for it after hours."""
+    _check_writable(options.output)
+    if options.trace is None:
+        return
+    if options.trace.is_dir():
+        raise ValueError(f"--trace {options.trace} is a directory; give a file")
+    _check_writable(options.trace.parent)
+
+
+def to_flag(value: float) -> str:
+    """A number as the C++ programs write it: all its digits, in the shorter notation."""
+    fixed = np.format_float_positional(value, trim="-")
+    return min(fixed, np.format_float_scientific(value, trim="-", exp_digits=2), key=len)
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    def parse_integer(text: str) -> int:
+        if text.removeprefix("-").isdecimal() and low <= int(text) <= high:
+            return int(text)
+        raise argparse.ArgumentTypeError(f"'{text}' is no whole number from {low} to {high}")
+
+    return parse_integer
+
+
+def real(low: float, high: float = float("inf"), above: bool = False) -> Callable[[str], float]:
+    def parse_real(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = float("nan")
+        if low <= value <= high and value != float("inf") and not (above and value == low):
+            return value
+        limit = "" if high == float("inf") else f" and at most {high:g}"
+        raise argparse.ArgumentTypeError(f"'{text}' is no number {'above' if above else 'of at least'} {low:g}{limit}")
+
+    return parse_real
+
+
+def _layers(text: str) -> list[int]:
+    for part in text.split(","):
+        if not part.isdecimal() or int(part) < 1:
+            raise ValueError(
+                f"--balance: '{part}' is neither auto, by-time or by-size nor a number of layers; give those as 20,35"
+            )
+    return [int(part) for part in text.split(",")]
+
+
+def _devices(text: str | None, stages: int) -> list[torch.device]:
+    if text is None:
+        gpus = torch.cuda.device_count()
+        return [torch.device("cuda", stage % gpus) if gpus else torch.device("cpu") for stage in range(stages)]
+    devices = []
+    for part in text.split(","):
+        try:
+            devices.append(torch.device(part))
+        except RuntimeError:
+            raise ValueError(f"--devices: '{part}' is no device; give cpu, cuda or cuda:N") from None
+    if len(devices) == 1:
+        devices *= stages
+    if len(devices) != stages:
+        raise ValueError(f"--devices: has {len(devices)} for {stages} stages; give one a stage, or one for all")
+    return devices
+
+
+def _check_writable(directory: Path) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    probe = directory / ".write-probe"
+    probe.touch()
+    probe.unlink()

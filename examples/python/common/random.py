@@ -1,0 +1,34 @@
+"""Random numbers that the C++ programs draw too, so that both split, shuffle and augment alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_MASK = 2**64 - 1
+
+
+class Random:
+    """SplitMix64. Different streams of one seed are independent."""
+
+    def __init__(self, seed: int, stream: int = 0) -> None:
+        self._state = seed
+        self._state = self.next() ^ (stream * 0xD1342543DE82EF95 & _MASK)
+
+    def next(self) -> int:
+        self._state = (self._state + 0x9E3779B97F4A7C15) & _MASK
+        z = self._state
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+        return z ^ (z >> 31)
+
+    def between(self, low: int, high: int) -> int:
+        """From low to high, both included."""
+        return low + ((self.next() >> 32) * (high - low + 1) >> 32)
+
+    def chance(self, percent: int) -> bool:
+        return self.between(1, 100) <= percent
+
+    def shuffle(self, items: list[Any]) -> None:
+        for i in range(len(items) - 1, 0, -1):
+            j = self.between(0, i)
+            items[i], items[j] = items[j], items[i]

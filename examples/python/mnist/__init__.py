@@ -1,0 +1,1 @@
+"""What the ResNet learns: digits, loss and scores."""

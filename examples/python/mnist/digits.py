@@ -1,0 +1,47 @@
+"""Drawn digits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from common.random import Random
+from mnist.idx import write_idx
+
+_SIDE = 28
+
+
+def write_digits(directory: Path, training_count: int, test_count: int, seed: int) -> None:
+    """Writes both parts as MNIST's files. Simpler than what the C++ program draws: printed, in one font."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for part, count, first_stream in (("train", training_count, 0), ("t10k", test_count, 1 << 32)):
+        write_idx(directory, part, *draw_digits(count, seed, first_stream))
+
+
+def draw_digits(count: int, seed: int, first_stream: int) -> tuple[Tensor, Tensor]:
+    """Images, uint8 of shape (N, 1, 28, 28), light on dark, and labels of shape (N,). Item i is the same whatever
+    `count`."""
+    images, labels = [], []
+    for number in range(count):
+        random = Random(seed, first_stream + number)
+        labels.append(random.between(0, 9))
+        images.append(_draw_digit(random, labels[-1]))
+    return torch.tensor(np.stack(images))[:, None], torch.tensor(labels)
+
+
+def _draw_digit(random: Random, digit: int) -> np.ndarray:
+    """Turned, of some size, place, thickness and light, with noise."""
+    image = Image.new("L", (_SIDE, _SIDE))
+    center = _SIDE / 2 + random.between(-3, 3), _SIDE / 2 + random.between(-3, 3)
+    font = ImageFont.load_default(random.between(16, 24))
+    light = random.between(140, 255)
+    stroke = random.between(0, 1)
+    ImageDraw.Draw(image).text(center, str(digit), fill=light, font=font, anchor="mm", stroke_width=stroke)
+    image = image.rotate(random.between(-20, 20), Image.Resampling.BILINEAR, center=center)
+    noise = np.random.default_rng(random.next()).normal(0, random.between(1, 20), (_SIDE, _SIDE))
+    pixels = np.asarray(image) + random.between(0, 50) + noise
+    return pixels.clip(0, 255).astype(np.uint8)

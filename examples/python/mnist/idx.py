@@ -1,0 +1,72 @@
+"""MNIST's files: bytes in three dimensions, and labels, in the IDX format."""
+
+from __future__ import annotations
+
+import math
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+# Two zero bytes, the type (8: bytes), the number of dimensions.
+_IMAGES_MAGIC = 0x00000803
+_LABELS_MAGIC = 0x00000801
+_LARGEST_SIDE = 4096
+
+_NAMES = ("{}-images-idx3-ubyte", "{}-labels-idx1-ubyte")
+
+
+def read_idx(directory: Path, part: str, classes: int = 10) -> tuple[Tensor, Tensor]:
+    """The part "train" or "t10k": images, uint8 of shape (N, 1, H, W), and labels, int64 of shape (N,).
+
+    Raises:
+        OSError: for a file that is missing.
+        ValueError: which names the file and the reason: still compressed, of another kind, empty, shorter or longer
+            than it says, a label that is not below `classes`, or counts that differ.
+    """
+    images_path, labels_path = (directory / name.format(part) for name in _NAMES)
+    images, labels = _read(images_path, _IMAGES_MAGIC), _read(labels_path, _LABELS_MAGIC)
+    if len(images) != len(labels):
+        raise ValueError(f"{images_path} holds {len(images)} images, but {labels_path} {len(labels)} labels")
+    if max(images.shape[1:]) > _LARGEST_SIDE:
+        raise ValueError(f"{images_path}: images of {images.shape[1]} rows and {images.shape[2]} columns")
+    if len(wrong := (labels >= classes).nonzero()):
+        index = int(wrong[0])
+        raise ValueError(f"{labels_path}: label {index} is {labels[index]}; it must be below {classes}")
+    return images.unsqueeze(1), labels.long()
+
+
+def write_idx(directory: Path, part: str, images: Tensor, labels: Tensor) -> None:
+    """Creates or replaces both files. Images are uint8 of shape (N, 1, H, W), labels integers of shape (N,)."""
+    for name, magic, items in zip(
+        _NAMES, (_IMAGES_MAGIC, _LABELS_MAGIC), (images.squeeze(1), labels.byte()), strict=True
+    ):
+        header = struct.pack(f">{1 + items.dim()}I", magic, *items.shape)
+        (directory / name.format(part)).write_bytes(header + items.contiguous().numpy().tobytes())
+
+
+def _read(path: Path, magic: int) -> Tensor:
+    compressed = path.with_name(f"{path.name}.gz")
+    if not path.exists() and compressed.exists():
+        raise ValueError(f"{path}: missing, but {compressed} is there; run gunzip on it")
+    content = path.read_bytes()
+    if not content:
+        raise ValueError(f"{path}: the file is empty")
+    if content[:2] == b"\x1f\x8b":
+        raise ValueError(f"{path}: compressed; run gunzip on it")
+    if len(content) >= 4 and int.from_bytes(content[:4], "big") != magic:
+        kind = "images" if magic == _IMAGES_MAGIC else "labels"
+        start = f"0x{content[:4].hex()} instead of 0x{magic:08x}"
+        raise ValueError(f"{path}: no IDX file of {kind}: it starts with {start}")
+    header = 4 * (1 + (magic & 0xFF))
+    if len(content) < header:
+        raise ValueError(f"{path}: cut short: {len(content)} bytes, but the header alone has {header}")
+    shape = struct.unpack(f">{magic & 0xFF}I", content[4:header])
+    if 0 in shape:
+        raise ValueError(f"{path}: it holds no items")
+    length, expected = len(content) - header, math.prod(shape)
+    if length != expected:
+        what = "cut short" if length < expected else "too long"
+        raise ValueError(f"{path}: {what}: {length} bytes after the header, which says {expected}")
+    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(shape)

@@ -1,0 +1,52 @@
+"""Learning to tell labelled images apart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import gpipe
+from common.random import Random
+from common.task import Show
+from mnist.confusion import draw_confusion
+
+Labelled = tuple[Tensor, Tensor]  # images, uint8 of shape (N, 1, H, W), and labels, int64 of shape (N,)
+
+
+class ClassificationTask:
+    """A :class:`common.task.Task` over images in memory. Draws the confusion matrix of each epoch."""
+
+    score_names = ("accuracy", "test_loss")
+
+    def __init__(self, training: Labelled, test: Labelled, classes: int, batch_size: int, seed: int) -> None:
+        self._training = training[0].float() / 255, training[1]
+        self._test = test[0].float() / 255, test[1]
+        self._classes = classes
+        self._batch_size = batch_size
+        self._seed = seed
+        self.training_images = len(training[0])
+
+    def training(self, epoch: int, first: int) -> Iterator[Labelled]:
+        order = list(range(self.training_images))
+        Random(self._seed, epoch).shuffle(order)
+        images, labels = self._training
+        for chosen in torch.split(torch.tensor(order), self._batch_size)[first:]:
+            yield images[chosen], labels[chosen]
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(logits.float(), labels)
+
+    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
+        counts = torch.zeros(self._classes, self._classes, dtype=torch.long)
+        loss_sum = 0.0
+        for images, labels in zip(*(torch.split(tensor, self._batch_size) for tensor in self._test), strict=True):
+            logits = pipe(images).cpu()
+            loss_sum += self.loss(logits, labels).item() * len(images)
+            pairs = labels * self._classes + logits.argmax(1)
+            counts += torch.bincount(pairs, minlength=self._classes**2).view_as(counts)
+        show(draw_confusion(counts), f"confusion_{epoch:03}.png", "confusion")
+        count = len(self._test[0])
+        return [counts.trace().item() / count, loss_sum / count]

@@ -1,0 +1,79 @@
+"""Trains a ResNet-18 on MNIST's files, as a pipeline: examples/resnet18_mnist in Python.
+
+    python resnet18_mnist.py --data DIR --stages 2 --epochs 5
+
+Takes the flags, writes the files and reads the snapshots of the C++ program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+import gpipe
+from common.options import add_training_options, check_outputs, integer, make_parser, parse, run_program
+from common.plan import make_plan, print_plan
+from common.trainer import Trainer, run_and_report
+from mnist.digits import write_digits
+from mnist.idx import read_idx
+from mnist.task import ClassificationTask
+
+_CLASSES = 10
+
+
+def parse_options() -> argparse.Namespace:
+    parser = make_parser("Trains a ResNet-18 to read digits, as a pipeline over several devices.")
+    add_training_options(
+        parser, output=Path("out/resnet18_mnist"), epochs=5, batch_size=64, chunks=4, learning_rate=2e-3
+    )
+    add = parser.add_argument_group("data and model").add_argument
+    add(
+        "--data",
+        default="synthetic",
+        metavar="DIR",
+        help="with MNIST's four IDX files, unpacked, or 'synthetic', which draws such files (default: %(default)s)",
+    )
+    add(
+        "--samples",
+        type=integer(60, 600_000),
+        default=6000,
+        metavar="N",
+        help="training images that 'synthetic' draws; a sixth as many to test (default: %(default)s)",
+    )
+    add(
+        "--small-images",
+        action="store_true",
+        help="begin with a 3x3 convolution and no pooling: better, and fifteen times the work",
+    )
+    return parse(parser)
+
+
+def train(options: argparse.Namespace) -> int:
+    check_outputs(options)
+    drawn = None
+    if options.data == "synthetic":
+        drawn = options.output / "digits"
+        write_digits(drawn, options.samples, options.samples // 6, options.seed)
+    data = drawn or Path(options.data)
+    training, test = read_idx(data, "train", _CLASSES), read_idx(data, "t10k", _CLASSES)
+    height, width = training[0].shape[2:]
+    print(f"data: {len(training[0])} images to train, {len(test[0])} to test, {width}x{height}")
+
+    torch.manual_seed(options.seed)
+    model = gpipe.models.resnet18(_CLASSES, in_channels=1, small_images=options.small_images)
+    plan = make_plan(model, options, (1, height, width))
+    pipe = gpipe.GPipe(
+        model, plan.balance, devices=options.devices, chunks=plan.chunks, checkpoint=plan.checkpoint
+    )
+    print_plan("ResNet-18", pipe, plan)
+
+    task = ClassificationTask(training, test, _CLASSES, options.batch_size, options.seed)
+    identity = {"--small-images": str(int(options.small_images)), "images": str(len(training[0]))}
+    return run_and_report(Trainer(pipe, task, options, identity, plan.prediction), drawn)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(train, parse_options()))

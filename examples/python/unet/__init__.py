@@ -1,0 +1,1 @@
+"""What the U-Net learns: pictures and masks, loss and scores."""

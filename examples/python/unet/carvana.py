@@ -1,0 +1,111 @@
+"""Files in the layout of the Carvana data set: DIR/imgs/NAME.jpg with DIR/masks/NAME_mask.gif."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+from common.random import Random
+
+_MASK_SUFFIX = "_mask"
+
+
+class Sample(NamedTuple):
+    image: Path
+    mask: Path
+
+
+def list_samples(directory: Path) -> list[Sample]:
+    """The samples of a directory, sorted by name. It reads the headers of all files; damage behind a header shows on
+    decoding.
+
+    Raises:
+        OSError: for a folder that is missing.
+        ValueError: where there are no images, an image has no mask or a mask no image, or a file is no image or has
+            another size than its mask; the message names them.
+    """
+    images = _by_stem(directory / "imgs", (".jpg", ".jpeg", ".png"))
+    masks = {}
+    for stem, path in _by_stem(directory / "masks", (".gif", ".png")).items():
+        if not stem.endswith(_MASK_SUFFIX):
+            raise ValueError(f"{path}: the name of a mask must be <image>{_MASK_SUFFIX}{path.suffix}")
+        masks[stem.removesuffix(_MASK_SUFFIX)] = path
+    if not images:
+        raise ValueError(f"{directory / 'imgs'}: no .jpg, .jpeg or .png file")
+    if missing := sorted(images.keys() - masks.keys()):
+        raise ValueError(f"{directory / 'masks'}: no mask (<image>{_MASK_SUFFIX}.gif or .png) for: {_few(missing)}")
+    if missing := sorted(masks.keys() - images.keys()):
+        raise ValueError(f"{directory / 'imgs'}: no image for the masks of: {_few(missing)}")
+    samples = [Sample(images[stem], masks[stem]) for stem in sorted(images)]
+    for image, mask in samples:
+        if image_size(image) != image_size(mask):
+            width, height = image_size(image)
+            raise ValueError(f"{image} is {width}x{height}, but its mask {mask} is %dx%d" % image_size(mask))
+    return samples
+
+
+def split(samples: Sequence[Sample], validation_percent: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """Draws so many of the samples for validation, the same ones as the C++ programs do: training, validation."""
+    if len(samples) < 2:
+        raise ValueError(f"cannot split {len(samples)} sample into training and validation; it takes two")
+    wanted = int(len(samples) * validation_percent / 100 + 0.5)
+    order = list(range(len(samples)))
+    Random(seed).shuffle(order)
+    validation = set(order[: min(max(wanted, 1), len(samples) - 1)])
+    return (
+        [sample for index, sample in enumerate(samples) if index not in validation],
+        [sample for index, sample in enumerate(samples) if index in validation],
+    )
+
+
+def image_size(path: Path) -> tuple[int, int]:
+    """Width and height, from the file's header."""
+    with _open(path) as image:
+        return image.size
+
+
+def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
+    width, height = (max(1, int(side * scale + 0.5)) for side in size)
+    return width, height
+
+
+def read_image(path: Path, size: tuple[int, int]) -> np.ndarray:
+    """Red, green and blue, uint8 of shape (H, W, 3), resized."""
+    with _open(path) as image:
+        try:
+            image.draft("RGB", size)  # a JPEG is decoded no larger than needed
+            return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR))
+        except Exception as error:  # Pillow has no common class for damaged files
+            raise ValueError(f"{path}: {error}") from error
+
+
+def read_pixels(path: Path) -> np.ndarray:
+    """Red, green and blue, uint8 of shape (H, W, 3), as they are in the file."""
+    return read_image(path, image_size(path))
+
+
+def _open(path: Path) -> Image.Image:
+    try:
+        return Image.open(path, formats=("JPEG", "PNG", "GIF"))
+    except UnidentifiedImageError:
+        raise ValueError(f"{path}: not a JPEG, PNG or GIF file, or damaged") from None
+
+
+def _by_stem(directory: Path, extensions: Sequence[str]) -> dict[str, Path]:
+    files: dict[str, Path] = {}
+    for path in sorted(directory.iterdir()):
+        if path.suffix.lower() not in extensions:
+            continue
+        if path.stem in files:
+            raise ValueError(f"two files have one stem: {files[path.stem]} and {path}")
+        files[path.stem] = path
+    return files
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

@@ -1,0 +1,82 @@
+"""What a U-Net's output means. With two classes it has one channel, the logit of class 1; with more, one a class.
+
+    logits         (N, 1 or classes, H, W)
+    probabilities  (N, classes, H, W), which sum to 1 over the classes
+    labels         (N, 1, H, W), uint8: the class of each pixel
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unet.classes import class_color
+
+
+def output_channels(classes: int) -> int:
+    return 1 if classes == 2 else classes
+
+
+def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy plus 1 - Dice, where Dice is the mean over images and classes but 0 of what the probabilities
+    overlap with the labels, one pixel more in each count, so that what is nowhere can be predicted well."""
+    logits = logits.float()
+    channels = logits.shape[1]
+    if channels == 1:
+        truth = labels.float()
+        cross_entropy = F.binary_cross_entropy_with_logits(logits, truth)
+        predicted = logits.sigmoid()
+    else:
+        truth = one_hot(labels, channels)[:, 1:]
+        cross_entropy = F.cross_entropy(logits, labels.squeeze(1).long())
+        predicted = logits.softmax(1)[:, 1:]
+    both = (predicted * truth).sum((2, 3))
+    total = predicted.sum((2, 3)) + truth.sum((2, 3))
+    return cross_entropy + 1 - ((2 * both + 1) / (total + 1)).mean()
+
+
+def to_probabilities(logits: Tensor) -> Tensor:
+    logits = logits.float()
+    if logits.shape[1] > 1:
+        return logits.softmax(1)
+    thing = logits.sigmoid()
+    return torch.cat([1 - thing, thing], dim=1)
+
+
+def to_labels(probabilities: Tensor) -> Tensor:
+    """The most probable class of each pixel."""
+    return probabilities.argmax(1, keepdim=True).byte()
+
+
+def one_hot(labels: Tensor, classes: int) -> Tensor:
+    """Labels as probabilities of 0 and 1."""
+    return (labels == torch.arange(classes, device=labels.device).view(1, -1, 1, 1)).float()
+
+
+def paint(probabilities: Tensor) -> Tensor:
+    """Colours (N, 3, H, W), 0 to 1: each class's (white for class 1 of two), as much as it is probable."""
+    classes = probabilities.shape[1]
+    colors = [(0, 0, 0), (255, 255, 255)] if classes == 2 else [class_color(label) for label in range(classes)]
+    return torch.einsum("nkhw,kc->nchw", probabilities, torch.tensor(colors) / 255)
+
+
+class Metrics:
+    """Dice and IoU of class 1 and on, over the pixels of all images together; both are 1 where a class is neither in
+    the masks nor predicted."""
+
+    def __init__(self, classes: int) -> None:
+        self._pairs = torch.zeros(classes, classes, dtype=torch.long)  # predicted, true
+
+    def add(self, predicted: Tensor, truth: Tensor) -> None:
+        classes = len(self._pairs)
+        pairs = predicted.flatten().long() * classes + truth.flatten()
+        self._pairs += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+
+    def dice_and_iou(self) -> tuple[list[float], list[float]]:
+        both = self._pairs.diagonal()[1:].double()
+        total = (self._pairs.sum(0) + self._pairs.sum(1))[1:].double()
+        nowhere = total == 0
+        dice = torch.where(nowhere, 1.0, 2 * both / total)
+        iou = torch.where(nowhere, 1.0, both / (total - both))
+        return dice.tolist(), iou.tolist()

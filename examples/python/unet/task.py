@@ -1,0 +1,108 @@
+"""Learning to mask what pictures show."""
+
+from __future__ import annotations
+
+import signal
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import gpipe
+from common.picture import draw_picture
+from common.random import Random
+from common.task import Show
+from unet.augment import augment
+from unet.carvana import Sample, read_image
+from unet.classes import read_labels
+from unet.segmentation import Metrics, one_hot, paint, segmentation_loss, to_labels, to_probabilities
+
+_PICTURE_ROWS = 6
+
+
+class Loading(NamedTuple):
+    size: tuple[int, int]  # width, height
+    batch_size: int
+    workers: int
+    classes: int
+    augment: bool
+    seed: int
+
+
+class Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """Images, float of shape (3, H, W), 0 to 1, each with the classes of its pixels, uint8 of shape (1, H, W).
+
+    Args:
+        epoch: to augment for; 0: not at all.
+    """
+
+    def __init__(self, samples: Sequence[Sample], loading: Loading, epoch: int = 0) -> None:
+        self.samples = samples
+        self.loading = loading
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image = read_image(self.samples[index].image, self.loading.size)
+        mask = read_labels(self.samples[index].mask, self.loading.classes, self.loading.size)
+        if self.epoch:
+            image, mask = augment(image, mask, Random(self.loading.seed, (self.epoch << 32) + index + 1))
+        return torch.tensor(image).permute(2, 0, 1).float() / 255, torch.tensor(mask)[None]
+
+
+class SegmentationTask:
+    """A :class:`common.task.Task` over files. Draws the first validation images each epoch."""
+
+    def __init__(self, training: Sequence[Sample], validation: Sequence[Sample], loading: Loading) -> None:
+        self._training = training
+        self._validation = validation
+        self._loading = loading
+        self.training_images = len(training)
+        self.score_names = ["val_dice", "val_iou", "val_loss"]
+        if loading.classes > 2:
+            self.score_names += [f"val_dice_{label}" for label in range(1, loading.classes)]
+
+    def training(self, epoch: int, first: int) -> Iterable[tuple[Tensor, Tensor]]:
+        samples = list(self._training)
+        Random(self._loading.seed, epoch).shuffle(samples)
+        pictures = Pictures(samples, self._loading, epoch if self._loading.augment else 0)
+        return self._load(pictures, first * self._loading.batch_size)
+
+    def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return segmentation_loss(logits, labels)
+
+    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
+        metrics = Metrics(self._loading.classes)
+        loss_sum = 0.0
+        for number, (images, labels) in enumerate(self._load(Pictures(self._validation, self._loading), 0)):
+            logits = pipe(images).cpu()
+            loss_sum += segmentation_loss(logits, labels).item() * len(images)
+            probabilities = to_probabilities(logits)
+            metrics.add(to_labels(probabilities), labels)
+            if number == 0:
+                columns = [images, paint(one_hot(labels, self._loading.classes)), paint(probabilities)]
+                picture = draw_picture([column[:_PICTURE_ROWS] for column in columns])
+                show(picture, f"epoch_{epoch:03}.png", "validation")
+        dice, iou = metrics.dice_and_iou()
+        scores = [statistics.fmean(dice), statistics.fmean(iou), loss_sum / len(self._validation)]
+        return scores + dice if self._loading.classes > 2 else scores
+
+    def _load(self, pictures: Pictures, first: int) -> Iterable[tuple[Tensor, Tensor]]:
+        return DataLoader(
+            pictures,
+            self._loading.batch_size,
+            sampler=range(first, len(pictures)),
+            num_workers=self._loading.workers,
+            worker_init_fn=_ignore_interrupts,
+            generator=torch.Generator(),  # a loader draws a seed, which must not come from the training's numbers
+        )
+
+
+def _ignore_interrupts(worker: int) -> None:
+    """Ctrl-C goes to all processes, but how to end is the trainer's affair."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

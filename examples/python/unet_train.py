@@ -1,0 +1,142 @@
+"""Trains a U-Net on Carvana-format files, as a pipeline: examples/unet/train.cpp in Python.
+
+    python unet_train.py --data DIR --stages 2 --epochs 20
+
+Takes the flags, writes the files and reads the snapshots of the C++ program; unet_predict and unet_evaluate use what it
+has trained. See docs/segmentation.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from pathlib import Path
+
+import torch
+
+import gpipe
+from common.options import (
+    add_training_options,
+    check_outputs,
+    integer,
+    make_parser,
+    parse,
+    real,
+    run_program,
+    to_flag,
+)
+from common.plan import make_plan, print_plan
+from common.trainer import Trainer, run_and_report
+from unet.carvana import image_size, list_samples, scaled, split
+from unet.classes import MAX_CLASSES
+from unet.segmentation import output_channels
+from unet.synthetic import write_synthetic
+from unet.task import Loading, SegmentationTask
+
+
+def parse_options() -> argparse.Namespace:
+    parser = make_parser("Trains a U-Net to segment images, as a pipeline over several devices.")
+    add_training_options(parser, output=Path("out/unet"), epochs=24, batch_size=8, learning_rate=5e-3)
+    add = parser.add_argument_group("data and model").add_argument
+    default = "(default: %(default)s)"
+    add(
+        "--data",
+        default="synthetic",
+        metavar="DIR",
+        help=f"with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files {default}",
+    )
+    add("--samples", type=integer(2, 9999), default=400, metavar="N", help=f"images that 'synthetic' draws {default}")
+    add("--size", type=parse_size, default=(192, 128), metavar="WxH", help="of those, in pixels (default: 192x128)")
+    add(
+        "-s",
+        "--scale",
+        type=real(0.001, 1),
+        default=0.5,
+        metavar="X",
+        help=f"size of the images to train on, as a share of the files' {default}",
+    )
+    add(
+        "-v",
+        "--validation",
+        type=real(0.01, 99),
+        default=10.0,
+        metavar="X",
+        help=f"percent of the images kept for validation {default}",
+    )
+    add("--augment", action="store_true", help="train on images mirrored, shifted and recoloured at random")
+    add(
+        "--workers",
+        type=integer(0, 256),
+        default=2,
+        metavar="N",
+        help=f"processes that decode ahead of training; 0: training itself {default}",
+    )
+    add(
+        "-c",
+        "--classes",
+        type=integer(2, MAX_CLASSES),
+        default=2,
+        metavar="N",
+        help=f"kinds of pixels, the background among them; masks of more than two are coloured {default}",
+    )
+    add("--depth", type=integer(1, 16), default=3, metavar="N", help=f"how often the U-Net halves the size {default}")
+    add("--channels", type=integer(1, 4096), default=8, metavar="N", help=f"of the U-Net at full resolution {default}")
+    add("--bilinear", action="store_true", help="up-sample by interpolation instead of transposed convolutions")
+    return parse(parser)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"'{text}' is no size; give it as 192x128")
+    return int(found[1]), int(found[2])
+
+
+def train(options: argparse.Namespace) -> int:
+    check_outputs(options)
+    drawn = None
+    if options.data == "synthetic":
+        width, height = options.size
+        drawn = options.output / f"synthetic_{options.samples}_{width}x{height}_{options.classes}"
+        write_synthetic(drawn, options.samples, options.size, options.seed, options.classes)
+    samples = list_samples(drawn or Path(options.data))
+    training, validation = split(samples, options.validation, options.seed)
+    width, height = scaled(image_size(training[0].image), options.scale)
+    print(
+        f"data: {len(training)} images to train, {len(validation)} to validate, at {width}x{height}, "
+        f"{options.classes} classes"
+    )
+
+    torch.manual_seed(options.seed)
+    model = gpipe.models.unet(
+        out_channels=output_channels(options.classes),
+        depth=options.depth,
+        base_channels=options.channels,
+        upsampling="linear" if options.bilinear else "transposed",
+    )
+    plan = make_plan(model, options, (3, height, width))
+    pipe = gpipe.GPipe(
+        model, plan.balance, devices=options.devices, chunks=plan.chunks, checkpoint=plan.checkpoint
+    )
+    print_plan("U-Net", pipe, plan)
+
+    loading = Loading(
+        (width, height), options.batch_size, options.workers, options.classes, options.augment, options.seed
+    )
+    identity = {
+        "--classes": str(options.classes),
+        "--depth": str(options.depth),
+        "--channels": str(options.channels),
+        "--bilinear": str(int(options.bilinear)),
+        "--validation": to_flag(options.validation),
+        "--scale": to_flag(options.scale),
+        "--augment": str(int(options.augment)),
+        "images": str(len(training)),
+    }
+    task = SegmentationTask(training, validation, loading)
+    return run_and_report(Trainer(pipe, task, options, identity, plan.prediction), drawn)
+
+
+if __name__ == "__main__":
+    sys.exit(run_program(train, parse_options()))

@@ -1,0 +1,367 @@
+"""Snapshots: what is written comes back, and nothing else does."""
+
+import fcntl
+import os
+import resource
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, RMSprop
+
+import gpipe
+import programs
+from gpipe import snapshot
+from gpipe.snapshot import Snapshot
+
+# Options, and what LibTorch's classes keep of each parameter with them.
+OPTIMIZERS = [
+    (Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"step", "sum"}),
+    (Adam, {"betas": (0.5, 0.75)}, {"step", "exp_avg", "exp_avg_sq"}),
+    (Adam, {"amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
+    (AdamW, {"weight_decay": 0.3}, {"step", "exp_avg", "exp_avg_sq"}),
+    (RMSprop, {}, {"step", "square_avg"}),
+    (RMSprop, {"momentum": 0.5, "centered": True}, {"step", "square_avg", "momentum_buffer", "grad_avg"}),
+    (SGD, {}, set()),
+    (SGD, {"momentum": 0.9, "nesterov": True}, {"momentum_buffer"}),
+]
+LIBTORCH_OPTIONS = {
+    Adagrad: {"lr": float, "lr_decay": float, "weight_decay": float, "initial_accumulator_value": float, "eps": float},
+    Adam: {"lr": float, "betas": tuple, "eps": float, "weight_decay": float, "amsgrad": bool},
+    AdamW: {"lr": float, "betas": tuple, "eps": float, "weight_decay": float, "amsgrad": bool},
+    RMSprop: {"lr": float, "alpha": float, "eps": float, "weight_decay": float, "momentum": float, "centered": bool},
+    SGD: {"lr": float, "momentum": float, "dampening": float, "weight_decay": float, "nesterov": bool},
+}
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2, bias=False))
+
+
+def groups_of(model):
+    named = dict(model.state_dict(keep_vars=True))
+    weights = [named["3.weight"], named["0.weight"]]
+    rest = [named["0.bias"], named["1.weight"], named["1.bias"]]
+    return [{"params": weights}, {"params": rest, "lr": 1}]  # a whole number too
+
+
+def train(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        inputs = torch.linspace(-1, 1 + step, 18).view(6, 3)
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+
+def trained(kind=AdamW, **options):
+    pipe = gpipe.GPipe(make_model(), [1, 3], chunks=2)
+    optimizer = kind(groups_of(pipe), **options)
+    train(pipe, optimizer, 3)
+    return pipe, optimizer
+
+
+def make_snapshot():
+    pipe, optimizer = trained(amsgrad=True)
+    return Snapshot(
+        model=snapshot.capture_model(pipe),
+        optimizer=snapshot.capture_optimizer(optimizer, pipe),
+        epoch=7,
+        position={"batch": 3, "seed": -70000},
+        random=torch.get_rng_state(),
+        options={"data": "a folder/ä", "empty": ""},
+        history={"loss": [0.1, 1e-300, 2.0], "nothing": []},
+    )
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        return isinstance(b, torch.Tensor) and a.dtype == b.dtype and torch.equal(a, b)
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    return bool(a == b)
+
+
+def test_everything_comes_back(tmp_path):
+    saved = make_snapshot()
+    snapshot.write(tmp_path / "latest", saved)
+    read = snapshot.read(tmp_path / "latest")
+    assert same(vars(read), vars(saved))
+    plain = torch.load(tmp_path / "latest", weights_only=True)
+    assert plain.pop("format") == "gpipe snapshot" and plain.pop("version") == 1
+    assert same(plain, vars(saved))
+    snapshot.write(tmp_path / "empty", Snapshot())
+    assert snapshot.read(tmp_path / "empty") == Snapshot()
+
+
+def test_tensors_are_saved_alone(tmp_path):
+    large = torch.arange(100000.0, requires_grad=True)
+    model = {"part": large[10:13], "parameter": nn.Parameter(torch.ones(2)), "turned": torch.arange(6).view(2, 3).t()}
+    snapshot.write(tmp_path / "file", Snapshot(model=model))
+    assert (tmp_path / "file").stat().st_size < 10000
+    read = snapshot.read(tmp_path / "file").model
+    assert torch.equal(read["part"], torch.tensor([10.0, 11, 12])) and not read["part"].requires_grad
+    assert type(read["parameter"]) is torch.Tensor
+    assert torch.equal(read["turned"], model["turned"])
+
+
+@pytest.mark.parametrize("kind, options, kept", OPTIMIZERS)
+def test_optimizer(kind, options, kept, tmp_path):
+    pipe, optimizer = trained(kind, **options)
+    state = snapshot.capture_optimizer(optimizer, pipe)
+    assert state["type"] == kind.__name__
+    assert state["param_groups"][0]["params"] == ["3.weight", "0.weight"]
+    for group in state["param_groups"]:
+        assert {name: type(group[name]) for name in group if name != "params"} == LIBTORCH_OPTIONS[kind]
+    assert set().union(*state["state"].values()) == kept
+    assert len(state["state"]) == (5 if kept else 0)
+    snapshot.write(tmp_path / "file", Snapshot(model=pipe.state_dict(), optimizer=state))
+    saved = snapshot.read(tmp_path / "file")
+
+    twin = gpipe.GPipe(make_model(), [2, 1, 1], chunks=2)
+    other = kind([{**group, "params": group["params"][::-1]} for group in groups_of(twin)], lr=0.5)
+    train(twin, other, 1)
+    snapshot.restore_model(twin, saved.model)
+    snapshot.restore_optimizer(other, twin, saved.optimizer)
+    again = snapshot.capture_optimizer(other, twin)
+    assert same(again["state"], state["state"])
+    for group, expected in zip(again["param_groups"], state["param_groups"], strict=True):
+        assert same(group | {"params": sorted(group["params"])}, expected | {"params": sorted(expected["params"])})
+    # What torch.optim keeps of a parameter has its own types too.
+    names = {id(tensor): name for name, tensor in pipe.state_dict(keep_vars=True).items()}
+    kept_by_twin = {name: other.state.get(tensor) for name, tensor in twin.state_dict(keep_vars=True).items()}
+    for tensor, values in optimizer.state.items():
+        values = {key: value for key, value in values.items() if value is not None}
+        assert same(values, dict(kept_by_twin[names[id(tensor)]] or {}))
+
+    train(pipe, optimizer, 2)
+    train(twin, other, 2)
+    assert same(dict(twin.state_dict()), dict(pipe.state_dict()))
+
+
+def test_restored_state_is_a_copy():
+    pipe, optimizer = trained()
+    state = snapshot.capture_optimizer(optimizer, pipe)
+    before = state["state"]["0.weight"]["exp_avg"].clone()
+    snapshot.restore_optimizer(optimizer, pipe, state)
+    train(pipe, optimizer, 1)
+    assert torch.equal(state["state"]["0.weight"]["exp_avg"], before)
+
+
+def damaged(change):
+    pipe, optimizer = trained(amsgrad=True)
+    state = snapshot.capture_optimizer(optimizer, pipe)
+    change(state)
+    return state
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda state: state.update(type="SGD"), "it is SGD, and this one AdamW"),
+        (lambda state: state["param_groups"].pop(), "it has 1 groups of parameters, and this one 2"),
+        (lambda state: state["param_groups"][0]["params"].pop(), "group 0 lacks '0.weight'"),
+        (lambda state: state["param_groups"][1]["params"].append("5.bias"), "group 1 also has '5.bias'"),
+        (lambda state: state["param_groups"][1].pop("eps"), "its 'eps' of group 1 is None, and no float"),
+        (lambda state: state["param_groups"][0].update(amsgrad=1), "its 'amsgrad' of group 0 is 1, and no bool"),
+        (lambda state: state["param_groups"][0].update(betas=0.9), "its 'betas' of group 0 is 0.9, and no pair"),
+        (lambda state: state["state"]["0.bias"].pop("exp_avg"), "its 'exp_avg' of '0.bias' is missing"),
+        (lambda state: state["state"]["0.bias"].pop("max_exp_avg_sq"), "its 'max_exp_avg_sq' of '0.bias' is missing"),
+        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(3)), r"is \(3,\), and no tensor of shape"),
+        (lambda state: state["state"]["0.bias"].update(exp_avg=1), "is 1, and no tensor"),
+        (lambda state: state["state"]["0.bias"].update(step=1.5), "its 'step' of '0.bias' is 1.5, and no int"),
+        (lambda state: state["state"].update({"1.running_mean": {}}), "it has state of '1.running_mean'"),
+    ],
+)
+def test_a_refused_optimizer_is_as_it_was(change, message):
+    pipe, optimizer = trained(lr=0.5, amsgrad=True)
+    before = snapshot.capture_optimizer(optimizer, pipe)
+    with pytest.raises(ValueError, match=message):
+        snapshot.restore_optimizer(optimizer, pipe, damaged(change))
+    assert same(snapshot.capture_optimizer(optimizer, pipe), before)
+
+
+def test_optimizers_that_cannot_be_captured():
+    pipe = gpipe.GPipe(make_model(), [2, 2])
+    with pytest.raises(TypeError, match="NAdam.*use one of torch.optim's Adagrad, Adam, AdamW, RMSprop, SGD"):
+        snapshot.capture_optimizer(NAdam(pipe.parameters()), pipe)
+    with pytest.raises(ValueError, match="parameter 0 in group 0 of the optimizer is none of the model's"):
+        snapshot.capture_optimizer(SGD(make_model().parameters()), pipe)
+    with pytest.raises(ValueError, match="maximize=True.*negate the loss"):
+        snapshot.capture_optimizer(SGD(pipe.parameters(), maximize=True), pipe)
+    with pytest.raises(ValueError, match="decoupled_weight_decay=True.*use AdamW"):
+        snapshot.capture_optimizer(Adam(pipe.parameters(), decoupled_weight_decay=True), pipe)
+
+
+def test_a_refused_model_is_as_it_was():
+    saved = snapshot.capture_model(make_model())
+    model = make_model()
+    nn.init.zeros_(model[0].weight)
+    before = snapshot.capture_model(model)
+    without = {name: tensor for name, tensor in saved.items() if name != "3.weight"}
+    for wrong, message in [
+        (without, "'3.weight' is not there in the snapshot"),
+        (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and not there in this model"),
+        (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
+        (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            snapshot.restore_model(model, wrong)
+        assert same(snapshot.capture_model(model), before)
+    snapshot.restore_model(model, saved)
+    assert same(snapshot.capture_model(model), saved)
+
+
+@pytest.mark.parametrize(
+    "fields, error, message",
+    [
+        ({"position": {"seed": 2**31}}, ValueError, r"position\['seed'\] is 2147483648"),
+        ({"options": {"a": {1, 2}}}, TypeError, r"options\['a'\] is <class 'set'>"),
+        ({"options": {"a": 1}}, TypeError, "'options' has <class 'int'> for 'a', and no str"),
+        ({"history": {3: [0.5]}}, TypeError, "history has the key 3"),
+        ({"model": {"a": [1.0]}}, TypeError, "'model' has <class 'list'> for 'a', and no Tensor"),
+        ({"epoch": "1"}, TypeError, "'epoch' is <class 'str'>, and no int"),
+    ],
+)
+def test_what_cannot_be_read_is_not_written(fields, error, message, tmp_path):
+    with pytest.raises(error, match=message):
+        snapshot.write(tmp_path / "file", Snapshot(**fields))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_the_file(tmp_path):
+    path = tmp_path / "latest"
+    snapshot.write(path, Snapshot(epoch=1))
+    before = path.read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="cannot write: File too large: '.*latest'"):
+            snapshot.write(path, Snapshot(epoch=2, random=torch.zeros(9000)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == [path]
+    with open(f"{path}.tmp", "w") as other:
+        other.write("of a process that was killed" * 10000)
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with pytest.raises(BlockingIOError, match="somebody else is writing it"):
+            snapshot.write(path, Snapshot(epoch=2))
+    assert path.read_bytes() == before
+    snapshot.write(path, Snapshot(epoch=3))
+    assert snapshot.read(path).epoch == 3
+    with pytest.raises(FileNotFoundError, match="no-folder/latest"):
+        snapshot.write(tmp_path / "no-folder" / "latest", Snapshot())
+
+
+def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
+    path = tmp_path / "latest"
+    snapshot.write(path, Snapshot(epoch=1))
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(file):
+        calls.append("fsync")
+        fsync(file)
+
+    def note_replace(source, target):
+        calls.append(f"replace {snapshot.read(target).epoch} by {snapshot.read(source).epoch}")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    snapshot.write(path, Snapshot(epoch=2))
+    assert calls == ["fsync", "replace 1 by 2", "fsync"]
+
+
+def test_damage(tmp_path):
+    path = tmp_path / "latest"
+    saved = make_snapshot()
+    snapshot.write(path, saved)
+    whole = path.read_bytes()
+    for size in [*range(0, len(whole), 997), *range(len(whole) - 30, len(whole))]:
+        path.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=f"{path}.*(no snapshot|cut short)"):
+            snapshot.read(path)
+    refused = 0
+    for at in range(0, len(whole), 131):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << at % 8]) + whole[at + 1 :])
+        try:
+            assert same(vars(snapshot.read(path)), vars(saved)), at
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+    assert refused > 20
+    with pytest.raises(FileNotFoundError, match="missing"):
+        snapshot.read(tmp_path / "missing")
+
+
+class Touch:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def test_foreign_files(tmp_path):
+    path = tmp_path / "file"
+    plain = {"format": "gpipe snapshot", "version": 1} | vars(Snapshot(model={"weight": torch.ones(2)}))
+    touched = tmp_path / "touched"
+    for content, message in [
+        (torch.ones(2), "something else that torch saved"),
+        ({"model": {}}, "something else that torch saved"),
+        (plain | {"format": Touch(touched)}, "something else in a zip file"),
+        (plain | {"version": 2}, "its version is 2, and this package reads up to 1: read it with a newer one"),
+        ({name: value for name, value in plain.items() if name != "history"}, "it has no 'history'"),
+        (plain | {"epoch": "1"}, "'epoch' is <class 'str'>, and no int"),
+        (plain | {"optimizer": {"type": "SGD"}}, "'optimizer' has no list 'param_groups'"),
+    ]:
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=f"cannot read '{path}'.*{message}"):
+            snapshot.read(path)
+    assert not touched.exists()
+    torch.save(plain, path)
+    assert torch.equal(snapshot.read(path).model["weight"], torch.ones(2))
+    path.write_text("no snapshot")
+    with pytest.raises(ValueError, match="it is no snapshot: no zip file"):
+        snapshot.read(path)
+
+
+def test_a_snapshot_of_the_cpp_program(tmp_path):
+    flags = ["--samples", 8, "--scale", 0.25, "--batch-size", 4, "--depth", 1, "--channels", 4, "--epochs", 1]
+    programs.run("unet/unet_train", *flags, "--balance", "11,12", "--output", tmp_path)
+    path = tmp_path / "latest.snapshot"
+    saved = snapshot.read(path)
+    assert same(vars(saved), plain_of(path))
+
+    pipe = gpipe.GPipe(gpipe.models.unet(depth=1, base_channels=4), [5, 18])
+    optimizer = Adam(pipe.parameters())
+    snapshot.restore_model(pipe, saved.model)
+    snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
+    torch.set_rng_state(saved.random)
+    saved.model = snapshot.capture_model(pipe)
+    saved.optimizer = snapshot.capture_optimizer(optimizer, pipe)
+    assert len(saved.optimizer["state"]) == len(list(pipe.parameters())) > 10
+    saved.random = torch.get_rng_state()
+    again = tmp_path / "again.snapshot"
+    snapshot.write(again, saved)
+    # Bit for bit what it was, but for the order of keys.
+    assert same(plain_of(again), plain_of(path))
+
+    data = tmp_path / "synthetic_8_192x128_2"
+    scores = []
+    for model in (path, again):
+        programs.run("unet/unet_evaluate", "--model", model, "--data", data, "--output", tmp_path / "scores")
+        scores.append((tmp_path / "scores" / "scores.csv").read_text())
+    assert scores[0] == scores[1] and len(scores[0].splitlines()) == 11
+
+
+def plain_of(path):
+    plain = torch.load(path, weights_only=True)
+    assert plain.pop("format") == "gpipe snapshot" and plain.pop("version") == 1
+    return plain
