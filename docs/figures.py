@@ -19,7 +19,7 @@ from gpipe.balance import Profile, predict, profile
 FOLDER = Path(__file__).parent / "figures"
 
 # Of Okabe and Ito's palette, which the colour-blind can tell apart; as in the library's own drawings.
-BLUE, YELLOW, GREEN, PURPLE, ORANGE, RED = "#56b4e9", "#f0e442", "#009e73", "#cc79a7", "#e69f00", "#d55e00"
+BLUE, DARK_BLUE, GREEN, ORANGE, RED = "#56b4e9", "#0072b2", "#009e73", "#e69f00", "#d55e00"
 STAGES = ["#e3f1fa", "#fdf0d5", "#e0f3ec", "#f7e6ef"]
 INK, FAINT = "#222", "#ddd"
 
@@ -55,7 +55,7 @@ class Picture:
         heads = "".join(
             f'<marker id="{color[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
             f'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="{color}"/></marker>\n'
-            for color in (INK, BLUE, GREEN, PURPLE, ORANGE, RED)
+            for color in (INK, BLUE, ORANGE)
         )
         size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
         (FOLDER / name).write_text(
@@ -133,7 +133,7 @@ def draw_skips() -> None:
                 picture.arrow(x + 92 * i, 177, x + 12 + 92 * i, 177)
         if stage < 2:
             picture.arrow(x + width, 177, x + width + 48, 177, BLUE)
-            picture.text(x + width + 25, 110, "activation", size=12, color="#1f77b4")
+            picture.text(x + width + 25, 110, "activation", size=12, color=DARK_BLUE)
         x += width + 50
     a, b = (ends["stash a"], ends["pop a"]), (ends["stash b"], ends["pop b"])
     picture.path(f"M{a[0]:g} 155 C{a[0] + 40:g} 30 {a[1] - 40:g} 30 {a[1]:g} 153", ORANGE, 2, arrow=True)
@@ -174,7 +174,7 @@ def draw_program() -> None:
 
 def draw_memory() -> None:
     deep = timed([0.25] * 16, rows=512, width=512)
-    modes = (("never", RED), ("except_last", "#0072b2"), ("always", GREEN))
+    modes = (("never", RED), ("except_last", DARK_BLUE), ("always", GREEN))
     curves: dict[str, list[tuple[float, float]]] = {}
     for mode, _ in modes:
         events = json.loads(predict(deep, [16, 16], 8, mode).timeline.to_chrome_json())["traceEvents"]
@@ -185,7 +185,6 @@ def draw_memory() -> None:
     left, top, width, height = 80, 50, 790, 230
     picture = Picture(900, 340)
     step = 20
-    assert most > 2 * step
     for size in range(0, int(most) + 1, step):
         y = top + height * (1 - size / most)
         picture.path(f"M{left} {y:g} L{left + width} {y:g}", FAINT, 1)

@@ -33,7 +33,7 @@ struct Host {
   std::vector<RunLayers> run_layers = {};
   /// Called now and then by the thread that waits in a forward or backward, which ends with what it throws.
   std::function<void()> poll = {};
-  /// Told, on the worker, of each error that ends an action.
+  /// Told, on the worker, of each error that ends an action. May throw another in its place.
   std::function<void(const ErrorInfo&, const std::exception_ptr&)> on_error = {};
 };
 

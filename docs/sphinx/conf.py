@@ -24,14 +24,13 @@ extensions = [
     "sphinx_design",
 ]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "bench/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
-exclude_patterns = ["build", "**/.*"]
+include_patterns = ["docs/**.md", "README.md", "bench/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+exclude_patterns = ["build", ".*", "**/.*"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"cpp:.*", r".*"),  # LibTorch's and the standard library's names have no page here
     (r"py:.*", r"(torch|nn|collections|typing|os|pathlib)\..*"),
-    (r"py:class", r"(gpipe\.skip\.M|Partition)"),
-    (r"py:exc", r".* .*"),  # a sentence in a docstring's list of exceptions
+    (r"py:class", r"gpipe\.skip\.M"),
 ]
 suppress_warnings = ["ref.ref"]  # to what a header names but no page shows
 highlight_language = "text"
@@ -40,7 +39,7 @@ pygments_dark_style = "monokai"
 
 # Pages
 
-myst_enable_extensions = ["attrs_block", "colon_fence"]
+myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
 html_theme = "furo"
@@ -55,7 +54,6 @@ html_theme_options = {"navigation_with_keys": True}
 # Python's reference
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "signature"
 autodoc_inherit_docstrings = False  # nn.Module's
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
@@ -63,7 +61,8 @@ napoleon_use_ivar = True
 napoleon_attr_annotations = False
 napoleon_use_rtype = False
 
-PUBLIC = {"Timeline": "gpipe.", "NativeLayer": "gpipe.models."}
+MEASURED = ("Profile", "LayerProfile", "SkipProfile", "Prediction", "Suggestion", "Candidate")
+PUBLIC = {"Timeline": "gpipe", "NativeLayer": "gpipe.models", **dict.fromkeys(MEASURED, "gpipe.balance")}
 
 # The C++ reference
 
@@ -94,7 +93,7 @@ def _show_examples(app: Any, what: str, name: str, obj: Any, options: Any, lines
 def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any) -> Any:
     """What the extension module defines is known by the names that the package gives it."""
     public = [
-        text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: PUBLIC.get(found[1], "gpipe.balance.") + found[1], text)
+        text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: f"{PUBLIC[found[1]]}.{found[1]}", text)
         for text in (signature, returns)
     ]
     public = [text and text.replace("<factory>", "...") for text in public]  # of a dataclass

@@ -8,22 +8,23 @@ INLINE = re.compile(r"/\*.*?\*/")  # within a comment it would end Doxygen's
 
 def filtered(lines: list[str]) -> list[str]:
     result: list[str] = []
-    indent = ""
-    in_code = after_empty = False
-    for line in lines:
-        comment = re.match(r"(\s*)///(?!/)(.*)", line)
-        text = comment[2] if comment else None
-        if comment:
-            indent = comment[1]
-        if in_code and (text is None or text.strip() and not text.startswith("   ")):
+    after_empty = False
+    code: list[str] = []  # the block that is being read
+    for line in [*lines, ""]:
+        comment = re.match(r"\s*///(?!/)(.*)", line)
+        text = comment[1] if comment else None
+        if text is not None and (text.startswith("   ") and (code or after_empty) or code and not text.strip()):
+            code.append(line)
+            continue
+        if code:
+            indent = code[0].partition("///")[0]
+            language = "cpp" if any(";" in each for each in code) else "unparsed"
+            result += [f"{indent}/// @code{{.{language}}}", *(INLINE.sub("", each) for each in code)]
             result.append(f"{indent}/// @endcode")
-            in_code = False
-        if not in_code and after_empty and text is not None and text.startswith("   "):
-            result.append(f"{indent}/// @code{{.cpp}}")
-            in_code = True
-        result.append(INLINE.sub("", line) if in_code else line)
+            code = []
+        result.append(line)
         after_empty = text is not None and not text.strip()
-    return result
+    return result[:-1]
 
 
 if __name__ == "__main__":

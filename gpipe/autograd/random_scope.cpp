@@ -145,9 +145,13 @@ RandomScope::~RandomScope() { current_scope = previous_; }
 RandomScope* RandomScope::current() { return current_scope; }
 
 std::uint64_t RandomScope::draw_seed() {
-  auto generator = current_scope ? current_scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
-  std::lock_guard<std::mutex> lock(generator.mutex());
-  return generator.get<at::CPUGeneratorImpl>()->random64();
+  const auto draw_from = [](at::Generator generator) {
+    std::lock_guard<std::mutex> lock(generator.mutex());
+    return generator.get<at::CPUGeneratorImpl>()->random64();
+  };
+  if (current_scope != nullptr) return draw_from(current_scope->generator(c10::kCPU));
+  MutexLock turn(default_generator_mutex(c10::kCPU));  // it may be lent
+  return draw_from(at::detail::getDefaultCPUGenerator());
 }
 
 at::Generator RandomScope::generator(c10::Device device) {

@@ -20,9 +20,9 @@ namespace gpipe {
 ///   const auto seed = gpipe::RandomScope::draw_seed();
 ///   { gpipe::RandomScope scope(seed, /*layer=*/2, /*micro_batch=*/0); y = dropout->forward(x); }
 ///
-/// Operators without a generator argument (dropout and attention on CUDA; dropout under a dispatch mode of Python's)
-/// draw from their device's default generator; it is lent the scope's stream under a lock for the call and given back
-/// its own.
+/// Operators without a generator argument draw from their device's default generator: on CUDA (dropout, attention), and
+/// on the CPU below a dispatch mode of Python's. It is lent the scope's stream under a lock for the call and given back
+/// its own; what other threads draw from it meanwhile, outside of scopes, is lost.
 ///
 /// Scopes nest; each belongs to the thread that made it. A scope costs nothing until its first draw. While code is
 /// traced or functionalised draws are left alone.

@@ -23,7 +23,7 @@ if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
         "Install it again, in an environment that has this torch: pip install --no-build-isolation ."
     )
 
-from gpipe import balance, models, skip, snapshot
+from gpipe import balance, batchnorm, checkpoint, models, skip, snapshot
 from gpipe._C import Timeline, reuse_cpu_memory
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 from gpipe.pipeline import GPipe
@@ -35,6 +35,8 @@ __all__ = [
     "Timeline",
     "__version__",
     "balance",
+    "batchnorm",
+    "checkpoint",
     "is_checkpointing",
     "is_recomputing",
     "models",

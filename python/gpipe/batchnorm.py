@@ -25,6 +25,7 @@ class DeferredBatchNorm(_BatchNorm):
     with the mean and the unbiased variance of all of it.
 
     In a :class:`gpipe.GPipe` a mini-batch is what the pipeline is called with; elsewhere, ``chunks`` forwards in a row.
+    It counts what it sees, so a pipeline that has such layers is to be called by one thread at a time.
 
     Args:
         num_features, eps, momentum, affine: as for ``nn.BatchNorm2d``.

@@ -9,6 +9,7 @@ to keep one, save its ``state_dict()``.
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -20,6 +21,10 @@ from gpipe import _C
 from gpipe.skip import Namespace, Skippable, native_namespace
 
 __all__ = ["NativeLayer", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
+
+
+# What a copy of a layer has by being made.
+_OWN = ("_native", "_namespaces", "_tensors", "_places", "_parameters", "_buffers", "_modules")
 
 
 class NativeLayer(Skippable):
@@ -74,9 +79,15 @@ class NativeLayer(Skippable):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
         twin = NativeLayer(self._native.clone(), dict(self._namespaces))
+        memo[id(self)] = twin
         for tensor, copied in zip(self._tensors, twin._tensors):
             copied.requires_grad_(tensor.requires_grad)
-        return twin.train(self.training)
+            copied.grad = copy.deepcopy(tensor.grad, memo)
+            memo[id(tensor)] = copied
+        for name, value in self.__dict__.items():  # hooks, and what the user has set
+            if name not in _OWN:
+                twin.__dict__[name] = copy.deepcopy(value, memo)
+        return twin
 
     def _tell_namespaces(self) -> None:
         for name in self.stashable_names | self.poppable_names:

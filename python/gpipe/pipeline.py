@@ -34,9 +34,6 @@ gpipe.balance find one:
 """
 
 
-_making = threading.Lock()
-
-
 class BalanceError(ValueError):
     """A balance that does not cut the model."""
 
@@ -44,20 +41,11 @@ class BalanceError(ValueError):
 class Partition(nn.Sequential):
     """The layers of one stage. Called like any ``nn.Sequential``; a pipeline calls it on the stage's own thread."""
 
-    _enter: Any = None  # tells the pipeline which layer runs
-
     def forward(self, input: Any) -> Any:
-        enter = self._enter
         for index, layer in enumerate(self):
-            if enter is not None:
-                enter(index)
+            _C.begin_layer(self, index)
             input = layer(input)
         return input
-
-    def __getstate__(self) -> dict[str, Any]:
-        state = self.__dict__.copy()
-        state.pop("_enter", None)
-        return state
 
 
 class GPipe(nn.Module):
@@ -94,9 +82,7 @@ class GPipe(nn.Module):
     Attributes:
         balance: how many layers each stage has.
         devices: one for each stage.
-        chunks: may be assigned.
-        checkpoint: may be assigned.
-        partitions: the stages, a :class:`Partition` each.
+        partitions: the stages, a :class:`gpipe.pipeline.Partition` each.
     """
 
     balance: list[int]
@@ -130,6 +116,7 @@ class GPipe(nn.Module):
         self._checkpoint = checkpoint
         self.partitions = nn.ModuleList(_split(module, self.balance, self.devices))
         self.training = module.training
+        self._making = threading.RLock()
         self._core: _C.Pipeline | None = None
         self._layers: list[nn.Module] = []  # of the core
         self._norms: list[DeferredBatchNorm] = []
@@ -139,6 +126,7 @@ class GPipe(nn.Module):
 
     @property
     def chunks(self) -> int:
+        """Micro-batches that a mini-batch is cut into; may be assigned."""
         return self._chunks
 
     @chunks.setter
@@ -149,6 +137,7 @@ class GPipe(nn.Module):
 
     @property
     def checkpoint(self) -> str:
+        """Which micro-batches recompute their forward; may be assigned."""
         return self._checkpoint
 
     @checkpoint.setter
@@ -179,6 +168,12 @@ class GPipe(nn.Module):
     def cpu(self) -> NoReturn:
         raise _denied()
 
+    def xpu(self, device: Any = None) -> NoReturn:
+        raise _denied()
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
+        raise _denied()
+
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
         """Changes the dtype of parameters and buffers.
 
@@ -194,7 +189,8 @@ class GPipe(nn.Module):
         return self
 
     def forward(self, input: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-        """Runs the whole model on one mini-batch.
+        """Runs the whole model on one mini-batch. What a layer raises comes out as it is, with a note of the stage, the
+        micro-batch and the layer.
 
         Args:
             input: a tensor or a tuple of tensors; dimension 0 is the batch, and of the same size for all.
@@ -205,8 +201,6 @@ class GPipe(nn.Module):
         Raises:
             TypeError: for an input, or what a stage passes on, that is neither tensor nor tuple of tensors.
             ValueError: for an input without dimensions, or inputs of unequal batch sizes.
-
-            What a layer raises comes out as it is, with a note of the stage, the micro-batch and the layer.
         """
         _check_tensors(input)
         if not self.balance:
@@ -225,7 +219,8 @@ class GPipe(nn.Module):
                 norm.end_mini_batch()
 
     def trace(self, timeline: _C.Timeline | None) -> None:
-        """From now on each mini-batch appends what ran to the timeline; ``None`` ends it."""
+        """From now on each mini-batch appends what ran to the timeline, to be read while no call runs; ``None`` ends
+        it. On GPUs each action is then waited for. While a profiler of PyTorch's is at work, no bytes are counted."""
         self._pipeline().trace(timeline)
 
     # States have the unpartitioned model's keys; within this module they are those of `partitions`.
@@ -290,20 +285,26 @@ class GPipe(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
+        del state["_making"]
         state["_core"] = None
         state["_layers"] = []
         state["_norms"] = []
         return state
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._making = threading.RLock()
+
     def _stages(self) -> list[Partition]:
         return list(self.partitions)  # type: ignore[arg-type]
 
     def _pipeline(self) -> _C.Pipeline:
-        if "torch._dynamo" in sys.modules:
+        dynamo = sys.modules.get("torch._dynamo.eval_frame")
+        if dynamo is not None and dynamo.cached_backends:  # something is to be compiled
             # Without GPUs, the first thread to compile leaves to all a device guard that ends with it, and the next
-            # compilation crashes (PyTorch 2.11). So let it be this thread, which outlives the pipeline's own.
+            # compilation crashes (PyTorch 2.11). So let it be the caller's, not one of the pipeline's own.
             torch._C._ensureCUDADeviceGuardSet()
-        with _making:
+        with self._making:
             layers = list(self)
             if self._core is None or any(a is not b for a, b in zip_longest(layers, self._layers)):
                 self._layers = layers
@@ -359,9 +360,12 @@ def place(devices: Iterable[torch.device | int | str] | None, stages: int) -> li
     if len(placed) < stages:
         raise IndexError(f"too few devices to hold given partitions (devices: {len(placed)}, partitions: {stages})")
     placed = placed[:stages]
-    for device in placed:
-        if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-            raise IndexError(f"device {device} is not there; this process sees {torch.cuda.device_count()} GPUs")
+    for device in placed:  # before any layer is moved
+        accelerator = torch.accelerator.current_accelerator()
+        ours = accelerator is not None and device.type == accelerator.type
+        count = 1 if device.type == "cpu" else torch.accelerator.device_count() if ours else 0
+        if device.type != "cpu" and (device.index or 0) >= count:
+            raise IndexError(f"device {device} is not there; this process sees {count} of its kind")
     return placed
 
 

@@ -185,9 +185,14 @@ class Skippable(nn.Module):
 
     def __getattr__(self, name: str) -> Any:
         # torchgpipe has the layer in an attribute `module`.
-        if name == "module" and name not in self.__dict__["_modules"]:
-            return self
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" and "_modules" in self.__dict__:
+                return self
+            raise
+
+    # PyTorch asks `hasattr` whether a name is taken.
 
     def add_module(self, name: str, module: nn.Module | None) -> None:
         if name == "module":
@@ -312,7 +317,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                     continue
                 stashed[key] = path
                 # A layer that pops what one nested in it stashes decides on the order itself.
-                if path.startswith(f"{too_early.get(key)}."):
+                if key in too_early and path.startswith(f"{too_early[key]}."):
                     del too_early[key]
             for key in skip.poppable():
                 if key in popped:

@@ -1,5 +1,6 @@
 #include "python/src/interpreter.h"
 
+#include <cxxabi.h>
 #include <pthread.h>
 
 #include <atomic>
@@ -27,6 +28,16 @@ bool finalizing() { return Py_IsFinalizing() != 0; }
 
 bool alive() { return Py_IsInitialized() != 0 && !finalizing(); }
 
+// Calls what asks for the lock.
+template <typename F>
+auto ask(F f) {
+  try {
+    return f();
+  } catch (abi::__forced_unwind&) {  // the interpreter has exited
+    sleep_for_good();
+  }
+}
+
 // Removes what threading.current_thread() has noted of a thread that Python had not made; unless a thread of Python's
 // has got the same number since.
 void forget_thread(unsigned long thread) try {
@@ -50,7 +61,15 @@ Call::Call() {
 
 Call::~Call() { --under_way; }
 
-Section::Section() : state_(PyGILState_Ensure()) {
+void sleep_for_good() {
+  for (;;) pause();
+}
+
+Released::~Released() {
+  ask([this] { PyEval_RestoreThread(state_); });
+}
+
+Section::Section() : state_(ask(PyGILState_Ensure)) {
   PyErr_Clear();  // PyTorch's engine leaves the error of a failed backward on its thread
 }
 
@@ -102,7 +121,7 @@ ThreadStates::~ThreadStates() {
 void ThreadStates::keep_for_this_thread() {
   if (PyGILState_GetThisThreadState() != nullptr) return;
   const Call call;
-  PyGILState_Ensure();
+  ask(PyGILState_Ensure);
   kept_.push_back({PyThreadState_Get(), PyThread_get_thread_ident()});
   PyEval_SaveThread();
 }

@@ -10,6 +10,10 @@
 
 namespace gpipe::python {
 
+/// What a thread does that the interpreter, having exited, wants to end: it must not unwind what the process may still
+/// use.
+[[noreturn]] void sleep_for_good();
+
 /// While one lives, exit waits: for a call that has released the interpreter's lock and will want it back.
 /// Errors: std::runtime_error once the interpreter exits.
 class Call {
@@ -21,8 +25,9 @@ class Call {
 };
 
 /// Runs Python code on a thread of the library's own, or on one that has released the interpreter's lock: takes the
-/// lock for its lifetime. Once the interpreter exits, no thread can come back from waiting for the lock; so exit waits,
-/// for a second, until no Section lives, and then there can be no more.
+/// lock for its lifetime. Once the interpreter has exited, it ends each thread that asks for the lock, which C++ frames
+/// do not survive; so exit waits, for a second, until no Section lives, and then there can be no more. A thread that
+/// takes longer sleeps for good when it asks; exit does not wait for it.
 ///
 /// Errors: std::runtime_error once the interpreter exits.
 class Section {
@@ -37,11 +42,23 @@ class Section {
   PyGILState_STATE state_;
 };
 
+/// Releases the interpreter's lock, which the caller holds, for its lifetime.
+class Released {
+ public:
+  Released() : state_(PyEval_SaveThread()) {}
+  ~Released();
+  Released(const Released&) = delete;
+  Released& operator=(const Released&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 /// Calls f() without the interpreter's lock, which the caller holds. Errors: those of f and of Call.
 template <typename F>
 auto released(F f) {
   const Call call;
-  const pybind11::gil_scoped_release release;
+  const Released release;
   return f();
 }
 

@@ -3,12 +3,10 @@
 #include <cxxabi.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
 #include "python/src/values.h"
 #include "skip/skippable.h"
 
@@ -33,11 +31,24 @@ struct SkippableMirror : torch::nn::Module, Skippable {
   }
 };
 
+/// Counts as a call of Python's while it lives. Errors: RecursionError, for a module that contains itself.
+class Recursion {
+ public:
+  Recursion() {
+    if (Py_EnterRecursiveCall(" in a module that contains itself") != 0) throw py::error_already_set();
+  }
+  ~Recursion() { Py_LeaveRecursiveCall(); }
+  Recursion(const Recursion&) = delete;
+  Recursion& operator=(const Recursion&) = delete;
+};
+
 /// Calls f(name, value) for each item of a module's dict of that name; what is None is left out.
 template <typename F>
 void for_each(PyObject* module, const char* dict_name, F f) {
-  const auto dict = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, dict_name));
-  if (!dict) throw py::error_already_set();
+  const auto named = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, dict_name));
+  if (!named) throw py::error_already_set();
+  // A scripted module has something of its own there.
+  const auto dict = py::isinstance<py::dict>(named) ? named : py::object(py::dict(named.attr("items")()));
   PyObject* name = nullptr;
   PyObject* value = nullptr;
   for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &name, &value) != 0;) {
@@ -45,10 +56,8 @@ void for_each(PyObject* module, const char* dict_name, F f) {
   }
 }
 
-// Errors: RecursionError for a module that contains itself.
 void collect(PyObject* module, std::vector<at::Tensor>& tensors) {
-  if (Py_EnterRecursiveCall(" in a module that contains itself") != 0) throw py::error_already_set();
-  const absl::Cleanup leave = [] { Py_LeaveRecursiveCall(); };
+  const Recursion recursion;
   const auto add = [&](PyObject*, PyObject* value) {
     if (THPVariable_Check(value)) tensors.push_back(THPVariable_Unpack(value));
   };
@@ -58,6 +67,7 @@ void collect(PyObject* module, std::vector<at::Tensor>& tensors) {
 }
 
 std::shared_ptr<torch::nn::Module> mirror(PyObject* module, const std::vector<SkipNames>& skips) {
+  const Recursion recursion;
   const auto of =
       std::find_if(skips.begin(), skips.end(), [&](const auto& each) { return each.module.get() == module; });
   const auto made = of == skips.end() ? std::make_shared<torch::nn::Module>() : std::make_shared<SkippableMirror>(*of);
@@ -125,9 +135,7 @@ Value call(PyObject* callable, Value input, ThreadStates& states) {
   try {
     output = py::reinterpret_steal<py::object>(PyObject_CallOneArg(callable, argument.ptr()));
   } catch (abi::__forced_unwind&) {
-    // The interpreter has exited while the layer waited for something, and ends its threads. It must not unwind what
-    // the process may still use; exit does not wait for this thread.
-    for (;;) pause();
+    sleep_for_good();  // the interpreter has exited while the layer waited for something
   }
   if (!output) throw py::error_already_set();
   try {

@@ -6,6 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_format.h"
 #include "python/src/values.h"
 #include "skip/namespace.h"
@@ -15,37 +16,17 @@ namespace {
 
 namespace py = pybind11;
 
-/// What a stage's module calls before each of its layers. Heard while the pipeline runs that module on this thread.
-class Begin {
- public:
-  void operator()(int layer) const {
-    if (heard_ == this) (*begin_)(layer);
-  }
-
-  /// Makes the pipeline listen, for its lifetime.
-  class Listening {
-   public:
-    Listening(const Begin* heard, absl::FunctionRef<void(int)>* begin)
-        : heard_before_(std::exchange(heard_, heard)), begin_before_(std::exchange(begin_, begin)) {}
-    ~Listening() {
-      heard_ = heard_before_;
-      begin_ = begin_before_;
-    }
-    Listening(const Listening&) = delete;
-    Listening& operator=(const Listening&) = delete;
-
-   private:
-    const Begin* heard_before_;
-    absl::FunctionRef<void(int)>* begin_before_;
-  };
-
- private:
-  static thread_local const Begin* heard_;
-  static thread_local absl::FunctionRef<void(int)>* begin_;
+/// The stage that this thread runs, and whom its module tells which layer begins.
+struct Running {
+  PyObject* stage = nullptr;
+  absl::FunctionRef<void(int)>* begin = nullptr;
 };
+thread_local Running running;
 
-thread_local const Begin* Begin::heard_ = nullptr;
-thread_local absl::FunctionRef<void(int)>* Begin::begin_ = nullptr;
+/// What a stage's module calls before each of its layers. The stage itself has begun the first.
+void begin_layer(const py::handle& stage, int layer) {
+  if (layer > 0 && running.stage == stage.ptr()) (*running.begin)(layer);
+}
 
 std::vector<SkipKey> to_keys(const py::handle& names) {
   std::vector<SkipKey> keys;
@@ -67,11 +48,10 @@ std::unique_ptr<PythonLayer> make_layer(const py::tuple& layer, const std::share
 }
 
 RunLayers run_stage(const Reference& stage, const std::shared_ptr<ThreadStates>& states) {
-  const auto begin = std::make_shared<Begin>();
-  py::handle(stage.get()).attr("_enter") = py::cast(begin);
-  return [begin, states, stage](Value input, absl::FunctionRef<void(int)> begin_layer) {
-    const Begin::Listening listening(begin.get(), &begin_layer);
-    begin_layer(0);
+  return [states, stage](Value input, absl::FunctionRef<void(int)> begin) {
+    const auto before = std::exchange(running, {stage.get(), &begin});
+    const absl::Cleanup after = [&] { running = before; };
+    begin(0);
     return call(stage.get(), std::move(input), *states);
   };
 }
@@ -94,17 +74,33 @@ void add_note(PyObject* error, const ErrorInfo& info) {
   if (!result) PyErr_Clear();  // before Python 3.11 there are no notes
 }
 
-void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
+// As pybind11 and PyTorch do at the end of a call; but in a backward, PyTorch's engine would make one type of all.
+void set_error(const std::exception_ptr& error) {
   try {
-    const Section section;
-    try {
-      std::rethrow_exception(error);
-    } catch (py::error_already_set& raised) {
-      add_note(raised.value().ptr(), info);
-    } catch (python_error& raised) {
-      if (raised.value != nullptr) add_note(raised.value, info);
-    }
-  } catch (...) {  // no error of Python's, which says itself where it is from; or the interpreter exits
+    std::rethrow_exception(error);
+  } catch (const c10::Error&) {
+    torch::translate_exception_to_python(error);
+  } catch (const std::invalid_argument& wrong) {
+    py::set_error(PyExc_ValueError, wrong.what());
+  } catch (const std::exception& other) {
+    py::set_error(PyExc_RuntimeError, other.what());
+  }
+}
+
+// Has every error be one of Python's, with a note of where it is from.
+void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
+  const Section section;
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& raised) {
+    add_note(raised.value().ptr(), info);
+  } catch (python_error& raised) {
+    if (raised.value != nullptr) add_note(raised.value, info);
+  } catch (const std::exception&) {
+    set_error(error);
+    py::error_already_set raised;
+    add_note(raised.value().ptr(), info);
+    throw raised;
   }
 }
 
@@ -158,12 +154,14 @@ py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks,
   for (auto* layer : layers_) {
     if (layer->refresh()) pipe_->replace_module(layer->name(), layer->module());
   }
+  ++calls_;
+  const absl::Cleanup called = [this] { --calls_; };
   const auto output = released([&] { return pipe_->forward(std::move(value), chunks, mode); });
   return py::reinterpret_steal<py::object>(to_python(output));
 }
 
 int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
-  if (!pipe_ || !pipe_->idle()) return 0;
+  if (calls_ > 0 || !pipe_ || !pipe_->idle()) return 0;
   for (const auto& stage : stages_) {
     if (const int result = visit(stage.get()); result != 0) return result;
   }
@@ -176,7 +174,7 @@ int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
 void PythonPipeline::clear() {
   layers_.clear();
   stages_.clear();
-  const py::gil_scoped_release released;
+  const Released released;
   pipe_ = nullptr;
 }
 
@@ -199,7 +197,7 @@ void init_pipeline(py::module_& module) {
       return 0;
     };
   });
-  py::class_<Begin, std::shared_ptr<Begin>>(module, "Begin").def("__call__", &Begin::operator());
+  module.def("begin_layer", &begin_layer, py::arg("stage"), py::arg("layer"));
   py::class_<PythonPipeline>(module, "Pipeline", collected)
       .def(py::init<const Objects&, const std::vector<std::string>&, bool>(), py::arg("stages"), py::arg("devices"),
            py::arg("deferred_batch_norm"))

@@ -35,6 +35,7 @@ class PythonPipeline {
   void clear();
 
  private:
+  int calls_ = 0;  // of forward() that are under way; guarded by the interpreter's lock
   std::vector<Reference> stages_;
   std::vector<PythonLayer*> layers_;  // of the pipeline
   GPipe pipe_{nullptr};

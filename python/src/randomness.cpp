@@ -26,7 +26,7 @@ void init_randomness(pybind11::module_& module) {
   pybind11::class_<OpenScope>(module, "RandomScope")
       .def(pybind11::init<std::uint64_t, std::int64_t, std::int64_t>())
       .def("close", &OpenScope::close);
-  module.def("draw_seed", &RandomScope::draw_seed);
+  module.def("draw_seed", [] { return released(RandomScope::draw_seed); });
 }
 
 }  // namespace gpipe::python

@@ -65,6 +65,15 @@ TEST(HostTest, IsToldOfErrors) {
   EXPECT_EQ(told[0].action.stage, 1);
 }
 
+TEST(HostTest, MayThrowAnotherError) {
+  Sequential model(Linear(4, 4), Linear(4, 4));
+  const auto on_error = [](const ErrorInfo& info, const std::exception_ptr&) { throw std::domain_error(info.message); };
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), Host{.on_error = on_error});
+  EXPECT_THROW(pipe->forward(torch::randn({4, 5})), std::domain_error);
+  EXPECT_EQ(pipe->last_error()->layer, 0);
+  EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
+}
+
 TEST(HostTest, EndsACallByThrowing) {
   std::atomic<bool> asked = false;
   Sequential model(Linear(4, 4));

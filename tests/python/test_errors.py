@@ -123,3 +123,19 @@ def test_twice_backward():
     assert torch.equal(pipe[0].weight.grad, torch.full((1, 1), 2.0))
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_what_the_pipeline_refuses(checkpoint):
+    """In a recompute the same type and the same note as in a forward."""
+    foreign = torch.ones(1, requires_grad=True)
+
+    class Use(nn.Module):
+        def forward(self, x):
+            return x * foreign
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Use()), [1, 1], chunks=2, checkpoint=checkpoint)
+    with pytest.raises(ValueError, match="neither a parameter of the layer nor an input") as raised:
+        pipe(torch.zeros(4, 1)).sum().backward()
+    what, micro_batch = ("forward", 0) if checkpoint == "never" else ("recompute", 1)
+    assert notes(raised.value)[-1].startswith(f"[gpipe] in the {what} of micro-batch {micro_batch} on stage 1")

@@ -161,7 +161,8 @@ def test_resume_after_an_interrupt(data, tmp_path):
     csv_file = halves / "history.csv"
     while stopped.poll() is None and not (csv_file.exists() and len(csv_file.read_text().splitlines()) > 3):
         time.sleep(0.01)
-    os.killpg(stopped.pid, signal.SIGINT)  # as a terminal does: its loaders get it too
+    if stopped.poll() is None:
+        os.killpg(stopped.pid, signal.SIGINT)  # as a terminal does: its loaders get it too
     output = finish(stopped, 130)
     latest = halves / "latest.snapshot"
     assert f"--resume {latest}" in output

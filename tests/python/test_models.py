@@ -47,6 +47,11 @@ def test_copies():
     twin.double()
     assert twin(x.double()).dtype == torch.float64
     assert model(x).dtype == torch.float32
+    optimizer = torch.optim.SGD(model.parameters(), lr=1)
+    model[0].register_forward_hook(lambda module, arguments, output: output * 0)
+    twin, its_optimizer = copy.deepcopy((model, optimizer))
+    assert its_optimizer.param_groups[0]["params"][0] is next(twin.parameters())
+    assert not twin[0](x).any()
     with pytest.raises(TypeError, match="cannot be pickled"):
         pickle.dumps(model)
 

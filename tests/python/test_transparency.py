@@ -182,3 +182,36 @@ def test_reference(balance):
     expected = gpipe.reference(model, x, chunks=3)
     torch.manual_seed(1)
     assert torch.equal(gpipe.GPipe(model, balance, chunks=3)(x), expected)
+
+
+def test_a_shallow_copy_shares_the_layers():
+    """Each pipeline recomputes with its own random numbers, whichever was used last."""
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), [2, 1], checkpoint="always")
+    other = copy.copy(pipe)
+    x = torch.rand(8, 4)
+
+    def gradient(*, use_other):
+        torch.manual_seed(0)
+        pipe.zero_grad()
+        y = pipe(x)
+        if use_other:
+            other(x)
+        y.sum().backward()
+        return pipe[0].weight.grad.clone()
+
+    assert torch.equal(gradient(use_other=False), gradient(use_other=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_scripted_layers():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1))
+    scripted = nn.Sequential(torch.jit.script(copy.deepcopy(model[0])), copy.deepcopy(model[1]))
+    x = torch.rand(8, 4)
+    pipes = [gpipe.GPipe(each, [1, 1], chunks=2, checkpoint="always") for each in (model, scripted)]
+    for pipe in pipes:
+        pipe(x).sum().backward()
+    for ours, theirs in zip(pipes[1].state_dict().values(), pipes[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(pipes[1].parameters(), pipes[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

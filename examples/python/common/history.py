@@ -16,7 +16,7 @@ class History:
         self._write(columns)
 
     def add(self, values: Sequence[float]) -> None:
-        self._write([str(int(value)) if value == int(value) else f"{value:g}" for value in values])
+        self._write([f"{value:.0f}" if value.is_integer() and abs(value) < 2**53 else f"{value:g}" for value in values])
 
     def _write(self, cells: Sequence[str]) -> None:
         self._writer.writerow(cells)

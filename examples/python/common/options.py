@@ -105,8 +105,9 @@ def run_program(train: Callable[[argparse.Namespace], int], options: argparse.Na
     except KeyboardInterrupt:
         return 130
     except (IndexError, OSError, RuntimeError, ValueError) as error:
-        # That of a DataLoader's worker has a traceback before it.
-        text = str(error).strip().splitlines()[-1].partition(": ")[2] if "DataLoader worker" in str(error) else error
+        text = str(error)
+        if "in DataLoader worker process" in text:  # and a traceback
+            text = text.strip().splitlines()[-1].partition(": ")[2] or text
         print(f"error: {text}", file=sys.stderr)
         return 1
 

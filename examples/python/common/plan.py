@@ -62,9 +62,9 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
         )
     balance = options.layers
     if options.balance == "by-time":
-        balance = measured.balance_by_time(options.stages, len(sizes), options.checkpoint)
+        balance = measured.balance_by_time(options.stages, len(sizes), options.checkpoint, copies=copies)
     elif options.balance == "by-size":
-        balance = measured.balance_by_size(options.stages, len(sizes), options.checkpoint)
+        balance = measured.balance_by_size(options.stages, len(sizes), options.checkpoint, copies=copies)
     prediction = None
     if samples == sizes[0]:
         prediction = predict(measured, balance, len(sizes), options.checkpoint, copies=copies)

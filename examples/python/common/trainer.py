@@ -25,6 +25,7 @@ from gpipe import snapshot
 from gpipe.balance import Prediction
 from gpipe.snapshot import Snapshot
 
+
 class Trainer:
     """Trains a pipeline on a task and leaves in options.output: history.csv, TensorBoard's events, latest.snapshot and
     best.snapshot. After SIGINT or SIGTERM it ends the step, or the validation, writes latest.snapshot and returns. A
@@ -100,7 +101,7 @@ class Trainer:
 
     def resume(self) -> None:
         saved = snapshot.read(self.options.resume)
-        for flag, value in self.identity.items():
+        for flag in self.identity:
             if flag not in saved.options:
                 raise ValueError(f"{self.options.resume} is not of this program: it does not say {flag}")
         for flag, value in self.identity.items():
