@@ -28,7 +28,8 @@ struct GPipeOptions {
   /// One device a stage; surplus ones are ignored. Empty: the GPUs, or one CPU worker a stage where there are
   /// none. A device may appear more than once.
   TORCH_ARG(std::vector<torch::Device>, devices);
-  /// Micro-batches that a mini-batch is cut into; fewer when it has fewer samples. 1 is plain model parallelism.
+  /// Micro-batches that a mini-batch is cut into. Each has ceil(samples / chunks) samples, so there may be fewer of
+  /// them. 1 is plain model parallelism.
   TORCH_ARG(std::int64_t, chunks) = 1;
   /// Samples in a micro-batch, instead of chunks; 0 for none.
   TORCH_ARG(std::int64_t, split_size) = 0;

@@ -66,7 +66,8 @@ class GPipe(nn.Module):
         balance: how many layers each stage has; see :mod:`gpipe.balance`.
         devices: one for each stage; surplus ones are ignored. Without, the GPUs, or where there are none a CPU worker
             a stage. A device may be given more than once.
-        chunks: micro-batches that a mini-batch is cut into, along dimension 0; fewer when it has fewer samples.
+        chunks: micro-batches that a mini-batch is cut into, along dimension 0. Each has ceil(samples / chunks) samples,
+            so there may be fewer of them.
         checkpoint: which micro-batches recompute their forward in training instead of storing it: ``'always'``,
             ``'except_last'`` or ``'never'``.
         deferred_batch_norm: batch norm updates its running statistics once a mini-batch, with the mean and variance of

@@ -11,7 +11,7 @@ _IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch im
 def run(program, *arguments, seconds=60):
     """Runs a program in a process of its own; returns its exit code and what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", _IMPORTS + textwrap.dedent(program), *arguments],
+        [sys.executable, "-W", "ignore", "-c", _IMPORTS + textwrap.dedent(program), *arguments],
         capture_output=True,
         text=True,
         timeout=seconds,

@@ -11,6 +11,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 import gpipe
 from layers import Double, Fail
@@ -116,12 +117,20 @@ def test_nothing_is_left():
             threading.current_thread()  # which notes the thread
             return x
 
-    use(False)
+    def counting():
+        return profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+
+    with counting():  # which has a thread of its own
+        use(False)
     gc.collect()
     before = count_threads(), threading.active_count()
-    for i in range(200):
-        use(i % 3 == 0)
-        gpipe.GPipe(nn.Sequential(Log()), [1])(torch.zeros(1))
+    with counting() as profiler:
+        for i in range(200):
+            use(i % 3 == 0)
+            gpipe.GPipe(nn.Sequential(Log()), [1])(torch.zeros(1))
+        gc.collect()
+    bytes_of = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert max(bytes_of) > 0 and sum(bytes_of) == 0
     for _ in range(100):
         if (count_threads(), threading.active_count()) == before:
             break

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 
-def dump(value: Any) -> memoryview:
+def dump(value: Any) -> io.BytesIO:
     """The file's content. In memory first: torch.save does not come through a write that fails."""
     archive = io.BytesIO()
     torch.save(value, archive)
-    return archive.getbuffer()
+    return archive
 
 
 def load(archive: BinaryIO) -> Any:

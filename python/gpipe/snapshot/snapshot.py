@@ -62,8 +62,7 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
     content |= {each.name: plain(getattr(snapshot, each.name), each.name) for each in fields(Snapshot)}
     if fault := _fault(content):
         raise TypeError(f"cannot write this snapshot: {fault}")
-    archive = dump(content)
-    with replacing(os.fspath(path)) as file:
+    with dump(content).getbuffer() as archive, replacing(os.fspath(path)) as file:
         file.write(archive)
 
 
