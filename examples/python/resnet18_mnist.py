@@ -15,7 +15,7 @@ import torch
 
 import gpipe
 from common.options import add_training_options, check_outputs, integer, make_parser, parse, run_program
-from common.plan import make_plan, print_plan
+from common.plan import make_pipe, make_plan, print_plan
 from common.trainer import Trainer, run_and_report
 from mnist.digits import write_digits
 from mnist.idx import read_idx
@@ -65,9 +65,7 @@ def train(options: argparse.Namespace) -> int:
     torch.manual_seed(options.seed)
     model = gpipe.models.resnet18(_CLASSES, in_channels=1, small_images=options.small_images)
     plan = make_plan(model, options, (1, height, width))
-    pipe = gpipe.GPipe(
-        model, plan.balance, devices=options.devices, chunks=plan.chunks, checkpoint=plan.checkpoint
-    )
+    pipe = make_pipe(model, options, plan)
     print_plan("ResNet-18", pipe, plan)
 
     task = ClassificationTask(training, test, _CLASSES, options.batch_size, options.seed)

@@ -26,7 +26,7 @@ from common.options import (
     run_program,
     to_flag,
 )
-from common.plan import make_plan, print_plan
+from common.plan import make_pipe, make_plan, print_plan
 from common.trainer import Trainer, run_and_report
 from unet.carvana import image_size, list_samples, scaled, split
 from unet.classes import MAX_CLASSES
@@ -116,9 +116,7 @@ def train(options: argparse.Namespace) -> int:
         upsampling="linear" if options.bilinear else "transposed",
     )
     plan = make_plan(model, options, (3, height, width))
-    pipe = gpipe.GPipe(
-        model, plan.balance, devices=options.devices, chunks=plan.chunks, checkpoint=plan.checkpoint
-    )
+    pipe = make_pipe(model, options, plan)
     print_plan("U-Net", pipe, plan)
 
     loading = Loading(

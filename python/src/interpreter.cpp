@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -77,12 +78,11 @@ Section::~Section() { PyGILState_Release(state_); }
 
 void await_calls_at_exit() {
   exiting = true;
-  PyThreadState* state = PyEval_SaveThread();
+  const Released released;
   const auto end = std::chrono::steady_clock::now() + kPatience;
   while (under_way > 0 && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
-  PyEval_RestoreThread(state);
 }
 
 void forget_calls_in_forked_processes() {
@@ -113,9 +113,9 @@ ThreadStates::~ThreadStates() {
     PyThreadState_Clear(PyThreadState_Get());
     PyThreadState_DeleteCurrent();
   });
-  PyThreadState* held = PyGILState_Check() != 0 ? PyEval_SaveThread() : nullptr;
+  std::optional<Released> released;
+  if (PyGILState_Check() != 0) released.emplace();
   undertaker.join();
-  if (held != nullptr) PyEval_RestoreThread(held);
 }
 
 void ThreadStates::keep_for_this_thread() {

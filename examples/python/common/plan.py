@@ -71,6 +71,11 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
     return Plan(balance, len(sizes), options.checkpoint, measured, prediction)
 
 
+def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPipe:
+    """The pipeline that was planned."""
+    return gpipe.GPipe(model, plan.balance, devices=options.devices, chunks=plan.chunks, checkpoint=plan.checkpoint)
+
+
 def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan) -> None:
     """The profile, what was compared if anything, the cut, the prediction."""
     print(f"each layer, for a micro-batch of {plan.profile.samples} on {plan.profile.device}:")
