@@ -121,7 +121,7 @@ class Measurement {
         sum += bytes;
         if (!tensor.requires_grad()) return;
         layer.gradients += bytes;
-        if (!ParameterCaptures::has_its_own(tensor)) layer.late_gradients += bytes;
+        if (!is_large(tensor)) layer.late_gradients += bytes;
       };
       for (const auto& parameter : named_[i].module->parameters()) add(parameter, layer.parameters);
       for (const auto& buffer : named_[i].module->buffers()) add(buffer, layer.buffers);

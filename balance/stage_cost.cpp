@@ -45,6 +45,7 @@ class Replay {
 };
 
 constexpr double kShortest = 1e-9;
+constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
 
 /// The stage that a layer is in; `ends` says of each stage which layer comes behind it.
 int stage_of(int layer, const std::vector<int>& ends) {
@@ -318,7 +319,15 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     backward.run(gradients, gradients);
     first_backward.run(gradients, gradients);
   }
-  const auto buffers = sums_[end].buffers - sums_[first].buffers;  // of which a recompute keeps a copy
+  // A recomputed cell keeps a copy of the buffers, but not of large ones, which are taken to be constant.
+  std::int64_t buffers = 0;
+  for (int layer = first; layer < end; ++layer) {
+    const auto bytes = profile_.layers[layer].buffers;
+    if (bytes < kLargeBuffer) buffers += bytes;
+  }
+  of_stored.add(buffers, Kind::R, stage);
+  stored.run(buffers, buffers);
+  of_recompute.add(buffers, Kind::W, stage);
   if (first > 0 && copies_inputs(first, end)) {
     const auto activation = profile_.layers[first - 1].output;
     const auto skips = bytes_in(first, end) - activation;

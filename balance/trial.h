@@ -23,7 +23,7 @@ class Untouched {
   Untouched& operator=(const Untouched&) = delete;
 
  private:
-  SavedBuffers buffers_;
+  SavedTensors buffers_;
   at::Tensor generator_state_;
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;  // a module before those in it
   std::vector<std::pair<at::Tensor, torch::Device>> devices_;

@@ -126,22 +126,44 @@ std::vector<Stage> cut(Layers layers, const std::vector<std::int64_t>& balance,
   return stages;
 }
 
-// A worker writes its stage's buffers and sums its stage's gradients without asking the others.
-void check_not_shared(const std::vector<Stage>& stages) {
+[[noreturn]] void refuse_shared(int first, int second, const std::string& what) {
+  refuse("stages " + std::to_string(first) + " and " + std::to_string(second) + " share " + what +
+         "; cut so that the layers that share it are in one stage");
+}
+
+// A worker sums its stage's gradients without asking the others.
+void check_parameters(const std::vector<Stage>& stages) {
   absl::flat_hash_map<const void*, int> owner;
   for (const auto& stage : stages) {
-    const auto check = [&](const std::vector<torch::Tensor>& tensors, const std::string& what) {
-      for (const auto& tensor : tensors) {
-        const auto [first, inserted] = owner.emplace(tensor.unsafeGetTensorImpl(), stage.index);
-        if (!inserted) {
-          refuse("stages " + std::to_string(first->second) + " and " + std::to_string(stage.index) + " share a " +
-                 what + "; cut so that the layers that share it are in one stage");
-        }
-      }
-    };
-    check(stage.parameters(), "parameter");
-    check(stage.buffers(), "buffer");
+    for (const auto& parameter : stage.parameters()) {
+      const auto [first, inserted] = owner.emplace(parameter.unsafeGetTensorImpl(), stage.index);
+      if (!inserted) refuse_shared(first->second, stage.index, "a parameter");
+    }
   }
+}
+
+// Stages on one device may share a buffer that none of them writes to. Batch norm writes to its own.
+SharedBuffers find_shared_buffers(const std::vector<Stage>& stages) {
+  SharedBuffers shared;
+  absl::flat_hash_map<const void*, const Stage*> owner;
+  for (const auto& stage : stages) {
+    for (const auto& layer : stage.layers) {
+      for (const auto& buffer : layer->module()->named_buffers()) {
+        if (!buffer.value().defined()) continue;
+        const auto [first, inserted] = owner.emplace(buffer.value().unsafeGetTensorImpl(), &stage);
+        const auto& other = *first->second;
+        if (inserted || &other == &stage) continue;
+        const auto& key = buffer.key();
+        const auto what = "buffer '" + key.substr(key.rfind('.') + 1) + "'";
+        if (what == "buffer 'running_mean'" || what == "buffer 'running_var'" || other.device != stage.device) {
+          refuse_shared(other.index, stage.index, what);
+        }
+        shared.add(buffer.value(),
+                   what + " of stages " + std::to_string(other.index) + " and " + std::to_string(stage.index));
+      }
+    }
+  }
+  return shared;
 }
 
 // Leaves alone what is in its place, also because a pipeline among the layers refuses to move.
@@ -164,9 +186,11 @@ std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<std::int
   for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
   std::vector<int> crossing;
   auto edges = cut_edges(balance, links, &crossing);
+  for (auto& stage : stages) stage.receivers = {stage.index + 1};
   for (std::size_t i = 0; i < crossing.size(); ++i) {
     const auto& edge = edges[edges.size() - crossing.size() + i];
     stages[edge.from].skips_out.push_back(skips[crossing[i]].key);
+    stages[edge.from].receivers.push_back(edge.to);
     stages[edge.to].skips_in.push_back(skips[crossing[i]].key);
   }
   return edges;
@@ -228,15 +252,18 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   const auto links = skip_links(named);
   devices_ = place(options_.devices(), balance_.size());
   auto stages = cut(std::move(layers), balance_, devices_);
-  check_not_shared(stages);
+  check_parameters(stages);
+  auto shared = find_shared_buffers(stages);
   auto edges = connect(stages, balance_, links);
   for (std::size_t s = 0; s < host.run_layers.size(); ++s) stages.at(s).run_layers = host.run_layers[s];
-  for (const auto& stage : stages) {
+  for (auto& stage : stages) {
+    stage.lock = host.lock;
     move(stage);
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
-  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), threads, std::move(host));
+  pipeline_ =
+      std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(shared), threads, std::move(host));
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)

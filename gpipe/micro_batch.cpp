@@ -8,6 +8,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "gpipe/autograd/shared_memory.h"
+
 namespace gpipe {
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
@@ -43,13 +45,15 @@ std::int64_t batch_size(const Value& input) {
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes) {
   at::NoGradGuard no_grad;
   std::vector<Parcel> parts(sizes.size());
-  for (const auto& tensor : input.tensors()) {
+  const auto memory = memory_of_inputs(input.tensors());
+  for (std::size_t k = 0; k < memory.size(); ++k) {
+    const auto& tensor = input.tensors()[k];
     const auto detached = tensor.detach();
     std::int64_t start = 0;
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       parts[i].form = input.form();
       // A version counter of its own: an in-place operation on one micro-batch is no change of another.
-      parts[i].add(detached.narrow(0, start, sizes[i]).variable_data(), tensor.requires_grad());
+      parts[i].add(detached.narrow(0, start, sizes[i]).variable_data(), tensor.requires_grad(), memory[k]);
       start += sizes[i];
     }
   }
@@ -75,7 +79,8 @@ Gathered gather(const std::vector<Parcel>& parts) {
       gathered.sizes[k].push_back(piece.defined() && piece.dim() > 0 ? piece.size(0) : 0);
     }
     if (parts.size() == 1) {
-      joined.push_back(pieces.front());
+      const bool own = first.memory[k].number == Memory::kOwn;
+      joined.push_back(own ? pieces.front() : pieces.front().clone());
       continue;
     }
     const auto undefined = std::count_if(pieces.begin(), pieces.end(), [](const auto& t) { return !t.defined(); });

@@ -31,7 +31,8 @@ struct Gathered {
   std::vector<std::vector<std::int64_t>> sizes;
 };
 
-/// Joins the parts along dimension 0, output by output; a single part is passed on without a copy.
+/// Joins the parts along dimension 0, output by output. Passes a single part on without a copy, except a tensor that
+/// shares memory with another output or an input.
 /// Errors: std::runtime_error when the parts differ in number or form, or have no dimension to be joined along.
 Gathered gather(const std::vector<Parcel>& parts);
 

@@ -83,13 +83,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       inputs_(std::move(inputs)),
       outputs_(micro_batches_),
       parcels_(pipeline_->edges().size() * micro_batches_),
-      gradients_(pipeline_->edges().size() * micro_batches_) {
-  for (const auto& stage : pipeline_->stages()) {
-    // The engine runs a node on the stream that was current when it was made.
-    const OptionalStreamScope stream(pipeline_->stream(stage.index));
-    captures_.emplace_back(grad ? stage.parameters() : std::vector<at::Tensor>());
-  }
-}
+      gradients_(pipeline_->edges().size() * micro_batches_) {}
 
 Gathered MiniBatch::forward() {
   MutexLock turn(pipeline_->turn());
@@ -98,15 +92,22 @@ Gathered MiniBatch::forward() {
   counted_ = counting.possible();
   if (!counted_) counter_.reset();
   std::vector<SavedBuffers> buffers;
-  for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage.buffers());
+  for (auto& stage : pipeline_->stages()) {
+    // The engine runs a node on the stream that was current when it was made.
+    const OptionalStreamScope stream(pipeline_->stream(stage.index));
+    captures_.emplace_back(stage, grad_);
+  }
+  for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
   SeedDraw draw;
   seed_ = draw.seed();
   for (const auto& tensor : inputs_.front().tensors) {
     inputs_ready_.push_back(mark(tensor.device()));
     input_links_.push_back(new_link(tensor.device(), pipeline_->stages().front().device));
   }
+  pipeline_->shared_buffers().before_forward(grad_);
   try {
     perform(Part::kForward);
+    pipeline_->shared_buffers().after_forward();
     const auto parts = std::exchange(outputs_, {});
     for (const auto& part : parts) {
       for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
@@ -133,6 +134,11 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   sums_.clear();
   for (const auto& captures : captures_) sums_.emplace_back(captures.parameters().size());
   try {
+    for (int s = 0; s < pipeline_->count(); ++s) {
+      bool recomputes = false;
+      for (int i = 0; i < micro_batches_; ++i) recomputes = recomputes || program_->recomputes(s, i);
+      if (recomputes) captures_[s].check_unchanged();
+    }
     perform(Part::kBackward);
   } catch (...) {
     cells_.clear();
@@ -162,6 +168,7 @@ void MiniBatch::perform(Part part) {
   begin_.clear();
   for (const auto& stage : stages) begin_.push_back(mark(stage.device));
   end_.assign(stages.size(), nullptr);
+  const OwnWrites writes(pipeline_->stages(), captures_);
   const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
   state_.reset();
   if (!failure) return wait_for_stages();

@@ -5,9 +5,11 @@
 
 namespace gpipe {
 
-Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads, Host host)
+Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
+                   Host host)
     : stages_(std::move(stages)),
       edges_(std::move(edges)),
+      shared_buffers_(std::move(shared)),
       intraop_threads_(intraop_threads),
       host_(std::move(host)),
       executor_(static_cast<int>(stages_.size()), host_.poll) {

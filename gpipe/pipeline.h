@@ -16,6 +16,7 @@
 #include "gpipe/runtime/transfer.h"
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
+#include "gpipe/shared_buffers.h"
 
 namespace gpipe {
 
@@ -31,6 +32,8 @@ struct ErrorInfo {
 struct Host {
   /// The layers of each stage, run in its stead; empty, or one a stage.
   std::vector<RunLayers> run_layers = {};
+  /// Calls a function under the lock, if any, that the layers' objects need. The lock may be taken again in it.
+  std::function<void(absl::FunctionRef<void()>)> lock = {};
   /// Called now and then by the thread that waits in a forward or backward, which ends with what it throws.
   std::function<void()> poll = {};
   /// Told, on the worker, of each error that ends an action. May throw another in its place.
@@ -41,11 +44,14 @@ struct Host {
 /// It outlives the container while a graph still needs it.
 class Pipeline {
  public:
-  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, int intraop_threads, Host host = {});
+  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
+           Host host = {});
 
   std::vector<Stage>& stages() { return stages_; }
   int count() const { return static_cast<int>(stages_.size()); }
   const std::vector<Edge>& edges() const { return edges_; }
+  /// REQUIRES: turn() is held.
+  SharedBuffers& shared_buffers() { return shared_buffers_; }
   Executor& executor() { return executor_; }
   const Host& host() const { return host_; }
   int intraop_threads() const { return intraop_threads_; }
@@ -89,6 +95,7 @@ class Pipeline {
 
   std::vector<Stage> stages_;
   const std::vector<Edge> edges_;
+  SharedBuffers shared_buffers_;
   const int intraop_threads_;
   const Host host_;
   std::vector<std::optional<c10::Stream>> streams_;

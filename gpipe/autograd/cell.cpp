@@ -12,14 +12,16 @@
 
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
+#include "gpipe/autograd/shared_memory.h"
 
 namespace gpipe {
 namespace {
 
 using torch::autograd::edge_list;
 
-bool floating(const at::Tensor& tensor) {
-  return tensor.defined() && (tensor.is_floating_point() || tensor.is_complex());
+// Adds a tensor to what leaves a cell.
+void send(const at::Tensor& tensor, Parcel& parcel) {
+  parcel.add(tensor.defined() ? tensor.detach() : tensor, tensor.defined() && tensor.requires_grad());
 }
 
 std::vector<Parcel> copies_of(const std::vector<Parcel>& parcels) {
@@ -36,37 +38,6 @@ std::vector<Parcel> copies_of(const std::vector<Parcel>& parcels) {
 bool changed(const std::vector<Parcel>& parcels) {
   return std::any_of(parcels.begin(), parcels.end(), [](const auto& parcel) { return parcel.changed(); });
 }
-
-// Tells of each tensor that leaves a cell whether a gradient is wanted back for it.
-class GradientRule {
- public:
-  GradientRule(ForwardMode mode, bool depends) : mode_(mode), depends_(depends) {}
-
-  void enters(const at::Tensor& tensor, bool wants) {
-    if (tensor.defined()) entering_.push_back({tensor, version_of(tensor), wants});
-  }
-
-  bool wanted(const at::Tensor& tensor) const {
-    if (!mode_.grad || !tensor.defined()) return false;
-    if (!mode_.recompute) return tensor.requires_grad();
-    // No graph tells. What was passed through is as it entered; all else that can depend on a parameter or on something
-    // that wants a gradient, may.
-    for (const auto& [entered, version, wants] : entering_) {
-      if (entered.is_same(tensor) && version_of(tensor) == version) return wants;
-    }
-    return depends_ && floating(tensor);
-  }
-
- private:
-  const ForwardMode mode_;
-  const bool depends_;
-  struct Entering {
-    at::Tensor tensor;
-    std::uint32_t version;
-    bool wants;
-  };
-  std::vector<Entering> entering_;
-};
 
 // A backward that fails leaves what it has not run, graph and gradients, in a queue of this thread, which the thread's
 // next backward clears: here is one, of nothing.
@@ -99,9 +70,8 @@ class Capturing {
 // Where stash and pop lead inside a cell: to the stage's edges, or, when both ends are in the stage, to each other.
 class Cell::Context : public SkipContext {
  public:
-  Context(const Stage& stage, const GradientRule& rule, const std::vector<Parcel>& in, std::vector<at::Tensor> entering)
+  Context(const Stage& stage, const std::vector<Parcel>& in, std::vector<at::Tensor> entering)
       : stage_(stage),
-        rule_(rule),
         in_(in),
         entering_(std::move(entering)),
         popped_(entering_.size()),
@@ -120,7 +90,7 @@ class Cell::Context : public SkipContext {
     if (out.stashed) throw_twice(key, "stashed");
     out.stashed = true;
     out.root = leave(tensor);
-    out.parcel.add(tensor.defined() ? tensor.detach() : tensor, rule_.wanted(tensor));
+    send(tensor, out.parcel);
   }
 
   at::Tensor pop(const SkipKey& key) override {
@@ -168,7 +138,6 @@ class Cell::Context : public SkipContext {
   }
 
   const Stage& stage_;
-  const GradientRule& rule_;
   const std::vector<Parcel>& in_;
   std::vector<at::Tensor> entering_;
   std::vector<bool> popped_;
@@ -178,18 +147,39 @@ class Cell::Context : public SkipContext {
   std::map<SkipKey, at::Tensor> local_;
 };
 
+// Buffers and parameters at the beginning of an R. A graph may have saved what R made of them, so they are given back
+// only after its backward.
+class Cell::Borrowed {
+ public:
+  Borrowed(const Stage& stage, const ParameterCaptures& captures)
+      : buffers_(stage, &stage.habits), parameters_(captures.written()) {}
+  ~Borrowed() {
+    if (given_back_) return;
+    buffers_.restore_after_error();
+    parameters_.restore_after_error();
+  }
+  Borrowed(const Borrowed&) = delete;
+  Borrowed& operator=(const Borrowed&) = delete;
+
+  void give_back() {
+    given_back_ = true;
+    buffers_.restore();
+    parameters_.restore();
+  }
+
+ private:
+  const SavedBuffers buffers_;
+  const SavedTensors parameters_;
+  bool given_back_ = false;
+};
+
 Cell::Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch)
     : stage_(stage), captures_(captures), seed_(seed), micro_batch_(micro_batch) {}
 
-std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode mode, PassScope::Pass pass) {
-  const bool graph = mode.grad && !mode.recompute;
+std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass) {
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
-  bool depends = !captures_.parameters().empty();
-  for (const auto& parcel : in) {
-    for (const bool wants : parcel.wants_gradient) depends |= wants;
-  }
-  GradientRule rule(mode, depends);
+  SharedMemory memory;
   captured_.clear();
   roots_.clear();
   std::vector<at::Tensor> activation;
@@ -204,34 +194,39 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
         capture = std::static_pointer_cast<Capture>(tensor.grad_fn());
         if (capture) capture->indices = {i};
       }
-      rule.enters(tensor, in[p].wants_gradient[i]);
+      memory.enters(tensor, in[p].memory[i]);
       captured.push_back(std::move(capture));
       (p == 0 ? activation : skips).push_back(std::move(tensor));
     }
   }
-  Context context(stage_, rule, in, std::move(skips));
+  Context context(stage_, in, std::move(skips));
   Value value(in.front().form, std::move(activation));
   {
     const SkipContextGuard guard(context);
     const PassScope scope(pass);
     std::optional<RandomScope> draws;
+    const auto end_layer = [&] {
+      draws.reset();
+      if (layer_ >= 0) memory.check(stage_.index, stage_.layers[layer_]->name());
+    };
     const auto begin_layer = [&](int layer) {
       if (layer < 0 || layer >= static_cast<int>(stage_.layers.size())) {
         throw std::logic_error("[gpipe] stage " + std::to_string(stage_.index) + " has no layer " +
                                std::to_string(layer));
       }
+      end_layer();
       layer_ = layer;
-      draws.reset();
       draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
     };
     if (stage_.run_layers) {
-      value = stage_.run_layers(std::move(value), begin_layer);
+      value = stage_.run_layers(std::move(value), begin_layer, memo_);
     } else {
       for (std::size_t i = 0; i < stage_.layers.size(); ++i) {
         begin_layer(static_cast<int>(i));
         value = stage_.layers[i]->forward(std::move(value));
       }
     }
+    end_layer();
     layer_ = -1;
   }
   context.check();
@@ -241,12 +236,13 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
   auto& roots = roots_.emplace_back();
   for (const auto& tensor : value.tensors()) {
     roots.push_back(leave(tensor));
-    out.front().add(tensor.defined() ? tensor.detach() : tensor, rule.wanted(tensor));
+    send(tensor, out.front());
   }
   for (auto& skip : context.out()) {
     out.push_back(std::move(skip.parcel));
     roots_.push_back({std::move(skip.root)});
   }
+  memory.leaves(out, stage_.receivers);
   if (!graph) {
     roots_.clear();
     return out;
@@ -258,11 +254,26 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, ForwardMode 
 }
 
 std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
-  if (!mode.grad || !mode.recompute) return run_layers(in, mode, PassScope::Pass::kPlain);
+  if (!mode.grad || !mode.recompute) return run_layers(in, mode.grad, PassScope::Pass::kPlain);
   const bool was_pure = stage_.in_place == Stage::InPlace::kNo;
   stored_ = was_pure ? in : copies_of(in);
   if (stage_.in_place == Stage::InPlace::kUnknown) observed_ = in;
-  auto out = run_layers(in, mode, PassScope::Pass::kCheckpointing);
+  buffers_.emplace(stage_, &stage_.habits);
+  auto sources = captures_.captured();
+  for (const auto& parcel : in) {
+    sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
+  }
+  auto& flow = stage_.gradient_flow;
+  const bool known = flow.knows(sources);
+  auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
+  if (known) {
+    flow.apply(out);
+  } else {
+    flow.learn(std::move(sources), out);
+    forget_graph();
+  }
+  for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
+  buffers_->learn(stage_.habits);
   if (changed(in)) {
     stage_.in_place = Stage::InPlace::kYes;
     if (was_pure) {
@@ -276,7 +287,6 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
 }
 
 void Cell::recompute(bool keep) {
-  captures_.check_unchanged();
   if (!observed_.empty()) {
     // A later stage may have changed what this one passed on.
     if (changed(observed_)) {
@@ -293,16 +303,14 @@ void Cell::recompute(bool keep) {
         " was changed in place between its forward and its recompute, which did not happen before; "
         "repeat the call, which will work from a copy");
   }
-  SavedBuffers buffers(stage_.buffers());
-  try {
-    run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_, {.grad = true},
-               PassScope::Pass::kRecomputing);
-  } catch (...) {
-    buffers.restore_after_error();
-    throw;
-  }
-  buffers.restore();
-  if (!keep) stored_.clear();
+  borrowed_ = std::make_unique<Borrowed>(stage_, captures_);
+  buffers_->restore();
+  const auto out = run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_,
+                              /*graph=*/true, PassScope::Pass::kRecomputing);
+  stage_.gradient_flow.check(sent_, out);
+  if (keep) return;
+  stored_.clear();
+  buffers_.reset();
 }
 
 std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool keep, GradientSums& sums) {
@@ -330,6 +338,8 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
       }
     }
     for (const auto& capture : captures_.captures()) capturing.into(*capture, sums);
+    // What a layer draws in its backward, or recomputes there, must not come from the generators of other threads.
+    const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
     try {
       torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
                                                             /*accumulate_grad=*/true);
@@ -338,10 +348,14 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
       throw;
     }
   }
+  if (borrowed_) borrowed_->give_back();
+  borrowed_.reset();
   std::vector<Gradients> result;
   for (auto& of_parcel : entering) result.push_back(of_parcel.take());
   return result;
 }
+
+Cell::~Cell() = default;
 
 void Cell::forget_graph() {
   captured_.clear();

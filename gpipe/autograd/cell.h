@@ -3,6 +3,8 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <vector>
 
 #include "gpipe/autograd/checkpointing.h"
@@ -15,7 +17,7 @@ namespace gpipe {
 /// How a forward is to run.
 struct ForwardMode {
   bool grad = false;       ///< build a graph
-  bool recompute = false;  ///< with grad: store inputs instead of the graph; an R will build it
+  bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
 /// A (stage, micro-batch) of one mini-batch: inputs, graph, nothing else. Destroying it frees its activations. Used by
@@ -23,6 +25,7 @@ struct ForwardMode {
 class Cell {
  public:
   Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch);
+  ~Cell();
 
   /// F. `in` holds the activation, then the skips in the stage's order; so does what is returned.
   /// Errors: what the layers throw; std::runtime_error when a declared skip was not stashed or popped, when a skip was
@@ -30,8 +33,9 @@ class Cell {
   /// cell is to be recomputed; see also ParameterCaptures::redirect.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
-  /// R. The stored inputs are used up unless `keep`. Buffers are left as they were.
-  /// Errors: what the layers throw; std::runtime_error when inputs or parameters were changed in place since F.
+  /// R. Runs the layers with the buffers that F had. Buffers and parameters are as they were before again after the
+  /// backward, which may use what they are now, or when the cell is destroyed. Uses up the stored inputs unless `keep`.
+  /// Errors: what the layers throw; std::runtime_error when inputs were changed in place since F.
   void recompute(bool keep);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward's result; returns those of its `in`, and adds the
@@ -47,7 +51,7 @@ class Cell {
  private:
   class Context;
 
-  std::vector<Parcel> run_layers(const std::vector<Parcel>& in, ForwardMode mode, PassScope::Pass pass);
+  std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
 
   Stage& stage_;
   const ParameterCaptures& captures_;
@@ -58,6 +62,15 @@ class Cell {
   /// What entered, kept for R; and, while the stage is being observed, the tensors that it is a copy of.
   std::vector<Parcel> stored_;
   std::vector<Parcel> observed_;
+  /// The stage's buffers as they were at F, for R.
+  std::optional<SavedBuffers> buffers_;
+  CellMemo memo_;
+  /// Which tensors F said need gradients, parcel by parcel.
+  std::vector<std::vector<bool>> sent_;
+
+  /// What an R has changed, from then until its backward has run.
+  class Borrowed;
+  std::unique_ptr<Borrowed> borrowed_;
   /// One a tensor, parcel by parcel; null or invalid where no gradient runs.
   std::vector<std::vector<std::shared_ptr<Capture>>> captured_;
   std::vector<torch::autograd::edge_list> roots_;

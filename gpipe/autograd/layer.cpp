@@ -3,6 +3,7 @@
 #include <c10/util/Type.h>
 #include <torch/nn/modules/container/sequential.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <optional>
 #include <stdexcept>
@@ -83,6 +84,17 @@ class AnyLayer : public Layer {
 };
 
 }  // namespace
+
+std::vector<at::Tensor> Layer::buffers() const { return module()->buffers(); }
+
+void Layer::set_buffers(const std::vector<at::Tensor>& buffers) {
+  const auto present = this->buffers();
+  const bool same = std::equal(present.begin(), present.end(), buffers.begin(), buffers.end(),
+                               [](const auto& a, const auto& b) { return a.is_same(b); });
+  if (same) return;
+  throw std::runtime_error("[gpipe] layer '" + name() +
+                           "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
+}
 
 std::unique_ptr<Layer> make_layer(std::string name, AnyModule module) {
   return std::make_unique<AnyLayer>(std::move(name), std::move(module));

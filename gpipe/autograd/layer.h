@@ -25,10 +25,20 @@ class Layer {
   virtual Value forward(Value input) = 0;
   virtual const std::string& name() const = 0;
   virtual std::shared_ptr<torch::nn::Module> module() const = 0;
+
+  /// The buffers that the module has at present, undefined where a name has none. A forward may replace them.
+  virtual std::vector<at::Tensor> buffers() const;
+  /// Gives the module these tensors as its buffers, in the order of buffers(). Errors: std::runtime_error when a C++
+  /// module has other ones: it may write to its buffers, but not replace them.
+  virtual void set_buffers(const std::vector<at::Tensor>& buffers);
 };
 
-/// Runs several layers in a row: calls `begin` with the index of each before it runs it.
-using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin)>;
+/// What a language binding keeps of a cell from its forward until its recompute.
+using CellMemo = std::shared_ptr<void>;
+
+/// Runs several layers in a row: calls `begin` with the index of each before it runs it. `memo` belongs to the cell:
+/// empty in its forward, and in its recompute what the forward left there.
+using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin, CellMemo& memo)>;
 
 /// A child of a torch::nn::Sequential; shares the module. Its forward() takes and returns torch::Tensor,
 /// std::vector<torch::Tensor> or a std::tuple of 2 to 8 torch::Tensor; another return type is a std::invalid_argument

@@ -8,8 +8,9 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
 }
 
-void Parcel::add(at::Tensor tensor, bool gradient_wanted) {
+void Parcel::add(at::Tensor tensor, bool gradient_wanted, Memory memory) {
   versions.push_back(version_of(tensor));
+  this->memory.push_back(memory);
   tensors.push_back(std::move(tensor));
   wants_gradient.push_back(gradient_wanted);
 }

@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <exception>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
@@ -56,12 +57,39 @@ class PipelineNode : public torch::autograd::Node {
   BackwardFunction function_;
 };
 
+// A hook of a leaf that is not called where the leaf gets no gradient. The pipeline's node has an edge to every
+// parameter, so the engine comes to those as well that the outputs do not depend on.
+class HookOfGradients : public torch::autograd::FunctionPreHook {
+ public:
+  explicit HookOfGradients(std::unique_ptr<FunctionPreHook> hook) : hook_(std::move(hook)) {}
+
+  variable_list operator()(const variable_list& gradients) override {
+    return gradients.front().defined() ? (*hook_)(gradients) : gradients;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& arguments) const override {
+    hook_->compiled_args(arguments);
+  }
+
+ private:
+  const std::unique_ptr<FunctionPreHook> hook_;
+};
+
+void spare_hooks(const at::Tensor& leaf) {
+  for (auto& hook : torch::autograd::impl::hooks(leaf)) {
+    if (dynamic_cast<HookOfGradients*>(hook.get()) == nullptr)
+      hook = std::make_unique<HookOfGradients>(std::move(hook));
+  }
+}
+
 }  // namespace
 
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
                      const std::vector<at::Tensor>& inputs, BackwardFunction function) {
   auto node = std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function)), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+  for (const auto& input : inputs) {
+    if (input.requires_grad() && input.is_leaf()) spare_hooks(input);
+  }
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     if (differentiable[i]) {
       torch::autograd::set_history(outputs[i], node);

@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/functions/tensor.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <sstream>
 #include <stdexcept>
 #include <utility>
@@ -70,24 +71,23 @@ std::vector<at::Tensor> Stage::parameters() const {
 std::vector<at::Tensor> Stage::buffers() const {
   DistinctTensors distinct;
   for (const auto& layer : layers) {
-    for (const auto& buffer : layer->module()->buffers()) distinct.add(buffer);
+    for (const auto& buffer : layer->buffers()) distinct.add(buffer);
   }
   return distinct.take();
 }
 
-bool ParameterCaptures::has_its_own(const at::Tensor& parameter) {
-  return parameter.numel() * parameter.element_size() >= kLarge;
-}
+bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
 
-ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters)
-    : all_(parameters), captures_{make_capture()} {
-  for (const auto& parameter : parameters) {
-    versions_.push_back(version_of(parameter));
-    if (!parameter.requires_grad()) continue;
+ParameterCaptures::ParameterCaptures(Stage& stage, bool grad)
+    : stage_(stage), all_(stage.parameters()), captures_{make_capture()} {
+  for (const auto& parameter : all_) {
+    versions_.push_back(others_writes(parameter));
+    captured_.push_back(grad && parameter.requires_grad());
+    if (!captured_.back()) continue;
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    auto capture = has_its_own(parameter) ? captures_.emplace_back(make_capture()) : captures_.front();
+    auto capture = is_large(parameter) ? captures_.emplace_back(make_capture()) : captures_.front();
     capture->indices.push_back(parameters_.size());
     const auto input = capture->add_input_metadata(parameter);
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
@@ -97,18 +97,51 @@ ParameterCaptures::ParameterCaptures(const std::vector<at::Tensor>& parameters)
   }
 }
 
+std::uint32_t ParameterCaptures::others_writes(const at::Tensor& parameter) const {
+  const auto own = stage_.own_writes.find(parameter.unsafeGetTensorImpl());
+  return version_of(parameter) - (own == stage_.own_writes.end() ? 0 : own->second);
+}
+
+std::vector<at::Tensor> ParameterCaptures::written() const {
+  std::vector<at::Tensor> written;
+  if (stage_.own_writes.empty()) return written;
+  for (const auto& parameter : all_) {
+    if (stage_.own_writes.contains(parameter.unsafeGetTensorImpl())) written.push_back(parameter);
+  }
+  return written;
+}
+
 void ParameterCaptures::check_unchanged() const {
   for (std::size_t i = 0; i < all_.size(); ++i) {
-    if (version_of(all_[i]) == versions_[i]) continue;
+    if (others_writes(all_[i]) == versions_[i]) continue;
     throw std::runtime_error(
-        "[gpipe] a parameter was changed in place between the forward and its backward, so that the forward cannot be "
+        "[gpipe] a parameter was changed in place between the forward and its backward, so the forward cannot be "
         "recomputed; step the optimizer after the backward");
+  }
+}
+
+OwnWrites::OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterCaptures>& captures)
+    : stages_(stages), captures_(captures) {
+  for (const auto& of_stage : captures) {
+    auto& versions = versions_.emplace_back();
+    for (const auto& parameter : of_stage.all()) versions.push_back(version_of(parameter));
+  }
+}
+
+OwnWrites::~OwnWrites() {
+  for (std::size_t s = 0; s < stages_.size(); ++s) {
+    const auto& parameters = captures_[s].all();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto writes = version_of(parameters[i]) - versions_[s][i];
+      if (writes != 0) stages_[s].own_writes[parameters[i].unsafeGetTensorImpl()] += writes;
+    }
   }
 }
 
 void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) const {
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
+  std::vector<const torch::autograd::AccumulateGrad*> leaves;
   const auto visit = [&](Node* node) {
     if (seen.insert(node).second) pending.push_back(node);
   };
@@ -133,33 +166,13 @@ void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) co
           slices->fn->set_next_edge(i, edge);
         }
       } else if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get())) {
-        refuse_leaf(*leaf);
+        if (std::find(leaves.begin(), leaves.end(), leaf) == leaves.end()) leaves.push_back(leaf);
       }
     }
   }
-}
-
-SavedBuffers::SavedBuffers(std::vector<at::Tensor> buffers) : buffers_(std::move(buffers)) {
-  at::NoGradGuard no_grad;
-  copies_.reserve(buffers_.size());
-  for (const auto& buffer : buffers_) copies_.push_back(buffer.clone());
-}
-
-void SavedBuffers::restore() {
-  at::NoGradGuard no_grad;
-  for (std::size_t i = 0; i < buffers_.size(); ++i) {
-    if (buffers_[i].sizes() == copies_[i].sizes()) {
-      buffers_[i].variable_data().copy_(copies_[i]);
-    } else {
-      buffers_[i].set_data(copies_[i]);  // the layer gave it another shape
-    }
-  }
-}
-
-void SavedBuffers::restore_after_error() noexcept {
-  try {
-    restore();
-  } catch (...) {
+  for (const auto* leaf : leaves) {
+    if (stage_.leaves.find(leaf->variable) != nullptr) refuse_leaf(*leaf);
+    stage_.leaves.insert(leaf->variable, {});
   }
 }
 

@@ -6,12 +6,18 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <variant>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/boundary.h"
+#include "gpipe/autograd/gradient_flow.h"
 #include "gpipe/autograd/layer.h"
+#include "gpipe/autograd/saved_buffers.h"
+#include "gpipe/autograd/weak_tensors.h"
 #include "skip/context.h"
 
 namespace gpipe {
@@ -27,25 +33,40 @@ struct Stage {
   /// The skips that enter from and leave for other stages, in the order of the stage's edges behind the activation.
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
+  /// Where the activation and the skips that leave go; the caller is the stage behind the last.
+  std::vector<int> receivers;
 
   /// Whether what enters was seen to be changed in place, by this stage or by one that it was passed on to: then
   /// recomputed cells store a copy of it. Until the first recompute has shown, assume so.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
+  /// Which of its outputs need gradients, and what its forwards do to buffers.
+  GradientFlow gradient_flow;
+  BufferHabits habits;
+  /// Leaves that its layers have used and that are not its parameters.
+  WeakTensorMap<std::monostate> leaves;
+  /// How often its layers have written to each parameter, as an embedding with max_norm does.
+  absl::flat_hash_map<const c10::TensorImpl*, std::uint32_t> own_writes;
+
+  /// Calls a function while this thread may use the objects of the layers' language. Empty: without further ado.
+  std::function<void(absl::FunctionRef<void()>)> lock;
+  void locked(absl::FunctionRef<void()> call) const { lock ? lock(call) : call(); }
+
   /// Distinct parameters, in order of first occurrence.
   std::vector<at::Tensor> parameters() const;
+  /// Distinct buffers, of those that the layers have at present.
   std::vector<at::Tensor> buffers() const;
 };
+
+/// Whether a tensor is large: 64 KiB or more.
+bool is_large(const at::Tensor& tensor);
 
 /// Where the gradients of a stage's parameters are caught during one mini-batch. A cell's graph ends in these instead
 /// of in the parameters' own accumulators, whose hooks would fire once a micro-batch.
 class ParameterCaptures {
  public:
-  /// Whether a parameter is large.
-  static bool has_its_own(const at::Tensor& parameter);
-
-  /// Captures those that require grad.
-  explicit ParameterCaptures(const std::vector<at::Tensor>& parameters);
+  /// With `grad`, captures those of the stage's parameters that require grad. The stage must outlive this.
+  ParameterCaptures(Stage& stage, bool grad);
 
   /// The captured parameters; and the nodes that stand for them, whose sums have the same order. A large parameter has
   /// a node to itself, so that its gradient is added, and freed, as soon as it is there; small ones share a node, for
@@ -54,34 +75,47 @@ class ParameterCaptures {
   const std::vector<std::shared_ptr<Capture>>& captures() const { return captures_; }
 
   /// Makes the graph behind `roots`, which this thread has built since its sequence number was `begin`, end in the
-  /// captures. Errors: std::invalid_argument when it reaches a tensor that requires grad but is neither a parameter of
-  /// the stage nor an input of the cell, or another graph: gradients would be lost there.
+  /// captures. Errors: std::invalid_argument when it reaches another graph, or a leaf that is not a parameter of the
+  /// stage and that an earlier cell has used too: gradients would be lost there. A leaf that a layer has made for itself
+  /// (to differentiate inside its forward) is used by one cell only.
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin) const;
 
-  /// Errors: std::runtime_error when a parameter, captured or not, was changed in place since this was made.
+  /// Whether each parameter of the stage is captured.
+  const std::vector<bool>& captured() const { return captured_; }
+  /// All parameters of the stage, captured or not; and those that its own layers write to.
+  const std::vector<at::Tensor>& all() const { return all_; }
+  std::vector<at::Tensor> written() const;
+
+  /// Errors: std::runtime_error when a parameter was changed in place since this was made, other than by the stage's own
+  /// layers.
   void check_unchanged() const;
 
  private:
+  std::uint32_t others_writes(const at::Tensor& parameter) const;
+
+  Stage& stage_;
   std::vector<at::Tensor> all_;
-  std::vector<std::uint32_t> versions_;
+  std::vector<std::uint32_t> versions_;  // less the stage's own writes
+  std::vector<bool> captured_;
   std::vector<at::Tensor> parameters_;
   std::vector<std::shared_ptr<Capture>> captures_;  // first that of the small ones
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
 
-/// A copy of buffers, to put back what a recompute or a failed forward has written.
-class SavedBuffers {
+/// For its lifetime, counts changes of parameters as writes of the stage that owns them. REQUIRES: only the stages'
+/// layers write meanwhile.
+class OwnWrites {
  public:
-  explicit SavedBuffers(std::vector<at::Tensor> buffers);
-  /// Writes without a trace in version counters, which graphs in flight would mistake for a change.
-  void restore();
-  /// The same while an exception is under way, which matters more than one of its own.
-  void restore_after_error() noexcept;
+  OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterCaptures>& captures);
+  ~OwnWrites();
+  OwnWrites(const OwnWrites&) = delete;
+  OwnWrites& operator=(const OwnWrites&) = delete;
 
  private:
-  std::vector<at::Tensor> buffers_;
-  std::vector<at::Tensor> copies_;
+  std::vector<Stage>& stages_;
+  const std::vector<ParameterCaptures>& captures_;
+  std::vector<std::vector<std::uint32_t>> versions_;
 };
 
 }  // namespace gpipe

@@ -1,7 +1,8 @@
 from __future__ import annotations
 import collections.abc
+import torch
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'begin_layer', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'pop', 'predict', 'profile', 'resnet', 'reuse_cpu_memory', 'stash', 'suggest', 'torch_version', 'unet']
+__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'begin_layer', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'keep_for_recompute', 'kept_for_recompute', 'pop', 'predict', 'profile', 'resnet', 'reuse_cpu_memory', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet']
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -334,6 +335,10 @@ def is_recomputing() -> bool:
     """
     Whether the calling layer's forward is a recomputation, before its backward.
     """
+def keep_for_recompute(object: typing.Any) -> None:
+    ...
+def kept_for_recompute() -> typing.Any:
+    ...
 def pop(arg0: Namespace, arg1: str) -> typing.Any:
     ...
 def predict(arg0: Profile, arg1: collections.abc.Sequence[typing.SupportsInt], arg2: RunOptions) -> Prediction:
@@ -350,6 +355,8 @@ def reuse_cpu_memory(on: bool = True) -> None:
     once the first few have run. It belongs to the process and never shrinks. Call this first, before tensors are made in
     other threads.
     """
+def scope_generator(device: str) -> torch.Generator | None:
+    ...
 def stash(arg0: Namespace, arg1: str, arg2: typing.Any) -> None:
     ...
 def suggest(arg0: list[typing.Any], arg1: typing.Any, arg2: collections.abc.Sequence[str], arg3: collections.abc.Sequence[typing.SupportsInt], arg4: collections.abc.Sequence[str], arg5: typing.SupportsInt, arg6: typing.SupportsFloat, arg7: ProfileOptions) -> Suggestion:

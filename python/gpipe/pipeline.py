@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.generators import Draws, shared
 from gpipe.skip import Skippable, native_keys, skippables_in, verify_skippables
 
 __all__ = ["BalanceError", "GPipe", "Partition"]
@@ -42,6 +43,10 @@ class Partition(nn.Sequential):
     """The layers of one stage. Called like any ``nn.Sequential``; a pipeline calls it on the stage's own thread."""
 
     def forward(self, input: Any) -> Any:
+        draws: Draws = self.__dict__.setdefault("_draws", Draws())
+        return draws(self._run, input)
+
+    def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
             _C.begin_layer(self, index)
             input = layer(input)
@@ -211,7 +216,8 @@ class GPipe(nn.Module):
         for norm in self._norms:
             norm.begin_mini_batch()
         try:
-            output: Tensor | tuple[Tensor, ...] = pipeline.forward(input, self._chunks, checkpoint)
+            with shared():
+                output: Tensor | tuple[Tensor, ...] = pipeline.forward(input, self._chunks, checkpoint)
             for norm in self._norms:
                 norm.commit()
             return output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -21,6 +23,9 @@ class RandomScope:
         seed = RandomScope.draw_seed()
         with RandomScope(seed, layer=2, micro_batch=0):
             y = dropout(x)
+
+    ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.manual_seed`` then mean the scope's stream too, so
+    ``torch.utils.checkpoint`` inside a layer repeats the layer's draws.
 
     Scopes nest; each belongs to the thread that entered it.
     """
@@ -70,3 +75,50 @@ def reference(
     if isinstance(outputs[0], Tensor):
         return torch.cat(outputs)
     return tuple(torch.cat(pieces) for pieces in zip(*outputs, strict=True))
+
+
+def _redirect(function: Callable[..., Any], in_scope: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of PyTorch's that reads or writes a default generator, or inside a scope the scope's."""
+
+    @functools.wraps(function)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs) if _C.scope_generator("cpu") is None else in_scope(*args, **kwargs)
+
+    return redirected
+
+
+def _generator(device: torch.device | int | str) -> torch.Generator:
+    place = torch.device("cuda", device) if isinstance(device, int) else device
+    generator = _C.scope_generator(str(place))
+    assert generator is not None
+    return generator
+
+
+def _get_state(device: torch.device | int | str = "cpu") -> Tensor:
+    return _generator(device).get_state()
+
+
+def _set_state(new_state: Tensor, device: torch.device | int | str = "cpu") -> None:
+    _generator(device).set_state(new_state)
+
+
+def _get_cuda_state(device: torch.device | int | str = "cuda") -> Tensor:
+    return _get_state(device)
+
+
+def _set_cuda_state(new_state: Tensor, device: torch.device | int | str = "cuda") -> None:
+    _set_state(new_state, device)
+
+
+def _seed(seed: int) -> torch.Generator:
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        _generator("cuda").manual_seed(int(seed))
+    return _generator("cpu").manual_seed(int(seed))
+
+
+# torch.utils.checkpoint looks these up here.
+torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, _get_state)
+torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, _set_state)
+torch.manual_seed = torch.random.manual_seed = _redirect(torch.manual_seed, _seed)
+torch.cuda.get_rng_state = _redirect(torch.cuda.get_rng_state, _get_cuda_state)
+torch.cuda.set_rng_state = _redirect(torch.cuda.set_rng_state, _set_cuda_state)

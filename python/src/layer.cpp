@@ -98,6 +98,23 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       skips_(std::move(skips)),
       mirror_(mirror(module, skips_)) {
   collect(module, mirrored_);
+  auto slots = std::make_shared<Slots>();
+  find_slots(module, *slots);
+  slots_ = std::move(slots);
+}
+
+// A scripted module keeps its buffers elsewhere, and does not replace them.
+void PythonLayer::find_slots(PyObject* module, Slots& slots) {
+  const Recursion recursion;
+  const auto buffers = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "_buffers"));
+  if (!buffers) throw py::error_already_set();
+  if (py::isinstance<py::dict>(buffers)) {
+    const auto held = reference_to(buffers.ptr());
+    for (const auto& item : py::reinterpret_borrow<py::dict>(buffers)) {
+      slots.push_back({held, reference_to(item.first.ptr())});
+    }
+  }
+  for_each(module, "_modules", [&](PyObject*, PyObject* child) { find_slots(child, slots); });
 }
 
 Value PythonLayer::forward(Value input) { return call(module_.get(), std::move(input), *states_); }
@@ -112,10 +129,46 @@ bool PythonLayer::refresh() {
   collect(module_.get(), tensors);
   if (same(tensors, mirrored_)) return false;
   auto fresh = mirror(module_.get(), skips_);
+  auto slots = std::make_shared<Slots>();
+  find_slots(module_.get(), *slots);
   mirrored_ = std::move(tensors);
+  std::shared_ptr<const Slots> fresh_slots = std::move(slots);
   MutexLock lock(mutex_);
   mirror_.swap(fresh);
+  slots_.swap(fresh_slots);
   return true;
+}
+
+std::shared_ptr<const PythonLayer::Slots> PythonLayer::slots() const {
+  MutexLock lock(mutex_);
+  return slots_;
+}
+
+std::vector<at::Tensor> PythonLayer::buffers() const {
+  const auto slots = this->slots();
+  if (slots->empty()) return {};
+  const Section section;
+  std::vector<at::Tensor> buffers;
+  for (const auto& [dict, name] : *slots) {
+    PyObject* buffer = PyDict_GetItemWithError(dict.get(), name.get());
+    if (buffer == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    const bool is_tensor = buffer != nullptr && THPVariable_Check(buffer);
+    buffers.push_back(is_tensor ? THPVariable_Unpack(buffer) : at::Tensor());
+  }
+  return buffers;
+}
+
+void PythonLayer::set_buffers(const std::vector<at::Tensor>& buffers) {
+  const auto slots = this->slots();
+  if (slots->size() != buffers.size()) return;  // the module has got others since
+  if (slots->empty()) return;
+  const Section section;
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    const auto buffer = py::reinterpret_steal<py::object>(to_python(buffers[i]));
+    const auto& [dict, name] = (*slots)[i];
+    if (PyDict_GetItem(dict.get(), name.get()) == buffer.ptr()) continue;
+    if (PyDict_SetItem(dict.get(), name.get(), buffer.ptr()) != 0) throw py::error_already_set();
+  }
 }
 
 int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {

@@ -36,6 +36,9 @@ class PythonLayer : public Layer {
   const std::string& name() const override { return name_; }
   /// The mirror. On any thread.
   std::shared_ptr<torch::nn::Module> module() const override;
+  /// Of the Python module, by the names that it had at the last refresh(). On any thread.
+  std::vector<at::Tensor> buffers() const override;
+  void set_buffers(const std::vector<at::Tensor>& buffers) override;
 
   /// Takes over what parameters and buffers the module has now: in a new mirror, for a forward or backward that is
   /// under way reads the old one. Returns whether they are others than before. With the interpreter's lock.
@@ -46,6 +49,13 @@ class PythonLayer : public Layer {
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
 
  private:
+  /// Where a Python module keeps a buffer.
+  struct Slot {
+    Reference buffers;  ///< the dict of the module
+    Reference name;
+  };
+  using Slots = std::vector<Slot>;
+
   std::string name_;
   std::shared_ptr<ThreadStates> states_;
   Reference module_;
@@ -53,6 +63,10 @@ class PythonLayer : public Layer {
   std::vector<at::Tensor> mirrored_;
   mutable Mutex mutex_;
   std::shared_ptr<torch::nn::Module> mirror_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<const Slots> slots_ ABSL_GUARDED_BY(mutex_);
+
+  static void find_slots(PyObject* module, Slots& slots);
+  std::shared_ptr<const Slots> slots() const;
 };
 
 /// Calls a Python callable with a value, on a thread without the interpreter's lock.

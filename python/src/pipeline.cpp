@@ -16,16 +16,28 @@ namespace {
 
 namespace py = pybind11;
 
-/// The stage that this thread runs, and whom its module tells which layer begins.
+/// The stage that this thread runs, whom its module tells which layer begins, and what is kept of the cell.
 struct Running {
   PyObject* stage = nullptr;
   absl::FunctionRef<void(int)>* begin = nullptr;
+  CellMemo* memo = nullptr;
 };
 thread_local Running running;
 
 /// What a stage's module calls before each of its layers. The stage itself has begun the first.
 void begin_layer(const py::handle& stage, int layer) {
   if (layer > 0 && running.stage == stage.ptr()) (*running.begin)(layer);
+}
+
+/// Keeps an object from a stage's forward of a micro-batch until its recompute.
+void keep_for_recompute(const py::object& object) {
+  if (running.memo != nullptr) *running.memo = reference_to(object.ptr());
+}
+
+/// What the forward kept, or None.
+py::object kept_for_recompute() {
+  if (running.memo == nullptr || *running.memo == nullptr) return py::none();
+  return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(running.memo->get()));
 }
 
 std::vector<SkipKey> to_keys(const py::handle& names) {
@@ -48,12 +60,17 @@ std::unique_ptr<PythonLayer> make_layer(const py::tuple& layer, const std::share
 }
 
 RunLayers run_stage(const Reference& stage, const std::shared_ptr<ThreadStates>& states) {
-  return [states, stage](Value input, absl::FunctionRef<void(int)> begin) {
-    const auto before = std::exchange(running, {stage.get(), &begin});
+  return [states, stage](Value input, absl::FunctionRef<void(int)> begin, CellMemo& memo) {
+    const auto before = std::exchange(running, {stage.get(), &begin, &memo});
     const absl::Cleanup after = [&] { running = before; };
     begin(0);
     return call(stage.get(), std::move(input), *states);
   };
+}
+
+void lock(absl::FunctionRef<void()> call) {
+  const Section section;
+  call();
 }
 
 void poll() {
@@ -128,7 +145,7 @@ PythonPipeline::PythonPipeline(const Objects& stages, const std::vector<std::str
                                bool deferred_batch_norm) {
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::int64_t> balance;
-  Host host{.poll = poll, .on_error = on_error};
+  Host host{.lock = lock, .poll = poll, .on_error = on_error};
   const auto states = std::make_shared<ThreadStates>();
   for (const auto& each : stages) {
     const auto stage = each.cast<py::tuple>();
@@ -198,6 +215,8 @@ void init_pipeline(py::module_& module) {
     };
   });
   module.def("begin_layer", &begin_layer, py::arg("stage"), py::arg("layer"));
+  module.def("keep_for_recompute", &keep_for_recompute, py::arg("object"));
+  module.def("kept_for_recompute", &kept_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
       .def(py::init<const Objects&, const std::vector<std::string>&, bool>(), py::arg("stages"), py::arg("devices"),
            py::arg("deferred_batch_norm"))

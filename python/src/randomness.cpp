@@ -1,6 +1,9 @@
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <pybind11/pybind11.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "gpipe/autograd/random_scope.h"
@@ -20,12 +23,22 @@ class OpenScope {
   std::optional<RandomScope> scope_;
 };
 
+/// The generator that stands for a device's default one on this thread, inside a scope.
+std::optional<at::Generator> scope_generator(const std::string& device) {
+  auto* scope = RandomScope::current();
+  if (scope == nullptr) return std::nullopt;
+  torch::Device of(device);
+  if (!of.is_cpu() && !of.has_index()) of = c10::impl::VirtualGuardImpl(of.type()).getDevice();
+  return scope->generator(of);
+}
+
 }  // namespace
 
 void init_randomness(pybind11::module_& module) {
   pybind11::class_<OpenScope>(module, "RandomScope")
       .def(pybind11::init<std::uint64_t, std::int64_t, std::int64_t>())
       .def("close", &OpenScope::close);
+  module.def("scope_generator", &scope_generator, pybind11::arg("device"));
   module.def("draw_seed", [] { return released(RandomScope::draw_seed); });
 }
 

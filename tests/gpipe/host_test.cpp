@@ -16,7 +16,7 @@ using torch::nn::Sequential;
 
 /// Runs the layers of a stage in a row, as a host does.
 RunLayers run_in_a_row(const Sequential& model, int first, int end) {
-  return [model, first, end](Value input, absl::FunctionRef<void(int)> begin) {
+  return [model, first, end](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) {
     for (int i = first; i < end; ++i) {
       begin(i - first);
       input = make_layers(*model)[i]->forward(std::move(input));
@@ -77,7 +77,7 @@ TEST(HostTest, MayThrowAnotherError) {
 TEST(HostTest, EndsACallByThrowing) {
   std::atomic<bool> asked = false;
   Sequential model(Linear(4, 4));
-  const auto wait = [&](Value input, absl::FunctionRef<void(int)>) {
+  const auto wait = [&](Value input, absl::FunctionRef<void(int)>, CellMemo&) {
     while (!asked) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return input;
   };

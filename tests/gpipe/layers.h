@@ -147,13 +147,13 @@ struct Counter {
   int value = 0;
 };
 
-/// A linear layer that counts its forwards with gradients.
+/// A linear layer that counts its recomputes.
 struct RecomputesImpl : torch::nn::Module {
   explicit RecomputesImpl(std::shared_ptr<Counter> counter)
       : linear(register_module("linear", torch::nn::Linear(6, 6))), counter(std::move(counter)) {}
   torch::Tensor forward(torch::Tensor x) {
     auto y = linear(x);
-    if (torch::GradMode::is_enabled()) counter->increment();
+    if (is_recomputing()) counter->increment();
     return y;
   }
   torch::nn::Linear linear;
@@ -186,7 +186,7 @@ struct FaultPlan {
   std::function<void()> fault;
 };
 
-/// In a cell that is always checkpointed: grad mode tells forward from recompute.
+/// Fails in a cell that is always checkpointed.
 struct FaultyImpl : torch::nn::Module {
   explicit FaultyImpl(std::shared_ptr<FaultPlan> plan) : plan(std::move(plan)) {
     act = [this] {
@@ -194,7 +194,7 @@ struct FaultyImpl : torch::nn::Module {
     };
   }
   torch::Tensor forward(torch::Tensor x) {
-    const auto here = torch::GradMode::is_enabled() ? FaultPlan::kRecompute : FaultPlan::kForward;
+    const auto here = is_recomputing() ? FaultPlan::kRecompute : FaultPlan::kForward;
     if (plan->where == here) plan->fault();
     return OnBackward::apply(x, &act);
   }

@@ -79,6 +79,34 @@ TEST(MisuseTest, BuffersAreNotSharedByStages) {
   EXPECT_NO_THROW(GPipe(Sequential(one, two), {2}));
 }
 
+TEST(MisuseTest, StagesMayShareABufferThatNoneWritesTo) {
+  struct PositionsImpl : torch::nn::Module {
+    explicit PositionsImpl(const Tensor& table) : table(register_buffer("table", table)) {}
+    Tensor forward(Tensor x) {
+      if (writes == 1) table.add_(1);
+      if (writes == 2) table.variable_data().add_(1);
+      return x * table;
+    }
+    Tensor table;
+    int writes = 0;
+  };
+  const auto table = torch::arange(6.0);
+  for (const int writes : {1, 2}) {
+    auto second = std::make_shared<PositionsImpl>(table);
+    Sequential model;
+    model->push_back(std::make_shared<PositionsImpl>(table));
+    model->push_back(second);
+    GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2));
+    const auto x = torch::ones({4, 6});
+    if (writes == 1) EXPECT_TRUE(torch::equal(pipe->forward(x), table.square().expand({4, 6})));
+    second->writes = writes;
+    EXPECT_THAT([&] { pipe->forward(x); }, ThrowsMessage<std::runtime_error>(HasSubstr("'table' of stages 0 and 1")));
+    EXPECT_TRUE(torch::equal(table, torch::arange(6.0)));
+    second->writes = 0;
+    EXPECT_TRUE(torch::equal(pipe->forward(x), table.square().expand({4, 6})));
+  }
+}
+
 TEST(MisuseTest, ABufferThatChangesItsShapeIsPutBackToo) {
   struct GrowImpl : torch::nn::Module {
     GrowImpl() : seen(register_buffer("seen", torch::zeros({1}))) {}
@@ -168,7 +196,7 @@ TEST(MisuseTest, RecomputeSeesTheSameRequiresGrad) {
 TEST(MisuseTest, OtherOutputsInARecompute) {
   struct MoodyImpl : torch::nn::Module {
     std::vector<Tensor> forward(std::vector<Tensor> in) {
-      if (torch::GradMode::is_enabled()) in.push_back(in[0] * 2);
+      if (is_recomputing()) in.push_back(in[0] * 2);
       return in;
     }
   };

@@ -1,0 +1,33 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/UndefinedTensorImpl.h>
+#include <c10/util/intrusive_ptr.h>
+
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+
+namespace gpipe {
+
+/// A map from tensors to what is known of them, which does not keep the tensors. An entry goes when its tensor has.
+template <typename Known>
+class WeakTensorMap {
+ public:
+  const Known* find(const at::Tensor& tensor) const {
+    const auto found = known_.find(tensor.unsafeGetTensorImpl());
+    return found == known_.end() ? nullptr : &found->second.second;
+  }
+
+  void insert(const at::Tensor& tensor, Known known) {
+    absl::erase_if(known_, [](const auto& each) { return each.second.first.expired(); });
+    known_.insert_or_assign(tensor.unsafeGetTensorImpl(), std::pair(Weak(tensor.getIntrusivePtr()), std::move(known)));
+  }
+
+ private:
+  // The weak reference keeps the address from being used again.
+  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  absl::flat_hash_map<const c10::TensorImpl*, std::pair<Weak, Known>> known_;
+};
+
+}  // namespace gpipe

@@ -1,0 +1,239 @@
+"""What a recompute must find as the forward found it: buffers, random numbers, layers that checkpoint themselves."""
+
+import contextlib
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import gpipe
+
+MODES = ["never", "except_last", "always"]
+
+
+def step(make, mode, *, stages=2, chunks=3, steps=2):
+    """Gradients and buffers after some steps."""
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    model = make()
+    each = len(model) // stages
+    balance = [each] * (stages - 1) + [len(model) - each * (stages - 1)]
+    pipe = gpipe.GPipe(model, balance, chunks=chunks, checkpoint=mode)
+    torch.manual_seed(1)
+    for _ in range(steps):
+        pipe(torch.randn(6, 8)).square().sum().backward()
+    return [p.grad for p in model.parameters()] + [b.clone() for b in model.buffers()]
+
+
+def same(results, expected):
+    return len(results) == len(expected) and all(map(torch.equal, results, expected))
+
+
+class Inner(nn.Module):
+    """A block with dropout before, in and behind a part that it may recompute itself."""
+
+    def __init__(self, reentrant, **options):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.reentrant = reentrant
+        self.options = options
+
+    def block(self, x):
+        return nn.functional.dropout(self.linear(nn.functional.dropout(x, 0.3)).tanh(), 0.3)
+
+    def forward(self, x):
+        x = nn.functional.dropout(x, 0.3)
+        if self.reentrant is None:
+            x = self.block(x)
+        else:
+            x = torch_checkpoint(self.block, x, use_reentrant=self.reentrant, **self.options)
+        return nn.functional.dropout(x, 0.3)
+
+
+def inner_model(reentrant):
+    return lambda: nn.Sequential(nn.Linear(8, 8), Inner(reentrant), Inner(reentrant), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_checkpoint_themselves_draw_the_same_numbers_again(reentrant, mode):
+    # A reentrant one adds to .grad itself, micro-batch by micro-batch: the same sum in the first step only.
+    steps = 1 if reentrant else 2
+    assert same(step(inner_model(reentrant), mode, steps=steps), step(inner_model(None), mode, steps=steps))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_checkpoint_themselves_leave_the_default_generator_alone(reentrant):
+    def state(make):
+        step(make, "always")
+        return torch.get_rng_state()
+
+    assert torch.equal(state(inner_model(reentrant)), state(inner_model(None)))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_the_reference_draws_the_same_numbers_again(reentrant):
+    def gradients(reentrant):
+        torch.manual_seed(0)
+        model = inner_model(reentrant)()
+        gpipe.reference(model, torch.randn(6, 8), chunks=3).square().sum().backward()
+        return [p.grad for p in model.parameters()]
+
+    assert same(gradients(reentrant), gradients(None))
+
+
+class Seeding(nn.Module):
+    def forward(self, x):
+        torch.manual_seed(7)
+        return x * torch.rand(8)
+
+
+def test_a_layer_may_seed_its_own_draws():
+    pipe = gpipe.GPipe(nn.Sequential(Seeding(), nn.Dropout(0.5)), [1, 1], chunks=2)
+    x = torch.ones(4, 8)
+    torch.manual_seed(0)
+    first, second = pipe(x), pipe(x)
+    assert not torch.equal(first, second)  # the layer did not seed what others draw
+    torch.manual_seed(7)
+    drawn = torch.rand(8)
+    assert all(torch.equal(row[row != 0], (drawn * 2)[row != 0]) for row in first)
+
+
+class Counts(nn.Module):
+    """Replaces its buffers: a count, a moving average that its output depends on, and one that it makes at first."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.ones(8))
+        self.register_buffer("table", None)
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.arange(8.0)
+        self.count = self.count + 1
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.linear(x) * self.average + self.table * self.count
+
+
+def test_buffers_that_a_forward_replaces():
+    def make():
+        return nn.Sequential(nn.Linear(8, 8), Counts(), Counts(), nn.Linear(8, 8))
+
+    expected = step(make, "never")
+    for mode in MODES:
+        for chunks in (1, 3):
+            assert same(step(make, mode, chunks=chunks), step(make, "never", chunks=chunks))
+    assert expected[-1].shape == (8,)
+
+
+class Fails(nn.Module):
+    def forward(self, x):
+        raise ArithmeticError("on purpose")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_forward_loses_no_buffer(mode):
+    counts = Counts()
+    pipe = gpipe.GPipe(nn.Sequential(counts, Fails()), [1, 1], chunks=2, checkpoint=mode)
+    with pytest.raises(ArithmeticError):
+        pipe(torch.ones(4, 8))
+    assert counts.count == 0
+    assert counts.table is None
+    assert torch.equal(counts.average, torch.ones(8))
+
+
+class Codebook(nn.Module):
+    """Changes state that it reads, without a trace in version counters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("codes", torch.randn(3000, 8))
+
+    def forward(self, x):
+        self.codes.data[:4].lerp_(x.detach()[:1], 0.5)
+        return x * self.codes[:4].mean(0)
+
+
+def test_state_that_a_forward_reads_and_changes():
+    def make():
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        old_spectral = nn.utils.spectral_norm(nn.Linear(8, 8))
+        return nn.Sequential(spectral, Codebook(), old_spectral, Codebook())
+
+    for chunks in (1, 3):
+        expected = step(make, "never", chunks=chunks)
+        for mode in MODES[1:]:
+            assert same(step(make, mode, chunks=chunks), expected)
+
+
+class Draws(nn.Module):
+    """Drops itself at random, by Python's generator and by NumPy's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.drawn = []
+
+    def forward(self, x):
+        numbers = random.random(), numpy.random.rand()
+        self.drawn.append((gpipe.is_recomputing(), numbers))
+        return self.linear(x) * numbers[0] + numbers[1]
+
+
+def test_python_and_numpy_draw_the_same_numbers_again():
+    model = nn.Sequential(Draws(), Draws(), nn.Linear(8, 8), Draws())
+    pipe = gpipe.GPipe(model, [1, 1, 1, 1], chunks=4, checkpoint="always")
+    for _ in range(3):
+        pipe(torch.randn(8, 8)).sum().backward()
+    for layer in (model[0], model[1], model[3]):
+        forwards = [numbers for recomputing, numbers in layer.drawn if not recomputing]
+        recomputes = [numbers for recomputing, numbers in layer.drawn if recomputing]
+        assert sorted(forwards) == sorted(recomputes)
+        assert len(set(forwards)) == 12
+
+
+def test_draws_in_a_pipeline_in_a_pipeline_end_in_an_error_at_worst():
+    inner = gpipe.GPipe(nn.Sequential(Draws(), Draws()), [1, 1], chunks=2, checkpoint="always")
+    outer = gpipe.GPipe(nn.Sequential(Draws(), inner, Draws()), [1, 1, 1], chunks=2, checkpoint="always")
+    loss = outer(torch.randn(8, 8)).sum()
+    with contextlib.suppress(RuntimeError):  # the order of the inner stages' draws may differ
+        loss.backward()
+
+
+def test_draws_that_cannot_be_repeated_are_an_error():
+    class Disturbed(nn.Module):
+        def forward(self, x):
+            if not gpipe.is_recomputing():
+                random.random()
+            return x * random.random()
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Disturbed()), [2], checkpoint="always")
+    with pytest.raises(RuntimeError, match="drew other numbers"):
+        pipe(torch.randn(8, 8)).sum().backward()
+
+
+def test_hooks_of_parameters_without_gradient_are_not_called():
+    class HalfUsed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.used(x)
+
+    for mode in MODES:
+        layer = HalfUsed()
+        seen = []
+        for name, parameter in layer.named_parameters():
+            parameter.register_hook(lambda grad, name=name: seen.append((name, grad is None)))
+        handle = layer.unused.weight.register_hook(lambda grad: seen.append("removed"))
+        pipe = gpipe.GPipe(nn.Sequential(layer, nn.Linear(8, 8)), [1, 1], chunks=2, checkpoint=mode)
+        pipe(torch.randn(4, 8)).sum().backward()
+        handle.remove()
+        assert sorted(seen) == [("used.bias", False), ("used.weight", False)]
