@@ -84,7 +84,8 @@ struct Profile {
 };
 
 /// A profile as JSON, for people and for files, and back. Errors: std::invalid_argument that says what is wrong with
-/// the text, and where.
+/// the text, and where, as "/layers/3/forward". No number is rounded or wrapped to fit. Fields that a profile does not
+/// have are ignored. At most 16 MiB are read, 1e9 seconds per field, and 2^53 bytes in all fields together.
 std::string profile_to_json(const Profile& profile);
 Profile profile_from_json(const std::string& text);
 

@@ -47,43 +47,6 @@ Profile chain(const std::vector<double>& seconds) {
   return profile;
 }
 
-TEST(PlanTest, AProfileSurvivesItsJson) {
-  auto profile = chain({1, 0.1, 1e-9});
-  profile.skips = {{"a \"name\"", 0, 2, 40}};
-  profile.layers[1].shares_with = 0;
-  profile.layers[2].changes_input = true;
-  profile.workers = 2;
-  EXPECT_EQ(profile_from_json(profile_to_json(profile)), profile);
-}
-
-TEST(PlanTest, NamesOfAnyBytesMakeJson) {
-  auto profile = chain({1});
-  profile.layers[0].name = "caf\xe9";
-  EXPECT_THAT(profile_from_json(profile_to_json(profile)).layers[0].name, HasSubstr("caf"));
-}
-
-TEST(PlanTest, ADamagedProfileIsRefusedWithThePlace) {
-  const auto good = profile_to_json(chain({1, 2}));
-  const auto refusal = [](const std::string& text) {
-    return error_of<std::invalid_argument>([&] { profile_from_json(text); });
-  };
-  const auto with = [&](const std::string& what, const std::string& instead) {
-    auto text = good;
-    return text.replace(text.find(what), what.size(), instead);
-  };
-  EXPECT_THAT(refusal(good.substr(0, good.size() / 2)), HasSubstr("not a profile: "));
-  EXPECT_THAT(refusal("[]"), HasSubstr("not a profile: "));
-  EXPECT_THAT(refusal(with("\"forward\": 1.0", "\"forwards\": 1.0")), HasSubstr("key 'forward' not found"));
-  EXPECT_THAT(refusal(with("\"forward\": 1.0", "\"forward\": -1.0")), HasSubstr("forward of layer 'l0' is -1"));
-  EXPECT_THAT(refusal(with("\"forward\": 1.0", "\"forward\": \"x\"")), HasSubstr("/layers/0/forward"));
-  EXPECT_THAT(refusal(with("\"version\": 1", "\"version\": 2")), HasSubstr("its version is 2"));
-  EXPECT_THAT(refusal(with("\"freed_by\": 1", "\"freed_by\": 7")), HasSubstr("a block of layer 0"));
-  EXPECT_THAT(refusal(with("\"skips\": []",
-                           "\"skips\": [{\"name\": \"s\", \"from\": 1, \"to\": 0, \"bytes\": 1, "
-                           "\"changed\": false}]")),
-              HasSubstr("skip 's' from layer 1 to layer 0"));
-}
-
 TEST(PlanTest, LayersThatShareAParameterStayTogether) {
   auto profile = chain({1, 1, 1, 1});
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));

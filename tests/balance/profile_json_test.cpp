@@ -1,0 +1,161 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+
+#include "balance/profile.h"
+#include "tests/support/support.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::SizeIs;
+using ::testing::StartsWith;
+using Json = nlohmann::json;
+
+Profile two_layers() {
+  return {.samples = 4,
+          .device = "cpu",
+          .workers = 2,
+          .layers = {{.name = "l0", .forward = 1, .stored = 0.1, .recompute = 1e-9, .backward = 2, .parameters = 7},
+                     {.name = "l1", .changes_input = true, .shares_with = 0}},
+          .blocks = {{.bytes = 10, .born = Kind::B, .layer = 1, .until = Kind::B, .freed_by = 0, .reaches = 1},
+                     {.bytes = 20, .until = Kind::F, .freed_by = Held::kForEver, .reaches = 2, .popped_by = 1}},
+          .skips = {{.name = "a \"name\"", .from = 0, .to = 1, .bytes = 40, .changed = true}}};
+}
+
+class ProfileJsonTest : public ::testing::Test {
+ protected:
+  static std::string refusal(const std::string& text) {
+    return error_of<std::invalid_argument>([&] { profile_from_json(text); });
+  }
+  /// Of a profile with another value at a place.
+  static std::string refusal(const std::string& place, const Json& value) {
+    auto json = Json::parse(profile_to_json(two_layers()));
+    json.at(Json::json_pointer(place)) = value;
+    return refusal(json.dump());
+  }
+  static void expect_refused(const std::string& place, const std::vector<Json>& values) {
+    for (const auto& value : values) {
+      EXPECT_THAT(refusal(place, value), StartsWith("[profile] not a profile: " + place + " is ")) << value;
+    }
+  }
+};
+
+TEST_F(ProfileJsonTest, AProfileSurvivesItsJson) {
+  EXPECT_EQ(profile_from_json(profile_to_json(two_layers())), two_layers());
+}
+
+TEST_F(ProfileJsonTest, NamesOfAnyBytesMakeJson) {
+  auto profile = two_layers();
+  profile.layers[0].name = "caf\xe9";
+  EXPECT_THAT(profile_from_json(profile_to_json(profile)).layers[0].name, HasSubstr("caf"));
+}
+
+TEST_F(ProfileJsonTest, AWholeNumberIsANumberOfSeconds) {
+  auto json = Json::parse(profile_to_json(two_layers()));
+  json["layers"][0]["forward"] = 3;
+  EXPECT_EQ(profile_from_json(json.dump()).layers[0].forward, 3);
+}
+
+TEST_F(ProfileJsonTest, TextThatIsNoJsonIsRefused) {
+  const auto good = profile_to_json(two_layers());
+  EXPECT_THAT(refusal(good.substr(0, good.size() / 2)), AllOf(HasSubstr("not a profile: "), HasSubstr("line 3")));
+  EXPECT_THAT(refusal(""), HasSubstr("not a profile: "));
+  EXPECT_THAT(refusal("[]"), HasSubstr("the text is array, but must be an object"));
+  EXPECT_THAT(refusal("17"), HasSubstr("the text is 17, but must be an object"));
+}
+
+TEST_F(ProfileJsonTest, AnErrorDoesNotRepeatALongText) {
+  EXPECT_THAT(refusal("{\"" + std::string(10000, 'x') + "\xff\":1}"), SizeIs(::testing::Lt(300)));
+  EXPECT_THAT(refusal("/layers/0/forward", std::string(10000, 'x')), SizeIs(::testing::Lt(300)));
+}
+
+TEST_F(ProfileJsonTest, AMissingFieldIsNamedWithItsPlace) {
+  auto json = Json::parse(profile_to_json(two_layers()));
+  json["layers"][1].erase("forward");
+  EXPECT_THAT(refusal(json.dump()), HasSubstr("/layers/1/forward is missing"));
+  json.erase("version");
+  EXPECT_THAT(refusal(json.dump()), HasSubstr("/version is missing"));
+}
+
+TEST_F(ProfileJsonTest, AnotherVersionIsRefused) {
+  EXPECT_THAT(refusal("/version", 2), HasSubstr("its version is 2, and 1 is known"));
+  expect_refused("/version", {1.5, "1", nullptr, std::uint64_t{1} << 32 | 1});
+}
+
+TEST_F(ProfileJsonTest, IndicesAreIntegersInRange) {
+  const auto wraps = (std::int64_t{1} << 32) + 1;
+  expect_refused("/layers/1/shares_with", {0.5, 1.0, true, "1", nullptr, Json::array(), -1, 2, wraps});
+  expect_refused("/blocks/0/layer", {0.5, -1, 2, wraps});
+  expect_refused("/blocks/0/freed_by", {0.5, -3, 2, wraps, std::numeric_limits<std::uint64_t>::max()});
+  expect_refused("/blocks/0/reaches", {0.5, 0, 3, wraps});
+  expect_refused("/blocks/0/popped_by", {0.5, -2, 2, wraps});
+  expect_refused("/skips/0/from", {0.5, -1, 2, wraps});
+  expect_refused("/skips/0/to", {0.5, -1, 2, wraps});
+  expect_refused("/workers", {0.5, 0, -1, wraps});
+  expect_refused("/intraop_threads", {0.5, -1, wraps});
+}
+
+TEST_F(ProfileJsonTest, ASkipLeadsForward) {
+  auto json = Json::parse(profile_to_json(two_layers()));
+  json["skips"][0]["from"] = 1;
+  json["skips"][0]["to"] = 0;
+  EXPECT_THAT(refusal(json.dump()), HasSubstr("/skips/0/to is 0, but must be from 1 to 1"));
+}
+
+TEST_F(ProfileJsonTest, BytesAreIntegersInRange) {
+  const std::vector<Json> wrong = {
+      0.5, -1, 1e30, true, "1", nullptr, (std::int64_t{1} << 53) + 1, std::numeric_limits<std::uint64_t>::max()};
+  for (const auto* name : {"parameters", "gradients", "late_gradients", "optimizer", "buffers", "output", "saved",
+                           "forward_extra", "stored_extra", "backward_extra"}) {
+    expect_refused(std::string("/layers/0/") + name, wrong);
+  }
+  expect_refused("/blocks/0/bytes", wrong);
+  expect_refused("/skips/0/bytes", wrong);
+  expect_refused("/samples", wrong);
+  expect_refused("/samples", {0});
+}
+
+TEST_F(ProfileJsonTest, BytesCanBeSummed) {
+  const auto most = std::int64_t{1} << 53;
+  EXPECT_THAT(refusal("/blocks/0/bytes", most), HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
+}
+
+TEST_F(ProfileJsonTest, SecondsAreFiniteAndNotNegative) {
+  for (const auto* name : {"forward", "stored", "recompute", "backward"}) {
+    expect_refused(std::string("/layers/0/") + name, {-1, -1e-9, 2e9, 1e308, true, "1", nullptr});
+  }
+  auto text = profile_to_json(two_layers());
+  const std::string seconds = "\"backward\": 2.0";
+  text.replace(text.find(seconds), seconds.size(), "\"backward\": 1e999");
+  EXPECT_THAT(refusal(text), HasSubstr("not a profile: "));
+}
+
+TEST_F(ProfileJsonTest, TextsTruthsAndKindsAreExact) {
+  expect_refused("/device", {1, nullptr});
+  expect_refused("/layers/0/changes_input", {1, "true"});
+  expect_refused("/skips/0/changed", {0});
+  expect_refused("/blocks/0/born", {"R", "f", 0});
+  expect_refused("/blocks/0/until", {"W", ""});
+  expect_refused("/layers", {"l0", 2, Json::object()});
+  expect_refused("/layers/1", {"l0", 2, Json::array()});
+}
+
+TEST_F(ProfileJsonTest, AProfileHasLayers) {
+  EXPECT_THAT(refusal("/layers", Json::array()), HasSubstr("/layers is empty"));
+}
+
+TEST_F(ProfileJsonTest, AbsurdTextsAreRefused) {
+  EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("it nests deeper than 8 levels"));
+  EXPECT_THAT(refusal(std::string((std::size_t{16} << 20) + 1, ' ')), HasSubstr("16777217 characters"));
+}
+
+}  // namespace
+}  // namespace gpipe
