@@ -7,8 +7,10 @@
 
 #include "examples/common/image.h"
 
-/// One unit a format, behind image.h. Files are open and at their start; decoded images have three channels. Errors are
-/// std::runtime_error with the reason only: the caller knows the name.
+/// One source file per format, behind image.h. Files are open and at their start. Decoded images have three channels.
+/// Errors are std::runtime_error with the reason only: the caller adds the name.
+///
+/// REQUIRES: The caller has bounded the size before it decodes, and has checked an image before it encodes.
 namespace gpipe::examples {
 
 Size jpeg_size(std::FILE* file);
@@ -22,7 +24,7 @@ Image decode_png(std::FILE* file);
 std::vector<uint8_t> encode_png(const Image& image);
 
 Size gif_size(std::FILE* file);
-/// What the first frame does not cover is black.
+/// What the first frame does not cover is black. Transparent pixels have the colour of the palette.
 Image decode_gif(std::FILE* file);
 std::vector<uint8_t> encode_gif(const Image& mask);
 

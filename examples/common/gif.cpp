@@ -1,9 +1,11 @@
 #include <gif_lib.h>
 
 #include <algorithm>
+#include <exception>
 #include <memory>
 #include <stdexcept>
-#include <string>
+#include <utility>
+#include <vector>
 
 #include "examples/common/codecs.h"
 
@@ -25,7 +27,11 @@ using Palette = std::unique_ptr<ColorMapObject, PaletteFreer>;
 
 [[noreturn]] void fail(int code) {
   const char* text = GifErrorString(code);
-  throw std::runtime_error(text != nullptr ? text : "GIF error " + std::to_string(code));
+  throw std::runtime_error(text != nullptr ? text : "the GIF is damaged or cut short");
+}
+
+void check(int result, const GifFileType* gif) {
+  if (result != GIF_OK) fail(gif->Error);
 }
 
 Decoder open(std::FILE* file) {
@@ -39,6 +45,82 @@ Decoder open(std::FILE* file) {
   return gif;
 }
 
+GifRecordType next_record(GifFileType* gif) {
+  GifRecordType type = UNDEFINED_RECORD_TYPE;
+  check(DGifGetRecordType(gif, &type), gif);
+  return type;
+}
+
+void skip_extension(GifFileType* gif) {
+  int code = 0;
+  GifByteType* block = nullptr;
+  check(DGifGetExtension(gif, &code, &block), gif);
+  while (block != nullptr) check(DGifGetExtensionNext(gif, &block), gif);
+}
+
+void skip_pixels(GifFileType* gif) {
+  GifByteType* block = nullptr;
+  do {
+    check(DGifGetCodeNext(gif, &block), gif);
+  } while (block != nullptr);
+}
+
+// Rows in the order of the file.
+std::vector<int> row_order(const GifImageDesc& frame) {
+  std::vector<int> rows;
+  const auto pass = [&](int first, int step) {
+    for (int y = first; y < frame.Height; y += step) rows.push_back(y);
+  };
+  if (frame.Interlace) {
+    pass(0, 8);
+    pass(4, 8);
+    pass(2, 4);
+    pass(1, 2);
+  } else {
+    pass(0, 1);
+  }
+  return rows;
+}
+
+// Decodes the frame whose header was read. Its parts outside the image are left out.
+void draw_frame(GifFileType* gif, Image& image) {
+  const GifImageDesc& frame = gif->Image;
+  const ColorMapObject* palette = frame.ColorMap != nullptr ? frame.ColorMap : gif->SColorMap;
+  if (palette == nullptr) throw std::runtime_error("the GIF has no palette");
+  if (frame.Width < 1 || frame.Height < 1) throw std::runtime_error("the GIF's first frame has no pixels");
+  const int width = std::min(frame.Width, image.width - frame.Left);
+  std::vector<GifPixelType> row(static_cast<size_t>(frame.Width));
+  for (const int y : row_order(frame)) {
+    check(DGifGetLine(gif, row.data(), frame.Width), gif);
+    if (frame.Top + y >= image.height) continue;
+    for (int x = 0; x < width; ++x) {
+      const int index = row[static_cast<size_t>(x)];
+      if (index >= palette->ColorCount) throw std::runtime_error("the GIF uses a colour that its palette lacks");
+      const GifColorType& color = palette->Colors[index];
+      uint8_t* pixel = image.at(frame.Left + x, frame.Top + y);
+      pixel[0] = color.Red;
+      pixel[1] = color.Green;
+      pixel[2] = color.Blue;
+    }
+  }
+}
+
+// Where an encoder's bytes go. giflib's C code calls it, so it does not throw.
+struct Sink {
+  static int write(GifFileType* gif, const GifByteType* data, int count) {
+    auto* sink = static_cast<Sink*>(gif->UserData);
+    try {
+      if (!sink->full) sink->bytes.insert(sink->bytes.end(), data, data + count);
+    } catch (const std::exception&) {
+      sink->full = true;
+    }
+    return sink->full ? 0 : count;
+  }
+
+  std::vector<uint8_t> bytes;
+  bool full = false;
+};
+
 }  // namespace
 
 Size gif_size(std::FILE* file) {
@@ -48,53 +130,42 @@ Size gif_size(std::FILE* file) {
 
 Image decode_gif(std::FILE* file) {
   const Decoder gif = open(file);
-  if (DGifSlurp(gif.get()) != GIF_OK) fail(gif->Error);
-  const SavedImage& frame = gif->SavedImages[0];
-  const GifImageDesc& place = frame.ImageDesc;
-  const ColorMapObject* palette = place.ColorMap != nullptr ? place.ColorMap : gif->SColorMap;
-  if (palette == nullptr) throw std::runtime_error("the GIF has no palette");
-
   Image image({gif->SWidth, gif->SHeight}, 3);
-  for (int y = 0; y < std::min(place.Height, image.height - place.Top); ++y) {
-    for (int x = 0; x < std::min(place.Width, image.width - place.Left); ++x) {
-      const int index = frame.RasterBits[static_cast<size_t>(y) * place.Width + x];
-      if (index >= palette->ColorCount) throw std::runtime_error("the GIF uses a colour that its palette lacks");
-      const GifColorType& color = palette->Colors[index];
-      uint8_t* pixel = image.at(place.Left + x, place.Top + y);
-      pixel[0] = color.Red;
-      pixel[1] = color.Green;
-      pixel[2] = color.Blue;
+  for (auto type = next_record(gif.get()); type != TERMINATE_RECORD_TYPE; type = next_record(gif.get())) {
+    if (type == EXTENSION_RECORD_TYPE) {
+      skip_extension(gif.get());
+      continue;
+    }
+    check(DGifGetImageDesc(gif.get()), gif.get());
+    if (gif->ImageCount == 1) {
+      draw_frame(gif.get(), image);
+    } else {
+      skip_pixels(gif.get());
     }
   }
+  if (gif->ImageCount == 0) throw std::runtime_error("the GIF has no frame");
   return image;
 }
 
 std::vector<uint8_t> encode_gif(const Image& mask) {
-  std::vector<uint8_t> bytes;
+  Sink sink;
   int error = 0;
-  const auto write = [](GifFileType* gif, const GifByteType* data, int count) {
-    auto* out = static_cast<std::vector<uint8_t>*>(gif->UserData);
-    out->insert(out->end(), data, data + count);
-    return count;
-  };
-  Encoder gif(EGifOpen(&bytes, write, &error));
+  Encoder gif(EGifOpen(&sink, Sink::write, &error));
   if (!gif) fail(error);
   const GifColorType black_and_white[] = {{0, 0, 0}, {255, 255, 255}};
   const Palette palette(GifMakeMapObject(2, black_and_white));
   if (!palette) fail(E_GIF_ERR_NOT_ENOUGH_MEM);
 
-  const auto check = [&](int result) {
-    if (result != GIF_OK) fail(gif->Error);
-  };
-  check(EGifPutScreenDesc(gif.get(), mask.width, mask.height, 1, 0, palette.get()));
-  check(EGifPutImageDesc(gif.get(), 0, 0, mask.width, mask.height, false, nullptr));
+  check(EGifPutScreenDesc(gif.get(), mask.width, mask.height, 1, 0, palette.get()), gif.get());
+  check(EGifPutImageDesc(gif.get(), 0, 0, mask.width, mask.height, false, nullptr), gif.get());
   std::vector<GifPixelType> row(static_cast<size_t>(mask.width));
   for (int y = 0; y < mask.height; ++y) {
     std::transform(mask.at(0, y), mask.at(0, y) + mask.width, row.begin(), [](uint8_t value) { return value != 0; });
-    check(EGifPutLine(gif.get(), row.data(), mask.width));
+    check(EGifPutLine(gif.get(), row.data(), mask.width), gif.get());
   }
   if (EGifCloseFile(gif.release(), &error) != GIF_OK) fail(error);
-  return bytes;
+  if (sink.full) fail(E_GIF_ERR_NOT_ENOUGH_MEM);
+  return std::move(sink.bytes);
 }
 
 }  // namespace gpipe::examples

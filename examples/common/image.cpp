@@ -2,13 +2,13 @@
 
 #include <algorithm>
 #include <cerrno>
-#include <cmath>
 #include <cstdio>
-#include <cstring>
+#include <initializer_list>
 #include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 
 #include "examples/common/codecs.h"
@@ -17,7 +17,28 @@
 namespace gpipe::examples {
 namespace {
 
-enum class Format { kJpeg, kPng, kGif };
+constexpr int kLargestSide = 65535;
+constexpr int kLargestJpegSide = 65500;
+constexpr uint64_t kMostPixels = uint64_t{1} << 28;
+// Read from a file of any length: its header may take more bytes than its pixels.
+constexpr uint64_t kFewPixels = uint64_t{1} << 20;
+
+struct Format {
+  std::string_view magic;
+  Size (*size)(std::FILE* file);
+  Image (*decode)(std::FILE* file, std::optional<Size> wanted);
+  /// No encoder fits more into a byte.
+  uint64_t pixels_per_byte;
+};
+
+constexpr Format kFormats[] = {
+    // One bit for the 64 pixels of a block.
+    {"\xff\xd8\xff", jpeg_size, decode_jpeg, 8 * 64},
+    // deflate makes at most 1032 bytes of one, which are 8 pixels each.
+    {"\x89PNG\r\n\x1a\n", png_size, [](std::FILE* file, std::optional<Size>) { return decode_png(file); }, 8 * 1032},
+    // 12 bits for a string of fewer than 4096 pixels.
+    {"GIF8", gif_size, [](std::FILE* file, std::optional<Size>) { return decode_gif(file); }, 8 * 4096 / 12},
+};
 
 struct FileCloser {
   void operator()(std::FILE* file) const { std::fclose(file); }
@@ -26,75 +47,79 @@ using File = std::unique_ptr<std::FILE, FileCloser>;
 
 std::string last_error() { return std::error_code(errno, std::generic_category()).message(); }
 
-Format detect(std::FILE* file) {
-  unsigned char magic[8] = {};
+const Format& detect(std::FILE* file) {
+  char magic[8] = {};
   const size_t length = std::fread(magic, 1, sizeof magic, file);
   if (std::ferror(file)) throw std::runtime_error("cannot be read: " + last_error());
   if (length == 0) throw std::runtime_error("the file is empty");
   std::rewind(file);
-  if (std::memcmp(magic, "\xff\xd8\xff", 3) == 0) return Format::kJpeg;
-  if (std::memcmp(magic, "\x89PNG\r\n\x1a\n", 8) == 0) return Format::kPng;
-  if (std::memcmp(magic, "GIF8", 4) == 0) return Format::kGif;
+  for (const auto& format : kFormats) {
+    if (std::string_view(magic, length).starts_with(format.magic)) return format;
+  }
   throw std::runtime_error("not a JPEG, PNG or GIF file");
 }
 
-// Opens the file, tells its format, and puts its name before the reason of any error.
-template <class Read>
-auto with_file(const std::filesystem::path& path, Read read) {
+// Reads the header and goes back to the start.
+Size read_size(std::FILE* file, const Format& format, uint64_t bytes) {
+  const Size size = format.size(file);
+  std::rewind(file);
+  const auto pixels = static_cast<uint64_t>(size.width) * static_cast<uint64_t>(size.height);
+  if (size.width > kLargestSide || size.height > kLargestSide || pixels > kMostPixels) {
+    throw std::runtime_error(to_string(size) + " pixels are too many; at most " + std::to_string(kLargestSide) +
+                             " a side and " + std::to_string(kMostPixels) + " in all are read");
+  }
+  if (pixels > std::max(kFewPixels, bytes * format.pixels_per_byte)) {
+    throw std::runtime_error("damaged: " + to_string(size) + " pixels do not fit into " + std::to_string(bytes) +
+                             " bytes");
+  }
+  return size;
+}
+
+// Puts the name of the file before the reason of any error.
+template <class Call>
+auto with_name(const std::filesystem::path& path, Call call) {
   try {
-    const File file(std::fopen(path.c_str(), "rb"));
-    if (!file) throw std::runtime_error("cannot be opened: " + last_error());
-    return read(file.get(), detect(file.get()));
+    return call();
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(path.string() + ": " + error.what());
   }
 }
 
-Image decode(const std::filesystem::path& path, std::optional<Size> wanted) {
-  return with_file(path, [&](std::FILE* file, Format format) {
-    switch (format) {
-      case Format::kJpeg:
-        return decode_jpeg(file, wanted);
-      case Format::kPng:
-        return decode_png(file);
-      case Format::kGif:
-        break;
-    }
-    return decode_gif(file);
+// `read` gets the open file, its format, and its size in pixels, which is bounded.
+template <class Read>
+auto with_file(const std::filesystem::path& path, Read read) {
+  return with_name(path, [&] {
+    std::error_code error;
+    const auto bytes = std::filesystem::file_size(path, error);
+    if (error) throw std::runtime_error("cannot be opened: " + error.message());
+    const File file(std::fopen(path.c_str(), "rb"));
+    if (!file) throw std::runtime_error("cannot be opened: " + last_error());
+    const Format& format = detect(file.get());
+    return read(file.get(), format, read_size(file.get(), format, bytes));
   });
 }
 
-// What one output pixel takes from a line of source pixels.
-struct Taps {
-  int first = 0;
-  std::vector<float> weights;
-};
-
-std::vector<Taps> triangle_taps(int from, int to) {
-  const double step = static_cast<double>(from) / to;
-  const double radius = std::max(1.0, step);
-  std::vector<Taps> taps(static_cast<size_t>(to));
-  for (int i = 0; i < to; ++i) {
-    const double center = (i + 0.5) * step;
-    const int first = std::max(0, static_cast<int>(std::floor(center - radius)));
-    const int end = std::min(from, static_cast<int>(std::ceil(center + radius)));
-    auto& tap = taps[static_cast<size_t>(i)];
-    tap.first = first;
-    double sum = 0;
-    for (int source = first; source < end; ++source) {
-      const double weight = std::max(0.0, 1.0 - std::abs(source + 0.5 - center) / radius);
-      tap.weights.push_back(static_cast<float>(weight));
-      sum += weight;
-    }
-    for (float& weight : tap.weights) weight = static_cast<float>(weight / sum);
-  }
-  return taps;
+Image decode(const std::filesystem::path& path, std::optional<Size> wanted) {
+  return with_file(path, [&](std::FILE* file, const Format& format, Size) { return format.decode(file, wanted); });
 }
 
-void check_resize(const Image& image, Size size) {
-  if (image.pixels.empty() || size.width < 1 || size.height < 1) {
-    throw std::invalid_argument("cannot resize an image of " + to_string(image.size()) + " to " + to_string(size));
+size_t byte_count(Size size, int channels) {
+  return static_cast<size_t>(size.width) * static_cast<size_t>(size.height) * static_cast<size_t>(channels);
+}
+
+template <class Encode>
+void write(const std::filesystem::path& path, const Image& image, std::initializer_list<int> channels, int largest_side,
+           Encode encode) {
+  const auto fits = [=](int side) { return side >= 1 && side <= largest_side; };
+  if (!fits(image.width) || !fits(image.height) ||
+      std::find(channels.begin(), channels.end(), image.channels) == channels.end() ||
+      image.pixels.size() != byte_count(image.size(), image.channels)) {
+    throw std::invalid_argument(path.string() + ": cannot write " + std::to_string(image.pixels.size()) +
+                                " bytes as an image of " + to_string(image.size()) + " with " +
+                                std::to_string(image.channels) + " channels; at most " + std::to_string(largest_side) +
+                                " pixels a side");
   }
+  write_file(path, with_name(path, [&] { return encode(image); }));
 }
 
 }  // namespace
@@ -112,23 +137,10 @@ Size to_size(const std::string& text) {
 }
 
 Image::Image(Size size, int channel_count)
-    : width(size.width),
-      height(size.height),
-      channels(channel_count),
-      pixels(static_cast<size_t>(size.width) * static_cast<size_t>(size.height) * static_cast<size_t>(channel_count)) {}
+    : width(size.width), height(size.height), channels(channel_count), pixels(byte_count(size, channel_count)) {}
 
 Size image_size(const std::filesystem::path& path) {
-  return with_file(path, [](std::FILE* file, Format format) {
-    switch (format) {
-      case Format::kJpeg:
-        return jpeg_size(file);
-      case Format::kPng:
-        return png_size(file);
-      case Format::kGif:
-        break;
-    }
-    return gif_size(file);
-  });
+  return with_file(path, [](std::FILE*, const Format&, Size size) { return size; });
 }
 
 Image read_image(const std::filesystem::path& path) { return decode(path, std::nullopt); }
@@ -156,68 +168,16 @@ Image read_mask(const std::filesystem::path& path, Size wanted) {
   return mask.size() == wanted ? mask : resize_nearest(mask, wanted);
 }
 
-void write_png(const std::filesystem::path& path, const Image& image) { write_file(path, encode_png(image)); }
+void write_png(const std::filesystem::path& path, const Image& image) {
+  write(path, image, {1, 3}, kLargestSide, encode_png);
+}
 
 void write_jpeg(const std::filesystem::path& path, const Image& image, int quality) {
-  write_file(path, encode_jpeg(image, quality));
+  write(path, image, {1, 3}, kLargestJpegSide, [&](const Image& whole) { return encode_jpeg(whole, quality); });
 }
 
-void write_gif(const std::filesystem::path& path, const Image& mask) { write_file(path, encode_gif(mask)); }
-
-Size scaled(Size size, double scale) {
-  if (!(scale > 0 && scale <= 1)) {
-    throw std::invalid_argument("scale is " + std::to_string(scale) + "; it must be above 0 and at most 1");
-  }
-  const auto side = [scale](int pixels) { return std::max(1, static_cast<int>(std::lround(pixels * scale))); };
-  return {side(size.width), side(size.height)};
-}
-
-Image resize_bilinear(const Image& image, Size size) {
-  check_resize(image, size);
-  const auto columns = triangle_taps(image.width, size.width);
-  const auto rows = triangle_taps(image.height, size.height);
-  const size_t channels = static_cast<size_t>(image.channels);
-  const size_t stride = static_cast<size_t>(size.width) * channels;
-
-  std::vector<float> narrowed(static_cast<size_t>(image.height) * stride);
-  for (int y = 0; y < image.height; ++y) {
-    float* out = narrowed.data() + static_cast<size_t>(y) * stride;
-    for (const auto& [first, weights] : columns) {
-      for (size_t c = 0; c < channels; ++c) {
-        const uint8_t* in = image.at(first, y) + c;
-        float sum = 0;
-        for (size_t k = 0; k < weights.size(); ++k) sum += weights[k] * static_cast<float>(in[k * channels]);
-        *out++ = sum;
-      }
-    }
-  }
-
-  Image result(size, image.channels);
-  std::vector<float> line(stride);
-  for (int y = 0; y < size.height; ++y) {
-    const auto& [first, weights] = rows[static_cast<size_t>(y)];
-    std::fill(line.begin(), line.end(), 0.5f);  // rounds to nearest
-    for (size_t k = 0; k < weights.size(); ++k) {
-      const float* in = narrowed.data() + (static_cast<size_t>(first) + k) * stride;
-      for (size_t i = 0; i < stride; ++i) line[i] += weights[k] * in[i];
-    }
-    std::transform(line.begin(), line.end(), result.at(0, y),
-                   [](float value) { return static_cast<uint8_t>(std::clamp(value, 0.0f, 255.0f)); });
-  }
-  return result;
-}
-
-Image resize_nearest(const Image& image, Size size) {
-  check_resize(image, size);
-  const auto nearest = [](int i, int from, int to) { return static_cast<int>((2 * int64_t{i} + 1) * from / (2 * to)); };
-  Image result(size, image.channels);
-  for (int y = 0; y < size.height; ++y) {
-    const int source_y = nearest(y, image.height, size.height);
-    for (int x = 0; x < size.width; ++x) {
-      std::copy_n(image.at(nearest(x, image.width, size.width), source_y), image.channels, result.at(x, y));
-    }
-  }
-  return result;
+void write_gif(const std::filesystem::path& path, const Image& mask) {
+  write(path, mask, {1}, kLargestSide, encode_gif);
 }
 
 }  // namespace gpipe::examples

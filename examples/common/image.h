@@ -40,13 +40,16 @@ struct Image {
   size_t offset(int x, int y) const { return (static_cast<size_t>(y) * width + x) * channels; }
 };
 
-/// All functions that read files tell JPEG, PNG and GIF apart by content, not by name, and throw std::runtime_error
-/// that names the file and the reason for a file that is missing, of another kind, damaged or cut short.
+/// All functions that read files tell JPEG, PNG and GIF apart by content, not by name. They throw std::runtime_error
+/// that names the file and the reason for a file that is missing, of another kind, damaged or cut short. They refuse
+/// more than 65535 pixels a side or 2^28 in all. They also refuse more than 2^20 pixels where the file is too short for
+/// them: 512 pixels a byte of a JPEG, 8256 of a PNG, 2730 of a GIF. No encoder exceeds that, except with JPEG's
+/// arithmetic coding.
 
 /// Reads no more than the header.
 Size image_size(const std::filesystem::path& path);
 
-/// Three channels, whole size. Of a GIF, the first frame.
+/// Three channels, whole size. Of a GIF, the first frame; what it does not cover is black.
 Image read_image(const std::filesystem::path& path);
 /// Resized to `wanted`; a JPEG is decoded no larger than needed for it, which is faster.
 Image read_image(const std::filesystem::path& path, Size wanted);
@@ -56,10 +59,11 @@ Image read_mask(const std::filesystem::path& path);
 /// Resized to `wanted` by the nearest pixel, so that it stays 0 and 1.
 Image read_mask(const std::filesystem::path& path, Size wanted);
 
-/// Throw std::runtime_error that names the path where it cannot be written. One or three channels for PNG and JPEG.
+/// Throw std::runtime_error that names the path where it cannot be written, and std::invalid_argument for an image that
+/// the format cannot hold. PNG and JPEG take one or three channels.
 void write_png(const std::filesystem::path& path, const Image& image);
 void write_jpeg(const std::filesystem::path& path, const Image& image, int quality = 92);
-/// A mask as a palette of two: 0 is black, all else white. At most 65535 pixels a side.
+/// A mask as a palette of two: 0 is black, all else white.
 void write_gif(const std::filesystem::path& path, const Image& mask);
 
 /// `size` times a scale in (0, 1], rounded, at least one pixel a side.

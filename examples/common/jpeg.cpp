@@ -1,36 +1,50 @@
+#include <algorithm>
 #include <csetjmp>
 #include <cstdio>
-#include <cstdlib>
-#include <memory>
+#include <cstring>
+#include <exception>
 #include <stdexcept>
+#include <type_traits>
+#include <utility>
 
 #include "examples/common/codecs.h"
 // After <cstdio>, which it needs and does not include.
 #include <jpeglib.h>
+// After <jpeglib.h>, likewise.
+#include <jerror.h>
 
 namespace gpipe::examples {
 namespace {
+
+// Encoders write about ten; a small file of thousands would take minutes.
+constexpr int kMostScans = 500;
 
 // libjpeg reports errors by a call that must not return; throwing across its C frames is undefined, so it jumps.
 struct Errors : jpeg_error_mgr {
   Errors() {
     jpeg_std_error(this);
     error_exit = [](j_common_ptr codec) {
-      auto* self = static_cast<Errors*>(codec->err);
-      self->format_message(codec, self->text);
-      std::longjmp(self->jump, 1);
+      char message[JMSG_LENGTH_MAX] = {};
+      codec->err->format_message(codec, message);
+      static_cast<Errors*>(codec->err)->stop(message);
     };
+    // libjpeg only warns where it makes up pixels for those that are missing or damaged.
     emit_message = [](j_common_ptr codec, int level) {
-      auto* self = static_cast<Errors*>(codec->err);
-      if (level < 0 && self->num_warnings++ == 0) self->format_message(codec, self->text);
+      if (level < 0) codec->err->error_exit(codec);
     };
   }
 
   // `calls` must own nothing: an error jumps out of it.
   template <class Calls>
   void run(Calls calls) {
+    static_assert(std::is_trivially_destructible_v<Calls>);
     if (setjmp(jump) != 0) throw std::runtime_error(text);
     calls();
+  }
+
+  [[noreturn]] void stop(const char* message) {
+    std::strncpy(text, message, sizeof text - 1);
+    std::longjmp(jump, 1);
   }
 
   std::jmp_buf jump;
@@ -39,10 +53,14 @@ struct Errors : jpeg_error_mgr {
 
 class Decoder {
  public:
-  explicit Decoder(std::FILE* file) {
+  explicit Decoder(std::FILE* file) : source_(file) {
     codec_.err = &errors_;
     errors_.run([this] { jpeg_create_decompress(&codec_); });
-    source_ = file;
+    codec_.progress = &progress_;
+    progress_.progress_monitor = [](j_common_ptr codec) {
+      if (reinterpret_cast<j_decompress_ptr>(codec)->input_scan_number <= kMostScans) return;
+      static_cast<Errors*>(codec->err)->stop("it has more scans than any encoder writes");
+    };
   }
   ~Decoder() { jpeg_destroy_decompress(&codec_); }
   Decoder(const Decoder&) = delete;
@@ -77,8 +95,6 @@ class Decoder {
       }
       jpeg_finish_decompress(&codec_);
     });
-    // libjpeg fills what is missing with grey and only warns.
-    if (errors_.num_warnings > 0) throw std::runtime_error(errors_.text);
     return image;
   }
 
@@ -87,7 +103,38 @@ class Decoder {
 
   Errors errors_;
   jpeg_decompress_struct codec_{};
-  std::FILE* source_ = nullptr;
+  jpeg_progress_mgr progress_{};
+  std::FILE* source_;
+};
+
+// Where an encoder's bytes go. jpeg_mem_dest() would leave us a freed buffer when an error follows its growth.
+struct Sink : jpeg_destination_mgr {
+  Sink() {
+    init_destination = [](j_compress_ptr codec) { grow(codec); };
+    empty_output_buffer = [](j_compress_ptr codec) -> boolean {
+      grow(codec);
+      return TRUE;
+    };
+    term_destination = [](j_compress_ptr codec) {
+      auto& bytes = static_cast<Sink*>(codec->dest)->bytes;
+      bytes.resize(bytes.size() - codec->dest->free_in_buffer);
+    };
+  }
+
+  // The buffer is full. An exception must not leave this function.
+  static void grow(j_compress_ptr codec) {
+    auto* sink = static_cast<Sink*>(codec->dest);
+    const size_t used = sink->bytes.size();
+    try {
+      sink->bytes.resize(std::max<size_t>(4096, 2 * used));
+    } catch (const std::exception&) {
+    }
+    if (sink->bytes.size() == used) ERREXIT1(codec, JERR_OUT_OF_MEMORY, 0);
+    sink->next_output_byte = sink->bytes.data() + used;
+    sink->free_in_buffer = sink->bytes.size() - used;
+  }
+
+  std::vector<uint8_t> bytes;
 };
 
 class Encoder {
@@ -95,17 +142,14 @@ class Encoder {
   Encoder() {
     codec_.err = &errors_;
     errors_.run([this] { jpeg_create_compress(&codec_); });
+    codec_.dest = &sink_;
   }
-  ~Encoder() {
-    jpeg_destroy_compress(&codec_);
-    std::free(bytes_);
-  }
+  ~Encoder() { jpeg_destroy_compress(&codec_); }
   Encoder(const Encoder&) = delete;
   Encoder& operator=(const Encoder&) = delete;
 
   std::vector<uint8_t> write(const Image& image, int quality) {
     errors_.run([this, &image, quality] {
-      jpeg_mem_dest(&codec_, &bytes_, &length_);
       codec_.image_width = static_cast<JDIMENSION>(image.width);
       codec_.image_height = static_cast<JDIMENSION>(image.height);
       codec_.input_components = image.channels;
@@ -119,14 +163,13 @@ class Encoder {
       }
       jpeg_finish_compress(&codec_);
     });
-    return {bytes_, bytes_ + length_};
+    return std::move(sink_.bytes);
   }
 
  private:
   Errors errors_;
+  Sink sink_;
   jpeg_compress_struct codec_{};
-  unsigned char* bytes_ = nullptr;
-  unsigned long length_ = 0;
 };
 
 }  // namespace
