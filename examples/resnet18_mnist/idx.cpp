@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <fstream>
-#include <iterator>
 #include <stdexcept>
 #include <string>
 #include <system_error>
@@ -22,27 +21,14 @@ constexpr uint32_t kImagesMagic = 0x00000803;
 constexpr uint32_t kLabelsMagic = 0x00000801;
 constexpr uint32_t kLargestSide = 4096;
 
+size_t header_size(uint32_t magic) { return 4 * (1 + (magic & 0xff)); }
+
 struct Idx {
   std::vector<uint32_t> dimensions;
   std::vector<uint8_t> bytes;
 };
 
-std::vector<uint8_t> read_file(const fs::path& path) {
-  const fs::path compressed = path.string() + ".gz";
-  if (!fs::exists(path) && fs::exists(compressed)) {
-    throw std::runtime_error("missing, but " + compressed.string() + " is there; run gunzip on it");
-  }
-  if (fs::is_directory(path)) throw std::runtime_error("a directory");
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  if (!file) throw std::runtime_error("cannot be opened: " + std::generic_category().message(errno));
-  std::vector<uint8_t> bytes{std::istreambuf_iterator<char>(file), {}};
-  if (file.bad()) throw std::runtime_error("cannot be read");
-  return bytes;
-}
-
-uint32_t big_endian(const std::vector<uint8_t>& bytes, size_t word) {
-  const uint8_t* at = bytes.data() + 4 * word;
+uint32_t big_endian(const uint8_t* at) {
   return uint32_t{at[0]} << 24 | uint32_t{at[1]} << 16 | uint32_t{at[2]} << 8 | at[3];
 }
 
@@ -50,44 +36,82 @@ void append_big_endian(std::vector<uint8_t>& bytes, uint32_t value) {
   for (int shift = 24; shift >= 0; shift -= 8) bytes.push_back(static_cast<uint8_t>(value >> shift));
 }
 
-Idx parse(std::vector<uint8_t> bytes, uint32_t magic) {
+// Of a regular file, in bytes.
+uint64_t size_of(const fs::path& path) {
+  const fs::path compressed = path.string() + ".gz";
+  if (!fs::exists(path) && fs::exists(compressed)) {
+    throw std::runtime_error("missing, but " + compressed.string() + " is there; run gunzip on it");
+  }
+  std::error_code error;
+  const auto size = fs::file_size(path, error);
+  if (error) throw std::runtime_error("cannot be opened: " + error.message());
+  return size;
+}
+
+// The first bytes of a file; fewer where it is shorter.
+std::vector<uint8_t> read_bytes(std::ifstream& file, uint64_t count) {
+  std::vector<uint8_t> bytes(count);
+  file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(count));
+  if (file.bad()) throw std::runtime_error("cannot be read");
+  bytes.resize(static_cast<size_t>(file.gcount()));
+  return bytes;
+}
+
+// How many bytes follow a header.
+uint64_t byte_count(const std::vector<uint32_t>& dimensions) {
+  if (dimensions[0] == 0) throw std::runtime_error("it holds no items");
+  uint64_t count = dimensions[0];
+  for (size_t i = 1; i < dimensions.size(); ++i) {
+    if (dimensions[i] < 1 || dimensions[i] > kLargestSide) {
+      throw std::runtime_error(absl::StrFormat("images of %d rows and %d columns; 1 to %d are supported", dimensions[1],
+                                               dimensions[2], kLargestSide));
+    }
+    count *= dimensions[i];
+  }
+  return count;
+}
+
+std::vector<uint32_t> parse_header(const std::vector<uint8_t>& bytes, uint32_t magic) {
   if (bytes.empty()) throw std::runtime_error("the file is empty");
   if (bytes.size() >= 2 && bytes[0] == 0x1f && bytes[1] == 0x8b) {
     throw std::runtime_error("compressed; run gunzip on it");
   }
-  const size_t dimensions = magic & 0xff;
-  const size_t header = 4 * (1 + dimensions);
-  if (bytes.size() >= 4 && big_endian(bytes, 0) != magic) {
+  if (bytes.size() >= 4 && big_endian(bytes.data()) != magic) {
     throw std::runtime_error(absl::StrFormat("no IDX file of %s: it starts with 0x%08x instead of 0x%08x",
-                                             magic == kImagesMagic ? "images" : "labels", big_endian(bytes, 0), magic));
+                                             magic == kImagesMagic ? "images" : "labels", big_endian(bytes.data()),
+                                             magic));
   }
-  if (bytes.size() < header) {
-    throw std::runtime_error(absl::StrFormat("cut short: %d bytes, but the header alone has %d", bytes.size(), header));
+  if (bytes.size() < header_size(magic)) {
+    throw std::runtime_error(
+        absl::StrFormat("cut short: %d bytes, but the header alone has %d", bytes.size(), header_size(magic)));
   }
-  Idx idx;
-  for (size_t i = 1; i <= dimensions; ++i) idx.dimensions.push_back(big_endian(bytes, i));
-  if (idx.dimensions[0] == 0) throw std::runtime_error("it holds no items");
-  uint64_t expected = idx.dimensions[0];
-  for (size_t i = 1; i < dimensions; ++i) {
-    if (idx.dimensions[i] < 1 || idx.dimensions[i] > kLargestSide) {
-      throw std::runtime_error(absl::StrFormat("images of %d rows and %d columns; 1 to %d are supported",
-                                               idx.dimensions[1], idx.dimensions[2], kLargestSide));
-    }
-    expected *= idx.dimensions[i];
+  std::vector<uint32_t> dimensions;
+  for (size_t at = 4; at < bytes.size(); at += 4) dimensions.push_back(big_endian(&bytes[at]));
+  return dimensions;
+}
+
+Idx read_whole(const fs::path& path, uint32_t magic) {
+  const auto size = size_of(path);
+  errno = 0;
+  std::ifstream file(path, std::ios::binary);
+  if (!file) throw std::runtime_error("cannot be opened: " + std::generic_category().message(errno));
+  Idx idx{.dimensions = parse_header(read_bytes(file, header_size(magic)), magic), .bytes = {}};
+  const auto expected = byte_count(idx.dimensions);
+  auto found = size - header_size(magic);
+  if (found == expected) {
+    idx.bytes = read_bytes(file, expected);
+    found = idx.bytes.size();
   }
-  if (bytes.size() - header != expected) {
+  if (found != expected) {
     throw std::runtime_error(absl::StrFormat("%s: %d bytes after the header, which says %d",
-                                             bytes.size() - header < expected ? "cut short" : "too long",
-                                             bytes.size() - header, expected));
+                                             found < expected ? "cut short" : "too long", found, expected));
   }
-  idx.bytes = std::move(bytes);
-  idx.bytes.erase(idx.bytes.begin(), idx.bytes.begin() + static_cast<std::ptrdiff_t>(header));
   return idx;
 }
 
 Idx read(const fs::path& path, uint32_t magic) {
   try {
-    return parse(read_file(path), magic);
+    return read_whole(path, magic);
   } catch (const std::runtime_error& error) {
     throw std::runtime_error(path.string() + ": " + error.what());
   }

@@ -30,8 +30,8 @@ IdxFiles training_files(const std::filesystem::path& directory);
 IdxFiles test_files(const std::filesystem::path& directory);
 
 /// Throws std::runtime_error that names the file and the reason: missing, still compressed, of another kind, empty,
-/// shorter or longer than it says, a label that is not below `classes`, or counts that differ. It never allocates more
-/// than the file holds.
+/// shorter or longer than it says, a label that is not below `classes`, or counts that differ. Nothing is allocated for
+/// a file whose length differs from what its header says.
 LabelledImages read_idx(const IdxFiles& files, int classes = 10);
 
 /// Creates or replaces both files. Throws std::invalid_argument where the parts of the set do not fit together,

@@ -98,6 +98,28 @@ TEST_F(IdxTest, ImpossibleSizesAreRefusedBeforeAnyMemoryIsTaken) {
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("no items")));
 }
 
+TEST_F(IdxTest, TheProductOfSizesDoesNotWrap) {
+  patch(files_.images, 4, {255, 255, 255, 255, 0, 0, 16, 0, 0, 0, 16, 0});
+  EXPECT_THAT(message(), HasSubstr("18 bytes after the header, which says 72057594021150720"));
+  patch(files_.images, 4, {0x80, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 1});
+  EXPECT_THAT(message(), HasSubstr("18 bytes after the header, which says 4294967296"));
+}
+
+// The files are sparse: they cost nothing to make, and more than any memory to read.
+TEST_F(IdxTest, AFileIsReadOnlyWhereItsLengthIsRight) {
+  std::filesystem::resize_file(files_.images, std::uintmax_t{1} << 42);
+  EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("too long: 4398046511088 bytes")));
+  write_idx(files_, three_images());
+  std::filesystem::resize_file(files_.labels, std::uintmax_t{1} << 42);
+  EXPECT_THAT(message(), AllOf(HasSubstr(files_.labels.string()), HasSubstr("too long")));
+}
+
+TEST_F(IdxTest, AnEndlessFileIsRefused) {
+  std::filesystem::remove(files_.images);
+  std::filesystem::create_symlink("/dev/zero", files_.images);
+  EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("cannot be opened")));
+}
+
 TEST_F(IdxTest, CountsThatDifferNameBothFiles) {
   write_file(files_.labels, {0, 0, 8, 1, 0, 0, 0, 2, 7, 0});
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string() + " holds 3 images"),

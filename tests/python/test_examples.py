@@ -4,6 +4,7 @@ import csv
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -23,6 +24,8 @@ sys.path.insert(0, str(examples))
 import resnet18_mnist  # noqa: E402
 import unet_train  # noqa: E402
 from common.options import run_program, to_flag  # noqa: E402
+from PIL import Image  # noqa: E402
+from unet import carvana  # noqa: E402
 
 UNET = ["--batch-size", "4", "--depth", "1", "--channels", "4", "--scale", "0.25", "--workers", "0"]
 UNET_CUT = [*UNET, "--balance", "5,18"]
@@ -228,6 +231,9 @@ IMAGES, LABELS = "train-images-idx3-ubyte", "train-labels-idx1-ubyte"
         (IMAGES, lambda whole: b"", "the file is empty"),
         (IMAGES, lambda whole: b"\x1f\x8b" + whole, "compressed; run gunzip on it"),
         (IMAGES, lambda whole: b"\0\0\x08\x01" + whole[4:], "no IDX file of images: it starts with 0x00000801"),
+        (IMAGES, lambda whole: whole[:4] + b"\xff" * 12 + whole[16:], "images of 4294967295 rows and 4294967295"),
+        (IMAGES, lambda whole: whole[:4] + b"\xff" * 4 + whole[8:], "3920 bytes after the header, which says 3367"),
+        (IMAGES, lambda whole: whole[:4] + b"\0" * 4 + whole[8:16], "it holds no items"),
         (LABELS, lambda whole: whole[:7] + b"\4" + whole[8:12], "4 labels"),
         (LABELS, lambda whole: whole[:11] + b"\x0b" + whole[12:], "label 3 is 11; it must be below 10"),
     ],
@@ -238,6 +244,49 @@ def test_broken_digits(name, change, message, tmp_path):
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(ValueError, match=f"{tmp_path / name}.*{message}"):
         resnet18_mnist.read_idx(tmp_path, "train")
+
+
+def test_digits_are_read_only_where_their_length_is_right(tmp_path):
+    resnet18_mnist.write_digits(tmp_path, 5, 1, seed=0)
+    os.truncate(tmp_path / IMAGES, 1 << 42)  # a sparse file, longer than any memory
+    with pytest.raises(ValueError, match="too long: 4398046511088 bytes"):
+        resnet18_mnist.read_idx(tmp_path, "train")
+    os.remove(tmp_path / IMAGES)
+    os.symlink("/dev/zero", tmp_path / IMAGES)
+    with pytest.raises(ValueError, match="the file is empty"):
+        resnet18_mnist.read_idx(tmp_path, "train")
+
+
+def gif(width, height):
+    """35 bytes; the frame has two pixels."""
+    canvas = b"GIF89a" + struct.pack("<HH", width, height) + b"\x80\0\0" + b"\0\0\0\xff\xff\xff"
+    return canvas + b"," + struct.pack("<HHHHB", 0, 0, 2, 1, 0) + b"\x02\x02\x4c\x0a\0;"
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (gif(65535, 65535), "could be decompression bomb"),
+        (gif(8192, 8192), "damaged: 8192x8192 pixels do not fit into 35 bytes"),
+        (gif(1024, 1025), "do not fit"),
+        (b"\xff\xd8\xff\xe0", "not a JPEG, PNG or GIF file, or damaged"),
+        (b"", "the file is empty"),
+    ],
+)
+def test_hostile_pictures(content, message, tmp_path):
+    path = tmp_path / "0.gif"
+    path.write_bytes(content)
+    for read in (carvana.image_size, carvana.read_pixels):
+        with pytest.raises(ValueError, match=f"^{path}: .*{message}"):
+            read(path)
+
+
+def test_plain_pictures_are_within_the_bounds(tmp_path):
+    for form, mode in (("GIF", "1"), ("PNG", "1"), ("JPEG", "L"), ("JPEG", "RGB")):
+        Image.new(mode, (4000, 4000)).save(tmp_path / "0", form, **({"progressive": True} if form == "JPEG" else {}))
+        assert carvana.read_image(tmp_path / "0", (8, 8)).shape == (8, 8, 3)
+    (tmp_path / "0").write_bytes(gif(1024, 1024))
+    assert carvana.read_image(tmp_path / "0", (8, 8)).shape == (8, 8, 3)
 
 
 @pytest.mark.parametrize(

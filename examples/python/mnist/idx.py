@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
@@ -29,8 +30,6 @@ def read_idx(directory: Path, part: str, classes: int = 10) -> tuple[Tensor, Ten
     images, labels = _read(images_path, _IMAGES_MAGIC), _read(labels_path, _LABELS_MAGIC)
     if len(images) != len(labels):
         raise ValueError(f"{images_path} holds {len(images)} images, but {labels_path} {len(labels)} labels")
-    if max(images.shape[1:]) > _LARGEST_SIDE:
-        raise ValueError(f"{images_path}: images of {images.shape[1]} rows and {images.shape[2]} columns")
     if len(wrong := (labels >= classes).nonzero()):
         index = int(wrong[0])
         raise ValueError(f"{labels_path}: label {index} is {labels[index]}; it must be below {classes}")
@@ -50,23 +49,37 @@ def _read(path: Path, magic: int) -> Tensor:
     compressed = path.with_name(f"{path.name}.gz")
     if not path.exists() and compressed.exists():
         raise ValueError(f"{path}: missing, but {compressed} is there; run gunzip on it")
-    content = path.read_bytes()
-    if not content:
+    if not path.stat().st_size:  # also of a pipe, which is not opened
         raise ValueError(f"{path}: the file is empty")
-    if content[:2] == b"\x1f\x8b":
-        raise ValueError(f"{path}: compressed; run gunzip on it")
-    if len(content) >= 4 and int.from_bytes(content[:4], "big") != magic:
-        kind = "images" if magic == _IMAGES_MAGIC else "labels"
-        start = f"0x{content[:4].hex()} instead of 0x{magic:08x}"
-        raise ValueError(f"{path}: no IDX file of {kind}: it starts with {start}")
-    header = 4 * (1 + (magic & 0xFF))
-    if len(content) < header:
-        raise ValueError(f"{path}: cut short: {len(content)} bytes, but the header alone has {header}")
-    shape = struct.unpack(f">{magic & 0xFF}I", content[4:header])
-    if 0 in shape:
-        raise ValueError(f"{path}: it holds no items")
-    length, expected = len(content) - header, math.prod(shape)
+    with path.open("rb") as file:
+        shape = _read_shape(path, file, magic)
+        length, expected = path.stat().st_size - file.tell(), math.prod(shape)
+        content = bytearray()
+        if length == expected:
+            content = bytearray(file.read(expected))
+            length = len(content)
     if length != expected:
         what = "cut short" if length < expected else "too long"
         raise ValueError(f"{path}: {what}: {length} bytes after the header, which says {expected}")
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8, offset=header).view(shape)
+    return torch.frombuffer(content, dtype=torch.uint8).view(shape)
+
+
+def _read_shape(path: Path, file: BinaryIO, magic: int) -> tuple[int, ...]:
+    size = 4 * (1 + (magic & 0xFF))
+    header = file.read(size)
+    if header[:2] == b"\x1f\x8b":
+        raise ValueError(f"{path}: compressed; run gunzip on it")
+    if len(header) >= 4 and int.from_bytes(header[:4], "big") != magic:
+        kind = "images" if magic == _IMAGES_MAGIC else "labels"
+        start = f"0x{header[:4].hex()} instead of 0x{magic:08x}"
+        raise ValueError(f"{path}: no IDX file of {kind}: it starts with {start}")
+    if len(header) < size:
+        raise ValueError(f"{path}: cut short: {len(header)} bytes, but the header alone has {size}")
+    shape = struct.unpack(f">{magic & 0xFF}I", header[4:])
+    if shape[0] == 0:
+        raise ValueError(f"{path}: it holds no items")
+    if any(not 1 <= side <= _LARGEST_SIDE for side in shape[1:]):
+        raise ValueError(
+            f"{path}: images of {shape[1]} rows and {shape[2]} columns; 1 to {_LARGEST_SIDE} are supported"
+        )
+    return shape

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,6 +13,8 @@ from PIL import Image, UnidentifiedImageError
 from common.random import Random
 
 _MASK_SUFFIX = "_mask"
+_FEW_PIXELS = 1 << 20  # are read from a file of any length
+_PIXELS_PER_BYTE = {"JPEG": 512, "PNG": 8256, "GIF": 2730}  # no encoder fits more into a byte; MPO is JPEG
 
 
 class Sample(NamedTuple):
@@ -74,13 +77,16 @@ def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
 
 
 def read_image(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """Red, green and blue, uint8 of shape (H, W, 3), resized."""
+    """Red, green and blue, uint8 of shape (H, W, 3), resized.
+
+    Raises:
+        OSError: for a file that cannot be opened.
+        ValueError: which names the file and the reason, for one of another kind, damaged or cut short. It refuses more
+            pixels than Pillow does (179 million), and more than the file is long enough for.
+    """
     with _open(path) as image:
-        try:
-            image.draft("RGB", size)  # a JPEG is decoded no larger than needed
-            return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR))
-        except Exception as error:  # Pillow has no common class for damaged files
-            raise ValueError(f"{path}: {error}") from error
+        image.draft("RGB", size)  # a JPEG is decoded no larger than needed
+        return np.asarray(image.convert("RGB").resize(size, Image.Resampling.BILINEAR))
 
 
 def read_pixels(path: Path) -> np.ndarray:
@@ -88,11 +94,22 @@ def read_pixels(path: Path) -> np.ndarray:
     return read_image(path, image_size(path))
 
 
-def _open(path: Path) -> Image.Image:
-    try:
-        return Image.open(path, formats=("JPEG", "PNG", "GIF"))
-    except UnidentifiedImageError:
-        raise ValueError(f"{path}: not a JPEG, PNG or GIF file, or damaged") from None
+@contextmanager
+def _open(path: Path) -> Iterator[Image.Image]:
+    """The image, of which only the header was read. Errors of decoding it are made ValueErrors that name the file."""
+    length = path.stat().st_size
+    if not length:  # also of a pipe, which is not opened
+        raise ValueError(f"{path}: the file is empty")
+    with path.open("rb") as file:
+        try:
+            with Image.open(file, formats=tuple(_PIXELS_PER_BYTE)) as image:
+                if image.width * image.height > max(_FEW_PIXELS, length * _PIXELS_PER_BYTE.get(image.format or "", 512)):
+                    raise ValueError(f"damaged: {image.width}x{image.height} pixels do not fit into {length} bytes")
+                yield image
+        except UnidentifiedImageError:
+            raise ValueError(f"{path}: not a JPEG, PNG or GIF file, or damaged") from None
+        except Exception as error:  # Pillow has no common class for damaged files
+            raise ValueError(f"{path}: {error}") from error
 
 
 def _by_stem(directory: Path, extensions: Sequence[str]) -> dict[str, Path]:
