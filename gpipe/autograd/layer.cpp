@@ -33,18 +33,20 @@ bool with_tuple_size(std::size_t n, F f) {
 }
 
 AnyValue to_any(Value value) {
-  switch (value.form()) {
+  std::optional<AnyValue> any;
+  switch (value.form().kind) {
     case Value::Form::kTensor:
       return AnyValue(value.tensor());
     case Value::Form::kVector:
       return AnyValue(std::move(value).tensors());
     case Value::Form::kTuple:
+      with_tuple_size(value.tensors().size(), [&](auto n) {
+        any.emplace(make_tuple_of(value.tensors(), std::make_index_sequence<decltype(n)::value>()));
+      });
+      break;
+    case Value::Form::kObject:
       break;
   }
-  std::optional<AnyValue> any;
-  with_tuple_size(value.tensors().size(), [&](auto n) {
-    any.emplace(make_tuple_of(value.tensors(), std::make_index_sequence<decltype(n)::value>()));
-  });
   if (!any) throw std::invalid_argument("[gpipe] a layer cannot take " + value.describe());
   return *std::move(any);
 }

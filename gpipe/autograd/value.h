@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <string>
 #include <tuple>
 #include <utility>
@@ -9,11 +10,31 @@
 
 namespace gpipe {
 
-/// What a layer takes or returns: one tensor, a vector of tensors, or a tuple of 2 to 8. It remembers which, so that
-/// the next layer gets the C++ type that the layer before it returned, wherever the model is cut.
+/// What an object of another language was made of, without its tensors. Immutable; may be used on any thread.
+class Structure {
+ public:
+  virtual ~Structure() = default;
+  virtual bool equals(const Structure& other) const = 0;
+  /// For messages.
+  virtual std::string describe() const = 0;
+};
+
+/// What a layer takes or returns: one tensor, a vector of tensors, a tuple of 2 to 8, or the tensors of an object of
+/// another language. It remembers which, so that the next layer gets the type that the layer before it returned,
+/// wherever the model is cut.
 class Value {
  public:
-  enum class Form { kTensor, kVector, kTuple };
+  struct Form {
+    enum Kind { kTensor, kVector, kTuple, kObject };
+
+    /*implicit*/ Form(Kind of_kind) : kind(of_kind) {}
+    /// REQUIRES: `of_object` is not null.
+    /*implicit*/ Form(std::shared_ptr<const Structure> of_object) : kind(kObject), structure(std::move(of_object)) {}
+    friend bool operator==(const Form& a, const Form& b);
+
+    Kind kind;
+    std::shared_ptr<const Structure> structure;  ///< of an object
+  };
 
   Value() = default;
   /*implicit*/ Value(at::Tensor tensor) : tensors_{std::move(tensor)} {}
@@ -25,14 +46,14 @@ class Value {
   }
   Value(Form form, std::vector<at::Tensor> tensors) : form_(form), tensors_(std::move(tensors)) {}
 
-  Form form() const { return form_; }
+  const Form& form() const { return form_; }
   const std::vector<at::Tensor>& tensors() const& { return tensors_; }
   std::vector<at::Tensor> tensors() && { return std::move(tensors_); }
 
   /// The one tensor. Errors: std::invalid_argument when this is not a single tensor.
   at::Tensor tensor() const;
 
-  /// "a tensor", "a vector of 3 tensors", "a tuple of 2 tensors".
+  /// "a tensor", "a vector of 3 tensors", "a tuple of 2 tensors", or the description of an object's structure.
   std::string describe() const;
 
  private:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import gpipe
 from gpipe.balance import Suggestion, suggest
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "factory",
         metavar="MODULE:FUNCTION",
-        help="returns the model, a nn.Sequential; or the model and a mini-batch, a tensor or a tuple of tensors",
+        help="returns the model, a nn.Sequential; or the model and a mini-batch, as the pipeline's input",
     )
     command.add_argument(
         "--input", type=_numbers, metavar="N,..", help="shape of a mini-batch of random numbers, as 64,3,224,224"
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     model, batch = _load(options.factory)
     if options.input is not None:
         batch = torch.randn(options.input)
-    if not isinstance(batch, (Tensor, tuple)):
+    if batch is None:
         raise SystemExit(f"error: {options.factory} returns no mini-batch; give --input")
     devices = _devices(options.devices)
 

@@ -17,13 +17,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe import _C
 from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.pipeline import check_chunks, layers_of, place, verify_module
 from gpipe.skip import verify_skippables
+from gpipe.structure import take_apart
 
 __all__ = [
     "Candidate",
@@ -40,14 +41,12 @@ __all__ = [
 ]
 
 Device = torch.device | int | str
-Tensors = Tensor | tuple[Tensor, ...]
-
 _REPEATS = 9
 
 
 def profile(
     module: nn.Sequential,
-    sample: Tensors,
+    sample: Any,
     *,
     device: Device | None = None,
     workers: int = 1,
@@ -61,7 +60,7 @@ def profile(
 
     Args:
         module: the model; it must not be used meanwhile.
-        sample: one micro-batch, a tensor or a tuple of tensors.
+        sample: one micro-batch, as the pipeline's input.
         device: where to measure; without, a GPU if there is one, else the CPU.
         workers: stages that will run at the same time on that device: CPU stages slow each other.
         intraop_threads: threads that one operator of a CPU layer may use; 0: an equal share, as in a pipeline.
@@ -81,7 +80,7 @@ def profile(
 
 
 def balance_by_time(
-    partitions: int, module: nn.Sequential, sample: Tensors, *, timeout: float = 1.0, device: Device | None = None
+    partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
     """The balance whose slowest stage is fastest, where nothing is recomputed.
 
@@ -106,7 +105,7 @@ def balance_by_time(
 def balance_by_size(
     partitions: int,
     module: nn.Sequential,
-    input: Tensors,
+    input: Any,
     *,
     chunks: int = 1,
     param_scale: float = 2.0,
@@ -131,8 +130,9 @@ def balance_by_size(
     """
     _check_partitions(partitions, module)
     check_chunks(chunks)
-    parts = [tensor.chunk(chunks) for tensor in _tensors(input)]
-    sample = parts[0][0] if isinstance(input, Tensor) else tuple(of_tensor[0] for of_tensor in parts)
+    tensors, structure = take_apart(input)
+    parts = [tensor.chunk(chunks) for tensor in tensors]
+    sample = structure.build(of_tensor[0] for of_tensor in parts)
     # What operators allocate depends on their threads: those that a stage will have.
     threads = max(1, torch.get_num_threads() // partitions)
     measured = profile(
@@ -168,7 +168,7 @@ def predict(
 
 def suggest(
     module: nn.Sequential,
-    sample: Tensors,
+    sample: Any,
     devices: Sequence[Device],
     *,
     chunks: Sequence[int] = (),
@@ -236,13 +236,9 @@ def _device(device: Device | None) -> torch.device:
     return place(None, 1)[0] if device is None else torch.device(device)
 
 
-def _tensors(value: Tensors) -> tuple[Tensor, ...]:
-    return (value,) if isinstance(value, Tensor) else value
-
-
-def _on(value: Tensors, device: torch.device) -> Tensors:
-    moved = tuple(tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in _tensors(value))
-    return moved[0] if isinstance(value, Tensor) else moved
+def _on(value: object, device: torch.device) -> Any:
+    tensors, structure = take_apart(value)
+    return structure.build(tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
 @contextmanager

@@ -11,12 +11,13 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.generators import Draws, shared
 from gpipe.skip import Skippable, native_keys, skippables_in, verify_skippables
+from gpipe.structure import take_apart
 
 __all__ = ["BalanceError", "GPipe", "Partition"]
 
@@ -67,7 +68,8 @@ class GPipe(nn.Module):
     caller's own modules, moved to their devices, and ``state_dict()`` has the keys of the unpartitioned model.
 
     Args:
-        module: the layers, each called with what the one before it returns: a tensor, or a tuple of tensors.
+        module: the layers, each called with what the one before it returns. Between stages, and from the last layer,
+            that is a tensor; or tensors in tuples, named tuples, lists and dicts, which may hold ``None``.
         balance: how many layers each stage has; see :mod:`gpipe.balance`.
         devices: one for each stage; surplus ones are ignored. Without, the GPUs, or where there are none a CPU worker
             a stage. A device may be given more than once.
@@ -189,27 +191,28 @@ class GPipe(nn.Module):
         if "device" in kwargs or "tensor" in kwargs:
             raise _denied()
         if args and not isinstance(args[0], torch.dtype):
-            if isinstance(args[0], (torch.device, int, str, Tensor)):
+            if isinstance(args[0], (torch.device, int, str, torch.Tensor)):
                 raise _denied()
         super().to(*args, **kwargs)
         return self
 
-    def forward(self, input: Tensor | tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
+    def forward(self, input: Any) -> Any:
         """Runs the whole model on one mini-batch. What a layer raises comes out as it is, with a note of the stage, the
         micro-batch and the layer.
 
         Args:
-            input: a tensor or a tuple of tensors; dimension 0 is the batch, and of the same size for all.
+            input: a tensor; or tensors in tuples, named tuples, lists and dicts, which may hold ``None``. Dimension 0
+                is the batch, and of the same size for all.
 
         Returns:
-            What the last layer returns, a tensor or a tuple of tensors, on the last stage's device.
+            What the last layer returns, of the same types, its tensors on the last stage's device.
 
         Raises:
-            TypeError: for an input, or what a stage passes on, that is neither tensor nor tuple of tensors.
+            TypeError: for an input, or what a stage passes on, of other types.
             ValueError: for an input without dimensions, or inputs of unequal batch sizes.
         """
-        _check_tensors(input)
         if not self.balance:
+            take_apart(input)
             return input
         checkpoint = self._checkpoint if self.training else "never"
         pipeline = self._pipeline()
@@ -217,7 +220,7 @@ class GPipe(nn.Module):
             norm.begin_mini_batch()
         try:
             with shared():
-                output: Tensor | tuple[Tensor, ...] = pipeline.forward(input, self._chunks, checkpoint)
+                output = pipeline.forward(input, self._chunks, checkpoint)
             for norm in self._norms:
                 norm.commit()
             return output
@@ -430,13 +433,3 @@ def _denied() -> TypeError:
     return TypeError(
         "denied to move parameters and buffers, because GPipe should manage device placement; give it devices=[...]"
     )
-
-
-def _check_tensors(input: object) -> None:
-    if isinstance(input, Tensor):
-        return
-    if not isinstance(input, tuple):
-        raise TypeError(f"expected Tensor, but got {type(input)}")
-    for tensor in input:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"expected Tensor, but got {type(tensor)}")

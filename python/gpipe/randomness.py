@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from gpipe import _C
+from gpipe.structure import take_apart
 
 __all__ = ["RandomScope", "reference"]
 
@@ -49,32 +50,32 @@ class RandomScope:
         self._scopes.pop().close()
 
 
-def reference(
-    module: nn.Sequential, input: Tensor | tuple[Tensor, ...], *, chunks: int = 1
-) -> Tensor | tuple[Tensor, ...]:
+def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
     """What a pipeline of the model computes, without one: runs the model micro-batch by micro-batch, with the random
     numbers that the pipeline's layers would get.
 
     Args:
         module: the unpartitioned model.
-        input: a tensor or a tuple of tensors; dimension 0 is the batch.
+        input: as the pipeline's; dimension 0 of each tensor is the batch.
         chunks: micro-batches that the mini-batch is cut into.
 
     Returns:
         What the last layer returns, joined along dimension 0.
     """
+    inputs, structure = take_apart(input)
     seed = RandomScope.draw_seed()
-    inputs = (input,) if isinstance(input, Tensor) else input
-    outputs: list[Any] = []
+    outputs = []
     for micro_batch, parts in enumerate(zip(*(tensor.chunk(chunks) for tensor in inputs), strict=True)):
-        value = parts[0] if isinstance(input, Tensor) else parts
+        value = structure.build(parts)
         for index, layer in enumerate(module):
             with RandomScope(seed, index, micro_batch):
                 value = layer(value)
-        outputs.append(value)
-    if isinstance(outputs[0], Tensor):
-        return torch.cat(outputs)
-    return tuple(torch.cat(pieces) for pieces in zip(*outputs, strict=True))
+        outputs.append(take_apart(value))
+    if not outputs:
+        raise ValueError("there is no input tensor")
+    if any(made != outputs[0][1] for _, made in outputs):
+        raise RuntimeError(f"the last layer returned {' and '.join(repr(made) for _, made in outputs)}")
+    return outputs[0][1].build(torch.cat(pieces) for pieces in zip(*(tensors for tensors, _ in outputs), strict=True))
 
 
 def _redirect(function: Callable[..., Any], in_scope: Callable[..., Any]) -> Callable[..., Any]:

@@ -191,12 +191,7 @@ Value call(PyObject* callable, Value input, ThreadStates& states) {
     sleep_for_good();  // the interpreter has exited while the layer waited for something
   }
   if (!output) throw py::error_already_set();
-  try {
-    return to_value(output.ptr());
-  } catch (const py::builtin_exception& error) {
-    error.set_error();
-    throw py::error_already_set();
-  }
+  return to_value(output.ptr());
 }
 
 }  // namespace gpipe::python

@@ -3,16 +3,50 @@
 #include <pybind11/pybind11.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
 
+#include "python/src/interpreter.h"
+
 namespace gpipe::python {
 namespace {
 
-[[noreturn]] void refuse(PyObject* object) {
-  const auto type = pybind11::repr(reinterpret_cast<PyObject*>(Py_TYPE(object)));
-  throw pybind11::type_error("expected Tensor, but got " + type.cast<std::string>());
+namespace py = pybind11;
+
+/// A gpipe.structure.Structure.
+class PythonStructure : public Structure {
+ public:
+  explicit PythonStructure(PyObject* structure) : structure_(reference_to(structure)) {}
+
+  bool equals(const Structure& other) const override {
+    const auto* of_python = dynamic_cast<const PythonStructure*>(&other);
+    if (of_python == nullptr) return false;
+    const Section section;
+    return py::handle(structure_.get()).equal(py::handle(of_python->structure_.get()));
+  }
+
+  std::string describe() const override {
+    const Section section;
+    return py::repr(structure_.get()).cast<std::string>();
+  }
+
+  /// With the interpreter's lock. A new reference.
+  PyObject* build(const py::list& tensors) const {
+    return py::handle(structure_.get()).attr("build")(tensors).release().ptr();
+  }
+
+ private:
+  Reference structure_;
+};
+
+Value take_apart(PyObject* object) {
+  const py::tuple parts = py::module_::import("gpipe.structure").attr("take_apart")(py::handle(object));
+  std::vector<at::Tensor> tensors;
+  for (const auto& tensor : parts[0]) tensors.push_back(THPVariable_Unpack(tensor.ptr()));
+  const std::shared_ptr<const Structure> structure = std::make_shared<PythonStructure>(parts[1].ptr());
+  return {structure, std::move(tensors)};
 }
 
 }  // namespace
@@ -24,9 +58,15 @@ PyObject* to_python(const at::Tensor& tensor) {
 
 PyObject* to_python(const Value& value) {
   const auto& tensors = value.tensors();
-  if (value.form() == Value::Form::kTensor) return to_python(tensors.front());
-  auto tuple = pybind11::reinterpret_steal<pybind11::object>(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-  if (!tuple) throw pybind11::error_already_set();
+  const auto& form = value.form();
+  if (form.kind == Value::Form::kTensor) return to_python(tensors.front());
+  if (form.kind == Value::Form::kObject) {
+    py::list list;
+    for (const auto& tensor : tensors) list.append(py::reinterpret_steal<py::object>(to_python(tensor)));
+    return static_cast<const PythonStructure&>(*form.structure).build(list);
+  }
+  auto tuple = py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
+  if (!tuple) throw py::error_already_set();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
     PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), to_python(tensors[i]));
   }
@@ -35,17 +75,12 @@ PyObject* to_python(const Value& value) {
 
 Value to_value(PyObject* object) {
   if (THPVariable_Check(object)) return Value(THPVariable_Unpack(object));
-  if (!PyTuple_Check(object)) refuse(object);
+  if (!PyTuple_CheckExact(object)) return take_apart(object);
   std::vector<at::Tensor> tensors;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
     PyObject* item = PyTuple_GET_ITEM(object, i);
-    if (item == Py_None) {
-      tensors.emplace_back();
-    } else if (THPVariable_Check(item)) {
-      tensors.push_back(THPVariable_Unpack(item));
-    } else {
-      refuse(item);
-    }
+    if (!THPVariable_Check(item)) return take_apart(object);
+    tensors.push_back(THPVariable_Unpack(item));
   }
   return Value(std::move(tensors));
 }

@@ -8,11 +8,13 @@
 
 namespace gpipe::python {
 
-/// A tensor, or a tuple; None for what is undefined. A new reference.
+/// The object that a value was taken from, with the value's tensors; a tuple for what C++ layers return, None for what
+/// is undefined. A new reference.
 PyObject* to_python(const Value& value);
 PyObject* to_python(const at::Tensor& tensor);
 
-/// Errors: pybind11::type_error for anything but a tensor, or a tuple of tensors and None.
+/// Of a tensor, or of tensors and None in tuples, named tuples, lists and dicts (see gpipe/structure.py).
+/// Errors: pybind11::error_already_set, TypeError for anything else.
 Value to_value(PyObject* object);
 
 }  // namespace gpipe::python

@@ -1,9 +1,11 @@
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <atomic>
 #include <mutex>
 #include <stdexcept>
+#include <thread>
 
 #include "gpipe/gpipe.h"
 #include "tests/gpipe/layers.h"
@@ -88,6 +90,65 @@ TEST(HostTest, EndsACallByThrowing) {
   EXPECT_THROW(pipe->forward(torch::randn({4, 4})), std::domain_error);
   EXPECT_FALSE(pipe->last_error());
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
+}
+
+/// A pair that a host calls by a name.
+struct NamedPair : Structure {
+  explicit NamedPair(std::string name) : name(std::move(name)) {}
+  bool equals(const Structure& other) const override { return dynamic_cast<const NamedPair&>(other).name == name; }
+  std::string describe() const override { return "the pair " + name; }
+  const std::string name;
+};
+
+/// Names the pair that it makes of a tensor; of a pair, notes the name and passes it on.
+RunLayers make_or_note(std::function<std::string()> make, std::vector<std::string>* noted) {
+  return [=](Value input, absl::FunctionRef<void(int)> begin) -> Value {
+    begin(0);
+    if (input.form().kind == Value::Form::kObject) {
+      noted->push_back(input.describe());
+      return input;
+    }
+    const std::shared_ptr<const Structure> structure = std::make_shared<NamedPair>(make());
+    return {structure, {input.tensor() * 2, input.tensor() * 3}};
+  };
+}
+
+TEST(HostTest, ObjectsKeepTheirStructureFromStageToStage) {
+  std::vector<std::string> noted;
+  Sequential model(Linear(4, 4), Linear(4, 4));
+  const auto run = make_or_note([] { return "a"; }, &noted);
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions().chunks(2), Host{.run_layers = {run, run}});
+  const auto x = torch::randn({4, 4}).requires_grad_();
+  const auto y = pipe->forward(Value(x));
+  EXPECT_EQ(y.describe(), "the pair a");
+  EXPECT_TRUE(torch::equal(y.tensors()[1], x * 3));
+  (y.tensors()[0].sum() + y.tensors()[1].sum()).backward();
+  EXPECT_TRUE(torch::equal(x.grad(), torch::full({4, 4}, 5.0)));
+  EXPECT_EQ(noted, (std::vector<std::string>(3, "the pair a")));  // two micro-batches, one recompute
+}
+
+TEST(HostTest, MicroBatchesOfUnequalStructureAreNotJoined) {
+  int made = 0;
+  Sequential model(Linear(4, 4));
+  const auto run = make_or_note([&made] { return std::to_string(made++); }, nullptr);
+  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), Host{.run_layers = {run}});
+  EXPECT_THAT(
+      [&] {
+        pipe->forward(Value(torch::randn({4, 4})));
+      },
+      ::testing::ThrowsMessage<std::runtime_error>(
+          ::testing::HasSubstr("returned the pair 0 for one micro-batch and the pair 1 for another")));
+}
+
+TEST(HostTest, LayersOfCppDoNotTakeObjects) {
+  Sequential model(Linear(4, 4), Linear(4, 4));
+  const auto run = make_or_note([] { return "a"; }, nullptr);
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), Host{.run_layers = {run, run_in_a_row(model, 1, 2)}});
+  EXPECT_THAT(
+      [&] {
+        pipe->forward(Value(torch::randn({4, 4})));
+      },
+      ::testing::ThrowsMessage<std::invalid_argument>(::testing::HasSubstr("cannot take the pair a")));
 }
 
 TEST(HostTest, MayChooseChunksAndCheckpointModeForEachCall) {

@@ -1,0 +1,55 @@
+"""Objects that hold tensors, taken apart and built again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+__all__ = ["Structure", "take_apart"]
+
+
+class Structure:
+    """What an object is made of but its tensors: tuples, named tuples, lists, dicts, and ``None``."""
+
+    def __init__(self, tree: TreeSpec, present: tuple[bool, ...]) -> None:
+        self._tree = tree
+        self._present = present  # or None, of each leaf
+
+    def build(self, tensors: Iterable[Any]) -> Any:
+        """An object of this structure, with the tensors in the order in which they were taken out."""
+        left = iter(tensors)
+        return tree_unflatten([next(left) if present else None for present in self._present], self._tree)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Structure) and self._present == other._present and self._tree == other._tree
+
+    def __repr__(self) -> str:
+        return repr(self.build([_AnyTensor()] * sum(self._present)))
+
+
+def take_apart(value: object) -> tuple[list[Tensor], Structure]:
+    """The tensors of an object, and its structure.
+
+    Raises:
+        TypeError: for anything but tensors, and tensors and ``None`` in tuples, named tuples, lists, dicts, and classes
+            that :mod:`torch.utils._pytree` was told of.
+    """
+    # The two tensors of a packed sequence do not share a dimension 0.
+    leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) and (leaf is not None or leaf is value):
+            raise TypeError(
+                f"expected Tensor, but got {type(leaf)}; a pipeline, and each of its stages, takes and returns tensors, "
+                "alone or in tuples, named tuples, lists and dicts, which may hold None"
+            )
+    present = tuple(leaf is not None for leaf in leaves)
+    return [leaf for leaf in leaves if leaf is not None], Structure(tree, present)
+
+
+class _AnyTensor:
+    def __repr__(self) -> str:
+        return "Tensor"

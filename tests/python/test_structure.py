@@ -1,0 +1,143 @@
+"""What layers pass on crosses a cut as what it is."""
+
+import collections
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+
+import gpipe
+from gpipe import balance
+from layers import Double
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None = None
+
+
+class PairOfClass(collections.namedtuple("PairOfClass", ["a", "b"])):
+    def sum(self):
+        return self.a + self.b
+
+
+class Map(nn.Module):
+    """Applies a function that is no module, and notes the type of what it gets."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.seen = set()
+
+    def forward(self, x):
+        self.seen.add(type(x))
+        return self.function(x, self.weight)
+
+
+# What makes an object of a tensor, and what makes a tensor of the object.
+KINDS = {
+    "named tuple": (lambda x, w: Pair(x * w, x + w), lambda p, w: p.first * p.second),
+    "default of a named tuple": (lambda x, w: Pair(x * w), lambda p, w: p.first if p.second is None else None),
+    "subclass of a named tuple": (lambda x, w: PairOfClass(x * w, x + w), lambda p, w: p.sum()),
+    "return type": (lambda x, w: (x * w).max(1, keepdim=True), lambda m, w: m.values * m.indices),
+    "nested tuple": (lambda x, w: (x, (x * w, (x + w,))), lambda t, w: t[0] + t[1][0] * t[1][1][0]),
+    "list": (lambda x, w: [x * w, x + w], lambda parts, w: parts.pop() * parts.pop()),
+    "dict": (lambda x, w: {"b": x * w, "a": x + w}, lambda d, w: d.pop("b") - d["a"] if list(d) == ["b", "a"] else None),
+    "ordered dict": (lambda x, w: collections.OrderedDict(x=x * w), lambda d, w: d.popitem(last=True)[1]),
+    "tuple with None": (lambda x, w: (None, x * w), lambda t, w: t[1] if t[0] is None else None),
+    "mixture": (
+        lambda x, w: {"pairs": [Pair(x * w, None), Pair(x, x + w)], "none": None, 3: (x,)},
+        lambda d, w: d["pairs"][0].first + d["pairs"][1].second * d[3][0],
+    ),
+}
+
+
+def step(run, model, x):
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = run(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_crosses_a_cut(kind, checkpoint):
+    make, use = KINDS[kind]
+    model = nn.Sequential(Double(), Map(make), nn.Identity(), Map(use))
+    x = torch.rand(4, 3)
+    expected = step(model, model, x)
+    wanted = model[3].seen.copy()
+    pipe = gpipe.GPipe(model, [2, 1, 1], chunks=2, checkpoint=checkpoint)
+    torch.testing.assert_close(step(pipe, model, x), expected)
+    assert model[3].seen == wanted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_the_result(kind):
+    make, use = KINDS[kind]
+    model = nn.Sequential(Double(), Map(make))
+    pipe = gpipe.GPipe(model, [1, 1], chunks=2)
+    x = torch.rand(4, 3)
+    weight = torch.tensor(1.0)
+    expected, actual = model(x), pipe(x)
+    assert type(actual) is type(expected)
+    torch.testing.assert_close(use(actual, weight), use(expected, weight))
+    torch.testing.assert_close(use(gpipe.reference(model, x, chunks=2), weight), use(pipe(x), weight))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_the_input(kind):
+    make, use = KINDS[kind]
+    model = nn.Sequential(Map(use), Double())
+    pipe = gpipe.GPipe(model, [1, 1], chunks=2)
+    value = make(torch.rand(4, 3), torch.tensor(2.0))
+    expected = model(make(torch.ones(4, 3), torch.tensor(2.0)))
+    torch.testing.assert_close(pipe(make(torch.ones(4, 3), torch.tensor(2.0))), expected)
+    assert len(model[0].seen) == 1
+    assert balance.balance_by_size(2, model, value, chunks=2) == [1, 1]
+
+
+def test_unequal_batch_sizes_within_an_object():
+    with pytest.raises(ValueError, match="unequal batch sizes"):
+        gpipe.GPipe(nn.Sequential(nn.Identity()), [1])({"a": torch.zeros(4), "b": [torch.zeros(3)]})
+
+
+def test_nothing_but_none():
+    for nothing in ((), [], {}, (None,), [None, {}]):
+        with pytest.raises(ValueError, match="there is no input tensor"):
+            gpipe.GPipe(nn.Sequential(nn.Identity()), [1])(nothing)
+
+
+def test_micro_batches_that_differ():
+    parts = iter([lambda x: Pair(x, x), lambda x: Pair(x), lambda x: [x], lambda x: Pair(x, x)])
+    pipe = gpipe.GPipe(nn.Sequential(Map(lambda x, w: next(parts)(x))), [1], chunks=2, checkpoint="never")
+    with pytest.raises(
+        RuntimeError, match=r"returned Pair\(first=Tensor, second=Tensor\) for one .* Pair\(first=Tensor, second=None\)"
+    ):
+        pipe(torch.zeros(4))
+    with pytest.raises(RuntimeError, match=r"returned \[Tensor\] for one"):
+        pipe(torch.zeros(4))
+
+
+class Odd(tuple):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: Odd([x]), lambda x: {x}, lambda x: (x, 1), lambda x: [x, "a"], lambda x: None, lambda x: [x.shape]]
+)
+def test_refuses(make):
+    model = nn.Sequential(Map(lambda x, w: make(x)), Map(lambda made, w: torch.zeros(1)))
+    with pytest.raises(TypeError, match="expected Tensor, but got <class"):
+        gpipe.GPipe(model, [1, 1])(torch.zeros(1))
+    gpipe.GPipe(model, [2])(torch.zeros(1))  # within a stage any object may be passed on
+
+
+def test_refuses_packed_sequences():
+    """Their parts do not share a dimension 0, along which they could be joined."""
+    with pytest.raises(TypeError, match="expected Tensor, but got <class 'torch.nn.utils.rnn.PackedSequence'>"):
+        gpipe.GPipe(nn.Sequential(Double()), [1])(pack_sequence([torch.zeros(2, 2)]))
