@@ -70,9 +70,10 @@ struct GPipeOptions {
 /// else becomes a std::runtime_error.)
 class GPipeImpl : public torch::nn::Module {
  public:
-  /// Errors: std::invalid_argument for a model without layers, a balance that is not positive or does not sum to the
-  /// number of layers, duplicate layers, a parameter in two stages, skips that do not match (see verify_skippables) or
-  /// options that make no sense; std::out_of_range for fewer devices than stages, or a device that is not there.
+  /// Errors: std::invalid_argument for a model without layers, or with parameters or buffers of its own, a balance
+  /// that is not positive or does not sum to the number of layers, duplicate layers, a parameter in two stages, skips
+  /// that do not match (see verify_skippables) or options that make no sense; std::out_of_range for fewer devices than stages,
+  /// or a device that is not there.
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// A model that the library's own nestable Sequential holds.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});

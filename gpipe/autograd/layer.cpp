@@ -66,6 +66,15 @@ std::optional<Value> from_any(AnyValue& any) {
   return value;
 }
 
+void check_no_tensors_of_its_own(const torch::nn::Module& model) {
+  for (const auto& [what, tensors] : {std::pair("parameter", model.named_parameters(/*recurse=*/false)),
+                                      std::pair("buffer", model.named_buffers(/*recurse=*/false))}) {
+    if (tensors.is_empty()) continue;
+    throw std::invalid_argument(std::string("[gpipe] the Sequential has a ") + what + " of its own, '" +
+                                tensors.front().key() + "', which none of its layers holds; register it in a layer");
+  }
+}
+
 class AnyLayer : public Layer {
  public:
   AnyLayer(std::string name, AnyModule module) : name_(std::move(name)), module_(std::move(module)) {}
@@ -103,6 +112,7 @@ std::unique_ptr<Layer> make_layer(std::string name, AnyModule module) {
 }
 
 std::vector<std::unique_ptr<Layer>> make_layers(const torch::nn::SequentialImpl& model) {
+  check_no_tensors_of_its_own(model);
   std::vector<std::unique_ptr<Layer>> layers;
   const auto children = model.named_children();
   auto child = children.begin();

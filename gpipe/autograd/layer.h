@@ -45,7 +45,8 @@ using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int la
 /// when it is called.
 std::unique_ptr<Layer> make_layer(std::string name, torch::nn::AnyModule module);
 
-/// All children of a Sequential, in order.
+/// All children of a Sequential, in order. Errors: std::invalid_argument when the Sequential itself has parameters or
+/// buffers, for they belong to no layer.
 std::vector<std::unique_ptr<Layer>> make_layers(const torch::nn::SequentialImpl& model);
 
 }  // namespace gpipe

@@ -22,7 +22,8 @@ from torch import nn
 from gpipe import _C
 from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion
 from gpipe.batchnorm import DeferredBatchNorm
-from gpipe.pipeline import check_chunks, layers_of, place, verify_module
+from gpipe.checks import check_balance, check_checkpoint, check_chunks, check_devices, check_number, check_whole, place
+from gpipe.pipeline import layers_of, verify_module
 from gpipe.skip import verify_skippables
 from gpipe.structure import take_apart
 
@@ -74,9 +75,10 @@ def profile(
         ValueError: for options or a sample that make no sense.
         RuntimeError: when a layer fails, which it names, or does not fit the device alone.
     """
-    options = _C.ProfileOptions(workers, intraop_threads, seconds, repeats, param_scale, progress)
+    options = _options(workers, intraop_threads, seconds, repeats, param_scale, progress)
+    layers = _layers(module)
     with _training(module):
-        return _C.profile(_layers(module), _on(sample, _device(device)), options)
+        return _C.profile(layers, _on(sample, _device(device)), options)
 
 
 def balance_by_time(
@@ -95,7 +97,7 @@ def balance_by_time(
         ValueError: for fewer layers than partitions.
         RuntimeError: as :func:`profile`.
     """
-    _check_partitions(partitions, module)
+    partitions = _check_partitions(partitions, module)
     where = _device(device)
     workers = partitions if where.type == "cpu" else 1
     measured = profile(module, sample, device=where, workers=workers, seconds=timeout)
@@ -128,8 +130,9 @@ def balance_by_size(
         ValueError: for fewer layers than partitions.
         RuntimeError: as :func:`profile`.
     """
-    _check_partitions(partitions, module)
-    check_chunks(chunks)
+    partitions = _check_partitions(partitions, module)
+    chunks = check_chunks(chunks)
+    checkpoint = check_checkpoint(checkpoint)
     tensors, structure = take_apart(input)
     parts = [tensor.chunk(chunks) for tensor in tensors]
     sample = structure.build(of_tensor[0] for of_tensor in parts)
@@ -163,7 +166,12 @@ def predict(
     Raises:
         ValueError: for a balance that does not cut the profile's layers, or options that make no sense.
     """
-    return _C.predict(profile, list(balance), _C.RunOptions(chunks, checkpoint, bandwidth, copies))
+    if not isinstance(profile, Profile):
+        raise TypeError(f"expected a Profile, as gpipe.balance.profile() returns, but got {type(profile)}")
+    options = _C.RunOptions(
+        check_chunks(chunks), check_checkpoint(checkpoint), check_number(bandwidth, "bandwidth"), copies
+    )
+    return _C.predict(profile, check_balance(balance, len(profile.layers)), options)
 
 
 def suggest(
@@ -202,28 +210,53 @@ def suggest(
         ValueError: for options that make no sense, and for fewer layers than devices.
         RuntimeError: as :func:`profile`.
     """
-    placed = [torch.device(device) for device in devices]
+    placed = check_devices(devices)
     if not placed:
         raise ValueError("give at least one device")
-    options = _C.ProfileOptions(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
+    for name, listed in (("chunks", chunks), ("checkpoints", checkpoints)):
+        if isinstance(listed, str) or not isinstance(listed, Iterable):
+            raise TypeError(f"{name} must be a list, of those to try, but is {listed!r}")
+    options = _options(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
+    layers = _layers(module)
     with _training(module):
         return _C.suggest(
-            _layers(module),
+            layers,
             _on(sample, placed[0]),
             [str(device) for device in placed],
-            list(chunks),
-            list(checkpoints),
-            memory_limit,
-            bandwidth,
+            [check_chunks(number) for number in chunks],
+            [check_checkpoint(mode) for mode in checkpoints],
+            check_whole(memory_limit, "memory_limit"),
+            check_number(bandwidth, "bandwidth"),
             options,
         )
 
 
-def _check_partitions(partitions: int, module: nn.Sequential) -> None:
-    if partitions < 1:
-        raise ValueError(f"partitions must be a positive integer, but is {partitions}")
-    if len(module) < partitions:
-        raise ValueError(f"sequence is shorter than intended partitions: {len(module)} layers, {partitions} partitions")
+def _check_partitions(partitions: object, module: nn.Sequential) -> int:
+    number = check_whole(partitions, "partitions")
+    if number < 1:
+        raise ValueError(f"partitions must be a positive integer, but is {number}")
+    verify_module(module)
+    if len(module) < number:
+        raise ValueError(f"sequence is shorter than intended partitions: {len(module)} layers, {number} partitions")
+    return number
+
+
+def _options(
+    workers: object,
+    intraop_threads: object,
+    seconds: object,
+    repeats: object,
+    param_scale: object,
+    progress: Callable[[float], None] | None,
+) -> _C.ProfileOptions:
+    return _C.ProfileOptions(
+        check_whole(workers, "workers"),
+        check_whole(intraop_threads, "intraop_threads"),
+        check_number(seconds, "seconds"),
+        check_whole(repeats, "repeats"),
+        check_number(param_scale, "param_scale"),
+        progress,
+    )
 
 
 def _layers(module: nn.Sequential) -> list[Any]:

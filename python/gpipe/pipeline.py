@@ -12,32 +12,16 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.checks import BalanceError, check_balance, check_checkpoint, check_chunks, place
 from gpipe.generators import Draws, shared
 from gpipe.skip import Skippable, native_keys, skippables_in, verify_skippables
 from gpipe.structure import take_apart
 
 __all__ = ["BalanceError", "GPipe", "Partition"]
-
-_CHECKPOINTS = ("always", "except_last", "never")
-
-_ADVICE = """
-
-If your model is still under development, its optimal balance would change frequently. In this case, let
-gpipe.balance find one:
-
-  import gpipe
-  from gpipe.balance import balance_by_time
-
-  balance = balance_by_time(stages, model, sample)
-  pipe = gpipe.GPipe(model, balance, ...)
-"""
-
-
-class BalanceError(ValueError):
-    """A balance that does not cut the model."""
 
 
 class Partition(nn.Sequential):
@@ -81,10 +65,11 @@ class GPipe(nn.Module):
             all of it, instead of once a micro-batch.
 
     Raises:
-        TypeError: ``module`` is no ``nn.Sequential``, or its skips do not match (see
-            :func:`gpipe.skip.verify_skippables`).
+        TypeError: ``module`` is not a ``nn.Sequential``, or has a ``forward`` of its own, or its skips do not match
+            (see :func:`gpipe.skip.verify_skippables`); an argument of the wrong type.
         ValueError: ``balance`` does not cut the model, or an option makes no sense; layers that stand in two places,
-            parameters in two layers.
+            parameters in two layers; hooks, parameters or buffers of ``module`` itself, which belong to no layer;
+            parameters that are not initialised.
         IndexError: fewer devices than stages, or one that is not there.
 
     Attributes:
@@ -108,20 +93,13 @@ class GPipe(nn.Module):
         deferred_batch_norm: bool = False,
     ) -> None:
         super().__init__()
-        chunks = int(chunks)
-        checkpoint = str(checkpoint)
-        if balance is None:
-            raise ValueError("balance is required: the number of layers of each stage" + _ADVICE)
-        check_chunks(chunks)
-        _check_checkpoint(checkpoint)
+        self._chunks = check_chunks(chunks)
+        self._checkpoint = check_checkpoint(checkpoint)
         verify_module(module)
         verify_skippables(module)
-        self.balance = [int(layers) for layers in balance]
-        _check_balance(self.balance, len(module))
+        self.balance = check_balance(balance, len(module))
         self.devices = place(devices, len(self.balance))
         self.deferred_batch_norm = bool(deferred_batch_norm)
-        self._chunks = chunks
-        self._checkpoint = checkpoint
         self.partitions = nn.ModuleList(_split(module, self.balance, self.devices))
         self.training = module.training
         self._making = threading.RLock()
@@ -139,9 +117,7 @@ class GPipe(nn.Module):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        chunks = int(chunks)
-        check_chunks(chunks)
-        self._chunks = chunks
+        self._chunks = check_chunks(chunks)
 
     @property
     def checkpoint(self) -> str:
@@ -150,9 +126,7 @@ class GPipe(nn.Module):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        checkpoint = str(checkpoint)
-        _check_checkpoint(checkpoint)
-        self._checkpoint = checkpoint
+        self._checkpoint = check_checkpoint(checkpoint)
 
     # The layers, not the stages.
 
@@ -325,20 +299,48 @@ class GPipe(nn.Module):
             return self._core
 
 
-def check_chunks(chunks: int) -> None:
-    if chunks <= 0:
-        raise ValueError(f"number of chunks must be positive integer, but is {chunks}")
+_HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_state_dict_pre_hooks": "a state-dict pre-hook",
+    "_state_dict_hooks": "a state-dict hook",
+    "_load_state_dict_pre_hooks": "a load-state-dict pre-hook",
+    "_load_state_dict_post_hooks": "a load-state-dict post-hook",
+}
 
 
-def _check_checkpoint(checkpoint: str) -> None:
-    if checkpoint not in _CHECKPOINTS:
-        raise ValueError(f"checkpoint is not one of 'always', 'except_last', or 'never', but {checkpoint!r}")
+def _verify_own(module: nn.Sequential) -> None:
+    """A pipeline takes over the layers, and nothing else of the model."""
+    kind = type(module)
+    plain = kind.forward in (nn.Sequential.forward, Partition.forward) and kind.__call__ is nn.Module.__call__
+    if not plain or "forward" in vars(module) or module._compiled_call_impl is not None:
+        raise TypeError(
+            f"the model ({kind.__name__}) has a forward of its own, or is compiled as a whole, but a pipeline calls "
+            "only its layers; move what the forward does into layers, compile the layers, or give "
+            "nn.Sequential(*model) where that computes the same"
+        )
+    own = [what for attribute, what in _HOOKS.items() if getattr(module, attribute)]
+    own += [f"a parameter ('{name}')" for name, value in module._parameters.items() if value is not None]
+    own += [f"a buffer ('{name}')" for name, value in module._buffers.items() if value is not None]
+    if own:
+        raise ValueError(
+            f"the model itself, not one of its layers, has {', '.join(own)}, which a pipeline would lose; register "
+            "parameters and buffers in a layer, hooks on a layer or on the pipeline"
+        )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(
+                f"'{name}' is not initialised yet, as in lazy layers: run the unpartitioned model once, on a sample"
+            )
 
 
 def verify_module(module: nn.Sequential) -> None:
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, but is {type(module)}")
     children = list(module._modules.items())
+    _verify_own(module)
     if len({id(layer) for _, layer in children}) != len(children):
         raise ValueError("module with duplicate children is not supported")
     owners: dict[int, str] = {}
@@ -350,33 +352,6 @@ def verify_module(module: nn.Sequential) -> None:
                     "module with duplicate parameters in distinct children is not supported: "
                     f"'{owner}' and '{name}' share one"
                 )
-
-
-def _check_balance(balance: list[int], layers: int) -> None:
-    if sum(balance) != layers:
-        raise BalanceError(
-            "module and sum of balance have different length "
-            f"(module: {layers}, sum of balance: {sum(balance)})" + _ADVICE
-        )
-    if any(number <= 0 for number in balance):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {balance})" + _ADVICE)
-
-
-def place(devices: Iterable[torch.device | int | str] | None, stages: int) -> list[torch.device]:
-    if devices is None:
-        gpus = torch.cuda.device_count()
-        devices = range(gpus) if gpus else ["cpu"] * stages
-    placed = [torch.device(device) for device in devices]
-    if len(placed) < stages:
-        raise IndexError(f"too few devices to hold given partitions (devices: {len(placed)}, partitions: {stages})")
-    placed = placed[:stages]
-    for device in placed:  # before any layer is moved
-        accelerator = torch.accelerator.current_accelerator()
-        ours = accelerator is not None and device.type == accelerator.type
-        count = 1 if device.type == "cpu" else torch.accelerator.device_count() if ours else 0
-        if device.type != "cpu" and (device.index or 0) >= count:
-            raise IndexError(f"device {device} is not there; this process sees {count} of its kind")
-    return placed
 
 
 def _split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Iterator[Partition]:

@@ -8,9 +8,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe import _C
+from gpipe.checks import check_chunks
 from gpipe.structure import take_apart
 
 __all__ = ["RandomScope", "reference"]
@@ -62,6 +63,7 @@ def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
     Returns:
         What the last layer returns, joined along dimension 0.
     """
+    chunks = check_chunks(chunks)
     inputs, structure = take_apart(input)
     seed = RandomScope.draw_seed()
     outputs = []

@@ -61,6 +61,17 @@ TEST(MisuseTest, StateCarriedFromOneMicroBatchToTheNext) {
       ThrowsMessage<std::invalid_argument>(HasSubstr("detached")));
 }
 
+TEST(MisuseTest, TensorsOfTheSequentialItself) {
+  Sequential model(Linear(6, 6));
+  model->register_buffer("scale", torch::ones({1}));
+  EXPECT_THAT([&] { GPipe(model, {1}); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("has a buffer of its own, 'scale'")));
+  NestedSequential nested({{"linear", Linear(6, 6)}});
+  nested->register_parameter("weight", torch::ones({1}));
+  EXPECT_THAT([&] { GPipe(nested, {1}); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("has a parameter of its own, 'weight'")));
+}
+
 TEST(MisuseTest, AGraphFromOutsideIsRefusedAndUnharmed) {
   auto weight = torch::ones({6}).requires_grad_();
   const auto twice = weight * 2;

@@ -43,6 +43,64 @@ def test_refuses_chunks():
         balance.balance_by_size(2, model(), torch.rand(4, 64), chunks=0)
 
 
+class Doubling(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_refuses_what_a_pipeline_refuses():
+    batch = torch.rand(4, 64)
+    calls = (
+        lambda layers, sample: balance.profile(layers, sample, seconds=0),
+        lambda layers, sample: balance.balance_by_time(1, layers, sample, timeout=0),
+        lambda layers, sample: balance.balance_by_size(1, layers, sample),
+        lambda layers, sample: balance.suggest(layers, sample, ["cpu"], seconds=0),
+    )
+    hooked = model()
+    hooked.register_forward_hook(lambda *arguments: None)
+    for call in calls:
+        with pytest.raises(TypeError, match="module must be nn.Sequential"):
+            call(nn.Linear(64, 64), batch)
+        with pytest.raises(TypeError, match="has a forward of its own"):
+            call(Doubling(nn.Linear(64, 64)), batch)
+        with pytest.raises(ValueError, match="has a forward hook"):
+            call(hooked, batch)
+        with pytest.raises(ValueError, match="is not initialised yet"):
+            call(nn.Sequential(nn.LazyLinear(3)), batch)
+        with pytest.raises(TypeError, match="expected Tensor, but got <class 'int'>"):
+            call(model(), [1, 2])
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda x, _: balance.balance_by_time(2.5, model(), x), "partitions must be an integer, but is 2.5"),
+        (lambda x, _: balance.balance_by_size("2", model(), x), "partitions must be an integer, but is '2'"),
+        (lambda x, _: balance.balance_by_size(1, model(), x, chunks=2.5), "number of chunks must be .*2.5"),
+        (lambda x, _: balance.balance_by_size(1, model(), x, checkpoint=None), "checkpoint must be one of .*None"),
+        (lambda x, _: balance.balance_by_size(1, model(), x, param_scale="4"), "param_scale must be a number, .*'4'"),
+        (lambda x, _: balance.profile(model(), x, workers=1.5), "workers must be an integer, but is 1.5"),
+        (lambda x, _: balance.profile(model(), x, seconds="1"), "seconds must be a number, but is '1'"),
+        (lambda x, _: balance.suggest(model(), x, "cpu"), "devices must be a list.*'cpu'"),
+        (lambda x, _: balance.suggest(model(), x, ["cpu"], chunks=2), "chunks must be a list.*2"),
+        (lambda x, _: balance.suggest(model(), x, ["cpu"], checkpoints="never"), "checkpoints must be a list.*'never'"),
+        (lambda x, _: balance.suggest(model(), x, ["cpu"], memory_limit="6GB"), "memory_limit must be .*'6GB'"),
+        (lambda x, profile: balance.predict(profile, 7, 2), "balance must be a list .*, but is 7"),
+        (lambda x, profile: balance.predict(profile, [7], 2.5), "number of chunks must be .*2.5"),
+        (lambda x, profile: balance.predict(profile, [7], 2, None), "checkpoint must be one of .*None"),
+        (lambda x, profile: balance.predict(None, [7], 2), "expected a Profile.*NoneType"),
+    ],
+)
+def test_refuses_arguments_of_another_type(call, message, measured):
+    with pytest.raises(TypeError, match=message):
+        call(torch.rand(4, 64), measured)
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return balance.profile(model(), torch.rand(4, 64), seconds=0)
+
+
 def test_leaves_no_trace():
     layers = model()
     x = torch.rand(8, 64)

@@ -46,11 +46,21 @@ def test_attributes():
         ({"balance": None}, ValueError, r"balance is required(.|\n)*gpipe\.balance"),
         ({"chunks": 0}, ValueError, "number of chunks must be positive integer"),
         ({"chunks": -1}, ValueError, "number of chunks must be positive integer"),
-        ({"chunks": "many"}, ValueError, "many"),
+        ({"chunks": 2.5}, TypeError, "number of chunks must be an integer, but is 2.5"),
+        ({"chunks": True}, TypeError, "number of chunks must be an integer, but is True"),
+        ({"chunks": "2"}, TypeError, "number of chunks must be an integer, but is '2'"),
+        ({"chunks": None}, TypeError, "number of chunks must be an integer, but is None"),
         ({"checkpoint": "INVALID"}, ValueError, "checkpoint is not one of 'always', 'except_last', or 'never'"),
+        ({"checkpoint": None}, TypeError, "checkpoint must be one of 'always', .*, but is None"),
+        ({"balance": 2}, TypeError, r"balance must be a list .*, but is 2(.|\n)*gpipe\.balance"),
+        ({"balance": [2.0, 2]}, TypeError, "each number of a balance must be an integer, but is 2.0"),
+        ({"balance": [3, True]}, TypeError, "each number of a balance must be an integer, but is True"),
         ({"balance": [2]}, ValueError, r"have different length \(module: 4, sum of balance: 2\)"),
         ({"balance": [4, 0]}, ValueError, r"all balance numbers must be positive integer \(balance: \[4, 0\]\)"),
         ({"devices": ["cpu"]}, IndexError, r"too few devices to hold given partitions \(devices: 1, partitions: 2\)"),
+        ({"devices": "cpu"}, TypeError, "devices must be a list, with a device for each stage, but is 'cpu'"),
+        ({"devices": torch.device("cpu")}, TypeError, r"devices must be a list.* but is device\(type='cpu'\)"),
+        ({"devices": [True, True]}, TypeError, "a device must be .*, but is True"),
         ({"devices": ["cuda:99"] * 2}, IndexError, "cuda:99"),
     ],
 )
@@ -69,6 +79,57 @@ def test_refuses_modules():
     other.weight = layer.weight
     with pytest.raises(ValueError, match="module with duplicate parameters in distinct children is not supported"):
         gpipe.GPipe(nn.Sequential(layer, other), [2])
+
+
+class Doubling(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def forward_of_its_own(layers):
+    layers.forward = Doubling.forward
+
+
+@pytest.mark.parametrize("change", [lambda layers: layers.compile(), forward_of_its_own])
+def test_refuses_models_that_do_more_than_their_layers(change):
+    layers = model()
+    change(layers)
+    for changed in (layers, Doubling(*layers)):
+        with pytest.raises(TypeError, match=f"the model \\({type(changed).__name__}\\) has a forward of its own"):
+            gpipe.GPipe(changed, [2, 2])
+    gpipe.GPipe(nn.Sequential(*layers), [2, 2])
+
+
+@pytest.mark.parametrize(
+    "register, lost",
+    [
+        (nn.Module.register_forward_pre_hook, "a forward pre-hook"),
+        (nn.Module.register_forward_hook, "a forward hook"),
+        (nn.Module.register_full_backward_pre_hook, "a backward pre-hook"),
+        (nn.Module.register_full_backward_hook, "a backward hook"),
+        (nn.Module.register_backward_hook, "a backward hook"),
+        (nn.Module.register_state_dict_pre_hook, "a state-dict pre-hook"),
+        (nn.Module.register_state_dict_post_hook, "a state-dict hook"),
+        (nn.Module.register_load_state_dict_pre_hook, "a load-state-dict pre-hook"),
+        (nn.Module.register_load_state_dict_post_hook, "a load-state-dict post-hook"),
+        (lambda layers, _: layers.register_parameter("scale", nn.Parameter(torch.ones(1))), r"a parameter \('scale'\)"),
+        (lambda layers, _: layers.register_buffer("offset", torch.ones(1)), r"a buffer \('offset'\)"),
+    ],
+)
+def test_refuses_what_belongs_to_no_layer(register, lost):
+    layers = model()
+    register(layers, lambda *arguments: None)
+    with pytest.raises(ValueError, match=f"the model itself, not one of its layers, has {lost}, which .* would lose"):
+        gpipe.GPipe(layers, [2, 2])
+
+
+def test_refuses_lazy_layers_until_they_have_run():
+    for lazy, name in ((nn.LazyLinear(3), "weight"), (nn.LazyBatchNorm1d(affine=False), "running_mean")):
+        layers = nn.Sequential(lazy)
+        with pytest.raises(ValueError, match=f"'0.{name}' is not initialised yet.*run the unpartitioned model once"):
+            gpipe.GPipe(layers, [1])
+        layers(torch.rand(4, 3))
+        gpipe.GPipe(layers, [1])(torch.rand(4, 3))
 
 
 @pytest.mark.parametrize("input", [[1], {"a": "text"}, None, "text", 1, (torch.zeros(1), 2), torch.Size([1])])

@@ -45,7 +45,7 @@ KINDS = {
     "return type": (lambda x, w: (x * w).max(1, keepdim=True), lambda m, w: m.values * m.indices),
     "nested tuple": (lambda x, w: (x, (x * w, (x + w,))), lambda t, w: t[0] + t[1][0] * t[1][1][0]),
     "list": (lambda x, w: [x * w, x + w], lambda parts, w: parts.pop() * parts.pop()),
-    "dict": (lambda x, w: {"b": x * w, "a": x + w}, lambda d, w: d.pop("b") - d["a"] if list(d) == ["b", "a"] else None),
+    "dict": (lambda x, w: {"b": x * w, "a": x + w}, lambda d, w: d.pop("b") - d["a"] if [*d] == ["b", "a"] else None),
     "ordered dict": (lambda x, w: collections.OrderedDict(x=x * w), lambda d, w: d.popitem(last=True)[1]),
     "tuple with None": (lambda x, w: (None, x * w), lambda t, w: t[1] if t[0] is None else None),
     "mixture": (
@@ -128,7 +128,8 @@ class Odd(tuple):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda x: Odd([x]), lambda x: {x}, lambda x: (x, 1), lambda x: [x, "a"], lambda x: None, lambda x: [x.shape]]
+    "make",
+    [lambda x: Odd([x]), lambda x: {x}, lambda x: (x, 1), lambda x: [x, "a"], lambda x: None, lambda x: [x.shape]],
 )
 def test_refuses(make):
     model = nn.Sequential(Map(lambda x, w: make(x)), Map(lambda made, w: torch.zeros(1)))
