@@ -230,9 +230,10 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
     std::vector<at::Tensor> all;
     for (std::size_t k = 0; k < devices.size(); ++k) {
       std::vector<at::Tensor> pieces;
-      for (const auto& part : result.inputs) pieces.push_back(part[k]);
-      auto gradient = gather_gradient(pieces, sizes);
-      all.push_back(gradient.defined() ? gradient.to(devices[k]) : gradient);
+      for (auto& part : result.inputs) pieces.push_back(std::move(part[k]));
+      auto gradient = gather_gradient(std::move(pieces), sizes);
+      if (gradient.defined() && gradient.device() != devices[k]) gradient = gradient.to(devices[k]);
+      all.push_back(unshared(std::move(gradient)));
     }
     for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
     return all;

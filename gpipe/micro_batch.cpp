@@ -111,8 +111,8 @@ std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::
   return pieces;
 }
 
-at::Tensor gather_gradient(const std::vector<at::Tensor>& parts, const std::vector<std::int64_t>& sizes) {
-  if (parts.size() == 1) return parts.front();
+at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std::int64_t>& sizes) {
+  if (parts.size() == 1) return std::move(parts.front());
   const auto like = std::find_if(parts.begin(), parts.end(), [](const auto& part) { return part.defined(); });
   if (like == parts.end()) return {};
   auto pieces = parts;

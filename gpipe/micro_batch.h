@@ -41,6 +41,6 @@ Gathered gather(const std::vector<Parcel>& parts);
 std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes);
 
 /// Joins the micro-batches' gradients of one input, zero where a part is undefined; undefined when all are.
-at::Tensor gather_gradient(const std::vector<at::Tensor>& parts, const std::vector<std::int64_t>& sizes);
+at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std::int64_t>& sizes);
 
 }  // namespace gpipe

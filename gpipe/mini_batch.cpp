@@ -146,7 +146,7 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   }
   BackwardResult result;
   result.inputs = std::exchange(input_gradients_, {});
-  for (auto& sums : sums_) result.parameters.push_back(sums.take());
+  for (auto& sums : sums_) result.parameters.push_back(sums.take_unshared());
   for (const auto& list : {&result.inputs, &result.parameters}) {
     for (const auto& tensors : *list) {
       for (const auto& tensor : tensors) use_on_current_stream(tensor);

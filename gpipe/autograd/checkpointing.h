@@ -2,7 +2,8 @@
 
 namespace gpipe {
 
-/// Whether the calling thread runs a layer whose forward will be recomputed: no graph is built.
+/// Whether the calling thread runs a layer whose forward will be recomputed. Grad mode does not tell: the first such
+/// forward of a stage builds its graph, to learn which outputs need gradients, and drops it.
 bool is_checkpointing();
 
 /// Whether the calling thread recomputes a layer's forward, before its backward. A layer that counts its calls, or

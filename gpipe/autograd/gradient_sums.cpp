@@ -20,6 +20,11 @@ bool is_ours_alone(const at::Tensor& tensor) {
 
 }  // namespace
 
+at::Tensor unshared(at::Tensor tensor) {
+  const bool shared = tensor.defined() && tensor.layout() == at::kStrided && !is_ours_alone(tensor);
+  return shared ? tensor.clone() : std::move(tensor);
+}
+
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
   if (!gradient.defined()) return;
   auto& sum = sums_[index];
@@ -32,6 +37,13 @@ void GradientSums::add(std::size_t index, at::Tensor gradient) {
     sum = sum.is_sparse() ? gradient + sum : sum + gradient;  // a sparse one takes nothing dense
     owned_[index] = true;
   }
+}
+
+Gradients GradientSums::take_unshared() {
+  for (std::size_t i = 0; i < sums_.size(); ++i) {
+    if (!owned_[i]) sums_[i] = unshared(std::move(sums_[i]));
+  }
+  return std::move(sums_);
 }
 
 }  // namespace gpipe

@@ -10,6 +10,10 @@
 
 namespace gpipe {
 
+/// The tensor itself when it is the only one to show its memory, otherwise a clone: what may become the gradient of a
+/// leaf, which is added to in place. The caller gives up its reference.
+at::Tensor unshared(at::Tensor tensor);
+
 /// A row of gradients, each the sum of what was added to it, in that order.
 class GradientSums {
  public:
@@ -19,6 +23,8 @@ class GradientSums {
   void add(std::size_t index, at::Tensor gradient);
   /// Ends the sums' use.
   Gradients take() { return std::move(sums_); }
+  /// The same; no sum shares memory with another tensor, so that it can become a parameter's gradient.
+  Gradients take_unshared();
 
  private:
   Gradients sums_;

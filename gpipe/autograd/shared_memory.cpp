@@ -28,10 +28,9 @@ void SharedMemory::enters(const at::Tensor& tensor, const Memory& memory) {
 void SharedMemory::check(int stage, const std::string& layer) const {
   for (const auto& [tensor, version, memory, watched] : entering_) {
     if (!watched || version_of(tensor) == version) continue;
-    throw std::runtime_error("[gpipe] layer '" + layer +
-                             "' changed a tensor in place that shares memory with another one that enters stage " +
-                             std::to_string(stage) +
-                             " or a later stage, whose gradient would be wrong; change a clone instead");
+    throw std::runtime_error("[gpipe] a tensor was changed in place by layer '" + layer +
+                             "', but another one that shares its memory enters stage " + std::to_string(stage) +
+                             " or a later stage, and its gradient would be wrong; change a clone instead");
   }
 }
 

@@ -329,7 +329,7 @@ def draw_seed() -> int:
     ...
 def is_checkpointing() -> bool:
     """
-    Whether the calling layer's forward will be recomputed: no graph is built.
+    Whether the calling layer's forward will be recomputed. Its graph is not kept.
     """
 def is_recomputing() -> bool:
     """

@@ -223,7 +223,7 @@ void init_pipeline(py::module_& module) {
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"))
       .def("trace", &PythonPipeline::trace, py::arg("timeline"));
   module.def("is_checkpointing", &is_checkpointing,
-             "Whether the calling layer's forward will be recomputed: no graph is built.");
+             "Whether the calling layer's forward will be recomputed. Its graph is not kept.");
   module.def("is_recomputing", &is_recomputing,
              "Whether the calling layer's forward is a recomputation, before its backward.");
 }

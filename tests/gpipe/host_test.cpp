@@ -102,7 +102,7 @@ struct NamedPair : Structure {
 
 /// Names the pair that it makes of a tensor; of a pair, notes the name and passes it on.
 RunLayers make_or_note(std::function<std::string()> make, std::vector<std::string>* noted) {
-  return [=](Value input, absl::FunctionRef<void(int)> begin) -> Value {
+  return [=](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) -> Value {
     begin(0);
     if (input.form().kind == Value::Form::kObject) {
       noted->push_back(input.describe());
