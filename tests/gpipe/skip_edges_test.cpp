@@ -121,7 +121,8 @@ TEST(SkipEdgesTest, AStashChangedInPlaceOnItsWayIsAnError) {
                           }),
                           torch::nn::ReLU(torch::nn::ReLUOptions(true)),
                           popping([](LambdaImpl& self, Tensor x) { return x + self.pop("s"); }));
-  for (const auto& balance : {std::vector<std::int64_t>{2, 1, 1}, std::vector<std::int64_t>{3, 1}}) {
+  for (const auto& balance :
+       {std::vector<std::int64_t>{2, 1, 1}, std::vector<std::int64_t>{3, 1}, std::vector<std::int64_t>{2, 2}}) {
     GPipe pipe(model, balance, GPipeOptions().chunks(2));
     EXPECT_THAT(
         [&] {
@@ -152,6 +153,19 @@ TEST(SkipEdgesTest, InPlaceAtTheHeadOfTheModel) {
     const auto loss = pipe->forward(x).sum();
     x.zero_();
     EXPECT_ANY_THROW(loss.backward());
+  }
+}
+
+TEST(SkipEdgesTest, AStageThatChangesItsInputIsRecomputedTwiceFromTheSameInput) {
+  auto model = Sequential(Linear(6, 6), torch::nn::Functional([](Tensor x) { return x.mul_(3); }), torch::nn::Tanh(),
+                          Linear(6, 6));
+  for (const auto& balance : {std::vector<std::int64_t>{1, 3}, std::vector<std::int64_t>{1, 1, 1, 1}}) {
+    GPipe pipe(model, balance, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+    const auto x = torch::randn({4, 6}).requires_grad_();
+    const auto loss = pipe->forward(x).square().sum();
+    const auto first = torch::autograd::grad({loss}, {x}, {}, /*retain_graph=*/true)[0];
+    const auto second = torch::autograd::grad({loss}, {x})[0];
+    EXPECT_TRUE(torch::equal(first, second));
   }
 }
 

@@ -12,7 +12,6 @@ from bare_layers import IN_PLACE, POPS, RANDOM, SHARES, STASHES, TOGETHER, UNITS
 
 CASES = 120
 
-# Units in which a pipeline is known to differ from the bare model, and "hooks" for those of parameters.
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
@@ -91,7 +90,8 @@ def calls(model, spec, forward):
     """What each call leaves, by name."""
     hooks = Hooks(model)
     # A reentrant checkpoint runs a backward of its own for each micro-batch, with all hooks.
-    count_hooks = not any(name == "checkpoint" and variant % 2 for name, variant, _ in spec.uses)
+    reentrant = any(name == "checkpoint" and variant % 2 for name, variant, _ in spec.uses)
+    count_hooks = not reentrant
     results = []
     for number in range(spec.calls):
         torch.manual_seed(spec.seed + number)

@@ -72,6 +72,13 @@ TEST(Footprint, TheLastStageHandsItsOutputsOverWhenAllForwardsHaveRun) {
             "1F0 0 1005 1000; 1F1 1000 2005 2000; 1B1 1200 1240 611; 1B0 611 651 11; ");
 }
 
+TEST(Footprint, AForwardThatLeavesMoreThanItNeedsAtOncePeaksAtItsEnd) {
+  auto bytes = cells(0);
+  bytes.forward.extra = 700;
+  const auto simulation = run(1, 2, Checkpoint::kNever, {bytes});
+  EXPECT_EQ(print(simulation.timeline).substr(0, 41), "0F0 0 1000 1000; 0F1 1000 2000 2000; 0B1 ");
+}
+
 TEST(Footprint, GradientsWaitForASlowReceiver) {
   const auto layout = straight(2, 3);
   const auto program = testing::make(layout, chain(2, 3), fill_drain(layout, Checkpoint::kNever));

@@ -52,6 +52,17 @@ TEST(Simulator, TimesEveryActionOfASmallProgram) {
   EXPECT_EQ(result.timeline.edges.size(), 1);
 }
 
+TEST(Simulator, AForwardThatWillBeRecomputedMayTakeAnotherTime) {
+  const auto layout = straight(1, 3);
+  const auto program = testing::make(layout, {}, fill_drain(layout, Checkpoint::kExceptLast));
+  auto costs = even(program, {5, 1, 2, 0, 0});
+  costs.stored = {3};
+  const auto result = simulate(program, costs);
+  EXPECT_EQ(span_of(result.timeline, "0F0").end, 3);
+  EXPECT_EQ(span_of(result.timeline, "0F1").end, 6);
+  EXPECT_EQ(span_of(result.timeline, "0F2").end, 11) << "the last keeps its graph";
+}
+
 TEST(Simulator, RecomputesWhileTheGradientIsOnItsWay) {
   const auto layout = straight(3, 4);
   const auto program = testing::make(layout, chain(3, 4), fill_drain(layout, Checkpoint::kAlways));

@@ -61,6 +61,18 @@ TEST(TimelineTest, FindsWhatOthersOverlap) {
   EXPECT_TRUE(most_overlapped({}).empty());
 }
 
+TEST(TimelineTest, ASpanDoesNotOverlapItself) {
+  const Timeline timeline{2,
+                          {},
+                          {{0, action("0F0"), 0, 10},   // overlapped for a half
+                           {0, action("0F1"), 10, 20},  // for four tenths
+                           {1, action("1F0"), 5, 14}}};
+  const auto spans = most_overlapped(timeline);
+  const auto& found = spans.at({0, Kind::F});
+  ASSERT_EQ(found.size(), 1U);
+  EXPECT_EQ(found.front()->action.micro_batch, 0);
+}
+
 TEST(Timeline, MeasuresMakespanAndBubble) {
   EXPECT_DOUBLE_EQ(small().makespan(), 3);
   EXPECT_DOUBLE_EQ(small().bubble(), 1 - 3.0 / 6);

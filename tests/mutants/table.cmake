@@ -1,0 +1,77 @@
+# mutant(name tests source text instead filter), see CMakeLists.txt. The source has the text exactly once.
+
+# The torch-free core.
+mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/event.cpp "while (!condition()) changed_.wait(mutex_);"
+       "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
+       EventStress*)
+mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/event.cpp "bool holds = condition();"
+       "--sleepers_; bool holds = condition(); ++sleepers_;" EventStress*)
+mutant(event_announces_without_the_mutex core_tests gpipe/runtime/event.cpp "{ MutexLock lock(mutex_); }" ""
+       EventStress*)
+mutant(event_ignores_its_last_look core_tests gpipe/runtime/event.cpp
+       "left.count() > 0; holds = condition()" "left.count() > 0;" Event.*)
+mutant(channel_ignores_its_capacity core_tests gpipe/runtime/channel.cpp "held_ < capacity_ || cancelled_" "true"
+       Channel.*)
+mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
+       Failure.*)
+mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" Failure.*)
+mutant(executor_allows_two_walks core_tests gpipe/runtime/executor.cpp "walks != 1" "walks < 1" Failure.*)
+mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
+mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
+       "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)
+mutant(verifier_allows_no_capacity core_tests gpipe/schedule/verifier.cpp "edge.capacity < 1" "edge.capacity < 0"
+       Verifier.*)
+mutant(drains_in_ascending_order core_tests gpipe/schedule/generators.cpp
+       "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
+mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/generators.cpp "micro_batch + 1 < micro_batches"
+       "micro_batch < micro_batches" FillDrain.*)
+mutant(walk_gives_room_for_one_more core_tests gpipe/schedule/walk.cpp "channel.puts >= channel.capacity"
+       "channel.puts > channel.capacity" Verifier.*:Simulator.*)
+mutant(walk_forgets_latency core_tests gpipe/schedule/walk.cpp "clock + channel.latency" "clock" Simulator.*)
+mutant(footprint_forgets_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
+       "std::max(before + extra, after)" "before + extra" Footprint.*)
+mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
+       "if (other.worker == span.worker) continue;" "" Timeline*)
+mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
+       "!costs.stored.empty() && program.recomputes(action.stage, action.micro_batch)" "!costs.stored.empty()"
+       Simulator.*)
+
+# Forward and backward of a mini-batch.
+mutant(drops_skip_gradient gpipe_tests gpipe/mini_batch.cpp "{std::move(result[k]), mark(device)}"
+       "{k == 0 ? std::move(result[k]) : Gradients(result[k].size()), mark(device)}" Generated*)
+mutant(skips_recompute gpipe_tests gpipe/mini_batch.cpp "cell(stage, micro_batch)->recompute(keep_);" "" Generated*)
+mutant(frees_cells_late gpipe_tests gpipe/mini_batch.cpp "    cell.reset();" "" Generated*)
+mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
+       "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
+mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
+       "emplace(stored_.empty() || mode.recompute ? seed_ : ~seed_, stage_.first_layer" Generated*)
+mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "= is_ours_alone(sum);" "= true;"
+       GradientSums*)
+mutant(pops_what_was_changed gpipe_tests gpipe/autograd/cell.cpp "in_[k + 1].versions.front()"
+       "version_of(entering_[k])" SkipEdges*)
+mutant(recomputes_without_copies gpipe_tests gpipe/autograd/cell.cpp "copies_of(stored_)" "stored_" SkipEdges*)
+mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp "buffers.restore();" "" GPipeTest.Buffers*)
+mutant(forgets_inputs_that_were_retained gpipe_tests gpipe/autograd/cell.cpp "if (!keep) stored_.clear();"
+       "stored_.clear();" GPipeTest.Retained*)
+mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
+       ">= versions_[i]) continue;" MisuseTest.*)
+mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp "if (keep) function_ = std::move(function);"
+       "" GPipeTest.Retained*)
+mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/micro_batch.cpp "shape[0] = sizes[i];"
+       "shape[0] = sizes[0];" MicroBatch*)
+mutant(shares_versions_of_micro_batches gpipe_tests gpipe/micro_batch.cpp ".variable_data()" "" MicroBatch*)
+mutant(counts_deferred_batches_by_micro_batch gpipe_tests gpipe/autograd/batch_statistics.cpp
+       "tracked->variable_data().sub_(entry.calls - 1);" "" DeferredBatchNorm*)
+mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp
+       "for (auto& saved : buffers) saved.restore_after_error();" "" DeferredBatchNorm*:GPipeTest.Errors*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.give_back();" "" GPipeTest.Errors*)
+
+# Skips, snapshots, balances.
+mutant(isolates_every_name gpipe_tests skip/skippable.cpp
+       "only.empty() || std::ranges::find(only, key.name) != only.end()" "true" Isolate*)
+mutant(reads_damaged_records gpipe_tests gpipe/snapshot/zip_records.cpp "checksum(data) != crc" "false" *Damage*)
+mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" SnapshotTest.*)
+mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
+       "prediction.bytes[prediction.stages.size()] += stage.static_bytes(first, end);" "" PlanTest.*)
+mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
+       "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" PlanTest.*)
