@@ -50,9 +50,9 @@ mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "
 mutant(pops_what_was_changed gpipe_tests gpipe/autograd/cell.cpp "in_[k + 1].versions.front()"
        "version_of(entering_[k])" SkipEdges*)
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/cell.cpp "copies_of(stored_)" "stored_" SkipEdges*)
-mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp "buffers.restore();" "" GPipeTest.Buffers*)
-mutant(forgets_inputs_that_were_retained gpipe_tests gpipe/autograd/cell.cpp "if (!keep) stored_.clear();"
-       "stored_.clear();" GPipeTest.Retained*)
+mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp "    buffers_.restore();\n    parameters_"
+       "    parameters_" GPipeTest.Buffers*)
+mutant(forgets_inputs_that_were_retained gpipe_tests gpipe/autograd/cell.cpp "  if (keep) return;\n" "" GPipeTest.Retained*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" MisuseTest.*)
 mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp "if (keep) function_ = std::move(function);"
