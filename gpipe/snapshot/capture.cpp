@@ -1,5 +1,8 @@
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/QScheme.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 
@@ -8,6 +11,7 @@
 #include <stdexcept>
 
 #include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot/tensor_kind.h"
 
 namespace gpipe {
 namespace {
@@ -20,13 +24,26 @@ NamedTensors tensors_of(const torch::nn::Module& model) {
   return tensors;
 }
 
-std::string kind_of(const at::Tensor& tensor) {
-  std::ostringstream text;
-  text << tensor.scalar_type() << tensor.sizes();
-  return text.str();
+void check_writable(const std::string& name, const at::Tensor& tensor) {
+  const char* reason = nullptr;
+  if (at::has_internal_overlap(tensor) == at::MemOverlap::Yes) reason = "some of its elements share memory";
+  if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) reason = "it was made in inference mode";
+  if (reason != nullptr) {
+    throw std::invalid_argument("cannot restore '" + name + "' of this model: " + reason + "; clone it first");
+  }
 }
 
 }  // namespace
+
+std::string kind_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "undefined";
+  std::ostringstream text;
+  text << tensor.scalar_type() << tensor.sizes();
+  if (tensor.layout() != at::kStrided) text << ' ' << tensor.layout();
+  if (tensor.is_meta()) text << " without data";
+  if (tensor.is_quantized()) text << ' ' << c10::toString(tensor.qscheme());
+  return text.str();
+}
 
 NamedTensors capture_model(const torch::nn::Module& model) {
   NamedTensors copies;
@@ -44,10 +61,11 @@ void restore_model(torch::nn::Module& model, const NamedTensors& saved) {
       throw std::invalid_argument("the snapshot is of another model: it has no '" + item.key() + "', in this model " +
                                   kind_of(item.value()));
     }
-    if (found->sizes() != item.value().sizes() || found->scalar_type() != item.value().scalar_type()) {
+    if (kind_of(*found) != kind_of(item.value())) {
       throw std::invalid_argument("the snapshot is of another model: '" + item.key() + "' is " + kind_of(*found) +
                                   " in the snapshot and " + kind_of(item.value()) + " in this model");
     }
+    check_writable(item.key(), item.value());
   }
   for (const auto& item : saved) {
     if (!tensors.contains(item.key())) {
@@ -71,7 +89,7 @@ void restore_random(const at::Tensor& saved) {
   try {
     generator.set_state(saved);
   } catch (const c10::Error& error) {
-    throw std::invalid_argument("this is no state of the CPU's generator: " +
+    throw std::invalid_argument("this is not a state of the CPU's generator: " +
                                 std::string(error.what_without_backtrace()));
   }
 }

@@ -14,13 +14,15 @@
 #include <utility>
 
 #include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot/tensor_kind.h"
 
 namespace gpipe {
 namespace {
 
 namespace optim = torch::optim;
 
-// What each class holds, once for both directions: `field(name, value)` sees every member.
+// What each class holds, once for both directions: `field(name, value)` sees every member. A parameter's state must
+// have each tensor, some only with an option.
 
 template <class Field>
 void each_field(optim::AdagradOptions& of, Field field) {
@@ -32,9 +34,9 @@ void each_field(optim::AdagradOptions& of, Field field) {
 }
 
 template <class Field>
-void each_field(optim::AdagradParamState& of, Field field) {
+void each_field(optim::AdagradParamState& of, const optim::AdagradOptions&, Field field) {
   field("step", of.step());
-  field("sum", of.sum());
+  field("sum", of.sum(), true);
 }
 
 template <class Options, class Field>
@@ -57,21 +59,21 @@ void each_field(optim::AdamWOptions& of, Field field) {
 }
 
 template <class State, class Field>
-void each_field_of_adam_state(State& of, Field field) {
+void each_field_of_adam_state(State& of, bool amsgrad, Field field) {
   field("step", of.step());
-  field("exp_avg", of.exp_avg());
-  field("exp_avg_sq", of.exp_avg_sq());
-  field("max_exp_avg_sq", of.max_exp_avg_sq());
+  field("exp_avg", of.exp_avg(), true);
+  field("exp_avg_sq", of.exp_avg_sq(), true);
+  field("max_exp_avg_sq", of.max_exp_avg_sq(), amsgrad);
 }
 
 template <class Field>
-void each_field(optim::AdamParamState& of, Field field) {
-  each_field_of_adam_state(of, field);
+void each_field(optim::AdamParamState& of, const optim::AdamOptions& with, Field field) {
+  each_field_of_adam_state(of, with.amsgrad(), field);
 }
 
 template <class Field>
-void each_field(optim::AdamWParamState& of, Field field) {
-  each_field_of_adam_state(of, field);
+void each_field(optim::AdamWParamState& of, const optim::AdamWOptions& with, Field field) {
+  each_field_of_adam_state(of, with.amsgrad(), field);
 }
 
 template <class Field>
@@ -85,11 +87,11 @@ void each_field(optim::RMSpropOptions& of, Field field) {
 }
 
 template <class Field>
-void each_field(optim::RMSpropParamState& of, Field field) {
+void each_field(optim::RMSpropParamState& of, const optim::RMSpropOptions& with, Field field) {
   field("step", of.step());
-  field("square_avg", of.square_avg());
-  field("momentum_buffer", of.momentum_buffer());
-  field("grad_avg", of.grad_avg());
+  field("square_avg", of.square_avg(), true);
+  field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
+  field("grad_avg", of.grad_avg(), with.centered());
 }
 
 template <class Field>
@@ -102,8 +104,8 @@ void each_field(optim::SGDOptions& of, Field field) {
 }
 
 template <class Field>
-void each_field(optim::SGDParamState& of, Field field) {
-  field("momentum_buffer", of.momentum_buffer());
+void each_field(optim::SGDParamState& of, const optim::SGDOptions&, Field field) {
+  field("momentum_buffer", of.momentum_buffer(), true);
 }
 
 [[noreturn]] void refuse(const std::string& what) {
@@ -119,7 +121,7 @@ struct Capture {
     to[name] = value;
   }
   /// One that is undefined has not been needed yet.
-  void operator()(const char* name, const at::Tensor& value) const {
+  void operator()(const char* name, const at::Tensor& value, bool) const {
     if (value.defined()) to[name] = value.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
   }
 };
@@ -138,10 +140,10 @@ struct Restore {
     if (pair.size() != 2 || !pair[0].isDouble() || !pair[1].isDouble()) wrong(name);
     value = {pair[0].toDouble(), pair[1].toDouble()};
   }
-  void operator()(const char* name, at::Tensor& value) const {
-    if (!from.contains(name)) return;
+  void operator()(const char* name, at::Tensor& value, bool needed) const {
+    if (!needed && !from.contains(name)) return;
     const auto& tensor = get(name, &c10::IValue::isTensor).toTensor();
-    if (tensor.sizes() != parameter.sizes()) wrong(name);
+    if (kind_of(tensor) != kind_of(parameter)) wrong(name);
     value = tensor.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true);
   }
 
@@ -184,9 +186,10 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
     for (const auto& parameter : optimizer.param_groups()[g].params()) {
       const auto found = names.find(parameter.unsafeGetTensorImpl());
       if (found == names.end()) {
-        throw std::invalid_argument("parameter " + std::to_string(group.size()) + " in group " + std::to_string(g) +
-                                    " of the optimizer is none of the model's: make the optimizer of the model's " +
-                                    "parameters, after moving the model to its device");
+        throw std::invalid_argument(
+            "parameter " + std::to_string(group.size()) + " in group " + std::to_string(g) +
+            " of the optimizer does not belong to the model: make the optimizer of the model's " +
+            "parameters, after moving the model to its device");
       }
       group.push_back(found->second);
     }
@@ -202,7 +205,7 @@ std::vector<std::string> sorted(std::vector<std::string> names) {
 /// Whether both have the same groups of parameters, in any order within a group.
 void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
   if (names.size() != saved.param_groups.size()) {
-    refuse("it has " + std::to_string(saved.param_groups.size()) + " groups of parameters, and this one " +
+    refuse("it has " + std::to_string(saved.param_groups.size()) + " groups of parameters, but this one has " +
            std::to_string(names.size()));
   }
   for (std::size_t g = 0; g < names.size(); ++g) {
@@ -232,7 +235,7 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
         const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
         if (found == optimizer.state().end()) continue;
         auto state = static_cast<const ParamState&>(*found->second);
-        each_field(state, Capture{captured.state[names[g][i]]});
+        each_field(state, options, Capture{captured.state[names[g][i]]});
       }
     }
   });
@@ -242,7 +245,7 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
 void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved) {
   const auto names = names_of(optimizer, model);
   with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
-    if (saved.type != type) refuse("it is " + saved.type + ", and this one " + type);
+    if (saved.type != type) refuse("it is " + (saved.type.empty() ? "none" : saved.type) + ", but this one is " + type);
     check_groups(names, saved);
     std::vector<std::unique_ptr<Options>> options;
     std::remove_reference_t<decltype(optimizer.state())> states;
@@ -254,11 +257,11 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
         const auto found = saved.state.find(names[g][i]);
         if (found == saved.state.end()) continue;
         auto state = std::make_unique<ParamState>();
-        each_field(*state, Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
+        each_field(*state, *options.back(), Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
         states[group.params()[i].unsafeGetTensorImpl()] = std::move(state);
       }
     }
-    if (states.size() != saved.state.size()) refuse("it has state of parameters that it does not have");
+    if (states.size() != saved.state.size()) refuse("it has the state of a parameter that this one does not have");
     // All fits: from here on nothing fails.
     for (std::size_t g = 0; g < names.size(); ++g) optimizer.param_groups()[g].set_options(std::move(options[g]));
     optimizer.state() = std::move(states);

@@ -163,18 +163,21 @@ def damaged(change):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda state: state.update(type="SGD"), "it is SGD, and this one AdamW"),
-        (lambda state: state["param_groups"].pop(), "it has 1 groups of parameters, and this one 2"),
+        (lambda state: state.update(type="SGD"), "it is SGD, but this one is AdamW"),
+        (lambda state: state["param_groups"].pop(), "it has 1 groups of parameters, but this one has 2"),
         (lambda state: state["param_groups"][0]["params"].pop(), "group 0 lacks '0.weight'"),
         (lambda state: state["param_groups"][1]["params"].append("5.bias"), "group 1 also has '5.bias'"),
-        (lambda state: state["param_groups"][1].pop("eps"), "its 'eps' of group 1 is None, and no float"),
-        (lambda state: state["param_groups"][0].update(amsgrad=1), "its 'amsgrad' of group 0 is 1, and no bool"),
-        (lambda state: state["param_groups"][0].update(betas=0.9), "its 'betas' of group 0 is 0.9, and no pair"),
+        (lambda state: state["param_groups"][1].pop("eps"), "its 'eps' of group 1 is None, not a float"),
+        (lambda state: state["param_groups"][0].update(amsgrad=1), "its 'amsgrad' of group 0 is 1, not a bool"),
+        (lambda state: state["param_groups"][0].update(betas=0.9), "its 'betas' of group 0 is 0.9, not a pair"),
         (lambda state: state["state"]["0.bias"].pop("exp_avg"), "its 'exp_avg' of '0.bias' is missing"),
         (lambda state: state["state"]["0.bias"].pop("max_exp_avg_sq"), "its 'max_exp_avg_sq' of '0.bias' is missing"),
-        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(3)), r"is \(3,\), and no tensor of shape"),
-        (lambda state: state["state"]["0.bias"].update(exp_avg=1), "is 1, and no tensor"),
-        (lambda state: state["state"]["0.bias"].update(step=1.5), "its 'step' of '0.bias' is 1.5, and no int"),
+        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(3)), r"is torch.float32 of shape \(3,\)"),
+        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(4).to_sparse()), "torch.sparse_coo, not a"),
+        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(4, device="meta")), "without data, not a"),
+        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(4).double()), "torch.float64 .*, not a"),
+        (lambda state: state["state"]["0.bias"].update(exp_avg=1), "is 1, not a tensor"),
+        (lambda state: state["state"]["0.bias"].update(step=1.5), "its 'step' of '0.bias' is 1.5, not an int"),
         (lambda state: state["state"].update({"1.running_mean": {}}), "it has state of '1.running_mean'"),
     ],
 )
@@ -190,7 +193,7 @@ def test_optimizers_that_cannot_be_captured():
     pipe = gpipe.GPipe(make_model(), [2, 2])
     with pytest.raises(TypeError, match="NAdam.*use one of torch.optim's Adagrad, Adam, AdamW, RMSprop, SGD"):
         snapshot.capture_optimizer(NAdam(pipe.parameters()), pipe)
-    with pytest.raises(ValueError, match="parameter 0 in group 0 of the optimizer is none of the model's"):
+    with pytest.raises(ValueError, match="parameter 0 in group 0 of the optimizer does not belong to the model"):
         snapshot.capture_optimizer(SGD(make_model().parameters()), pipe)
     with pytest.raises(ValueError, match="maximize=True.*negate the loss"):
         snapshot.capture_optimizer(SGD(pipe.parameters(), maximize=True), pipe)
@@ -209,12 +212,31 @@ def test_a_refused_model_is_as_it_was():
         (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and not there in this model"),
         (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
         (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
+        (saved | {"3.weight": saved["3.weight"].to_sparse()}, "torch.sparse_coo in the snapshot"),
+        (saved | {"3.weight": saved["3.weight"].to("meta")}, "without data in the snapshot"),
+        (saved | {"3.weight": 1}, "<class 'int'> in the snapshot"),
     ]:
         with pytest.raises(ValueError, match=message):
             snapshot.restore_model(model, wrong)
         assert same(snapshot.capture_model(model), before)
     snapshot.restore_model(model, saved)
     assert same(snapshot.capture_model(model), saved)
+
+
+def test_a_model_that_cannot_be_written_is_as_it_was():
+    with torch.inference_mode():
+        made_in_inference_mode = torch.zeros(2)
+    for tensor, message in [
+        (torch.zeros(1).expand(2), "'last' of this model: some of its elements share memory"),
+        (made_in_inference_mode, "'last' of this model: it was made in inference mode"),
+    ]:
+        model = make_model()
+        model.register_buffer("last", tensor)
+        saved = {name: tensor + 1 for name, tensor in snapshot.capture_model(model).items()}
+        before = snapshot.capture_model(model)
+        with pytest.raises(ValueError, match=message):
+            snapshot.restore_model(model, saved)
+        assert same(snapshot.capture_model(model), before)
 
 
 @pytest.mark.parametrize(

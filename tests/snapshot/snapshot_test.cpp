@@ -234,7 +234,30 @@ TEST(SnapshotTest, AnotherModelIsRefusedUnchanged) {
               AllOf(HasSubstr("'1.running_mean'"), HasSubstr("[4]")));
   EXPECT_THAT(refused([](auto& other) { other.insert("4.weight", torch::ones({9})); }),
               AllOf(HasSubstr("'4.weight'"), HasSubstr("[9]")));
-  EXPECT_THAT(refused([](auto& other) { other["0.weight"] = torch::Tensor(); }), HasSubstr("'0.weight'"));
+  EXPECT_THAT(refused([](auto& other) { other["0.weight"] = torch::Tensor(); }), HasSubstr("'0.weight' is undefined"));
+  EXPECT_THAT(refused([](auto& other) { other["3.weight"] = other["3.weight"].to_sparse(); }),
+              HasSubstr("'3.weight' is Float[2, 4] Sparse in the snapshot"));
+  EXPECT_THAT(refused([](auto& other) { other["3.weight"] = other["3.weight"].to(torch::kMeta); }),
+              HasSubstr("'3.weight' is Float[2, 4] without data in the snapshot"));
+}
+
+TEST(SnapshotTest, AModelThatCannotBeWrittenIsRefusedUnchanged) {
+  const auto refused = [&](const at::Tensor& last) {
+    auto model = small_model();
+    model->register_buffer("last", last);
+    const auto before = capture_model(*model);
+    NamedTensors other;
+    for (const auto& item : before) other.insert(item.key(), item.value() + 1);
+    const auto error = error_of<std::invalid_argument>([&] { restore_model(*model, other); });
+    EXPECT_TRUE(same(capture_model(*model), before));
+    return error;
+  };
+  EXPECT_THAT(refused(torch::zeros({1}).expand({2})), HasSubstr("'last' of this model: some of its elements share"));
+  const auto made_in_inference_mode = [] {
+    const c10::InferenceMode mode;
+    return torch::zeros({2});
+  };
+  EXPECT_THAT(refused(made_in_inference_mode()), HasSubstr("'last' of this model: it was made in inference mode"));
 }
 
 TEST(SnapshotTest, AnotherOptimizerIsRefusedUnchanged) {
@@ -262,6 +285,14 @@ TEST(SnapshotTest, AnotherOptimizerIsRefusedUnchanged) {
               AllOf(HasSubstr("'step'"), HasSubstr("'3.weight'")));
   EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight")["exp_avg"] = torch::ones({7}); }),
               AllOf(HasSubstr("'exp_avg'"), HasSubstr("'3.weight'")));
+  for (const auto& wrong : {torch::ones({2, 4}).to_sparse(), torch::ones({2, 4}, torch::kMeta),
+                            torch::ones({2, 4}, torch::kDouble), torch::Tensor()}) {
+    EXPECT_THAT(refused([&](auto& other) { other.state.at("3.weight")["exp_avg"] = wrong; }),
+                AllOf(HasSubstr("'exp_avg'"), HasSubstr("'3.weight'")));
+  }
+  EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight").erase("exp_avg_sq"); }), HasSubstr("'exp_avg_sq'"));
+  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].options["amsgrad"] = true; }),
+              HasSubstr("'max_exp_avg_sq'"));
   EXPECT_NE(refused([](auto& other) { other.state["9.weight"] = {}; }), "");
 }
 

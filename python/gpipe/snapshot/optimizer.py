@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
-from gpipe.snapshot.model import copied
+from gpipe.snapshot.model import copied, kind_of
 
 
 class OptimizerState(TypedDict):
@@ -91,7 +91,7 @@ def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerSt
     """
     layout = _layout_of(optimizer)
     if state["type"] != type(optimizer).__name__:
-        _refuse(f"it is {state['type'] or 'none'}, and this one {type(optimizer).__name__}")
+        _refuse(f"it is {state['type'] or 'none'}, but this one is {type(optimizer).__name__}")
     groups = _names(optimizer, model)
     for group in optimizer.param_groups:
         _check_expressible(optimizer, group)
@@ -130,7 +130,9 @@ def _check_expressible(optimizer: Optimizer, group: dict[str, Any]) -> None:
     for option in unknown:
         if group.get(option):
             advice = "negate the loss" if option == "maximize" else "use AdamW"
-            raise ValueError(f"cannot capture or restore {option}={group[option]}, which LibTorch's optimizers lack: {advice}")
+            raise ValueError(
+                f"cannot capture or restore {option}={group[option]}, which LibTorch's optimizers lack: {advice}"
+            )
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
@@ -144,8 +146,8 @@ def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
         for parameter in group["params"]:
             if id(parameter) not in names:
                 raise ValueError(
-                    f"parameter {len(groups[-1])} in group {len(groups) - 1} of the optimizer is none of the model's: "
-                    "make the optimizer of the model's parameters"
+                    f"parameter {len(groups[-1])} in group {len(groups) - 1} of the optimizer does not belong to the "
+                    "model: make the optimizer of the model's parameters"
                 )
             groups[-1].append(names[id(parameter)])
     return groups
@@ -153,7 +155,7 @@ def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
 
 def _check_groups(ours: list[list[str]], theirs: list[list[str]]) -> None:
     if len(ours) != len(theirs):
-        _refuse(f"it has {len(theirs)} groups of parameters, and this one {len(ours)}")
+        _refuse(f"it has {len(theirs)} groups of parameters, but this one has {len(ours)}")
     for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
         if lacking := set(our) - set(their):
             _refuse(f"group {index} lacks '{min(lacking)}'")
@@ -169,7 +171,7 @@ def _option(saved: dict[str, Any], name: str, kind: type, owner: str) -> Any:
     value = saved.get(name)
     pair = kind is tuple and isinstance(value, (tuple, list)) and len(value) == 2
     if type(value) is not kind and not pair:
-        _refuse(f"its '{name}' of {owner} is {value!r}, and no {'pair' if kind is tuple else kind.__name__}")
+        _refuse(f"its '{name}' of {owner} is {value!r}, not a {'pair' if kind is tuple else kind.__name__}")
     return _converted(value, kind)
 
 
@@ -179,16 +181,16 @@ def _state(
     state: dict[str, Any] = {}
     for name, needed in layout.tensors.items():
         tensor = saved.get(name)
-        if isinstance(tensor, Tensor) and tensor.shape == parameter.shape:
+        if isinstance(tensor, Tensor) and kind_of(tensor) == kind_of(parameter):
             state[name] = copied(tensor)
         elif tensor is not None:
-            what = tuple(tensor.shape) if isinstance(tensor, Tensor) else repr(tensor)
-            _refuse(f"its '{name}' of '{owner}' is {what}, and no tensor of shape {tuple(parameter.shape)}")
+            what = kind_of(tensor) if isinstance(tensor, Tensor) else repr(tensor)
+            _refuse(f"its '{name}' of '{owner}' is {what}, not a tensor of {kind_of(parameter)}")
         elif options[needed] if isinstance(needed, str) else needed:
             _refuse(f"its '{name}' of '{owner}' is missing")
     if layout.counts:
         if type(saved.get("step")) is not int:
-            _refuse(f"its 'step' of '{owner}' is {saved.get('step')!r}, and no int")
+            _refuse(f"its 'step' of '{owner}' is {saved.get('step')!r}, not an int")
         # Of the type that torch.optim makes.
         wide = torch.get_default_dtype() == torch.float64
         state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64 if wide else torch.float32)
