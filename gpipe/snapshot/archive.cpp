@@ -4,39 +4,97 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/jit_type.h>
-#include <c10/core/CPUAllocator.h>
 #include <c10/util/Exception.h>
 #include <caffe2/serialize/inline_container.h>
+#include <fcntl.h>
+#include <sys/stat.h>
 #include <torch/csrc/jit/serialization/pickler.h>
-#include <torch/csrc/jit/serialization/unpickler.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
-#include <cstring>
-#include <fstream>
+#include <new>
 #include <sstream>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <system_error>
-#include <unordered_map>
 #include <utility>
+#include <vector>
 
 #include "gpipe/snapshot/atomic_file.h"
+#include "gpipe/snapshot/pickle.h"
 #include "gpipe/snapshot/zip_records.h"
 
 namespace gpipe {
 namespace {
 
-/// The same value with its tensors as they are to be saved.
-c10::IValue saveable(const c10::IValue& value) {
-  if (value.isTensor()) {
-    if (!value.toTensor().defined()) return {};
-    auto tensor = value.toTensor().detach().cpu();
-    if (tensor.storage().nbytes() != tensor.nbytes()) tensor = tensor.clone();
-    return tensor;
+at::Tensor saveable_tensor(const at::Tensor& tensor) {
+  if (tensor.layout() != at::kStrided || tensor.is_meta() || !is_saveable(tensor.scalar_type())) {
+    std::ostringstream what;
+    what << "it holds a tensor of type " << tensor.scalar_type() << ", layout " << tensor.layout() << ", on "
+         << tensor.device() << "; make it a dense one of a common type";
+    throw std::runtime_error(what.str());
   }
+  auto saved = tensor.detach().cpu().resolve_conj().resolve_neg();
+  if (saved.storage().nbytes() != saved.nbytes()) saved = saved.clone();
+  return saved;
+}
+
+[[noreturn]] void fail() { throw std::system_error(errno, std::generic_category()); }
+
+class File {
+ public:
+  /// Without waiting, as for the other end of a pipe.
+  explicit File(const std::filesystem::path& path)
+      : descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC)) {
+    if (descriptor_ < 0) fail();
+  }
+  ~File() { ::close(descriptor_); }
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  std::size_t size() const {
+    struct stat status;
+    if (::fstat(descriptor_, &status) != 0) fail();
+    if (S_ISDIR(status.st_mode)) throw std::system_error(EISDIR, std::generic_category());
+    if (!S_ISREG(status.st_mode)) throw std::runtime_error("it is not a regular file");
+    return static_cast<std::size_t>(status.st_size);
+  }
+  /// Fewer bytes where the file ends before.
+  std::string read(std::size_t begin, std::size_t size) const {
+    std::string bytes(size, '\0');
+    std::size_t done = 0;
+    while (done < size) {
+      const auto count = ::pread(descriptor_, bytes.data() + done, size - done, static_cast<off_t>(begin + done));
+      if (count == 0) break;
+      if (count > 0) {
+        done += static_cast<std::size_t>(count);
+      } else if (errno != EINTR) {
+        fail();
+      }
+    }
+    bytes.resize(done);
+    return bytes;
+  }
+
+ private:
+  const int descriptor_;
+};
+
+std::string read_file(const std::filesystem::path& path) {
+  const File file(path);
+  const auto size = file.size();
+  // Before all of it, because a file can say that it is larger than any memory.
+  const auto end = std::min(size, kZipEndSize);
+  check_zip_ends(file.read(0, kZipSignatureSize), file.read(size - end, end));
+  return file.read(0, size);
+}
+
+}  // namespace
+
+c10::IValue saveable(const c10::IValue& value) {
+  if (value.isTensor()) return value.toTensor().defined() ? saveable_tensor(value.toTensor()) : c10::IValue();
   if (value.isGenericDict()) {
     // Of any type: the pickler then writes no type tags, which Python would refuse.
     c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
@@ -48,19 +106,15 @@ c10::IValue saveable(const c10::IValue& value) {
     for (const c10::IValue& item : value.toListRef()) list.push_back(saveable(item));
     return list;
   }
-  return value;
+  if (value.isTuple()) {
+    std::vector<c10::IValue> items;
+    for (const auto& item : value.toTupleRef().elements()) items.push_back(saveable(item));
+    return c10::ivalue::Tuple::create(std::move(items));
+  }
+  if (value.isNone() || value.isBool() || value.isInt() || value.isDouble() || value.isString()) return value;
+  throw std::runtime_error("it holds a value of type " + value.tagKind() +
+                           "; a snapshot holds tensors, numbers, strings, and tuples, lists and dicts of them");
 }
-
-std::string read_file(const std::filesystem::path& path) {
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream bytes;
-  if (file) bytes << file.rdbuf();
-  if ((!file || !bytes) && errno != 0) throw std::runtime_error(std::generic_category().message(errno));
-  return std::move(bytes).str();
-}
-
-}  // namespace
 
 void write_archive(const std::filesystem::path& path, const c10::IValue& value) {
   std::string pickle;
@@ -68,7 +122,7 @@ void write_archive(const std::filesystem::path& path, const c10::IValue& value) 
                               /*tensor_table=*/nullptr, /*type_renamer=*/nullptr, /*memoized_class_types=*/nullptr,
                               /*get_tensor_id=*/nullptr, /*tag_aggregates=*/false);
   pickler.protocol();
-  pickler.pushIValue(saveable(value));
+  pickler.pushIValue(value);
   pickler.stop();
 
   AtomicFile file(path);
@@ -87,46 +141,24 @@ void write_archive(const std::filesystem::path& path, const c10::IValue& value) 
   file.commit();
 }
 
-c10::IValue read_archive(const std::filesystem::path& path) {
-  const auto bytes = read_file(path);
-  const auto records = zip_records(bytes);
-  if (records.contains("constants.pkl")) throw std::runtime_error("it is no snapshot: it holds TorchScript");
-  const auto record = [&](const std::string& name) {
-    const auto found = records.find(name);
-    if (found == records.end()) throw std::runtime_error("it is no snapshot: it has no record '" + name + "'");
-    return found->second;
-  };
-
-  auto pickle = record("data.pkl");
-  const auto read_pickle = [&](char* to, std::size_t size) {
-    size = std::min(size, pickle.size());
-    std::memcpy(to, pickle.data(), size);
-    pickle.remove_prefix(size);
-    return size;
-  };
-  std::unordered_map<const void*, std::size_t> sizes;
-  const auto read_storage = [&](const std::string& name) {
-    const auto data = record("data/" + name);
-    auto storage = c10::GetCPUAllocator()->allocate(data.size());
-    std::memcpy(storage.get(), data.data(), data.size());
-    sizes[storage.get()] = data.size();
-    return storage;
-  };
+Plain read_archive(const std::filesystem::path& path) {
   try {
-    // Without resolvers of types, any class that the pickle names is an error.
-    torch::jit::Unpickler unpickler(read_pickle, /*type_resolver=*/nullptr, /*obj_loader=*/nullptr, read_storage,
-                                    /*device=*/at::kCPU);
-    auto value = unpickler.parse_ivalue();
-    value.visit([&](const c10::IValue& part) {
-      if (!part.isTensor() || !part.toTensor().has_storage() || part.toTensor().storage().nbytes() == 0) return false;
-      const auto& storage = part.toTensor().storage();
-      TORCH_CHECK(storage.nbytes() <= sizes[storage.data()], "a tensor is larger than its record");
-      return false;
-    });
-    return value;
+    const auto bytes = read_file(path);
+    const auto records = zip_records(bytes);
+    if (records.contains("constants.pkl")) throw std::runtime_error("it is not a snapshot: it holds TorchScript");
+    const auto order = records.find("byteorder");
+    if (order != records.end() && order->second != "little") {
+      throw std::runtime_error("it comes from a machine with another byte order");
+    }
+    const auto pickle = records.find("data.pkl");
+    if (pickle == records.end()) throw std::runtime_error("it is not a snapshot: it has no record 'data.pkl'");
+    return read_pickle(pickle->second, records);
+  } catch (const std::bad_alloc&) {
+    throw std::runtime_error("it does not fit into memory");
+  } catch (const std::length_error&) {
+    throw std::runtime_error("it does not fit into memory");
   } catch (const c10::Error& error) {
-    throw std::runtime_error("it is no snapshot, but something else in a zip file: " +
-                             std::string(error.what_without_backtrace()));
+    throw std::runtime_error(error.what_without_backtrace());
   }
 }
 

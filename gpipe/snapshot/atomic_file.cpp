@@ -50,7 +50,7 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), tem
   if (!error) return;
   ::close(file_);
   if (error == std::errc::operation_would_block) {
-    throw std::runtime_error("cannot write '" + path_.string() + "': somebody else is writing it");
+    throw std::runtime_error("cannot write '" + path_.string() + "': another writer is writing it");
   }
   fail(error);
 }

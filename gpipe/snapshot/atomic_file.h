@@ -6,12 +6,12 @@
 
 namespace gpipe {
 
-/// Writes a file so that its path always names a whole one: the bytes go to a temporary file in the same folder,
-/// commit() flushes them to the disk and renames it. Whatever happens before that, power cut included, leaves the
-/// previous file as it was.
+/// Writes a file so that its path always names a whole one: the bytes go to a temporary file in the same folder, and
+/// commit() flushes them to the disk, renames the file and flushes the folder. Whatever happens before the rename, a
+/// power cut included, leaves the previous file as it was.
 ///
-/// The temporary is named as the file with ".tmp" behind. It is removed unless commit() succeeds; one that a killed
-/// process left is overwritten by the next writer. Two writers at a time, in one process or two: the second is refused.
+/// The temporary file has the same name with ".tmp" behind. It is removed unless it is renamed; the next writer
+/// overwrites one that a killed process left. Of two writers at a time, in one process or two, the second is refused.
 class AtomicFile {
  public:
   /// Errors: std::runtime_error with the path and the reason, as for commit().
@@ -23,7 +23,8 @@ class AtomicFile {
   /// Appends. A failure is kept for commit(), so that archive writers, which cannot stop half-way, need not.
   void write(const void* data, std::size_t size) noexcept;
 
-  /// Puts the file in place, once. Errors: std::runtime_error for the first thing that failed, a full disk too.
+  /// Puts the file in place, once. Errors: std::runtime_error for the first thing that failed, a full disk too. The
+  /// path then names the previous file or, where only the folder could not be flushed, the new one.
   void commit();
 
  private:

@@ -21,8 +21,8 @@ class Optimizer;
 
 namespace gpipe {
 
-// A room of its own in gpipe/, below everything else there: it needs torch alone, so that a program that only loads
-// weights needs no pipeline, and whatever trains a model, pipeline or not, saves it the same way.
+// A room of its own in gpipe/, below everything else there. It needs torch alone: it serves any model, in a pipeline or
+// not, and a program that only loads weights needs no pipeline.
 
 /// Tensors by the names that the unpartitioned model gives them.
 using NamedTensors = torch::OrderedDict<std::string, at::Tensor>;
@@ -57,21 +57,24 @@ struct Snapshot {
 ///   state = torch.load("latest.snapshot", weights_only=True)
 ///   model.load_state_dict(state["model"])
 ///
-/// The path names a whole snapshot at all times, the previous one until this one is on the disk (see AtomicFile).
-/// Errors: std::runtime_error with the path and the reason; the previous file is then as it was.
+/// The path names a whole snapshot at all times: the previous one until this one is on the disk (see AtomicFile).
+/// Errors: std::runtime_error with the path and the reason. The path then names the previous file or, where only the
+/// folder could not be flushed after the rename, the new one. Tensors must be dense, of a type that LibTorch and Python
+/// save alike: bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of the last two.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
-/// Reads what write_snapshot wrote, or Python's torch.save of an equal dict (LibTorch cannot read Python's integers of
-/// more than 32 bits). Executes nothing, whatever is in the file.
-/// Errors: std::runtime_error with the path and the reason for a file that is missing, damaged, cut short, no snapshot,
-/// or of a newer version.
+/// Reads what write_snapshot wrote, or Python's gpipe.snapshot.write, or torch.save of an equal dict in which no list
+/// or dict stands twice. Executes nothing, whatever is in the file. Time and memory are proportional to the file's size.
+/// Errors: std::runtime_error with the path and the reason, for a file that is missing, not a regular file, damaged,
+/// cut short, not a snapshot, or of a newer version.
 Snapshot read_snapshot(const std::filesystem::path& path);
 
 /// Copies of the parameters and buffers, on the CPU.
 NamedTensors capture_model(const torch::nn::Module& model);
 
-/// Copies the tensors into the model's own, wherever those are. Errors: std::invalid_argument for the first name that
-/// only one of them has, or whose shape or type differs; the model is then as it was.
+/// Copies the tensors into the model's own, on their devices. Errors: std::invalid_argument for the first name that
+/// only one of them has, or whose shape, type or layout differs, and for a tensor of the model that cannot be written in
+/// place; the model is then as it was.
 void restore_model(torch::nn::Module& model, const NamedTensors& saved);
 
 /// Copies of an optimizer's options and state. The model names its parameters. Errors: std::invalid_argument for an
@@ -79,13 +82,13 @@ void restore_model(torch::nn::Module& model, const NamedTensors& saved);
 OptimizerState capture_optimizer(const torch::optim::Optimizer& optimizer, const torch::nn::Module& model);
 
 /// Makes an optimizer of the same class over the same groups of parameters what the saved one was. Errors:
-/// std::invalid_argument where they differ; the optimizer is then as it was.
+/// std::invalid_argument where they differ, or a parameter's state is incomplete; the optimizer is then as it was.
 void restore_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved);
 
 /// The state of the default CPU generator.
 at::Tensor capture_random();
 
-/// Errors: std::invalid_argument for what is no such state; the generator is then as it was.
+/// Errors: std::invalid_argument for what is not such a state; the generator is then as it was.
 void restore_random(const at::Tensor& saved);
 
 }  // namespace gpipe

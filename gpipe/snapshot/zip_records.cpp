@@ -2,6 +2,7 @@
 
 #include <zlib.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <stdexcept>
@@ -40,12 +41,8 @@ struct Directory {
 };
 
 Directory find_directory(std::string_view bytes) {
-  constexpr std::size_t kEndSize = 22;
   constexpr std::size_t kLocatorSize = 20;
-  if (bytes.size() < kEndSize || number<std::uint32_t>(bytes, bytes.size() - kEndSize) != kEnd) {
-    damaged("it does not end as a zip file does");
-  }
-  const auto end = bytes.size() - kEndSize;
+  const auto end = bytes.size() - kZipEndSize;
   if (end >= kLocatorSize && number<std::uint32_t>(bytes, end - kLocatorSize) == kEnd64Locator) {
     const auto end64 = number<std::uint64_t>(bytes, end - kLocatorSize + 8);
     if (number<std::uint32_t>(bytes, end64) != kEnd64) damaged("its directory is not where it should be");
@@ -76,10 +73,16 @@ std::uint32_t checksum(std::string_view data) {
 
 }  // namespace
 
-std::map<std::string, std::string_view> zip_records(std::string_view bytes) {
-  if (bytes.substr(0, 4) != "PK\3\4") throw std::runtime_error("it is no snapshot: no zip file");
+void check_zip_ends(std::string_view begin, std::string_view end) {
+  if (begin != "PK\3\4") throw std::runtime_error("it is not a snapshot: it is not a zip file");
+  if (end.size() != kZipEndSize || number<std::uint32_t>(end, 0) != kEnd) damaged("it does not end as a zip file does");
+}
+
+ZipRecords zip_records(std::string_view bytes) {
+  check_zip_ends(bytes.substr(0, kZipSignatureSize), bytes.substr(bytes.size() - std::min(bytes.size(), kZipEndSize)));
   const auto directory = find_directory(bytes);
-  std::map<std::string, std::string_view> records;
+  ZipRecords records;
+  std::uint64_t left = bytes.size();
   std::string_view folder;
   auto at = directory.begin;
   for (std::uint64_t i = 0; i < directory.entries; ++i) {
@@ -98,7 +101,7 @@ std::map<std::string, std::string_view> zip_records(std::string_view bytes) {
     at += 46 + name_size + extra_size + comment_size;
 
     if (method != 0 || size != packed_size || (flags & 1) != 0) {
-      throw std::runtime_error("it is no snapshot: its records are compressed, as in TorchScript, or encrypted");
+      throw std::runtime_error("it is not a snapshot: its records are compressed, as in TorchScript, or encrypted");
     }
     if (i == 0) folder = name.substr(0, name.find('/') + 1);
     if (folder.empty() || name.substr(0, folder.size()) != folder) damaged("its records are in different folders");
@@ -107,6 +110,8 @@ std::map<std::string, std::string_view> zip_records(std::string_view bytes) {
       damaged("a record is not where the directory says");
     }
     const auto data = part(bytes, local + 30 + name_size + number<std::uint16_t>(bytes, local + 28), size);
+    if (size > left) damaged("its records overlap");
+    left -= size;
     if (checksum(data) != crc) damaged("the checksum of '" + std::string(name) + "' is wrong");
     if (!records.emplace(name.substr(folder.size()), data).second) damaged("a record is there twice");
   }

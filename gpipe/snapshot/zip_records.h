@@ -1,17 +1,28 @@
 #pragma once
 
+#include <cstddef>
 #include <map>
 #include <string>
 #include <string_view>
 
 namespace gpipe {
 
-/// The records of a zip file that holds them uncompressed, as torch.save writes them, by name without the folder that
-/// all of them are in. The views are into `bytes`.
+/// By name, without the folder that all of them are in.
+using ZipRecords = std::map<std::string, std::string_view>;
+
+/// The records of a zip file that holds them uncompressed, as torch.save writes them. The views are into `bytes`, and
+/// together no larger.
 ///
-/// Every record's checksum is verified. torch's own reader does not do that, and takes a flipped bit for a weight.
+/// Verifies every record's checksum. torch's own reader does not do that, and takes a flipped bit for a weight.
 ///
 /// Errors: std::runtime_error for anything else, damaged or cut short.
-std::map<std::string, std::string_view> zip_records(std::string_view bytes);
+ZipRecords zip_records(std::string_view bytes);
+
+constexpr std::size_t kZipSignatureSize = 4;
+constexpr std::size_t kZipEndSize = 22;
+
+/// A part of that check: whether a file begins and ends as zip_records() wants it. `begin` and `end` are its first
+/// kZipSignatureSize and last kZipEndSize bytes. Errors: std::runtime_error.
+void check_zip_ends(std::string_view begin, std::string_view end);
 
 }  // namespace gpipe

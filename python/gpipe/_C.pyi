@@ -2,7 +2,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'begin_layer', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'keep_for_recompute', 'kept_for_recompute', 'pop', 'predict', 'profile', 'resnet', 'reuse_cpu_memory', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet']
+__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'begin_layer', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'keep_for_recompute', 'kept_for_recompute', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet']
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -345,6 +345,10 @@ def predict(arg0: Profile, arg1: collections.abc.Sequence[typing.SupportsInt], a
     ...
 def profile(arg0: list[typing.Any], arg1: typing.Any, arg2: ProfileOptions) -> Profile:
     ...
+def read_snapshot(path: typing.Any) -> typing.Any:
+    """
+    The dict in a snapshot's file, checked.
+    """
 def resnet(arg0: typing.SupportsInt, arg1: typing.SupportsInt, arg2: typing.SupportsInt, arg3: bool) -> list[NativeLayer]:
     ...
 def reuse_cpu_memory(on: bool = True) -> None:

@@ -23,6 +23,7 @@ PYBIND11_MODULE(_C, module) {
     }
   });
   init_skip(module);
+  init_snapshot(module);
   init_randomness(module);
   init_trace(module);
   init_pipeline(module);

@@ -49,6 +49,7 @@ void init_models(pybind11::module_& module);
 void init_pipeline(pybind11::module_& module);
 void init_randomness(pybind11::module_& module);
 void init_skip(pybind11::module_& module);
+void init_snapshot(pybind11::module_& module);
 void init_trace(pybind11::module_& module);
 
 /// Errors: std::invalid_argument.

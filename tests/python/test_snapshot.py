@@ -1,8 +1,10 @@
 """Snapshots: what is written comes back, and nothing else does."""
 
 import fcntl
+import io
 import os
 import resource
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -242,12 +244,16 @@ def test_a_model_that_cannot_be_written_is_as_it_was():
 @pytest.mark.parametrize(
     "fields, error, message",
     [
-        ({"position": {"seed": 2**31}}, ValueError, r"position\['seed'\] is 2147483648"),
+        ({"position": {"seed": 2**63}}, ValueError, r"position\['seed'\] is 9223372036854775808"),
         ({"options": {"a": {1, 2}}}, TypeError, r"options\['a'\] is <class 'set'>"),
-        ({"options": {"a": 1}}, TypeError, "'options' has <class 'int'> for 'a', and no str"),
+        ({"options": {"a": 1}}, TypeError, "'options' has <class 'int'> for 'a', not str"),
         ({"history": {3: [0.5]}}, TypeError, "history has the key 3"),
-        ({"model": {"a": [1.0]}}, TypeError, "'model' has <class 'list'> for 'a', and no Tensor"),
-        ({"epoch": "1"}, TypeError, "'epoch' is <class 'str'>, and no int"),
+        ({"model": {"a": torch.ones(2).to_sparse()}}, ValueError, "a tensor of torch.float32 and torch.sparse_coo"),
+        ({"model": {"a": torch.ones(2, dtype=torch.float8_e5m2)}}, ValueError, "a tensor of torch.float8_e5m2"),
+        ({"model": {"a": torch.ones(2, device="meta")}}, ValueError, "on meta"),
+        ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": [{}]}}}}, TypeError, "a dict in 'b'"),
+        ({"model": {"a": [1.0]}}, TypeError, "'model' has <class 'list'> for 'a', not Tensor"),
+        ({"epoch": "1"}, TypeError, "'epoch' is <class 'str'>, not int"),
     ],
 )
 def test_what_cannot_be_read_is_not_written(fields, error, message, tmp_path):
@@ -271,7 +277,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path):
     with open(f"{path}.tmp", "w") as other:
         other.write("of a process that was killed" * 10000)
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(BlockingIOError, match="somebody else is writing it"):
+        with pytest.raises(BlockingIOError, match="another writer is writing it"):
             snapshot.write(path, Snapshot(epoch=2))
     assert path.read_bytes() == before
     snapshot.write(path, Snapshot(epoch=3))
@@ -307,7 +313,7 @@ def test_damage(tmp_path):
     whole = path.read_bytes()
     for size in [*range(0, len(whole), 997), *range(len(whole) - 30, len(whole))]:
         path.write_bytes(whole[:size])
-        with pytest.raises(ValueError, match=f"{path}.*(no snapshot|cut short)"):
+        with pytest.raises(ValueError, match=f"{path}.*(not a snapshot|cut short)"):
             snapshot.read(path)
     refused = 0
     for at in range(0, len(whole), 131):
@@ -335,13 +341,13 @@ def test_foreign_files(tmp_path):
     plain = {"format": "gpipe snapshot", "version": 1} | vars(Snapshot(model={"weight": torch.ones(2)}))
     touched = tmp_path / "touched"
     for content, message in [
-        (torch.ones(2), "something else that torch saved"),
-        ({"model": {}}, "something else that torch saved"),
-        (plain | {"format": Touch(touched)}, "something else in a zip file"),
-        (plain | {"version": 2}, "its version is 2, and this package reads up to 1: read it with a newer one"),
+        (torch.ones(2), "it is not a snapshot: it holds a Tensor, not a dict"),
+        ({"model": {}}, "it is not a snapshot: it has no 'format'"),
+        (plain | {"format": Touch(touched)}, "it is not a snapshot: it names '"),
+        (plain | {"version": 2}, "its version is 2, but this program reads versions up to 1: read it with a newer one"),
         ({name: value for name, value in plain.items() if name != "history"}, "it has no 'history'"),
-        (plain | {"epoch": "1"}, "'epoch' is <class 'str'>, and no int"),
-        (plain | {"optimizer": {"type": "SGD"}}, "'optimizer' has no list 'param_groups'"),
+        (plain | {"epoch": "1"}, "'epoch' is of type str, not int"),
+        (plain | {"optimizer": {"type": "SGD"}}, "'optimizer' has no 'param_groups'"),
     ]:
         torch.save(content, path)
         with pytest.raises(ValueError, match=f"cannot read '{path}'.*{message}"):
@@ -350,8 +356,80 @@ def test_foreign_files(tmp_path):
     torch.save(plain, path)
     assert torch.equal(snapshot.read(path).model["weight"], torch.ones(2))
     path.write_text("no snapshot")
-    with pytest.raises(ValueError, match="it is no snapshot: no zip file"):
+    with pytest.raises(ValueError, match="it is not a snapshot: it is not a zip file"):
         snapshot.read(path)
+
+
+CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
+
+
+def files_of_corpus():
+    """Whole files; and pickles, with the records that tests/fuzz/snapshot.cpp gives them."""
+    for path in sorted(CORPUS.glob("zip/*")):
+        yield pytest.param(path.read_bytes(), path.name.startswith("accepted"), id=f"zip/{path.name}")
+    for path in sorted(CORPUS.glob("snapshot/*")):
+        file = io.BytesIO()
+        with zipfile.ZipFile(file, "w") as records:
+            for name, data in {"data.pkl": path.read_bytes(), "data/0": b"\1" * 64, "data/1": b""}.items():
+                records.writestr(f"archive/{name}", data)
+        yield pytest.param(file.getvalue(), path.name.startswith("accepted"), id=f"snapshot/{path.name}")
+
+
+@pytest.mark.parametrize("content, accepted", list(files_of_corpus()))
+def test_hostile_files(content, accepted, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    if accepted:
+        assert isinstance(snapshot.read(path), Snapshot)
+    else:
+        with pytest.raises(ValueError, match=f"cannot read '{path}': it"):
+            snapshot.read(path)
+
+
+def test_what_is_not_a_regular_file(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with open(tmp_path / "sparse", "wb") as file:
+        file.write(b"PK\3\4")
+        file.truncate(2**42)
+    for path, message in [("/dev/zero", "not a regular file"), (tmp_path / "pipe", "not a regular file")]:
+        with pytest.raises(ValueError, match=message):
+            snapshot.read(path)
+    with pytest.raises(ValueError, match="damaged or cut short"):
+        snapshot.read(tmp_path / "sparse")
+    with pytest.raises(IsADirectoryError, match=str(tmp_path)):
+        snapshot.read(tmp_path)
+    with pytest.raises(ValueError, match="null byte"):
+        snapshot.read("a\0b")
+
+
+def test_strings_and_numbers_of_any_value(tmp_path):
+    options = {"path": os.fsdecode(b"\xff/\xc3\xa4"), "nul": "\0"}
+    saved = Snapshot(options=options, position={"a": 2**63 - 1, "b": -(2**63)})
+    snapshot.write(tmp_path / "file", saved)
+    assert snapshot.read(tmp_path / "file") == saved
+
+
+def test_conjugated_tensors(tmp_path):
+    tensor = torch.tensor([1 + 2j, 3 - 1j])
+    snapshot.write(tmp_path / "file", Snapshot(model={"conjugate": tensor.conj(), "imaginary": tensor.conj().imag}))
+    read = snapshot.read(tmp_path / "file").model
+    assert torch.equal(read["conjugate"], tensor.conj()) and torch.equal(read["imaginary"], torch.tensor([-2.0, 1]))
+
+
+def test_a_folder_that_cannot_be_flushed_leaves_the_new_file(tmp_path, monkeypatch):
+    path = tmp_path / "latest"
+    snapshot.write(path, Snapshot(epoch=1))
+    fsync = os.fsync
+
+    def fail_for_folders(file):
+        if os.path.isdir(f"/proc/self/fd/{file}"):
+            raise OSError(5, "Input/output error")
+        fsync(file)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    with pytest.raises(OSError, match="Input/output error"):
+        snapshot.write(path, Snapshot(epoch=2))
+    assert snapshot.read(path).epoch == 2
 
 
 def test_a_snapshot_of_the_cpp_program(tmp_path):

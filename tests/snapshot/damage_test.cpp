@@ -1,6 +1,7 @@
 #include <caffe2/serialize/inline_container.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/torch.h>
 
@@ -39,7 +40,7 @@ TEST_F(DamageTest, EveryCutIsRefused) {
   const auto whole = bytes_of(path_);
   for (std::size_t size = 0; size < whole.size(); size += size < whole.size() - 300 ? 13 : 1) {
     const auto error = refusal_of(whole.substr(0, size));
-    ASSERT_THAT(error, AllOf(HasSubstr(path_.string()), HasSubstr(size < 4 ? "no snapshot" : "cut short"))) << size;
+    ASSERT_THAT(error, AllOf(HasSubstr(path_.string()), HasSubstr(size < 4 ? "not a snapshot" : "cut short"))) << size;
   }
   EXPECT_THAT(refusal_of(whole + "more"), HasSubstr("damaged"));
   EXPECT_THAT(refusal_of(whole.substr(0, 2000) + whole.substr(2001)), HasSubstr("damaged"));
@@ -67,8 +68,8 @@ TEST_F(DamageTest, AFlippedBitIsRefusedOrDoesNotMatter) {
 
 TEST_F(DamageTest, WhatIsNoSnapshotIsRefused) {
   EXPECT_THAT(refusal(), AllOf(HasSubstr(path_.string()), HasSubstr("No such file")));
-  EXPECT_THAT(refusal_of(""), HasSubstr("no snapshot"));
-  EXPECT_THAT(refusal_of("epoch,loss\n1,0.5\n"), HasSubstr("no zip file"));
+  EXPECT_THAT(refusal_of(""), HasSubstr("not a snapshot"));
+  EXPECT_THAT(refusal_of("epoch,loss\n1,0.5\n"), HasSubstr("it is not a zip file"));
   EXPECT_THAT(error_of([&] { read_snapshot(path_.parent_path()); }), HasSubstr("directory"));
 
   torch::save(small_model(), path_.string());
@@ -76,22 +77,23 @@ TEST_F(DamageTest, WhatIsNoSnapshotIsRefused) {
   torch::save(torch::ones({3}), path_.string());
   EXPECT_THAT(refusal(), HasSubstr("it holds TorchScript"));
   const auto pickled = torch::pickle_save(c10::Dict<std::string, at::Tensor>());
-  EXPECT_THAT(refusal_of({pickled.data(), pickled.size()}), HasSubstr("something else that torch saved"));
+  EXPECT_THAT(refusal_of({pickled.data(), pickled.size()}), HasSubstr("it names 'torch.jit._pickle.restore_type_tag'"));
   write_archive(path_, torch::ones({3}));
-  EXPECT_THAT(refusal(), HasSubstr("something else that torch saved"));
+  EXPECT_THAT(refusal(), HasSubstr("it holds a Tensor, not a dict"));
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
-  dict.insert(1, 2);
-  write_archive(path_, dict);
-  EXPECT_THAT(refusal(), HasSubstr("something else that torch saved"));
   dict.insert("format", "another snapshot");
   write_archive(path_, dict);
-  EXPECT_THAT(refusal(), HasSubstr("something else that torch saved"));
+  EXPECT_THAT(refusal(), HasSubstr("its 'format' is 'another snapshot', not 'gpipe snapshot'"));
+  dict.insert(1, 2);
+  write_archive(path_, dict);
+  EXPECT_THAT(refusal(), HasSubstr("a key that is not a str"));
 }
 
 TEST_F(DamageTest, OtherContentsAreRefused) {
   const auto changed = [&](const std::function<void(c10::impl::GenericDict&)>& change) {
     write_snapshot(path_, small_snapshot());
-    auto dict = read_archive(path_).toGenericDict();
+    const auto bytes = bytes_of(path_);
+    auto dict = torch::pickle_load({bytes.begin(), bytes.end()}).toGenericDict();
     change(dict);
     write_archive(path_, dict);
     return refusal();
@@ -108,8 +110,8 @@ TEST_F(DamageTest, OtherContentsAreRefused) {
   }
 }
 
-/// A file in torch's form with the given pickle and one storage.
-std::string archive_of(const std::string& pickle, const std::string& storage) {
+/// A file in torch's form.
+std::string archive_of(const std::string& pickle, const std::vector<std::string>& storages) {
   std::string bytes;
   {
     caffe2::serialize::PyTorchStreamWriter writer([&](const void* data, std::size_t size) {
@@ -117,7 +119,9 @@ std::string archive_of(const std::string& pickle, const std::string& storage) {
       return size;
     });
     writer.writeRecord("data.pkl", pickle.data(), pickle.size());
-    writer.writeRecord("data/0", storage.data(), storage.size());
+    for (std::size_t i = 0; i < storages.size(); ++i) {
+      writer.writeRecord("data/" + std::to_string(i), storages[i].data(), storages[i].size());
+    }
     writer.writeEndOfFile();
   }
   return bytes;
@@ -129,7 +133,7 @@ TEST_F(DamageTest, NothingIsExecuted) {
   auto pickle = std::string("\x80\x02") + "cos\nsystem\nX";
   pickle += {static_cast<char>(command.size()), 0, 0, 0};
   pickle += command + "\x85R.";
-  EXPECT_THAT(refusal_of(archive_of(pickle, "")), HasSubstr("os.system"));
+  EXPECT_THAT(refusal_of(archive_of(pickle, {})), HasSubstr("os.system"));
   EXPECT_FALSE(std::filesystem::exists(touched));
 }
 
@@ -139,8 +143,61 @@ TEST_F(DamageTest, ATensorStaysInItsRecord) {
   pickler.protocol();
   pickler.pushIValue(torch::ones({8}));
   pickler.stop();
-  EXPECT_THAT(refusal_of(archive_of(pickle, std::string(32, '1'))), HasSubstr("something else that torch saved"));
-  EXPECT_THAT(refusal_of(archive_of(pickle, std::string(28, '1'))), HasSubstr("larger than its record"));
+  EXPECT_THAT(refusal_of(archive_of(pickle, {std::string(32, '1')})), HasSubstr("it holds a Tensor, not a dict"));
+  EXPECT_THAT(refusal_of(archive_of(pickle, {std::string(28, '1')})), HasSubstr("'data/0' has 28 bytes"));
+}
+
+std::vector<std::filesystem::path> corpus(const std::string& name) {
+  const auto tests = std::filesystem::path(__FILE__).parent_path().parent_path();
+  std::vector<std::filesystem::path> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(tests / "fuzz" / "corpus" / name)) {
+    paths.push_back(entry.path());
+  }
+  return paths;
+}
+
+TEST_F(DamageTest, HostileFilesAreRefused) {
+  const auto expect = [&](const std::filesystem::path& file, std::string_view bytes) {
+    const bool accepted = file.filename().string().starts_with("accepted");
+    const auto refusal = refusal_of(bytes);
+    EXPECT_EQ(refusal.empty(), accepted) << file << ": " << refusal;
+  };
+  for (const auto& file : corpus("zip")) expect(file, bytes_of(file));
+  // The records that tests/fuzz/snapshot.cpp gives them.
+  for (const auto& file : corpus("snapshot")) expect(file, archive_of(bytes_of(file), {std::string(64, '\1'), ""}));
+}
+
+TEST_F(DamageTest, WhatIsNotARegularFileIsRefused) {
+  EXPECT_THAT(error_of([] { read_snapshot("/dev/zero"); }), HasSubstr("'/dev/zero': it is not a regular file"));
+  ASSERT_EQ(::mkfifo(path_.c_str(), 0600), 0);
+  EXPECT_THAT(refusal(), HasSubstr("not a regular file"));
+  std::filesystem::remove(path_);
+  write_bytes(path_, "PK\3\4");
+  std::filesystem::resize_file(path_, std::uintmax_t{1} << 42);
+  EXPECT_THAT(refusal(), HasSubstr("cut short"));
+}
+
+TEST_F(DamageTest, WhatCouldNotBeReadIsNotWritten) {
+  const auto refusal_to_write = [&](const std::function<void(Snapshot&)>& change) {
+    Snapshot snapshot;
+    change(snapshot);
+    const auto error = error_of([&] { write_snapshot(path_, snapshot); });
+    EXPECT_FALSE(std::filesystem::exists(path_));
+    return error;
+  };
+  const auto tensor = [&](const at::Tensor& tensor) {
+    return refusal_to_write([&](auto& snapshot) { snapshot.model.insert("a", tensor); });
+  };
+  EXPECT_THAT(tensor({}), AllOf(HasSubstr(path_.string()), HasSubstr("'a' of the model is undefined")));
+  EXPECT_THAT(tensor(torch::ones({2}).to_sparse()), AllOf(HasSubstr(path_.string()), HasSubstr("layout Sparse")));
+  EXPECT_THAT(tensor(torch::ones({2}, torch::kMeta)), HasSubstr("on meta"));
+  EXPECT_THAT(tensor(torch::quantize_per_tensor(torch::ones({2}), 0.1, 0, torch::kQInt8)), HasSubstr("type QInt8"));
+  const auto option = [&](const c10::IValue& value) {
+    return refusal_to_write([&](auto& snapshot) { snapshot.optimizer.state["a"]["step"] = value; });
+  };
+  EXPECT_THAT(option(torch::Device("cpu")), HasSubstr("a value of type Device"));
+  EXPECT_THAT(option(c10::ivalue::Tuple::create({c10::Dict<std::string, std::int64_t>()})),
+              HasSubstr("'step' of the optimizer is, or holds, a dict"));
 }
 
 TEST(AtomicFileTest, TheOldFileStaysUntilTheNewOneIsThere) {
@@ -169,7 +226,7 @@ TEST(AtomicFileTest, ASecondWriterIsRefused) {
   const auto path = folder / "file";
   AtomicFile first(path);
   first.write("first", 5);
-  EXPECT_THAT(error_of([&] { AtomicFile second(path); }), HasSubstr("somebody else"));
+  EXPECT_THAT(error_of([&] { AtomicFile second(path); }), HasSubstr("another writer"));
   first.commit();
   EXPECT_EQ(bytes_of(path), "first");
   AtomicFile(path).commit();

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from torch import Tensor
+
+# Those that LibTorch and Python write alike.
+_DTYPES = {
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex64,
+    torch.complex128,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+_MAX_DEPTH = 16
 
 
 def dump(value: Any) -> io.BytesIO:
@@ -18,46 +34,38 @@ def dump(value: Any) -> io.BytesIO:
     return archive
 
 
-def load(archive: BinaryIO) -> Any:
-    """The value. Raises ValueError for a file that is damaged, cut short, or none of torch.save's."""
-    if archive.read(4) != b"PK\3\4":
-        raise ValueError("it is no snapshot: no zip file")
-    # torch.load does not look at checksums, and takes a flipped bit for a weight.
-    try:
-        with zipfile.ZipFile(archive) as records:
-            broken = records.testzip()
-    except Exception as error:  # the kinds are as many as the ways to be damaged
-        raise ValueError(f"it is damaged or cut short: {error}") from error
-    if broken:
-        raise ValueError(f"it is damaged: the checksum of '{broken}' is wrong")
-    archive.seek(0)
-    try:
-        return torch.load(archive, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise ValueError(f"it is no snapshot, but something else in a zip file: {error}") from error
-
-
-def plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str, depth: int = 0) -> Any:
     """The same of types that torch.load(weights_only=True) and C++ read."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{where} is nested more than {_MAX_DEPTH} levels deep")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        if not -(2**31) <= value < 2**31:
-            raise ValueError(f"{where} is {value}; integers have 32 bits in LibTorch's reader, so make it a str")
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"{where} is {value}; a snapshot's integers have 64 bits, so make it a str")
         return int(value)
     for kind in (float, str):
         if isinstance(value, kind):
             return kind(value)
     if isinstance(value, Tensor):
-        tensor = value.detach().cpu()
-        whole = tensor.untyped_storage().nbytes() == tensor.nbytes
-        return tensor if whole else tensor.clone()
+        return _plain_tensor(value, where)
     if isinstance(value, Mapping):
-        return {_key(key, where): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        return {_key(key, where): plain(item, f"{where}[{key!r}]", depth + 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
+        items = [plain(item, f"{where}[{index}]", depth + 1) for index, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     raise TypeError(f"{where} is {type(value)}; a snapshot holds tensors, numbers, str, and dicts and lists of them")
+
+
+def _plain_tensor(value: Tensor, where: str) -> Tensor:
+    if value.layout is not torch.strided or value.is_meta or value.dtype not in _DTYPES:
+        raise ValueError(
+            f"{where} is a tensor of {value.dtype} and {value.layout} on {value.device}; a snapshot holds dense ones "
+            "of floating, complex, signed or bool types, or uint8"
+        )
+    tensor = value.detach().cpu().resolve_conj().resolve_neg()
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor if whole else tensor.clone()
 
 
 def _key(key: object, where: str) -> str:

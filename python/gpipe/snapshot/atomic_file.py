@@ -28,7 +28,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
                 raise
         _flush_folder(os.path.dirname(path) or ".")
     except BlockingIOError as error:
-        raise BlockingIOError(error.errno, "cannot write: somebody else is writing it", path) from None
+        raise BlockingIOError(error.errno, "cannot write: another writer is writing it", path) from None
     except OSError as error:
         raise OSError(error.errno, f"cannot write: {error.strerror}", path) from error
 

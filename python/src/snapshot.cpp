@@ -1,0 +1,89 @@
+#include <pybind11/pybind11.h>
+
+#include <cerrno>
+#include <filesystem>
+#include <stdexcept>
+#include <string>
+#include <system_error>
+#include <type_traits>
+
+#include "gpipe/snapshot/archive.h"
+#include "gpipe/snapshot/content.h"
+#include "python/src/interpreter.h"
+#include "python/src/pipeline.h"
+#include "python/src/values.h"
+
+namespace gpipe::python {
+namespace {
+
+namespace py = pybind11;
+
+/// What Python's pickle writes for a lone surrogate; and bytes of C++ that are not UTF-8, as Python decodes file names.
+py::object decoded(const std::string& text) {
+  const auto size = static_cast<Py_ssize_t>(text.size());
+  auto* result = PyUnicode_DecodeUTF8(text.data(), size, "surrogatepass");
+  if (result == nullptr) {
+    PyErr_Clear();
+    result = PyUnicode_DecodeUTF8(text.data(), size, "surrogateescape");
+  }
+  if (result == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+py::object to_python(const Plain& plain) {
+  const auto items = [](const std::vector<Plain>& plains) {
+    py::list list;
+    for (const auto& each : plains) list.append(to_python(each));
+    return list;
+  };
+  return std::visit(
+      [&]<class Value>(const Value& value) -> py::object {
+        if constexpr (std::is_same_v<Value, std::monostate>) {
+          return py::none();
+        } else if constexpr (std::is_same_v<Value, std::string>) {
+          return decoded(value);
+        } else if constexpr (std::is_same_v<Value, at::Tensor>) {
+          return py::reinterpret_steal<py::object>(python::to_python(value));
+        } else if constexpr (std::is_same_v<Value, Plain::Tuple>) {
+          return py::tuple(items(value.items));
+        } else if constexpr (std::is_same_v<Value, Plain::List>) {
+          return items(value);
+        } else if constexpr (std::is_same_v<Value, Plain::Dict>) {
+          py::dict dict;
+          for (const auto& [key, item] : value) dict[decoded(key)] = to_python(item);
+          return dict;
+        } else {
+          return py::cast(value);
+        }
+      },
+      plain.value);
+}
+
+py::object read_snapshot(const py::object& path) {
+  PyObject* encoded = nullptr;
+  if (PyUnicode_FSConverter(path.ptr(), &encoded) == 0) throw py::error_already_set();
+  const auto name = py::reinterpret_steal<py::bytes>(encoded);
+  const std::filesystem::path file(static_cast<std::string>(name));
+  try {
+    const auto content = released([&] {
+      auto read = read_archive(file);
+      static_cast<void>(from_content(read));
+      return read;
+    });
+    return to_python(content);
+  } catch (const std::system_error& error) {
+    errno = error.code().value();
+    PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path.ptr());
+    throw py::error_already_set();
+  } catch (const std::runtime_error& error) {
+    throw py::value_error("cannot read '" + file.string() + "': " + error.what());
+  }
+}
+
+}  // namespace
+
+void init_snapshot(py::module_& module) {
+  module.def("read_snapshot", &read_snapshot, py::arg("path"), "The dict in a snapshot's file, checked.");
+}
+
+}  // namespace gpipe::python
