@@ -38,8 +38,8 @@ std::int64_t most_bytes(const StageCost& stage, const std::vector<std::int64_t>&
 }  // namespace
 
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options) {
-  check(options);
   const StageCost stage(profile);
+  stage.check(options);
   auto balance = cut(stage, partitions, [&](int first, int end) { return stage.seconds(first, end, options); });
   if (balance.empty()) refuse(partitions);
   return balance;
@@ -48,8 +48,8 @@ std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions
 // To say what stages cost takes long, so those that surely cost more than a limit are left out. When the best of the
 // rest is within it, there is no better one.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options) {
-  check(options);
   const StageCost stage(profile);
+  stage.check(options);
   const auto whole = stage.least_bytes(0, stage.layers(), options);
   auto limit = whole / std::max(1, partitions);
   for (;;) {
@@ -71,8 +71,8 @@ std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions
 
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options) {
-  check(options);
   const StageCost stage(profile);
+  stage.check(options);
   return cut(stage, partitions, [&](int first, int end) {
     const bool fits = stage.least_bytes(first, end, options) <= bytes && stage.bytes(first, end, options) <= bytes;
     return fits ? stage.seconds(first, end, options) : kForbidden;

@@ -10,8 +10,8 @@
 namespace gpipe {
 
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options) {
-  check(options);
   const StageCost stage(profile);
+  stage.check(options);
   const auto costs = stage.costs(balance, options);
   const auto program = gpipe_program(static_cast<int>(balance.size()), options.chunks, stage.edges(balance),
                                      options.checkpoint, /*backward=*/true);

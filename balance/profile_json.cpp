@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "balance/profile.h"
+#include "balance/stage_cost.h"
 
 namespace gpipe {
 namespace {
@@ -227,6 +228,7 @@ Profile profile_from_json(const std::string& text) {
   Profile profile;
   reader.read(json, "", profile);
   check(profile);
+  const StageCost summed(profile);  // or says that it cannot be
   return profile;
 }
 

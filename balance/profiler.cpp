@@ -15,6 +15,7 @@
 #include "balance/layer_trace.h"
 #include "balance/lone_layer.h"
 #include "balance/measurement.h"
+#include "balance/restore_module.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/micro_batch.h"
@@ -23,6 +24,8 @@ namespace gpipe {
 namespace {
 
 using absl::StrFormat;
+
+constexpr double kMostParamScale = 1000;
 
 void check(const Model& model, const Value& sample, const ProfileOptions& options) {
   const auto refuse = [](const std::string& what) { throw std::invalid_argument("[profile] " + what); };
@@ -34,9 +37,9 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
         StrFormat("intraop_threads must be positive, or 0 for an equal share, but is %d", options.intraop_threads()));
   }
   if (!(options.seconds() >= 0)) refuse(StrFormat("seconds must not be negative, but is %g", options.seconds()));
-  if (!(options.param_scale() >= 2)) {
-    refuse(StrFormat("param_scale counts the parameter and its gradient, so is at least 2, but is %g",
-                     options.param_scale()));
+  if (!(options.param_scale() >= 2 && options.param_scale() <= kMostParamScale)) {
+    refuse(StrFormat("param_scale counts the parameter and its gradient, so is at least 2, and at most %g, but is %g",
+                     kMostParamScale, options.param_scale()));
   }
   if (batch_size(sample) < 1) refuse("the sample is of no samples; give one micro-batch");
 }
@@ -75,12 +78,6 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
   }
 }
 
-Value copy_of(const Value& value) {
-  auto tensors = value.tensors();
-  for (auto& tensor : tensors) tensor = tensor.clone();
-  return Value(value.form(), std::move(tensors));
-}
-
 // Runs a layer alone; says which, when the device has no room even for that.
 template <typename F>
 auto alone(const std::string& name, std::int64_t samples, F run) {
@@ -106,13 +103,15 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
   auto each = options;
   each.workers(1).seconds(options.seconds() / layers);
   for (int i = 0; i < layers; ++i) {
-    const Untouched untouched(*named[i].module);
+    const RestoreModule restore(*named[i].module);
     if (options.progress()) {
       each.progress([&](double part) { options.progress()((i + part) / layers); });
     }
     const auto make = [&](Skips* leaving) {
       std::vector<std::unique_ptr<Layer>> lone;
-      lone.push_back(std::make_unique<LoneLayer>(std::move(model.layers()[i]), skips, leaving));
+      lone.push_back(std::move(model.layers()[i]));
+      lone = restore.watch(std::move(lone));
+      lone.front() = std::make_unique<LoneLayer>(std::move(lone.front()), skips, leaving);
       return lone;
     };
     auto tensors = value.tensors();
@@ -143,6 +142,7 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
       if (link.to == i) skips.erase(link.key);
     }
     skips.merge(leaving);
+    restore.check();
   }
   return whole;
 }
@@ -161,8 +161,10 @@ Profile profile(const Model& model, const Value& sample, const ProfileOptions& o
     });
   }
   try {
-    const Untouched untouched(model.module());
-    return measure([&] { return model.layers(); }, sample, rising);
+    const RestoreModule restore(model.module());
+    auto measured = measure([&] { return restore.watch(model.layers()); }, sample, rising);
+    restore.check();
+    return measured;
   } catch (const c10::OutOfMemoryError&) {
   }
   return profile_alone(model, sample, rising);

@@ -31,13 +31,14 @@ struct ProfileOptions {
 
 /// Measures every layer of a model, in training mode, for micro-batches of the sample's size (which moves the figures):
 /// times are medians over runs of a real pipeline, after one to warm up; bytes are counted, exactly, in one. The model
-/// is left as it was: parameters, gradients, buffers, devices, mode, and the default generator; it must not be used
-/// meanwhile. It must fit the sample's device together with the activations of three micro-batches, or of as many as
-/// there are workers; on a GPU whose memory runs out, it is measured a layer at a time. Autocast is as on the calling
-/// thread; an input that requires grad has one.
+/// is left as it was: parameters, gradients, buffers, devices, modes, and the default generator of the CPU; it must not
+/// be used meanwhile. It must fit the sample's device together with the activations of three micro-batches, or of as
+/// many as there are workers; on a GPU whose memory runs out, it is measured a layer at a time. Autocast is as on the
+/// calling thread; an input that requires grad has one.
 ///
 /// Errors: std::invalid_argument for options or a sample that make no sense, and for a model that GPipe refuses;
 /// std::runtime_error, with what a layer threw nested in it, when one fails or does not fit alone: it names the layer.
+/// std::runtime_error, too, for a layer that changes a parameter in a forward after its first ones: that stays changed.
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options = {});
 
 }  // namespace gpipe

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstddef>
 #include <numeric>
+#include <stdexcept>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -89,13 +90,18 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
 }
 
 std::string prediction_table(const Prediction& prediction) {
+  const auto ends = stage_ends(prediction.balance);
+  if (prediction.stages.size() != ends.size() || prediction.bytes.size() != ends.size()) {
+    throw std::invalid_argument(
+        absl::StrFormat("[balance] a prediction has a balance of %d stages, seconds of %d and bytes of %d", ends.size(),
+                        prediction.stages.size(), prediction.bytes.size()));
+  }
   Table table({"stage", "layers", "a micro-batch", "memory"});
-  std::int64_t first = 0;
-  for (std::size_t stage = 0; stage < prediction.balance.size(); ++stage) {
-    const auto last = first + prediction.balance[stage] - 1;
-    table.add({absl::StrCat(stage), absl::StrCat(first, "-", last), seconds_to_text(prediction.stages[stage]),
-               bytes_to_text(prediction.bytes[stage])});
-    first = last + 1;
+  int first = 0;
+  for (std::size_t stage = 0; stage < ends.size(); ++stage) {
+    table.add({absl::StrCat(stage), absl::StrCat(first, "-", ends[stage] - 1),
+               seconds_to_text(prediction.stages[stage]), bytes_to_text(prediction.bytes[stage])});
+    first = ends[stage];
   }
   return absl::StrFormat("%sa step: %s, bubble %.0f %%\n", table.text(), seconds_to_text(prediction.seconds),
                          100 * prediction.bubble);

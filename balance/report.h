@@ -16,7 +16,8 @@ namespace gpipe {
 /// not sum to the number of layers.
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
 
-/// A line a stage, and one about the step.
+/// A line a stage, and one about the step. Errors: std::invalid_argument for a prediction whose parts are of different
+/// numbers of stages.
 std::string prediction_table(const Prediction& prediction);
 
 /// A line a candidate, the best first.

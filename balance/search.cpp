@@ -15,6 +15,12 @@ namespace {
 
 using absl::StrFormat;
 
+void check_devices(const SearchOptions& options, int stages) {
+  if (options.devices.empty() || static_cast<int>(options.devices.size()) == stages) return;
+  throw std::invalid_argument(
+      StrFormat("[suggest] there are %d devices for %d stages; give one each", options.devices.size(), stages));
+}
+
 /// The fullest device, and what it holds.
 std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& bytes, const SearchOptions& options) {
   std::map<std::string, std::int64_t> of_device;
@@ -124,6 +130,7 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
 
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options) {
+  check_devices(options, static_cast<int>(balance.size()));
   auto prediction = predict(profile, balance, run);
   const bool fits = fullest(prediction.bytes, options).second <= limit_of(options);
   return {balance, run.chunks, run.checkpoint, prediction.seconds, prediction.bubble, std::move(prediction.bytes),
@@ -140,10 +147,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         StrFormat("[suggest] memory_limit and bandwidth must not be negative, but are %d and %g", options.memory_limit,
                   options.bandwidth));
   }
-  if (!options.devices.empty() && static_cast<int>(options.devices.size()) != options.stages) {
-    throw std::invalid_argument(StrFormat("[suggest] there are %d devices for %d stages; give one each",
-                                          options.devices.size(), options.stages));
-  }
+  check_devices(options, options.stages);
   Suggestion suggestion;
   const Profile* of_leanest = nullptr;
   std::int64_t least = std::numeric_limits<std::int64_t>::max();

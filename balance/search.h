@@ -60,7 +60,8 @@ struct Suggestion {
 /// make no sense, no profiles, and fewer layers than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
-/// A balance as a candidate.
+/// A balance as a candidate. Errors: those of predict(), and std::invalid_argument for devices of another number of
+/// stages.
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
 

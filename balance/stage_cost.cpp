@@ -1,6 +1,8 @@
 #include "balance/stage_cost.h"
 
 #include <algorithm>
+#include <cmath>
+#include <initializer_list>
 #include <numeric>
 #include <stdexcept>
 #include <utility>
@@ -47,6 +49,23 @@ class Replay {
 constexpr double kShortest = 1e-9;
 constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
 
+/// Sums of a few times as many still fit 64 bits.
+constexpr double kMostBytes = std::int64_t{1} << 58;
+
+double all_bytes(const Profile& profile) {
+  double sum = 0;
+  const auto add = [&](std::initializer_list<std::int64_t> numbers) {
+    for (const auto bytes : numbers) sum += std::abs(static_cast<double>(bytes));
+  };
+  for (const auto& layer : profile.layers) {
+    add({layer.parameters, layer.gradients, layer.optimizer, layer.buffers, layer.output, layer.saved,
+         layer.forward_extra, layer.stored_extra, layer.backward_extra});
+  }
+  for (const auto& block : profile.blocks) add({block.bytes});
+  for (const auto& skip : profile.skips) add({skip.bytes});
+  return sum;
+}
+
 /// The stage that a layer is in; `ends` says of each stage which layer comes behind it.
 int stage_of(int layer, const std::vector<int>& ends) {
   return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
@@ -66,9 +85,14 @@ double share_recomputed(const RunOptions& options) {
 
 }  // namespace
 
-void check(const RunOptions& options) {
+void StageCost::check(const RunOptions& options) const {
   if (options.chunks < 1) {
     throw std::invalid_argument(absl::StrFormat("[balance] chunks must be positive, but is %d", options.chunks));
+  }
+  if (options.chunks * all_bytes_ > kMostBytes) {
+    throw std::invalid_argument(
+        absl::StrFormat("[balance] %d chunks of a profile of %g bytes are more than can be summed; give fewer",
+                        options.chunks, all_bytes_));
   }
   if (!(options.bandwidth >= 0)) {
     throw std::invalid_argument(
@@ -79,11 +103,16 @@ void check(const RunOptions& options) {
 StageCost::StageCost(const Profile& profile)
     : profile_(profile),
       layers_(static_cast<int>(profile.layers.size())),
+      all_bytes_(all_bytes(profile)),
       sums_(layers_ + 1),
       blocks_(layers_),
       saved_by_(layers_ + 1),
       saved_for_(layers_ + 1),
       can_cut_(layers_ + 1, true) {
+  if (all_bytes_ > kMostBytes) {
+    throw std::invalid_argument(
+        absl::StrFormat("[balance] the profile's %g bytes are more than can be summed", all_bytes_));
+  }
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
     auto& sum = sums_[i + 1] = sums_[i];
@@ -118,6 +147,8 @@ bool StageCost::can_cut(const std::vector<std::int64_t>& balance) const {
 }
 
 std::vector<std::vector<std::int64_t>> StageCost::near(const std::vector<std::int64_t>& balance, int layers) const {
+  static_cast<void>(ends(balance));
+  layers = std::min(layers, layers_);
   std::vector<std::vector<std::int64_t>> found;
   for (std::size_t s = 0; s + 1 < balance.size(); ++s) {
     for (int moved = -layers; moved <= layers; ++moved) {
@@ -203,14 +234,8 @@ std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) con
 }
 
 std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
-  std::vector<int> ends;
-  bool positive = true;
-  for (const auto layers : balance) {
-    positive = positive && layers > 0 && layers <= layers_;
-    if (!positive) break;
-    ends.push_back((ends.empty() ? 0 : ends.back()) + static_cast<int>(layers));
-  }
-  if (!positive || ends.empty() || ends.back() != layers_) {
+  auto ends = stage_ends(balance);
+  if (ends.empty() || ends.back() != layers_) {
     throw std::invalid_argument(
         absl::StrFormat("[balance] {%s} does not cut %d layers: give positive numbers of layers that sum to it",
                         absl::StrJoin(balance, ", "), layers_));

@@ -20,19 +20,22 @@ struct RunOptions {
   bool copies = false;
 };
 
-/// Errors: std::invalid_argument for chunks < 1, or a bandwidth that is negative or no number.
-void check(const RunOptions& options);
-
 /// What stages of a profiled model cost, for whichever layers they are made of. The profile must outlive it.
 class StageCost {
  public:
+  /// Errors: std::invalid_argument for a profile of more bytes than can be summed.
   explicit StageCost(const Profile& profile);
+
+  /// Errors: std::invalid_argument for chunks < 1, for so many that their bytes cannot be summed, and for a bandwidth
+  /// that is negative or not a number. What takes RunOptions here requires them to pass.
+  void check(const RunOptions& options) const;
 
   int layers() const { return layers_; }
 
   /// Whether a stage may end before a layer: not where that would part layers that share a parameter.
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
-  /// The other balances that cut the model and differ from one by a single cut, at most `layers` layers away.
+  /// The other balances that cut the model and differ from one by a single cut, at most `layers` layers away. Errors:
+  /// those of ends().
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
   /// The layer behind each stage of a balance. Errors: std::invalid_argument for one that does not cover the model.
@@ -70,6 +73,7 @@ class StageCost {
 
   const Profile& profile_;
   const int layers_;
+  double all_bytes_ = 0;
   std::vector<LayerProfile> sums_;                 ///< of the layers before
   std::vector<std::vector<const Block*>> blocks_;  ///< by layer
   // Bytes that forwards leave for backwards, of the layers before: allocated by those, freed by those.

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "balance/restore_module.h"
 #include "balance/trial.h"
 #include "gpipe/micro_batch.h"
 
@@ -124,11 +125,11 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
   }
   suggestion.best();  // or why there is none
   const at::AutoGradMode grad_mode(true);
-  const Untouched untouched(model.module());
+  const RestoreModule restore(model.module());
   std::vector<Measured> measured;
   for (const auto& candidate : suggestion.candidates) {
     if (!candidate.fits || static_cast<int>(measured.size()) == candidates) break;
-    GPipe pipe(model.layers(), candidate.balance,
+    GPipe pipe(restore.watch(model.layers()), candidate.balance,
                GPipeOptions()
                    .devices(devices)
                    .chunks(candidate.chunks)
@@ -137,14 +138,16 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
     pipe->train();
     std::vector<double> seconds;
     for (int repeat = -1; repeat < repeats; ++repeat) {  // one to warm up
+      const auto batch = copy_of(sample);                // which the first layer may change
       synchronize(devices);
       const auto start = Clock::now();
-      trial_step(pipe, sample);
+      trial_step(pipe, batch);
       synchronize(devices);
       if (repeat >= 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
     }
     measured.push_back({candidate, median(seconds)});
   }
+  restore.check();
   std::stable_sort(measured.begin(), measured.end(),
                    [](const Measured& a, const Measured& b) { return a.seconds < b.seconds; });
   return measured;

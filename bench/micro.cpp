@@ -18,6 +18,7 @@
 #include "balance/cut.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/runtime/channel.h"
+#include "gpipe/runtime/cpu_quota.h"
 #include "gpipe/runtime/event.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/generators.h"
@@ -63,7 +64,7 @@ BENCHMARK(gather)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}}
 /// To another thread and back.
 void hand_over(State& state) {
   const int count = static_cast<int>(state.max_iterations);
-  const int spins = state.range(0) != 0 ? spins_for(2) : 0;
+  const int spins = state.range(0) != 0 ? spins_for(2, cpu_quota()) : 0;
   Channel there(1, count, spins);
   Channel back(1, count, spins);
   std::thread other([&] {

@@ -5,12 +5,11 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
-#include <numeric>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_join.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
@@ -22,24 +21,14 @@ using Layers = std::vector<std::unique_ptr<Layer>>;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
 
-std::string to_text(const std::vector<std::int64_t>& balance) {
-  std::ostringstream text;
-  text << at::IntArrayRef(balance);
-  return text.str();
-}
-
 void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
   if (layers == 0) refuse("the model has no layers");
   if (balance.empty()) {
     refuse("balance is required: the number of layers of each stage, as {" + std::to_string(layers) +
            "} for one stage");
   }
-  if (std::any_of(balance.begin(), balance.end(), [](auto count) { return count <= 0; })) {
-    refuse("every stage needs at least one layer, but balance is " + to_text(balance));
-  }
-  const auto sum = std::accumulate(balance.begin(), balance.end(), std::int64_t{0});
-  if (sum != static_cast<std::int64_t>(layers)) {
-    refuse("balance " + to_text(balance) + " sums to " + std::to_string(sum) + ", but the model has " +
+  if (const auto sum = static_cast<std::size_t>(stage_ends(balance).back()); sum != layers) {
+    refuse("balance {" + absl::StrJoin(balance, ", ") + "} sums to " + std::to_string(sum) + ", but the model has " +
            std::to_string(layers) + " layers");
   }
 }

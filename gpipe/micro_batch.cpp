@@ -7,14 +7,31 @@
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
+#include <string>
+
+#include "gpipe/schedule/program.h"
 
 #include "gpipe/autograd/shared_memory.h"
 
 namespace gpipe {
+namespace {
+
+std::int64_t divide_up(std::int64_t number, std::int64_t by) { return number / by + (number % by != 0 ? 1 : 0); }
+
+}  // namespace
 
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
-  const auto size =
-      std::max<std::int64_t>(1, split_size > 0 ? split_size : samples / chunks + (samples % chunks != 0 ? 1 : 0));
+  if (samples < 0 || split_size < 0 || (split_size == 0 && chunks < 1)) {
+    throw std::invalid_argument("[gpipe] a mini-batch of " + std::to_string(samples) + " samples cannot be cut into " +
+                                (split_size != 0 ? "micro-batches of " + std::to_string(split_size) + " samples"
+                                                 : std::to_string(chunks) + " micro-batches"));
+  }
+  const auto size = std::max<std::int64_t>(1, split_size > 0 ? split_size : divide_up(samples, chunks));
+  if (const auto count = divide_up(samples, size); count > kMostCells) {
+    throw std::invalid_argument("[gpipe] a mini-batch of " + std::to_string(samples) + " samples would be cut into " +
+                                std::to_string(count) + " micro-batches, but at most " + std::to_string(kMostCells) +
+                                " are possible; give fewer chunks or a larger split_size");
+  }
   std::vector<std::int64_t> sizes;
   for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
   if (sizes.empty()) sizes.push_back(0);

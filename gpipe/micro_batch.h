@@ -12,7 +12,8 @@ namespace gpipe {
 
 /// Samples in each micro-batch of a mini-batch of `samples`: at most `chunks` equal ones, the last one smaller (as
 /// torch::chunk cuts); or, with split_size > 0, that many each. At least one micro-batch, empty for an empty
-/// mini-batch.
+/// mini-batch. Errors: std::invalid_argument for numbers that are negative, for chunks of 0 without a split_size, and
+/// for more than kMostCells micro-batches.
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
 
 /// The common size of dimension 0. Errors: std::invalid_argument for no tensors, an undefined or 0-dimensional one, or

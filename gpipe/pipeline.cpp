@@ -1,9 +1,16 @@
 #include "gpipe/pipeline.h"
 
+#include <algorithm>
+#include <cstddef>
 #include <stdexcept>
 #include <utility>
 
 namespace gpipe {
+namespace {
+
+constexpr std::size_t kPrograms = 16;
+
+}  // namespace
 
 Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
                    Host host)
@@ -35,11 +42,18 @@ Mutex& Pipeline::turn() {
 }
 
 std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, bool backward) {
+  const Key key{micro_batches, checkpoint, backward};
   MutexLock lock(mutex_);
-  auto& program = programs_[Key{micro_batches, checkpoint, backward}];
-  if (program) return program;
-  program = std::make_shared<const Program>(gpipe_program(count(), micro_batches, edges_, checkpoint, backward));
-  return program;
+  const auto found =
+      std::find_if(programs_.begin(), programs_.end(), [&](const auto& known) { return known.first == key; });
+  if (found != programs_.end()) {
+    std::rotate(found, found + 1, programs_.end());
+  } else {
+    auto made = std::make_shared<const Program>(gpipe_program(count(), micro_batches, edges_, checkpoint, backward));
+    if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
+    programs_.emplace_back(key, std::move(made));
+  }
+  return programs_.back().second;
 }
 
 void Pipeline::set_error(std::optional<ErrorInfo> error) {

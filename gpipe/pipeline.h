@@ -6,10 +6,10 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
-#include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/runtime/mutex.h"
@@ -66,7 +66,8 @@ class Pipeline {
   /// own workers, which would wait for itself, and in a process that was forked off, which has no workers.
   Mutex& turn();
 
-  /// The verified program for so many micro-batches: with backward, fill and drain; without, fill. Made once, kept.
+  /// The verified program for so many micro-batches: with backward, fill and drain; without, fill. The last 16 that
+  /// were asked for are kept.
   std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, bool backward);
 
   void set_error(std::optional<ErrorInfo> error);
@@ -87,10 +88,6 @@ class Pipeline {
     Checkpoint checkpoint;
     bool backward;
     friend bool operator==(const Key&, const Key&) = default;
-    template <typename H>
-    friend H AbslHashValue(H h, const Key& key) {
-      return H::combine(std::move(h), key.micro_batches, key.checkpoint, key.backward);
-    }
   };
 
   std::vector<Stage> stages_;
@@ -104,7 +101,7 @@ class Pipeline {
 
   Mutex turn_;
   mutable Mutex mutex_;
-  absl::flat_hash_map<Key, std::shared_ptr<const Program>> programs_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
   std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
   int steps_ ABSL_GUARDED_BY(mutex_) = 0;

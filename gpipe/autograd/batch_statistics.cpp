@@ -50,17 +50,26 @@ BatchStatistics* BatchStatistics::current() { return current_statistics; }
 void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var,
                           double momentum) {
   at::NoGradGuard no_grad;
+  auto entry = std::find_if(entries_.begin(), entries_.end(),
+                            [&](const Entry& known) { return known.running_mean.is_same(running_mean); });
+  if (entry == entries_.end()) entry = entries_.insert(entry, Entry{running_mean, running_var, momentum});
+  ++entry->calls;
+  if (input.numel() == 0) return;
+
   std::vector<std::int64_t> all_but_channels = {0};
   for (std::int64_t d = 2; d < input.dim(); ++d) all_but_channels.push_back(d);
   const auto values = input.detach();
-  const double count = static_cast<double>(values.numel() / std::max<std::int64_t>(1, values.size(1)));
+  const auto count = static_cast<double>(values.numel() / values.size(1));
   const auto mean = at::mean(values, all_but_channels, /*keepdim=*/false, at::kDouble);
-  const auto deviations = at::var(values, all_but_channels, /*correction=*/0.0).to(at::kDouble).mul_(count);
-
-  auto entry = std::find_if(entries_.begin(), entries_.end(),
-                            [&](const Entry& known) { return known.running_mean.is_same(running_mean); });
-  if (entry == entries_.end()) {
-    entries_.push_back({running_mean, running_var, momentum, 1, count, mean, deviations});
+  // The variance has the type of what it is taken of.
+  const bool is_reduced = at::isReducedFloatingType(values.scalar_type());
+  const auto deviations =
+      at::var(is_reduced ? values.to(at::kFloat) : values, all_but_channels, /*correction=*/0.0).to(at::kDouble) *
+      count;
+  if (entry->count == 0) {
+    entry->mean = mean;
+    entry->deviations = deviations;
+    entry->count = count;
     return;
   }
   const double joined = entry->count + count;
@@ -68,12 +77,12 @@ void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mea
   entry->mean.add_(apart, count / joined);
   entry->deviations.add_(deviations).add_(apart.square(), entry->count * count / joined);
   entry->count = joined;
-  ++entry->calls;
 }
 
 void BatchStatistics::commit(const Stage& stage) {
   at::NoGradGuard no_grad;
   for (const auto& entry : entries_) {
+    if (entry.count < 2) continue;
     use_on_current_stream(entry.mean);
     use_on_current_stream(entry.deviations);
     update(entry.running_mean, entry.mean, entry.momentum);

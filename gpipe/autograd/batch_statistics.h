@@ -33,10 +33,12 @@ class BatchStatistics {
   };
   static BatchStatistics* current();
 
+  /// REQUIRES: what batch norm requires of its input. An input without values counts as a call only.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Updates the running statistics and counts of the stage's layers, once. A momentum that depends on the count is
-  /// that of the first micro-batch.
+  /// Updates the running statistics and counts of the stage's layers as one batch norm of the whole mini-batch does.
+  /// The momentum is the first micro-batch's, which is right also where it depends on the count. Statistics stay where
+  /// the mini-batch had fewer than two values a channel: those have no variance.
   void commit(const Stage& stage);
 
  private:
@@ -45,9 +47,9 @@ class BatchStatistics {
     at::Tensor running_var;
     double momentum = 0;
     std::int64_t calls = 0;
-    double count = 0;       // values a channel
-    at::Tensor mean;        // by channel, double
-    at::Tensor deviations;  // squared and summed, by channel, double
+    double count = 0;            // values a channel
+    at::Tensor mean = {};        // by channel, double
+    at::Tensor deviations = {};  // squared and summed, by channel, double
   };
   std::vector<Entry> entries_;
 };

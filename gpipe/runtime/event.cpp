@@ -55,10 +55,10 @@ void Event::announce() {
   changed_.notify_all();  // without the mutex, which the woken thread will take
 }
 
-int spins_for(int threads) {
+int spins_for(int threads, double cpu_quota) {
   cpu_set_t cores;
   if (sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;  // more cores than the set can tell
-  return threads <= CPU_COUNT(&cores) ? kSpins : 0;
+  return threads <= CPU_COUNT(&cores) && threads <= cpu_quota ? kSpins : 0;
 }
 
 }  // namespace gpipe

@@ -19,9 +19,9 @@ namespace gpipe {
 ///      wake-up falls between.
 class Event {
  public:
-  /// Returns when the condition holds. Looks up to `spins` times, a pause apart, before it sleeps: on a core of its own
-  /// that is far quicker than to be woken, on a shared one it keeps away the thread that is waited for; so it yields
-  /// now and then, for whoever else may have been put on its core.
+  /// Returns when the condition holds. Looks up to `spins` times, a pause apart, before it sleeps. On a core of its own
+  /// spinning is far quicker than being woken. On a shared core it delays the thread we wait for, so it yields now and
+  /// then.
   void await(int spins, absl::FunctionRef<bool()> condition);
 
   /// The same, but sleeps for so long at most: whether the condition holds.
@@ -35,8 +35,9 @@ class Event {
   CondVar changed_;
 };
 
-/// Spins enough to bridge what cells of unequal length make each other wait, about half a millisecond, if this process
-/// has a core for each of so many busy threads; else none.
-int spins_for(int threads);
+/// Spins for about half a millisecond, which bridges the waits of cells of unequal length. None where so many busy
+/// threads do not have a core each: the process may run on too few cores, or may use less CPU time than that.
+/// `cpu_quota` is the CPU time in CPUs.
+int spins_for(int threads, double cpu_quota);
 
 }  // namespace gpipe

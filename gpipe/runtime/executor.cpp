@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_format.h"
 #include "gpipe/runtime/channel.h"
+#include "gpipe/runtime/cpu_quota.h"
 
 namespace gpipe {
 namespace {
@@ -196,10 +197,11 @@ class Executor::Worker {
   std::thread thread_;  // last: it uses the others
 };
 
-Executor::Executor(int workers, std::function<void()> poll) : poll_(std::move(poll)), process_(getpid()) {
+Executor::Executor(int workers, std::function<void()> poll)
+    : poll_(std::move(poll)), process_(getpid()), cpu_quota_(cpu_quota()) {
   if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: %d workers; give at least 1", workers));
   workers_.reserve(workers);
-  const int spins = spins_for(workers + 1);  // the caller is busy between runs
+  const int spins = spins_for(workers + 1, cpu_quota_);  // the caller is busy between runs
   for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, w, spins));
 }
 
@@ -240,7 +242,7 @@ std::optional<Failure> Executor::run(const Program& program, Part part, Cells& c
   if (part != Part::kAll && !program.two_phase()) {
     throw std::logic_error("Executor::run: part of a program in which forwards follow backwards: run all of it");
   }
-  Run run(program, part, cells, spins_for(workers()), timeline != nullptr, step);
+  Run run(program, part, cells, spins_for(workers(), cpu_quota_), timeline != nullptr, step);
   {
     MutexLock turn(turn_);
     for (const auto& worker : workers_) worker->start(run);

@@ -71,6 +71,7 @@ class Executor {
 
   const std::function<void()> poll_;
   const pid_t process_;
+  const double cpu_quota_;  // when this was made
   Mutex turn_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };

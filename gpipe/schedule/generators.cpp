@@ -1,5 +1,6 @@
 #include "gpipe/schedule/generators.h"
 
+#include <algorithm>
 #include <numeric>
 #include <stdexcept>
 #include <string>
@@ -67,7 +68,7 @@ Schedule fill_drain(const Layout& layout, Checkpoint checkpoint) {
 }
 
 Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward) {
-  Layout layout{stages, micro_batches, std::vector<int>(stages)};
+  Layout layout{stages, micro_batches, std::vector<int>(std::clamp(stages, 0, kMostCells))};  // others are refused
   std::iota(layout.placement.begin(), layout.placement.end(), 0);
   for (auto& edge : edges) edge.capacity = micro_batches;
   auto schedule = backward ? fill_drain(layout, checkpoint) : fill(layout);

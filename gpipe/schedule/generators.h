@@ -30,8 +30,9 @@ Schedule fill(const Layout& layout);
 /// recomputes meanwhile, and never holds more than one recomputed cell.
 Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 
-/// The program that these make of a model cut into stages, a worker each, over edges that hold a whole mini-batch:
-/// fill and drain, or without `backward` the fill alone. Errors: std::invalid_argument for edges that make no sense.
+/// The program that these make of a model cut into stages, a worker each, over edges that hold a whole mini-batch: fill
+/// and drain, or without `backward` the fill alone. Errors: std::invalid_argument for numbers or edges that make no
+/// sense.
 Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward);
 
 }  // namespace gpipe

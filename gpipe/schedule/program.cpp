@@ -2,8 +2,12 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <limits>
+#include <stdexcept>
 #include <utility>
 
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
@@ -13,18 +17,42 @@ int Layout::workers() const {
   return last == placement.end() ? 0 : *last + 1;
 }
 
+std::vector<int> stage_ends(const std::vector<std::int64_t>& balance) {
+  constexpr int kMost = std::numeric_limits<int>::max();
+  std::vector<int> ends;
+  int first = 0;
+  for (const auto layers : balance) {
+    if (layers < 1) {
+      throw std::invalid_argument(absl::StrFormat("[gpipe] every stage needs at least one layer, but balance is {%s}",
+                                                  absl::StrJoin(balance, ", ")));
+    }
+    if (layers > kMost - first) {
+      throw std::invalid_argument(absl::StrFormat("[gpipe] balance {%s} sums to more than %d, the most layers possible",
+                                                  absl::StrJoin(balance, ", "), kMost));
+    }
+    ends.push_back(first += static_cast<int>(layers));
+  }
+  return ends;
+}
+
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             std::vector<int>* crossing) {
-  std::vector<int> stage_of;
+  const auto ends = stage_ends(balance);
+  const int layers = ends.empty() ? 0 : ends.back();
+  const auto stage_of = [&](int layer) {
+    if (layer < 0 || layer >= layers) {
+      throw std::out_of_range(
+          absl::StrFormat("[gpipe] a skip names layer %d, but the balance has %d layers", layer, layers));
+    }
+    return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
+  };
   std::vector<Edge> edges;
-  for (std::size_t s = 0; s < balance.size(); ++s) {
-    const int stage = static_cast<int>(s);
-    stage_of.insert(stage_of.end(), balance[s], stage);
-    if (stage > 0) edges.push_back({stage - 1, stage, 1, "activation"});
+  for (int stage = 1; stage < static_cast<int>(ends.size()); ++stage) {
+    edges.push_back({stage - 1, stage, 1, "activation"});
   }
   for (std::size_t i = 0; i < links.size(); ++i) {
-    const int from = stage_of.at(links[i].from);
-    const int to = stage_of.at(links[i].to);
+    const int from = stage_of(links[i].from);
+    const int to = stage_of(links[i].to);
     if (from == to) continue;
     edges.push_back({from, to, 1, "skip " + links[i].name});
     if (crossing != nullptr) crossing->push_back(static_cast<int>(i));

@@ -28,14 +28,21 @@ struct LayerLink {
   std::string name;
 };
 
+/// The layer behind each stage of a balance; the last one is the number of layers. Errors: std::invalid_argument for a
+/// number that is not positive, or for more layers than an int can count.
+std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
+
 /// The edges of a model that a balance cuts: the activations between neighbours first, then the links that cross a cut,
-/// in their order. `crossing`, when given, gets the indices of those links. Errors: std::out_of_range for a layer that
-/// the balance does not have.
+/// in their order. `crossing`, when given, gets the indices of those links. Errors: those of stage_ends();
+/// std::out_of_range for a layer that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             std::vector<int>* crossing = nullptr);
 
 /// One ordered list of actions a worker.
 using Schedule = std::vector<std::vector<Action>>;
+
+/// The most cells, stages x micro-batches, that a layout may have. A program of so many takes about a gigabyte.
+inline constexpr int kMostCells = 1 << 22;
 
 /// How a pipeline is laid out: what a schedule is generated from, and what a program is verified against.
 struct Layout {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <string>
 
@@ -165,6 +166,11 @@ absl::Status verify(const Layout& layout) {
   }
   if (layout.micro_batches < 1) {
     return InvalidArgumentError(StrFormat("the layout has %d micro-batches: give it at least 1", layout.micro_batches));
+  }
+  if (static_cast<std::int64_t>(layout.stages) * layout.micro_batches > kMostCells) {
+    return InvalidArgumentError(StrFormat(
+        "the layout has %d stages and %d micro-batches: give it at most %d cells, one a stage and micro-batch",
+        layout.stages, layout.micro_batches, kMostCells));
   }
   if (layout.placement.size() != static_cast<std::size_t>(layout.stages)) {
     return InvalidArgumentError(

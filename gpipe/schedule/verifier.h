@@ -21,7 +21,7 @@ struct Peaks {
 absl::Status verify(const Layout& layout);
 
 /// Proves that a schedule can be executed:
-///   1. layout, placement and edges make sense (from < to, capacity >= 1);
+///   1. layout, placement and edges make sense (at most kMostCells cells, from < to, capacity >= 1);
 ///   2. every cell has exactly one F, and either no backward at all in the whole schedule or exactly one B, or one I
 ///      and one W; at most one R, and none without a backward; each on the worker of its stage;
 ///   3. within a cell: F < R < B, F < R < I < W;

@@ -276,13 +276,16 @@ def _on(value: object, device: torch.device) -> Any:
 
 @contextmanager
 def _training(module: nn.Module) -> Iterator[None]:
-    """In training mode, which is undone."""
-    modes = [(each, each.training) for each in module.modules()]
+    """In training mode, which is undone. Tensors that layers replace by others come back."""
+    states = [(each, each.training, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
     module.train()
     try:
         yield
     finally:
-        for each, training in modes:
+        for each, training, parameters, buffers in states:
             each.training = training
+            if not isinstance(each, torch.jit.ScriptModule):  # cannot replace them
+                each._parameters.update(parameters)
+                each._buffers.update(buffers)
             if isinstance(each, DeferredBatchNorm):
                 each.reset()

@@ -58,25 +58,27 @@ class DeferredBatchNorm(_BatchNorm):
         self.in_pipeline = False
 
     def commit(self) -> None:
-        """Updates the running statistics with the micro-batches since the last time, if there were any."""
-        if self._mean is None or self._squares is None:
+        """Updates the running statistics and their count with the micro-batches since the last time, if there were any.
+        The statistics stay where those had no values."""
+        if self.tracked == 0:
             return
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         with torch.no_grad():
             self.num_batches_tracked += 1
-            factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-            variance = self._squares / max(self.counter - 1, 1)
-            self.running_mean.lerp_(self._mean.to(self.running_mean), factor)
-            self.running_var.lerp_(variance.to(self.running_var), factor)
+            if self._mean is not None and self._squares is not None:
+                factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+                variance = self._squares / (self.counter - 1)  # batch norm refuses a single value
+                self.running_mean.lerp_(self._mean.to(self.running_mean), factor)
+                self.running_var.lerp_(variance.to(self.running_var), factor)
         self.reset()
 
     def forward(self, input: Tensor) -> Tensor:
         if not self.training:
             return super().forward(input)
+        output = F.batch_norm(input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps)
         if not is_recomputing():
             self._track(input)
-        output = F.batch_norm(input, None, None, self.weight, self.bias, training=True, momentum=0.0, eps=self.eps)
         if not self.in_pipeline and self.tracked >= self.chunks:
             self.commit()
         return output

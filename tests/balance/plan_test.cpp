@@ -10,7 +10,9 @@
 #include "balance/cut.h"
 #include "balance/predict.h"
 #include "balance/profile.h"
+#include "balance/report.h"
 #include "balance/search.h"
+#include "balance/stage_cost.h"
 #include "tests/support/support.h"
 
 namespace gpipe {
@@ -152,6 +154,42 @@ TEST(PlanTest, PredictsTheStepOfASimulation) {
   EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_size(profile, 2, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_time(profile, 2, {.bandwidth = -1}), std::invalid_argument);
+}
+
+TEST(PlanTest, NumbersThatOverflowAreRefused) {
+  constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
+  constexpr int kManyChunks = std::numeric_limits<int>::max();
+  auto profile = chain({1, 1, 1, 1});
+  const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
+  const std::vector<std::int64_t> wraps = {kHuge, kHuge, 6};  // to 4
+  EXPECT_THAT(refusal([&] { predict(profile, wraps); }), HasSubstr("sums to more than"));
+  EXPECT_THAT(refusal([&] { profile_table(profile, wraps); }), HasSubstr("sums to more than"));
+  EXPECT_THAT(refusal([&] { StageCost(profile).edges(wraps); }), HasSubstr("sums to more than"));
+  EXPECT_THAT(refusal([&] { StageCost(profile).near(wraps, kManyChunks); }), HasSubstr("sums to more than"));
+  EXPECT_THAT(refusal([&] {
+                predict(profile, {2, 2}, {.chunks = kManyChunks});
+              }),
+              HasSubstr("2147483647 micro-batches"));
+  for (auto& block : profile.blocks) block.bytes = std::int64_t{10} << 30;
+  for (const auto balance : {&balance_by_size, &balance_by_time}) {
+    EXPECT_THAT(refusal([&] { balance(profile, 2, {.chunks = kManyChunks}); }), HasSubstr("more than can be summed"));
+    EXPECT_EQ(balance(profile, 2, {.chunks = 1000}).size(), 2U);
+  }
+  profile.layers[0].parameters = profile.layers[1].parameters = kHuge;
+  EXPECT_THAT(refusal([&] { balance_by_size(profile, 2); }), HasSubstr("more than can be summed"));
+  EXPECT_THAT(refusal([&] { profile_from_json(profile_to_json(profile)); }), HasSubstr("more than can be summed"));
+}
+
+TEST(PlanTest, PartsOfDifferentNumbersOfStagesAreRefused) {
+  const auto profile = chain({1, 1, 1});
+  const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
+  EXPECT_THAT(refusal([&] {
+                make_candidate(profile, {1, 1, 1}, {}, {.devices = {"a", "b"}});
+              }),
+              HasSubstr("2 devices for 3 stages"));
+  auto prediction = predict(profile, {2, 1});
+  prediction.bytes.pop_back();
+  EXPECT_THAT(refusal([&] { prediction_table(prediction); }), HasSubstr("bytes of 1"));
 }
 
 TEST(PlanTest, SearchesBalanceChunksAndCheckpoint) {

@@ -178,7 +178,9 @@ TEST(ProfileTest, RefusesWhatMakesNoSense) {
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   EXPECT_THAT(refusal([&] { profile(nn::Sequential(), x); }), HasSubstr("no layers"));
   EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().workers(0)); }), HasSubstr("workers must be positive"));
-  EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().param_scale(1)); }), HasSubstr("at least 2, but is 1"));
+  EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().param_scale(1)); }),
+              HasSubstr("at least 2, and at most 1000, but is 1"));
+  EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().param_scale(1e300)); }), HasSubstr("but is 1e+300"));
   EXPECT_THAT(refusal([&] { profile(model, torch::randn({0, 6})); }), HasSubstr("no samples"));
   EXPECT_THAT(refusal([&] { profile(model, Value(std::vector<torch::Tensor>())); }), HasSubstr("no input tensor"));
   EXPECT_THAT(refusal([&] { balance_by_time(3, model, x); }), HasSubstr("between 1 and the number of layers, 2"));

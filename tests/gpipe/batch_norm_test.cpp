@@ -1,9 +1,12 @@
 // Running statistics of batch norm: once a micro-batch, or, deferred, once a mini-batch and exact.
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
+#include <torch/nn/modules/container/functional.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
+#include <cmath>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -97,6 +100,127 @@ TEST(DeferredBatchNormTest, IsExactOverTheMiniBatch) {
       }
     }
   }
+}
+
+/// Mean and unbiased variance of each channel of a [samples, channels] batch, in double, value by value.
+struct Statistics {
+  explicit Statistics(const torch::Tensor& batch) {
+    const auto values = batch.to(torch::kDouble);
+    const auto count = static_cast<double>(batch.size(0));
+    for (std::int64_t c = 0; c < kChannels; ++c) {
+      double sum = 0;
+      for (std::int64_t i = 0; i < batch.size(0); ++i) sum += values[i][c].item<double>();
+      double squares = 0;
+      for (std::int64_t i = 0; i < batch.size(0); ++i) {
+        const double apart = values[i][c].item<double>() - sum / count;
+        squares += apart * apart;
+      }
+      mean.push_back(sum / count);
+      variance.push_back(squares / (count - 1));
+    }
+  }
+  std::vector<double> mean;
+  std::vector<double> variance;
+};
+
+void expect_close(const torch::Tensor& running, const std::vector<double>& expected, double start, double momentum) {
+  for (std::int64_t c = 0; c < kChannels; ++c) {
+    const double wanted = (1 - momentum) * start + momentum * expected[c];
+    EXPECT_NEAR(running[c].item<double>(), wanted, 1e-5 * std::abs(wanted)) << "channel " << c;
+  }
+}
+
+TEST(DeferredBatchNormTest, IsExactForReducedTypes) {
+  for (const auto type : {torch::kHalf, torch::kBFloat16}) {
+    for (const double sigma : {1.0, 300.0, 5000.0}) {
+      SCOPED_TRACE(testing::Message() << type << ", sigma " << sigma);
+      torch::manual_seed(5);
+      nn::BatchNorm1d norm(kChannels);
+      GPipe pipe(nn::Sequential(norm), {1}, GPipeOptions().chunks(3).deferred_batch_norm(true));
+      const auto batch = (torch::randn({50, kChannels}) * sigma + 2 * sigma).to(type);
+      const torch::NoGradGuard no_grad;
+      pipe->forward(batch);
+      const Statistics expected(batch);
+      expect_close(norm->running_mean, expected.mean, 0, 0.1);
+      expect_close(norm->running_var, expected.variance, 1, 0.1);
+    }
+  }
+}
+
+/// Passes on the samples whose first value is positive.
+nn::Functional only_positive() {
+  return nn::Functional([](torch::Tensor x) { return x.index({x.select(1, 0) > 0}); });
+}
+
+TEST(DeferredBatchNormTest, AnEmptyMicroBatchContributesNothing) {
+  auto batch = torch::randn({12, kChannels}) + 3;
+  batch.select(1, 0).abs_();
+  for (const std::int64_t empty : {0, 1, 2}) {
+    for (const auto mode : {Checkpoint::kNever, Checkpoint::kAlways}) {
+      SCOPED_TRACE(testing::Message() << "micro-batch " << empty);
+      nn::BatchNorm1d norm(nn::BatchNormOptions(kChannels).momentum(std::nullopt));
+      GPipe pipe(nn::Sequential(only_positive(), norm), {1, 1},
+                 GPipeOptions().chunks(3).checkpoint(mode).deferred_batch_norm(true));
+      auto input = batch.clone();
+      input.narrow(0, 4 * empty, 4).select(1, 0).neg_();
+      pipe->forward(input.requires_grad_()).sum().backward();
+      const Statistics expected(input.detach().index({input.detach().select(1, 0) > 0}));
+      expect_close(norm->running_mean, expected.mean, 0, 1);
+      expect_close(norm->running_var, expected.variance, 1, 1);
+      EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 1);
+    }
+  }
+}
+
+TEST(DeferredBatchNormTest, AMiniBatchWithoutValuesLeavesTheStatistics) {
+  for (const auto& momentum : {std::optional(0.1), std::optional<double>()}) {
+    const auto options = nn::BatchNormOptions(kChannels).momentum(momentum);
+    nn::BatchNorm1d norm(options);
+    nn::BatchNorm1d alone(options);
+    GPipe pipe(nn::Sequential(only_positive(), norm), {1, 1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
+    const auto full = torch::rand({8, kChannels}) + 1;
+    for (const auto& batch : {full, torch::zeros({0, kChannels}), -full, full * 2}) {
+      pipe->forward(batch);
+      alone->forward(batch.index({batch.select(1, 0) > 0}));
+      EXPECT_TRUE(torch::allclose(norm->running_mean, alone->running_mean)) << norm->running_mean;
+      EXPECT_TRUE(torch::allclose(norm->running_var, alone->running_var)) << norm->running_var;
+      EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), alone->num_batches_tracked.item<std::int64_t>());
+    }
+  }
+}
+
+/// Calls the operator, which takes a single value a channel; the module would refuse it.
+struct BareImpl : nn::Module {
+  BareImpl() {
+    running_mean = register_buffer("running_mean", torch::zeros({kChannels}));
+    running_var = register_buffer("running_var", torch::ones({kChannels}));
+  }
+  torch::Tensor forward(const torch::Tensor& x) {
+    return torch::batch_norm(x, {}, {}, running_mean, running_var, /*training=*/true, /*momentum=*/0.1, /*eps=*/1e-5,
+                             /*cudnn_enabled=*/false);
+  }
+  torch::Tensor running_mean;
+  torch::Tensor running_var;
+};
+TORCH_MODULE(Bare);
+
+TEST(DeferredBatchNormTest, ASingleValueAChannelHasNoVariance) {
+  nn::BatchNorm1d norm(kChannels);
+  GPipe refusing(nn::Sequential(norm), {1}, GPipeOptions().deferred_batch_norm(true));
+  EXPECT_THROW(refusing->forward(torch::ones({1, kChannels})), c10::Error);
+  EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 0);
+
+  Bare bare;
+  GPipe pipe(nn::Sequential(bare), {1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
+  pipe->forward(torch::full({1, kChannels}, 5.0));
+  EXPECT_TRUE(torch::equal(bare->running_mean, torch::zeros({kChannels})));
+  EXPECT_TRUE(torch::equal(bare->running_var, torch::ones({kChannels})));
+  // Two micro-batches of one value each have a variance together.
+  const auto batch = torch::randn({2, kChannels});
+  pipe->forward(batch);
+  const Statistics expected(batch);
+  expect_close(bare->running_mean, expected.mean, 0, 0.1);
+  expect_close(bare->running_var, expected.variance, 1, 0.1);
 }
 
 TEST(DeferredBatchNormTest, NormalisesAsEver) {

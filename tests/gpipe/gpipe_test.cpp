@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <atomic>
 #include <filesystem>
 #include <iterator>
 #include <mutex>
@@ -212,6 +213,27 @@ TEST(GPipeTest, NoGradAndEvalKeepNothing) {
   EXPECT_TRUE(torch::allclose(pipe->forward(x), model->forward(x)));
   c10::InferenceMode inference;
   EXPECT_TRUE(pipe->forward(x).is_inference());
+}
+
+TEST(GPipeTest, EvalWithGradientsStoresGraphsAndRecomputesNothing) {
+  std::atomic<int> calls = 0;
+  auto model = mlp(2, true);
+  model->push_back(torch::nn::Functional([&calls](Tensor x) {
+    ++calls;
+    return x * 2;
+  }));
+  GPipe pipe(model, {3, static_cast<std::int64_t>(model->size()) - 3},
+             GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
+  pipe->eval();
+  const auto x = torch::randn({6, 6}).requires_grad_();
+  const auto loss = pipe->forward(x).pow(2).sum();
+  EXPECT_TRUE(loss.requires_grad());
+  const auto gradient = torch::autograd::grad({loss}, {x})[0];
+  EXPECT_EQ(calls, 3);
+  EXPECT_TRUE(torch::allclose(gradient, torch::autograd::grad({model->forward(x).pow(2).sum()}, {x})[0]));
+  calls = 0;
+  pipe->forward(Value(x), 2, Checkpoint::kAlways).tensor().sum().backward();
+  EXPECT_EQ(calls, 4) << "asked for by name, it is recomputed in eval mode too";
 }
 
 TEST(GPipeTest, SeveralForwardsThenBackwardsInAnyOrder) {

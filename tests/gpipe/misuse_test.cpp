@@ -3,9 +3,15 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <memory>
 #include <thread>
+#include <vector>
 
 #include "gpipe/gpipe.h"
+#include "gpipe/micro_batch.h"
 #include "gpipe/schedule/verifier.h"
 #include "tests/gpipe/layers.h"
 
@@ -20,6 +26,63 @@ using torch::nn::Sequential;
 
 constexpr Checkpoint kModes[] = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
 
+constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
+
+TEST(MisuseTest, ABalanceWhoseSumOverflowsIsRefused) {
+  Sequential model;
+  for (int i = 0; i < 39; ++i) model->push_back(torch::nn::Identity());
+  // In 64 bits these sum to 39.
+  EXPECT_THAT(
+      [&] {
+        GPipe(model, {kHuge, kHuge, 41});
+      },
+      ThrowsMessage<std::invalid_argument>(
+          HasSubstr("balance {9223372036854775807, 9223372036854775807, 41} sums to more than 2147483647")));
+  // And in 32 bits these.
+  EXPECT_THAT(
+      [&] {
+        GPipe(model, {std::int64_t{1} << 32, 39});
+      },
+      ThrowsMessage<std::invalid_argument>(HasSubstr("sums to")));
+  EXPECT_THAT([&] { GPipe(model, {40, -1}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("at least one layer")));
+  EXPECT_THAT(
+      [&] {
+        GPipe(model, {20, 20});
+      },
+      ThrowsMessage<std::invalid_argument>(HasSubstr("balance {20, 20} sums to 40, but the model has 39 layers")));
+}
+
+TEST(MisuseTest, TooManyMicroBatchesAreRefused) {
+  GPipe pipe(Sequential(torch::nn::Identity(), torch::nn::Identity()), {1, 1}, GPipeOptions().chunks(kHuge));
+  EXPECT_EQ(pipe->forward(torch::ones({3, 1})).size(0), 3);
+  const auto refused = [](const std::string& why) { return ThrowsMessage<std::invalid_argument>(HasSubstr(why)); };
+  EXPECT_THAT([&] { pipe->program(std::numeric_limits<int>::max()); },
+              refused("2 stages and 2147483647 micro-batches"));
+  const auto samples = torch::ones({1, 1}).expand({std::int64_t{1} << 40, 1});
+  EXPECT_THAT([&] { pipe->forward(samples); }, refused("1099511627776 micro-batches"));
+  EXPECT_THAT([&] { micro_batch_sizes(4, 0, 0); }, refused("4 samples cannot be cut into 0 micro-batches"));
+  EXPECT_THAT([&] { micro_batch_sizes(4, 1, -2); }, refused("micro-batches of -2 samples"));
+  EXPECT_THAT([&] { micro_batch_sizes(-4, 1, 0); }, refused("a mini-batch of -4 samples"));
+  EXPECT_EQ(micro_batch_sizes(kHuge, 2, 0).back(), kHuge / 2);
+  EXPECT_EQ(micro_batch_sizes(kHuge, 1, kHuge), std::vector<std::int64_t>{kHuge});
+}
+
+// As when each mini-batch has another size, and split_size makes another number of micro-batches of each.
+TEST(PipelineTest, KeepsTheProgramsThatWereLastAskedFor) {
+  GPipe pipe(Sequential(torch::nn::Identity(), torch::nn::Identity()), {1, 1});
+  const std::weak_ptr<const Program> forgotten = pipe->program(1);
+  const std::weak_ptr<const Program> often = pipe->program(2);
+  std::vector<std::weak_ptr<const Program>> others;
+  for (int micro_batches = 3; micro_batches < 40; ++micro_batches) {
+    others.push_back(pipe->program(micro_batches));
+    EXPECT_EQ(pipe->program(2), often.lock());
+  }
+  EXPECT_TRUE(forgotten.expired());
+  EXPECT_EQ(std::count_if(others.begin(), others.end(), [](const auto& each) { return !each.expired(); }), 15);
+  EXPECT_EQ(pipe->program(39), others.back().lock());
+  EXPECT_EQ(pipe->program(1)->layout().micro_batches, 1);
+}
+
 TEST(MisuseTest, OutputsThatCannotBeJoinedLeaveNoTrace) {
   auto norm = torch::nn::BatchNorm1d(6);
   auto model = Sequential(norm, torch::nn::Functional([](Tensor x) { return x.sum(); }));
@@ -27,6 +90,7 @@ TEST(MisuseTest, OutputsThatCannotBeJoinedLeaveNoTrace) {
   const auto x = torch::randn({4, 6});
   const auto state = at::detail::getDefaultCPUGenerator().get_state();
   EXPECT_THAT([&] { pipe->forward(x); }, ThrowsMessage<std::runtime_error>(HasSubstr("cannot be joined")));
+  EXPECT_FALSE(pipe->last_error()) << "no action failed";
   EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 0);
   EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
 }

@@ -165,6 +165,30 @@ def test_a_layer_that_fails():
     assert isinstance(raised.value.__cause__, ValueError)
 
 
+def test_tensors_that_a_layer_replaces_come_back():
+    class Replaces(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("average", torch.zeros(8))
+            self.weight = nn.Parameter(torch.ones(8))
+
+        def forward(self, x):
+            self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+            with torch.no_grad():
+                self.weight.mul_(1.1)
+            return x * 2
+
+    layer = Replaces()
+    module = nn.Sequential(nn.Linear(8, 8), layer)
+    average, weight, values = layer.average, layer.weight, layer.weight.detach().clone()
+    try:
+        balance.balance_by_time(2, module, torch.rand(4, 8), timeout=0)
+    except RuntimeError as error:
+        assert "changed in place" in str(error)
+    assert layer.average is average and torch.equal(average, torch.zeros(8))
+    assert layer.weight is weight and torch.equal(weight, values)
+
+
 def test_interrupted():
     def interrupt(part):
         raise KeyboardInterrupt

@@ -45,6 +45,38 @@ def test_far_from_zero():
     torch.testing.assert_close(deferred.running_var.double(), x.double().var(0), rtol=1e-3, atol=0)
 
 
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_empty_batches(momentum):
+    deferred = DeferredBatchNorm(2, momentum=momentum, chunks=2)
+    plain = nn.BatchNorm1d(2, momentum=momentum)
+    empty = torch.rand(0, 2)
+    for parts in ([torch.rand(4, 2), empty], [empty, torch.rand(4, 2)], [empty, empty], [torch.rand(2, 2)] * 2):
+        for part in parts:
+            deferred(part)
+        plain(torch.cat(parts))
+        for name in ("running_mean", "running_var", "num_batches_tracked"):
+            torch.testing.assert_close(getattr(deferred, name), getattr(plain, name))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_reduced_types(dtype):
+    x = (torch.randn(64, 2) * 300 + 600).to(dtype)
+    deferred = DeferredBatchNorm(2, chunks=2, momentum=1.0)
+    for part in x.chunk(2):
+        deferred(part)
+    torch.testing.assert_close(deferred.running_var.double(), x.double().var(0), rtol=1e-5, atol=0)
+
+
+def test_a_single_value_is_refused_and_forgotten():
+    deferred = DeferredBatchNorm(2, chunks=2, momentum=1.0)
+    with pytest.raises(ValueError, match="more than 1 value"):
+        deferred(torch.full((1, 2), 1e6))
+    x = torch.rand(8, 2)
+    for part in x.chunk(2):
+        deferred(part)
+    torch.testing.assert_close(deferred.running_mean, x.mean(0))
+
+
 def test_convert():
     norm = nn.BatchNorm1d(2).eval()
     converted = convert_deferred_batch_norm(norm, chunks=2)

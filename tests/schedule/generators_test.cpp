@@ -3,7 +3,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <limits>
 #include <stdexcept>
+#include <utility>
 
 #include "tests/schedule/programs.h"
 
@@ -11,9 +13,11 @@ namespace gpipe {
 namespace {
 
 using ::testing::ElementsAre;
+using ::testing::HasSubstr;
 using testing::layout_of;
 using testing::print;
 using testing::straight;
+using ::testing::ThrowsMessage;
 
 TEST(Fill, RunsMicroBatchesInOrder) {
   EXPECT_THAT(print(fill(straight(2, 3))), ElementsAre("0F0 0F1 0F2", "1F0 1F1 1F2"));
@@ -43,6 +47,22 @@ TEST(FillDrain, Always) {
 TEST(FillDrain, DrainsAWorkersStagesInReverse) {
   EXPECT_THAT(print(fill_drain(layout_of({0, 1, 1, 0}, 2), Checkpoint::kExceptLast)),
               ElementsAre("0F0 0F1 3F0 3F1 3B1 3R0 3B0 0B1 0R0 0B0", "1F0 1F1 2F0 2F1 2B1 2R0 2B0 1B1 1R0 1B0"));
+}
+
+TEST(Generators, RefuseMoreCellsThanCanBeCounted) {
+  constexpr int kMost = std::numeric_limits<int>::max();
+  // As an int 65536 x 65536 is 0, and 65537 x 65536 is 65536.
+  for (const auto& [stages, micro_batches] :
+       {std::pair(2, kMost), std::pair(kMost, 2), std::pair(1 << 16, 1 << 16), std::pair((1 << 16) + 1, 1 << 16)}) {
+    const auto make = [stages = stages, micro_batches = micro_batches] {
+      gpipe_program(stages, micro_batches, {}, Checkpoint::kAlways, /*backward=*/true);
+    };
+    EXPECT_THAT(make, ThrowsMessage<std::invalid_argument>(HasSubstr("at most 4194304 cells"))) << stages;
+  }
+  EXPECT_THROW(fill(straight(2, kMost)), std::invalid_argument);
+  EXPECT_THROW(fill_drain(straight(2, kMost), Checkpoint::kNever), std::invalid_argument);
+  EXPECT_THAT([] { gpipe_program(-1, 1, {}, Checkpoint::kNever, false); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("-1 stages")));
 }
 
 TEST(Generators, RefuseLayoutsThatMakeNoSense) {

@@ -3,9 +3,13 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstdint>
+#include <limits>
 #include <map>
 #include <set>
+#include <stdexcept>
 #include <tuple>
+#include <utility>
 
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/verifier.h"
@@ -50,6 +54,32 @@ TEST(Action, PrintsStageKindMicroBatch) {
   EXPECT_EQ(to_string({Kind::B, 3, 1}), "3B1");
   EXPECT_EQ(to_string({Kind::I, 10, 1}), "10I1");
   EXPECT_EQ(to_string({Kind::W, 0, 0}), "0W0");
+}
+
+TEST(CutEdges, JoinsNeighboursAndTheEndsOfLinksThatCross) {
+  std::vector<int> crossing;
+  const auto edges = cut_edges({2, 1, 3}, {{0, 1, "inside"}, {1, 3, "far"}, {2, 2, "own"}, {0, 2, "near"}}, &crossing);
+  ASSERT_EQ(edges.size(), 4U);
+  const auto ends = [&](int edge) { return std::pair(edges[edge].from, edges[edge].to); };
+  EXPECT_EQ(ends(0), std::pair(0, 1));
+  EXPECT_EQ(ends(1), std::pair(1, 2));
+  EXPECT_EQ(ends(2), std::pair(0, 2));
+  EXPECT_EQ(edges[2].name, "skip far");
+  EXPECT_EQ(ends(3), std::pair(0, 1));
+  EXPECT_THAT(crossing, ElementsAre(1, 3));
+}
+
+TEST(CutEdges, RefusesABalanceThatDoesNotAddUp) {
+  constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
+  const auto refused = [](const std::string& why) {
+    return ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr(why));
+  };
+  EXPECT_THAT([] { cut_edges({kHuge, kHuge, 41}, {}); }, refused("sums to more than 2147483647"));
+  EXPECT_THAT([] { cut_edges({std::int64_t{1} << 31}, {}); }, refused("{2147483648} sums to more than 2147483647"));
+  EXPECT_THAT([] { cut_edges({3, -1}, {}); }, refused("at least one layer, but balance is {3, -1}"));
+  EXPECT_EQ(cut_edges({1, (std::int64_t{1} << 31) - 2}, {}).size(), 1U) << "needs no memory for its layers";
+  EXPECT_THROW(cut_edges({1, 1}, {{0, 2, "s"}}), std::out_of_range);
+  EXPECT_THROW(cut_edges({1, 1}, {{-1, 1, "s"}}), std::out_of_range);
 }
 
 TEST(Layout, CountsWorkers) {

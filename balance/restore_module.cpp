@@ -1,0 +1,186 @@
+#include "balance/restore_module.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/Functions.h>
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+
+#include <array>
+#include <cstdint>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "absl/container/flat_hash_map.h"
+#include "gpipe/autograd/parcel.h"
+
+namespace gpipe {
+namespace {
+
+bool same_memory(const at::Tensor& a, const at::Tensor& b) {
+  return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.dtype() == b.dtype() &&
+         a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
+/// Undefined for memory that cannot be written in place.
+at::Tensor copy_of(const at::Tensor& memory) {
+  const bool overlaps = memory.layout() == at::kStrided && at::has_internal_overlap(memory) == at::MemOverlap::Yes;
+  return overlaps ? at::Tensor() : memory.clone();
+}
+
+template <typename F>
+void attempt(F f) noexcept {
+  try {
+    f();
+  } catch (...) {
+  }
+}
+
+}  // namespace
+
+/// What a parameter or buffer was.
+struct RestoreModule::Saved {
+  std::string name;
+  at::Tensor tensor;
+  at::Tensor memory;  ///< shares the tensor's, and stays when the tensor gets other memory
+  at::Tensor copy;    ///< of the memory's values, when the module changes them or may
+  at::Tensor gradient;
+  std::uint32_t version = 0;
+  bool requires_grad = false;
+  bool is_parameter = false;
+
+  void restore() {
+    if (copy.defined()) memory.copy_(copy);
+    // A lazy parameter has got its shape: what depends on that cannot be undone.
+    const bool was_lazy = is_parameter && memory.numel() == 0 && tensor.numel() > 0;
+    if (!was_lazy && !same_memory(tensor, memory)) tensor.set_data(memory);
+    if (version_of(tensor) != version) {
+      auto counter = tensor.unsafeGetTensorImpl()->version_counter();  // shared with the tensor
+      counter.set_version(version);
+    }
+    if (tensor.is_leaf() && !tensor.grad().is_same(gradient)) tensor.mutable_grad() = gradient;
+    if (tensor.requires_grad() != requires_grad) tensor.set_requires_grad(requires_grad);
+  }
+};
+
+struct RestoreModule::State {
+  void save(const std::string& name, const at::Tensor& tensor, bool is_parameter) {
+    if (!tensor.defined() || !indices.try_emplace(tensor.unsafeGetTensorImpl(), saved.size()).second) return;
+    const auto memory = tensor.variable_data();
+    saved.push_back({.name = name,
+                     .tensor = tensor,
+                     .memory = memory,
+                     .copy = is_parameter ? at::Tensor() : copy_of(memory),
+                     .gradient = tensor.is_leaf() ? tensor.grad() : at::Tensor(),
+                     .version = version_of(tensor),
+                     .requires_grad = tensor.requires_grad(),
+                     .is_parameter = is_parameter});
+  }
+
+  std::vector<Saved> saved;
+  absl::flat_hash_map<const void*, std::size_t> indices;  // by tensor
+  std::vector<std::array<bool, 2>> watched;               // by layer: without and with a graph
+};
+
+/// Copies of a layer's parameters during one of its first forwards.
+class RestoreModule::Copies {
+ public:
+  Copies(State& state, const torch::nn::Module& module) {
+    const at::NoGradGuard no_grad;
+    for (const auto& parameter : module.parameters()) {
+      const auto found = state.indices.find(parameter.unsafeGetTensorImpl());
+      if (found == state.indices.end()) continue;
+      auto& saved = state.saved[found->second];
+      if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
+      if (version_of(saved.tensor) != saved.version) continue;  // too late
+      if (auto copy = copy_of(saved.memory); copy.defined()) copies_.push_back({&saved, std::move(copy)});
+    }
+  }
+
+  // Also when the forward has thrown.
+  ~Copies() {
+    const at::NoGradGuard no_grad;
+    for (auto& [saved, copy] : copies_) {
+      bool same = false;
+      // The version shows what is equal but not the same, as zeros of both signs; the values show what was written past
+      // the version counter.
+      attempt([&, saved = saved, copy = copy] {
+        same = version_of(saved->tensor) == saved->version && at::equal(saved->memory, copy);
+      });
+      if (!same) saved->copy = std::move(copy);
+    }
+  }
+
+  Copies(const Copies&) = delete;
+  Copies& operator=(const Copies&) = delete;
+
+ private:
+  std::vector<std::pair<Saved*, at::Tensor>> copies_;
+};
+
+class RestoreModule::WatchedLayer : public Layer {
+ public:
+  WatchedLayer(std::unique_ptr<Layer> layer, int index, std::shared_ptr<State> state)
+      : layer_(std::move(layer)), index_(index), state_(std::move(state)) {}
+
+  Value forward(Value input) override {
+    bool& watched = state_->watched[index_][at::GradMode::is_enabled() ? 1 : 0];
+    if (watched) return layer_->forward(std::move(input));
+    watched = true;
+    const Copies copies(*state_, *module());
+    return layer_->forward(std::move(input));
+  }
+
+  const std::string& name() const override { return layer_->name(); }
+  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
+
+ private:
+  const std::unique_ptr<Layer> layer_;
+  const int index_;
+  const std::shared_ptr<State> state_;
+};
+
+RestoreModule::RestoreModule(const torch::nn::Module& module) : state_(std::make_shared<State>()) {
+  {
+    auto source = at::detail::getDefaultCPUGenerator();
+    const std::lock_guard<std::mutex> lock(source.mutex());
+    generator_state_ = source.get_state();
+  }
+  for (const auto& each : module.modules()) modes_.emplace_back(each, each->is_training());
+  const at::NoGradGuard no_grad;
+  for (const auto& each : module.named_parameters()) state_->save(each.key(), each.value(), /*is_parameter=*/true);
+  for (const auto& each : module.named_buffers()) state_->save(each.key(), each.value(), /*is_parameter=*/false);
+}
+
+RestoreModule::~RestoreModule() {
+  const at::NoGradGuard no_grad;
+  for (auto& saved : state_->saved) attempt([&] { saved.restore(); });
+  for (const auto& [module, training] : modes_) {
+    attempt([&, module = module.get(), training = training] { module->train(training); });
+  }
+  attempt([&] {
+    auto target = at::detail::getDefaultCPUGenerator();
+    const std::lock_guard<std::mutex> lock(target.mutex());
+    target.set_state(generator_state_);
+  });
+}
+
+std::vector<std::unique_ptr<Layer>> RestoreModule::watch(std::vector<std::unique_ptr<Layer>> layers) const {
+  state_->watched.resize(layers.size());
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    layers[i] = std::make_unique<WatchedLayer>(std::move(layers[i]), static_cast<int>(i), state_);
+  }
+  return layers;
+}
+
+void RestoreModule::check() const {
+  for (const auto& saved : state_->saved) {
+    if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
+    if (version_of(saved.tensor) == saved.version) continue;
+    throw std::runtime_error("[profile] parameter '" + saved.name +
+                             "' was changed, but not by its layer's first forwards, so that it cannot be put back; "
+                             "profile a copy of the model");
+  }
+}
+
+}  // namespace gpipe

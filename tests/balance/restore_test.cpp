@@ -1,0 +1,264 @@
+// What trial runs change in a model, and that it is put back.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <array>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "balance/balance.h"
+#include "balance/restore_module.h"
+#include "balance/suggest.h"
+#include "gpipe/autograd/checkpointing.h"
+#include "tests/support/support.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::HasSubstr;
+using torch::Tensor;
+namespace nn = torch::nn;
+
+constexpr std::int64_t kSize = 6;
+
+/// Does something to its parameter, its buffer or itself in each forward.
+struct ChangesImpl : nn::Module {
+  explicit ChangesImpl(std::function<void(ChangesImpl&)> change) : change(std::move(change)) {
+    weight = register_parameter("weight", torch::randn({kSize}));
+    buffer = register_buffer("buffer", torch::randn({kSize}));
+  }
+  Tensor forward(const Tensor& x) {
+    ++forwards;
+    {
+      const torch::NoGradGuard no_grad;
+      change(*this);
+    }
+    return x * 2;
+  }
+  void train(bool on) override {
+    if (train_fails) throw std::runtime_error("the device has failed");
+    nn::Module::train(on);
+  }
+
+  std::function<void(ChangesImpl&)> change;
+  Tensor weight;
+  Tensor buffer;
+  int forwards = 0;
+  bool train_fails = false;
+};
+TORCH_MODULE(Changes);
+
+/// A tensor with all that may be changed of it.
+struct Seen {
+  explicit Seen(const Tensor& tensor)
+      : values(tensor.detach().clone()),
+        address(tensor.data_ptr()),
+        version(tensor._version()),
+        requires_grad(tensor.requires_grad()),
+        gradient(tensor.grad()) {}
+
+  void expect(const Tensor& tensor) const {
+    EXPECT_EQ(tensor.sizes(), values.sizes());
+    EXPECT_TRUE(torch::equal(tensor.detach(), values));
+    EXPECT_EQ(tensor.data_ptr(), address);
+    EXPECT_EQ(tensor._version(), version);
+    EXPECT_EQ(tensor.requires_grad(), requires_grad);
+    EXPECT_TRUE(tensor.grad().is_same(gradient));
+  }
+
+  Tensor values;
+  const void* address;
+  std::int64_t version;
+  bool requires_grad;
+  Tensor gradient;
+};
+
+struct NamedChange {
+  const char* name;
+  std::function<void(ChangesImpl&)> change;
+};
+
+std::vector<NamedChange> changes() {
+  return {
+      {"in place", [](ChangesImpl& of) { of.weight.mul_(1.5); }},
+      {"past the version counter", [](ChangesImpl& of) { of.weight.variable_data().mul_(1.5); }},
+      {"the sign of a zero", [](ChangesImpl& of) { of.weight[0].mul_(-1); }},
+      {"other memory", [](ChangesImpl& of) { of.weight.set_data(torch::zeros({kSize})); }},
+      {"other shape",
+       [](ChangesImpl& of) {
+         of.weight.set_data(torch::zeros({kSize, 2}));
+       }},
+      {"requires no grad", [](ChangesImpl& of) { of.weight.set_requires_grad(false); }},
+      {"a gradient", [](ChangesImpl& of) { of.weight.mutable_grad() = torch::ones_like(of.weight); }},
+      {"buffer in place", [](ChangesImpl& of) { of.buffer.add_(1); }},
+      {"buffer's memory", [](ChangesImpl& of) { of.buffer.set_data(torch::zeros({kSize})); }},
+      {"buffer's shape", [](ChangesImpl& of) { of.buffer.set_data(torch::zeros({2 * kSize})); }},
+      {"without a graph only", [](ChangesImpl& of) { of.weight.mul_(of.forwards == 2 ? 3 : 1); }},
+  };
+}
+
+TEST(RestoreTest, WhatLayersChangeIsPutBack) {
+  for (const auto& [name, change] : changes()) {
+    SCOPED_TRACE(name);
+    Changes layer(change);
+    layer->weight.data()[0] = 0;
+    nn::Sequential model(nn::Linear(kSize, kSize), layer);
+    model->eval();
+    model[0]->train();
+    const Seen weight(layer->weight);
+    const Seen buffer(layer->buffer);
+    const Seen linear(model[0]->parameters()[0]);
+    const auto state = at::detail::getDefaultCPUGenerator().get_state();
+    {
+      const RestoreModule restore(*model);
+      for (int forward = 0; forward < 3; ++forward) {
+        const at::AutoGradMode grad_mode(forward != 1);
+        auto layers = restore.watch(make_layers(*model));
+        Value value = torch::randn({2, kSize});
+        model->train();
+        for (auto& each : layers) value = each->forward(std::move(value));
+        restore.check();
+      }
+    }
+    EXPECT_EQ(layer->forwards, 3);
+    weight.expect(layer->weight);
+    buffer.expect(layer->buffer);
+    linear.expect(model[0]->parameters()[0]);
+    EXPECT_FALSE(model->is_training());
+    EXPECT_TRUE(model[0]->is_training());
+    EXPECT_FALSE(model[1]->is_training());
+    EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
+  }
+}
+
+TEST(RestoreTest, ABufferThatGrowsIsPutBack) {
+  Changes layer([](ChangesImpl& of) { of.buffer.resize_({of.buffer.size(0) + kSize}).fill_(1); });
+  const auto before = layer->buffer.clone();
+  {
+    const RestoreModule restore(*layer);
+    layer->forward(torch::ones({2, kSize}));
+    layer->forward(torch::ones({2, kSize}));
+  }
+  EXPECT_TRUE(torch::equal(layer->buffer, before));
+}
+
+TEST(RestoreTest, WhatAFailedForwardHasChangedIsPutBack) {
+  Changes layer([](ChangesImpl& of) {
+    of.weight.mul_(2);
+    throw std::runtime_error("tired");
+  });
+  const Seen weight(layer->weight);
+  {
+    const RestoreModule restore(*layer);
+    std::vector<std::unique_ptr<Layer>> layers;
+    layers.push_back(make_layer("only", nn::AnyModule(layer)));
+    layers = restore.watch(std::move(layers));
+    EXPECT_THROW(layers[0]->forward(torch::ones({2, kSize})), std::runtime_error);
+  }
+  weight.expect(layer->weight);
+}
+
+TEST(RestoreTest, WhatCannotBePutBackLeavesTheRestAndDoesNotEndTheProcess) {
+  Changes layer([](ChangesImpl&) {});
+  nn::Sequential model(nn::Dropout(), layer, nn::Dropout());
+  model->eval();
+  const Seen buffer(layer->buffer);
+  const auto state = at::detail::getDefaultCPUGenerator().get_state();
+  {
+    const RestoreModule restore(*model);
+    model->train();
+    layer->buffer.add_(1);
+    torch::rand({1});
+    layer->train_fails = true;
+  }
+  buffer.expect(layer->buffer);
+  EXPECT_FALSE(model[0]->is_training());
+  EXPECT_FALSE(model[2]->is_training());
+  EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
+}
+
+/// Counts the bytes that this thread has in use.
+struct Counter : c10::MemoryReportingInfoBase {
+  void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override { live += bytes; }
+  bool memoryProfilingEnabled() const override { return true; }
+  std::int64_t live = 0;
+};
+
+TEST(RestoreTest, OnlyWhatChangesStaysCopied) {
+  constexpr std::int64_t kLarge = 1000;
+  nn::Sequential model;
+  for (int i = 0; i < 4; ++i) model->push_back(nn::Linear(nn::LinearOptions(kLarge, kLarge).bias(false)));
+  const auto bytes = kLarge * kLarge * 4;
+  const auto counter = std::make_shared<Counter>();
+  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, counter);
+  const torch::NoGradGuard no_grad;
+  const RestoreModule restore(*model);
+  auto layers = restore.watch(make_layers(*model));
+  const auto x = torch::ones({1, kLarge});
+  for (auto& layer : layers) layer->forward(x);
+  EXPECT_LT(counter->live, bytes);
+}
+
+TEST(ProfileTest, ALayerThatChangesItsParametersOnlyLaterIsRefused) {
+  Changes layer([](ChangesImpl& of) {
+    if (of.forwards > 1 && !is_checkpointing() && !is_recomputing()) of.weight.mul_(2);
+  });
+  nn::Sequential model(nn::Linear(kSize, kSize), layer);
+  EXPECT_THAT(error_of([&] {
+                profile(model, torch::randn({2, kSize}), ProfileOptions().seconds(0).repeats(1));
+              }),
+              HasSubstr("parameter '1.weight' was changed, but not by its layer's first forwards"));
+}
+
+TEST(ProfileTest, RefiningLeavesTheSampleAlone) {
+  nn::Sequential model(nn::ReLU(nn::ReLUOptions(true)), nn::Linear(kSize, kSize));
+  const auto x = torch::randn({4, kSize});
+  const auto before = x.clone();
+  const auto brief = ProfileOptions().seconds(0).repeats(1);
+  const auto suggestion = suggest(model, x, {torch::kCPU, torch::kCPU}, SuggestOptions().chunks({2}).profile(brief));
+  refine(model, x, {torch::kCPU, torch::kCPU}, suggestion, 3, 1);
+  EXPECT_TRUE(torch::equal(x, before));
+}
+
+/// Renormalises in place the rows that it looks up.
+nn::Sequential renormalising_model() {
+  return nn::Sequential(nn::Embedding(nn::EmbeddingOptions(20, kSize).max_norm(0.5)), nn::Linear(kSize, kSize),
+                        nn::ReLU(), nn::Linear(kSize, kSize));
+}
+
+TEST(ProfileTest, WeightsThatAFailedProfileHasChangedArePutBack) {
+  auto model = renormalising_model();
+  model->push_back(Changes([](ChangesImpl&) { throw std::runtime_error("tired"); }));
+  const Seen table(model[0]->parameters()[0]);
+  EXPECT_THROW(profile(model, torch::randint(20, {8}), ProfileOptions().seconds(0).repeats(1)), std::runtime_error);
+  table.expect(model[0]->parameters()[0]);
+}
+
+TEST(ProfileTest, WeightsThatTheirLayerRenormalisesInPlaceArePutBack) {
+  auto model = renormalising_model();
+  std::vector<Seen> before;
+  for (const auto& parameter : model->parameters()) before.emplace_back(parameter);
+  const auto expect_same = [&](const char* after) {
+    SCOPED_TRACE(after);
+    for (std::size_t i = 0; i < before.size(); ++i) before[i].expect(model->parameters()[i]);
+  };
+  const auto ids = torch::randint(20, {8});
+  const auto brief = ProfileOptions().seconds(0).repeats(1);
+  EXPECT_EQ(balance_by_time(2, model, ids, brief).size(), 2U);
+  expect_same("balance_by_time");
+  EXPECT_EQ(balance_by_size(2, model, ids, /*chunks=*/2).size(), 2U);
+  expect_same("balance_by_size");
+  const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
+  const auto suggestion = suggest(model, ids, devices, SuggestOptions().chunks({1, 2}).profile(brief));
+  EXPECT_TRUE(suggestion.fits());
+  expect_same("suggest");
+  refine(model, ids, devices, suggestion, /*candidates=*/6, /*repeats=*/1);
+  expect_same("refine");
+}
+
+}  // namespace
+}  // namespace gpipe
