@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "gpipe/autograd/boundary.h"
+#include "gpipe/autograd/checkpointing.h"
 
 namespace gpipe {
 
@@ -73,8 +74,8 @@ class WatchedLayer : public Layer {
       : layer_(std::move(layer)), index_(index), is_last_(is_last), trace_(std::move(trace)) {}
 
   Value forward(Value input) override {
-    const bool graph = at::GradMode::is_enabled();
-    const bool recompute = graph && trace_->recomputes();
+    const bool recompute = is_recomputing();
+    const bool graph = at::GradMode::is_enabled() && !is_checkpointing();
     const int micro_batch = recompute ? 0 : forwards_++;
     trace_->begins({recompute ? Kind::R : Kind::F, graph, index_, micro_batch});
     if (!recompute) trace_->reaches(index_, micro_batch, input.tensors());
@@ -89,6 +90,8 @@ class WatchedLayer : public Layer {
 
   const std::string& name() const override { return layer_->name(); }
   std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
+  std::vector<at::Tensor> buffers() const override { return layer_->buffers(); }
+  void set_buffers(const std::vector<at::Tensor>& buffers) override { layer_->set_buffers(buffers); }
 
  private:
   const std::unique_ptr<Layer> layer_;

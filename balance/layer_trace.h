@@ -68,7 +68,6 @@ class LayerTrace : public torch::profiler::impl::ProfilerStateBase,  // for whic
   };
   std::map<SkipKey, Skip> skips() const;
 
-  bool recomputes() const { return recomputes_; }
   void reportMemoryUsage(void* data, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override;
   torch::profiler::impl::ActiveProfilerType profilerType() override;
 

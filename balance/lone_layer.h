@@ -25,6 +25,8 @@ class LoneLayer : public Layer {
   const std::string& name() const override { return layer_->name(); }
   /// Has the layer's parameters and buffers, and its mode, but shows no skips.
   std::shared_ptr<torch::nn::Module> module() const override { return shell_; }
+  std::vector<at::Tensor> buffers() const override { return layer_->buffers(); }
+  void set_buffers(const std::vector<at::Tensor>& buffers) override { layer_->set_buffers(buffers); }
 
  private:
   const std::unique_ptr<Layer> layer_;

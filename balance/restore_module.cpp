@@ -133,6 +133,8 @@ class RestoreModule::WatchedLayer : public Layer {
 
   const std::string& name() const override { return layer_->name(); }
   std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
+  std::vector<at::Tensor> buffers() const override { return layer_->buffers(); }
+  void set_buffers(const std::vector<at::Tensor>& buffers) override { layer_->set_buffers(buffers); }
 
  private:
   const std::unique_ptr<Layer> layer_;

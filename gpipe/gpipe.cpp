@@ -13,6 +13,7 @@
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
+#include "gpipe/refuse.h"
 
 namespace gpipe {
 namespace {
@@ -185,10 +186,17 @@ std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<std::int
   return edges;
 }
 
+// The inputs with their version counters, by which a later change in place shows.
+Parcel as_entered(const Value& input) {
+  Parcel entered;
+  for (const auto& tensor : input.tensors()) entered.add(tensor.detach(), /*gradient_wanted=*/false);
+  return entered;
+}
+
 // Gives those outputs of a mini-batch that want a gradient their history: one autograd node over the inputs and all
-// parameters.
+// parameters. Calls no operator, for buffers are no longer put back after an error.
 void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
-            const std::vector<std::int64_t>& sizes, const Gathered& output) {
+            Parcel entered, const std::vector<std::int64_t>& sizes, const Gathered& output) {
   auto sources = input.tensors();
   for (int s = 0; s < pipeline->count(); ++s) {
     const auto& parameters = mini_batch->captures(s).parameters();
@@ -197,11 +205,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   const auto& wanted = output.wants_gradient;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) return;
   std::vector<torch::Device> devices;
-  Parcel entered;
-  for (const auto& tensor : input.tensors()) {
-    devices.push_back(tensor.device());
-    entered.add(tensor.detach(), /*gradient_wanted=*/false);
-  }
+  for (const auto& tensor : input.tensors()) devices.push_back(tensor.device());
   auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes, devices,
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool keep) {
     pipeline->set_error(std::nullopt);
@@ -282,11 +286,13 @@ Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint
 }
 
 Value GPipeImpl::run(Value input, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint) {
+  refuse_transforms(input, pipeline_->stages());
   const bool grad = at::GradMode::is_enabled();
   auto mini_batch =
       std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad, options_.deferred_batch_norm());
+  auto entered = grad ? as_entered(input) : Parcel();
   auto output = mini_batch->forward();
-  if (grad) attach(std::move(mini_batch), pipeline_, input, sizes, output);
+  if (grad) attach(std::move(mini_batch), pipeline_, input, std::move(entered), sizes, output);
   return std::move(output.value);
 }
 

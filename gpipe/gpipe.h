@@ -85,7 +85,8 @@ class GPipeImpl : public torch::nn::Module {
             Host host = {});
 
   /// The whole model on one mini-batch: dimension 0 is the batch. The result is on the last stage's device.
-  /// Errors: std::invalid_argument for inputs that cannot be cut; what layers throw.
+  /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
+  /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);
   /// For models that take or return several tensors. The first layer gets a vector; any form of result is returned as
   /// one.

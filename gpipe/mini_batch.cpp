@@ -209,6 +209,7 @@ void MiniBatch::wait_for_stages() {
 void MiniBatch::work(int worker, absl::FunctionRef<void()> walk) {
   // One stage a worker: the worker's number is its stage's.
   const auto device = pipeline_->stages()[worker].device;
+  if (const auto& enter = pipeline_->host().enter_worker) enter();
   at::ThreadLocalStateGuard state(*state_);
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   // A cached cast would tie the graphs of two cells together.

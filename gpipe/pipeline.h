@@ -34,6 +34,8 @@ struct Host {
   std::vector<RunLayers> run_layers = {};
   /// Calls a function under the lock, if any, that the layers' objects need. The lock may be taken again in it.
   std::function<void(absl::FunctionRef<void()>)> lock = {};
+  /// Called on each worker before it begins its part of a forward or backward.
+  std::function<void()> enter_worker = {};
   /// Called now and then by the thread that waits in a forward or backward, which ends with what it throws.
   std::function<void()> poll = {};
   /// Told, on the worker, of each error that ends an action. May throw another in its place.

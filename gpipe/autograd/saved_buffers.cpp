@@ -2,6 +2,7 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/equal.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 
 #include <stdexcept>
 #include <utility>
@@ -12,6 +13,19 @@
 
 namespace gpipe {
 namespace {
+
+// Keeps Python's dispatch modes from operators for its lifetime: one of them may have thrown the error, and would again.
+class WithoutModes {
+ public:
+  WithoutModes() : modes_(ModeStack::get_state()) { ModeStack::set_state({}); }
+  ~WithoutModes() { ModeStack::set_state(std::move(modes_)); }
+  WithoutModes(const WithoutModes&) = delete;
+  WithoutModes& operator=(const WithoutModes&) = delete;
+
+ private:
+  using ModeStack = c10::impl::TorchDispatchModeTLS;
+  ModeStack modes_;
+};
 
 void write_back(const at::Tensor& tensor, const at::Tensor& copy) {
   if (tensor.sizes() == copy.sizes()) {
@@ -34,6 +48,7 @@ void SavedTensors::restore() const {
 }
 
 void SavedTensors::restore_after_error() const noexcept {
+  const WithoutModes without_modes;
   try {
     restore();
   } catch (...) {
@@ -100,6 +115,7 @@ void SavedBuffers::restore() const {
 }
 
 void SavedBuffers::restore_after_error() const noexcept {
+  const WithoutModes without_modes;
   try {
     restore();
   } catch (...) {

@@ -11,11 +11,12 @@ from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.caller import outside_checkpoints, refuse_sharded_layers, refuse_tracing
 from gpipe.checks import BalanceError, check_balance, check_checkpoint, check_chunks, place
 from gpipe.generators import Draws, shared
 from gpipe.skip import Skippable, native_keys, skippables_in, verify_skippables
@@ -36,6 +37,13 @@ class Partition(nn.Sequential):
             _C.begin_layer(self, index)
             input = layer(input)
         return input
+
+
+class _Stages(nn.ModuleList):
+    """The stages, whose numbers torch.distributed.checkpoint leaves out of names."""
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {f"stage {index}": str(index) for index in range(len(self))}
 
 
 class GPipe(nn.Module):
@@ -100,7 +108,7 @@ class GPipe(nn.Module):
         self.balance = check_balance(balance, len(module))
         self.devices = place(devices, len(self.balance))
         self.deferred_batch_norm = bool(deferred_batch_norm)
-        self.partitions = nn.ModuleList(_split(module, self.balance, self.devices))
+        self.partitions = _Stages(_split(module, self.balance, self.devices))
         self.training = module.training
         self._making = threading.RLock()
         self._core: _C.Pipeline | None = None
@@ -142,32 +150,55 @@ class GPipe(nn.Module):
             raise TypeError("a pipeline has no slices; build a nn.Sequential of list(pipe)[...]")
         return list(self)[index]
 
+    # By name, for functions that follow the names of parameters.
+
+    def __getattr__(self, name: str) -> Any:
+        stage = self._stage_with(name)
+        return super().__getattr__(name) if stage is None else stage._modules[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        stage = self._stage_with(name) if isinstance(value, nn.Module) else None
+        if stage is None:
+            super().__setattr__(name, value)
+        else:
+            stage._modules[name] = value
+
+    def _stage_with(self, name: str) -> nn.Module | None:
+        stages = self.__dict__.get("_modules", {}).get("partitions", ())
+        return next((stage for stage in stages if name in stage._modules), None)
+
     # Where the parameters are is the pipeline's affair.
 
-    def cuda(self, device: Any = None) -> NoReturn:
-        raise _denied()
+    def cuda(self, device: Any = None) -> GPipe:
+        return self._stay(torch.device("cuda" if device is None else device))
 
-    def cpu(self) -> NoReturn:
-        raise _denied()
+    def cpu(self) -> GPipe:
+        return self._stay(torch.device("cpu"))
 
-    def xpu(self, device: Any = None) -> NoReturn:
-        raise _denied()
+    def xpu(self, device: Any = None) -> GPipe:
+        return self._stay(torch.device("xpu" if device is None else device))
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> NoReturn:
         raise _denied()
 
     def to(self, *args: Any, **kwargs: Any) -> GPipe:
-        """Changes the dtype of parameters and buffers.
+        """Changes the dtype of parameters and buffers. A device is accepted where everything is there already.
 
         Raises:
-            TypeError: for anything that would move them to another device.
+            TypeError: for a device to which something would have to move.
         """
-        if "device" in kwargs or "tensor" in kwargs:
-            raise _denied()
-        if args and not isinstance(args[0], torch.dtype):
-            if isinstance(args[0], (torch.device, int, str, torch.Tensor)):
-                raise _denied()
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            self._stay(device)
         super().to(*args, **kwargs)
+        return self
+
+    def _stay(self, device: torch.device) -> GPipe:
+        """Itself, if everything is on the device already."""
+        wanted = _with_index(device)
+        places = [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])]
+        if any(_with_index(is_at) != wanted for is_at in places):
+            raise _denied()
         return self
 
     def forward(self, input: Any) -> Any:
@@ -184,7 +215,11 @@ class GPipe(nn.Module):
         Raises:
             TypeError: for an input, or what a stage passes on, of other types.
             ValueError: for an input without dimensions, or inputs of unequal batch sizes.
+            NotImplementedError: under ``torch.export``, ``make_fx``, ``FakeTensorMode``, ``torch.jit.trace``,
+                ``torch.func`` and forward-mode differentiation.
         """
+        refuse_tracing()
+        refuse_sharded_layers(self.partitions)
         if not self.balance:
             take_apart(input)
             return input
@@ -193,7 +228,7 @@ class GPipe(nn.Module):
         for norm in self._norms:
             norm.begin_mini_batch()
         try:
-            with shared():
+            with shared(), outside_checkpoints():
                 output = pipeline.forward(input, self._chunks, checkpoint)
             for norm in self._norms:
                 norm.commit()
@@ -207,6 +242,24 @@ class GPipe(nn.Module):
         it. On GPUs each action is then waited for. While a profiler of PyTorch's is at work, no bytes are counted."""
         self._pipeline().trace(timeline)
 
+    # Names are the unpartitioned model's.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield _without_stage(name, prefix and f"{prefix}."), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield _without_stage(name, prefix and f"{prefix}."), buffer
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Its values are what torch.distributed.checkpoint leaves out of names."""
+        return {"": "partitions"}
+
     # States have the unpartitioned model's keys; within this module they are those of `partitions`.
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -216,8 +269,7 @@ class GPipe(nn.Module):
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         inner = f"{prefix}partitions."
         for key in [key for key in state if key.startswith(inner)]:
-            # partitions.<stage>.<name>
-            state[prefix + key[len(inner) :].partition(".")[2]] = state.pop(key)
+            state[_without_stage(key, prefix)] = state.pop(key)
         metadata = getattr(state, "_metadata", {})
         for key in [key for key in metadata if key.startswith(inner)]:
             # Both: a pipeline's own children look for theirs.
@@ -380,6 +432,12 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
     ]
 
 
+def _without_stage(name: str, prefix: str) -> str:
+    """The unpartitioned model's name of what is called <prefix>partitions.<stage>.<name> here."""
+    inner = f"{prefix}partitions."
+    return prefix + name[len(inner) :].partition(".")[2] if name.startswith(inner) else name
+
+
 def _name_missing(module: nn.Module, incompatible: Any) -> None:
     """Names missing keys as the unpartitioned model does."""
     for keys in incompatible:
@@ -402,6 +460,15 @@ def _is_deferred_sum(layer: nn.Module | None, key: str) -> bool:
         return False
     module = dict(layer.named_modules()).get(owner)
     return isinstance(module, nn.modules.batchnorm._BatchNorm)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """A device as its tensors name it: without an index, an accelerator's current one is meant."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None and torch.accelerator.is_available():
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device
 
 
 def _denied() -> TypeError:

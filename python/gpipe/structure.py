@@ -43,8 +43,8 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and (leaf is not None or leaf is value):
             raise TypeError(
-                f"expected Tensor, but got {type(leaf)}; a pipeline and its stages take and return tensors, alone or in "
-                "tuples, named tuples, lists and dicts, which may hold None"
+                f"expected Tensor, but got {type(leaf)}; a pipeline and its stages take and return tensors, alone or "
+                "in tuples, named tuples, lists and dicts, which may hold None"
             )
     present = tuple(leaf is not None for leaf in leaves)
     return [leaf for leaf in leaves if leaf is not None], Structure(tree, present)

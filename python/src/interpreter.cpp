@@ -16,6 +16,10 @@ namespace py = pybind11;
 
 constexpr std::chrono::seconds kPatience{1};
 
+struct Exiting : std::runtime_error {
+  Exiting() : std::runtime_error("[gpipe] the interpreter exits") {}
+};
+
 // Of this process's one interpreter. A thread counts itself before it looks whether the interpreter exits, and exit
 // says so before it looks at the count: one of them sees the other.
 std::atomic<int> under_way = 0;
@@ -39,6 +43,14 @@ auto ask(F f) {
   }
 }
 
+// Calls f while exit waits for it; not at all once the interpreter exits.
+template <typename F>
+void unless_exiting(F f) try {
+  const Call call;
+  f();
+} catch (const Exiting&) {
+}
+
 // Removes what threading.current_thread() has noted of a thread that Python had not made; unless a thread of Python's
 // has got the same number since.
 void forget_thread(unsigned long thread) try {
@@ -57,7 +69,7 @@ Call::Call() {
   ++under_way;
   if (!exiting) return;
   --under_way;
-  throw std::runtime_error("[gpipe] the interpreter exits");
+  throw Exiting();
 }
 
 Call::~Call() { --under_way; }
@@ -93,9 +105,17 @@ Reference reference_to(PyObject* object) {
   Py_INCREF(object);
   return Reference(object, [](PyObject* held) {
     if (!alive()) return;
-    const auto state = PyGILState_Ensure();
-    Py_DECREF(held);
-    PyGILState_Release(state);
+    if (PyGILState_Check() != 0) {
+      Py_DECREF(held);
+      return;
+    }
+    unless_exiting([held] {
+      ask([held] {
+        const auto state = PyGILState_Ensure();
+        Py_DECREF(held);
+        PyGILState_Release(state);
+      });
+    });
   });
 }
 
@@ -103,19 +123,21 @@ Reference reference_to(PyObject* object) {
 // more to do.
 ThreadStates::~ThreadStates() {
   if (kept_.empty() || getpid() != process_ || !alive()) return;
-  std::thread undertaker([this] {
-    PyGILState_Ensure();
-    for (const auto& kept : kept_) {
-      PyThreadState_Clear(kept.state);
-      PyThreadState_Delete(kept.state);
-      forget_thread(kept.thread);
-    }
-    PyThreadState_Clear(PyThreadState_Get());
-    PyThreadState_DeleteCurrent();
+  unless_exiting([this] {
+    std::thread undertaker([this] {
+      ask(PyGILState_Ensure);
+      for (const auto& kept : kept_) {
+        PyThreadState_Clear(kept.state);
+        PyThreadState_Delete(kept.state);
+        forget_thread(kept.thread);
+      }
+      PyThreadState_Clear(PyThreadState_Get());
+      PyThreadState_DeleteCurrent();
+    });
+    std::optional<Released> released;
+    if (PyGILState_Check() != 0) released.emplace();
+    undertaker.join();
   });
-  std::optional<Released> released;
-  if (PyGILState_Check() != 0) released.emplace();
-  undertaker.join();
 }
 
 void ThreadStates::keep_for_this_thread() {

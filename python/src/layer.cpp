@@ -5,6 +5,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 
 #include <algorithm>
+#include <stdexcept>
 #include <utility>
 
 #include "python/src/values.h"
@@ -56,14 +57,22 @@ void for_each(PyObject* module, const char* dict_name, F f) {
   }
 }
 
-void collect(PyObject* module, std::vector<at::Tensor>& tensors) {
+void collect(PyObject* module, ModuleTensors& tensors) {
   const Recursion recursion;
-  const auto add = [&](PyObject*, PyObject* value) {
-    if (THPVariable_Check(value)) tensors.push_back(THPVariable_Unpack(value));
+  const auto add_to = [](std::vector<at::Tensor>& list) {
+    return [&list](PyObject*, PyObject* value) {
+      if (THPVariable_Check(value)) list.push_back(THPVariable_Unpack(value));
+    };
   };
-  for_each(module, "_parameters", add);
-  for_each(module, "_buffers", add);
+  for_each(module, "_parameters", add_to(tensors.parameters));
+  for_each(module, "_buffers", add_to(tensors.buffers));
   for_each(module, "_modules", [&](PyObject*, PyObject* child) { collect(child, tensors); });
+}
+
+ModuleTensors tensors_of(PyObject* module) {
+  ModuleTensors tensors;
+  collect(module, tensors);
+  return tensors;
 }
 
 std::shared_ptr<torch::nn::Module> mirror(PyObject* module, const std::vector<SkipNames>& skips) {
@@ -96,8 +105,8 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       states_(std::move(states)),
       module_(reference_to(module)),
       skips_(std::move(skips)),
+      mirrored_(tensors_of(module)),
       mirror_(mirror(module, skips_)) {
-  collect(module, mirrored_);
   auto slots = std::make_shared<Slots>();
   find_slots(module, *slots);
   slots_ = std::move(slots);
@@ -125,9 +134,8 @@ std::shared_ptr<torch::nn::Module> PythonLayer::module() const {
 }
 
 bool PythonLayer::refresh() {
-  std::vector<at::Tensor> tensors;
-  collect(module_.get(), tensors);
-  if (same(tensors, mirrored_)) return false;
+  auto tensors = tensors_of(module_.get());
+  if (same(tensors.parameters, mirrored_.parameters) && same(tensors.buffers, mirrored_.buffers)) return false;
   auto fresh = mirror(module_.get(), skips_);
   auto slots = std::make_shared<Slots>();
   find_slots(module_.get(), *slots);
@@ -169,6 +177,13 @@ void PythonLayer::set_buffers(const std::vector<at::Tensor>& buffers) {
     if (PyDict_GetItem(dict.get(), name.get()) == buffer.ptr()) continue;
     if (PyDict_SetItem(dict.get(), name.get(), buffer.ptr()) != 0) throw py::error_already_set();
   }
+}
+
+void PythonLayer::check_not_replaced() const {
+  if (same(tensors_of(module_.get()).parameters, mirrored_.parameters)) return;
+  throw std::runtime_error("[gpipe] parameters of layer '" + name_ +
+                           "' were replaced between the forward and its backward, as by torch.func.functional_call, so "
+                           "that the forward cannot be recomputed; use checkpoint='never'");
 }
 
 int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {

@@ -23,6 +23,12 @@ struct SkipNames {
   std::vector<SkipKey> pops;
 };
 
+/// Those of a module and of what is in it.
+struct ModuleTensors {
+  std::vector<at::Tensor> parameters;
+  std::vector<at::Tensor> buffers;
+};
+
 /// A Python module as a layer. Among C++ modules its mirror stands for it: a tree of modules that hold the same
 /// parameters and buffers by the same names, as they were at the last refresh(), and declare the same skips. May be
 /// destroyed on any thread.
@@ -44,6 +50,10 @@ class PythonLayer : public Layer {
   /// under way reads the old one. Returns whether they are others than before. With the interpreter's lock.
   bool refresh();
 
+  /// With the interpreter's lock. Errors: std::runtime_error when the module has other parameters than at the last
+  /// refresh().
+  void check_not_replaced() const;
+
   /// Calls visit(object) for each reference to a Python object that this holds; until one returns other than 0, which
   /// is the result.
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
@@ -60,7 +70,7 @@ class PythonLayer : public Layer {
   std::shared_ptr<ThreadStates> states_;
   Reference module_;
   std::vector<SkipNames> skips_;
-  std::vector<at::Tensor> mirrored_;
+  ModuleTensors mirrored_;
   mutable Mutex mutex_;
   std::shared_ptr<torch::nn::Module> mirror_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<const Slots> slots_ ABSL_GUARDED_BY(mutex_);

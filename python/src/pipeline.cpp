@@ -59,8 +59,16 @@ std::unique_ptr<PythonLayer> make_layer(const py::tuple& layer, const std::share
                                        std::move(skips), states);
 }
 
-RunLayers run_stage(const Reference& stage, const std::shared_ptr<ThreadStates>& states) {
-  return [states, stage](Value input, absl::FunctionRef<void(int)> begin, CellMemo& memo) {
+void check_not_replaced(const std::vector<const PythonLayer*>& layers) {
+  const Section section;
+  for (const auto* layer : layers) layer->check_not_replaced();
+}
+
+/// The layers live as long as the pipeline that runs them.
+RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> layers,
+                    const std::shared_ptr<ThreadStates>& states) {
+  return [states, stage, layers = std::move(layers)](Value input, absl::FunctionRef<void(int)> begin, CellMemo& memo) {
+    if (is_recomputing()) check_not_replaced(layers);
     const auto before = std::exchange(running, {stage.get(), &begin, &memo});
     const absl::Cleanup after = [&] { running = before; };
     begin(0);
@@ -104,8 +112,20 @@ void set_error(const std::exception_ptr& error) {
   }
 }
 
+// What an operator raises stays with its thread, and a Section clears it.
+void persist(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    const Call call;
+    raised.persist();
+  } catch (...) {
+  }
+}
+
 // Has every error be one of Python's, with a note of where it is from.
 void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
+  persist(error);
   const Section section;
   try {
     std::rethrow_exception(error);
@@ -145,18 +165,21 @@ PythonPipeline::PythonPipeline(const Objects& stages, const std::vector<std::str
                                bool deferred_batch_norm) {
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::int64_t> balance;
-  Host host{.lock = lock, .poll = poll, .on_error = on_error};
   const auto states = std::make_shared<ThreadStates>();
+  Host host{
+      .lock = lock, .enter_worker = [states] { states->keep_for_this_thread(); }, .poll = poll, .on_error = on_error};
   for (const auto& each : stages) {
     const auto stage = each.cast<py::tuple>();
     const auto of_stage = py::reinterpret_borrow<Objects>(stage[1]);
     balance.push_back(static_cast<std::int64_t>(of_stage.size()));
+    std::vector<const PythonLayer*> ours;
     for (auto& layer : make_layers(of_stage, states)) {
       layers_.push_back(static_cast<PythonLayer*>(layer.get()));
+      ours.push_back(layers_.back());
       layers.push_back(std::move(layer));
     }
     stages_.push_back(reference_to(stage[0].cast<py::object>().ptr()));
-    host.run_layers.push_back(run_stage(stages_.back(), states));
+    host.run_layers.push_back(run_stage(stages_.back(), std::move(ours), states));
   }
   std::vector<torch::Device> placed(devices.begin(), devices.end());
   pipe_ = GPipe(std::move(layers), std::move(balance),

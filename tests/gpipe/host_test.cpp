@@ -151,6 +151,27 @@ TEST(HostTest, LayersOfCppDoNotTakeObjects) {
       ::testing::ThrowsMessage<std::invalid_argument>(::testing::HasSubstr("cannot take the pair a")));
 }
 
+TEST(HostTest, EntersEachWorkerBeforeItsPart) {
+  std::mutex mutex;
+  std::vector<std::thread::id> entered;
+  std::vector<std::thread::id> ran;
+  const auto note = [&](std::vector<std::thread::id>& list) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    list.push_back(std::this_thread::get_id());
+  };
+  Sequential model(Linear(4, 4));
+  const auto run = [&](Value input, absl::FunctionRef<void(int)> begin) {
+    EXPECT_EQ(entered.size(), 1U);
+    begin(0);
+    note(ran);
+    return input;
+  };
+  GPipe pipe(make_layers(*model), {1}, GPipeOptions(),
+             Host{.run_layers = {run}, .enter_worker = [&] { note(entered); }});
+  pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
+  EXPECT_EQ(entered, std::vector<std::thread::id>(2, ran.front()));
+}
+
 TEST(HostTest, MayChooseChunksAndCheckpointModeForEachCall) {
   std::mutex mutex;
   std::vector<std::pair<std::int64_t, bool>> seen;

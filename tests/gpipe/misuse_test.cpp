@@ -1,6 +1,8 @@
 // What users do that cannot work, or nearly cannot: never a crash, a hang or a wrong number.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/torch.h>
 
 #include <algorithm>
@@ -134,6 +136,36 @@ TEST(MisuseTest, TensorsOfTheSequentialItself) {
   nested->register_parameter("weight", torch::ones({1}));
   EXPECT_THAT([&] { GPipe(nested, {1}); },
               ThrowsMessage<std::invalid_argument>(HasSubstr("has a parameter of its own, 'weight'")));
+}
+
+TEST(MisuseTest, ForwardModeDerivatives) {
+  auto linear = Linear(6, 6);
+  GPipe pipe(Sequential(linear), {1});
+  const auto x = torch::randn({4, 6});
+  const auto level = torch::autograd::ForwardADLevel::get_next_idx();
+  const auto refused = [&](const Tensor& input) {
+    EXPECT_THAT([&] { pipe->forward(input); }, ThrowsMessage<c10::NotImplementedError>(HasSubstr("has a tangent")));
+  };
+  EXPECT_EQ(pipe->forward(x).size(0), 4);  // an open level alone is no obstacle
+  refused(at::_make_dual(x, torch::ones({4, 6}), static_cast<std::int64_t>(level)));
+  linear->weight.detach()._set_fw_grad(torch::ones({6, 6}), level, /*is_inplace_op=*/false);
+  EXPECT_EQ(pipe->forward(x).size(0), 4);  // of another tensor
+  linear->weight._set_fw_grad(torch::ones({6, 6}), level, /*is_inplace_op=*/false);
+  refused(x);
+  torch::autograd::ForwardADLevel::release_idx(level);
+  EXPECT_EQ(pipe->forward(x).size(0), 4);
+}
+
+TEST(MisuseTest, TracingByTorchscript) {
+  GPipe pipe(Sequential(Linear(6, 6)), {1});
+  torch::jit::tracer::setTracingState(std::make_shared<torch::jit::tracer::TracingState>());
+  EXPECT_THAT(
+      [&] {
+        pipe->forward(torch::randn({4, 6}));
+      },
+      ThrowsMessage<c10::NotImplementedError>(HasSubstr("torch.jit.trace")));
+  torch::jit::tracer::setTracingState(nullptr);
+  EXPECT_EQ(pipe->forward(torch::randn({4, 6})).size(0), 4);
 }
 
 TEST(MisuseTest, AGraphFromOutsideIsRefusedAndUnharmed) {

@@ -160,17 +160,44 @@ def test_denies_to_move():
     pipe = gpipe.GPipe(model(), [2, 2])
     moves = [
         lambda: pipe.cuda(),
-        lambda: pipe.cpu(),
-        lambda: pipe.to("cpu"),
+        lambda: pipe.cuda(0),
+        lambda: pipe.xpu(),
+        lambda: pipe.to("meta"),
         lambda: pipe.to(0),
-        lambda: pipe.to(torch.device("cpu")),
-        lambda: pipe.to(torch.zeros(1)),
-        lambda: pipe.to(device="cpu"),
-        lambda: pipe.to(tensor=torch.zeros(1)),
+        lambda: pipe.to(torch.device("meta")),
+        lambda: pipe.to(torch.zeros(1, device="meta")),
+        lambda: pipe.to(device="meta"),
+        lambda: pipe.to("meta", torch.float64),
+        lambda: pipe.to(tensor=torch.zeros(1, device="meta")),
+        lambda: pipe.to_empty(device="cpu"),
     ]
     for move in moves:
         with pytest.raises(TypeError, match="denied to move parameters and buffers"):
             move()
+    assert next(pipe.parameters()).dtype == torch.float32
+    pipe[0].to("meta")
+    with pytest.raises(TypeError, match="denied to move parameters and buffers"):
+        pipe.cpu()
+
+
+def test_stays_where_it_is():
+    pipe = gpipe.GPipe(model(), [2, 2])
+    weight = pipe[0].weight
+    for move in (
+        lambda: pipe.cpu(),
+        lambda: pipe.to("cpu"),
+        lambda: pipe.to(torch.device("cpu", 0)),
+        lambda: pipe.to(device="cpu", non_blocking=True),
+        lambda: pipe.to(torch.zeros(1)),
+    ):
+        assert move() is pipe
+        assert pipe[0].weight is weight and weight.dtype == torch.float32
+    assert pipe.to("cpu", torch.float64) is pipe
+    assert pipe(torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_changes_of_dtype():
+    pipe = gpipe.GPipe(model(), [2, 2])
     assert pipe.to(torch.float64) is pipe
     assert next(pipe.parameters()).dtype == torch.float64
     assert pipe(torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
@@ -263,11 +290,21 @@ def test_versions_of_states():
             pipe.load_state_dict(state)
 
 
-def test_layers_may_be_replaced():
+def replace_in_its_stage(pipe):
+    pipe.partitions[1][1] = Double()
+
+
+def replace_by_name(pipe):
+    setattr(pipe, "3", Double())
+
+
+@pytest.mark.parametrize("replace", [replace_in_its_stage, replace_by_name])
+def test_layers_may_be_replaced(replace):
     pipe = gpipe.GPipe(model(), [2, 2], chunks=2)
     x = torch.rand(4, 3)
     pipe(x)
-    pipe.partitions[1][1] = Double()
+    replace(pipe)
+    assert isinstance(pipe[3], Double) and set(dict(pipe.named_children())) == {"partitions"}
     expected = nn.Sequential(*pipe)(x)
     y = pipe(x)
     torch.testing.assert_close(y, expected)

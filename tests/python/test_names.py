@@ -1,0 +1,137 @@
+"""A pipeline's parameters go by the unpartitioned model's names; and it can be sharded as a whole."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint import state_dict as dcp
+from torch.func import functional_call
+
+import gpipe
+from processes import run
+
+
+def make_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+
+
+def test_names():
+    model = make_model()
+    names = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
+    pipe = gpipe.GPipe(model, [1, 3])
+    assert ([name for name, _ in pipe.named_parameters()], [name for name, _ in pipe.named_buffers()]) == names
+    assert next(pipe.named_parameters("x"))[0] == "x.0.weight"
+    pipe.register_parameter("scale", nn.Parameter(torch.ones(1)))
+    assert "scale" in dict(pipe.named_parameters())
+    assert pipe.get_parameter("3.weight") is pipe[3].weight
+    assert pipe.get_buffer("1.running_mean") is pipe[1].running_mean
+    with pytest.raises(AttributeError, match="no attribute '7'"):
+        getattr(pipe, "7")
+    assert not hasattr(gpipe.GPipe.__new__(gpipe.GPipe), "0")
+
+
+def scaled(state):
+    return {key: (value * 1.5 if value.is_floating_point() else value).detach().clone() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_functional_call(strict):
+    model, pipe = make_model().double(), gpipe.GPipe(make_model().double(), [2, 2], checkpoint="never")
+    before = copy.deepcopy(pipe.state_dict())
+    x = torch.rand(6, 3, dtype=torch.float64)
+    results = []
+    for module in (model, pipe):
+        state = scaled(before)
+        leaves = [state[name].requires_grad_() for name, _ in model.named_parameters()]
+        y = functional_call(module, state, (x,), strict=strict)
+        y.square().sum().backward()
+        results.append([y, *(leaf.grad for leaf in leaves), state["1.running_mean"]])
+    torch.testing.assert_close(results[1], results[0])
+    assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
+    assert pipe[0].weight.grad is None
+
+
+def test_functional_call_cannot_be_recomputed():
+    """The layers have their own parameters again when the backward comes."""
+    pipe = gpipe.GPipe(make_model().requires_grad_(False), [2, 2], checkpoint="always")
+    state = scaled(pipe.state_dict())
+    state["3.weight"].requires_grad_()
+    before = copy.deepcopy(pipe.state_dict())
+    y = functional_call(pipe, state, (torch.rand(6, 3),))
+    with pytest.raises(RuntimeError, match="parameters of layer '3' were replaced between"):
+        y.sum().backward()
+    assert all(torch.equal(value, before[key]) for key, value in pipe.state_dict().items())
+    assert pipe(torch.rand(6, 3)).shape == (6, 3)
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2]])
+def test_distributed_checkpoint(balance):
+    """States are the unpartitioned model's, of the optimizer too, and pass both ways."""
+    torch.manual_seed(1)
+    x = torch.rand(6, 3)
+    model, pipe = make_model(), gpipe.GPipe(make_model(), balance)
+    optimizers = torch.optim.Adam(model.parameters()), torch.optim.Adam(pipe.parameters())
+    (model(x).square().sum() + model(-x).square().sum()).backward()
+    optimizers[0].step()
+    state = copy.deepcopy(dcp.get_state_dict(model, optimizers[0]))
+    dcp.set_state_dict(pipe, optimizers[1], model_state_dict=state[0], optim_state_dict=state[1])
+    back = dcp.get_state_dict(pipe, optimizers[1])
+    assert list(back[0]) == list(state[0]) and list(back[1]["state"]) == list(state[1]["state"])
+    assert back[1]["param_groups"] == state[1]["param_groups"]
+    torch.testing.assert_close(dict(back[0]), dict(state[0]), rtol=0, atol=0)
+    torch.testing.assert_close(back[1]["state"], state[1]["state"], rtol=0, atol=0)
+    full = dcp.StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
+    assert list(dcp.get_state_dict(pipe, optimizers[1], options=full)[1])[0].startswith("state.0.weight.")
+
+
+SHARDED = """
+    import copy, torch.distributed as dist, torch.multiprocessing
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    batches = torch.rand(3, 2, 4, 4)
+
+    pipe = gpipe.GPipe(copy.deepcopy(model), [1, 1], chunks=2, checkpoint="always")
+    fully_shard(pipe, mesh=mesh, reshard_after_forward=True)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (pipe, model)]
+    for batch in batches:
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        pipe(batch[rank]).square().mean().backward()
+        (sum(model(part).square().mean() for part in batch) / 2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for (name, parameter), expected in zip(pipe.named_parameters(), model.parameters()):
+        torch.testing.assert_close(parameter.full_tensor(), expected)
+
+    def refused(shard, of):
+        pipe = gpipe.GPipe(copy.deepcopy(model), [1, 1])
+        shard(of(pipe))
+        try:
+            pipe(batches[0, 0])
+        except RuntimeError as error:
+            assert "is sharded" in str(error), error
+        else:
+            raise AssertionError
+
+    refused(lambda layer: fully_shard(layer, mesh=mesh), lambda pipe: pipe[0])
+    refused(lambda layer: fully_shard(layer, mesh=mesh), lambda pipe: pipe[1][0])
+    refused(lambda stage: fully_shard(stage, mesh=mesh), lambda pipe: pipe.partitions[0])
+    refused(lambda layer: parallelize_module(layer, mesh, {"0": ColwiseParallel()}), lambda pipe: pipe[0])
+    dist.destroy_process_group()
+    print("done")
+"""
+
+
+def test_sharded(tmp_path):
+    with ThreadPoolExecutor() as pool:
+        ends = list(pool.map(lambda rank: run(SHARDED, str(rank), str(tmp_path / "store"), seconds=300), range(2)))
+    assert ends == [(0, "done\n")] * 2
