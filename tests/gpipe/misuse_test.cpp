@@ -5,10 +5,8 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
-#include <memory>
 #include <thread>
 #include <vector>
 
@@ -67,22 +65,6 @@ TEST(MisuseTest, TooManyMicroBatchesAreRefused) {
   EXPECT_THAT([&] { micro_batch_sizes(-4, 1, 0); }, refused("a mini-batch of -4 samples"));
   EXPECT_EQ(micro_batch_sizes(kHuge, 2, 0).back(), kHuge / 2);
   EXPECT_EQ(micro_batch_sizes(kHuge, 1, kHuge), std::vector<std::int64_t>{kHuge});
-}
-
-// As when each mini-batch has another size, and split_size makes another number of micro-batches of each.
-TEST(PipelineTest, KeepsTheProgramsThatWereLastAskedFor) {
-  GPipe pipe(Sequential(torch::nn::Identity(), torch::nn::Identity()), {1, 1});
-  const std::weak_ptr<const Program> forgotten = pipe->program(1);
-  const std::weak_ptr<const Program> often = pipe->program(2);
-  std::vector<std::weak_ptr<const Program>> others;
-  for (int micro_batches = 3; micro_batches < 40; ++micro_batches) {
-    others.push_back(pipe->program(micro_batches));
-    EXPECT_EQ(pipe->program(2), often.lock());
-  }
-  EXPECT_TRUE(forgotten.expired());
-  EXPECT_EQ(std::count_if(others.begin(), others.end(), [](const auto& each) { return !each.expired(); }), 15);
-  EXPECT_EQ(pipe->program(39), others.back().lock());
-  EXPECT_EQ(pipe->program(1)->layout().micro_batches, 1);
 }
 
 TEST(MisuseTest, OutputsThatCannotBeJoinedLeaveNoTrace) {
