@@ -1,9 +1,10 @@
 #include "examples/common/history.h"
 
 #include <cmath>
+#include <fstream>
 #include <locale>
+#include <sstream>
 #include <stdexcept>
-#include <utility>
 
 #include "absl/strings/str_join.h"
 
@@ -12,36 +13,49 @@ namespace {
 
 constexpr double kExactIntegers = 9007199254740992;  // 2^53
 
+std::filesystem::path temporary_of(std::filesystem::path path, std::size_t columns) {
+  if (columns == 0) throw std::invalid_argument("a history needs at least one column");
+  return path += ".tmp";
+}
+
 }  // namespace
 
-History::History(std::filesystem::path path, const std::vector<std::string>& columns)
-    : path_(std::move(path)), columns_(columns.size()) {
-  if (columns.empty()) throw std::invalid_argument("a history needs at least one column");
-  file_.open(path_);
-  file_.imbue(std::locale::classic());
-  file_ << absl::StrJoin(columns, ",");
-  end_line();
+History::History(const std::filesystem::path& path, const std::vector<std::string>& columns,
+                 const std::vector<std::vector<double>>& lines)
+    : columns_(columns.size()), file_(temporary_of(path, columns.size())) {
+  file_.write(absl::StrJoin(columns, ",") + "\n");
+  for (const auto& line : lines) write_line(line);
+  file_.rename(path);
 }
 
 void History::add(const std::vector<double>& values) {
-  if (values.size() != columns_) {
-    throw std::invalid_argument("the history " + path_.string() + " has " + std::to_string(columns_) +
-                                " columns, but was given " + std::to_string(values.size()) + " values");
-  }
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (i > 0) file_ << ',';
-    if (std::trunc(values[i]) == values[i] && std::abs(values[i]) < kExactIntegers) {
-      file_ << static_cast<long long>(values[i]);
-    } else {
-      file_ << values[i];
-    }
-  }
-  end_line();
+  write_line(values);
+  file_.flush();
 }
 
-void History::end_line() {
-  file_ << '\n' << std::flush;
-  if (!file_) throw std::runtime_error("cannot write the history " + path_.string());
+void History::write_line(const std::vector<double>& values) {
+  if (values.size() != columns_) {
+    throw std::invalid_argument("the history " + file_.path().string() + " has " + std::to_string(columns_) +
+                                " columns, but was given " + std::to_string(values.size()) + " values");
+  }
+  std::ostringstream line;
+  line.imbue(std::locale::classic());
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (i > 0) line << ',';
+    if (std::trunc(values[i]) == values[i] && std::abs(values[i]) < kExactIntegers) {
+      line << static_cast<long long>(values[i]);
+    } else {
+      line << values[i];
+    }
+  }
+  line << '\n';
+  file_.write(line.str());
+}
+
+bool has_lines(const std::filesystem::path& csv) {
+  std::ifstream file(csv);
+  std::string line;
+  return std::getline(file, line) && std::getline(file, line);
 }
 
 }  // namespace gpipe::examples

@@ -2,31 +2,35 @@
 
 #include <cstddef>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <vector>
+
+#include "examples/common/files.h"
 
 namespace gpipe::examples {
 
 /// A CSV file with a header and a line an epoch, each on disk as soon as it is added: a run that stops leaves whole
 /// lines. Whole numbers are written in full, others with six significant digits and a decimal point, whatever the
 /// locale.
+///
+/// Errors: std::runtime_error that names the path where it cannot be written; std::invalid_argument for no columns, or
+/// where a line has not one value a column.
 class History {
  public:
-  /// Creates or replaces the file. Throws std::invalid_argument for no columns, std::runtime_error that names the path
-  /// where it cannot be written.
-  History(std::filesystem::path path, const std::vector<std::string>& columns);
+  /// Creates or replaces the file, with such lines. An older file is there until the new one is complete.
+  History(const std::filesystem::path& path, const std::vector<std::string>& columns,
+          const std::vector<std::vector<double>>& lines = {});
 
-  /// One value a column, else std::invalid_argument. Throws std::runtime_error that names the path where it cannot be
-  /// written.
   void add(const std::vector<double>& values);
 
  private:
-  void end_line();
+  void write_line(const std::vector<double>& values);
 
-  std::filesystem::path path_;
   std::size_t columns_;
-  std::ofstream file_;
+  OutputFile file_;
 };
+
+/// Whether there is such a file that has a line besides its header.
+bool has_lines(const std::filesystem::path& csv);
 
 }  // namespace gpipe::examples

@@ -131,7 +131,7 @@ Size to_size(const std::string& text) {
   char rest = 0;
   if (std::sscanf(text.c_str(), "%5dx%5d%c", &size.width, &size.height, &rest) != 2 || size.width < 1 ||
       size.height < 1) {
-    throw std::invalid_argument("'" + text + "' is no size; give it as 192x128");
+    throw std::invalid_argument("'" + text + "' is not a size; give it as 192x128");
   }
   return size;
 }

@@ -5,11 +5,13 @@
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
-#include <charconv>
+#include <csignal>
 #include <iostream>
 #include <numeric>
+#include <system_error>
 #include <utility>
 
+#include "examples/common/flags.h"
 #include "gpipe/runtime/memory_reuse.h"
 
 namespace gpipe::examples {
@@ -18,13 +20,13 @@ namespace {
 std::vector<std::int64_t> to_counts(const std::string& text) {
   std::vector<std::int64_t> counts;
   for (const auto& part : CLI::detail::split(text, ',')) {
-    std::int64_t count = 0;
-    if (!CLI::detail::lexical_cast(part, count) || count < 1) {
+    const auto count = to_whole_number(part);
+    if (!count || *count < 1 || *count > static_cast<std::uint64_t>(kMaxCount)) {
       throw CLI::ValidationError(
-          "--balance",
-          "'" + part + "' is neither auto, by-time or by-size nor a number of layers; give those as 20,35");
+          "--balance", "'" + part + "' is neither auto, by-time or by-size nor a number of layers from 1 to " +
+                           std::to_string(kMaxCount) + "; give those as 20,35");
     }
-    counts.push_back(count);
+    counts.push_back(static_cast<std::int64_t>(*count));
   }
   return counts;
 }
@@ -37,7 +39,7 @@ std::vector<torch::Device> to_devices(const std::string& text, int stages) {
     try {
       devices.emplace_back(part);
     } catch (const std::exception&) {
-      throw CLI::ValidationError("--devices", "'" + part + "' is no device; give cpu, cuda or cuda:N");
+      throw CLI::ValidationError("--devices", "'" + part + "' is not a device; give cpu, cuda or cuda:N");
     }
   }
   if (devices.size() == 1) devices.resize(stages, devices.front());
@@ -53,9 +55,10 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.get_formatter()->column_width(34);
 
-  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::Range(1, 1 << 20));
+  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")
+      ->transform(whole_number(1, kMaxCount));
   app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
-      ->check(CLI::Range(1, 1024))
+      ->transform(whole_number(1, 1024))
       ->group(kPipelineGroup);
   app.add_option("--balance",
                  "by-time, by-size: stages of equal time or memory, as measured; auto: the fastest of all balances, "
@@ -64,7 +67,7 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
       ->type_name("HOW")
       ->group(kPipelineGroup);
   app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")
-      ->check(CLI::PositiveNumber)
+      ->transform(whole_number(1, kMaxCount))
       ->group(kPipelineGroup);
   app.add_option("--devices", "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU")
       ->type_name("LIST")
@@ -118,21 +121,24 @@ void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe)
   out << std::flush;
 }
 
-std::string to_flag(double value) {
-  char text[32];
-  return {text, std::to_chars(text, text + sizeof text, value).ptr};
-}
-
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
+  std::signal(SIGXFSZ, SIG_IGN);  // too large a file is then an error of the write
+  app.failure_message(
+      [](const CLI::App*, const CLI::Error& error) { return std::string("error: ") + error.what() + "\n"; });
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
     return app.exit(error);
   }
   try {
-    return run();
+    const int code = run();
+    if (std::cout.flush()) return code;
+    std::cerr << "error: cannot write to standard output" << std::endl;
   } catch (const c10::Error& error) {
     std::cerr << "error: " << error.what_without_backtrace() << std::endl;
+  } catch (const std::system_error& error) {
+    const bool thread = error.code() == std::errc::resource_unavailable_try_again;
+    std::cerr << "error: " << (thread ? "cannot start a thread: " : "") << error.what() << std::endl;
   } catch (const std::exception& error) {
     std::cerr << "error: " << error.what() << std::endl;
   }

@@ -43,11 +43,8 @@ std::vector<torch::Device> place(const PipelineOptions& options);
 /// A line about the model, and one about each of its stages: layers, device, parameters.
 void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe);
 
-/// A number as the command line would have it, with all its digits.
-std::string to_flag(double value);
-
-/// A program's main(): parses the command line, then calls `run`, which returns the exit code. Exceptions become one
-/// line on standard error and exit code 1.
+/// A program's main(): parses the command line, then calls `run`, which returns the exit code. Errors become one line on
+/// standard error and an exit code that is not 0, also where standard output or a file outgrows a limit of its size.
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run);
 
 }  // namespace gpipe::examples

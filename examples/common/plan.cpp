@@ -29,24 +29,6 @@ int count_cpus(const std::vector<torch::Device>& devices) {
       std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); }));
 }
 
-// Refuses, before anything is measured, what a pipeline would refuse: devices, numbers of stages and of layers.
-void check(const torch::nn::Sequential& model, const PipelineOptions& options,
-           const std::vector<torch::Device>& devices) {
-  const auto layers = static_cast<std::int64_t>(model->size());
-  if (options.stages > layers) {
-    throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but the model has " +
-                                std::to_string(layers) + " layers");
-  }
-  const auto pipeline_options = GPipeOptions().devices(devices).chunks(options.chunks);
-  if (!options.layers.empty()) {
-    GPipe(model, options.layers, pipeline_options);
-    return;
-  }
-  torch::nn::Sequential stand_in;
-  for (int stage = 0; stage < options.stages; ++stage) stand_in->push_back(torch::nn::Identity());
-  GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipeline_options);
-}
-
 torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch::Device device) {
   shape.insert(shape.begin(), count);
   return torch::full(shape, 0.5, device);
@@ -58,10 +40,25 @@ ProfileOptions profile_options(const std::vector<torch::Device>& devices) {
   return ProfileOptions().workers(devices.front().is_cpu() ? count_cpus(devices) : 1);
 }
 
+void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options) {
+  const auto layers = static_cast<std::int64_t>(model->size());
+  if (options.stages > layers) {
+    throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but the model has " +
+                                std::to_string(layers) + " layers");
+  }
+  const auto pipeline_options = GPipeOptions().devices(place(options)).chunks(options.chunks);
+  if (!options.layers.empty()) {
+    GPipe(model, options.layers, pipeline_options);
+    return;
+  }
+  torch::nn::Sequential stand_in;
+  for (int stage = 0; stage < options.stages; ++stage) stand_in->push_back(torch::nn::Identity());
+  GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipeline_options);
+}
+
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
   Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint, .devices = place(options)};
-  check(model, options, plan.devices);
   const auto device = plan.devices.front();
   const Autocast autocast(options.amp, {device});
   Percent percent(out, terminal, "measuring");
@@ -102,7 +99,7 @@ GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOpti
   auto balance = options.layers;
   if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
   if (balance.empty()) {
-    check(model, options, devices);
+    check_pipeline(model, options);
     const auto samples = micro_batch_sizes(options.batch_size, options.chunks, /*split_size=*/0).front();
     const auto sample = images(std::max<std::int64_t>(2, samples), image_shape, devices.front());
     const auto of_model = profile(model, sample, profile_options(devices).seconds(kSeconds));

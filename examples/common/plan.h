@@ -31,6 +31,9 @@ struct Plan {
 /// How to measure a model whose stages will run on these devices: on the first of them.
 ProfileOptions profile_options(const std::vector<torch::Device>& devices);
 
+/// Refuses, before anything is written or measured, what a pipeline would refuse: devices, numbers of stages and layers.
+void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options);
+
 /// Measures the model for images of that shape, under autocast where the options say so, showing how far it is on a
 /// terminal, and plans. The options' chunks and checkpoint mode are kept, unless the balance is "auto".
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,

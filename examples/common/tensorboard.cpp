@@ -2,13 +2,9 @@
 
 #include <array>
 #include <bit>
-#include <cerrno>
 #include <chrono>
-#include <stdexcept>
-#include <system_error>
 
 #include "absl/strings/str_format.h"
-#include "examples/common/files.h"
 
 namespace gpipe::examples {
 namespace {
@@ -82,6 +78,7 @@ std::string image(int width, int height, std::string_view png) {
 
 // TensorBoard looks for "tfevents", and reads the files of a directory in the order of their names.
 std::filesystem::path new_file(const std::filesystem::path& directory) {
+  make_directory(directory);
   const int64_t seconds = Clock::to_time_t(Clock::now());
   for (int number = 0;; ++number) {
     auto path = directory / absl::StrFormat("events.out.tfevents.%010d.%03d", seconds, number);
@@ -98,11 +95,7 @@ uint32_t crc32c(std::string_view data) {
   return ~crc;
 }
 
-EventFile::EventFile(const std::filesystem::path& directory) {
-  check_writable_directory(directory);
-  path_ = new_file(directory);
-  errno = 0;
-  file_.open(path_, std::ios::binary);
+EventFile::EventFile(const std::filesystem::path& directory) : file_(new_file(directory)) {
   add_event(0, file_version("brain.Event:2"));
   flush();
 }
@@ -116,11 +109,7 @@ void EventFile::add_image(std::string_view tag, int64_t step, const std::vector<
   add_event(step, summary(tag, image(width, height, bytes)));
 }
 
-void EventFile::flush() {
-  errno = 0;
-  file_.flush();
-  check();
-}
+void EventFile::flush() { file_.flush(); }
 
 void EventFile::add_event(int64_t step, std::string_view content) {
   const double now = std::chrono::duration<double>(Clock::now().time_since_epoch()).count();
@@ -128,16 +117,10 @@ void EventFile::add_event(int64_t step, std::string_view content) {
 }
 
 void EventFile::write_record(std::string_view data) {
-  errno = 0;
   const auto length = little_endian(uint64_t{data.size()});
-  file_ << length << masked_crc(length) << data << masked_crc(data);
-  check();
-}
-
-void EventFile::check() {
-  if (file_) return;
-  const auto reason = std::error_code(errno != 0 ? errno : EIO, std::generic_category()).message();
-  throw std::runtime_error("cannot write " + path_.string() + ": " + reason);
+  file_.write(length + masked_crc(length));
+  file_.write(data);
+  file_.write(masked_crc(data));
 }
 
 }  // namespace gpipe::examples

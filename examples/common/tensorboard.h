@@ -2,10 +2,11 @@
 
 #include <cstdint>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "examples/common/files.h"
 
 namespace gpipe::examples {
 
@@ -24,15 +25,13 @@ class EventFile {
   void add_image(std::string_view tag, int64_t step, const std::vector<uint8_t>& png, int width, int height);
   void flush();
 
-  const std::filesystem::path& path() const { return path_; }
+  const std::filesystem::path& path() const { return file_.path(); }
 
  private:
   void add_event(int64_t step, std::string_view content);
   void write_record(std::string_view data);
-  void check();
 
-  std::filesystem::path path_;
-  std::ofstream file_;
+  OutputFile file_;
 };
 
 /// CRC-32C (Castagnoli), by which the file guards its records.

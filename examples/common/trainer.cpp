@@ -20,8 +20,8 @@
 #include "examples/common/autocast.h"
 #include "examples/common/codecs.h"
 #include "examples/common/files.h"
-#include "examples/common/history.h"
 #include "examples/common/interrupt.h"
+#include "examples/common/outputs.h"
 #include "examples/common/progress.h"
 #include "gpipe/micro_batch.h"
 
@@ -37,18 +37,6 @@ std::vector<std::string> columns_of(const Task& task) {
   for (auto& name : task.score_names()) columns.push_back(std::move(name));
   columns.insert(columns.end(), {"learning_rate", "images_per_second"});
   return columns;
-}
-
-std::map<std::string, std::string> with_options(std::map<std::string, std::string> identity,
-                                                const TrainingOptions& options) {
-  identity["--batch-size"] = absl::StrCat(options.batch_size);
-  identity["--seed"] = absl::StrCat(options.seed);
-  identity["--schedule"] = options.schedule;
-  if (options.schedule == "cosine") identity["--epochs"] = absl::StrCat(options.epochs);
-  identity["--learning-rate"] = to_flag(options.learning_rate);
-  identity["--clip"] = to_flag(options.clip);
-  identity["--amp"] = absl::StrCat(options.amp);
-  return identity;
 }
 
 // How often a tenth has been taken: whenever the score had not risen for so many epochs.
@@ -68,12 +56,13 @@ int drops(const std::vector<double>& scores) {
 
 }  // namespace
 
-Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
+Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, Identity identity, std::optional<Snapshot> start,
                  std::optional<Prediction> prediction, std::ostream& out, bool terminal)
     : pipe_(std::move(pipe)),
       task_(task),
       options_(std::move(options)),
-      identity_(with_options(std::move(identity), options_)),
+      identity_(std::move(identity)),
+      start_(std::move(start)),
       prediction_(std::move(prediction)),
       out_(out),
       terminal_(terminal),
@@ -81,19 +70,15 @@ Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::
       columns_(columns_of(task)) {}
 
 int Trainer::run() {
-  if (!options_.resume.empty()) {
-    resume();
-  } else if (!options_.load.empty()) {
-    restore_model(*pipe_, read_snapshot(options_.load).model);
-  }
-  if (epoch_ >= options_.epochs) {
-    throw std::runtime_error(options_.resume.string() + " has " + std::to_string(epoch_) +
-                             " epochs behind it already; give more --epochs");
-  }
+  if (start_) resume(*start_);
+  start_.reset();
+  try_smallest();
 
-  History history(path("history.csv"), columns_);
-  files_.push_back(path("history.csv"));
-  for (int epoch = 1; epoch <= epoch_; ++epoch) history.add(row(epoch));
+  remove_earlier_training(options_);
+  std::vector<std::vector<double>> rows;
+  for (int epoch = 1; epoch <= epoch_; ++epoch) rows.push_back(row(epoch));
+  history_file_ = std::make_unique<History>(path(kHistoryFile), columns_, rows);
+  files_.push_back(path(kHistoryFile));
   events_ = std::make_unique<EventFile>(options_.output);
   files_.push_back(events_->path());
 
@@ -105,13 +90,12 @@ int Trainer::run() {
     const bool whole = train(epoch_ + 1, interrupt);
     if (whole) {
       finish(epoch_ + 1);
-      history.add(row(epoch_));
     } else {
-      save("latest.snapshot");
+      save(kLatestSnapshot);
     }
     if (interrupt.signal() == 0 || epoch_ == options_.epochs) continue;
     compare();
-    out_ << "stopped; to go on, give the same flags and --resume " << path("latest.snapshot").string() << std::endl;
+    out_ << "stopped; to go on, give the same flags and --resume " << path(kLatestSnapshot).string() << std::endl;
     return interrupt.signal();
   }
   compare();
@@ -135,20 +119,11 @@ void Trainer::compare() const {
   }
 }
 
-void Trainer::resume() {
-  const auto snapshot = read_snapshot(options_.resume);
+void Trainer::resume(const Snapshot& snapshot) {
+  check_identity(identity_, snapshot, options_.resume);
   const auto refuse = [&](const std::string& why) {
     throw std::runtime_error(options_.resume.string() + " is not of this program: " + why);
   };
-  for (const auto& [flag, value] : identity_) {
-    if (snapshot.options.count(flag) == 0) refuse("it does not say " + flag);
-  }
-  for (const auto& [flag, value] : identity_) {
-    const auto& was = snapshot.options.at(flag);
-    if (was == value) continue;
-    throw std::runtime_error(options_.resume.string() + " was made with " + flag + " " + was + ", not " + value +
-                             "; give the same, or start afresh");
-  }
   for (const auto& column : columns_) {
     const auto found = snapshot.history.find(column);
     if (found == snapshot.history.end() || found->second.size() != static_cast<std::size_t>(snapshot.epoch)) {
@@ -160,7 +135,6 @@ void Trainer::resume() {
       snapshot.position.count("images") == 0) {
     refuse("it does not say where in an epoch it was made");
   }
-  restore_model(*pipe_, snapshot.model);
   restore_optimizer(optimizer_, *pipe_, snapshot.optimizer);
   restore_random(snapshot.random);
   epoch_ = static_cast<int>(snapshot.epoch);
@@ -168,6 +142,12 @@ void Trainer::resume() {
   seen_ = snapshot.position.at("images");
   history_ = snapshot.history;
   loss_sum_ = loss_sum->second.front();
+  const auto epochs = snapshot.options.find("--epochs");
+  if (options_.schedule != "cosine" || epochs == snapshot.options.end()) return;
+  if (const auto now = absl::StrCat(options_.epochs); epochs->second != now) {
+    out_ << "note: the learning rate now falls towards 0 after epoch " << now
+         << "; the snapshot was made with --epochs " << epochs->second << "\n";
+  }
 }
 
 bool Trainer::train(int epoch, const Interrupt& interrupt) {
@@ -177,7 +157,6 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
   Progress progress(out_, terminal_, "epoch " + std::to_string(epoch),
                     std::max<std::int64_t>(1, task_.training_images() - seen_));
   while (auto example = examples()) {
-    if (steps_ == 0) try_smallest(*example);
     const double before = loss_sum_;
     step(*example);
     const auto images = example->input.size(0);
@@ -214,8 +193,7 @@ void Trainer::step(const Example& example) {
   traced_ = traced_ || trace;
   if (trace && whole) step_bytes_ = timeline->peak_bytes();
   if (trace && !options_.trace.empty()) {
-    const auto json = to_chrome_json(*timeline);
-    write_file(options_.trace, {json.begin(), json.end()});
+    write_file(options_.trace, to_chrome_json(*timeline));
     files_.push_back(options_.trace);
   }
   loss_sum_ += value * static_cast<double>(example.input.size(0));
@@ -225,16 +203,18 @@ void Trainer::step(const Example& example) {
 }
 
 // Batch norm in training mode refuses one value a channel, which an epoch's last mini-batch may bring about; better to
-// know before the first step than after an epoch.
-void Trainer::try_smallest(const Example& example) {
+// know before anything is written than after an epoch.
+void Trainer::try_smallest() {
   const auto rest = task_.training_images() % options_.batch_size;
   const auto smallest = [&](std::int64_t batch) { return micro_batch_sizes(batch, options_.chunks, 0).back(); };
   if (smallest(options_.batch_size) > 1 && (rest == 0 || smallest(rest) > 1)) return;
+  const auto example = task_.training(/*epoch=*/1, /*first=*/0)();
   const auto model = capture_model(*pipe_);
   const auto random = capture_random();
   try {
     const torch::NoGradGuard no_grad;
-    pipe_->forward(example.input.narrow(0, 0, 1));
+    pipe_->train();
+    pipe_->forward(example->input.narrow(0, 0, 1));
   } catch (const c10::Error& error) {
     throw std::runtime_error("some micro-batch would be a single image, and " +
                              std::string(error.what_without_backtrace()) +
@@ -279,10 +259,12 @@ void Trainer::finish(int epoch) {
   seen_ = 0;
   loss_sum_ = 0;
 
+  // The latest snapshot is the last: a run that is killed before it repeats the epoch, with all that it writes.
+  history_file_->add(row);
   const auto& best = history_.at(columns_[2]);
   const bool is_best = std::all_of(best.begin(), best.end() - 1, [&](double score) { return best.back() > score; });
-  if (is_best) save("best.snapshot");  // first: the latest says that there is one
-  save("latest.snapshot");
+  if (is_best) save(kBestSnapshot);
+  save(kLatestSnapshot);
 
   out_ << "epoch " << epoch << "/" << options_.epochs << ":";
   for (std::size_t i = 1; i + 2 < columns_.size(); ++i) {

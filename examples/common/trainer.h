@@ -12,8 +12,10 @@
 #include <vector>
 
 #include "balance/predict.h"
+#include "examples/common/history.h"
 #include "examples/common/image.h"
 #include "examples/common/interrupt.h"
+#include "examples/common/start.h"
 #include "examples/common/tensorboard.h"
 #include "examples/common/training_options.h"
 #include "gpipe/gpipe.h"
@@ -52,10 +54,9 @@ class Task {
 /// micro-batches are the same.
 class Trainer {
  public:
-  /// A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.
-  /// One with others would not go on but begin something else. `terminal`: draw a progress bar. `prediction`: of a
-  /// step, to be compared with what it takes.
-  Trainer(GPipe pipe, Task& task, TrainingOptions options, std::map<std::string, std::string> identity,
+  /// `start`: the snapshot to go on from, whose weights the pipeline has already. `terminal`: draw a progress bar.
+  /// `prediction`: of a step, to be compared with what it takes.
+  Trainer(GPipe pipe, Task& task, TrainingOptions options, Identity identity, std::optional<Snapshot> start,
           std::optional<Prediction> prediction, std::ostream& out, bool terminal);
 
   /// Returns the signal that ended it early, or 0. Errors: std::runtime_error for a snapshot that does not fit, a loss
@@ -66,11 +67,11 @@ class Trainer {
   const std::vector<std::filesystem::path>& files() const { return files_; }
 
  private:
-  void resume();
+  void resume(const Snapshot& snapshot);
   /// One epoch from batch_ on; false when a signal ended it.
   bool train(int epoch, const Interrupt& interrupt);
   void step(const Example& example);
-  void try_smallest(const Example& example);
+  void try_smallest();
   /// What a step took beside what was predicted of it.
   void compare() const;
   void clip_gradients();
@@ -84,7 +85,8 @@ class Trainer {
   GPipe pipe_;
   Task& task_;
   const TrainingOptions options_;
-  const std::map<std::string, std::string> identity_;
+  const Identity identity_;
+  std::optional<Snapshot> start_;
   const std::optional<Prediction> prediction_;
   std::ostream& out_;
   const bool terminal_;
@@ -92,6 +94,7 @@ class Trainer {
   const std::vector<std::string> columns_;
   std::vector<std::filesystem::path> files_;
   std::unique_ptr<EventFile> events_;
+  std::unique_ptr<History> history_file_;
 
   // Where the training is; all of it goes into a snapshot.
   int epoch_ = 0;           // completed

@@ -13,6 +13,7 @@ namespace gpipe::examples {
 /// What every training program can be told.
 struct TrainingOptions : PipelineOptions {
   std::filesystem::path output;
+  bool overwrite = false;  ///< an earlier training in `output`
   int epochs = 1;
   double learning_rate = 1e-3;
   std::string schedule = "cosine";  ///< or "plateau"
@@ -27,8 +28,5 @@ struct TrainingOptions : PipelineOptions {
 
 /// Gives the program a flag for each; see add_pipeline_options().
 void add_training_options(CLI::App& app, TrainingOptions& options);
-
-/// Tries all that a run will write, so that nothing fails for it after hours.
-void check_outputs(const TrainingOptions& options);
 
 }  // namespace gpipe::examples

@@ -20,6 +20,7 @@
 #include "balance/report.h"
 #include "balance/suggest.h"
 #include "examples/common/files.h"
+#include "examples/common/flags.h"
 #include "examples/common/image.h"
 #include "examples/common/percent.h"
 #include "examples/common/pipeline_options.h"
@@ -125,9 +126,10 @@ Json to_json(const Candidate& candidate) {
 }
 
 int run_profile(const Options& options) {
+  if (!options.output.empty()) check_writable_file(options.output);
   const auto of_model = measure(options, options.chunks);
   const auto json = profile_to_json(of_model);
-  if (!options.output.empty()) write_file(options.output, {json.begin(), json.end()});
+  if (!options.output.empty()) write_file(options.output, json);
   std::cout << (options.json ? json + "\n" : profile_table(of_model));
   return 0;
 }
@@ -231,18 +233,19 @@ void add_model_flags(CLI::App& app, Options& options) {
   std::vector<std::string> names = {"unet"};
   for (const auto& [name, make] : kResNets) names.push_back(name);
   app.add_option("--model", options.model, "unet, or resnet18, 34, 50, 101, 152")->check(CLI::IsMember(names));
-  app.add_option("--channels", options.channels, "of the U-Net, at full resolution")->check(CLI::PositiveNumber);
-  app.add_option("--size", options.size, "of the images, in pixels");
-  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")->check(CLI::Range(1, 1 << 20));
+  app.add_option("--channels", options.channels, "of the U-Net, at full resolution")->transform(whole_number(1, 4096));
+  app.add_option("--size", options.size, "of the images, in pixels")->transform(image_size_text());
+  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")
+      ->transform(whole_number(1, kMaxCount));
   app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
-      ->check(CLI::Range(1, 1024));
+      ->transform(whole_number(1, 1024));
   app.add_option("--devices", options.devices,
                  "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU")
       ->always_capture_default(false);
-  app.add_option("--seconds", options.seconds, "that measuring may take, about")->check(CLI::NonNegativeNumber);
+  app.add_option("--seconds", options.seconds, "that measuring may take, about")->transform(non_negative_number());
   app.add_option("--param-scale", options.param_scale,
                  "bytes for each of a parameter, with its gradient and what the optimizer keeps: SGD 2, Adam 4")
-      ->check(CLI::Range(2.0, 100.0));
+      ->transform(number_between(2, 100));
   app.add_flag_callback(
       "--reuse-memory", [] { reuse_cpu_memory(); }, "keep the memory of CPU tensors for the next");
   app.add_flag("--json", options.json, "for programs");
@@ -250,7 +253,7 @@ void add_model_flags(CLI::App& app, Options& options) {
 
 void add_run_flags(CLI::App& app, Options& options) {
   app.add_option("--bandwidth", options.bandwidth, "between devices in GB/s; 0: what is sent is there at once")
-      ->check(CLI::NonNegativeNumber);
+      ->transform(non_negative_number());
 }
 
 void add_limit_flag(CLI::App& app, Options& options) {
@@ -270,14 +273,14 @@ void add_checkpoint_flag(CLI::App& app, Options& options) {
 }
 
 void add_chunks_flag(CLI::App& app, Options& options) {
-  app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")->check(CLI::PositiveNumber);
+  app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")->transform(whole_number(1, kMaxCount));
 }
 
 void add_chunks_list(CLI::App& app, Options& options, const std::string& all) {
   app.add_option("--chunks", options.tried, "numbers of micro-batches to try, as 2,4; without it " + all)
       ->delimiter(',')
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
-      ->check(CLI::PositiveNumber)
+      ->transform(whole_number(1, kMaxCount))
       ->always_capture_default(false);
 }
 
@@ -299,6 +302,7 @@ int main(int argc, char** argv) {
   auto* profiling = command("profile", "measure each layer, for micro-batches of one size", run_profile);
   add_chunks_flag(*profiling, options);
   profiling->add_option("-o,--output", options.output, "file to write the profile to, as JSON")
+      ->transform(path_name())
       ->always_capture_default(false);
   auto* cutting = command("cut", "the best balance for stages of equal time or memory, and its prediction", run_cut);
   add_chunks_flag(*cutting, options);
@@ -311,13 +315,13 @@ int main(int argc, char** argv) {
   add_run_flags(*suggesting, options);
   add_limit_flag(*suggesting, options);
   suggesting->add_option("--refine", options.refine, "run so many of the best, and say what they took")
-      ->check(CLI::Range(0, 100));
+      ->transform(whole_number(0, 100));
   auto* sweeping =
       command("sweep", "predictions of the balances near the best, for all chunks and checkpoint modes", run_sweep);
   add_chunks_list(*sweeping, options, "2, 4, 8");
   add_run_flags(*sweeping, options);
   add_limit_flag(*sweeping, options);
-  sweeping->add_option("--near", options.near, "layers that a cut moves by, at most")->check(CLI::Range(0, 1000));
+  sweeping->add_option("--near", options.near, "layers that a cut moves by, at most")->transform(whole_number(0, 1000));
   return run_program(app, argc, argv, [&] { return run(options); });
 }
 

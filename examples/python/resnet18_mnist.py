@@ -14,8 +14,10 @@ from pathlib import Path
 import torch
 
 import gpipe
-from common.options import add_training_options, check_outputs, integer, make_parser, parse, run_program
-from common.plan import make_pipe, make_plan, print_plan
+from common.options import add_training_options, integer, make_parser, parse, run_program
+from common.outputs import check_outputs
+from common.plan import check_pipeline, make_pipe, make_plan, print_plan
+from common.start import make_identity, read_start
 from common.trainer import Trainer, run_and_report
 from mnist.digits import write_digits
 from mnist.idx import read_idx
@@ -52,7 +54,13 @@ def parse_options() -> argparse.Namespace:
 
 
 def train(options: argparse.Namespace) -> int:
+    torch.manual_seed(options.seed)
+    model = gpipe.models.resnet18(_CLASSES, in_channels=1, small_images=options.small_images)
+    check_pipeline(model, options)
+    identity = make_identity({"--small-images": str(int(options.small_images))}, options)
+    start = read_start(options, identity, model)
     check_outputs(options)
+
     drawn = None
     if options.data == "synthetic":
         drawn = options.output / "digits"
@@ -60,17 +68,15 @@ def train(options: argparse.Namespace) -> int:
     data = drawn or Path(options.data)
     training, test = read_idx(data, "train", _CLASSES), read_idx(data, "t10k", _CLASSES)
     height, width = training[0].shape[2:]
+    identity["images"] = str(len(training[0]))
     print(f"data: {len(training[0])} images to train, {len(test[0])} to test, {width}x{height}")
 
-    torch.manual_seed(options.seed)
-    model = gpipe.models.resnet18(_CLASSES, in_channels=1, small_images=options.small_images)
     plan = make_plan(model, options, (1, height, width))
     pipe = make_pipe(model, options, plan)
     print_plan("ResNet-18", pipe, plan)
 
     task = ClassificationTask(training, test, _CLASSES, options.batch_size, options.seed)
-    identity = {"--small-images": str(int(options.small_images)), "images": str(len(training[0]))}
-    return run_and_report(Trainer(pipe, task, options, identity, plan.prediction), drawn)
+    return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
 
 
 if __name__ == "__main__":

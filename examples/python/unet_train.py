@@ -18,7 +18,6 @@ import torch
 import gpipe
 from common.options import (
     add_training_options,
-    check_outputs,
     integer,
     make_parser,
     parse,
@@ -26,12 +25,14 @@ from common.options import (
     run_program,
     to_flag,
 )
-from common.plan import make_pipe, make_plan, print_plan
+from common.outputs import check_outputs
+from common.plan import check_pipeline, make_pipe, make_plan, print_plan
+from common.start import make_identity, read_start
 from common.trainer import Trainer, run_and_report
 from unet.carvana import image_size, list_samples, scaled, split
 from unet.classes import MAX_CLASSES
 from unet.segmentation import output_channels
-from unet.synthetic import write_synthetic
+from unet.synthetic import check_scene, write_synthetic
 from unet.task import Loading, SegmentationTask
 
 
@@ -89,12 +90,34 @@ def parse_options() -> argparse.Namespace:
 def parse_size(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"'{text}' is no size; give it as 192x128")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size; give it as 192x128")
     return int(found[1]), int(found[2])
 
 
 def train(options: argparse.Namespace) -> int:
+    if options.data == "synthetic":
+        check_scene(options.size, options.classes)
+    torch.manual_seed(options.seed)
+    model = gpipe.models.unet(
+        out_channels=output_channels(options.classes),
+        depth=options.depth,
+        base_channels=options.channels,
+        upsampling="linear" if options.bilinear else "transposed",
+    )
+    check_pipeline(model, options)
+    own = {
+        "--classes": str(options.classes),
+        "--depth": str(options.depth),
+        "--channels": str(options.channels),
+        "--bilinear": str(int(options.bilinear)),
+        "--validation": to_flag(options.validation),
+        "--scale": to_flag(options.scale),
+        "--augment": str(int(options.augment)),
+    }
+    identity = make_identity(own, options)
+    start = read_start(options, identity, model)
     check_outputs(options)
+
     drawn = None
     if options.data == "synthetic":
         width, height = options.size
@@ -103,18 +126,12 @@ def train(options: argparse.Namespace) -> int:
     samples = list_samples(drawn or Path(options.data))
     training, validation = split(samples, options.validation, options.seed)
     width, height = scaled(image_size(training[0].image), options.scale)
+    identity["images"] = str(len(training))
     print(
         f"data: {len(training)} images to train, {len(validation)} to validate, at {width}x{height}, "
         f"{options.classes} classes"
     )
 
-    torch.manual_seed(options.seed)
-    model = gpipe.models.unet(
-        out_channels=output_channels(options.classes),
-        depth=options.depth,
-        base_channels=options.channels,
-        upsampling="linear" if options.bilinear else "transposed",
-    )
     plan = make_plan(model, options, (3, height, width))
     pipe = make_pipe(model, options, plan)
     print_plan("U-Net", pipe, plan)
@@ -122,18 +139,8 @@ def train(options: argparse.Namespace) -> int:
     loading = Loading(
         (width, height), options.batch_size, options.workers, options.classes, options.augment, options.seed
     )
-    identity = {
-        "--classes": str(options.classes),
-        "--depth": str(options.depth),
-        "--channels": str(options.channels),
-        "--bilinear": str(int(options.bilinear)),
-        "--validation": to_flag(options.validation),
-        "--scale": to_flag(options.scale),
-        "--augment": str(int(options.augment)),
-        "images": str(len(training)),
-    }
     task = SegmentationTask(training, validation, loading)
-    return run_and_report(Trainer(pipe, task, options, identity, plan.prediction), drawn)
+    return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
 
 
 if __name__ == "__main__":

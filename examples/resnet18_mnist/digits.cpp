@@ -103,7 +103,7 @@ LabelledImages draw_digits(int count, uint64_t seed, Part part) {
 void write_digits(const std::filesystem::path& directory, int training_count, int test_count, uint64_t seed) {
   const auto training = draw_digits(training_count, seed, Part::kTraining);
   const auto test = draw_digits(test_count, seed, Part::kTest);
-  check_writable_directory(directory);
+  make_directory(directory);
   write_idx(training_files(directory), training);
   write_idx(test_files(directory), test);
 }

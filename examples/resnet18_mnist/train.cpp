@@ -5,9 +5,13 @@
 
 #include <CLI/CLI.hpp>
 #include <iostream>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "examples/common/flags.h"
+#include "examples/common/outputs.h"
 #include "examples/common/plan.h"
+#include "examples/common/start.h"
 #include "examples/common/trainer.h"
 #include "examples/resnet18_mnist/digits.h"
 #include "examples/resnet18_mnist/task.h"
@@ -34,13 +38,20 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--data", options.data,
                  "directory with MNIST's four IDX files, unpacked, or 'synthetic', which draws such files");
   app.add_option("--samples", options.samples, "training images that 'synthetic' draws; a sixth as many to test")
-      ->check(CLI::Range(60, 600000));
+      ->transform(whole_number(60, 600000));
   app.add_flag("--small-images", options.small_images,
                "begin with a 3x3 convolution and no pooling: better, and fifteen times the work");
 }
 
 int train(Options options) {
+  torch::manual_seed(options.seed);
+  auto model =
+      models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
+  check_pipeline(model, options);
+  auto identity = make_identity({{"--small-images", absl::StrCat(options.small_images)}}, options);
+  auto start = read_start(options, identity, *model);
   check_outputs(options);
+
   std::filesystem::path data = options.data;
   if (options.data == "synthetic") {
     data = options.output / "digits";
@@ -50,10 +61,8 @@ int train(Options options) {
   const auto test = read_idx(test_files(data));
   std::cout << "data: " << training.count() << " images to train, " << test.count() << " to test, "
             << to_string(training.size) << "\n";
+  identity["images"] = absl::StrCat(training.count());
 
-  torch::manual_seed(options.seed);
-  auto model =
-      models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto plan = make_plan(model, options, {1, training.size.height, training.size.width}, terminal, std::cout);
   auto pipe = make_pipe(model, plan);
@@ -62,9 +71,7 @@ int train(Options options) {
   options.checkpoint = plan.checkpoint;
 
   ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.output);
-  const std::map<std::string, std::string> identity = {{"--small-images", absl::StrCat(options.small_images)},
-                                                       {"images", absl::StrCat(training.count())}};
-  Trainer trainer(pipe, task, options, identity, plan.prediction, std::cout, terminal);
+  Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
   return run_and_report(trainer, options.data == "synthetic" ? data : "", std::cout);
 }
 

@@ -16,6 +16,8 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
 #include "examples/common/files.h"
+#include "examples/common/flags.h"
+#include "examples/common/history.h"
 #include "examples/common/percent.h"
 #include "examples/common/pipeline_options.h"
 #include "examples/resnet50_study/variants.h"
@@ -28,6 +30,7 @@ struct Options {
   Experiment experiment;
   std::filesystem::path output = "out/resnet50_study";
   std::vector<std::string> devices = {"cpu", "cpu"};
+  bool overwrite = false;
   int batches = 3;
   int runs = 10;
 };
@@ -85,6 +88,11 @@ int run(Options options) {
   auto& experiment = options.experiment;
   for (const auto& name : options.devices) experiment.devices.emplace_back(name);
   check(experiment);
+  const auto runs = options.output / "runs.csv";
+  if (has_lines(runs) && !options.overwrite) {
+    throw std::runtime_error(runs.string() +
+                             " is of an earlier study; give --overwrite to replace it, or another --output");
+  }
   check_writable_directory(options.output);
   torch::set_num_threads(1);  // a core for each CPU device
   reuse_cpu_memory();         // page faults would drown what is measured, and in some variants more than in others
@@ -96,10 +104,9 @@ int run(Options options) {
           options.runs, options.batches, experiment.batch_size, experiment.image, experiment.image,
           experiment.predictions);
   std::cout << about << std::flush;
-  write_file(options.output / "hardware.txt", {about.begin(), about.end()});
-  std::ofstream csv(options.output / "runs.csv");
-  if (!csv) throw std::runtime_error("cannot write " + (options.output / "runs.csv").string());
-  csv << "variant,split_size,run,seconds,predicted_seconds\n";
+  write_file(options.output / "hardware.txt", about);
+  OutputFile csv(runs);
+  csv.write("variant,split_size,run,seconds,predicted_seconds\n");
   torch::manual_seed(0);
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto tell = [&](const std::string& what) { std::cout << "profile: " << what << std::endl; };
@@ -119,15 +126,13 @@ int run(Options options) {
         const auto seconds = time_run(variant, experiment.devices, input, target, run == 0 ? 1 : options.batches);
         percent.show(++done / all);
         if (run == 0) continue;
-        csv << absl::StreamFormat("%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,
-                                  variant.predicted * options.batches)
-            << std::flush;
+        csv.write(absl::StrFormat("%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,
+                                  variant.predicted * options.batches));
+        csv.flush();
       }
     }
   }
-  if (!csv) throw std::runtime_error("cannot write " + (options.output / "runs.csv").string());
-  std::cout << "wrote " << (options.output / "runs.csv").string() << "\nwrote "
-            << (options.output / "hardware.txt").string() << std::endl;
+  std::cout << "wrote " << runs.string() << "\nwrote " << (options.output / "hardware.txt").string() << std::endl;
   return 0;
 }
 
@@ -151,16 +156,18 @@ int main(int argc, char** argv) {
   // The first, so that other flags count more.
   app.add_flag_callback(
       "--quick", [&] { study::make_quick(options); }, "images of 40 pixels, 2 runs of 1 mini-batch: four minutes");
-  app.add_option("-o,--output", options.output, "directory for runs.csv and hardware.txt");
+  app.add_option("-o,--output", options.output, "directory for runs.csv and hardware.txt")->transform(path_name());
+  app.add_flag("--overwrite", options.overwrite,
+               "replace the runs.csv of an earlier study; without it that is refused");
   app.add_option("--devices", options.devices, "two, as cuda:0,cuda:1")->delimiter(',')->expected(2);
-  app.add_option("-b,--batch-size", experiment.batch_size)->check(CLI::Range(2, 100000));
-  app.add_option("--image", experiment.image, "width and height in pixels")->check(CLI::Range(1, 10000));
+  app.add_option("-b,--batch-size", experiment.batch_size)->transform(whole_number(2, 100000));
+  app.add_option("--image", experiment.image, "width and height in pixels")->transform(whole_number(1, 10000));
   app.add_option("--splits", experiment.splits, "samples of a pipeline's micro-batches")
       ->delimiter(',')
-      ->check(CLI::PositiveNumber);
-  app.add_option("--batches", options.batches, "mini-batches of a run")->check(CLI::PositiveNumber);
-  app.add_option("--runs", options.runs)->check(CLI::PositiveNumber);
+      ->transform(whole_number(1, kMaxCount));
+  app.add_option("--batches", options.batches, "mini-batches of a run")->transform(whole_number(1, kMaxCount));
+  app.add_option("--runs", options.runs)->transform(whole_number(1, kMaxCount));
   app.add_option("--predictions", experiment.predictions, "profiles of each variant, of which the middle one counts")
-      ->check(CLI::PositiveNumber);
+      ->transform(whole_number(1, kMaxCount));
   return run_program(app, argc, argv, [&] { return study::run(options); });
 }

@@ -10,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "examples/common/files.h"
+#include "examples/common/flags.h"
 #include "examples/common/progress.h"
 #include "examples/unet/carvana.h"
 #include "examples/unet/classes.h"
@@ -35,19 +36,19 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option("--part", options.part,
                  "of the images: all, or what the training split off them: training, validation")
       ->check(CLI::IsMember({"all", "training", "validation"}));
-  app.add_option("-o,--output", options.output, "directory for scores.csv");
+  app.add_option("-o,--output", options.output, "directory for scores.csv")->transform(path_name());
 }
 
 std::vector<Sample> choose_samples(const Options& options) {
   auto samples = list_samples(options.data);
   if (options.part == "all") return samples;
   auto flags = read_snapshot(options.model).options;
-  std::uint64_t seed = 0;
-  double percent = 0;
-  if (!CLI::detail::lexical_cast(flags["--seed"], seed) || !CLI::detail::lexical_cast(flags["--validation"], percent)) {
+  const auto seed = to_whole_number(flags["--seed"]);
+  const auto percent = to_number(flags["--validation"]);
+  if (!seed || !percent) {
     throw std::runtime_error(options.model.string() + " does not say --seed and --validation, which give its --part");
   }
-  auto parts = split(samples, percent, seed);
+  auto parts = split(samples, *percent, *seed);
   if (flags["images"] != absl::StrCat(parts.training.size())) {
     throw std::runtime_error(options.data.string() + " is not what " + options.model.string() + " was trained on, " +
                              flags["images"] + " images besides those for validation; give --part all");
@@ -142,7 +143,7 @@ int evaluate(const Options& options) {
   table.add("(mean of images)", row_of(scores.images));
   table.add("(all pixels)", row_of(scores.pixels));
   const auto file = options.output / "scores.csv";
-  write_file(file, {table.csv().begin(), table.csv().end()});
+  write_file(file, table.csv());
   std::cout << table.text() << "wrote " << file.string() << std::endl;
   return 0;
 }

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <stdexcept>
 
+#include "examples/common/flags.h"
 #include "examples/unet/classes.h"
 #include "examples/unet/segmentation.h"
 #include "models/unet.h"
@@ -10,18 +11,16 @@
 namespace gpipe::examples::unet {
 namespace {
 
-constexpr std::int64_t kMaxDepth = 16;
-constexpr std::int64_t kMaxChannels = 4096;
+constexpr int kMaxDepth = 16;
+constexpr int kMaxChannels = 4096;
 
-std::int64_t number(const std::map<std::string, std::string>& flags, const std::string& flag, std::int64_t low,
-                    std::int64_t high) {
+std::uint64_t number(const std::map<std::string, std::string>& flags, const std::string& flag, std::uint64_t low,
+                     std::uint64_t high) {
   const auto found = flags.find(flag);
   if (found == flags.end()) throw std::invalid_argument("it does not say " + flag);
-  std::int64_t value = 0;
-  if (!CLI::detail::lexical_cast(found->second, value) || value < low || value > high) {
-    throw std::invalid_argument("its " + flag + " is " + found->second);
-  }
-  return value;
+  const auto value = to_whole_number(found->second);
+  if (!value || *value < low || *value > high) throw std::invalid_argument("its " + flag + " is " + found->second);
+  return *value;
 }
 
 }  // namespace
@@ -29,11 +28,11 @@ std::int64_t number(const std::map<std::string, std::string>& flags, const std::
 void add_model_options(CLI::App& app, ModelOptions& options) {
   app.add_option("-c,--classes", options.classes,
                  "kinds of pixels, the background among them; masks of more than two are coloured")
-      ->check(CLI::Range(2, kMaxClasses));
+      ->transform(whole_number(2, kMaxClasses));
   app.add_option("--depth", options.depth, "how often the U-Net halves the resolution")
-      ->check(CLI::Range(std::int64_t{1}, kMaxDepth));
+      ->transform(whole_number(1, kMaxDepth));
   app.add_option("--channels", options.channels, "of the U-Net at full resolution")
-      ->check(CLI::Range(std::int64_t{1}, kMaxChannels));
+      ->transform(whole_number(1, kMaxChannels));
   app.add_flag("--bilinear", options.bilinear, "up-sample by interpolation instead of transposed convolutions");
 }
 
@@ -47,8 +46,8 @@ std::map<std::string, std::string> to_flags(const ModelOptions& options) {
 ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
   ModelOptions options;
   options.classes = static_cast<int>(number(flags, "--classes", 2, kMaxClasses));
-  options.depth = number(flags, "--depth", 1, kMaxDepth);
-  options.channels = number(flags, "--channels", 1, kMaxChannels);
+  options.depth = static_cast<std::int64_t>(number(flags, "--depth", 1, kMaxDepth));
+  options.channels = static_cast<std::int64_t>(number(flags, "--channels", 1, kMaxChannels));
   options.bilinear = number(flags, "--bilinear", 0, 1) != 0;
   return options;
 }

@@ -11,6 +11,7 @@
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
 #include "examples/common/files.h"
+#include "examples/common/flags.h"
 #include "examples/common/picture.h"
 #include "examples/common/progress.h"
 #include "examples/unet/classes.h"
@@ -36,10 +37,10 @@ void add_options(CLI::App& app, Options& options) {
       ->required()
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
-  app.add_option("-o,--output", options.output, "directory for the masks, NAME_mask.png");
+  app.add_option("-o,--output", options.output, "directory for the masks, NAME_mask.png")->transform(path_name());
   app.add_option("-t,--threshold", options.threshold,
                  "probability above which a pixel is of class 1; with more than two classes the most probable counts")
-      ->check(CLI::Range(0.0, 1.0));
+      ->transform(number_between(0, 1));
   app.add_flag("--probabilities", options.probabilities,
                "also write NAME_probability_K.png for each class K but 0, white where it is certain");
   app.add_flag("--overlay", options.overlay, "also write NAME_overlay.png, the image with the mask over it");

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "examples/common/flags.h"
 #include "examples/common/plan.h"
 #include "examples/unet/loader.h"
 #include "examples/unet/model.h"
@@ -21,12 +22,13 @@ void add_predictor_options(CLI::App& app, PredictorOptions& options) {
   add_pipeline_options(app, options);
   app.add_option("-m,--model", options.model, "snapshot that the training wrote")
       ->required()
+      ->transform(path_name())
       ->always_capture_default(false);
   app.add_option("-s,--scale", options.scale,
                  "size of the images that the network sees, as a share of the files'; without it as in training")
-      ->check(CLI::Range(0.001, 1.0));
+      ->transform(number_between(0.001, 1));
   app.add_option("--workers", options.workers, "threads that decode ahead of the network; 0: itself")
-      ->check(CLI::Range(0, 256));
+      ->transform(whole_number(0, 256));
 }
 
 Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images)

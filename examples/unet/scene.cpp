@@ -264,7 +264,7 @@ class Painter {
 
 }  // namespace
 
-Scene draw_scene(Random& random, Size size, int classes) {
+void check_scene(Size size, int classes) {
   if (size.width < 16 || size.height < 16) {
     throw std::invalid_argument("a scene of " + to_string(size) + " is too small; it takes at least 16x16");
   }
@@ -272,6 +272,10 @@ Scene draw_scene(Random& random, Size size, int classes) {
     throw std::invalid_argument("a scene has 2 to " + std::to_string(kSceneClasses) + " classes, not " +
                                 std::to_string(classes));
   }
+}
+
+Scene draw_scene(Random& random, Size size, int classes) {
+  check_scene(size, classes);
   return Painter(random, size, classes).paint();
 }
 

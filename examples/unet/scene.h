@@ -12,6 +12,9 @@ struct Scene {
   Image mask;   ///< one channel: the class of what is seen
 };
 
+/// Throws std::invalid_argument for a size or classes that draw_scene() cannot draw.
+void check_scene(Size size, int classes);
+
 /// Draws one car, from the side, in a street: sky, buildings, trees, things of the colours that cars have, light and
 /// noise, all drawn from `random`; in about half of the scenes something stands before the car, and is no part of the
 /// mask. At least 16 pixels a side. The classes of the mask: 0 all else, 1 the car, 2 its windows, 3 its wheels; those

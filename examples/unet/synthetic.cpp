@@ -18,7 +18,7 @@ namespace {
 namespace fs = std::filesystem;
 
 void make_directory_for(const fs::path& directory, const std::set<fs::path>& files) {
-  check_writable_directory(directory);
+  make_directory(directory);
   for (const auto& entry : fs::directory_iterator(directory)) {
     if (files.count(entry.path()) != 0) continue;
     throw std::runtime_error("cannot write synthetic data: " + directory.string() + " holds another file, " +

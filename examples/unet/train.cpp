@@ -5,11 +5,16 @@
 
 #include <CLI/CLI.hpp>
 #include <iostream>
+#include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "examples/common/flags.h"
+#include "examples/common/outputs.h"
 #include "examples/common/plan.h"
+#include "examples/common/start.h"
 #include "examples/common/trainer.h"
 #include "examples/unet/model.h"
+#include "examples/unet/scene.h"
 #include "examples/unet/synthetic.h"
 #include "examples/unet/task.h"
 
@@ -36,15 +41,16 @@ void add_options(CLI::App& app, Options& options) {
   app.add_option(
       "--data", options.data,
       "directory with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
-  app.add_option("--samples", options.samples, "images that 'synthetic' draws")->check(CLI::Range(2, 9999));
-  app.add_option("--size", options.size, "of the images that 'synthetic' draws, in pixels");
+  app.add_option("--samples", options.samples, "images that 'synthetic' draws")->transform(whole_number(2, 9999));
+  app.add_option("--size", options.size, "of the images that 'synthetic' draws, in pixels")
+      ->transform(image_size_text());
   app.add_option("-s,--scale", options.scale, "size of the images to train on, as a share of the files'")
-      ->check(CLI::Range(0.001, 1.0));
+      ->transform(number_between(0.001, 1));
   app.add_option("-v,--validation", options.validation, "percent of the images kept for validation")
-      ->check(CLI::Range(0.01, 99.0));
+      ->transform(number_between(0.01, 99));
   app.add_flag("--augment", options.augment, "train on images mirrored, shifted and recoloured at random");
   app.add_option("--workers", options.workers, "threads that decode ahead of training; 0: training itself")
-      ->check(CLI::Range(0, 256));
+      ->transform(whole_number(0, 256));
   add_model_options(app, options.model);
 }
 
@@ -55,18 +61,32 @@ std::filesystem::path draw_data(const Options& options) {
   return directory;
 }
 
+Identity own_identity(const Options& options) {
+  auto identity = to_flags(options.model);
+  identity["--validation"] = to_flag(options.validation);
+  identity["--scale"] = to_flag(options.scale);
+  identity["--augment"] = absl::StrCat(options.augment);
+  return identity;
+}
+
 int train(Options options) {
-  check_outputs(options);
   const bool drawn = options.data == "synthetic";
+  if (drawn) check_scene(to_size(options.size), options.model.classes);
+  torch::manual_seed(options.seed);
+  auto model = make_model(options.model);
+  check_pipeline(model, options);
+  auto identity = make_identity(own_identity(options), options);
+  auto start = read_start(options, identity, *model);
+  check_outputs(options);
+
   const std::filesystem::path data = drawn ? draw_data(options) : std::filesystem::path(options.data);
   const auto split = unet::split(list_samples(data), options.validation, options.seed);
   const auto size = scaled(image_size(split.training.front().image), options.scale);
+  identity["images"] = absl::StrCat(split.training.size());
   std::cout << "data: " << split.training.size() << " images to train, " << split.validation.size()
             << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
 
-  torch::manual_seed(options.seed);
   const bool terminal = isatty(STDOUT_FILENO) != 0;
-  const auto model = make_model(options.model);
   const auto plan = make_plan(model, options, {3, size.height, size.width}, terminal, std::cout);
   auto pipe = make_pipe(model, plan);
   print_plan(std::cout, "U-Net", pipe, plan);
@@ -80,12 +100,7 @@ int train(Options options) {
                          .augment = options.augment,
                          .seed = options.seed},
                         options.output);
-  auto identity = to_flags(options.model);
-  identity["--validation"] = to_flag(options.validation);
-  identity["--scale"] = to_flag(options.scale);
-  identity["--augment"] = absl::StrCat(options.augment);
-  identity["images"] = absl::StrCat(split.training.size());
-  Trainer trainer(pipe, task, options, identity, plan.prediction, std::cout, terminal);
+  Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
   return run_and_report(trainer, drawn ? data : "", std::cout);
 }
 

@@ -51,5 +51,23 @@ refuse 'is not of resnet18' cut --model resnet18 --batch-size 8 --stages 2 --pro
 refuse 'no-such-file' cut "${model[@]}" --profile no-such-file
 refuse '--model' profile --model vgg
 refuse '--stages is 1000, but unet has 71 layers' cut "${model[@]}" --stages 1000 --batch-size 2
-refuse "'0x0' is no size" profile --size 0x0
+refuse "'0x0' is not a size" profile --size 0x0
 refuse 'subcommand' --json
+refuse "error: --chunks: '0' is not a whole number from 1 to 1048576" cut --chunks 0
+refuse "error: --chunks: '0' is not a whole number from 1 to 1048576" sweep --chunks 2,0
+refuse "error: --channels: '-1' is not a whole number from 1 to 4096" profile --channels -1
+refuse "error: --seconds: 'nan' is not a finite number of at least 0" profile --seconds nan
+refuse "error: --bandwidth: 'inf' is not a finite number of at least 0" cut --bandwidth inf
+refuse "error: --param-scale: 'nan' is not a number from 2 to 100" profile --param-scale nan
+refuse "error: --refine: '101' is not a whole number from 0 to 100" suggest --refine 101
+refuse "error: --near: '-1' is not a whole number from 0 to 1000" sweep --near -1
+refuse 'error: --memory-limit: ' sweep --memory-limit -5GB
+refuse 'error: --memory-limit: ' sweep --memory-limit nan
+[[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 200 ]] || fail "the line is too long"
+
+# A file that cannot be written is told before anything is measured.
+refuse 'error: cannot write .: Is a directory' profile --seconds 1000 --output .
+refuse 'profile.json: Not a directory' profile --seconds 1000 --output profile.json/profile.json
+refuse 'error: cannot write /dev/full: No space left on device' profile "${model[@]}" --output /dev/full
+if "$program" profile "${model[@]}" --json >/dev/full 2>err.log; then fail "a full standard output"; fi
+grep -qx 'error: cannot write to standard output' err.log || fail "the standard output's error is not told"

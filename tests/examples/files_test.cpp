@@ -31,14 +31,49 @@ TEST(FilesTest, NamesADirectoryThatCannotBe) {
 
 TEST(FilesTest, ReplacesAFile) {
   const TemporaryDirectory directory;
-  write_file(directory / "a", {1, 2, 3});
-  write_file(directory / "a", {4});
+  write_file(directory / "a", "abc");
+  write_file(directory / "a", std::vector<uint8_t>{4});
   EXPECT_EQ(read_bytes(directory / "a"), (std::vector<uint8_t>{4}));
 }
 
 TEST(FilesTest, ADiskThatIsFullIsAnError) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
-  EXPECT_THAT(error_of([] { write_file("/dev/full", {1}); }), AllOf(HasSubstr("/dev/full"), HasSubstr("No space")));
+  EXPECT_THAT(error_of([] { write_file("/dev/full", "x"); }), AllOf(HasSubstr("/dev/full"), HasSubstr("No space")));
+}
+
+TEST(FilesTest, AFileThatCanBeWrittenStaysAsItIs) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "a" / "file";
+  check_writable_file(path);
+  EXPECT_TRUE(std::filesystem::is_empty(directory / "a"));
+  write_file(path, "abc");
+  check_writable_file(path);
+  EXPECT_EQ(read_bytes(path), (std::vector<uint8_t>{'a', 'b', 'c'}));
+}
+
+TEST(FilesTest, AFileThatCannotBeWrittenIsNamed) {
+  const TemporaryDirectory directory;
+  write_text(directory / "file", "x");
+  EXPECT_THAT(error_of([&] { check_writable_file(directory.path()); }),
+              AllOf(HasSubstr("cannot write " + directory.path().string()), HasSubstr("directory")));
+  EXPECT_THAT(error_of([&] { check_writable_file(directory / "file" / "below"); }),
+              HasSubstr((directory / "file").string()));
+  EXPECT_THAT(error_of([&] { check_writable_file(directory / std::string(300, 'a')); }), HasSubstr("too long"));
+  EXPECT_THAT(error_of([&] { OutputFile(directory / "none" / "file"); }), HasSubstr("No such file"));
+}
+
+TEST(FilesTest, ARenamedFileGrowsOn) {
+  const TemporaryDirectory directory;
+  write_text(directory / "b", "old");
+  OutputFile file(directory / "a");
+  file.write("new");
+  EXPECT_EQ(read_bytes(directory / "b").size(), 3u);
+  file.rename(directory / "b");
+  EXPECT_FALSE(std::filesystem::exists(directory / "a"));
+  file.write("er");
+  file.flush();
+  EXPECT_EQ(read_bytes(directory / "b"), (std::vector<uint8_t>{'n', 'e', 'w', 'e', 'r'}));
+  EXPECT_EQ(file.path(), directory / "b");
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ inline std::vector<uint8_t> read_bytes(const std::filesystem::path& path) {
 inline void cut(const std::filesystem::path& path, size_t bytes) { std::filesystem::resize_file(path, bytes); }
 
 inline void write_text(const std::filesystem::path& path, const std::string& text) {
-  write_file(path, {text.begin(), text.end()});
+  write_file(path, text);
 }
 
 /// FNV-1a.

@@ -2,8 +2,10 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <cmath>
+#include <csignal>
 #include <locale>
 #include <string>
 #include <vector>
@@ -80,9 +82,47 @@ TEST(HistoryTest, UnwritablePathIsNamed) {
   EXPECT_THAT(error_of([&] { History history(path, kColumns); }), HasSubstr(path.string()));
 }
 
-TEST(HistoryTest, AFullDiskIsAnError) {
-  if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
-  EXPECT_THAT(error_of([] { History history("/dev/full", kColumns); }), HasSubstr("/dev/full"));
+TEST(HistoryTest, BeginsWithTheLinesOfARunBefore) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "history.csv";
+  History history(path, kColumns, {{1, 0.5, 2}, {2, 0.25, 3}});
+  history.add({3, 0.125, 4});
+  EXPECT_EQ(text_of(path), kHeader + std::string("1,0.5,2\n2,0.25,3\n3,0.125,4\n"));
+}
+
+TEST(HistoryTest, AnOlderFileStaysUntilTheNewOneIsComplete) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "history.csv";
+  write_text(path, "of an older run");
+  EXPECT_THROW(History(path, kColumns, {{1, 2}}), std::invalid_argument);
+  EXPECT_EQ(text_of(path), "of an older run");
+}
+
+TEST(HistoryTest, KnowsWhetherAFileHasLines) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "history.csv";
+  EXPECT_FALSE(has_lines(path));
+  History history(path, kColumns);
+  EXPECT_FALSE(has_lines(path));
+  history.add({1, 2, 3});
+  EXPECT_TRUE(has_lines(path));
+}
+
+// A file of limited size fails as a full disk does.
+TEST(HistoryTest, AFileThatCannotGrowIsAnError) {
+  const TemporaryDirectory directory;
+  const auto path = directory / "history.csv";
+  History history(path, kColumns);
+  const auto handler = std::signal(SIGXFSZ, SIG_IGN);
+  rlimit before{};
+  ASSERT_EQ(::getrlimit(RLIMIT_FSIZE, &before), 0);
+  const rlimit limit{.rlim_cur = sizeof kHeader - 1, .rlim_max = before.rlim_max};
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &limit), 0);
+  const auto error = error_of([&] { history.add({1, 2, 3}); });
+  ASSERT_EQ(::setrlimit(RLIMIT_FSIZE, &before), 0);
+  std::signal(SIGXFSZ, handler);
+  EXPECT_THAT(error, AllOf(HasSubstr("cannot write " + path.string()), HasSubstr("too large")));
+  EXPECT_EQ(text_of(path), kHeader);
 }
 
 }  // namespace

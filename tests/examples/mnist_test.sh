@@ -38,7 +38,7 @@ try small --data "$data" --small-images --epochs 1 --stages 1
 ! near "$(column small 2)" "$(column base 2 | head -1)" 1e-4 || fail "--small-images has no effect"
 
 refuse_training_flags "$data" "$(sed -n 's/^model: ResNet-18, \([0-9]*\) layers.*/\1/p' stages1.log)"
-refuse samples '--samples' --samples 10
+refuse_value --samples 10 'a whole number from 60 to 600000'
 refuse other-batch '--batch-size 10, not 5' --data "$data" --batch-size 5 --resume base/latest.snapshot
 refuse other-model '--small-images 0, not 1' --data "$data" --small-images --resume base/latest.snapshot
 refuse other-weights 'conv1.weight' --data "$data" --small-images --load base/best.snapshot
@@ -47,7 +47,7 @@ refuse damaged-snapshot 'damaged' --data "$data" --resume damaged
 "$other" --samples 4 --scale 0.25 --epochs 1 --depth 1 --channels 4 --output other >other.log || fail "the other program"
 refuse other-program 'not of this program' --data "$data" --resume other/latest.snapshot
 refuse other-program-weights "no 'conv1.weight'" --data "$data" --load other/latest.snapshot
-rm base/*.snapshot
+check_overwriting base --data "$data"
 
 # damage NAME TEXT COMMAND...: the digits with one thing wrong.
 damage() {

@@ -135,8 +135,9 @@ refuse_both() {
   refuse "$1-cut" 'sums to 3' "${@:2}" --balance 1,2
   refuse "$1-stages" 'layers' "${@:2}" --stages 99
   refuse "$1-device" 'cuda:63' "${@:2}" --stages 2 --devices cpu,cuda:63
-  refuse "$1-scale" '--scale' "${@:2}" --scale 0
-  refuse "$1-workers" '--workers' "${@:2}" --workers -1
+  refuse "$1-scale" "--scale: 'nan' is not a number from 0.001 to 1" "${@:2}" --scale nan
+  refuse "$1-workers" "--workers: '-1' is not a whole number from 0 to 256" "${@:2}" --workers -1
+  refuse "$1-chunks" "--chunks: '0' is not a whole number from 1 to 1048576" "${@:2}" --chunks 0
   refuse "$1-unwritable" 'two.log/output' "${@:2}" --output two.log/output
 }
 "$python" - <<'END'
@@ -161,7 +162,9 @@ refuse predict-empty 'empty: no .jpg' --input empty
 refuse predict-not-an-image 'two.log' --input odd.jpg two.log
 refuse predict-same-name 'two images have one name' --input odd.jpg odd.png
 refuse predict-onto-itself 'give a directory of its own' --input odd.jpg --output .
-refuse predict-threshold '--threshold' --input odd.jpg --threshold 2
+for value in nan inf 2 -1; do
+  refuse predict-threshold "--threshold: '$value' is not a number from 0 to 1" --input odd.jpg --threshold $value
+done
 head -c 600 $data/imgs/0003.jpg >short.jpg
 refuse predict-truncated 'short.jpg' --input short.jpg
 for program in "$predict" "$evaluate"; do

@@ -4,6 +4,8 @@
 #   run NAME FLAG...           the program with `common` and these flags must succeed; its output goes to NAME.log
 #   try NAME FLAG...           the same, and the snapshots are removed, which can be large
 #   refuse NAME TEXT FLAG...   it must end with one line of error that contains TEXT, before any training
+#   refuse_value FLAG VALUE TEXT
+#                              it must end with the line "FLAG: 'VALUE' is not TEXT", before anything is written
 #   written NAME               all files that NAME.log says were written are there
 #   column NAME LIST           columns of NAME/history.csv, such as 2 or 1-5, without their names
 #   near A B TOLERANCE         two columns of numbers, one a line, agree
@@ -38,8 +40,13 @@ refuse() {
   shift 2
   if "$program" "${common[@]}" --output "$name" "$@" >"$name.log" 2>"$name.err"; then fail "$name was accepted"; fi
   grep -qF -- "$text" "$name.err" || { cat "$name.err" >&2; fail "$name does not say '$text'"; }
-  [[ $(grep -vc '^Run with --help' "$name.err") == 1 ]] || { cat "$name.err" >&2; fail "$name says more than a line"; }
+  [[ $(wc -l <"$name.err") == 1 ]] || { cat "$name.err" >&2; fail "$name says more than a line"; }
   ! grep -q '^epoch 1/' "$name.log" || fail "$name trained before it failed"
+}
+
+refuse_value() {
+  refuse refused "error: $1: '$2' is not $3" "$1" "$2"
+  [[ ! -e refused ]] || fail "$1 $2 is refused after something was written"
 }
 
 written() {
@@ -63,28 +70,43 @@ refuse_training_flags() {
   local data=$1 layers=$2
   refuse no-data 'no-such-folder' --data no-such-folder
   refuse cut 'sums to 3' --data "$data" --balance 1,2
-  refuse cut-zero '--balance' --data "$data" --balance 0,23
+  refuse cut-zero "'0' is neither auto" --data "$data" --balance 0,23
+  refuse cut-huge "'9223372036854775807' is neither auto" --balance 9223372036854775807,9223372036854775807,41
   refuse cut-text "'half' is neither auto" --data "$data" --balance half,23
   refuse stages-and-cut '--stages is 3' --data "$data" --balance 5,18 --stages 3
   refuse too-many-stages "$layers layers" --data "$data" --stages $((layers + 1))
-  refuse device "'gpu' is no device" --data "$data" --devices gpu
+  refuse device "'gpu' is not a device" --data "$data" --devices gpu
   refuse device-missing 'cuda:63' --data "$data" --devices cpu,cuda:63
   refuse device-few '--devices: has 2 for 3 stages' --data "$data" --stages 3 --devices cpu,cpu
-  refuse trace-folder 'is a directory' --data "$data" --trace .
+  refuse trace-folder 'cannot write .: Is a directory' --data "$data" --trace .
   refuse trace-unwritable '/proc/trace' --data "$data" --trace /proc/trace/1.json
   refuse mode '--checkpoint' --data "$data" --checkpoint sometimes
   refuse schedule '--schedule' --data "$data" --schedule never
-  refuse epochs '--epochs' --data "$data" --epochs 0
-  refuse batch '--batch-size' --data "$data" --batch-size -1
-  refuse rate '--learning-rate' --data "$data" --learning-rate 0
-  refuse clip '--clip' --data "$data" --clip -1
-  refuse seed '--seed' --data "$data" --seed x
+  refuse trace-long 'too long' --data "$data" --trace "$(printf '%0300d' 0)"
+  local flag value
+  for value in 0 -1 1e3 x 99999999999999999999; do
+    refuse_value --epochs $value 'a whole number from 1 to 1000000'
+    refuse_value --batch-size $value 'a whole number from 1 to 1048576'
+    refuse_value --chunks $value 'a whole number from 1 to 1048576'
+    refuse_value --stages $value 'a whole number from 1 to 1024'
+  done
+  for value in -1 18446744073709551616 nan; do
+    refuse_value --seed $value 'a whole number from 0 to 18446744073709551615'
+  done
+  for value in nan inf -1 x; do
+    refuse_value --clip $value 'a finite number of at least 0'
+    refuse_value --learning-rate $value 'a finite number above 0'
+  done
+  for flag in --output --resume --load --trace; do refuse_value $flag '' 'a path'; done
   refuse flag '--no-such-flag' --data "$data" --no-such-flag
   refuse value '--chunks' --data "$data" --chunks
   echo 'no snapshot' >foreign
   refuse foreign-resume 'foreign' --data "$data" --resume foreign
   refuse foreign-load 'foreign' --data "$data" --load foreign
-  refuse missing-snapshot 'no-such-file' --data "$data" --resume no-such-file
+  for flag in --resume --load; do
+    refuse missing-snapshot 'no-such-file' $flag no-such-file
+    [[ ! -e missing-snapshot ]] || fail "$flag no-such-file is found after data is drawn"
+  done
   refuse output-below-file 'foreign/output' --data "$data" --output foreign/output
   refuse unwritable '/proc/output' --data "$data" --output /proc/output
 }
@@ -128,6 +150,42 @@ check_training_flags() {
       if (waited == 5) {rate /= 10; waited = 0; ++drops}
     }
     END {if (drops < 1) exit 1}' || fail "--schedule plateau does not follow the score"
+}
+
+# An earlier training, the run $1, is not overwritten unasked. The other arguments are flags that all runs need.
+check_overwriting() {
+  local base=$1 before all="latest.snapshot, best.snapshot, history.csv"
+  shift
+  before=$(find "$base" -type f -printf '%p %s %T@\n' | sort)
+  refuse "$base" "$base holds an earlier training ($all); give --resume $base/latest.snapshot to go on" "$@"
+  grep -qF -- '--overwrite to replace it' "$base.err" || fail "the way out is not told"
+  mkdir elsewhere
+  cp "$base/latest.snapshot" elsewhere
+  refuse "$base" 'holds an earlier training' "$@" -e 3 --resume elsewhere/latest.snapshot
+  rm -r elsewhere
+  refuse "$base" 'epochs already, and --epochs is 1: nothing is left to train' "$@" -e 1 --resume "$base/latest.snapshot"
+  [[ $(find "$base" -type f -printf '%p %s %T@\n' | sort) == "$before" ]] || fail "a refused run changes $base"
+  run "$base" "$@" -e 1 --overwrite
+  [[ $(column "$base" 1) == 1 ]] || fail "--overwrite leaves the earlier history"
+  rm "$base/latest.snapshot"
+  refuse "$base" "(best.snapshot, history.csv); give --resume $base/best.snapshot to go on" "$@"
+  rm "$base/best.snapshot"
+  refuse "$base" "$base holds an earlier training (history.csv); give --overwrite" "$@"
+}
+
+# What cannot be written is told, with its path, and the exit code is not 0. $@: flags that all runs need.
+check_write_errors() {
+  local status
+  if "$program" "${common[@]}" --output full "$@" --trace /dev/full >full.log 2>full.err; then fail "a full disk"; fi
+  grep -qx 'error: cannot write /dev/full: No space left on device' full.err || fail "the trace's error is not told"
+  ! grep -q '^wrote' full.log || fail "a trace that was not written is named"
+  status=0
+  (ulimit -f 2 -c 0 && exec "$program" "${common[@]}" --output limited "$@" >/dev/null 2>limited.err) || status=$?
+  ((status == 1)) || fail "exit code $status where files are limited"
+  grep -qE "^error: cannot write .*limited/.*: File too large$" limited.err || fail "the limit of files is not told"
+  if "$program" "${common[@]}" --output said "$@" -e 1 >/dev/full 2>said.err; then fail "a full standard output"; fi
+  grep -qx 'error: cannot write to standard output' said.err || fail "the standard output's error is not told"
+  rm -rf full limited said
 }
 
 # A terminal gets a bar and then the same ends as a pipe. $@: flags.

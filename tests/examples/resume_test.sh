@@ -8,6 +8,17 @@ python=${1:-}
 common=(--samples 32 --validation 12.5 --epochs 40 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 1 --augment)
 run whole
 
+# equal A B: the weights that two runs ended with are the same.
+equal() {
+  [[ -z $python ]] || "$python" - "$@" <<'END' || fail "other weights: $*"
+import sys, torch
+a, b = (torch.load(f"{run}/latest.snapshot", weights_only=True)["model"] for run in sys.argv[1:])
+assert a.keys() == b.keys() and len(a) > 20
+for key in a:
+    assert torch.equal(a[key], b[key]), key
+END
+}
+
 for signal in TERM INT; do
   rm -rf halves
   # A job in the background of a script ignores SIGINT from its start, and Ctrl-C would be no test.
@@ -26,12 +37,13 @@ for signal in TERM INT; do
   run halves --stages 3 --chunks 3 --checkpoint always --resume halves/latest.snapshot
   [[ $(wc -l <halves/history.csv) == 41 ]] || fail "the history has holes"
   diff <(cut -d, -f1-5 whole/history.csv) <(cut -d, -f1-5 halves/history.csv) || fail "other losses or scores"
-  [[ -z $python ]] || "$python" - <<'END' || fail "other weights"
-import torch
-whole, halves = (torch.load(f"{run}/latest.snapshot", weights_only=True)["model"] for run in ("whole", "halves"))
-assert whole.keys() == halves.keys() and len(whole) > 20
-for key in whole:
-    assert torch.equal(whole[key], halves[key]), key
-END
+  equal whole halves
 done
+
+# More epochs than the first run was to have.
+run five --schedule plateau --epochs 5
+run three --schedule plateau --epochs 3
+run three --schedule plateau --epochs 5 --resume three/latest.snapshot
+diff <(column three 1-5) <(column five 1-5) || fail "further epochs have other losses or scores"
+equal three five
 echo "all passed"

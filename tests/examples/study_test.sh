@@ -31,7 +31,10 @@ refuse() {
 }
 refuse --devices --devices cpu
 refuse nonsense --devices cpu,nonsense
-refuse --splits --splits 0
+refuse "error: --splits: '0' is not a whole number from 1 to 1048576" --splits 0
+refuse "error: --runs: '-1' is not a whole number from 1 to 1048576" --runs -1
+refuse "error: --image: 'nan' is not a whole number from 1 to 10000" --image nan
+refuse 'out/runs.csv is of an earlier study; give --overwrite to replace it' --output out
 refuse 'give an even number' --batch-size 5
 refuse "--splits has 9, more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
 refuse not-a-folder --output out/runs.csv/not-a-folder

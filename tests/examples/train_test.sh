@@ -57,11 +57,14 @@ grep -q '4 classes' classes.log || fail "--classes has no effect"
 
 refuse_training_flags "$data" 23
 refuse single-image 'choose --batch-size and --chunks' --samples 4 --size 16x16 --scale 0.125 -b 2 --chunks 2
-refuse scale '--scale' --data "$data" --scale 2
-refuse validation '--validation' --data "$data" --validation 100
-refuse classes-one '--classes' --data "$data" --classes 1
-refuse workers '--workers' --data "$data" --workers -1
-refuse size "'big' is no size" --size big
+for value in 2 0 nan inf; do refuse_value --scale $value 'a number from 0.001 to 1'; done
+for value in 100 0 nan; do refuse_value --validation $value 'a number from 0.01 to 99'; done
+refuse_value --classes 1 'a whole number from 2 to 64'
+refuse_value --workers -1 'a whole number from 0 to 256'
+refuse_value --samples 1 'a whole number from 2 to 9999'
+refuse_value --depth 17 'a whole number from 1 to 16'
+refuse_value --channels 0 'a whole number from 1 to 4096'
+refuse_value --size big 'a size; give it as 192x128'
 refuse size-small '8x8' --size 8x8
 refuse scene-classes '2 to 4 classes' --classes 5
 refuse other-batch '--batch-size 4, not 5' --data "$data" --scale 0.25 --batch-size 5 --resume stages2/latest.snapshot
@@ -69,7 +72,17 @@ refuse other-model '--channels 4, not 5' --data "$data" --scale 0.25 --channels 
 refuse other-weights 'down1_conv1.weight' --data "$data" --scale 0.25 --channels 5 --load stages2/best.snapshot
 head -c 3000 stages2/latest.snapshot >damaged
 refuse damaged-snapshot 'damaged' --data "$data" --scale 0.25 --resume damaged
-refuse ended 'has 2 epochs behind it already' --data "$data" --scale 0.25 --resume stages2/latest.snapshot
+refuse ended 'has 2 epochs already, and --epochs is 2: nothing is left to train' \
+  --data "$data" --scale 0.25 --resume stages2/latest.snapshot
+
+# More epochs: the rate goes on along the curve of all of them.
+run further --data "$data" --scale 0.25 --epochs 3 --resume stages2/latest.snapshot
+grep -q '^note: the learning rate now falls towards 0 after epoch 3; .* --epochs 2$' further.log || fail "no note"
+diff <(column further 1-6 | head -2) <(column stages2 1-6) || fail "--resume changes the history"
+[[ $(column further 6 | tail -1) == 0.00125 ]] || fail "not the rate of epoch 3 of 3"
+
+check_write_errors --data "$data" --scale 0.25
+check_overwriting stages2 --data "$data" --scale 0.25
 
 # damage NAME TEXT COMMAND...: the data set with one thing wrong.
 damage() {

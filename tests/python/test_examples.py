@@ -1,6 +1,7 @@
 """The programs of examples/python, beside those in C++."""
 
 import csv
+import errno
 import os
 import shutil
 import signal
@@ -16,7 +17,7 @@ import torch
 import programs
 from gpipe import snapshot
 
-pytest.importorskip("PIL")
+Image = pytest.importorskip("PIL.Image")
 pytest.importorskip("tensorboard")
 examples = Path(__file__).parents[2] / "examples" / "python"
 sys.path.insert(0, str(examples))
@@ -116,7 +117,7 @@ def test_unet_is_that_of_cpp(data, tmp_path, capsys):
     capsys.readouterr()
     for other, message in [
         (["--channels", "5"], "was made with --channels 4, not 5; give the same, or start afresh"),
-        (["--epochs", "1"], "has 1 epochs behind it already; give more --epochs"),
+        (["--epochs", "1"], "has 1 epochs already, and --epochs is 1: nothing is left to train; give more --epochs"),
     ]:
         latest = cpp / "latest.snapshot"
         assert run(unet_train, *resumed, latest, "--output", tmp_path / "refused", *other) == 1
@@ -296,16 +297,12 @@ def test_plain_pictures_are_within_the_bounds(tmp_path):
         (["--balance", "half,23"], "'half' is neither auto"),
         (["--balance", "5,18", "--stages", "3"], "--stages is 3"),
         (["--stages", "24"], "--stages is 24, but the model has 23 layers"),
-        (["--devices", "gpu"], "'gpu' is no device"),
+        (["--devices", "gpu"], "'gpu' is not a device"),
         (["--devices", "cpu,cuda:63"], "device cuda:63 is not there"),
         (["--stages", "3", "--devices", "cpu,cpu"], "--devices: has 2 for 3 stages"),
-        (["--trace", "."], "--trace . is a directory"),
+        (["--trace", "."], "cannot write: Is a directory: '.'"),
+        (["--trace", "a" * 300], "File name too long"),
         (["--output", "/proc/output"], "'/proc/output'"),
-        (["--epochs", "0"], "'0' is no whole number from 1 to 1000000"),
-        (["--learning-rate", "0"], "'0' is no number above 0"),
-        (["--clip", "nan"], "'nan' is no number of at least 0"),
-        (["--scale", "2"], "'2' is no number of at least 0.001 and at most 1"),
-        (["--size", "big"], "'big' is no size"),
         (["--epoch", "3"], "unrecognized arguments: --epoch"),
         (["--data", "no-such-folder"], "'no-such-folder/imgs'"),
         (["--resume", "no-such-file"], "'no-such-file'"),
@@ -320,8 +317,87 @@ def test_unet_refuses(flags, message, data, tmp_path, capsys):
     except SystemExit as stop:
         code = stop.code
     captured = capsys.readouterr()
-    assert code and message in captured.err
+    assert code and message in captured.err and len(captured.err.splitlines()) == 1
     assert "epoch 1" not in captured.out
+
+
+@pytest.mark.parametrize(
+    "flag, values, allowed",
+    [
+        ("--epochs", ["0", "-1", "1e3", "99999999999999999999"], "a whole number from 1 to 1000000"),
+        ("--batch-size", ["0"], "a whole number from 1 to 1048576"),
+        ("--chunks", ["0"], "a whole number from 1 to 1048576"),
+        ("--stages", ["0"], "a whole number from 1 to 1024"),
+        ("--seed", ["-1", "18446744073709551616"], "a whole number from 0 to 18446744073709551615"),
+        ("--learning-rate", ["0", "nan", "inf"], "a finite number above 0"),
+        ("--clip", ["-1", "nan", "inf"], "a finite number of at least 0"),
+        ("--scale", ["2", "nan"], "a number from 0.001 to 1"),
+        ("--validation", ["100", "nan"], "a number from 0.01 to 99"),
+        ("--samples", ["1"], "a whole number from 2 to 9999"),
+        ("--size", ["big"], "a size; give it as 192x128"),
+        ("--resume", [""], "a path"),
+    ],
+)
+def test_unet_refuses_a_value(flag, values, allowed, tmp_path, capsys):
+    """In the words of the C++ program, before it writes anything."""
+    for value in values:
+        with pytest.raises(SystemExit) as stop:
+            run(unet_train, "--output", tmp_path / "output", flag, value)
+        assert stop.value.code
+        assert capsys.readouterr().err == f"error: {flag}: '{value}' is not {allowed}\n"
+    assert not (tmp_path / "output").exists()
+
+
+def test_unet_finds_a_missing_snapshot_before_it_draws(tmp_path, capsys):
+    for flag in ("--resume", "--load"):
+        assert run(unet_train, *UNET, flag, "no-such-file", "--output", tmp_path / "output") == 1
+        assert "'no-such-file'" in capsys.readouterr().err
+    assert not (tmp_path / "output").exists()
+
+
+def test_unet_does_not_overwrite_unasked(data, tmp_path, capsys):
+    flags = [*UNET_CUT, "--data", data, "--schedule", "plateau", "--output", tmp_path]
+    assert run(unet_train, *flags, "--epochs", "2") == 0
+
+    def contents():
+        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    before = contents()
+    capsys.readouterr()
+    assert run(unet_train, *flags, "--epochs", "2") == 1
+    error = capsys.readouterr().err
+    assert "holds an earlier training (latest.snapshot, best.snapshot, history.csv)" in error
+    assert f"--resume {tmp_path / 'latest.snapshot'}" in error and "--overwrite" in error
+    assert run(unet_train, *flags, "--epochs", "2", "--resume", tmp_path / "latest.snapshot") == 1
+    assert "has 2 epochs already, and --epochs is 2: nothing is left to train" in capsys.readouterr().err
+    assert contents() == before
+
+    assert run(unet_train, *flags, "--epochs", "1", "--overwrite") == 0
+    assert [row[0] for row in history(tmp_path)[1]] == [1]
+    # Further epochs than the run was to have end where one run of them all did.
+    assert run(unet_train, *flags, "--epochs", "2", "--resume", tmp_path / "latest.snapshot") == 0
+    (tmp_path / "whole.csv").write_bytes(before["history.csv"])
+    with open(tmp_path / "whole.csv", newline="") as file:
+        whole = [row[:-1] for row in csv.reader(file)]
+    with open(tmp_path / "history.csv", newline="") as file:
+        assert [row[:-1] for row in csv.reader(file)] == whole
+
+
+def test_unet_names_what_cannot_be_written(data, tmp_path, capsys, monkeypatch):
+    flags = [*UNET_CUT, "--data", data, "--epochs", "1"]
+    if os.path.exists("/dev/full"):
+        assert run(unet_train, *flags, "--output", tmp_path / "trace", "--trace", "/dev/full") == 1
+        captured = capsys.readouterr()
+        assert captured.err == "error: cannot write: No space left on device: '/dev/full'\n"
+        assert "\nwrote\n" not in captured.out
+
+    def fail(image, path):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Image.Image, "save", fail)
+    assert run(unet_train, *flags, "--output", tmp_path / "picture") == 1
+    path = tmp_path / "picture" / "epoch_001.png"
+    assert capsys.readouterr().err == f"error: cannot write: No space left on device: '{path}'\n"
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -14,8 +16,18 @@ import torch
 import gpipe
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+_MAX_COUNT = 1 << 20  # more than anybody needs
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, which begins as those of the C++ programs do."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {re.sub('^argument (-./)?', '', message)}\n")
+
+
+def make_parser(description: str) -> Parser:
+    return Parser(
         description=description,
         usage="%(prog)s [OPTIONS]",
         formatter_class=lambda prog: argparse.HelpFormatter(prog, max_help_position=30, width=120),
@@ -23,22 +35,27 @@ def make_parser(description: str) -> argparse.ArgumentParser:
     )
 
 
-def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> None:
+def add_training_options(parser: Parser, **defaults: Any) -> None:
     """What every training program can be told."""
     add = parser.add_argument
     default = "(default: %(default)s)"
-    add("-b", "--batch-size", type=integer(1, 1 << 20), metavar="N", help=f"images in a mini-batch {default}")
-    add("-o", "--output", type=Path, metavar="DIR", help=f"directory for what the run writes {default}")
+    add("-b", "--batch-size", type=integer(1, _MAX_COUNT), metavar="N", help=f"images in a mini-batch {default}")
+    add("-o", "--output", type=path_name, metavar="DIR", help=f"directory for what the run writes {default}")
+    add(
+        "--overwrite",
+        action="store_true",
+        help="replace an earlier training in --output; without it that is refused",
+    )
     add("-e", "--epochs", type=integer(1, 1_000_000), metavar="N", help=f"passes over the training images {default}")
-    add("-l", "--learning-rate", type=real(0, above=True), metavar="X", help=f"of Adam, at the start {default}")
+    add("-l", "--learning-rate", type=positive, metavar="X", help=f"of Adam, at the start {default}")
     add(
         "--schedule",
         choices=("cosine", "plateau"),
         default="cosine",
-        help="of the learning rate, by epoch: cosine, falling towards 0 behind the last; plateau, a tenth whenever the "
+        help="of the learning rate, by epoch: cosine, falling towards 0 after the last; plateau, a tenth whenever the "
         f"validation score has not risen for 5 {default}",
     )
-    add("--clip", type=real(0), default=0.0, metavar="X", help=f"largest norm of the gradient; 0 for any {default}")
+    add("--clip", type=non_negative, default=0.0, metavar="X", help=f"largest norm of the gradient; 0 for any {default}")
     add("--amp", action="store_true", help="compute in bfloat16 where that is safe (autocast)")
     add(
         "--seed",
@@ -47,9 +64,18 @@ def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
         metavar="N",
         help=f"of weights, order and what is drawn {default}",
     )
-    add("--resume", type=Path, metavar="FILE", help="snapshot to go on from, as if it had never stopped")
     add(
-        "-f", "--load", type=Path, metavar="FILE", help="snapshot to take the weights of, when there is none to resume"
+        "--resume",
+        type=path_name,
+        metavar="FILE",
+        help="snapshot to go on from, as if it had never stopped; --epochs may be more",
+    )
+    add(
+        "-f",
+        "--load",
+        type=path_name,
+        metavar="FILE",
+        help="snapshot to take the weights of, when there is none to resume",
     )
     add = parser.add_argument_group("pipeline").add_argument
     add(
@@ -65,7 +91,7 @@ def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
         help="by-time, by-size: stages of equal time or memory, as measured; auto: the fastest of all balances, chunks "
         f"and checkpoint modes; or layers in each stage, as 20,35 {default}",
     )
-    add("--chunks", type=integer(1, 1 << 20), default=2, metavar="N", help=f"micro-batches in a mini-batch {default}")
+    add("--chunks", type=integer(1, _MAX_COUNT), default=2, metavar="N", help=f"micro-batches in a mini-batch {default}")
     add(
         "--devices",
         metavar="LIST",
@@ -78,11 +104,11 @@ def add_training_options(parser: argparse.ArgumentParser, **defaults: Any) -> No
         help=f"micro-batches that recompute instead of storing {default}",
     )
     add("--reuse-memory", action="store_true", help="keep the memory of CPU tensors for the next")
-    add("--trace", type=Path, metavar="FILE", help="write the timeline of one training step, for ui.perfetto.dev")
+    add("--trace", type=path_name, metavar="FILE", help="write the timeline of one training step, for ui.perfetto.dev")
     parser.set_defaults(**defaults)
 
 
-def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+def parse(parser: Parser) -> argparse.Namespace:
     """The command line, with ``layers`` of each stage, if given, and a list of ``devices``."""
     options = parser.parse_args()
     try:
@@ -101,25 +127,19 @@ def run_program(train: Callable[[argparse.Namespace], int], options: argparse.Na
     """Runs what returns the exit code. Errors become a line."""
     gpipe.reuse_cpu_memory(options.reuse_memory)
     try:
-        return train(options)
+        code = train(options)
+        sys.stdout.flush()
+        return code
     except KeyboardInterrupt:
         return 130
     except (IndexError, OSError, RuntimeError, ValueError) as error:
         text = str(error)
+        if isinstance(error, OSError) and error.filename:
+            text = f"{error.strerror}: '{error.filename}'"
         if "in DataLoader worker process" in text:  # and a traceback
             text = text.strip().splitlines()[-1].partition(": ")[2] or text
-        print(f"error: {text}", file=sys.stderr)
-        return 1
-
-
-def check_outputs(options: argparse.Namespace) -> None:
-    """Tries all that a run will write, so that nothing fails for it after hours."""
-    _check_writable(options.output)
-    if options.trace is None:
-        return
-    if options.trace.is_dir():
-        raise ValueError(f"--trace {options.trace} is a directory; give a file")
-    _check_writable(options.trace.parent)
+    print(f"error: {text}", file=sys.stderr)
+    return 1
 
 
 def to_flag(value: float) -> str:
@@ -129,33 +149,62 @@ def to_flag(value: float) -> str:
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
+    """A whole number from low to high."""
+
     def parse_integer(text: str) -> int:
-        if text.removeprefix("-").isdecimal() and low <= int(text) <= high:
+        if text.isascii() and text.isdecimal() and low <= int(text) <= high:
             return int(text)
-        raise argparse.ArgumentTypeError(f"'{text}' is no whole number from {low} to {high}")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
 
     return parse_integer
 
 
-def real(low: float, high: float = float("inf"), above: bool = False) -> Callable[[str], float]:
+def real(low: float, high: float) -> Callable[[str], float]:
+    """A number from low to high."""
+
     def parse_real(text: str) -> float:
-        try:
-            value = float(text)
-        except ValueError:
-            value = float("nan")
-        if low <= value <= high and value != float("inf") and not (above and value == low):
+        value = _to_number(text)
+        if low <= value <= high:
             return value
-        limit = "" if high == float("inf") else f" and at most {high:g}"
-        raise argparse.ArgumentTypeError(f"'{text}' is no number {'above' if above else 'of at least'} {low:g}{limit}")
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low:g} to {high:g}")
 
     return parse_real
 
 
+def positive(text: str) -> float:
+    value = _to_number(text)
+    if 0 < value < math.inf:
+        return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not a finite number above 0")
+
+
+def non_negative(text: str) -> float:
+    value = _to_number(text)
+    if 0 <= value < math.inf:
+        return value
+    raise argparse.ArgumentTypeError(f"'{text}' is not a finite number of at least 0")
+
+
+def path_name(text: str) -> Path:
+    if text:
+        return Path(text)
+    raise argparse.ArgumentTypeError("'' is not a path")
+
+
+def _to_number(text: str) -> float:
+    """Not a number for any other text."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
 def _layers(text: str) -> list[int]:
     for part in text.split(","):
-        if not part.isdecimal() or int(part) < 1:
+        if not (part.isascii() and part.isdecimal() and 1 <= int(part) <= _MAX_COUNT):
             raise ValueError(
-                f"--balance: '{part}' is neither auto, by-time or by-size nor a number of layers; give those as 20,35"
+                f"--balance: '{part}' is neither auto, by-time or by-size nor a number of layers from 1 to "
+                f"{_MAX_COUNT}; give those as 20,35"
             )
     return [int(part) for part in text.split(",")]
 
@@ -169,16 +218,9 @@ def _devices(text: str | None, stages: int) -> list[torch.device]:
         try:
             devices.append(torch.device(part))
         except RuntimeError:
-            raise ValueError(f"--devices: '{part}' is no device; give cpu, cuda or cuda:N") from None
+            raise ValueError(f"--devices: '{part}' is not a device; give cpu, cuda or cuda:N") from None
     if len(devices) == 1:
         devices *= stages
     if len(devices) != stages:
         raise ValueError(f"--devices: has {len(devices)} for {stages} stages; give one a stage, or one for all")
     return devices
-
-
-def _check_writable(directory: Path) -> None:
-    directory.mkdir(parents=True, exist_ok=True)
-    probe = directory / ".write-probe"
-    probe.touch()
-    probe.unlink()

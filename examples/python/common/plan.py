@@ -31,11 +31,20 @@ class Plan:
     suggestion: Suggestion | None = None  # what was compared, if anything
 
 
+def check_pipeline(model: nn.Sequential, options: Namespace) -> None:
+    """Refuses, before anything is written or measured, what a pipeline would refuse."""
+    if options.stages > len(model):
+        raise ValueError(f"--stages is {options.stages}, but the model has {len(model)} layers")
+    if options.layers and sum(options.layers) != len(model):
+        raise ValueError(f"--balance sums to {sum(options.layers)}, but the model has {len(model)} layers")
+    stand_in = nn.Sequential(*(nn.Identity() for _ in options.devices))
+    gpipe.GPipe(stand_in, [1] * len(stand_in), devices=options.devices)
+
+
 def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[int]) -> Plan:
     """Measures the model for images (C, H, W) and plans. The options' chunks and checkpoint mode are kept, unless the
     balance is "auto"."""
     devices = options.devices
-    _check(model, options)
     copies = len(set(devices)) > 1
     with autocast(options.amp, devices[:1]):
         if options.balance == "auto":
@@ -90,16 +99,6 @@ def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan) -> None:
         return
     print(f"prediction, for {plan.chunks} micro-batches, checkpoint {plan.checkpoint}:")
     print(plan.prediction, end="", flush=True)
-
-
-def _check(model: nn.Sequential, options: Namespace) -> None:
-    """Refuses, before anything is measured, what a pipeline would refuse."""
-    if options.stages > len(model):
-        raise ValueError(f"--stages is {options.stages}, but the model has {len(model)} layers")
-    if options.layers and sum(options.layers) != len(model):
-        raise ValueError(f"--balance sums to {sum(options.layers)}, but the model has {len(model)} layers")
-    stand_in = nn.Sequential(*(nn.Identity() for _ in options.devices))
-    gpipe.GPipe(stand_in, [1] * len(stand_in), devices=options.devices)
 
 
 def _count(module: nn.Module) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import gpipe
+from common.files import writing
 from gpipe.balance import Prediction
 
 _WARM = 2  # the first steps still warm memory and caches
@@ -40,7 +41,8 @@ class StepRecord:
         if whole:
             self._bytes = timeline.peak_bytes()
         if self._trace:
-            self._trace.write_text(timeline.to_chrome_json())
+            with writing(self._trace):
+                self._trace.write_text(timeline.to_chrome_json())
 
     def print_beside(self, prediction: Prediction | None) -> None:
         """What a step took, and what was predicted."""

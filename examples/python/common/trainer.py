@@ -15,10 +15,12 @@ from torch.utils.tensorboard import SummaryWriter
 import gpipe
 from common import learning_rate
 from common.autocast import autocast
+from common.files import writing
 from common.history import History
 from common.interrupt import Interrupt
-from common.options import to_flag
+from common.outputs import BEST, HISTORY, LATEST, remove_earlier_training
 from common.progress import Progress
+from common.start import check_identity
 from common.step_record import StepRecord
 from common.task import Task
 from gpipe import snapshot
@@ -31,8 +33,8 @@ class Trainer:
     best.snapshot. After SIGINT or SIGTERM it ends the step, or the validation, writes latest.snapshot and returns. A
     run that goes on from a snapshot ends with the weights of one that never stopped.
 
-    A snapshot keeps what the run is, by flag: the options that change its course, and the program's own, `identity`.
-    One with others would not go on but begin something else.
+    Args:
+        start: the snapshot to go on from, whose weights the pipeline has already.
     """
 
     def __init__(
@@ -41,12 +43,13 @@ class Trainer:
         task: Task,
         options: Namespace,
         identity: dict[str, str],
+        start: Snapshot | None,
         prediction: Prediction | None,
     ) -> None:
         self.pipe = pipe
         self.task = task
         self.options = options
-        self.identity = identity | _course(options)
+        self.identity = identity
         self.prediction = prediction
         self.optimizer = torch.optim.Adam(pipe.parameters(), lr=options.learning_rate)
         self.columns = ["epoch", "train_loss", *task.score_names, "learning_rate", "images_per_second"]
@@ -61,19 +64,15 @@ class Trainer:
 
         self.record = StepRecord(options.trace)
         self.images_per_second = 0.0
+        if start:
+            self.resume(start)
 
     def run(self) -> int:
         """Returns the signal that ended it early, or 0."""
-        if self.options.resume:
-            self.resume()
-        elif self.options.load:
-            snapshot.restore_model(self.pipe, snapshot.read(self.options.load).model)
-        if self.epoch >= self.options.epochs:
-            raise ValueError(f"{self.options.resume} has {self.epoch} epochs behind it already; give more --epochs")
-
-        history = History(self.path("history.csv"), self.columns)
-        for number in range(self.epoch):
-            history.add([self.history[column][number] for column in self.columns])
+        self.try_smallest()
+        remove_earlier_training(self.options)
+        rows = zip(*(self.history[column] for column in self.columns), strict=True)
+        self.history_file = History(self.path(HISTORY), self.columns, rows)
         self.events = SummaryWriter(str(self.options.output))
         self.files[max(self.options.output.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)] = None
         print(
@@ -86,42 +85,37 @@ class Trainer:
             while self.epoch < self.options.epochs and not interrupt.signal:
                 if self.train(self.epoch + 1, interrupt):
                     self.finish(self.epoch + 1)
-                    history.add([self.history[column][-1] for column in self.columns])
                 else:
-                    self.save("latest.snapshot")
+                    self.save(LATEST)
         self.events.close()
         self.record.print_beside(self.prediction)
         if self.options.trace and self.record.traced:
             self.files[self.options.trace] = None
         if self.epoch == self.options.epochs:
             return 0
-        latest = self.options.output / "latest.snapshot"
+        latest = self.options.output / LATEST
         print(f"stopped; to go on, give the same flags and --resume {latest}", flush=True)
         return interrupt.signal
 
-    def resume(self) -> None:
-        saved = snapshot.read(self.options.resume)
-        for flag in self.identity:
-            if flag not in saved.options:
-                raise ValueError(f"{self.options.resume} is not of this program: it does not say {flag}")
-        for flag, value in self.identity.items():
-            if saved.options[flag] != value:
-                raise ValueError(
-                    f"{self.options.resume} was made with {flag} {saved.options[flag]}, not {value}; give the same, or "
-                    "start afresh"
-                )
+    def resume(self, saved: Snapshot) -> None:
+        check_identity(self.identity, saved, self.options.resume)
         for column in self.columns:
             if column not in saved.history or len(saved.history[column]) != saved.epoch:
                 raise ValueError(f"{self.options.resume} is not of this program: its history has no {column}")
         loss_sum = saved.history.pop("loss_sum", [])
         if saved.random is None or len(loss_sum) != 1 or not {"batch", "images"} <= saved.position.keys():
             raise ValueError(f"{self.options.resume} does not say where in an epoch it was made")
-        snapshot.restore_model(self.pipe, saved.model)
         snapshot.restore_optimizer(self.optimizer, self.pipe, saved.optimizer)
         torch.set_rng_state(saved.random)
         self.batch, self.seen, self.loss_sum = saved.position["batch"], saved.position["images"], loss_sum[0]
         self.epoch = saved.epoch
         self.history = saved.history
+        epochs = saved.options.get("--epochs")
+        if self.options.schedule == "cosine" and epochs not in (None, str(self.options.epochs)):
+            print(
+                f"note: the learning rate now falls towards 0 after epoch {self.options.epochs}; the snapshot was made "
+                f"with --epochs {epochs}"
+            )
 
     def train(self, epoch: int, interrupt: Interrupt) -> bool:
         """One epoch from `batch` on; false when a signal ended it."""
@@ -134,8 +128,6 @@ class Trainer:
             group["lr"] = rate
         with Progress(f"epoch {epoch}", max(1, self.task.training_images - self.seen)) as progress:
             for input, target in self.task.training(epoch, self.batch):
-                if self.record.count == 0:
-                    self.try_smallest(input)
                 loss = self.step(input, target)
                 progress.add(len(input), loss)
                 if interrupt.signal:
@@ -165,14 +157,16 @@ class Trainer:
         self.batch += 1
         return value
 
-    def try_smallest(self, input: Tensor) -> None:
+    def try_smallest(self) -> None:
         """Batch norm in training mode refuses one value a channel, which an epoch's last mini-batch may bring about;
-        better to know before the first step than after an epoch."""
+        better to know before anything is written than after an epoch."""
         rest = self.task.training_images % self.options.batch_size
         batches = [self.options.batch_size] + [rest] * (rest > 0)
         if all(len(torch.empty(batch).chunk(self.pipe.chunks)[-1]) > 1 for batch in batches):
             return
         model, random = snapshot.capture_model(self.pipe), torch.get_rng_state()
+        input, _ = next(iter(self.task.training(1, 0)))
+        self.pipe.train()
         try:
             with torch.no_grad():
                 self.pipe(input[:1])
@@ -197,16 +191,19 @@ class Trainer:
         self.events.flush()
         self.epoch, self.batch, self.seen, self.loss_sum = epoch, 0, 0, 0.0
 
+        # The latest snapshot is the last: a run that is killed before it repeats the epoch, with all that it writes.
+        self.history_file.add(row)
         *before, score = self.history[self.columns[2]]
         if all(score > other for other in before):
-            self.save("best.snapshot")  # first: the latest says that there is one
-        self.save("latest.snapshot")
+            self.save(BEST)
+        self.save(LATEST)
         values = [f"{column} {value:.4f}" for column, value in zip(self.columns[1:-2], row[1:-2], strict=True)]
         print(f"epoch {epoch}/{self.options.epochs}: {', '.join(values)}", flush=True)
 
     def show(self, picture: Image.Image, name: str, tag: str) -> None:
         path = self.path(name)
-        picture.save(path)
+        with writing(path):
+            picture.save(path)
         pixels = np.asarray(picture)
         form = "HW" if pixels.ndim == 2 else "HWC"
         self.events.add_image(tag, pixels, self.epoch + 1, dataformats=form)
@@ -237,15 +234,3 @@ def run_and_report(trainer: Trainer, drawn: Path | None) -> int:
     for path in [*([f"{drawn}/"] if drawn else []), *trainer.files]:
         print(f"  {path}")
     return 128 + signal if signal else 0
-
-
-def _course(options: Namespace) -> dict[str, str]:
-    course = {
-        "--batch-size": str(options.batch_size),
-        "--seed": str(options.seed),
-        "--schedule": options.schedule,
-        "--learning-rate": to_flag(options.learning_rate),
-        "--clip": to_flag(options.clip),
-        "--amp": str(int(options.amp)),
-    }
-    return course | ({"--epochs": str(options.epochs)} if options.schedule == "cosine" else {})

@@ -10,6 +10,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from common.files import writing
+
 # Two zero bytes, the type (8: bytes), the number of dimensions.
 _IMAGES_MAGIC = 0x00000803
 _LABELS_MAGIC = 0x00000801
@@ -42,7 +44,9 @@ def write_idx(directory: Path, part: str, images: Tensor, labels: Tensor) -> Non
         _NAMES, (_IMAGES_MAGIC, _LABELS_MAGIC), (images.squeeze(1), labels.byte()), strict=True
     ):
         header = struct.pack(f">{1 + items.dim()}I", magic, *items.shape)
-        (directory / name.format(part)).write_bytes(header + items.contiguous().numpy().tobytes())
+        path = directory / name.format(part)
+        with writing(path):
+            path.write_bytes(header + items.contiguous().numpy().tobytes())
 
 
 def _read(path: Path, magic: int) -> Tensor:

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from common.files import writing
 from common.random import Random
 from unet.classes import class_color
 
@@ -30,6 +31,14 @@ _BODIES = [
 ]
 
 
+def check_scene(size: tuple[int, int], classes: int) -> None:
+    """Raises ValueError for a size or classes that cannot be drawn."""
+    if min(size) < _SMALLEST:
+        raise ValueError(f"a scene of {size[0]}x{size[1]} is too small; it takes at least {_SMALLEST}x{_SMALLEST}")
+    if classes > _SCENE_CLASSES:
+        raise ValueError(f"a scene has 2 to {_SCENE_CLASSES} classes, not {classes}")
+
+
 def write_synthetic(directory: Path, count: int, size: tuple[int, int], seed: int, classes: int) -> None:
     """Writes so many scenes, simpler than the C++ program's: a car, its windows (class 2) and wheels (class 3) before
     things that are no car. Sample i is the same whatever `count`.
@@ -37,10 +46,7 @@ def write_synthetic(directory: Path, count: int, size: tuple[int, int], seed: in
     Raises:
         ValueError: for a size or classes that cannot be drawn, or folders that hold any other file.
     """
-    if min(size) < _SMALLEST:
-        raise ValueError(f"a scene of {size[0]}x{size[1]} is too small; it takes at least {_SMALLEST}x{_SMALLEST}")
-    if classes > _SCENE_CLASSES:
-        raise ValueError(f"a scene has 2 to {_SCENE_CLASSES} classes, not {classes}")
+    check_scene(size, classes)
     suffix = ".gif" if classes == 2 else ".png"
     images = [directory / "imgs" / f"{number:04}.jpg" for number in range(count)]
     masks = [directory / "masks" / f"{number:04}_mask{suffix}" for number in range(count)]
@@ -53,8 +59,10 @@ def write_synthetic(directory: Path, count: int, size: tuple[int, int], seed: in
             )
     for number, (image_path, mask_path) in enumerate(zip(images, masks, strict=True)):
         image, labels = draw_scene(Random(seed, number), size)
-        image.save(image_path, quality=92)
-        _paint_labels(labels, classes).save(mask_path)
+        with writing(image_path):
+            image.save(image_path, quality=92)
+        with writing(mask_path):
+            _paint_labels(labels, classes).save(mask_path)
 
 
 def draw_scene(random: Random, size: tuple[int, int]) -> tuple[Image.Image, Image.Image]:

@@ -1,0 +1,185 @@
+#!/usr/bin/env bash
+# Disturbs trainings for some time: kills them, fills their disk, takes away files, threads and memory.
+#   soak.sh [MINUTES (5) [BUILD_FOLDER (build/dev) [WORK_FOLDER (a new one in /tmp)]]]
+# After each event the snapshot must be whole, and the training must go on from it and end with the history of one that
+# nobody disturbed. A run that cannot go on must say so in a line and exit with a code of its own. What is not allowed
+# here, such as mounting a small disk, is skipped with a message.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+minutes=${1:-5}
+program=$(realpath "${2:-$root/build/dev}")/examples/unet/unet_train
+work=${3:-$(mktemp -d)}
+[[ -x $program ]] || { echo "build $program first" >&2; exit 2; }
+export OMP_NUM_THREADS=1
+mkdir -p "$work"
+cd "$work"
+
+declare -A tried failed
+event="the undisturbed run"
+keep=1
+trap '((keep == 0)) || echo "FAILED in: $event; its files are in $work" >&2' EXIT
+
+fail() {
+  echo "$*" >&2
+  exit 1
+}
+
+# Between 0 and $1 - 1.
+random() { echo $(((RANDOM * 32768 + RANDOM) % $1)); }
+
+train=("$program" --data data/synthetic_16_64x64_2 --scale 0.5 --batch-size 4 --chunks 2 --depth 2 --channels 16
+  --balance 20,19 --workers 1 --schedule plateau)
+begun=2 epochs=8
+
+# What does not depend on the clock.
+history() { cut -d, -f1-6 "$1/history.csv"; }
+
+# The disturbed run's end: $1 is its exit code, which must not be that of a crash.
+check_end() {
+  (($1 < 128)) || { cat err.log >&2; fail "signal $(($1 - 128)) ended it"; }
+  (($1 == 0)) && return
+  failed[$kind]=$((${failed[$kind]:-0} + 1))
+  [[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 500 ]] || { cat err.log >&2; fail "it says more than a line"; }
+  grep -qE '^error: |error while loading shared libraries' err.log || { cat err.log >&2; fail "it does not say why"; }
+}
+
+# How to go on with the training in the folder "run": from a snapshot, or from the start if there is none.
+resume() {
+  local snapshot
+  start=(--overwrite)
+  for snapshot in run/best.snapshot run/latest.snapshot; do
+    [[ ! -e $snapshot ]] || start=(--resume $snapshot)
+  done
+}
+
+# The history has whole lines, those of the undisturbed run; the training goes on and ends as that did.
+check_recovery() {
+  local lines
+  if [[ -e run/history.csv && $event != *disk* && $event != *size* ]]; then
+    lines=$(wc -l <run/history.csv)
+    diff <(history run) <(history whole | head -n "$lines") || fail "the history is damaged"
+  fi
+  resume
+  if ! "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log; then
+    grep -q 'nothing is left to train' err.log || { cat err.log >&2; fail "it does not go on"; }
+  fi
+  diff <(history run) <(history whole) || fail "another history"
+  "${train[@]}" --epochs 1 --output loaded --overwrite --load run/best.snapshot >out.log 2>err.log ||
+    { cat err.log >&2; fail "the best snapshot cannot be read"; }
+}
+
+# A training to disturb: with some epochs behind it, or (one in four) at its start.
+prepare() {
+  rm -rf run
+  if (($(random 4) == 0)); then mkdir run; else cp -r begun run; fi
+  resume
+}
+
+disturbed() { exec "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log; }
+
+killed() {
+  local moment pid
+  moment=$(random "$whole_ms")
+  event="kill after $moment ms"
+  prepare
+  (disturbed) &
+  pid=$!
+  sleep "$(printf '%d.%03d' $((moment / 1000)) $((moment % 1000)))"
+  if (($(random 2) == 0)); then
+    event+=", at the next write of a snapshot"
+    until [[ -e run/latest.snapshot.tmp || -e run/best.snapshot.tmp ]]; do kill -0 $pid 2>/dev/null || break; done
+  fi
+  [[ ! -e run/latest.snapshot.tmp && ! -e run/best.snapshot.tmp ]] || middle=$((middle + 1))
+  kill -KILL $pid 2>/dev/null || true
+  wait $pid 2>/dev/null || true
+}
+
+# limited COMMAND...: the run after a command that limits it, in a shell of its own.
+limited() {
+  local status=0
+  event="$*"
+  prepare
+  (ulimit -c unlimited && "$@" && disturbed) || status=$?
+  check_end $status
+}
+
+file_size() { limited ulimit -f $(($(random $((snapshot_bytes / 1024 + 8))) + 1)); }
+open_files() { limited ulimit -n $(($(random 40) + 4)); }
+memory() { limited ulimit -v $((needed_kib + $(random 400000))); }
+
+# Root may have any number of threads, so another user runs the training; its threads are all that count.
+threads() {
+  local status=0 count=$(($(random 6) + 1))
+  event="$count threads"
+  prepare
+  if ((EUID != 0)); then
+    limited ulimit -u $(($(ps -L -u "$USER" --no-headers | wc -l) + count))
+    return
+  fi
+  chmod -R a+rwX "$work"
+  (setpriv --reuid=$other --regid=$other --clear-groups prlimit --nproc=$count \
+    "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log) || status=$?
+  check_end $status
+}
+
+full_disk() {
+  local status=0 free=$(random $((2 * snapshot_bytes / 1024)))
+  event="a disk with $free KiB free"
+  prepare
+  unshare -m bash -c '
+    mount -t tmpfs -o size=$(($(du -sk run | cut -f1) + $1 + 16))k tmpfs /mnt && cp -r run/. /mnt && mount --move /mnt run || exit 99
+    shift
+    status=0
+    "$@" || status=$?
+    mkdir -p after && rm -rf after/* && cp -r run/. after
+    exit $status' full "$free" "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log || status=$?
+  ((status != 99)) || fail "no disk"
+  rm -rf run && mv after run
+  check_end $status
+}
+
+# --- What the events are compared with.
+
+"$program" --samples 16 --size 64x64 --epochs 1 --depth 1 --channels 1 --output data >out.log
+rm -f data/*.snapshot
+started=$(date +%s%3N)
+"${train[@]}" --epochs $epochs --output whole >out.log
+whole_ms=$(($(date +%s%3N) - started))
+"${train[@]}" --epochs $begun --output begun >out.log
+snapshot_bytes=$(stat -c %s whole/latest.snapshot)
+needed_kib=500000
+until bash -c 'ulimit -v $0 -c 0 && "$1" --help; exit $?' $needed_kib "$program" >out.log 2>&1; do needed_kib=$((needed_kib + 100000)); done
+
+kinds=(killed killed killed file_size open_files memory)
+if unshare -m mount -t tmpfs tmpfs /mnt 2>/dev/null; then
+  kinds+=(full_disk)
+else
+  echo "skipped: a full disk, for this user may not mount one"
+fi
+other=47123
+if ((EUID != 0)); then
+  kinds+=(threads)
+elif chmod a+rx "$work" && setpriv --reuid=$other --regid=$other --clear-groups "$program" --help >out.log 2>&1; then
+  kinds+=(threads)
+else
+  echo "skipped: a limit on threads, for no other user can run $program"
+fi
+
+# --- The events.
+
+middle=0
+SECONDS=0
+while ((SECONDS < minutes * 60)); do
+  kind=${kinds[$(random ${#kinds[@]})]}
+  $kind
+  tried[$kind]=$((${tried[$kind]:-0} + 1))
+  check_recovery
+  if compgen -G 'core*' >/dev/null; then fail "a core dump"; fi
+done
+event="none"
+keep=0
+echo "in $SECONDS s:"
+for kind in "${!tried[@]}"; do echo "  $kind: ${tried[$kind]}, of which ${failed[$kind]:-0} ended the run with an error"; done
+echo "  killed in the middle of a snapshot: $middle"
+echo "all went on"
+[[ -n ${3:-} ]] || rm -rf "$work"
