@@ -194,7 +194,7 @@ Parcel as_entered(const Value& input) {
 }
 
 // Gives those outputs of a mini-batch that want a gradient their history: one autograd node over the inputs and all
-// parameters. Calls no operator, for buffers are no longer put back after an error.
+// parameters. Calls no operator: an error here would leave buffers changed.
 void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
             Parcel entered, const std::vector<std::int64_t>& sizes, const Gathered& output) {
   auto sources = input.tensors();

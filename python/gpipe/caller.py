@@ -40,8 +40,8 @@ def _refusal(tracer: str) -> NotImplementedError:
 def refuse_sharded_layers(stages: nn.Module) -> None:
     """Raises RuntimeError for stages and layers that are sharded, which only the whole pipeline can be.
 
-    FSDP reduces a layer's gradients at the end of each of its backwards, of which there is one a micro-batch. And a
-    thread that has run operators of DTensors aborts the process when it ends (PyTorch 2.11).
+    FSDP reduces a layer's gradients after each of its backwards, and there is one per micro-batch. And a thread that
+    has run operators of DTensors aborts the process when it ends (PyTorch 2.11).
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     tensors = sys.modules.get("torch.distributed.tensor")

@@ -22,7 +22,7 @@ _thread = threading.local()
 
 
 def _state() -> tuple[Any, Any]:
-    """The states of both generators, comparable; of NumPy's None where nobody has imported it."""
+    """The states of both generators, comparable; None for NumPy's while it is not imported."""
     numpy = sys.modules.get("numpy.random")
     if numpy is None:
         return random.getstate(), None

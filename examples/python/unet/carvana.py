@@ -96,7 +96,7 @@ def read_pixels(path: Path) -> np.ndarray:
 
 @contextmanager
 def _open(path: Path) -> Iterator[Image.Image]:
-    """The image, of which only the header was read. Errors of decoding it are made ValueErrors that name the file."""
+    """The image; only its header is read. Decoding errors become ValueErrors that name the file."""
     length = path.stat().st_size
     if not length:  # also of a pipe, which is not opened
         raise ValueError(f"{path}: the file is empty")
