@@ -160,7 +160,7 @@ TEST(HostTest, EntersEachWorkerBeforeItsPart) {
     list.push_back(std::this_thread::get_id());
   };
   Sequential model(Linear(4, 4));
-  const auto run = [&](Value input, absl::FunctionRef<void(int)> begin) {
+  const auto run = [&](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) {
     EXPECT_EQ(entered.size(), 1U);
     begin(0);
     note(ran);
