@@ -162,9 +162,9 @@ class Cell::Borrowed {
   Borrowed& operator=(const Borrowed&) = delete;
 
   void give_back() {
-    given_back_ = true;
     buffers_.restore();
     parameters_.restore();
+    given_back_ = true;
   }
 
  private:

@@ -82,11 +82,15 @@ Released::~Released() {
   ask([this] { PyEval_RestoreThread(state_); });
 }
 
-Section::Section() : state_(ask(PyGILState_Ensure)) {
+Section::Section(Pending error) : state_(ask(PyGILState_Ensure)) {
+  if (error == Pending::kKeep) kept_.emplace();
   PyErr_Clear();  // PyTorch's engine leaves the error of a failed backward on its thread
 }
 
-Section::~Section() { PyGILState_Release(state_); }
+Section::~Section() {
+  kept_.reset();
+  PyGILState_Release(state_);
+}
 
 void await_calls_at_exit() {
   exiting = true;

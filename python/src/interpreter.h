@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 namespace gpipe::python {
@@ -32,7 +33,9 @@ class Call {
 /// Errors: std::runtime_error once the interpreter exits.
 class Section {
  public:
-  Section();
+  /// An error of Python's that is set on this thread is dropped, or kept for the section's end.
+  enum class Pending { kDrop, kKeep };
+  explicit Section(Pending error = Pending::kDrop);
   ~Section();
   Section(const Section&) = delete;
   Section& operator=(const Section&) = delete;
@@ -40,6 +43,7 @@ class Section {
  private:
   const Call call_;
   PyGILState_STATE state_;
+  std::optional<pybind11::error_scope> kept_;
 };
 
 /// Releases the interpreter's lock, which the caller holds, for its lifetime.

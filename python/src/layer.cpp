@@ -112,7 +112,6 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
   slots_ = std::move(slots);
 }
 
-// A scripted module keeps its buffers elsewhere, and does not replace them.
 void PythonLayer::find_slots(PyObject* module, Slots& slots) {
   const Recursion recursion;
   const auto buffers = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "_buffers"));
@@ -120,8 +119,12 @@ void PythonLayer::find_slots(PyObject* module, Slots& slots) {
   if (py::isinstance<py::dict>(buffers)) {
     const auto held = reference_to(buffers.ptr());
     for (const auto& item : py::reinterpret_borrow<py::dict>(buffers)) {
-      slots.push_back({held, reference_to(item.first.ptr())});
+      slots.push_back({held, reference_to(item.first.ptr()), {}});
     }
+  } else {
+    for_each(module, "_buffers", [&](PyObject*, PyObject* buffer) {
+      if (THPVariable_Check(buffer)) slots.push_back({nullptr, nullptr, THPVariable_Unpack(buffer)});
+    });
   }
   for_each(module, "_modules", [&](PyObject*, PyObject* child) { find_slots(child, slots); });
 }
@@ -157,7 +160,11 @@ std::vector<at::Tensor> PythonLayer::buffers() const {
   if (slots->empty()) return {};
   const Section section;
   std::vector<at::Tensor> buffers;
-  for (const auto& [dict, name] : *slots) {
+  for (const auto& [dict, name, scripted] : *slots) {
+    if (dict == nullptr) {
+      buffers.push_back(scripted);
+      continue;
+    }
     PyObject* buffer = PyDict_GetItemWithError(dict.get(), name.get());
     if (buffer == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     const bool is_tensor = buffer != nullptr && THPVariable_Check(buffer);
@@ -172,8 +179,9 @@ void PythonLayer::set_buffers(const std::vector<at::Tensor>& buffers) {
   if (slots->empty()) return;
   const Section section;
   for (std::size_t i = 0; i < buffers.size(); ++i) {
+    const auto& [dict, name, scripted] = (*slots)[i];
+    if (dict == nullptr) continue;
     const auto buffer = py::reinterpret_steal<py::object>(to_python(buffers[i]));
-    const auto& [dict, name] = (*slots)[i];
     if (PyDict_GetItem(dict.get(), name.get()) == buffer.ptr()) continue;
     if (PyDict_SetItem(dict.get(), name.get(), buffer.ptr()) != 0) throw py::error_already_set();
   }

@@ -61,8 +61,9 @@ class PythonLayer : public Layer {
  private:
   /// Where a Python module keeps a buffer.
   struct Slot {
-    Reference buffers;  ///< the dict of the module
+    Reference buffers;  ///< the dict of the module; none for a scripted module, which cannot replace the buffer
     Reference name;
+    at::Tensor scripted;
   };
   using Slots = std::vector<Slot>;
 

@@ -76,8 +76,9 @@ RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> laye
   };
 }
 
+// May be called while an operator's error is on its way through this thread.
 void lock(absl::FunctionRef<void()> call) {
-  const Section section;
+  const Section section(Section::Pending::kKeep);
   call();
 }
 

@@ -20,9 +20,7 @@ inline std::vector<uint8_t> read_bytes(const std::filesystem::path& path) {
 /// Keeps the first part of a file.
 inline void cut(const std::filesystem::path& path, size_t bytes) { std::filesystem::resize_file(path, bytes); }
 
-inline void write_text(const std::filesystem::path& path, const std::string& text) {
-  write_file(path, text);
-}
+inline void write_text(const std::filesystem::path& path, const std::string& text) { write_file(path, text); }
 
 /// FNV-1a.
 inline uint64_t fingerprint(const std::vector<uint8_t>& bytes) {

@@ -75,14 +75,12 @@ prepare() {
   resume
 }
 
-disturbed() { exec "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log; }
-
 killed() {
   local moment pid
   moment=$(random "$whole_ms")
   event="kill after $moment ms"
   prepare
-  (disturbed) &
+  "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log &
   pid=$!
   sleep "$(printf '%d.%03d' $((moment / 1000)) $((moment % 1000)))"
   if (($(random 2) == 0)); then
@@ -99,7 +97,8 @@ limited() {
   local status=0
   event="$*"
   prepare
-  (ulimit -c unlimited && "$@" && disturbed) || status=$?
+  (ulimit -c unlimited && "$@" && exec "${train[@]}" --epochs $epochs --output run "${start[@]}") >out.log 2>err.log ||
+    status=$?
   check_end $status
 }
 
