@@ -17,7 +17,7 @@ namespace {
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLong = std::chrono::hours(24);
-constexpr int kRounds = 8000;
+constexpr int kRounds = 400;
 
 /// Ends a test in which nothing happens any more: announces, and says so by stuck().
 class Watchdog {
