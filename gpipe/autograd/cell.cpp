@@ -358,7 +358,9 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
 Cell::~Cell() = default;
 
 void Cell::forget_graph() {
-  captured_.clear();
+  for (auto& of_parcel : captured_) {
+    for (auto& capture : of_parcel) capture.reset();
+  }
   roots_.clear();
 }
 

@@ -451,7 +451,9 @@ TEST(Executor, PollsWhileItWaitsAndEndsWithWhatThePollThrows) {
   });
   FakeCells cells(program);
   cells.on_action = [&](const Action& it) {
-    while (it == action("0F1") && polls < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    if (it != action("0F1")) return;
+    while (polls < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until what the second poll throws has been noted
   };
   const auto failure = executor.run(program, Part::kAll, cells);
   ASSERT_TRUE(failure);
