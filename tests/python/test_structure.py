@@ -113,13 +113,13 @@ def test_nothing_but_none():
 
 
 def test_micro_batches_that_differ():
-    parts = iter([lambda x: Pair(x, x), lambda x: Pair(x), lambda x: [x], lambda x: (x,)])
+    parts = iter([lambda x: Pair(x, x), lambda x: Pair(x), lambda x: [x], lambda x: {"a": x}])
     pipe = gpipe.GPipe(nn.Sequential(Map(lambda x, w: next(parts)(x))), [1], chunks=2, checkpoint="never")
     with pytest.raises(
         RuntimeError, match=r"returned Pair\(first=Tensor, second=Tensor\) for one .* Pair\(first=Tensor, second=None\)"
     ):
         pipe(torch.zeros(4))
-    with pytest.raises(RuntimeError, match=r"returned \[Tensor\] for one micro-batch and a vector of 1 tensors for"):
+    with pytest.raises(RuntimeError, match=r"returned \[Tensor\] for one micro-batch and {'a': Tensor} for"):
         pipe(torch.zeros(4))
 
 
