@@ -35,8 +35,8 @@ struct Shell : torch::nn::Module {
   const std::shared_ptr<torch::nn::Module> inner;
 };
 
-/// The end of a graph: takes a gradient and forgets it.
-struct Forget : Node {
+/// The end of a graph: discards the gradients that arrive.
+struct Discard : Node {
   variable_list apply(variable_list&&) override { return {}; }
 };
 
@@ -65,7 +65,7 @@ class LoneContext : public SkipContext {
     if (!found->second.defined()) return {};
     auto tensor = found->second.clone();
     if (at::GradMode::is_enabled() && (tensor.is_floating_point() || tensor.is_complex())) {
-      torch::autograd::set_history(tensor, std::shared_ptr<Node>(new Forget(), deleteNode));
+      torch::autograd::set_history(tensor, std::shared_ptr<Node>(new Discard(), deleteNode));
     }
     return tensor;
   }

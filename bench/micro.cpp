@@ -19,7 +19,7 @@
 #include "gpipe/micro_batch.h"
 #include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/cpu_quota.h"
-#include "gpipe/runtime/event.h"
+#include "gpipe/runtime/event_count.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/simulator.h"
@@ -85,7 +85,7 @@ void hand_over(State& state) {
 BENCHMARK(hand_over)->ArgName("spins")->Arg(0)->Arg(1)->Unit(kMicrosecond)->UseRealTime();
 
 struct NoCells : Cells {
-  void work(int, absl::FunctionRef<void()> walk) override { walk(); }
+  void work(int, absl::FunctionRef<void()> run_actions) override { run_actions(); }
   void run(const Action&) override {}
 };
 

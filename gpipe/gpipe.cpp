@@ -199,7 +199,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
             Parcel entered, const std::vector<std::int64_t>& sizes, const Gathered& output) {
   auto sources = input.tensors();
   for (int s = 0; s < pipeline->count(); ++s) {
-    const auto& parameters = mini_batch->captures(s).parameters();
+    const auto& parameters = mini_batch->sinks(s).parameters();
     sources.insert(sources.end(), parameters.begin(), parameters.end());
   }
   const auto& wanted = output.wants_gradient;
@@ -207,7 +207,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   std::vector<torch::Device> devices;
   for (const auto& tensor : input.tensors()) devices.push_back(tensor.device());
   auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes, devices,
-                   entered = std::move(entered)](std::vector<at::Tensor> gradients, bool keep) {
+                   entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
     pipeline->set_error(std::nullopt);
     // Micro-batches have version counters of their own, which do not tell.
     if (entered.changed()) {
@@ -219,7 +219,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
       auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
       for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
     }
-    auto result = mini_batch->backward(std::move(of_parts), keep);
+    auto result = mini_batch->backward(std::move(of_parts), retain_graph);
     std::vector<at::Tensor> all;
     for (std::size_t k = 0; k < devices.size(); ++k) {
       std::vector<at::Tensor> pieces;
@@ -236,7 +236,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
 
 }  // namespace
 
-GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options, Host host)
+GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding)
     : balance_(std::move(balance)), options_(std::move(options)) {
   check_balance(balance_, layers.size());
   check_options(options_);
@@ -249,15 +249,15 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   check_parameters(stages);
   auto shared = find_shared_buffers(stages);
   auto edges = connect(stages, balance_, links);
-  for (std::size_t s = 0; s < host.run_layers.size(); ++s) stages.at(s).run_layers = host.run_layers[s];
+  for (std::size_t s = 0; s < binding.run_layers.size(); ++s) stages.at(s).run_layers = binding.run_layers[s];
   for (auto& stage : stages) {
-    stage.lock = host.lock;
+    stage.lock = binding.lock;
     move(stage);
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
   pipeline_ =
-      std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(shared), threads, std::move(host));
+      std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(shared), threads, std::move(binding));
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)

@@ -82,7 +82,7 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// A model of layers of any kind, run from a program in any language.
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
-            Host host = {});
+            LanguageBinding binding = {});
 
   /// The whole model on one mini-batch: dimension 0 is the batch. The result is on the last stage's device.
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
@@ -153,9 +153,9 @@ class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
   GPipe(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {})
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
   GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
-        Host host = {})
-      : ModuleHolder(
-            std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options), std::move(host))) {}
+        LanguageBinding binding = {})
+      : ModuleHolder(std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options),
+                                                 std::move(binding))) {}
 };
 
 }  // namespace gpipe

@@ -95,13 +95,13 @@ Gathered MiniBatch::forward() {
   for (auto& stage : pipeline_->stages()) {
     // The engine runs a node on the stream that was current when it was made.
     const OptionalStreamScope stream(pipeline_->stream(stage.index));
-    captures_.emplace_back(stage, grad_);
+    sinks_.emplace_back(stage, grad_);
   }
   for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
   SeedDraw draw;
   seed_ = draw.seed();
   for (const auto& tensor : inputs_.front().tensors) {
-    inputs_ready_.push_back(mark(tensor.device()));
+    inputs_ready_.push_back(record_event(tensor.device()));
     input_links_.push_back(new_link(tensor.device(), pipeline_->stages().front().device));
   }
   pipeline_->shared_buffers().before_forward(grad_);
@@ -113,7 +113,7 @@ Gathered MiniBatch::forward() {
       for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
     }
     auto result = gather(parts);
-    forget(result.value.tensors());
+    release_to_caller(result.value.tensors());
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
     return result;
   } catch (...) {
@@ -124,20 +124,20 @@ Gathered MiniBatch::forward() {
   }
 }
 
-MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool keep) {
+MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool retain_graph) {
   MutexLock turn(pipeline_->turn());
   const Counting counting(counter_);
   counted_ = counting.possible();
-  keep_ = keep;
+  retain_graph_ = retain_graph;
   output_gradients_ = std::move(gradients);
   input_gradients_.assign(micro_batches_, {});
   sums_.clear();
-  for (const auto& captures : captures_) sums_.emplace_back(captures.parameters().size());
+  for (const auto& sinks : sinks_) sums_.emplace_back(sinks.parameters().size());
   try {
     for (int s = 0; s < pipeline_->count(); ++s) {
       bool recomputes = false;
       for (int i = 0; i < micro_batches_; ++i) recomputes = recomputes || program_->recomputes(s, i);
-      if (recomputes) captures_[s].check_unchanged();
+      if (recomputes) sinks_[s].check_unchanged();
     }
     perform(Part::kBackward);
   } catch (...) {
@@ -150,15 +150,15 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   for (const auto& list : {&result.inputs, &result.parameters}) {
     for (const auto& tensors : *list) {
       for (const auto& tensor : tensors) use_on_current_stream(tensor);
-      forget(tensors);
+      release_to_caller(tensors);
     }
   }
   return result;
 }
 
-void MiniBatch::forget(const std::vector<at::Tensor>& tensors) {
+void MiniBatch::release_to_caller(const std::vector<at::Tensor>& tensors) {
   if (!counter_) return;
-  for (const auto& tensor : tensors) counter_->forget(tensor);
+  for (const auto& tensor : tensors) counter_->release(tensor);
 }
 
 void MiniBatch::perform(Part part) {
@@ -166,9 +166,9 @@ void MiniBatch::perform(Part part) {
   pipeline_->set_error(std::nullopt);  // again: others may have failed while this waited for its turn
   state_.emplace();
   begin_.clear();
-  for (const auto& stage : stages) begin_.push_back(mark(stage.device));
+  for (const auto& stage : stages) begin_.push_back(record_event(stage.device));
   end_.assign(stages.size(), nullptr);
-  const OwnWrites writes(pipeline_->stages(), captures_);
+  const OwnWrites writes(pipeline_->stages(), sinks_);
   const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
   state_.reset();
   if (!failure) return wait_for_stages();
@@ -206,10 +206,10 @@ void MiniBatch::wait_for_stages() {
   }
 }
 
-void MiniBatch::work(int worker, absl::FunctionRef<void()> walk) {
+void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
   // One stage a worker: the worker's number is its stage's.
   const auto device = pipeline_->stages()[worker].device;
-  if (const auto& enter = pipeline_->host().enter_worker) enter();
+  if (const auto& enter = pipeline_->binding().enter_worker) enter();
   at::ThreadLocalStateGuard state(*state_);
   c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
   // A cached cast would tie the graphs of two cells together.
@@ -218,8 +218,8 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> walk) {
   OptionalStreamScope stream(pipeline_->stream(worker));
   const ByteCounter::Worker counted(counter_.get(), worker);
   wait(begin_[worker], device);
-  walk();
-  end_[worker] = mark(device);
+  run_actions();
+  end_[worker] = record_event(device);
 }
 
 void MiniBatch::run(const Action& action) {
@@ -234,7 +234,7 @@ void MiniBatch::run(const Action& action) {
         at::ThreadLocalStateGuard state(*forward_state_);
         const Counting counting(counted_ ? counter_ : nullptr);
         c10::AutogradState::get_tls_state().set_multithreading_enabled(false);
-        cell(stage, micro_batch)->recompute(keep_);
+        cell(stage, micro_batch)->recompute(retain_graph_);
         break;
       }
       case Kind::B:
@@ -250,17 +250,17 @@ void MiniBatch::run(const Action& action) {
     std::ostringstream where;
     where << "in " << to_string(action) << " of the pipeline: stage " << stage << ", micro-batch " << micro_batch;
     error.add_context(where.str());
-    tell_host(action);
+    report_error(action);
     throw;
   } catch (...) {
-    tell_host(action);
+    report_error(action);
     throw;
   }
 }
 
 // Called while an exception is under way.
-void MiniBatch::tell_host(const Action& action) {
-  const auto& on_error = pipeline_->host().on_error;
+void MiniBatch::report_error(const Action& action) {
+  const auto& on_error = pipeline_->binding().on_error;
   if (!on_error) return;
   const auto error = std::current_exception();
   on_error(describe({error, action}), error);
@@ -275,7 +275,7 @@ Parcel MiniBatch::receive(int edge, int micro_batch) {
     throw std::runtime_error("[gpipe] " + name + " was changed in place on its way from stage " + std::to_string(from) +
                              " to stage " + std::to_string(to) + "; change a clone instead");
   }
-  bring(parcel.tensors, ready, pipeline_->stages()[to].device, pipeline_->link(edge));
+  copy_to_device(parcel.tensors, ready, pipeline_->stages()[to].device, pipeline_->link(edge));
   parcel.renew_versions();
   return std::move(parcel);
 }
@@ -286,20 +286,20 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
   if (stage == 0) {
     auto& parcel = in.emplace_back(std::move(inputs_[micro_batch]));
     for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
-      bring({&parcel.tensors[k], 1}, inputs_ready_[k], of_stage.device, input_links_[k]);
+      copy_to_device({&parcel.tensors[k], 1}, inputs_ready_[k], of_stage.device, input_links_[k]);
     }
     parcel.renew_versions();
   }
   for (const int edge : program_->in_edges(stage)) in.push_back(receive(edge, micro_batch));
   auto& cell = this->cell(stage, micro_batch);
-  cell = std::make_unique<Cell>(of_stage, captures_[stage], seed_, micro_batch);
+  cell = std::make_unique<Cell>(of_stage, sinks_[stage], seed_, micro_batch);
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
   auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(stage, micro_batch)});
   if (!grad_) cell.reset();
   if (stage + 1 == pipeline_->count()) outputs_[micro_batch] = std::move(out.front());
   const auto& edges = program_->out_edges(stage);
   for (std::size_t k = 0; k < edges.size(); ++k) {
-    parcels_[slot(edges[k], micro_batch)] = {std::move(out[k]), mark(of_stage.device)};
+    parcels_[slot(edges[k], micro_batch)] = {std::move(out[k]), record_event(of_stage.device)};
   }
 }
 
@@ -308,24 +308,24 @@ void MiniBatch::run_backward(int stage, int micro_batch) {
   std::vector<Gradients> gradients;
   if (stage + 1 == pipeline_->count()) {
     gradients.push_back(std::move(output_gradients_[micro_batch]));
-    bring(gradients.back(), begin_[stage], device, {});
+    copy_to_device(gradients.back(), begin_[stage], device, {});
   }
   for (const int edge : program_->out_edges(stage)) {
     auto [sent, ready] = std::exchange(gradients_[slot(edge, micro_batch)], {});
-    bring(sent, ready, device, pipeline_->back_link(edge));
+    copy_to_device(sent, ready, device, pipeline_->back_link(edge));
     gradients.push_back(std::move(sent));
   }
   auto& cell = this->cell(stage, micro_batch);
-  auto result = cell->backward(gradients, keep_, sums_[stage]);
-  if (!keep_) {
+  auto result = cell->backward(gradients, retain_graph_, sums_[stage]);
+  if (!retain_graph_) {
     cell.reset();
   } else if (program_->recomputes(stage, micro_batch)) {
-    cell->forget_graph();
+    cell->drop_graph();
   }
   if (stage == 0) input_gradients_[micro_batch] = std::move(result.front());
   const auto& edges = program_->in_edges(stage);
   for (std::size_t k = 0; k < edges.size(); ++k) {
-    gradients_[slot(edges[k], micro_batch)] = {std::move(result[k]), mark(device)};
+    gradients_[slot(edges[k], micro_batch)] = {std::move(result[k]), record_event(device)};
   }
 }
 

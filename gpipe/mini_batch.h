@@ -34,24 +34,24 @@ class MiniBatch : public Cells {
   /// of the output parcel. Valid after forward().
   struct BackwardResult {
     std::vector<Gradients> inputs;      ///< per micro-batch
-    std::vector<Gradients> parameters;  ///< per stage, as captures(stage).parameters()
+    std::vector<Gradients> parameters;  ///< per stage, as sinks(stage).parameters()
   };
-  BackwardResult backward(std::vector<Gradients> gradients, bool keep);
+  BackwardResult backward(std::vector<Gradients> gradients, bool retain_graph);
 
-  const ParameterCaptures& captures(int stage) const { return captures_[stage]; }
+  const ParameterSinks& sinks(int stage) const { return sinks_[stage]; }
 
-  void work(int worker, absl::FunctionRef<void()> walk) override;
+  void work(int worker, absl::FunctionRef<void()> run_actions) override;
   void run(const Action& action) override;
   Bytes bytes(int worker) override;
 
  private:
   class Counting;
-  void forget(const std::vector<at::Tensor>& tensors);
+  void release_to_caller(const std::vector<at::Tensor>& tensors);
   void run_forward(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch);
   void perform(Part part);
   ErrorInfo describe(const Failure& failure);
-  void tell_host(const Action& action);
+  void report_error(const Action& action);
   void wait_for_stages();
   Parcel receive(int edge, int micro_batch);
   std::unique_ptr<Cell>& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }
@@ -59,11 +59,11 @@ class MiniBatch : public Cells {
 
   struct ParcelSlot {
     Parcel parcel;
-    Mark ready;
+    StreamEvent ready;
   };
   struct GradientSlot {
     Gradients gradients;
-    Mark ready;
+    StreamEvent ready;
   };
 
   const std::shared_ptr<Pipeline> pipeline_;
@@ -75,22 +75,22 @@ class MiniBatch : public Cells {
   /// The caller's, at forward(): held again in every recompute.
   std::optional<at::ThreadLocalState> forward_state_;
   std::uint64_t seed_ = 0;
-  std::vector<ParameterCaptures> captures_;
+  std::vector<ParameterSinks> sinks_;
   std::vector<BatchStatistics> statistics_;  // per stage; none unless batch norm is deferred
   std::vector<std::unique_ptr<Cell>> cells_;
 
-  std::vector<Parcel> inputs_;           // per micro-batch
-  std::vector<Mark> inputs_ready_;       // per input tensor
-  std::vector<Link> input_links_;        // per input tensor
-  std::vector<Parcel> outputs_;          // per micro-batch
-  std::vector<ParcelSlot> parcels_;      // per edge and micro-batch
-  std::vector<GradientSlot> gradients_;  // per edge and micro-batch
+  std::vector<Parcel> inputs_;             // per micro-batch
+  std::vector<StreamEvent> inputs_ready_;  // per input tensor
+  std::vector<Link> input_links_;          // per input tensor
+  std::vector<Parcel> outputs_;            // per micro-batch
+  std::vector<ParcelSlot> parcels_;        // per edge and micro-batch
+  std::vector<GradientSlot> gradients_;    // per edge and micro-batch
 
   // Of the run under way.
   std::optional<at::ThreadLocalState> state_;
-  std::vector<Mark> begin_;  // per stage: the caller's work on its device so far
-  std::vector<Mark> end_;    // per stage: the stage's work
-  bool keep_ = false;
+  std::vector<StreamEvent> begin_;  // per stage: the caller's work on its device so far
+  std::vector<StreamEvent> end_;    // per stage: the stage's work
+  bool retain_graph_ = false;
   bool counted_ = false;
   std::vector<Gradients> output_gradients_;  // per micro-batch
   std::vector<Gradients> input_gradients_;   // per micro-batch

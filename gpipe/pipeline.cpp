@@ -13,13 +13,13 @@ constexpr std::size_t kPrograms = 16;
 }  // namespace
 
 Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
-                   Host host)
+                   LanguageBinding binding)
     : stages_(std::move(stages)),
       edges_(std::move(edges)),
       shared_buffers_(std::move(shared)),
       intraop_threads_(intraop_threads),
-      host_(std::move(host)),
-      executor_(static_cast<int>(stages_.size()), host_.poll) {
+      binding_(std::move(binding)),
+      executor_(static_cast<int>(stages_.size()), binding_.poll) {
   for (const auto& stage : stages_) streams_.push_back(new_stream(stage.device));
   for (const auto& edge : edges_) {
     const auto from = stages_[edge.from].device;

@@ -29,7 +29,7 @@ struct ErrorInfo {
 };
 
 /// What a program in another language adds to a pipeline. Each may be empty.
-struct Host {
+struct LanguageBinding {
   /// The layers of each stage, run in its stead; empty, or one a stage.
   std::vector<RunLayers> run_layers = {};
   /// Calls a function under the lock, if any, that the layers' objects need. The lock may be taken again in it.
@@ -47,7 +47,7 @@ struct Host {
 class Pipeline {
  public:
   Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
-           Host host = {});
+           LanguageBinding binding = {});
 
   std::vector<Stage>& stages() { return stages_; }
   int count() const { return static_cast<int>(stages_.size()); }
@@ -55,7 +55,7 @@ class Pipeline {
   /// REQUIRES: turn() is held.
   SharedBuffers& shared_buffers() { return shared_buffers_; }
   Executor& executor() { return executor_; }
-  const Host& host() const { return host_; }
+  const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
 
   /// The compute stream of a stage; none on CPU.
@@ -96,7 +96,7 @@ class Pipeline {
   const std::vector<Edge> edges_;
   SharedBuffers shared_buffers_;
   const int intraop_threads_;
-  const Host host_;
+  const LanguageBinding binding_;
   std::vector<std::optional<c10::Stream>> streams_;
   std::vector<Link> links_;
   std::vector<Link> back_links_;

@@ -10,9 +10,10 @@ namespace gpipe {
 
 using torch::autograd::variable_list;
 
-Capture::Capture() : Node(std::numeric_limits<std::uint64_t>::max()), made(at::sequence_number::get_and_increment()) {}
+GradientSink::GradientSink()
+    : Node(std::numeric_limits<std::uint64_t>::max()), made(at::sequence_number::get_and_increment()) {}
 
-variable_list Capture::apply(variable_list&& gradients) {
+variable_list GradientSink::apply(variable_list&& gradients) {
   TORCH_CHECK(sums != nullptr,
               "[gpipe] a backward ran into the inside of a pipeline; a tensor that a layer kept from its forward can "
               "only be used detached");
@@ -20,13 +21,13 @@ variable_list Capture::apply(variable_list&& gradients) {
   return {};
 }
 
-std::shared_ptr<Capture> make_capture() { return {new Capture(), torch::autograd::deleteNode}; }
+std::shared_ptr<GradientSink> make_gradient_sink() { return {new GradientSink(), torch::autograd::deleteNode}; }
 
 variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }
 
 at::Tensor enter(const at::Tensor& tensor) {
   auto entering = tensor.detach();
-  torch::autograd::set_history(entering, make_capture());
+  torch::autograd::set_history(entering, make_gradient_sink());
   return entering;
 }
 

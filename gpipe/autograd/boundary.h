@@ -18,8 +18,8 @@ namespace gpipe {
 /// The graph's end: where a value enters a cell, or where its parameters are. Adds the gradients that arrive to sums,
 /// as soon as they are there: the engine runs it before all else. (Asking the engine for gradients of inputs would have
 /// it plan each backward anew.)
-struct Capture : torch::autograd::Node {
-  Capture();
+struct GradientSink : torch::autograd::Node {
+  GradientSink();
 
   /// When it was made, in the sequence of its thread's nodes.
   const std::uint64_t made;
@@ -29,10 +29,10 @@ struct Capture : torch::autograd::Node {
   GradientSums* sums = nullptr;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
-  std::string name() const override { return "GPipeCapture"; }
+  std::string name() const override { return "GPipeGradientSink"; }
 };
 
-std::shared_ptr<Capture> make_capture();
+std::shared_ptr<GradientSink> make_gradient_sink();
 
 /// The graph's root where a value leaves a cell. An identity of its own, so that gradients of a value that leaves twice
 /// sum in the order of leaving, whatever the balance.
@@ -42,7 +42,7 @@ struct Leave : torch::autograd::Node {
 };
 
 /// `tensor` as it enters a cell: shares its memory, requires grad, is neither a leaf nor a view, so that in-place
-/// operations work on it. Its node is a Capture, whose index is the caller's to set.
+/// operations work on it. Its node is a GradientSink, whose index is the caller's to set.
 at::Tensor enter(const at::Tensor& tensor);
 
 /// `value` with a node of its own behind it: those of its tensors that require grad, detached, get `node` as their

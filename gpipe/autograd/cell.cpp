@@ -41,28 +41,28 @@ bool changed(const std::vector<Parcel>& parcels) {
 
 // A backward that fails leaves what it has not run, graph and gradients, in a queue of this thread, which the thread's
 // next backward clears: here is one, of nothing.
-void forget_failed_backward() noexcept try {
+void clear_failed_backward() noexcept try {
   torch::autograd::Engine::get_default_engine().execute({}, {}, false, false, true);
 } catch (...) {
 }
 
-// Says where captures put their gradients, for its lifetime.
-class Capturing {
+// Says where sinks put their gradients, for its lifetime.
+class SumsScope {
  public:
-  Capturing() = default;
-  ~Capturing() {
-    for (auto* capture : captures_) capture->sums = nullptr;
+  SumsScope() = default;
+  ~SumsScope() {
+    for (auto* sink : sinks_) sink->sums = nullptr;
   }
-  Capturing(const Capturing&) = delete;
-  Capturing& operator=(const Capturing&) = delete;
+  SumsScope(const SumsScope&) = delete;
+  SumsScope& operator=(const SumsScope&) = delete;
 
-  void into(Capture& capture, GradientSums& sums) {
-    captures_.push_back(&capture);
-    capture.sums = &sums;
+  void into(GradientSink& sink, GradientSums& sums) {
+    sinks_.push_back(&sink);
+    sink.sums = &sums;
   }
 
  private:
-  std::vector<Capture*> captures_;
+  std::vector<GradientSink*> sinks_;
 };
 
 }  // namespace
@@ -151,8 +151,8 @@ class Cell::Context : public SkipContext {
 // only after its backward.
 class Cell::Borrowed {
  public:
-  Borrowed(const Stage& stage, const ParameterCaptures& captures)
-      : buffers_(stage, &stage.habits), parameters_(captures.written()) {}
+  Borrowed(const Stage& stage, const ParameterSinks& sinks)
+      : buffers_(stage, &stage.habits), parameters_(sinks.written()) {}
   ~Borrowed() {
     if (given_back_) return;
     buffers_.restore_after_error();
@@ -173,29 +173,29 @@ class Cell::Borrowed {
   bool given_back_ = false;
 };
 
-Cell::Cell(Stage& stage, const ParameterCaptures& captures, std::uint64_t seed, int micro_batch)
-    : stage_(stage), captures_(captures), seed_(seed), micro_batch_(micro_batch) {}
+Cell::Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch)
+    : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch) {}
 
 std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass) {
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
   SharedMemory memory;
-  captured_.clear();
+  entry_sinks_.clear();
   roots_.clear();
   std::vector<at::Tensor> activation;
   std::vector<at::Tensor> skips;
   for (std::size_t p = 0; p < in.size(); ++p) {
-    auto& captured = captured_.emplace_back();
+    auto& sinks = entry_sinks_.emplace_back();
     for (std::size_t i = 0; i < in[p].tensors.size(); ++i) {
       auto tensor = in[p].tensors[i];
-      std::shared_ptr<Capture> capture;
+      std::shared_ptr<GradientSink> sink;
       if (tensor.defined()) {
         tensor = graph && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
-        capture = std::static_pointer_cast<Capture>(tensor.grad_fn());
-        if (capture) capture->indices = {i};
+        sink = std::static_pointer_cast<GradientSink>(tensor.grad_fn());
+        if (sink) sink->indices = {i};
       }
       memory.enters(tensor, in[p].memory[i]);
-      captured.push_back(std::move(capture));
+      sinks.push_back(std::move(sink));
       (p == 0 ? activation : skips).push_back(std::move(tensor));
     }
   }
@@ -249,7 +249,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   }
   edge_list all;
   for (const auto& list : roots_) all.insert(all.end(), list.begin(), list.end());
-  captures_.redirect(all, begin);
+  sinks_.redirect(all, begin);
   return out;
 }
 
@@ -259,7 +259,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   stored_ = was_pure ? in : copies_of(in);
   if (stage_.in_place == Stage::InPlace::kUnknown) observed_ = in;
   buffers_.emplace(stage_, &stage_.habits);
-  auto sources = captures_.captured();
+  auto sources = sinks_.has_sink();
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
   }
@@ -270,7 +270,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
     flow.apply(out);
   } else {
     flow.learn(std::move(sources), out);
-    forget_graph();
+    drop_graph();
   }
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
   buffers_->learn(stage_.habits);
@@ -286,7 +286,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   return out;
 }
 
-void Cell::recompute(bool keep) {
+void Cell::recompute(bool retain_graph) {
   if (!observed_.empty()) {
     // A later stage may have changed what this one passed on.
     if (changed(observed_)) {
@@ -303,17 +303,17 @@ void Cell::recompute(bool keep) {
         " was changed in place between its forward and its recompute, which did not happen before; "
         "repeat the call, which will work from a copy");
   }
-  borrowed_ = std::make_unique<Borrowed>(stage_, captures_);
+  borrowed_ = std::make_unique<Borrowed>(stage_, sinks_);
   buffers_->restore();
-  const auto out = run_layers(keep && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_,
+  const auto out = run_layers(retain_graph && stage_.in_place != Stage::InPlace::kNo ? copies_of(stored_) : stored_,
                               /*graph=*/true, PassScope::Pass::kRecomputing);
   stage_.gradient_flow.check(sent_, out);
-  if (keep) return;
+  if (retain_graph) return;
   stored_.clear();
   buffers_.reset();
 }
 
-std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool keep, GradientSums& sums) {
+std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {
   edge_list roots;
   Gradients root_gradients;
   for (std::size_t p = 0; p < roots_.size(); ++p) {
@@ -329,22 +329,22 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
     }
   }
   std::vector<GradientSums> entering;
-  for (const auto& parcel : captured_) entering.emplace_back(parcel.size());
+  for (const auto& parcel : entry_sinks_) entering.emplace_back(parcel.size());
   if (!roots.empty()) {
-    Capturing capturing;
-    for (std::size_t p = 0; p < captured_.size(); ++p) {
-      for (const auto& capture : captured_[p]) {
-        if (capture) capturing.into(*capture, entering[p]);
+    SumsScope scope;
+    for (std::size_t p = 0; p < entry_sinks_.size(); ++p) {
+      for (const auto& sink : entry_sinks_[p]) {
+        if (sink) scope.into(*sink, entering[p]);
       }
     }
-    for (const auto& capture : captures_.captures()) capturing.into(*capture, sums);
+    for (const auto& sink : sinks_.sinks()) scope.into(*sink, sums);
     // What a layer draws in its backward, or recomputes there, must not come from the generators of other threads.
     const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
     try {
-      torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, keep, /*create_graph=*/false,
+      torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, retain_graph, /*create_graph=*/false,
                                                             /*accumulate_grad=*/true);
     } catch (...) {
-      forget_failed_backward();
+      clear_failed_backward();
       throw;
     }
   }
@@ -357,9 +357,9 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
 
 Cell::~Cell() = default;
 
-void Cell::forget_graph() {
-  for (auto& of_parcel : captured_) {
-    for (auto& capture : of_parcel) capture.reset();
+void Cell::drop_graph() {
+  for (auto& of_parcel : entry_sinks_) {
+    for (auto& sink : of_parcel) sink.reset();
   }
   roots_.clear();
 }

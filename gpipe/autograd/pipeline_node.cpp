@@ -29,11 +29,11 @@ class PipelineNode : public torch::autograd::Node {
     TORCH_CHECK(function_,
                 "[gpipe] trying to backward through a pipeline a second time, after its activations were freed or its "
                 "first backward failed; pass retain_graph to the first backward, or run the forward again");
-    const bool keep = torch::autograd::get_current_graph_task_keep_graph();
+    const bool retain_graph = torch::autograd::get_current_graph_task_keep_graph();
     // A failed backward has used up part of its cells.
     auto function = std::exchange(function_, nullptr);
-    auto result = call(function, std::move(gradients), keep);
-    if (keep) function_ = std::move(function);
+    auto result = call(function, std::move(gradients), retain_graph);
+    if (retain_graph) function_ = std::move(function);
     return result;
   }
 
@@ -46,8 +46,8 @@ class PipelineNode : public torch::autograd::Node {
 
  private:
   // The engine loses count of its depth when something else passes through it, and with the count at last the process.
-  static variable_list call(const BackwardFunction& function, variable_list&& gradients, bool keep) try {
-    return function(std::move(gradients), keep);
+  static variable_list call(const BackwardFunction& function, variable_list&& gradients, bool retain_graph) try {
+    return function(std::move(gradients), retain_graph);
   } catch (const std::exception&) {
     throw;
   } catch (...) {

@@ -8,8 +8,8 @@
 namespace gpipe {
 
 /// What a pipeline's backward does: takes the gradients of its outputs (undefined: zero) and returns those of its
-/// inputs; `keep` asks that it can be done again. Called on whatever thread runs the autograd engine.
-using BackwardFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor> gradients, bool keep)>;
+/// inputs; `retain_graph` asks that it can be done again. Called on whatever thread runs the autograd engine.
+using BackwardFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor> gradients, bool retain_graph)>;
 
 /// Makes one autograd node with `inputs` (inputs and parameters of the pipeline alike, so that autograd::grad, hooks
 /// and DDP see each once) and gives its history to the `outputs`, whose `differentiable` flag is set; they must be

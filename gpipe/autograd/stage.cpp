@@ -38,8 +38,8 @@ class DistinctTensors {
 };
 
 // Whether a node was made on this thread since its sequence number was `begin`.
-bool made_here(const Node& node, const Capture* capture, std::uint64_t begin) {
-  const auto made = capture != nullptr ? capture->made : node.sequence_nr();
+bool made_here(const Node& node, const GradientSink* sink, std::uint64_t begin) {
+  const auto made = sink != nullptr ? sink->made : node.sequence_nr();
   return node.thread_id() == at::RecordFunction::currentThreadId() && made >= begin;
 }
 
@@ -78,31 +78,31 @@ std::vector<at::Tensor> Stage::buffers() const {
 
 bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
 
-ParameterCaptures::ParameterCaptures(Stage& stage, bool grad)
-    : stage_(stage), all_(stage.parameters()), captures_{make_capture()} {
+ParameterSinks::ParameterSinks(Stage& stage, bool grad)
+    : stage_(stage), all_(stage.parameters()), sinks_{make_gradient_sink()} {
   for (const auto& parameter : all_) {
     versions_.push_back(others_writes(parameter));
-    captured_.push_back(grad && parameter.requires_grad());
-    if (!captured_.back()) continue;
+    has_sink_.push_back(grad && parameter.requires_grad());
+    if (!has_sink_.back()) continue;
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    auto capture = is_large(parameter) ? captures_.emplace_back(make_capture()) : captures_.front();
-    capture->indices.push_back(parameters_.size());
-    const auto input = capture->add_input_metadata(parameter);
+    auto sink = is_large(parameter) ? sinks_.emplace_back(make_gradient_sink()) : sinks_.front();
+    sink->indices.push_back(parameters_.size());
+    const auto input = sink->add_input_metadata(parameter);
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    edges_.emplace(accumulator.get(), Edge(std::move(capture), input));
+    edges_.emplace(accumulator.get(), Edge(std::move(sink), input));
     accumulators_.push_back(std::move(accumulator));
     parameters_.push_back(parameter);
   }
 }
 
-std::uint32_t ParameterCaptures::others_writes(const at::Tensor& parameter) const {
+std::uint32_t ParameterSinks::others_writes(const at::Tensor& parameter) const {
   const auto own = stage_.own_writes.find(parameter.unsafeGetTensorImpl());
   return version_of(parameter) - (own == stage_.own_writes.end() ? 0 : own->second);
 }
 
-std::vector<at::Tensor> ParameterCaptures::written() const {
+std::vector<at::Tensor> ParameterSinks::written() const {
   std::vector<at::Tensor> written;
   if (stage_.own_writes.empty()) return written;
   for (const auto& parameter : all_) {
@@ -111,7 +111,7 @@ std::vector<at::Tensor> ParameterCaptures::written() const {
   return written;
 }
 
-void ParameterCaptures::check_unchanged() const {
+void ParameterSinks::check_unchanged() const {
   for (std::size_t i = 0; i < all_.size(); ++i) {
     if (others_writes(all_[i]) == versions_[i]) continue;
     throw std::runtime_error(
@@ -120,9 +120,9 @@ void ParameterCaptures::check_unchanged() const {
   }
 }
 
-OwnWrites::OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterCaptures>& captures)
-    : stages_(stages), captures_(captures) {
-  for (const auto& of_stage : captures) {
+OwnWrites::OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks)
+    : stages_(stages), sinks_(sinks) {
+  for (const auto& of_stage : sinks) {
     auto& versions = versions_.emplace_back();
     for (const auto& parameter : of_stage.all()) versions.push_back(version_of(parameter));
   }
@@ -130,7 +130,7 @@ OwnWrites::OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterCapt
 
 OwnWrites::~OwnWrites() {
   for (std::size_t s = 0; s < stages_.size(); ++s) {
-    const auto& parameters = captures_[s].all();
+    const auto& parameters = sinks_[s].all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
       const auto writes = version_of(parameters[i]) - versions_[s][i];
       if (writes != 0) stages_[s].own_writes[parameters[i].unsafeGetTensorImpl()] += writes;
@@ -138,7 +138,7 @@ OwnWrites::~OwnWrites() {
   }
 }
 
-void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) const {
+void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin) const {
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
   std::vector<const torch::autograd::AccumulateGrad*> leaves;
@@ -155,9 +155,9 @@ void ParameterCaptures::redirect(const edge_list& roots, std::uint64_t begin) co
       auto& edge = node->next_edges()[i];
       if (!edge.is_valid()) continue;
       const bool inner = edge.function->num_outputs() > 0;
-      const auto* capture = inner ? nullptr : dynamic_cast<Capture*>(edge.function.get());
-      if (inner || capture != nullptr) {
-        if (!made_here(*edge.function, capture, begin)) refuse_foreign(*edge.function);
+      const auto* sink = inner ? nullptr : dynamic_cast<GradientSink*>(edge.function.get());
+      if (inner || sink != nullptr) {
+        if (!made_here(*edge.function, sink, begin)) refuse_foreign(*edge.function);
         visit(edge.function.get());
       } else if (const auto found = edges_.find(edge.function.get()); found != edges_.end()) {
         edge = found->second;

@@ -63,26 +63,26 @@ bool is_large(const at::Tensor& tensor);
 
 /// Where the gradients of a stage's parameters are caught during one mini-batch. A cell's graph ends in these instead
 /// of in the parameters' own accumulators, whose hooks would fire once a micro-batch.
-class ParameterCaptures {
+class ParameterSinks {
  public:
-  /// With `grad`, captures those of the stage's parameters that require grad. The stage must outlive this.
-  ParameterCaptures(Stage& stage, bool grad);
+  /// With `grad`, makes a sink for each of the stage's parameters that require grad. The stage must outlive this.
+  ParameterSinks(Stage& stage, bool grad);
 
-  /// The captured parameters; and the nodes that stand for them, whose sums have the same order. A large parameter has
+  /// The parameters that have a sink; and the nodes that stand for them, whose sums have the same order. A large parameter has
   /// a node to itself, so that its gradient is added, and freed, as soon as it is there; small ones share a node, for
   /// each that the engine evaluates costs as much as a small layer.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const std::vector<std::shared_ptr<Capture>>& captures() const { return captures_; }
+  const std::vector<std::shared_ptr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots`, which this thread has built since its sequence number was `begin`, end in the
-  /// captures. Errors: std::invalid_argument when it reaches another graph, or a leaf that is not a parameter of the
+  /// sinks. Errors: std::invalid_argument when it reaches another graph, or a leaf that is not a parameter of the
   /// stage and that an earlier cell has used too: gradients would be lost there. A leaf that a layer has made for itself
   /// (to differentiate inside its forward) is used by one cell only.
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin) const;
 
-  /// Whether each parameter of the stage is captured.
-  const std::vector<bool>& captured() const { return captured_; }
-  /// All parameters of the stage, captured or not; and those that its own layers write to.
+  /// Whether each parameter of the stage has a sink.
+  const std::vector<bool>& has_sink() const { return has_sink_; }
+  /// All parameters of the stage, with a sink or not; and those that its own layers write to.
   const std::vector<at::Tensor>& all() const { return all_; }
   std::vector<at::Tensor> written() const;
 
@@ -96,9 +96,9 @@ class ParameterCaptures {
   Stage& stage_;
   std::vector<at::Tensor> all_;
   std::vector<std::uint32_t> versions_;  // less the stage's own writes
-  std::vector<bool> captured_;
+  std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::shared_ptr<Capture>> captures_;  // first that of the small ones
+  std::vector<std::shared_ptr<GradientSink>> sinks_;  // first that of the small ones
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
@@ -107,14 +107,14 @@ class ParameterCaptures {
 /// layers write meanwhile.
 class OwnWrites {
  public:
-  OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterCaptures>& captures);
+  OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks);
   ~OwnWrites();
   OwnWrites(const OwnWrites&) = delete;
   OwnWrites& operator=(const OwnWrites&) = delete;
 
  private:
   std::vector<Stage>& stages_;
-  const std::vector<ParameterCaptures>& captures_;
+  const std::vector<ParameterSinks>& sinks_;
   std::vector<std::vector<std::uint32_t>> versions_;
 };
 

@@ -38,7 +38,7 @@ Bytes ByteCounter::count(int worker) {
   return result;
 }
 
-void ByteCounter::forget(const at::Tensor& tensor) {
+void ByteCounter::release(const at::Tensor& tensor) {
   if (tensor.defined() && tensor.has_storage()) remove(tensor.storage().data());
 }
 

@@ -39,7 +39,7 @@ class ByteCounter : public torch::profiler::impl::ProfilerStateBase {  // for wh
   Bytes count(int worker);
 
   /// The tensor's memory is the caller's from now on, and no longer counted.
-  void forget(const at::Tensor& tensor);
+  void release(const at::Tensor& tensor);
 
   void reportMemoryUsage(void* data, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override;
   torch::profiler::impl::ActiveProfilerType profilerType() override;

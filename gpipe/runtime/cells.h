@@ -19,9 +19,9 @@ class Cells {
  public:
   virtual ~Cells() = default;
 
-  /// Called once a run on each worker's thread: sets up the thread (devices, streams, grad mode), calls walk() once,
-  /// which runs that worker's actions, and restores the thread. walk() does not throw. May throw.
-  virtual void work(int worker, absl::FunctionRef<void()> walk) = 0;
+  /// Called once a run on each worker's thread: sets up the thread (devices, streams, grad mode), calls run_actions() once,
+  /// which runs that worker's actions, and restores the thread. run_actions() does not throw. May throw.
+  virtual void work(int worker, absl::FunctionRef<void()> run_actions) = 0;
 
   /// Performs one action on its worker's thread: its in-edges have been taken, its out-edges are put when it returns.
   /// May throw.

@@ -3,7 +3,7 @@
 #include <atomic>
 #include <vector>
 
-#include "gpipe/runtime/event.h"
+#include "gpipe/runtime/event_count.h"
 
 namespace gpipe {
 
@@ -17,7 +17,7 @@ namespace gpipe {
 ///   3. after cancel() nobody waits, and every later call returns false.
 class Channel {
  public:
-  /// capacity >= 1, micro_batches >= 1; `spins` before it sleeps: see Event.
+  /// capacity >= 1, micro_batches >= 1; `spins` before it sleeps: see EventCount.
   Channel(int capacity, int micro_batches, int spins = 0);
 
   /// Waits while the channel is full. Returns false when cancelled.
@@ -32,7 +32,7 @@ class Channel {
   std::atomic<int> held_ = 0;
   std::vector<std::atomic<bool>> present_;
   std::atomic<bool> cancelled_ = false;
-  Event changed_;
+  EventCount changed_;
 };
 
 }  // namespace gpipe

@@ -47,14 +47,14 @@ class Executor::Run {
 
   /// The worker's share, on its thread. Does not throw.
   void work(int worker) {
-    int walks = 0;
+    int calls = 0;
     try {
       cells_.work(worker, [&] {
-        if (++walks == 1) walk(worker);
+        if (++calls == 1) run_actions(worker);
       });
-      if (walks != 1) {
+      if (calls != 1) {
         throw std::logic_error(
-            absl::StrFormat("Cells::work called walk() %d times for worker %d: call it once", walks, worker));
+            absl::StrFormat("Cells::work called run_actions() %d times for worker %d: call it once", calls, worker));
       }
     } catch (...) {
       fail(std::current_exception(), std::nullopt);
@@ -97,7 +97,7 @@ class Executor::Run {
   }
 
   /// Returns early when the run has failed, on this worker or another.
-  void walk(int worker) {
+  void run_actions(int worker) {
     for (const Action& action : actions(worker)) {
       std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;
       for (const int edge : program_.wiring().takes(action)) {
@@ -191,7 +191,7 @@ class Executor::Worker {
   const Executor& owner_;
   const int index_;
   const int spins_;
-  Event changed_;
+  EventCount changed_;
   std::atomic<Run*> run_ = nullptr;
   std::atomic<bool> stopping_ = false;
   std::thread thread_;  // last: it uses the others

@@ -15,7 +15,7 @@
 
 namespace gpipe {
 
-/// Which part of each worker's list a run walks. Parts other than kAll need a program in two phases: in others, what is
+/// Which part of each worker's list a run calls. Parts other than kAll need a program in two phases: in others, what is
 /// put in one part is taken in the next.
 enum class Part {
   kAll,
@@ -30,7 +30,7 @@ struct Failure {
   std::optional<Action> action;
 };
 
-/// Persistent worker threads that interpret programs. Knows no tensors: it walks lists, waits on channels and calls
+/// Persistent worker threads that interpret programs. Knows no tensors: it calls lists, waits on channels and calls
 /// Cells.
 ///
 /// Rules of a run: an action takes its edges (F: the stage's in-edges; B and I: the gradients of its out-edges; R and W

@@ -11,14 +11,14 @@ c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::Vir
 
 }  // namespace
 
-Mark mark(c10::Device device) {
+StreamEvent record_event(c10::Device device) {
   if (device.is_cpu()) return nullptr;
   auto event = std::make_shared<c10::Event>(device.type());
   event->record(guard_of(device).getStream(device));
   return event;
 }
 
-void wait(const Mark& mark, c10::Device device) {
+void wait(const StreamEvent& mark, c10::Device device) {
   if (mark && !device.is_cpu()) mark->block(guard_of(device).getStream(device));
 }
 
@@ -57,10 +57,10 @@ Link new_link(c10::Device from, c10::Device to) {
   return {new_stream(from), new_stream(to)};
 }
 
-void bring(std::span<at::Tensor> tensors, const Mark& ready, c10::Device to, const Link& link) {
+void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10::Device to, const Link& link) {
   at::NoGradGuard no_grad;
   wait(ready, to);
-  Mark copied;
+  StreamEvent copied;
   {
     // PyTorch orders a copy between devices after the current streams of both: not the compute streams, then.
     OptionalStreamScope target(link.target);
@@ -74,7 +74,7 @@ void bring(std::span<at::Tensor> tensors, const Mark& ready, c10::Device to, con
       const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();
       tensor = at::_to_copy(tensor, tensor.options().device(to), /*non_blocking=*/between_accelerators);
     }
-    if (copies) copied = mark(to);
+    if (copies) copied = record_event(to);
   }
   wait(copied, to);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);

@@ -16,13 +16,13 @@ namespace gpipe {
 /// host, except copies between the host and a device.
 
 /// A point in a device's work; empty on CPU.
-using Mark = std::shared_ptr<c10::Event>;
+using StreamEvent = std::shared_ptr<c10::Event>;
 
 /// What has been enqueued on the device's current stream by now.
-Mark mark(c10::Device device);
+StreamEvent record_event(c10::Device device);
 
 /// Makes the device's current stream wait for a mark of any device.
-void wait(const Mark& mark, c10::Device device);
+void wait(const StreamEvent& mark, c10::Device device);
 
 /// Tells the allocator that the current stream of the tensor's device uses its memory too.
 void use_on_current_stream(const at::Tensor& tensor);
@@ -53,6 +53,6 @@ Link new_link(c10::Device from, c10::Device to);
 /// Brings tensors that were complete at `ready` to a device, for use on its current stream. On the same device the
 /// tensors themselves are returned; between devices the copy runs on the link's streams and overlaps with computation.
 /// Undefined tensors stay so.
-void bring(std::span<at::Tensor> tensors, const Mark& ready, c10::Device to, const Link& link);
+void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10::Device to, const Link& link);
 
 }  // namespace gpipe

@@ -167,7 +167,7 @@ PythonPipeline::PythonPipeline(const Objects& stages, const std::vector<std::str
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::int64_t> balance;
   const auto states = std::make_shared<ThreadStates>();
-  Host host{
+  LanguageBinding binding{
       .lock = lock, .enter_worker = [states] { states->keep_for_this_thread(); }, .poll = poll, .on_error = on_error};
   for (const auto& each : stages) {
     const auto stage = each.cast<py::tuple>();
@@ -180,11 +180,11 @@ PythonPipeline::PythonPipeline(const Objects& stages, const std::vector<std::str
       layers.push_back(std::move(layer));
     }
     stages_.push_back(reference_to(stage[0].cast<py::object>().ptr()));
-    host.run_layers.push_back(run_stage(stages_.back(), std::move(ours), states));
+    binding.run_layers.push_back(run_stage(stages_.back(), std::move(ours), states));
   }
   std::vector<torch::Device> placed(devices.begin(), devices.end());
   pipe_ = GPipe(std::move(layers), std::move(balance),
-                GPipeOptions().devices(std::move(placed)).deferred_batch_norm(deferred_batch_norm), std::move(host));
+                GPipeOptions().devices(std::move(placed)).deferred_batch_norm(deferred_batch_norm), std::move(binding));
 }
 
 PythonPipeline::~PythonPipeline() { clear(); }

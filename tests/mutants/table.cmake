@@ -1,14 +1,14 @@
 # mutant(name tests source text instead filter), see CMakeLists.txt. The source has the text exactly once.
 
 # The torch-free core.
-mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/event.cpp "while (!condition()) changed_.wait(mutex_);"
+mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/event_count.cpp "while (!condition()) changed_.wait(mutex_);"
        "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
        EventStress*)
-mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/event.cpp "bool holds = condition();"
+mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/event_count.cpp "bool holds = condition();"
        "--sleepers_; bool holds = condition(); ++sleepers_;" EventStress*)
-mutant(event_announces_without_the_mutex core_tests gpipe/runtime/event.cpp "{ MutexLock lock(mutex_); }" ""
+mutant(event_announces_without_the_mutex core_tests gpipe/runtime/event_count.cpp "{ MutexLock lock(mutex_); }" ""
        EventStress*)
-mutant(event_ignores_its_last_look core_tests gpipe/runtime/event.cpp
+mutant(event_ignores_its_last_look core_tests gpipe/runtime/event_count.cpp
        "left.count() > 0; holds = condition()" "left.count() > 0;" Event.*)
 mutant(channel_ignores_its_capacity core_tests gpipe/runtime/channel.cpp "held_ < capacity_ || cancelled_" "true"
        Channel.*)
@@ -37,8 +37,8 @@ mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
        Simulator.*)
 
 # Forward and backward of a mini-batch.
-mutant(drops_skip_gradient gpipe_tests gpipe/mini_batch.cpp "{std::move(result[k]), mark(device)}"
-       "{k == 0 ? std::move(result[k]) : Gradients(result[k].size()), mark(device)}" Generated*)
+mutant(drops_skip_gradient gpipe_tests gpipe/mini_batch.cpp "{std::move(result[k]), record_event(device)}"
+       "{k == 0 ? std::move(result[k]) : Gradients(result[k].size()), record_event(device)}" Generated*)
 mutant(skips_recompute gpipe_tests gpipe/mini_batch.cpp "cell(stage, micro_batch)->recompute(keep_);" "" Generated*)
 mutant(frees_cells_late gpipe_tests gpipe/mini_batch.cpp "    cell.reset();" "" Generated*)
 mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"

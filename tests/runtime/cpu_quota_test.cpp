@@ -7,7 +7,7 @@
 #include <optional>
 #include <string>
 
-#include "gpipe/runtime/event.h"
+#include "gpipe/runtime/event_count.h"
 
 namespace gpipe {
 namespace {

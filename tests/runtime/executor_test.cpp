@@ -342,11 +342,11 @@ TEST(Failure, KeepsOneOfManyAtOnce) {
   expect_runs(executor, program, 0);
 }
 
-/// Calls walk() so many times on worker 1.
+/// Calls run_actions() so many times on worker 1.
 struct Restless : FakeCells {
   Restless(const Program& program, int walks) : FakeCells(program), walks_(walks) {}
-  void work(int worker, absl::FunctionRef<void()> walk) override {
-    for (int i = 0; i < (worker == 1 ? walks_ : 1); ++i) walk();
+  void work(int worker, absl::FunctionRef<void()> run_actions) override {
+    for (int i = 0; i < (worker == 1 ? walks_ : 1); ++i) run_actions();
   }
   const int walks_;
 };
@@ -359,7 +359,7 @@ TEST(Failure, IsASetUpThatDoesNotWalkOnce) {
     const auto failure = executor.run(program, Part::kAll, cells);
     ASSERT_TRUE(failure);
     EXPECT_FALSE(failure->action);
-    EXPECT_THAT(message(*failure), HasSubstr("walk() " + std::to_string(walks) + " times for worker 1"));
+    EXPECT_THAT(message(*failure), HasSubstr("run_actions() " + std::to_string(walks) + " times for worker 1"));
   }
 }
 

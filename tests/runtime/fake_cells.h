@@ -34,10 +34,10 @@ class FakeCells : public Cells {
         graphs_(outputs),
         pending_(outputs) {}
 
-  void work(int worker, absl::FunctionRef<void()> walk) override {
+  void work(int worker, absl::FunctionRef<void()> run_actions) override {
     threads[worker].push_back(std::this_thread::get_id());
     if (before) before(worker);
-    walk();
+    run_actions();
     if (after) after(worker);
   }
 

@@ -18,10 +18,10 @@ namespace {
 /// luck, worker 1 counts when worker 0 has. Relaxed atomics arrange that in time and order nothing.
 class Counter : public Cells {
  public:
-  void work(int worker, absl::FunctionRef<void()> walk) override {
+  void work(int worker, absl::FunctionRef<void()> run_actions) override {
     if (worker == 1) started_.store(true, std::memory_order_relaxed);
     if (worker == 0) await(started_);
-    walk();
+    run_actions();
   }
 
   void run(const Action& action) override {

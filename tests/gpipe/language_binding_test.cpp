@@ -16,7 +16,7 @@ namespace {
 using torch::nn::Linear;
 using torch::nn::Sequential;
 
-/// Runs the layers of a stage in a row, as a host does.
+/// Runs the layers of a stage in a row, as a language binding does.
 RunLayers run_in_a_row(const Sequential& model, int first, int end) {
   return [model, first, end](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) {
     for (int i = first; i < end; ++i) {
@@ -27,13 +27,13 @@ RunLayers run_in_a_row(const Sequential& model, int first, int end) {
   };
 }
 
-TEST(HostTest, RunsStagesAsThePipelineWould) {
+TEST(LanguageBindingTest, RunsStagesAsThePipelineWould) {
   torch::manual_seed(0);
   Sequential model(Linear(4, 4), torch::nn::Dropout(0.5), Linear(4, 4), torch::nn::Dropout(0.5));
   const auto x = torch::randn({6, 4});
-  const auto step = [&](Host host) {
+  const auto step = [&](LanguageBinding binding) {
     const auto options = GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways).intraop_threads(1);
-    GPipe pipe(make_layers(*model), {1, 3}, options, std::move(host));
+    GPipe pipe(make_layers(*model), {1, 3}, options, std::move(binding));
     torch::manual_seed(1);
     model->zero_grad();
     const auto y = pipe->forward(x);
@@ -51,15 +51,15 @@ struct FailImpl : torch::nn::Module {
 };
 TORCH_MODULE(Fail);
 
-TEST(HostTest, IsToldOfErrors) {
+TEST(LanguageBindingTest, IsToldOfErrors) {
   Sequential model(Linear(4, 4), Linear(4, 4), Fail());
   std::vector<ErrorInfo> told;
   const auto on_error = [&](const ErrorInfo& info, const std::exception_ptr& error) {
     EXPECT_THROW(std::rethrow_exception(error), std::domain_error);
     told.push_back(info);
   };
-  Host host{.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 3)}, .on_error = on_error};
-  GPipe pipe(make_layers(*model), {1, 2}, GPipeOptions().chunks(2), std::move(host));
+  LanguageBinding binding{.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 3)}, .on_error = on_error};
+  GPipe pipe(make_layers(*model), {1, 2}, GPipeOptions().chunks(2), std::move(binding));
   EXPECT_THROW(pipe->forward(torch::randn({4, 4})), std::domain_error);
   ASSERT_EQ(told.size(), 1U);
   EXPECT_EQ(told[0].layer, 2);
@@ -67,16 +67,16 @@ TEST(HostTest, IsToldOfErrors) {
   EXPECT_EQ(told[0].action.stage, 1);
 }
 
-TEST(HostTest, MayThrowAnotherError) {
+TEST(LanguageBindingTest, MayThrowAnotherError) {
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto on_error = [](const ErrorInfo& info, const std::exception_ptr&) { throw std::domain_error(info.message); };
-  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), Host{.on_error = on_error});
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), LanguageBinding{.on_error = on_error});
   EXPECT_THROW(pipe->forward(torch::randn({4, 5})), std::domain_error);
   EXPECT_EQ(pipe->last_error()->layer, 0);
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
 }
 
-TEST(HostTest, EndsACallByThrowing) {
+TEST(LanguageBindingTest, EndsACallByThrowing) {
   std::atomic<bool> asked = false;
   Sequential model(Linear(4, 4));
   const auto wait = [&](Value input, absl::FunctionRef<void(int)>, CellMemo&) {
@@ -86,13 +86,13 @@ TEST(HostTest, EndsACallByThrowing) {
   const auto poll = [&] {
     if (!asked.exchange(true)) throw std::domain_error("enough");
   };
-  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), Host{.run_layers = {wait}, .poll = poll});
+  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), LanguageBinding{.run_layers = {wait}, .poll = poll});
   EXPECT_THROW(pipe->forward(torch::randn({4, 4})), std::domain_error);
   EXPECT_FALSE(pipe->last_error());
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
 }
 
-/// A pair that a host calls by a name.
+/// A pair that a binding calls by a name.
 struct NamedPair : Structure {
   explicit NamedPair(std::string name) : name(std::move(name)) {}
   bool equals(const Structure& other) const override { return dynamic_cast<const NamedPair&>(other).name == name; }
@@ -113,11 +113,11 @@ RunLayers make_or_note(std::function<std::string()> make, std::vector<std::strin
   };
 }
 
-TEST(HostTest, ObjectsKeepTheirStructureFromStageToStage) {
+TEST(LanguageBindingTest, ObjectsKeepTheirStructureFromStageToStage) {
   std::vector<std::string> noted;
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto run = make_or_note([] { return "a"; }, &noted);
-  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions().chunks(2), Host{.run_layers = {run, run}});
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions().chunks(2), LanguageBinding{.run_layers = {run, run}});
   const auto x = torch::randn({4, 4}).requires_grad_();
   const auto y = pipe->forward(Value(x));
   EXPECT_EQ(y.describe(), "the pair a");
@@ -127,11 +127,11 @@ TEST(HostTest, ObjectsKeepTheirStructureFromStageToStage) {
   EXPECT_EQ(noted, (std::vector<std::string>(3, "the pair a")));  // two micro-batches, one recompute
 }
 
-TEST(HostTest, MicroBatchesOfUnequalStructureAreNotJoined) {
+TEST(LanguageBindingTest, MicroBatchesOfUnequalStructureAreNotJoined) {
   int made = 0;
   Sequential model(Linear(4, 4));
   const auto run = make_or_note([&made] { return std::to_string(made++); }, nullptr);
-  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), Host{.run_layers = {run}});
+  GPipe pipe(make_layers(*model), {1}, GPipeOptions().chunks(2), LanguageBinding{.run_layers = {run}});
   EXPECT_THAT(
       [&] {
         pipe->forward(Value(torch::randn({4, 4})));
@@ -140,10 +140,11 @@ TEST(HostTest, MicroBatchesOfUnequalStructureAreNotJoined) {
           ::testing::HasSubstr("returned the pair 0 for one micro-batch and the pair 1 for another")));
 }
 
-TEST(HostTest, LayersOfCppDoNotTakeObjects) {
+TEST(LanguageBindingTest, LayersOfCppDoNotTakeObjects) {
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto run = make_or_note([] { return "a"; }, nullptr);
-  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), Host{.run_layers = {run, run_in_a_row(model, 1, 2)}});
+  GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(),
+             LanguageBinding{.run_layers = {run, run_in_a_row(model, 1, 2)}});
   EXPECT_THAT(
       [&] {
         pipe->forward(Value(torch::randn({4, 4})));
@@ -151,7 +152,7 @@ TEST(HostTest, LayersOfCppDoNotTakeObjects) {
       ::testing::ThrowsMessage<std::invalid_argument>(::testing::HasSubstr("cannot take the pair a")));
 }
 
-TEST(HostTest, EntersEachWorkerBeforeItsPart) {
+TEST(LanguageBindingTest, EntersEachWorkerBeforeItsPart) {
   std::mutex mutex;
   std::vector<std::thread::id> entered;
   std::vector<std::thread::id> ran;
@@ -167,12 +168,12 @@ TEST(HostTest, EntersEachWorkerBeforeItsPart) {
     return input;
   };
   GPipe pipe(make_layers(*model), {1}, GPipeOptions(),
-             Host{.run_layers = {run}, .enter_worker = [&] { note(entered); }});
+             LanguageBinding{.run_layers = {run}, .enter_worker = [&] { note(entered); }});
   pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
   EXPECT_EQ(entered, std::vector<std::thread::id>(2, ran.front()));
 }
 
-TEST(HostTest, MayChooseChunksAndCheckpointModeForEachCall) {
+TEST(LanguageBindingTest, MayChooseChunksAndCheckpointModeForEachCall) {
   std::mutex mutex;
   std::vector<std::pair<std::int64_t, bool>> seen;
   struct NoteImpl : torch::nn::Module {

@@ -1,4 +1,4 @@
-#include "gpipe/runtime/event.h"
+#include "gpipe/runtime/event_count.h"
 
 #include <sched.h>
 
@@ -27,7 +27,7 @@ bool spin(int spins, absl::FunctionRef<bool()> condition) {
 
 }  // namespace
 
-void Event::await(int spins, absl::FunctionRef<bool()> condition) {
+void EventCount::await(int spins, absl::FunctionRef<bool()> condition) {
   if (spin(spins, condition)) return;
   MutexLock lock(mutex_);
   ++sleepers_;
@@ -35,7 +35,7 @@ void Event::await(int spins, absl::FunctionRef<bool()> condition) {
   --sleepers_;
 }
 
-bool Event::await_for(int spins, std::chrono::milliseconds time, absl::FunctionRef<bool()> condition) {
+bool EventCount::await_for(int spins, std::chrono::milliseconds time, absl::FunctionRef<bool()> condition) {
   if (spin(spins, condition)) return true;
   const auto end = std::chrono::steady_clock::now() + time;
   MutexLock lock(mutex_);
@@ -49,7 +49,7 @@ bool Event::await_for(int spins, std::chrono::milliseconds time, absl::FunctionR
   return holds;
 }
 
-void Event::announce() {
+void EventCount::announce() {
   if (sleepers_ == 0) return;
   { MutexLock lock(mutex_); }
   changed_.notify_all();  // without the mutex, which the woken thread will take

@@ -17,7 +17,7 @@ namespace gpipe {
 ///      sleepers after the change: one of them sees the other;
 ///   2. a sleeper holds the mutex from that look until it sleeps, and announce() takes it before it wakes, so that no
 ///      wake-up falls between.
-class Event {
+class EventCount {
  public:
   /// Returns when the condition holds. Looks up to `spins` times, a pause apart, before it sleeps. On a core of its own
   /// spinning is far quicker than being woken. On a shared core it delays the thread we wait for, so it yields now and

@@ -1,5 +1,5 @@
 // That no wake-up is lost. A lost one is a thread that sleeps for good: a watchdog wakes it and fails the test.
-#include "gpipe/runtime/event.h"
+#include "gpipe/runtime/event_count.h"
 
 #include <gtest/gtest.h>
 
@@ -22,7 +22,7 @@ constexpr int kRounds = 400;
 /// Ends a test in which nothing happens any more: announces, and says so by stuck().
 class Watchdog {
  public:
-  Watchdog(Event& event, const std::atomic<int>& progress)
+  Watchdog(EventCount& event, const std::atomic<int>& progress)
       : thread_([this, &event, &progress] { watch(event, progress); }) {}
   ~Watchdog() {
     done_ = true;
@@ -33,7 +33,7 @@ class Watchdog {
 
  private:
   // Counts its own turns and not the time: on a busy machine this thread gets as little of the processor as the others.
-  void watch(Event& event, const std::atomic<int>& progress) {
+  void watch(EventCount& event, const std::atomic<int>& progress) {
     int seen = progress;
     for (int idle = 0; !done_; std::this_thread::sleep_for(milliseconds(10))) {
       idle = std::exchange(seen, progress.load()) == seen ? idle + 1 : 0;
@@ -49,7 +49,7 @@ class Watchdog {
   std::thread thread_;  // last: it uses the others
 };
 
-void wait(Event& event, bool with_limit, absl::FunctionRef<bool()> condition) {
+void wait(EventCount& event, bool with_limit, absl::FunctionRef<bool()> condition) {
   if (with_limit) {
     EXPECT_TRUE(event.await_for(/*spins=*/0, kLong, condition));
   } else {
@@ -63,7 +63,7 @@ void let_others_run(int times) {
 
 /// Waits for what `holds` says. Lets the other threads run after each look: so what changes the condition often falls
 /// between the look and the sleep.
-void wait_slowly(Event& event, bool with_limit, int yields, absl::FunctionRef<bool()> holds) {
+void wait_slowly(EventCount& event, bool with_limit, int yields, absl::FunctionRef<bool()> holds) {
   wait(event, with_limit, [&] {
     const bool is = holds();
     let_others_run(yields);
@@ -76,7 +76,7 @@ INSTANTIATE_TEST_SUITE_P(, EventStress, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "AwaitFor" : "Await"; });
 
 TEST_P(EventStress, TwoThreadsThatTakeTurnsLoseNoWakeUp) {
-  Event event;
+  EventCount event;
   std::atomic<int> turn = 0;
   Watchdog watchdog(event, turn);
   const auto play = [&](int player) {
@@ -94,7 +94,7 @@ TEST_P(EventStress, TwoThreadsThatTakeTurnsLoseNoWakeUp) {
 
 TEST_P(EventStress, EveryWaiterIsWoken) {
   constexpr int kWaiters = 3;
-  Event event;
+  EventCount event;
   std::atomic<int> round = 0;
   std::atomic<int> arrived = 0;
   Watchdog watchdog(event, round);
@@ -118,7 +118,7 @@ TEST_P(EventStress, EveryWaiterIsWoken) {
 }
 
 TEST_P(EventStress, ASleeperIsCountedBeforeItsLastLook) {
-  Event event;
+  EventCount event;
   std::atomic<int> looks = 0;
   std::atomic<bool> changed = false;
   std::atomic<bool> announced = false;
@@ -145,8 +145,8 @@ TEST_P(EventStress, ASleeperIsCountedBeforeItsLastLook) {
   EXPECT_FALSE(watchdog.stuck()) << "the announcement did not see the sleeper";
 }
 
-TEST(Event, AwaitForEndsWithoutTheConditionAndTellsWhetherItHolds) {
-  Event event;
+TEST(EventCount, AwaitForEndsWithoutTheConditionAndTellsWhetherItHolds) {
+  EventCount event;
   EXPECT_FALSE(event.await_for(/*spins=*/0, milliseconds(1), [] { return false; }));
   EXPECT_FALSE(event.await_for(/*spins=*/10, milliseconds(0), [] { return false; }));
   EXPECT_TRUE(event.await_for(/*spins=*/0, milliseconds(0), [] { return true; }));
