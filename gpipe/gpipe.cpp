@@ -2,18 +2,16 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
-#include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
-#include "absl/strings/str_join.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
 #include "gpipe/refuse.h"
+#include "gpipe/stages.h"
 
 namespace gpipe {
 namespace {
@@ -21,18 +19,6 @@ namespace {
 using Layers = std::vector<std::unique_ptr<Layer>>;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
-
-void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
-  if (layers == 0) refuse("the model has no layers");
-  if (balance.empty()) {
-    refuse("balance is required: the number of layers of each stage, as {" + std::to_string(layers) +
-           "} for one stage");
-  }
-  if (const auto sum = static_cast<std::size_t>(stage_ends(balance).back()); sum != layers) {
-    refuse("balance {" + absl::StrJoin(balance, ", ") + "} sums to " + std::to_string(sum) + ", but the model has " +
-           std::to_string(layers) + " layers");
-  }
-}
 
 [[noreturn]] void refuse_chunks(std::int64_t chunks) {
   refuse("chunks must be positive, but is " + std::to_string(chunks));
@@ -45,7 +31,7 @@ void check_options(const GPipeOptions& options) {
   }
   if (options.split_size() > 0 && options.chunks() != 1) {
     refuse("chunks (" + std::to_string(options.chunks()) + ") and split_size (" + std::to_string(options.split_size()) +
-           ") exclude each other; set one of them");
+           ") exclude each other; set only one of them");
   }
   if (options.intraop_threads() < 0) {
     refuse("intraop_threads must be positive, or 0 for an equal share, but is " +
@@ -53,148 +39,20 @@ void check_options(const GPipeOptions& options) {
   }
 }
 
-void check_distinct(const Layers& layers) {
-  absl::flat_hash_map<const void*, std::string> seen;
-  for (const auto& layer : layers) {
-    const auto [first, inserted] = seen.emplace(layer->module().get(), layer->name());
-    if (!inserted) {
-      refuse("layers '" + first->second + "' and '" + layer->name() +
-             "' are the same module; a layer can stand in one place only, so use a copy");
-    }
-  }
-}
-
-int device_count(c10::DeviceType type) {
-  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
-  return c10::impl::getDeviceGuardImpl(type)->deviceCount();
-}
-
-// The devices of the stages. Without an index an accelerator's first device is meant.
-std::vector<torch::Device> place(const std::vector<torch::Device>& wanted, std::size_t stages) {
-  auto devices = wanted;
-  if (devices.empty()) {
-    const int gpus = device_count(torch::kCUDA);
-    if (gpus == 0) return std::vector<torch::Device>(stages, torch::kCPU);
-    for (int i = 0; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
-  }
-  if (devices.size() < stages) {
-    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(stages) + " stages, but " +
-                            std::to_string(devices.size()) + " devices; a device may be given more than once");
-  }
-  devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(stages), devices.end());
-  for (auto& device : devices) {
-    if (device.is_cpu()) {
-      device = torch::kCPU;
-      continue;
-    }
-    const int count = device.is_meta() ? 0 : device_count(device.type());
-    if (!device.has_index()) device.set_index(0);
-    if (device.index() >= count) {
-      throw std::out_of_range("[gpipe] device " + device.str() + " is not there; this process sees " +
-                              std::to_string(count) + " of its kind");
-    }
-  }
-  return devices;
-}
-
 int share_of_threads(const std::vector<torch::Device>& devices) {
   const auto workers = std::count_if(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); });
   return std::max(1, at::get_num_threads() / std::max(1, static_cast<int>(workers)));
 }
 
-std::vector<Stage> cut(Layers layers, const std::vector<std::int64_t>& balance,
-                       const std::vector<torch::Device>& devices) {
-  std::vector<Stage> stages;
-  std::size_t next = 0;
-  for (std::size_t s = 0; s < balance.size(); ++s) {
-    auto& stage = stages.emplace_back();
-    stage.index = static_cast<int>(s);
-    stage.first_layer = static_cast<int>(next);
-    stage.device = devices[s];
-    for (std::int64_t i = 0; i < balance[s]; ++i) stage.layers.push_back(std::move(layers[next++]));
-  }
-  return stages;
-}
-
-[[noreturn]] void refuse_shared(int first, int second, const std::string& what) {
-  refuse("stages " + std::to_string(first) + " and " + std::to_string(second) + " share " + what +
-         "; cut so that the layers that share it are in one stage");
-}
-
-// A worker sums its stage's gradients without asking the others.
-void check_parameters(const std::vector<Stage>& stages) {
-  absl::flat_hash_map<const void*, int> owner;
-  for (const auto& stage : stages) {
-    for (const auto& parameter : stage.parameters()) {
-      const auto [first, inserted] = owner.emplace(parameter.unsafeGetTensorImpl(), stage.index);
-      if (!inserted) refuse_shared(first->second, stage.index, "a parameter");
-    }
-  }
-}
-
-// Stages on one device may share a buffer that none of them writes to. Batch norm writes to its own.
-SharedBuffers find_shared_buffers(const std::vector<Stage>& stages) {
-  SharedBuffers shared;
-  absl::flat_hash_map<const void*, const Stage*> owner;
-  for (const auto& stage : stages) {
-    for (const auto& layer : stage.layers) {
-      for (const auto& buffer : layer->module()->named_buffers()) {
-        if (!buffer.value().defined()) continue;
-        const auto [first, inserted] = owner.emplace(buffer.value().unsafeGetTensorImpl(), &stage);
-        const auto& other = *first->second;
-        if (inserted || &other == &stage) continue;
-        const auto& key = buffer.key();
-        const auto what = "buffer '" + key.substr(key.rfind('.') + 1) + "'";
-        if (what == "buffer 'running_mean'" || what == "buffer 'running_var'" || other.device != stage.device) {
-          refuse_shared(other.index, stage.index, what);
-        }
-        shared.add(buffer.value(),
-                   what + " of stages " + std::to_string(other.index) + " and " + std::to_string(stage.index));
-      }
-    }
-  }
-  return shared;
-}
-
-// Leaves alone what is in its place, also because a pipeline among the layers refuses to move.
-void move(const Stage& stage) {
-  for (const auto& layer : stage.layers) {
-    const auto module = layer->module();
-    auto tensors = module->parameters();
-    for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
-    const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-      return !tensor.defined() || tensor.device() == stage.device;
-    });
-    if (!there) module->to(stage.device);
-  }
-}
-
-// Tells each stage its skips, in the order of the edges.
-std::vector<Edge> connect(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
-                          const std::vector<SkipLink>& skips) {
-  std::vector<LayerLink> links;
-  for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
-  std::vector<int> crossing;
-  auto edges = cut_edges(balance, links, &crossing);
-  for (auto& stage : stages) stage.receivers = {stage.index + 1};
-  for (std::size_t i = 0; i < crossing.size(); ++i) {
-    const auto& edge = edges[edges.size() - crossing.size() + i];
-    stages[edge.from].skips_out.push_back(skips[crossing[i]].key);
-    stages[edge.from].receivers.push_back(edge.to);
-    stages[edge.to].skips_in.push_back(skips[crossing[i]].key);
-  }
-  return edges;
-}
-
-// The inputs with their version counters, by which a later change in place shows.
+// The inputs with their version counters, to detect later in-place changes.
 Parcel as_entered(const Value& input) {
   Parcel entered;
   for (const auto& tensor : input.tensors()) entered.add(tensor.detach(), /*gradient_wanted=*/false);
   return entered;
 }
 
-// Gives those outputs of a mini-batch that want a gradient their history: one autograd node over the inputs and all
-// parameters. Calls no operator: an error here would leave buffers changed.
+// Gives the outputs that want a gradient their history: one autograd node over the inputs and all parameters. Calls no
+// operator, because an error here would leave buffers changed.
 void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
             Parcel entered, const std::vector<std::int64_t>& sizes, const Gathered& output) {
   auto sources = input.tensors();
@@ -209,7 +67,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes, devices,
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
     pipeline->set_error(std::nullopt);
-    // Micro-batches have version counters of their own, which do not tell.
+    // Micro-batches have version counters of their own.
     if (entered.changed()) {
       throw std::runtime_error(
           "[gpipe] an input was changed in place between the forward and its backward; change a clone instead");
@@ -238,21 +96,20 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
 
 GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding)
     : balance_(std::move(balance)), options_(std::move(options)) {
-  check_balance(balance_, layers.size());
+  check_model(layers, balance_);
   check_options(options_);
-  check_distinct(layers);
   std::vector<NamedLayer> named;
   for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
   const auto links = skip_links(named);
-  devices_ = place(options_.devices(), balance_.size());
-  auto stages = cut(std::move(layers), balance_, devices_);
+  devices_ = place_stages(options_.devices(), balance_.size());
+  auto stages = cut_into_stages(std::move(layers), balance_, devices_);
   check_parameters(stages);
   auto shared = find_shared_buffers(stages);
-  auto edges = connect(stages, balance_, links);
+  auto edges = connect_stages(stages, balance_, links);
   for (std::size_t s = 0; s < binding.run_layers.size(); ++s) stages.at(s).run_layers = binding.run_layers[s];
   for (auto& stage : stages) {
     stage.lock = binding.lock;
-    move(stage);
+    move_to_device(stage);
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
@@ -307,7 +164,7 @@ std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
 
 void GPipeImpl::load(torch::serialize::InputArchive& archive) {
   torch::nn::Module::load(archive);
-  for (const auto& stage : pipeline_->stages()) move(stage);
+  for (const auto& stage : pipeline_->stages()) move_to_device(stage);
 }
 
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }

@@ -23,78 +23,76 @@
 
 namespace gpipe {
 
-/// Options of a GPipe, in LibTorch's style: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
+/// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
-  /// One device per stage; surplus ones are ignored. Empty: the GPUs, or the CPU for all stages where there are none. A
-  /// device may appear more than once.
+  /// One device per stage; surplus ones are ignored. A device may appear more than once. Empty: the GPUs, or the CPU for
+  /// all stages if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
-  /// The most micro-batches that a mini-batch is cut into. Each but the last has ceil(samples / chunks) samples, so
-  /// there may be fewer of them. 1 is plain model parallelism.
+  /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
+  /// there may be fewer. 1 is plain model parallelism.
   TORCH_ARG(std::int64_t, chunks) = 1;
-  /// Samples per micro-batch, instead of chunks, which must then be 1; 0: chunks counts.
+  /// Samples per micro-batch, as an alternative to chunks, which must then be 1. 0: use chunks.
   TORCH_ARG(std::int64_t, split_size) = 0;
-  /// Which cells recompute their forward in training mode instead of storing its graph. A recompute gets the same
-  /// inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes needs
-  /// kNever. The first recomputed cell of a stage builds its graph in its forward too, to learn which outputs need
-  /// gradients, and drops it.
+  /// Which micro-batches recompute their forward in training mode instead of storing its graph. A recompute gets the
+  /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes needs
+  /// kNever. A stage's first recomputed forward also builds its graph, to learn which outputs need gradients.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
-  /// Batch norm in training mode updates its running statistics once a mini-batch, with the mean and variance of all of
-  /// it, instead of once a micro-batch. (Each micro-batch is normalised by its own in both cases.)
+  /// Updates the running statistics of batch norm once per mini-batch, from all its samples, instead of once per
+  /// micro-batch. Each micro-batch is normalized by its own statistics in both cases.
   TORCH_ARG(bool, deferred_batch_norm) = false;
-  /// Threads that one operator of a CPU stage may use; 0: torch::get_num_threads() shared equally among the CPU stages,
+  /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
   /// at least one each.
   TORCH_ARG(int, intraop_threads) = 0;
 };
 
-/// Trains a sequential model over several devices: cuts it into stages by a balance, each with a worker thread and a
-/// device, and runs each mini-batch as micro-batches through them (GPipe, Huang et al., arXiv:1811.06965).
+/// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by a
+/// balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
 ///
 ///   auto pipe = gpipe::GPipe(model, {4, 3}, gpipe::GPipeOptions().chunks(8));
 ///   auto loss = criterion(pipe->forward(x), y);
 ///   loss.backward();
 ///   optimizer.step();
 ///
-/// It computes the function of the unpartitioned model run micro-batch by micro-batch. Its result has one autograd
-/// node, whose inputs are the inputs and all parameters that require grad: losses, optimizers, hooks and autograd::grad
-/// work as without a pipeline, but for create_graph, which is refused. Its state has the unpartitioned model's keys.
+/// Computes the function of the unpartitioned model run micro-batch by micro-batch. The result has one autograd node,
+/// whose inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and autograd::grad
+/// work as without a pipeline. create_graph is refused. The module's state has the unpartitioned model's keys.
 ///
-/// The layers are the caller's own modules, moved to their devices. A mini-batch's random draws derive from one draw of
-/// the default generator (see RandomScope). In training mode with gradients enabled, cells are recomputed as the
-/// options say. In eval mode with gradients enabled, each cell's graph is stored and nothing is recomputed. Without
-/// gradients nothing is stored.
+/// The layers are the caller's own modules, moved to their devices. A mini-batch's random numbers derive from one draw
+/// from the default generator (see RandomScope). In training mode with gradients enabled, the checkpoint option decides
+/// which cells are recomputed. In eval mode with gradients enabled, every graph is stored. Without gradients nothing is
+/// stored.
 ///
-/// Threads: forward and backward may be called from any threads but the pipeline's own; calls take turns. The module's
-/// parameters and mode must not change while one runs, nor between a forward and its backward where cells are
-/// recomputed.
+/// Thread safety: forward and backward may be called on any thread except the pipeline's workers; concurrent calls take
+/// turns. Do not change parameters or the training mode during a call, nor, if cells are recomputed, between a forward
+/// and its backward.
 ///
-/// Errors: a forward or backward throws the object that a layer threw; see last_error(). Afterwards gradients, buffers
-/// and the default generator are as before the call, and the next call works. A parameter that a layer changes in its
-/// forward stays changed. What a backward throws should be a std::exception: PyTorch's engine handles nothing else
-/// well, so anything else that a recompute throws becomes a std::runtime_error.
+/// Errors: a forward or backward throws the object that a layer threw; see last_error(). Gradients, buffers and the
+/// default generator are then as before the call, and the next call works. A parameter that a layer itself changes in its
+/// forward stays changed. A recompute that throws an object other than a std::exception becomes a std::runtime_error,
+/// because PyTorch's engine supports no other type.
 class GPipeImpl : public torch::nn::Module {
  public:
-  /// Errors: std::invalid_argument for a model without layers, or with parameters or buffers of its own, a balance
-  /// that is not positive or does not sum to the number of layers, duplicate layers, a parameter in two stages, a buffer
-  /// in two stages that they cannot share, skips that do not match (see verify_skippables) or options that make no
-  /// sense; std::out_of_range for fewer devices than stages, or a device that is not there.
+  /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
+  /// balance that is not positive or does not sum to the number of layers, duplicate layers, a parameter in two stages, a
+  /// buffer in two stages that they cannot share, skips that do not match (see verify_skippables), or invalid options;
+  /// std::out_of_range for fewer devices than stages, or a device that does not exist.
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
-  /// A model that the library's own nestable Sequential holds.
+  /// The same for a NestedSequential.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
-  /// A model of layers of any kind, run from a program in any language.
+  /// The same for layers of any kind; `binding` serves programs in other languages.
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
             LanguageBinding binding = {});
 
-  /// The whole model on one mini-batch: dimension 0 is the batch. The result is on the last stage's device.
+  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device.
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
   /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);
-  /// For models that take or return several tensors. The first layer gets a vector; any form of result is returned as
-  /// one.
+  /// For models that take or return several tensors. The first layer gets a vector. A result of any form is returned as
+  /// a vector.
   std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input);
-  /// The same, keeping the C++ types: Value(std::make_tuple(a, b)) gives the first layer a tuple.
+  /// For any form of input and result: Value(std::make_tuple(a, b)) gives the first layer a tuple.
   Value forward(Value input);
-  /// The same, with these chunks instead of the options' chunks and split_size, and with this checkpoint mode, also in
-  /// eval mode.
+  /// The same with other chunks and another checkpoint mode than the options', also in eval mode.
   Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint);
 
   const std::vector<std::int64_t>& balance() const { return balance_; }
@@ -102,33 +100,32 @@ class GPipeImpl : public torch::nn::Module {
   const std::vector<torch::Device>& devices() const { return devices_; }
   const GPipeOptions& options() const { return options_; }
 
-  /// Where the last forward or backward failed; none when it succeeded, or failed outside of its actions.
+  /// Returns where the last forward or backward failed; std::nullopt if it succeeded or failed outside of an action.
   std::optional<ErrorInfo> last_error() const;
 
-  /// From now on each forward and its backward append what ran to the timeline. nullptr ends it for later forwards, of
-  /// which nothing is measured.
+  /// Makes later forwards and their backwards append their actions to the timeline. nullptr ends this for later
+  /// forwards.
   ///
   ///   auto timeline = std::make_shared<gpipe::Timeline>();
   ///   pipe->trace(timeline);
   ///   pipe->forward(x).sum().backward();
   ///   file << gpipe::to_chrome_json(*timeline);
   ///
-  /// On an accelerator the worker then waits for each action, so that the times are those of the work. Each span also
-  /// says what memory its worker had in use. Counting takes the place of PyTorch's own profiler: where one is at work
-  /// already, no bytes are counted. Read the timeline while no call runs.
+  /// On an accelerator the worker waits for each action, so that spans measure the work. Each span also has the bytes that
+  /// its worker had in use, unless PyTorch's own profiler is active. REQUIRES: read the timeline only while no call runs.
   void trace(std::shared_ptr<Timeline> timeline);
 
-  /// Whether no mini-batch, and no graph of one, needs the pipeline.
+  /// Whether no mini-batch and no graph uses the pipeline.
   bool idle() const { return pipeline_.use_count() == 1; }
 
-  /// What a training step of so many micro-batches runs, to verify, simulate or draw. Errors: std::invalid_argument for
-  /// a number that is not positive, or for more than kMostCells cells.
+  /// Returns the program of a training step, to simulate or draw. Errors: std::invalid_argument for a number that is not
+  /// positive, or more than kMostCells cells.
   std::shared_ptr<const Program> program(int micro_batches) const;
 
-  /// Loads the state of the unpartitioned model, wherever it was saved. Parameters and buffers stay on their devices.
+  /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
   void load(torch::serialize::InputArchive& archive) override;
 
-  /// Errors: c10::TypeError: parameters stay on the stages' devices. to(dtype) is allowed.
+  /// Throws c10::TypeError, because parameters stay on the stages' devices. to(dtype) is allowed.
   void to(torch::Device device, torch::Dtype dtype, bool non_blocking = false) override;
   void to(torch::Device device, bool non_blocking = false) override;
   using torch::nn::Module::to;
@@ -142,7 +139,7 @@ class GPipeImpl : public torch::nn::Module {
   std::shared_ptr<Pipeline> pipeline_;
 };
 
-/// Holds a GPipeImpl, as LibTorch's module holders do.
+/// Module holder of GPipeImpl.
 class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
  public:
   using torch::nn::ModuleHolder<GPipeImpl>::ModuleHolder;

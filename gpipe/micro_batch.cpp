@@ -9,9 +9,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "gpipe/schedule/program.h"
-
 #include "gpipe/autograd/shared_memory.h"
+#include "gpipe/schedule/program.h"
 
 namespace gpipe {
 namespace {
@@ -39,10 +38,10 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
 }
 
 std::int64_t batch_size(const Value& input) {
-  if (input.tensors().empty()) throw std::invalid_argument("[gpipe] there is no input tensor");
+  if (input.tensors().empty()) throw std::invalid_argument("[gpipe] the input has no tensors; pass at least one");
   std::vector<std::int64_t> sizes;
   for (const auto& tensor : input.tensors()) {
-    if (!tensor.defined()) throw std::invalid_argument("[gpipe] an input tensor is undefined");
+    if (!tensor.defined()) throw std::invalid_argument("[gpipe] an input tensor is undefined; pass a defined one");
     if (tensor.dim() == 0) {
       throw std::invalid_argument(
           "[gpipe] an input tensor has no dimensions; dimension 0 is the batch, which is cut into "
@@ -69,7 +68,7 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
     std::int64_t start = 0;
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       parts[i].form = input.form();
-      // A version counter of its own: an in-place operation on one micro-batch is no change of another.
+      // variable_data() gives each micro-batch a version counter of its own.
       parts[i].add(detached.narrow(0, start, sizes[i]).variable_data(), tensor.requires_grad(), memory[k]);
       start += sizes[i];
     }
@@ -107,8 +106,8 @@ Gathered gather(const std::vector<Parcel>& parts) {
     }
     if (undefined > 0 || pieces.front().dim() == 0) {
       throw std::runtime_error("[gpipe] output " + std::to_string(k) +
-                               (undefined > 0 ? " is undefined for some micro-batches only"
-                                              : " has no dimensions, so that the micro-batches cannot be joined; "
+                               (undefined > 0 ? " is undefined for only some of the micro-batches"
+                                              : " has no dimensions, so the micro-batches cannot be joined; "
                                                 "compute a loss outside the pipeline, or use chunks(1)"));
     }
     joined.push_back(at::cat(pieces, 0));

@@ -3,6 +3,7 @@
 #include <ATen/ThreadLocalState.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <vector>
@@ -13,31 +14,33 @@
 #include "gpipe/pipeline.h"
 #include "gpipe/runtime/byte_counter.h"
 #include "gpipe/runtime/cells.h"
+#include "gpipe/transport.h"
 
 namespace gpipe {
 
-/// One mini-batch in flight: its cells, and the slots in which parcels and gradients wait on their edges. Made by a
-/// forward; kept alive by the graph of its outputs until their backward.
+/// One mini-batch in flight: runs its program's actions on its cells. Made by a forward; kept alive by the graph of its
+/// outputs until their backward.
 ///
-/// Slots need no lock: a parcel is written before its edge is put and read after it is taken. A cell belongs to the
-/// worker of its stage.
+/// Thread safety: forward() and backward() take the pipeline's turn. A cell belongs to the worker of its stage; what
+/// passes between stages goes through the Transport.
 class MiniBatch : public Cells {
  public:
-  /// With `grad`, cells keep what a backward needs.
+  /// `inputs` holds one parcel per micro-batch. With `grad`, cells keep what a backward needs.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
             bool deferred_batch_norm);
 
-  /// Runs the forwards. On an error all is as before the call: buffers, the default generator, no cell left.
+  /// Runs the forwards. After an error buffers and the default generator are as before the call, and no cell is left.
   Gathered forward();
 
-  /// What backward() needs of each input, output and parameter; `gradients[i]` is the i-th micro-batch's, one a tensor
-  /// of the output parcel. Valid after forward().
   struct BackwardResult {
     std::vector<Gradients> inputs;      ///< per micro-batch
-    std::vector<Gradients> parameters;  ///< per stage, as sinks(stage).parameters()
+    std::vector<Gradients> parameters;  ///< per stage, in the order of sinks(stage).parameters()
   };
+  /// Runs the backwards. `gradients[i]` belongs to the i-th micro-batch's output parcel. Can be repeated after
+  /// `retain_graph`. REQUIRES: forward() has returned.
   BackwardResult backward(std::vector<Gradients> gradients, bool retain_graph);
 
+  /// Valid after forward().
   const ParameterSinks& sinks(int stage) const { return sinks_[stage]; }
 
   void work(int worker, absl::FunctionRef<void()> run_actions) override;
@@ -46,49 +49,40 @@ class MiniBatch : public Cells {
 
  private:
   class Counting;
-  void release_to_caller(const std::vector<at::Tensor>& tensors);
-  void run_forward(int stage, int micro_batch);
-  void run_backward(int stage, int micro_batch);
-  void perform(Part part);
-  ErrorInfo describe(const Failure& failure);
-  void report_error(const Action& action);
-  void wait_for_stages();
-  Parcel receive(int edge, int micro_batch);
-  std::unique_ptr<Cell>& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }
-  int slot(int edge, int micro_batch) const { return edge * micro_batches_ + micro_batch; }
 
-  struct ParcelSlot {
-    Parcel parcel;
-    StreamEvent ready;
-  };
-  struct GradientSlot {
-    Gradients gradients;
-    StreamEvent ready;
-  };
+  void perform(Part part);
+  void run_forward(int stage, int micro_batch);
+  void run_recompute(int stage, int micro_batch);
+  void run_backward(int stage, int micro_batch);
+
+  void check_parameters_unchanged() const;
+  void wait_for_stages();
+  static void use_on_this_thread(const std::vector<at::Tensor>& tensors);
+  void stop_counting(const std::vector<at::Tensor>& tensors);
+  ErrorInfo describe(const Action& action, const std::exception_ptr& error);
+  /// REQUIRES: an exception is being handled.
+  void report_error(const Action& action);
+
+  std::unique_ptr<Cell>& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }
 
   const std::shared_ptr<Pipeline> pipeline_;
   const int micro_batches_;
   const bool grad_;
   const std::shared_ptr<const Program> program_;
   const Pipeline::Recording recording_;
-  std::shared_ptr<ByteCounter> counter_;  // of a mini-batch that is recorded, unless a profiler is at work
-  /// The caller's, at forward(): held again in every recompute.
+  std::shared_ptr<ByteCounter> counter_;  // null unless bytes are recorded
+  /// The caller's state at forward(), which every recompute gets again.
   std::optional<at::ThreadLocalState> forward_state_;
   std::uint64_t seed_ = 0;
-  std::vector<ParameterSinks> sinks_;
-  std::vector<BatchStatistics> statistics_;  // per stage; none unless batch norm is deferred
+  std::vector<ParameterSinks> sinks_;        // per stage
+  std::vector<BatchStatistics> statistics_;  // per stage; empty unless batch norm is deferred
   std::vector<std::unique_ptr<Cell>> cells_;
+  Transport transport_;
+  std::vector<Parcel> outputs_;  // per micro-batch
 
-  std::vector<Parcel> inputs_;             // per micro-batch
-  std::vector<StreamEvent> inputs_ready_;  // per input tensor
-  std::vector<Link> input_links_;          // per input tensor
-  std::vector<Parcel> outputs_;            // per micro-batch
-  std::vector<ParcelSlot> parcels_;        // per edge and micro-batch
-  std::vector<GradientSlot> gradients_;    // per edge and micro-batch
-
-  // Of the run under way.
+  // The run under way.
   std::optional<at::ThreadLocalState> state_;
-  std::vector<StreamEvent> begin_;  // per stage: the caller's work on its device so far
+  std::vector<StreamEvent> begin_;  // per stage: the caller's work on its device
   std::vector<StreamEvent> end_;    // per stage: the stage's work
   bool retain_graph_ = false;
   bool counted_ = false;

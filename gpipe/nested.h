@@ -4,8 +4,7 @@
 
 namespace gpipe {
 
-/// A Sequential of layers from one tensor to one tensor that can itself be a layer of a Sequential, which
-/// torch::nn::Sequential cannot. Everything else is torch::nn::Sequential's.
+/// A torch::nn::Sequential that can be a layer of another Sequential. Its layers take and return one tensor.
 class NestedSequentialImpl : public torch::nn::SequentialImpl {
  public:
   using torch::nn::SequentialImpl::SequentialImpl;
@@ -13,7 +12,7 @@ class NestedSequentialImpl : public torch::nn::SequentialImpl {
   torch::Tensor forward(torch::Tensor input) { return torch::nn::SequentialImpl::forward(std::move(input)); }
 };
 
-/// Holds a NestedSequentialImpl: NestedSequential{{"conv", torch::nn::Conv2d(...)}, ...} or from modules.
+/// Module holder: NestedSequential{{"conv", torch::nn::Conv2d(...)}, ...}, or from modules as torch::nn::Sequential.
 class NestedSequential : public torch::nn::ModuleHolder<NestedSequentialImpl> {
  public:
   using torch::nn::ModuleHolder<NestedSequentialImpl>::ModuleHolder;

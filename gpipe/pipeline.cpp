@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <stdexcept>
 #include <utility>
 
 namespace gpipe {
@@ -30,14 +29,7 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuf
 }
 
 Mutex& Pipeline::turn() {
-  if (executor_.on_worker()) {
-    throw std::logic_error("[gpipe] a layer called the pipeline that it is part of; a pipeline cannot contain itself");
-  }
-  if (executor_.forked()) {
-    throw std::logic_error(
-        "[gpipe] this process was forked off the one that made the pipeline, whose threads stayed behind; make the "
-        "pipeline in the process that uses it");
-  }
+  executor_.check_caller();
   return turn_;
 }
 

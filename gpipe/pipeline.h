@@ -11,6 +11,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "gpipe/autograd/stage.h"
+#include "gpipe/error_info.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/runtime/mutex.h"
 #include "gpipe/runtime/transfer.h"
@@ -20,68 +21,61 @@
 
 namespace gpipe {
 
-/// Where an exception of a forward or backward came from.
-struct ErrorInfo {
-  Action action;           ///< kind, stage and micro-batch
-  int layer = -1;          ///< index in the model; -1 in a backward, which has no layers
-  std::string layer_name;  ///< as the Sequential names it; empty in a backward
-  std::string message;     ///< the exception's what(), or "unknown"
-};
-
-/// What a program in another language adds to a pipeline. Each may be empty.
+/// The functions by which a binding for another language takes part in a pipeline. Each may be empty.
 struct LanguageBinding {
-  /// The layers of each stage, run in its stead; empty, or one a stage.
+  /// Runs the layers of a stage, one function per stage. Empty: the pipeline calls Layer::forward().
   std::vector<RunLayers> run_layers = {};
-  /// Calls a function under the lock, if any, that the layers' objects need. The lock may be taken again in it.
+  /// Calls a function while this thread holds the lock that the layers' objects need. Must be reentrant.
   std::function<void(absl::FunctionRef<void()>)> lock = {};
-  /// Called on each worker before it begins its part of a forward or backward.
+  /// Called on each worker before its part of a forward or backward.
   std::function<void()> enter_worker = {};
-  /// Called now and then by the thread that waits in a forward or backward, which ends with what it throws.
+  /// Called at intervals on the thread that waits in a forward or backward. What it throws ends the call.
   std::function<void()> poll = {};
-  /// Told, on the worker, of each error that ends an action. May throw another in its place.
+  /// Called on the worker with each error that ends an action. May throw another error instead.
   std::function<void(const ErrorInfo&, const std::exception_ptr&)> on_error = {};
 };
 
-/// A model cut into stages with the threads that run them: what GPipe owns and what every mini-batch in flight shares.
-/// It outlives the container while a graph still needs it.
+/// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it, so it lives as
+/// long as the container or a graph needs it.
+///
+/// Thread safety: stages() and shared_buffers() belong to the holder of turn() and to its workers. All other functions
+/// may be called on any thread.
 class Pipeline {
  public:
   Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
            LanguageBinding binding = {});
 
   std::vector<Stage>& stages() { return stages_; }
+  const std::vector<Stage>& stages() const { return stages_; }
   int count() const { return static_cast<int>(stages_.size()); }
   const std::vector<Edge>& edges() const { return edges_; }
-  /// REQUIRES: turn() is held.
   SharedBuffers& shared_buffers() { return shared_buffers_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
 
-  /// The compute stream of a stage; none on CPU.
+  /// The compute stream of a stage; std::nullopt on CPU.
   const std::optional<c10::Stream>& stream(int stage) const { return streams_[stage]; }
-  /// The copy streams of an edge: forward, and back.
+  /// The copy streams of an edge, forward and back.
   const Link& link(int edge) const { return links_[edge]; }
   const Link& back_link(int edge) const { return back_links_[edge]; }
 
-  /// Held by a mini-batch during its forward and during its backward. Errors: std::logic_error on one of the pipeline's
-  /// own workers, which would wait for itself, and in a process that was forked off, which has no workers.
+  /// A mini-batch holds it during its forward and during its backward. Errors: those of Executor::check_caller().
   Mutex& turn();
 
-  /// The verified program for so many micro-batches: with backward, fill and drain; without, fill. The last 16 that
-  /// were asked for are kept.
+  /// Returns the verified program: with `backward` fill and drain, without it fill only. Caches the 16 last used.
   std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, bool backward);
 
   void set_error(std::optional<ErrorInfo> error);
   std::optional<ErrorInfo> error() const;
 
-  /// Every later mini-batch appends to the timeline; nullptr ends it.
+  /// Later mini-batches append to the timeline; nullptr ends this.
   void set_timeline(std::shared_ptr<Timeline> timeline);
   struct Recording {
     std::shared_ptr<Timeline> timeline;
     int step = 0;
   };
-  /// What a mini-batch that begins now records to.
+  /// Where a mini-batch that begins now records its spans, and its step number there.
   Recording next_recording();
 
  private:

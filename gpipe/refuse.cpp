@@ -10,7 +10,7 @@
 namespace gpipe {
 namespace {
 
-constexpr std::uint64_t kLevel = 0;  // the only one that PyTorch has
+constexpr std::uint64_t kLevel = 0;  // PyTorch has no other
 
 bool any_has_tangent(const std::vector<at::Tensor>& tensors) {
   return std::any_of(tensors.begin(), tensors.end(),
@@ -22,11 +22,11 @@ bool any_has_tangent(const std::vector<at::Tensor>& tensors) {
 void refuse_transforms(const Value& input, const std::vector<Stage>& stages) {
   TORCH_CHECK_NOT_IMPLEMENTED(
       !torch::jit::tracer::isTracing(),
-      "[gpipe] a pipeline cannot be traced by torch.jit.trace: its workers run outside the trace. Trace the layers, or "
-      "the unpartitioned model");
+      "[gpipe] torch.jit.trace cannot trace a pipeline, because its workers run outside the trace; trace the "
+      "unpartitioned model instead");
   TORCH_CHECK_NOT_IMPLEMENTED(
       !c10::impl::tls_is_dispatch_key_included(c10::DispatchKey::FuncTorchDynamicLayerFrontMode),
-      "[gpipe] a pipeline cannot run under a transform of torch.func (jvp, vmap, grad, ..). Use backward() or "
+      "[gpipe] a pipeline cannot run under a torch.func transform (jvp, vmap, grad, ...); use backward() or "
       "torch.autograd.grad, or transform the unpartitioned model");
   if (torch::autograd::ForwardADLevel::try_get_by_idx(kLevel) == nullptr) return;
   bool found = any_has_tangent(input.tensors());
@@ -34,7 +34,7 @@ void refuse_transforms(const Value& input, const std::vector<Stage>& stages) {
     found = found || any_has_tangent(stage.parameters()) || any_has_tangent(stage.buffers());
   TORCH_CHECK_NOT_IMPLEMENTED(!found,
                               "[gpipe] a pipeline has no forward-mode derivative, but an input, a parameter or a "
-                              "buffer has a tangent. Use backward(), or the unpartitioned model");
+                              "buffer has a tangent; use backward(), or the unpartitioned model");
 }
 
 }  // namespace gpipe

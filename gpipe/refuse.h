@@ -7,8 +7,7 @@
 
 namespace gpipe {
 
-/// Refuses a forward that the workers would run without what its caller asks for. Thread safety: looks at the calling
-/// thread's state.
+/// Refuses a forward under a transform that would not reach the workers. Reads the calling thread's state.
 ///
 /// Errors: c10::NotImplementedError under torch.jit.trace and under a functorch transform (jvp, vmap, grad), and when
 /// an input, a parameter or a buffer has a forward-mode tangent.

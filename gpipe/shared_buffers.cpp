@@ -28,7 +28,7 @@ void SharedBuffers::after_forward() {
     if (!changed) continue;
     watched_ = false;
     throw std::runtime_error("[gpipe] a layer wrote to " + what +
-                             ", which run at once; cut so that the layers that share it are in one stage");
+                             ", which run concurrently; put the layers that share it into one stage");
   }
 }
 

@@ -18,7 +18,7 @@ namespace {
 
 thread_local BatchStatistics* current_statistics = nullptr;
 
-// Every layer runs inside a RandomScope, which includes this key.
+// Runs for every layer, because each runs inside a RandomScope, which includes this dispatch key.
 at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const std::optional<at::Tensor>& weight,
                       const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
                       const std::optional<at::Tensor>& running_var, bool training, double momentum, double eps,
@@ -33,7 +33,7 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
 
 TORCH_LIBRARY_IMPL(aten, DeferredInit, library) { library.impl("batch_norm", TORCH_FN(batch_norm)); }
 
-// Without a trace in version counters, as batch norm itself writes.
+// Does not advance version counters; neither does batch norm.
 void update(const at::Tensor& running, const at::Tensor& value, double momentum) {
   auto data = running.variable_data();
   data.copy_(data.to(at::kDouble).mul_(1 - momentum).add_(value.to(data.device()), momentum));
@@ -61,7 +61,7 @@ void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mea
   const auto values = input.detach();
   const auto count = static_cast<double>(values.numel() / values.size(1));
   const auto mean = at::mean(values, all_but_channels, /*keepdim=*/false, at::kDouble);
-  // The variance has the type of what it is taken of.
+  // at::var() computes in the type of its input.
   const bool is_reduced = at::isReducedFloatingType(values.scalar_type());
   const auto deviations =
       at::var(is_reduced ? values.to(at::kFloat) : values, all_but_channels, /*correction=*/0.0).to(at::kDouble) *

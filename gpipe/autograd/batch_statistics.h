@@ -9,18 +9,18 @@ namespace gpipe {
 
 struct Stage;
 
-/// The statistics of whole mini-batches for batch norm, whose running statistics would otherwise be updated once a
-/// micro-batch, each time with a part's (the deferred batch norm of torchgpipe, Kim et al., arXiv:2004.09910).
+/// Collects batch norm statistics over a whole mini-batch, so that running statistics are updated once per mini-batch
+/// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is
+/// still normalised by its own statistics.
 ///
-/// Micro-batches normalise themselves as ever. Their means and sums of squared deviations are joined in double
-/// (Chan, Golub, LeVeque: Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979), so that
-/// many micro-batches, or a mean far from zero, cost no digits.
+/// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
+/// Algorithm for Computing Sample Variances, 1979).
 ///
-/// For one stage and one mini-batch; used by one thread at a time.
+/// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {
  public:
-  /// While it lives, batch norm in training mode on this thread, inside a RandomScope, adds what enters to `statistics`
-  /// and leaves its running statistics alone. nullptr: changes nothing.
+  /// For its lifetime, batch norm in training mode on this thread, inside a RandomScope, adds its input to `statistics`
+  /// and leaves its running statistics alone. nullptr changes nothing.
   class Scope {
    public:
     explicit Scope(BatchStatistics* statistics);
@@ -31,14 +31,15 @@ class BatchStatistics {
    private:
     BatchStatistics* const previous_;
   };
+  /// The calling thread's, or nullptr.
   static BatchStatistics* current();
 
-  /// REQUIRES: what batch norm requires of its input. An input without values counts as a call only.
+  /// Adds one micro-batch. An empty input only counts as a call. REQUIRES: batch norm accepts `input`.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Updates the running statistics and counts of the stage's layers as one batch norm of the whole mini-batch does.
-  /// The momentum is the first micro-batch's, which is right also where it depends on the count. Statistics stay where
-  /// the mini-batch had fewer than two values a channel: those have no variance.
+  /// Updates the running statistics and counts of the stage's layers, as one batch norm over the whole mini-batch does.
+  /// Uses the first micro-batch's momentum. Leaves statistics alone where the mini-batch had fewer than two values per
+  /// channel, because their variance is undefined.
   void commit(const Stage& stage);
 
  private:
@@ -47,9 +48,9 @@ class BatchStatistics {
     at::Tensor running_var;
     double momentum = 0;
     std::int64_t calls = 0;
-    double count = 0;            // values a channel
-    at::Tensor mean = {};        // by channel, double
-    at::Tensor deviations = {};  // squared and summed, by channel, double
+    double count = 0;            // values per channel
+    at::Tensor mean = {};        // per channel, double
+    at::Tensor deviations = {};  // sum of squared deviations per channel, double
   };
   std::vector<Entry> entries_;
 };

@@ -15,8 +15,8 @@ GradientSink::GradientSink()
 
 variable_list GradientSink::apply(variable_list&& gradients) {
   TORCH_CHECK(sums != nullptr,
-              "[gpipe] a backward ran into the inside of a pipeline; a tensor that a layer kept from its forward can "
-              "only be used detached");
+              "[gpipe] a backward reached the graph inside a pipeline through a tensor that a layer kept from its "
+              "forward; keep a detached tensor instead");
   for (std::size_t i = 0; i < gradients.size(); ++i) sums->add(indices[i], std::move(gradients[i]));
   return {};
 }

@@ -15,17 +15,16 @@
 
 namespace gpipe {
 
-/// The graph's end: where a value enters a cell, or where its parameters are. Adds the gradients that arrive to sums,
-/// as soon as they are there: the engine runs it before all else. (Asking the engine for gradients of inputs would have
-/// it plan each backward anew.)
+/// Sink node of a cell's graph, for inputs and parameters. Adds incoming gradients to `sums`. The engine runs it before
+/// any other ready node.
 struct GradientSink : torch::autograd::Node {
   GradientSink();
 
-  /// When it was made, in the sequence of its thread's nodes.
+  /// Its place in the sequence of nodes that its thread has made.
   const std::uint64_t made;
-  /// Which of the sums is each of the node's inputs.
+  /// The index in `sums` of each input of the node.
   std::vector<std::size_t> indices;
-  /// Of the backward under way.
+  /// The sums of the running backward; null between backwards.
   GradientSums* sums = nullptr;
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
@@ -34,22 +33,22 @@ struct GradientSink : torch::autograd::Node {
 
 std::shared_ptr<GradientSink> make_gradient_sink();
 
-/// The graph's root where a value leaves a cell. An identity of its own, so that gradients of a value that leaves twice
-/// sum in the order of leaving, whatever the balance.
+/// Root node of a cell's graph: the identity. Each leaving value has a node of its own, so that the gradients of a value
+/// that leaves twice sum in the order of leaving, whatever the balance.
 struct Leave : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
   std::string name() const override { return "GPipeLeave"; }
 };
 
-/// `tensor` as it enters a cell: shares its memory, requires grad, is neither a leaf nor a view, so that in-place
-/// operations work on it. Its node is a GradientSink, whose index is the caller's to set.
+/// Returns an input of a cell: shares memory with `tensor`, requires grad, and is neither a leaf nor a view, so that
+/// in-place operations work on it. Its node is a GradientSink; the caller sets its indices.
 at::Tensor enter(const at::Tensor& tensor);
 
-/// `value` with a node of its own behind it: those of its tensors that require grad, detached, get `node` as their
-/// history, in their order, and `node` gets theirs as its next edges.
+/// Inserts `node` behind `value`: returns its tensors detached, with `node` as the history of those that require grad,
+/// and makes their former history the next edges of `node`, in order.
 Value put_behind(const Value& value, const std::shared_ptr<torch::autograd::Node>& node);
 
-/// The root edge of a value that leaves; invalid when the tensor requires no grad.
+/// Returns the root edge of a leaving tensor; invalid if it does not require grad.
 torch::autograd::Edge leave(const at::Tensor& tensor);
 
 }  // namespace gpipe

@@ -2,15 +2,14 @@
 
 namespace gpipe {
 
-/// Whether the calling thread runs a layer whose forward will be recomputed. Grad mode does not tell: the first such
-/// forward of a stage builds its graph, to learn which outputs need gradients, and drops it.
+/// Whether the calling thread runs a layer's forward that will be recomputed. Grad mode may be enabled: a stage's first
+/// such forward builds its graph.
 bool is_checkpointing();
 
-/// Whether the calling thread recomputes a layer's forward, before its backward. A layer that counts its calls, or
-/// writes somewhere, need not do so again.
+/// Whether the calling thread recomputes a layer's forward. A layer that counts its calls should not count this one.
 bool is_recomputing();
 
-/// What the layers that this thread runs are run for, during its lifetime.
+/// Sets what is_checkpointing() and is_recomputing() return on this thread, for its lifetime.
 class PassScope {
  public:
   enum class Pass { kPlain, kCheckpointing, kRecomputing };

@@ -37,8 +37,8 @@ void GradientFlow::check(const std::vector<std::vector<bool>>& sent, const std::
       if (sent[p][i] || !wants[i]) continue;
       varies_ = true;
       throw std::runtime_error(
-          "[gpipe] a tensor that leaves a stage needs a gradient in this recompute, but did not in the stage's earlier "
-          "forwards; repeat the call, which will allow for it");
+          "[gpipe] an output of a stage needs a gradient in this recompute, but needed none in the stage's earlier "
+          "forwards; repeat the call: from now on every floating-point output of the stage gets a gradient");
     }
   }
 }

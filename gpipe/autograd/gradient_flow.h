@@ -6,25 +6,25 @@
 
 namespace gpipe {
 
-/// Which outputs of a stage need gradients. Only a graph tells: a forward without one cannot see that a layer detaches.
-/// So the first forward of a stage whose cells are recomputed builds its graph, once, and is remembered here. Used by
-/// one thread at a time.
+/// Remembers which outputs of a checkpointed stage need gradients. Only a graph shows that a layer detaches, so the
+/// stage's first forward builds its graph, and later forwards use its answer. Used by one thread at a time.
 class GradientFlow {
  public:
-  /// Whether a forward was learned from in which the same parameters and inputs wanted gradients.
+  /// Whether learn() was called with the same sources. `sources` says of each parameter and input whether it wants a
+  /// gradient.
   bool knows(const std::vector<bool>& sources) const { return sources == sources_ && !wanted_.empty(); }
-  /// Learns from what a forward that built its graph has returned.
+  /// Learns from the result of a forward that built its graph.
   void learn(std::vector<bool> sources, const std::vector<Parcel>& out);
-  /// Marks what a forward without a graph has returned.
+  /// Sets `wants_gradient` in the result of a forward without a graph.
   void apply(std::vector<Parcel>& out) const;
-  /// Compares a recompute, which built the graph, with what the forward sent. Errors: std::runtime_error when a tensor
-  /// needs a gradient that was not asked for; the stage then learns anew.
+  /// Compares the result of a recompute with what the forward sent. Errors: std::runtime_error when a tensor needs a
+  /// gradient but was sent without that wish. From then on every floating-point output is taken to need one.
   void check(const std::vector<std::vector<bool>>& sent, const std::vector<Parcel>& recomputed);
 
  private:
   std::vector<bool> sources_;
-  std::vector<std::vector<bool>> wanted_;  // parcel by parcel
-  bool varies_ = false;                    // differs from call to call: all floating tensors are asked for
+  std::vector<std::vector<bool>> wanted_;  // per parcel and tensor
+  bool varies_ = false;                    // differs between calls: all floating-point outputs need gradients
 };
 
 }  // namespace gpipe

@@ -5,14 +5,14 @@
 namespace gpipe {
 namespace {
 
-// Whether nobody else can see the tensor's memory, of which each element is one place. A view's base may be there for
-// the view's sake alone, as where a weight's gradient is a transposed product.
-bool is_ours_alone(const at::Tensor& tensor) {
+// Whether no other tensor shares the memory, and each element has a place of its own. A view may own its base: a
+// weight's gradient can be a transposed product.
+bool owns_memory(const at::Tensor& tensor) {
   if (tensor.use_count() != 1 || tensor.layout() != at::kStrided) return false;
   std::size_t users = 1;
   if (tensor.is_view()) {
     const auto base = tensor._base();
-    if (base.use_count() != 2) return false;  // the view's, and this one
+    if (base.use_count() != 2) return false;  // the view's reference, and `base`
     users = 2;
   }
   return tensor.storage().use_count() == users && tensor.is_non_overlapping_and_dense();
@@ -21,7 +21,7 @@ bool is_ours_alone(const at::Tensor& tensor) {
 }  // namespace
 
 at::Tensor unshared(at::Tensor tensor) {
-  const bool shared = tensor.defined() && tensor.layout() == at::kStrided && !is_ours_alone(tensor);
+  const bool shared = tensor.defined() && tensor.layout() == at::kStrided && !owns_memory(tensor);
   return shared ? tensor.clone() : std::move(tensor);
 }
 
@@ -30,11 +30,11 @@ void GradientSums::add(std::size_t index, at::Tensor gradient) {
   auto& sum = sums_[index];
   if (!sum.defined()) {
     sum = std::move(gradient);
-    owned_[index] = is_ours_alone(sum);  // not shared with another gradient, or with the graph
+    owned_[index] = owns_memory(sum);
   } else if (owned_[index] && sum.layout() == gradient.layout()) {
     sum.add_(gradient);
   } else {
-    sum = sum.is_sparse() ? gradient + sum : sum + gradient;  // a sparse one takes nothing dense
+    sum = sum.is_sparse() ? gradient + sum : sum + gradient;  // sparse + dense is not supported
     owned_[index] = true;
   }
 }

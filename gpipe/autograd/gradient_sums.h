@@ -10,25 +10,25 @@
 
 namespace gpipe {
 
-/// The tensor itself when it is the only one to show its memory, otherwise a clone: what may become the gradient of a
-/// leaf, which is added to in place. The caller gives up its reference.
+/// Returns the tensor itself if no other tensor shares its memory, otherwise a clone. The result can become the gradient
+/// of a leaf, to which PyTorch adds in place. The caller must give up its reference.
 at::Tensor unshared(at::Tensor tensor);
 
-/// A row of gradients, each the sum of what was added to it, in that order.
+/// Sums of gradients, each in the order of add().
 class GradientSums {
  public:
   explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count) {}
 
-  /// An undefined gradient counts as zero, and leaves a sum undefined that has no other.
+  /// Undefined gradients are skipped. A sum without gradients stays undefined.
   void add(std::size_t index, at::Tensor gradient);
-  /// Ends the sums' use.
+  /// Returns the sums and ends their use.
   Gradients take() { return std::move(sums_); }
-  /// The same; no sum shares memory with another tensor, so that it can become a parameter's gradient.
+  /// As take(), with sums that share memory with no other tensor; see unshared().
   Gradients take_unshared();
 
  private:
   Gradients sums_;
-  /// Whether the sum's memory is ours alone, so that it may be added to in place.
+  /// Whether the sum's memory belongs to it alone, so that add() may write to it.
   std::vector<bool> owned_;
 };
 

@@ -23,7 +23,7 @@ auto make_tuple_of(const std::vector<at::Tensor>& tensors, std::index_sequence<I
   return std::tuple<TensorAt<I>...>(tensors[I]...);
 }
 
-// Calls f with std::integral_constant<N> for the N in 2..8 that equals n; false when there is none.
+// Calls f with std::integral_constant<n>. Returns false if n is not in 2..8.
 template <typename F>
 bool with_tuple_size(std::size_t n, F f) {
   return [&]<std::size_t... I>(std::index_sequence<I...>) {
@@ -71,7 +71,7 @@ void check_no_tensors_of_its_own(const torch::nn::Module& model) {
                                       std::pair("buffer", model.named_buffers(/*recurse=*/false))}) {
     if (tensors.is_empty()) continue;
     throw std::invalid_argument(std::string("[gpipe] the Sequential has a ") + what + " of its own, '" +
-                                tensors.front().key() + "', which none of its layers holds; register it in a layer");
+                                tensors.front().key() + "', which belongs to no layer; register it in a layer");
   }
 }
 
@@ -83,7 +83,7 @@ class AnyLayer : public Layer {
     AnyValue output = module_.any_forward(to_any(std::move(input)));
     if (auto value = from_any(output)) return *std::move(value);
     throw std::invalid_argument("[gpipe] layer '" + name_ + "' returned " + c10::demangle(output.type_info().name()) +
-                                "; a layer returns a tensor, a std::vector of tensors or a std::tuple of 2 to 8");
+                                "; return a tensor, a std::vector of tensors or a std::tuple of 2 to 8 tensors");
   }
 
   const std::string& name() const override { return name_; }

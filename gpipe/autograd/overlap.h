@@ -4,8 +4,8 @@
 
 namespace gpipe {
 
-/// Whether two tensors share an element, so that a change of one in place may change the other. Exact for views of
-/// usual shapes, such as slices of rows and of columns; true where it would take too long to tell.
+/// Whether two tensors share an element, so that an in-place change of one may change the other. Exact for common views,
+/// such as slices of rows or columns. Returns true where an exact answer would take too long.
 bool overlap(const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace gpipe

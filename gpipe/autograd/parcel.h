@@ -9,32 +9,32 @@
 
 namespace gpipe {
 
-/// Which memory a tensor shows that has crossed a cut.
+/// Identifies the memory of a tensor that crosses a cut.
 struct Memory {
   static constexpr std::uint64_t kOwn = 0;
-  /// Equal for tensors that share elements; kept by copies, and where a stage passes a tensor on. kOwn: no other tensor
-  /// that has crossed a cut shows this memory.
+  /// Equal for tensors that share elements. Copies to another device keep it, and so does a tensor that a stage passes
+  /// on. kOwn: no other tensor that crossed a cut shares this memory.
   std::uint64_t number = kOwn;
-  /// Whether another tensor that shows it goes to the same stage or a later one.
-  bool shown_later = false;
+  /// Whether another tensor that shares it goes to the same stage or a later one.
+  bool shared_later = false;
 };
 
-/// What an edge carries for one micro-batch: detached tensors, and of each whether a gradient is wanted back. A skip is
-/// a parcel of one tensor, which may be undefined. Gradients travel as plain vectors parallel to `tensors`; an
-/// undefined gradient stands for zero.
+/// What an edge carries for one micro-batch: detached tensors, and for each whether it wants a gradient. A skip's parcel
+/// has one tensor, which may be undefined. Gradients are plain vectors parallel to `tensors`; an undefined gradient
+/// stands for zero.
 struct Parcel {
   Value::Form form = Value::Form::kTensor;
   std::vector<at::Tensor> tensors;
   std::vector<bool> wants_gradient;
-  /// The tensors' version counters when they were sent: a later change in place shows.
+  /// The tensors' version counters when they were sent, to detect later in-place changes.
   std::vector<std::uint32_t> versions;
   std::vector<Memory> memory;
 
   /// Adds a tensor (detached by the caller, or undefined).
   void add(at::Tensor tensor, bool gradient_wanted, Memory memory = {});
-  /// Whether a tensor was changed in place since `versions` was written.
+  /// Whether a tensor was changed in place since `versions` was set.
   bool changed() const;
-  /// Writes `versions` anew, after tensors were replaced by copies.
+  /// Sets `versions` to the present ones.
   void renew_versions();
 };
 

@@ -17,8 +17,8 @@
 namespace gpipe {
 namespace {
 
-// A key of the dispatcher that PyTorch reserves for out-of-tree use above autograd and autocast, and does not use
-// itself: scopes include it, and the kernels below catch every operator that draws.
+// A dispatch key above autograd and autocast that PyTorch leaves to out-of-tree code. Scopes include it, so the kernels
+// below see every operator that draws.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
 thread_local RandomScope* current_scope = nullptr;
@@ -66,7 +66,7 @@ std::optional<std::size_t> generator_argument(const c10::FunctionSchema& schema)
   return std::nullopt;
 }
 
-// Where an operator draws: its device argument, else the device of its first tensor, else the CPU.
+// The device on which an operator draws: its device argument, else its first tensor's device, else the CPU.
 c10::Device device_of(at::ArrayRef<c10::IValue> arguments) {
   for (const auto& argument : arguments) {
     if (argument.isDevice()) return argument.toDevice();
@@ -77,7 +77,7 @@ c10::Device device_of(at::ArrayRef<c10::IValue> arguments) {
   return c10::kCPU;
 }
 
-// Whether the operator is noted for later instead of run. A mode of the user's own (a profiler, a counter) runs it.
+// Whether the operator is recorded instead of run. User-defined modes (a profiler, a counter) run it.
 bool is_traced(c10::DispatchKeySet keys) {
   using Key = c10::impl::TorchDispatchModeKey;
   if (keys.has(c10::DispatchKey::Functionalize)) return true;
@@ -102,13 +102,13 @@ void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::S
     if (argument.isNone()) argument = scope->generator(device);
     return op.redispatchBoxed(below, stack);
   }
-  // On CPU, operators without a generator argument draw through others that have one, and come by here again; unless a
-  // mode runs them, below which nothing does.
+  // On CPU, an operator without a generator argument calls one that has it, which arrives here again, unless a dispatch
+  // mode runs it.
   if (device.is_cpu() && !keys.has(c10::DispatchKey::Python)) return op.redispatchBoxed(below, stack);
   scope->lend_default_generator(device, [&] { op.redispatchBoxed(below, stack); });
 }
 
-// An operator that decomposes into others before it draws is caught there.
+// Excludes operators that decompose into others, which are intercepted themselves.
 bool draws_itself(const c10::OperatorHandle& op) {
   if (generator_argument(op.schema())) return true;
   if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
@@ -150,7 +150,7 @@ std::uint64_t RandomScope::draw_seed() {
     return generator.get<at::CPUGeneratorImpl>()->random64();
   };
   if (current_scope != nullptr) return draw_from(current_scope->generator(c10::kCPU));
-  MutexLock turn(default_generator_mutex(c10::kCPU));  // it may be lent
+  MutexLock turn(default_generator_mutex(c10::kCPU));  // another thread's scope may use it
   return draw_from(at::detail::getDefaultCPUGenerator());
 }
 
@@ -172,7 +172,7 @@ void RandomScope::lend_default_generator(c10::Device device, absl::FunctionRef<v
   auto own = generator(device);
   auto lent = at::globalContext().defaultGenerator(device);
   MutexLock turn(default_generator_mutex(device));
-  // The generator's own mutex is held while its state is read or written, but not during the call, which takes it.
+  // Holds the generator's own mutex for reading and writing its state only, because `call` takes it.
   const auto exchange = [&lent](const at::Tensor& state) {
     std::lock_guard<std::mutex> lock(lent.mutex());
     auto was = lent.get_state();

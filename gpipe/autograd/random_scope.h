@@ -12,20 +12,20 @@
 
 namespace gpipe {
 
-/// For its lifetime, random draws on this thread that name no generator of their own (dropout, rand, bernoulli_,
-/// normal_, ...) come from a stream that depends on (seed, layer, micro_batch) alone. A pipeline opens one around each
-/// layer of each micro-batch, in the forward and again in the recompute; so may anyone who wants the same numbers of an
-/// unpartitioned model:
+/// For its lifetime, random draws on this thread that are given no generator (dropout, rand, bernoulli_, normal_, ...)
+/// come from a stream of numbers that depends only on (seed, layer, micro_batch). A pipeline opens one around each layer
+/// of each micro-batch, in the forward and in the recompute. Open one to get the same numbers from an unpartitioned
+/// model:
 ///
 ///   const auto seed = gpipe::RandomScope::draw_seed();
 ///   { gpipe::RandomScope scope(seed, /*layer=*/2, /*micro_batch=*/0); y = dropout->forward(x); }
 ///
-/// Operators without a generator argument draw from their device's default generator: on CUDA (dropout, attention), and
-/// on the CPU below a dispatch mode of Python's. It is lent the scope's stream under a lock for the call and given back
-/// its own; what other threads draw from it meanwhile, outside of scopes, is lost.
+/// Some operators cannot be given a generator: on CUDA (dropout, attention), and on the CPU under a Python dispatch mode.
+/// For these the device's default generator gets the scope's state for the call, under a lock. Draws that other threads
+/// make from it meanwhile, outside of scopes, do not advance its state.
 ///
-/// Scopes nest; each belongs to the thread that made it. A scope costs nothing until its first draw. While code is
-/// traced or functionalised draws are left alone.
+/// Scopes nest. Each belongs to the thread that made it. A scope costs nothing until its first draw. Draws in traced or
+/// functionalized code are left alone.
 class RandomScope {
  public:
   RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch);
@@ -33,16 +33,16 @@ class RandomScope {
   RandomScope(const RandomScope&) = delete;
   RandomScope& operator=(const RandomScope&) = delete;
 
-  /// One 64-bit draw from the default CPU generator, or, inside a scope, from the scope: the seed of a mini-batch.
+  /// Draws a mini-batch's 64-bit seed from the current scope, or from the default CPU generator outside of scopes.
   static std::uint64_t draw_seed();
 
   /// The calling thread's innermost scope, or nullptr.
   static RandomScope* current();
 
-  /// This scope's generator on a device, made at the first call for that device.
+  /// Returns this scope's generator for a device, made at the first call.
   at::Generator generator(c10::Device device);
 
-  /// Runs `call` with a device's default generator lent to this scope; draws inside it are left alone.
+  /// Runs `call` while the device's default generator has this scope's state. Does not intercept draws inside.
   void lend_default_generator(c10::Device device, absl::FunctionRef<void()> call);
   bool lending() const { return lending_; }
 

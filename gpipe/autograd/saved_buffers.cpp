@@ -14,7 +14,7 @@
 namespace gpipe {
 namespace {
 
-// Keeps Python's dispatch modes from operators for its lifetime: one of them may have thrown the error, and would again.
+// Disables Python dispatch modes for its lifetime: one of them may have thrown the error that is being handled.
 class WithoutModes {
  public:
   WithoutModes() : modes_(ModeStack::get_state()) { ModeStack::set_state({}); }
@@ -31,7 +31,7 @@ void write_back(const at::Tensor& tensor, const at::Tensor& copy) {
   if (tensor.sizes() == copy.sizes()) {
     tensor.variable_data().copy_(copy);
   } else {
-    tensor.set_data(copy.clone());  // it was given another shape
+    tensor.set_data(copy.clone());  // its shape has changed
   }
 }
 
@@ -96,8 +96,8 @@ void SavedBuffers::learn(BufferHabits& habits) {
       if (!changes) copies[i].reset();
       if (copied) continue;
       throw std::runtime_error("[gpipe] layer '" + layer->name() +
-                               "' changed a buffer that its earlier forwards left alone, so its forward cannot be "
-                               "recomputed; repeat the call, which will work from a copy");
+                               "' changed a buffer for the first time, so its forward cannot be recomputed; repeat "
+                               "the call: from now on the stage stores a copy of the buffer");
     }
   }
 }

@@ -12,13 +12,13 @@ namespace gpipe {
 class Layer;
 struct Stage;
 
-/// The values of tensors at one time.
+/// Copies of tensors' values at one time.
 class SavedTensors {
  public:
   explicit SavedTensors(std::vector<at::Tensor> tensors);
-  /// Writes the values back. Does not change version counters, so graphs in flight stay valid.
+  /// Writes the values back. Does not advance version counters, so graphs in flight stay valid.
   void restore() const;
-  /// The same while an exception is under way. Ignores errors of its own.
+  /// As restore(), while an exception is being handled: ignores its own errors.
   void restore_after_error() const noexcept;
 
  private:
@@ -26,11 +26,11 @@ class SavedTensors {
   std::vector<at::Tensor> copies_;
 };
 
-/// Which large buffers of a stage its forwards change. Masks and tables of positions stay constant, and recomputed cells
-/// need no copies of them. Used by one thread at a time.
+/// Remembers which large buffers of a stage its forwards change. Others (masks, tables of positions) need no copies for
+/// a recompute. Used by one thread at a time.
 class BufferHabits {
  public:
-  /// Whether a buffer is known to be constant and still has the version that it had then.
+  /// Whether a buffer is known to be constant and has not been changed since.
   bool is_constant(const at::Tensor& buffer) const;
   /// Whether forwards are known to change a buffer.
   bool is_changing(const at::Tensor& buffer) const;
@@ -44,17 +44,17 @@ class BufferHabits {
   WeakTensorMap<Habit> known_;
 };
 
-/// The buffers of layers as they were at one time: which tensors they were, and what those held.
+/// The buffers of a stage's layers at one time: which tensors they were, and their values.
 class SavedBuffers {
  public:
-  /// Copies every buffer; with `habits`, only those that are not known to be constant. The stage must outlive this.
+  /// Copies every buffer; with `habits`, except those known to be constant. `stage` must outlive this.
   explicit SavedBuffers(const Stage& stage, const BufferHabits* habits = nullptr);
 
-  /// Learns from the stage's forward that has run since which large buffers are constant, and drops their copies.
-  /// Errors: std::runtime_error when a constant buffer has changed.
+  /// Call after the stage's forward. Learns which large buffers are constant, and drops their copies. Errors:
+  /// std::runtime_error when a buffer known to be constant has changed.
   void learn(BufferHabits& habits);
 
-  /// Puts tensors and values back, as SavedTensors does. Errors: those of Layer::set_buffers().
+  /// Restores tensors and values, as SavedTensors does. Errors: those of Layer::set_buffers().
   void restore() const;
   void restore_after_error() const noexcept;
 

@@ -17,7 +17,7 @@ std::uint64_t next_memory() {
 
 void SharedMemory::enters(const at::Tensor& tensor, const Memory& memory) {
   if (!tensor.defined() || memory.number == Memory::kOwn) return;
-  bool watched = memory.shown_later;
+  bool watched = memory.shared_later;
   for (auto& other : entering_) {
     if (other.memory.number != memory.number) continue;
     other.watched = watched = true;
@@ -29,8 +29,8 @@ void SharedMemory::check(int stage, const std::string& layer) const {
   for (const auto& [tensor, version, memory, watched] : entering_) {
     if (!watched || version_of(tensor) == version) continue;
     throw std::runtime_error("[gpipe] a tensor was changed in place by layer '" + layer +
-                             "', but another one that shares its memory enters stage " + std::to_string(stage) +
-                             " or a later stage, and its gradient would be wrong; change a clone instead");
+                             "', but another tensor that shares its memory enters stage " + std::to_string(stage) +
+                             " or a later one and would get a wrong gradient; change a clone instead");
   }
 }
 
@@ -59,8 +59,8 @@ void SharedMemory::leaves(std::vector<Parcel>& out, const std::vector<int>& stag
       if (a.memory.number == Memory::kOwn) a.memory.number = b.memory.number;
       if (a.memory.number == Memory::kOwn) a.memory.number = next_memory();
       b.memory.number = a.memory.number;
-      a.memory.shown_later |= a.stage <= b.stage;
-      b.memory.shown_later |= b.stage <= a.stage;
+      a.memory.shared_later |= a.stage <= b.stage;
+      b.memory.shared_later |= b.stage <= a.stage;
     }
   }
 }

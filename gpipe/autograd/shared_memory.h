@@ -10,19 +10,19 @@
 
 namespace gpipe {
 
-/// Watches one run of a cell for changes in place that tensors behind the cut would miss. Tensors that cross a cut are
-/// detached one by one: when two of them share memory, autograd does not know it, and a device that gets copies does
-/// not share it any more. So neither of them may be changed in place. Used by one thread.
+/// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell. Each
+/// tensor that crosses a cut is detached, so autograd would miss such a change, and copies on another device do too. Used
+/// by one thread.
 class SharedMemory {
  public:
-  /// Notes what enters the cell: the tensor as its layers see it, and what its parcel says of its memory.
+  /// Adds an input: the tensor that the layers get, and its parcel's Memory.
   void enters(const at::Tensor& tensor, const Memory& memory);
 
-  /// Errors: std::runtime_error, which names the layer that has run, when a tensor was changed whose memory another one
-  /// shows that enters the same stage or a later one.
+  /// Call after each layer. Errors: std::runtime_error, which names the layer, when an input was changed whose memory
+  /// another input of this stage or a later one shares.
   void check(int stage, const std::string& layer) const;
 
-  /// Says of the parcels that leave which memory their tensors show. `stages[k]` is where out[k] goes.
+  /// Sets the Memory of the tensors that leave the cell. `stages[k]` receives out[k].
   void leaves(std::vector<Parcel>& out, const std::vector<int>& stages) const;
 
  private:
@@ -35,7 +35,7 @@ class SharedMemory {
   std::vector<Entering> entering_;
 };
 
-/// Says which of a mini-batch's inputs show the same memory. Each gets a number, so that outputs can be told from them.
+/// Returns the Memory of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are found.
 std::vector<Memory> memory_of_inputs(const std::vector<at::Tensor>& inputs);
 
 }  // namespace gpipe

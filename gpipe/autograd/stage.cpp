@@ -24,7 +24,7 @@ using torch::autograd::Node;
 
 constexpr std::int64_t kLarge = std::int64_t{64} << 10;  // bytes
 
-// Modules may share a tensor; the first occurrence counts.
+// Collects tensors, each once. Modules may share a tensor.
 class DistinctTensors {
  public:
   void add(const at::Tensor& tensor) {
@@ -37,7 +37,7 @@ class DistinctTensors {
   std::vector<at::Tensor> tensors_;
 };
 
-// Whether a node was made on this thread since its sequence number was `begin`.
+// Whether this thread has made a node since its sequence number was `begin`.
 bool made_here(const Node& node, const GradientSink* sink, std::uint64_t begin) {
   const auto made = sink != nullptr ? sink->made : node.sequence_nr();
   return node.thread_id() == at::RecordFunction::currentThreadId() && made >= begin;
@@ -46,15 +46,14 @@ bool made_here(const Node& node, const GradientSink* sink, std::uint64_t begin) 
 [[noreturn]] void refuse_foreign(const Node& node) {
   throw std::invalid_argument(
       "[gpipe] a layer uses a tensor whose graph (" + node.name() +
-      ") was built outside this forward of this micro-batch; what a layer keeps from one call to "
-      "the next must be detached");
+      ") was built outside this forward of this micro-batch; detach tensors that a layer keeps between calls");
 }
 
 [[noreturn]] void refuse_leaf(const torch::autograd::AccumulateGrad& leaf) {
   std::ostringstream message;
   message << "[gpipe] a layer uses a tensor of shape " << leaf.variable.sizes()
-          << " that requires grad, but is neither a parameter of the layer nor an input; register it with "
-             "register_parameter, pass it through the model, or detach it";
+          << " that requires grad but is neither a parameter nor an input; register it with register_parameter, pass "
+             "it through the model, or detach it";
   throw std::invalid_argument(message.str());
 }
 
@@ -161,7 +160,7 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin) const
         visit(edge.function.get());
       } else if (const auto found = edges_.find(edge.function.get()); found != edges_.end()) {
         edge = found->second;
-        // The node of an in-place operation on a view asks the operation's own node, whose edges must be the same.
+        // The node of an in-place operation on a view forwards to the operation's own node: keep their edges equal.
         if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node)) {
           slices->fn->set_next_edge(i, edge);
         }

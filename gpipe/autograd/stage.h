@@ -22,72 +22,72 @@
 
 namespace gpipe {
 
-/// A contiguous run of layers on one device. Used by one thread at a time.
+/// A contiguous run of layers on one device. Used by one thread at a time: its worker, or a caller that holds the
+/// pipeline's turn while the workers rest.
 struct Stage {
   int index = 0;
   int first_layer = 0;
   std::vector<std::unique_ptr<Layer>> layers;
-  RunLayers run_layers;  ///< none: one layer after the other
+  RunLayers run_layers;  ///< runs the layers for a language binding; empty: Layer::forward() of each
   c10::Device device = c10::kCPU;
 
-  /// The skips that enter from and leave for other stages, in the order of the stage's edges behind the activation.
+  /// The skips from and to other stages, in the order of the stage's edges (the activation's edge comes first).
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
-  /// Where the activation and the skips that leave go; the caller is the stage behind the last.
+  /// The stages that receive the activation and each of `skips_out`. The caller counts as the stage after the last.
   std::vector<int> receivers;
 
-  /// Whether what enters was seen to be changed in place, by this stage or by one that it was passed on to: then
-  /// recomputed cells store a copy of it. Until the first recompute has shown, assume so.
+  /// Whether this stage, or a later one that gets the same memory, was seen to change its input in place. See
+  /// StoredInputs.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
-  /// Which of its outputs need gradients, and what its forwards do to buffers.
   GradientFlow gradient_flow;
   BufferHabits habits;
-  /// Leaves that its layers have used and that are not its parameters.
+  /// Leaves other than parameters that its layers have used.
   WeakTensorMap<std::monostate> leaves;
-  /// How often its layers have written to each parameter, as an embedding with max_norm does.
+  /// How often its own layers have written to each parameter, as an embedding with max_norm does.
   absl::flat_hash_map<const c10::TensorImpl*, std::uint32_t> own_writes;
 
-  /// Calls a function while this thread may use the objects of the layers' language. Empty: without further ado.
+  /// LanguageBinding::lock; may be empty.
   std::function<void(absl::FunctionRef<void()>)> lock;
   void locked(absl::FunctionRef<void()> call) const { lock ? lock(call) : call(); }
 
-  /// Distinct parameters, in order of first occurrence.
+  /// The layers' parameters, each once, in order of first occurrence.
   std::vector<at::Tensor> parameters() const;
-  /// Distinct buffers, of those that the layers have at present.
+  /// The layers' present buffers, each once.
   std::vector<at::Tensor> buffers() const;
 };
 
-/// Whether a tensor is large: 64 KiB or more.
+/// Whether a tensor has 64 KiB or more.
 bool is_large(const at::Tensor& tensor);
 
-/// Where the gradients of a stage's parameters are caught during one mini-batch. A cell's graph ends in these instead
-/// of in the parameters' own accumulators, whose hooks would fire once a micro-batch.
+/// The sinks for the gradients of a stage's parameters during one mini-batch. A cell's graph ends in them instead of in
+/// the parameters' gradient accumulators, whose hooks would run once per micro-batch.
 class ParameterSinks {
  public:
-  /// With `grad`, makes a sink for each of the stage's parameters that require grad. The stage must outlive this.
+  /// With `grad`, makes sinks for the stage's parameters that require grad. `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad);
 
-  /// The parameters that have a sink; and the nodes that stand for them, whose sums have the same order. A large parameter has
-  /// a node to itself, so that its gradient is added, and freed, as soon as it is there; small ones share a node, for
-  /// each that the engine evaluates costs as much as a small layer.
+  /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has a sink of
+  /// its own, so that its gradient is added and freed at once. Small ones share a sink, because each node that the engine
+  /// runs costs about a microsecond.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<std::shared_ptr<GradientSink>>& sinks() const { return sinks_; }
 
-  /// Makes the graph behind `roots`, which this thread has built since its sequence number was `begin`, end in the
-  /// sinks. Errors: std::invalid_argument when it reaches another graph, or a leaf that is not a parameter of the
-  /// stage and that an earlier cell has used too: gradients would be lost there. A leaf that a layer has made for itself
-  /// (to differentiate inside its forward) is used by one cell only.
+  /// Makes the graph behind `roots` end in the sinks. This thread must have built it since its sequence number was
+  /// `begin`. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is not a parameter of the
+  /// stage and was used by an earlier cell too, because gradients would be lost there. (A layer may make a leaf in its
+  /// forward and differentiate by it; only one cell uses such a leaf.)
   void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin) const;
 
   /// Whether each parameter of the stage has a sink.
   const std::vector<bool>& has_sink() const { return has_sink_; }
-  /// All parameters of the stage, with a sink or not; and those that its own layers write to.
+  /// All parameters of the stage, and those that its own layers write to.
   const std::vector<at::Tensor>& all() const { return all_; }
   std::vector<at::Tensor> written() const;
 
-  /// Errors: std::runtime_error when a parameter was changed in place since this was made, other than by the stage's own
-  /// layers.
+  /// Errors: std::runtime_error when code other than the stage's own layers has changed a parameter in place since this
+  /// was made.
   void check_unchanged() const;
 
  private:
@@ -95,15 +95,15 @@ class ParameterSinks {
 
   Stage& stage_;
   std::vector<at::Tensor> all_;
-  std::vector<std::uint32_t> versions_;  // less the stage's own writes
+  std::vector<std::uint32_t> versions_;  // without the stage's own writes
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::shared_ptr<GradientSink>> sinks_;  // first that of the small ones
+  std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves the small parameters
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
 
-/// For its lifetime, counts changes of parameters as writes of the stage that owns them. REQUIRES: only the stages'
+/// Counts changes of parameters during its lifetime as writes by the stage that owns them. REQUIRES: only the stages'
 /// layers write meanwhile.
 class OwnWrites {
  public:

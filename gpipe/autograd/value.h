@@ -10,7 +10,7 @@
 
 namespace gpipe {
 
-/// What an object of another language was made of, without its tensors. Immutable; may be used on any thread.
+/// The structure of an object of another language, without its tensors. Immutable. Thread-safe.
 class Structure {
  public:
   virtual ~Structure() = default;
@@ -19,9 +19,9 @@ class Structure {
   virtual std::string describe() const = 0;
 };
 
-/// What a layer takes or returns: one tensor, a vector of tensors, a tuple of 2 to 8, or the tensors of an object of
-/// another language. It remembers which, so that the next layer gets the type that the layer before it returned,
-/// wherever the model is cut.
+/// The input or output of a layer: one tensor, a vector of tensors, a tuple of 2 to 8 tensors, or the tensors of an object
+/// of another language. Its form tells which, so that a layer gets the type that the previous layer returned, wherever
+/// the model is cut.
 class Value {
  public:
   struct Form {
@@ -33,7 +33,7 @@ class Value {
     friend bool operator==(const Form& a, const Form& b);
 
     Kind kind;
-    std::shared_ptr<const Structure> structure;  ///< of an object
+    std::shared_ptr<const Structure> structure;  ///< null unless kind is kObject
   };
 
   Value() = default;
@@ -50,7 +50,7 @@ class Value {
   const std::vector<at::Tensor>& tensors() const& { return tensors_; }
   std::vector<at::Tensor> tensors() && { return std::move(tensors_); }
 
-  /// The one tensor. Errors: std::invalid_argument when this is not a single tensor.
+  /// Returns the single tensor. Errors: std::invalid_argument when this is not one.
   at::Tensor tensor() const;
 
   /// "a tensor", "a vector of 3 tensors", "a tuple of 2 tensors", or the description of an object's structure.

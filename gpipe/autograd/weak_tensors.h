@@ -10,7 +10,7 @@
 
 namespace gpipe {
 
-/// A map from tensors to what is known of them, which does not keep the tensors. An entry goes when its tensor has.
+/// A map with weak references to tensors as keys. An entry is removed after its tensor is destroyed.
 template <typename Known>
 class WeakTensorMap {
  public:
@@ -25,7 +25,7 @@ class WeakTensorMap {
   }
 
  private:
-  // The weak reference keeps the address from being used again.
+  // The weak reference prevents another tensor from getting the same address.
   using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
   absl::flat_hash_map<const c10::TensorImpl*, std::pair<Weak, Known>> known_;
 };

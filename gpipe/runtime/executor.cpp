@@ -214,6 +214,17 @@ bool Executor::on_worker() const { return owner_of_this_thread == this; }
 
 bool Executor::forked() const { return getpid() != process_; }
 
+void Executor::check_caller() const {
+  if (on_worker()) {
+    throw std::logic_error("[gpipe] a layer called the pipeline that it is part of; a pipeline cannot contain itself");
+  }
+  if (forked()) {
+    throw std::logic_error(
+        "[gpipe] this process was forked after the pipeline was made, and has none of its threads; make the pipeline "
+        "in the process that uses it");
+  }
+}
+
 void Executor::wait_for(Worker& worker, Run& run) {
   if (!poll_) return worker.wait();
   while (!worker.wait_for(kPollInterval)) {
@@ -226,15 +237,7 @@ void Executor::wait_for(Worker& worker, Run& run) {
 }
 
 std::optional<Failure> Executor::run(const Program& program, Part part, Cells& cells, Timeline* timeline, int step) {
-  if (on_worker()) {
-    throw std::logic_error(
-        "Executor::run was called on one of its own workers, which would wait for itself: call it from "
-        "another thread");
-  }
-  if (forked()) {
-    throw std::logic_error(
-        "Executor::run was called in a process that was forked off, without the worker threads: make a new one there");
-  }
+  check_caller();
   if (program.workers() != workers()) {
     throw std::logic_error(absl::StrFormat(
         "Executor::run: the program needs %d workers, the executor has %d: match them", program.workers(), workers()));

@@ -55,11 +55,14 @@ class Executor {
   /// True in a process that was forked off this executor's: its threads stayed behind.
   bool forked() const;
 
+  /// Errors: std::logic_error when on_worker() or forked(), where run() cannot work.
+  void check_caller() const;
+
   /// Walks the part of the program with the cells and returns when all workers are at rest: the first failure, or none.
   /// With a timeline, appends what ran to its end, as seconds on std::chrono::steady_clock, labelled `step`, and makes
   /// its workers and edges the program's; without, reads no clock.
-  /// Errors, before anything runs: std::logic_error when on_worker() or forked(), when the program needs another number
-  /// of workers, or when it is not in two phases and the part is not kAll.
+  /// Errors, before anything runs: those of check_caller(); std::logic_error when the program needs another number of
+  /// workers, or when it is not in two phases and the part is not kAll.
   std::optional<Failure> run(const Program& program, Part part, Cells& cells, Timeline* timeline = nullptr,
                              int step = 0);
 

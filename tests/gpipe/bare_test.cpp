@@ -256,7 +256,7 @@ Outcome compare(const Spec& spec) {
   } catch (const std::exception& error) {
     const auto text = text_of(error);
     const bool documented = text.find("changed in place") != std::string::npos ||
-                            text.find("in place, which it did not do before") != std::string::npos;
+                            text.find("was changed in place by one of its layers for the first time") != std::string::npos;
     return {documented && may_be_refused(spec) ? Verdict::kRefused : Verdict::kDifferent, text};
   }
   return {Verdict::kEqual, ""};

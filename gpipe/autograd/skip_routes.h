@@ -1,0 +1,61 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/edge.h>
+
+#include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/autograd/stage.h"
+#include "skip/context.h"
+
+namespace gpipe {
+
+/// Routes stash() and pop() during one run of a cell's layers: to the skips that enter and leave the stage, or, where
+/// both ends lie inside the stage, to each other. Used by one thread.
+class SkipRoutes : public SkipContext {
+ public:
+  /// `entering[k]` is the tensor of the stage's k-th skip in. `stage` must outlive this.
+  SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering);
+
+  /// Errors, of both: std::runtime_error for a skip that is stashed or popped twice, popped before it is stashed, or
+  /// changed in place between.
+  void stash(const SkipKey& key, at::Tensor tensor) override;
+  at::Tensor pop(const SkipKey& key) override;
+
+  /// Call after each layer. Errors: std::runtime_error, which names the layer, when a skip that another stage uses was
+  /// changed in place.
+  void check_unchanged(const std::string& layer) const;
+
+  /// Call after the last layer. Errors: std::runtime_error for a declared skip that was not stashed or popped.
+  void check_all_used() const;
+
+  /// The skips that leave the stage, in its order.
+  struct Leaving {
+    at::Tensor tensor;  ///< as the layer stashed it
+    std::uint32_t version = 0;
+    torch::autograd::Edge root;
+    Parcel parcel;  ///< empty until the skip is stashed
+  };
+  std::vector<Leaving>& leaving() { return leaving_; }
+
+ private:
+  struct Entering {
+    at::Tensor tensor;
+    std::uint32_t version = 0;
+    bool popped = false;
+  };
+
+  const Stage& stage_;
+  std::vector<Entering> entering_;
+  std::vector<Leaving> leaving_;
+  std::map<SkipKey, at::Tensor> inside_;
+};
+
+/// Adds a tensor that leaves a cell to its parcel: detached, and with the wish for a gradient if it requires one.
+void add_leaving(const at::Tensor& tensor, Parcel& parcel);
+
+}  // namespace gpipe

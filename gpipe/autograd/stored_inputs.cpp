@@ -1,0 +1,69 @@
+#include "gpipe/autograd/stored_inputs.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+namespace gpipe {
+namespace {
+
+using InPlace = Stage::InPlace;
+
+std::vector<Parcel> copies_of(std::vector<Parcel> parcels) {
+  for (auto& parcel : parcels) {
+    for (auto& tensor : parcel.tensors) {
+      if (tensor.defined()) tensor = tensor.clone();
+    }
+    parcel.renew_versions();
+  }
+  return parcels;
+}
+
+bool changed(const std::vector<Parcel>& parcels) {
+  return std::any_of(parcels.begin(), parcels.end(), [](const auto& parcel) { return parcel.changed(); });
+}
+
+[[noreturn]] void fail(const Stage& stage, const std::string& when) {
+  throw std::runtime_error("[gpipe] the input of stage " + std::to_string(stage.index) + " was changed in place " +
+                           when +
+                           " for the first time, so the stage cannot be recomputed; repeat the call: from now on the "
+                           "stage stores copies of its input");
+}
+
+}  // namespace
+
+StoredInputs::StoredInputs(Stage& stage, const std::vector<Parcel>& inputs)
+    : stage_(stage), stored_(stage.in_place == InPlace::kNo ? inputs : copies_of(inputs)) {
+  if (stage.in_place == InPlace::kUnknown) originals_ = inputs;
+}
+
+void StoredInputs::check_after_forward(const std::vector<Parcel>& inputs) {
+  if (!changed(inputs)) return;
+  const bool stores_copies = stage_.in_place != InPlace::kNo;
+  stage_.in_place = InPlace::kYes;
+  if (!stores_copies) fail(stage_, "by one of its layers");
+}
+
+void StoredInputs::observe_originals() {
+  if (originals_.empty()) return;
+  // A later stage may have changed what this one passed on.
+  if (changed(originals_)) {
+    stage_.in_place = InPlace::kYes;
+  } else if (stage_.in_place == InPlace::kUnknown) {
+    stage_.in_place = InPlace::kNo;
+  }
+  originals_.clear();
+}
+
+std::vector<Parcel> StoredInputs::take(bool retain_graph) {
+  observe_originals();
+  if (changed(stored_)) {
+    stage_.in_place = InPlace::kYes;
+    fail(stage_, "between its forward and its recompute");
+  }
+  if (!retain_graph) return std::move(stored_);
+  return stage_.in_place == InPlace::kNo ? stored_ : copies_of(stored_);
+}
+
+}  // namespace gpipe

@@ -1,0 +1,34 @@
+#pragma once
+
+#include <vector>
+
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/autograd/stage.h"
+
+namespace gpipe {
+
+/// The inputs of a checkpointed cell, stored from its forward until its recompute. Stores copies where the stage, or a
+/// later one that gets the same memory, changes its inputs in place, and until the first recompute has shown that none
+/// does. Used by one thread at a time.
+class StoredInputs {
+ public:
+  /// Call before the forward. `stage` must outlive this.
+  StoredInputs(Stage& stage, const std::vector<Parcel>& inputs);
+
+  /// Call after the forward. Errors: std::runtime_error when it changed inputs in place for the first time, so that the
+  /// originals are lost. The stage copies from then on.
+  void check_after_forward(const std::vector<Parcel>& inputs);
+
+  /// Returns the inputs of a recompute. With `retain_graph` they can be taken again. Errors: std::runtime_error when they
+  /// were changed in place since the forward.
+  std::vector<Parcel> take(bool retain_graph);
+
+ private:
+  void observe_originals();
+
+  Stage& stage_;
+  std::vector<Parcel> stored_;
+  std::vector<Parcel> originals_;  // while it is unknown whether the stage changes them; stored_ holds copies
+};
+
+}  // namespace gpipe

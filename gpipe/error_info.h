@@ -1,0 +1,22 @@
+#pragma once
+
+#include <exception>
+#include <string>
+
+#include "gpipe/autograd/stage.h"
+#include "gpipe/schedule/action.h"
+
+namespace gpipe {
+
+/// Where an exception of a forward or backward came from.
+struct ErrorInfo {
+  Action action;           ///< kind, stage and micro-batch
+  int layer = -1;          ///< index in the model; -1 in a backward, which runs no layer
+  std::string layer_name;  ///< the Sequential's name of the layer; empty in a backward
+  std::string message;     ///< the exception's what(), or "unknown"
+};
+
+/// Describes an error of an action. `layer` is the index in the stage of the layer that ran, -1 for none.
+ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer);
+
+}  // namespace gpipe

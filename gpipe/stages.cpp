@@ -1,0 +1,167 @@
+#include "gpipe/stages.h"
+
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/strings/str_join.h"
+#include "gpipe/schedule/program.h"
+
+namespace gpipe {
+namespace {
+
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
+
+void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
+  if (layers == 0) refuse("the model has no layers");
+  if (balance.empty()) {
+    refuse("balance is empty; give the number of layers of each stage, such as {" + std::to_string(layers) +
+           "} for one stage");
+  }
+  if (const auto sum = static_cast<std::size_t>(stage_ends(balance).back()); sum != layers) {
+    refuse("balance {" + absl::StrJoin(balance, ", ") + "} sums to " + std::to_string(sum) + ", but the model has " +
+           std::to_string(layers) + " layers");
+  }
+}
+
+void check_distinct(const std::vector<std::unique_ptr<Layer>>& layers) {
+  absl::flat_hash_map<const void*, std::string> seen;
+  for (const auto& layer : layers) {
+    const auto [first, inserted] = seen.emplace(layer->module().get(), layer->name());
+    if (!inserted) {
+      refuse("layers '" + first->second + "' and '" + layer->name() +
+             "' are the same module; use a copy, because each layer belongs to one place");
+    }
+  }
+}
+
+int device_count(c10::DeviceType type) {
+  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  return c10::impl::getDeviceGuardImpl(type)->deviceCount();
+}
+
+}  // namespace
+
+void check_model(const std::vector<std::unique_ptr<Layer>>& layers, const std::vector<std::int64_t>& balance) {
+  check_balance(balance, layers.size());
+  check_distinct(layers);
+}
+
+std::vector<torch::Device> place_stages(const std::vector<torch::Device>& wanted, std::size_t stages) {
+  auto devices = wanted;
+  if (devices.empty()) {
+    const int gpus = device_count(torch::kCUDA);
+    if (gpus == 0) return std::vector<torch::Device>(stages, torch::kCPU);
+    for (int i = 0; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
+  }
+  if (devices.size() < stages) {
+    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(stages) + " stages, but " +
+                            std::to_string(devices.size()) + " devices; a device may be given more than once");
+  }
+  devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(stages), devices.end());
+  for (auto& device : devices) {
+    if (device.is_cpu()) {
+      device = torch::kCPU;
+      continue;
+    }
+    const int count = device.is_meta() ? 0 : device_count(device.type());
+    if (!device.has_index()) device.set_index(0);
+    if (device.index() >= count) {
+      throw std::out_of_range("[gpipe] device " + device.str() + " does not exist: this process sees " +
+                              std::to_string(count) + " " + c10::DeviceTypeName(device.type()) + " device" +
+                              (count == 1 ? "" : "s") + "; choose an existing one");
+    }
+  }
+  return devices;
+}
+
+std::vector<Stage> cut_into_stages(std::vector<std::unique_ptr<Layer>> layers, const std::vector<std::int64_t>& balance,
+                                   const std::vector<torch::Device>& devices) {
+  std::vector<Stage> stages;
+  std::size_t next = 0;
+  for (std::size_t s = 0; s < balance.size(); ++s) {
+    auto& stage = stages.emplace_back();
+    stage.index = static_cast<int>(s);
+    stage.first_layer = static_cast<int>(next);
+    stage.device = devices[s];
+    for (std::int64_t i = 0; i < balance[s]; ++i) stage.layers.push_back(std::move(layers[next++]));
+  }
+  return stages;
+}
+
+namespace {
+
+[[noreturn]] void refuse_shared(int first, int second, const std::string& what) {
+  refuse("stages " + std::to_string(first) + " and " + std::to_string(second) + " share " + what +
+         "; put the layers that share it into one stage");
+}
+
+}  // namespace
+
+void check_parameters(const std::vector<Stage>& stages) {
+  absl::flat_hash_map<const void*, int> owner;
+  for (const auto& stage : stages) {
+    for (const auto& parameter : stage.parameters()) {
+      const auto [first, inserted] = owner.emplace(parameter.unsafeGetTensorImpl(), stage.index);
+      if (!inserted) refuse_shared(first->second, stage.index, "a parameter");
+    }
+  }
+}
+
+SharedBuffers find_shared_buffers(const std::vector<Stage>& stages) {
+  SharedBuffers shared;
+  absl::flat_hash_map<const void*, const Stage*> owner;
+  for (const auto& stage : stages) {
+    for (const auto& layer : stage.layers) {
+      for (const auto& buffer : layer->module()->named_buffers()) {
+        if (!buffer.value().defined()) continue;
+        const auto [first, inserted] = owner.emplace(buffer.value().unsafeGetTensorImpl(), &stage);
+        const auto& other = *first->second;
+        if (inserted || &other == &stage) continue;
+        const auto& key = buffer.key();
+        const auto what = "buffer '" + key.substr(key.rfind('.') + 1) + "'";
+        // Batch norm writes to these.
+        if (what == "buffer 'running_mean'" || what == "buffer 'running_var'" || other.device != stage.device) {
+          refuse_shared(other.index, stage.index, what);
+        }
+        shared.add(buffer.value(),
+                   what + " of stages " + std::to_string(other.index) + " and " + std::to_string(stage.index));
+      }
+    }
+  }
+  return shared;
+}
+
+void move_to_device(const Stage& stage) {
+  for (const auto& layer : stage.layers) {
+    const auto module = layer->module();
+    auto tensors = module->parameters();
+    for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
+    const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+      return !tensor.defined() || tensor.device() == stage.device;
+    });
+    if (!there) module->to(stage.device);  // a nested pipeline refuses to move
+  }
+}
+
+std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
+                                 const std::vector<SkipLink>& skips) {
+  std::vector<LayerLink> links;
+  for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
+  std::vector<int> crossing;
+  auto edges = cut_edges(balance, links, &crossing);
+  for (auto& stage : stages) stage.receivers = {stage.index + 1};
+  for (std::size_t i = 0; i < crossing.size(); ++i) {
+    const auto& edge = edges[edges.size() - crossing.size() + i];
+    stages[edge.from].skips_out.push_back(skips[crossing[i]].key);
+    stages[edge.from].receivers.push_back(edge.to);
+    stages[edge.to].skips_in.push_back(skips[crossing[i]].key);
+  }
+  return edges;
+}
+
+}  // namespace gpipe
