@@ -15,9 +15,6 @@
 
 namespace gpipe {
 
-using torch::profiler::impl::ProfilerConfig;
-using torch::profiler::impl::ProfilerState;
-
 namespace {
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -111,9 +108,7 @@ LayerTrace::Version::Version(const at::Tensor& tensor)
     : counter(torch::autograd::impl::version_counter(tensor)), was(counter.current_version()) {}
 
 LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
-    : ProfilerStateBase(
-          ProfilerConfig(ProfilerState::Disabled, /*report_input_shapes=*/false, /*profile_memory=*/true)),
-      id_(new_id()),
+    : id_(new_id()),
       recomputes_(recomputes),
       device_(device),
       backward_seen_(layers),
@@ -191,27 +186,25 @@ const LayerTrace::Part* LayerTrace::part_of_this_thread() const {
   return place_of_this_thread.trace == id_ ? &place_of_this_thread.part : nullptr;
 }
 
-void LayerTrace::reportMemoryUsage(void* data, std::int64_t bytes, std::size_t, std::size_t, c10::Device) {
+void LayerTrace::allocated(const void* data, std::int64_t bytes) {
+  const Part* part = part_of_this_thread();
+  if (part == nullptr) return;
+  MutexLock lock(mutex_);
+  live_[data] = allocations_.size();
+  allocations_.push_back({.born = *part, .bytes = bytes, .reaches = part->layer});
+  bytes_ += bytes;
+  peak_ = std::max(peak_, bytes_);
+}
+
+void LayerTrace::freed(const void* data, std::int64_t) {
   const Part* part = part_of_this_thread();
   MutexLock lock(mutex_);
-  if (bytes > 0) {
-    if (part == nullptr) return;
-    live_[data] = allocations_.size();
-    allocations_.push_back({.born = *part, .bytes = bytes, .reaches = part->layer});
-    bytes_ += bytes;
-    peak_ = std::max(peak_, bytes_);
-    return;
-  }
   const auto found = live_.extract(data);
   if (!found) return;
   auto& allocation = allocations_[found.mapped()];
   bytes_ -= allocation.bytes;
   allocation.end = part == nullptr ? Allocation::End::kCaller : Allocation::End::kPart;
   if (part != nullptr) allocation.freed_by = *part;
-}
-
-torch::profiler::impl::ActiveProfilerType LayerTrace::profilerType() {
-  return torch::profiler::impl::ActiveProfilerType::NONE;
 }
 
 void LayerTrace::read_memory(Profile& profile) {

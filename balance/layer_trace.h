@@ -2,7 +2,6 @@
 
 #include <c10/core/Device.h>
 #include <c10/core/TensorImpl.h>
-#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <cstdint>
 #include <map>
@@ -15,6 +14,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "balance/profile.h"
 #include "gpipe/autograd/layer.h"
+#include "gpipe/runtime/allocation_listener.h"
 #include "gpipe/runtime/mutex.h"
 #include "gpipe/schedule/action.h"
 #include "skip/context.h"
@@ -26,8 +26,7 @@ namespace gpipe {
 ///
 /// Between two layers, where a graph is built, stands an identity node, which says in the backward where one layer's
 /// part ends and that of the layer before it begins: the engine runs all nodes of a layer before those of earlier ones.
-class LayerTrace : public torch::profiler::impl::ProfilerStateBase,  // for which PyTorch takes whatever is there
-                   public std::enable_shared_from_this<LayerTrace> {
+class LayerTrace : public AllocationListener, public std::enable_shared_from_this<LayerTrace> {
  public:
   /// With `recomputes`, a forward that builds a graph is an R. The layers run on `device`.
   LayerTrace(int layers, bool recomputes, c10::Device device);
@@ -68,9 +67,6 @@ class LayerTrace : public torch::profiler::impl::ProfilerStateBase,  // for whic
   };
   std::map<SkipKey, Skip> skips() const;
 
-  void reportMemoryUsage(void* data, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override;
-  torch::profiler::impl::ActiveProfilerType profilerType() override;
-
  private:
   struct Allocation {
     Part born;
@@ -89,6 +85,8 @@ class LayerTrace : public torch::profiler::impl::ProfilerStateBase,  // for whic
     bool changed() const { return counter.current_version() != was; }
   };
 
+  void allocated(const void* data, std::int64_t bytes) override;
+  void freed(const void* data, std::int64_t) override;
   void close_part() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Allocation* find(const at::Tensor& tensor) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Part* part_of_this_thread() const;

@@ -1,8 +1,6 @@
 // What a step needs: the most bytes of tensors at once, above those of model and data, gradients included; and the page
 // faults and the time that re-use of memory saves.
 
-#include <c10/core/Allocator.h>
-#include <c10/util/ThreadLocalDebugInfo.h>
 #include <sys/resource.h>
 
 #include <CLI/CLI.hpp>
@@ -14,23 +12,26 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/runtime/allocation_listener.h"
 #include "gpipe/runtime/memory_reuse.h"
 
 namespace gpipe::bench {
 namespace {
 
-// Of all threads that take over the state of one where this is installed.
-class LiveBytes : public c10::MemoryReportingInfoBase {
+/// The bytes in use by all threads, above those when it was installed.
+class LiveBytes : public AllocationListener {
  public:
-  void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override {
+  double peak() const { return static_cast<double>(peak_); }
+
+ private:
+  void allocated(const void*, std::int64_t bytes) override { add(bytes); }
+  void freed(const void*, std::int64_t bytes) override { add(-bytes); }
+  void add(std::int64_t bytes) {
     const std::lock_guard<std::mutex> lock(mutex_);
     now_ += bytes;
     peak_ = std::max(peak_, now_);
   }
-  bool memoryProfilingEnabled() const override { return true; }
-  double peak() const { return static_cast<double>(peak_); }
 
- private:
   std::mutex mutex_;
   std::int64_t now_ = 0;
   std::int64_t peak_ = 0;
@@ -64,7 +65,7 @@ void measure_peak(const Row& row, const Options& options) {
   for (int i = 0; i < options.repeats; ++i) {
     forget_gradients(pipe);
     const auto live = std::make_shared<LiveBytes>();
-    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, live);
+    const AllocationListener::Scope scope(live);
     step(pipe, it.input);
     line.values.push_back(live->peak());
   }

@@ -1,26 +1,24 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <cstdint>
 #include <vector>
 
 #include "absl/container/flat_hash_map.h"
+#include "gpipe/runtime/allocation_listener.h"
 #include "gpipe/runtime/cells.h"
 #include "gpipe/runtime/mutex.h"
 
 namespace gpipe {
 
-/// Counts the bytes of tensors that each worker has allocated, on whatever device, and that nobody has freed yet. It
-/// hears of them from PyTorch's allocators on every thread on which it is installed as the PROFILER_STATE of
-/// c10::DebugInfoGuard, and on those that take over such a thread's at::ThreadLocalState. Thread-safe.
-class ByteCounter : public torch::profiler::impl::ProfilerStateBase {  // for which PyTorch takes whatever is there
+/// Counts the bytes of live tensors per worker that allocated them, on all devices. Thread-safe.
+class ByteCounter : public AllocationListener {
  public:
-  explicit ByteCounter(int workers);
+  explicit ByteCounter(int workers) : counts_(workers) {}
 
-  /// For its lifetime, what this thread allocates is that worker's. What others allocate is nobody's. The counter may
-  /// be null.
+  /// Assigns this thread's allocations to a worker for its lifetime. Allocations of other threads are not counted. The
+  /// counter may be null. Workers of nested pipelines nest: the innermost counts.
   class Worker {
    public:
     Worker(const ByteCounter* counter, int worker);
@@ -35,20 +33,19 @@ class ByteCounter : public torch::profiler::impl::ProfilerStateBase {  // for wh
     const int worker_;
   };
 
-  /// The worker's bytes now, and the most there have been at once since the last call.
+  /// The worker's live bytes, and their peak since the last call.
   Bytes count(int worker);
 
-  /// The tensor's memory is the caller's from now on, and no longer counted.
+  /// Stops counting the tensor's memory, which now belongs to the caller.
   void release(const at::Tensor& tensor);
-
-  void reportMemoryUsage(void* data, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override;
-  torch::profiler::impl::ActiveProfilerType profilerType() override;
 
  private:
   struct Block {
     int worker;
     std::int64_t bytes;
   };
+  void allocated(const void* data, std::int64_t bytes) override;
+  void freed(const void* data, std::int64_t) override { remove(data); }
   void remove(const void* data);
 
   Mutex mutex_;
