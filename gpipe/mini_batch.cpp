@@ -12,21 +12,6 @@
 
 namespace gpipe {
 
-// Has this thread, and threads that take over its state, report allocations to a counter. Does nothing while a profiler
-// is active, which would be shut out.
-class MiniBatch::Counting {
- public:
-  explicit Counting(const std::shared_ptr<ByteCounter>& counter) {
-    constexpr auto kKind = c10::DebugInfoKind::PROFILER_STATE;
-    if (counter && c10::ThreadLocalDebugInfo::get(kKind) == nullptr) guard_.emplace(kKind, counter);
-  }
-
-  bool active() const { return guard_.has_value(); }
-
- private:
-  std::optional<c10::DebugInfoGuard> guard_;
-};
-
 MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
                      bool deferred_batch_norm)
     : pipeline_(std::move(pipeline)),
@@ -43,8 +28,8 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
 Gathered MiniBatch::forward() {
   MutexLock turn(pipeline_->turn());
   forward_state_.emplace();
-  const Counting counting(counter_);
-  counted_ = counting.active();
+  const AllocationListener::Scope counting(counter_);
+  counted_ = counting.installed();
   if (!counted_) counter_.reset();
   std::vector<SavedBuffers> buffers;
   for (auto& stage : pipeline_->stages()) {
@@ -76,8 +61,8 @@ Gathered MiniBatch::forward() {
 
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool retain_graph) {
   MutexLock turn(pipeline_->turn());
-  const Counting counting(counter_);
-  counted_ = counting.active();
+  const AllocationListener::Scope counting(counter_);
+  counted_ = counting.installed();
   retain_graph_ = retain_graph;
   output_gradients_ = std::move(gradients);
   input_gradients_.assign(micro_batches_, {});
@@ -214,7 +199,7 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
 
 void MiniBatch::run_recompute(int stage, int micro_batch) {
   const CallerStateScope state(*forward_state_);
-  const Counting counting(counted_ ? counter_ : nullptr);
+  const AllocationListener::Scope counting(counted_ ? counter_ : nullptr);
   cell(stage, micro_batch)->recompute(retain_graph_);
 }
 

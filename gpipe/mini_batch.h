@@ -48,8 +48,6 @@ class MiniBatch : public Cells {
   Bytes bytes(int worker) override;
 
  private:
-  class Counting;
-
   void perform(Part part);
   void run_forward(int stage, int micro_batch);
   void run_recompute(int stage, int micro_batch);

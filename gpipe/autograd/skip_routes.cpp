@@ -9,10 +9,12 @@
 namespace gpipe {
 namespace {
 
-// A stage has a handful of skips: a linear search is fast enough.
+// Searches linearly, because a stage has few skips.
 std::size_t index_of(const std::vector<SkipKey>& keys, const SkipKey& key) {
   return std::find(keys.begin(), keys.end(), key) - keys.begin();
 }
+
+bool changed(const at::Tensor& tensor, std::uint32_t version) { return version_of(tensor) != version; }
 
 [[noreturn]] void fail(const SkipKey& key, const std::string& what) {
   throw std::runtime_error("[gpipe] skip " + to_string(key) + " " + what);
@@ -64,7 +66,7 @@ at::Tensor SkipRoutes::pop(const SkipKey& key) {
   auto& [tensor, version, popped] = entering_[k];
   if (popped) fail_twice(key, "popped");
   popped = true;
-  if (version_of(tensor) != version) fail_changed(key, "by the layer that pops it,");
+  if (changed(tensor, version)) fail_changed(key, "by the layer that pops it,");
   return std::move(tensor);
 }
 
@@ -72,10 +74,10 @@ void SkipRoutes::check_unchanged(const std::string& layer) const {
   const auto by_layer = "by layer '" + layer + "'";
   for (std::size_t k = 0; k < entering_.size(); ++k) {
     const auto& [tensor, version, popped] = entering_[k];
-    if (!popped && version_of(tensor) != version) fail_changed(stage_.skips_in[k], by_layer);
+    if (!popped && changed(tensor, version)) fail_changed(stage_.skips_in[k], by_layer);
   }
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
-    if (version_of(leaving_[k].tensor) != leaving_[k].version) fail_changed(stage_.skips_out[k], by_layer);
+    if (changed(leaving_[k].tensor, leaving_[k].version)) fail_changed(stage_.skips_out[k], by_layer);
   }
 }
 

@@ -106,7 +106,7 @@ TEST(MisuseTest, StateCarriedFromOneMicroBatchToTheNext) {
       [&] {
         pipe->forward(torch::randn({4, 6}));
       },
-      ThrowsMessage<std::invalid_argument>(HasSubstr("detached")));
+      ThrowsMessage<std::invalid_argument>(HasSubstr("detach")));
 }
 
 TEST(MisuseTest, TensorsOfTheSequentialItself) {

@@ -167,7 +167,7 @@ TEST(RecomputeTest, ALeafThatIsKeptIsRefused) {
       [&] {
         pipe->forward(torch::ones({2, 6}));
       },
-      ThrowsMessage<std::invalid_argument>(HasSubstr("neither a parameter of the layer nor an input")));
+      ThrowsMessage<std::invalid_argument>(HasSubstr("neither a parameter nor an input")));
 }
 
 TEST(RecomputeTest, DetachedOutputsNeedNoGradient) {

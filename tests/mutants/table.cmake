@@ -9,13 +9,13 @@ mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/event_cou
 mutant(event_announces_without_the_mutex core_tests gpipe/runtime/event_count.cpp "{ MutexLock lock(mutex_); }" ""
        EventStress*)
 mutant(event_ignores_its_last_look core_tests gpipe/runtime/event_count.cpp
-       "left.count() > 0; holds = condition()" "left.count() > 0;" Event.*)
+       "left.count() > 0; holds = condition()" "left.count() > 0;" EventCount.*)
 mutant(channel_ignores_its_capacity core_tests gpipe/runtime/channel.cpp "held_ < capacity_ || cancelled_" "true"
        Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        Failure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" Failure.*)
-mutant(executor_allows_two_walks core_tests gpipe/runtime/executor.cpp "walks != 1" "walks < 1" Failure.*)
+mutant(executor_allows_two_walks core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" Failure.*)
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)
@@ -37,27 +37,29 @@ mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
        Simulator.*)
 
 # Forward and backward of a mini-batch.
-mutant(drops_skip_gradient gpipe_tests gpipe/mini_batch.cpp "{std::move(result[k]), record_event(device)}"
-       "{k == 0 ? std::move(result[k]) : Gradients(result[k].size()), record_event(device)}" Generated*)
-mutant(skips_recompute gpipe_tests gpipe/mini_batch.cpp "cell(stage, micro_batch)->recompute(keep_);" "" Generated*)
+mutant(drops_skip_gradient gpipe_tests gpipe/mini_batch.cpp "micro_batch, std::move(result[k])"
+       "micro_batch, k == 0 ? std::move(result[k]) : Gradients(result[k].size())" Generated*)
+mutant(skips_recompute gpipe_tests gpipe/mini_batch.cpp "cell(stage, micro_batch)->recompute(retain_graph_);" ""
+       Generated*)
 mutant(frees_cells_late gpipe_tests gpipe/mini_batch.cpp "    cell.reset();" "" Generated*)
 mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
 mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
-       "emplace(stored_.empty() || mode.recompute ? seed_ : ~seed_, stage_.first_layer" Generated*)
-mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "= is_ours_alone(sum);" "= true;"
+       "emplace(!inputs_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
+mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "= owns_memory(sum);" "= true;"
        GradientSums*)
-mutant(pops_what_was_changed gpipe_tests gpipe/autograd/cell.cpp "in_[k + 1].versions.front()"
-       "version_of(entering_[k])" SkipEdges*)
-mutant(recomputes_without_copies gpipe_tests gpipe/autograd/cell.cpp "copies_of(stored_)" "stored_" SkipEdges*)
-mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp "    buffers_.restore();\n    parameters_"
-       "    parameters_" GPipeTest.Buffers*)
-mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/cell.cpp "if (was_pure) {" "if (false) {"
-       SkipEdges*)
+mutant(pops_what_was_changed gpipe_tests gpipe/autograd/skip_routes.cpp "return version_of(tensor) != version;"
+       "return false;" SkipEdges*)
+mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "? stored_ : copies_of(stored_)"
+       "? stored_ : stored_" SkipEdges*)
+mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/recompute_state.cpp "  present_->buffers.restore();\n" ""
+       GPipeTest.Buffers*)
+mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp "if (!stores_copies) fail"
+       "if (false) fail" SkipEdges*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" MisuseTest.*)
-mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp "if (keep) function_ = std::move(function);"
-       "" GPipeTest.Retained*)
+mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp
+       "if (retain_graph) function_ = std::move(function);" "" GPipeTest.Retained*)
 mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/micro_batch.cpp "shape[0] = sizes[i];"
        "shape[0] = sizes[0];" MicroBatch*)
 mutant(shares_versions_of_micro_batches gpipe_tests gpipe/micro_batch.cpp ".variable_data()" "" MicroBatch*)
@@ -65,7 +67,7 @@ mutant(counts_deferred_batches_by_micro_batch gpipe_tests gpipe/autograd/batch_s
        "sub_(entry.calls - 1)" "sub_(0)" DeferredBatchNorm*)
 mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp
        "for (auto& saved : buffers) saved.restore_after_error();" "" DeferredBatchNorm*:GPipeTest.Errors*)
-mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.give_back();" "" GPipeTest.Errors*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.undo();" "" GPipeTest.Errors*)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp
