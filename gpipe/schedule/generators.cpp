@@ -59,12 +59,24 @@ Schedule fill_drain(const Layout& layout, Checkpoint checkpoint) {
   Schedule lists = fill(layout);
   for (int stage = layout.stages; stage-- > 0;) {
     auto& list = lists[layout.placement[stage]];
-    for (int m = layout.micro_batches; m-- > 0;) {
-      if (recomputes(checkpoint, m, layout.micro_batches)) list.push_back({Kind::R, stage, m});
-      list.push_back({Kind::B, stage, m});
-    }
+    for (int m = layout.micro_batches; m-- > 0;) list.push_back({Kind::B, stage, m});
   }
-  return lists;
+  return with_recomputes(std::move(lists), checkpoint, layout.micro_batches);
+}
+
+Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches) {
+  for (auto& list : schedule) {
+    std::vector<Action> with;
+    for (const Action& action : list) {
+      const bool begins_backward = action.kind == Kind::B || action.kind == Kind::I;
+      if (begins_backward && recomputes(checkpoint, action.micro_batch, micro_batches)) {
+        with.push_back({Kind::R, action.stage, action.micro_batch});
+      }
+      with.push_back(action);
+    }
+    list = std::move(with);
+  }
+  return schedule;
 }
 
 Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward) {

@@ -30,6 +30,10 @@ Schedule fill(const Layout& layout);
 /// recomputes meanwhile, and never holds more than one recomputed cell.
 Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 
+/// Inserts an R directly before the B or I of each cell that recomputes. An R waits for nothing, so a worker recomputes
+/// while it would wait for gradients.
+Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
+
 /// The program that these make of a model cut into stages, a worker each, over edges that hold a whole mini-batch: fill
 /// and drain, or without `backward` the fill alone. Errors: std::invalid_argument for numbers or edges that make no
 /// sense.

@@ -1,0 +1,91 @@
+#include "examples/gpipe_schedule/case.h"
+
+#include <cstdio>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+
+#include "absl/strings/str_format.h"
+#include "gpipe/schedule/capacity.h"
+#include "gpipe/schedule/schedule_text.h"
+#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedule/verifier.h"
+
+namespace gpipe::examples {
+namespace {
+
+std::string read_file(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  if (file) text << file.rdbuf();
+  if (!file) throw std::invalid_argument("cannot read " + path);
+  return text.str();
+}
+
+Case parse_file(const std::string& path) {
+  auto parsed = parse_schedule(read_file(path));
+  if (!parsed.ok()) throw std::invalid_argument(path + ": " + std::string(parsed.status().message()));
+  return {std::move(parsed->layout), std::move(parsed->schedule), {}};
+}
+
+Case generate(const CaseOptions& options) {
+  const int stages = options.stages == 0 ? options.workers : options.stages;
+  if (stages < options.workers) {
+    throw std::invalid_argument(
+        absl::StrFormat("%d workers need at least as many stages, but --stages is %d", options.workers, stages));
+  }
+  Layout layout{stages, options.chunks, looped_placement(options.workers, stages)};
+  auto schedule = make_schedule(options.schedule, layout, checkpoints().at(options.checkpoint));
+  return {std::move(layout), std::move(schedule), {}};
+}
+
+Edge skip_edge(const std::string& text, int stages) {
+  int from = 0;
+  int to = 0;
+  int end = 0;
+  const bool read = std::sscanf(text.c_str(), "%d:%d%n", &from, &to, &end) == 2;
+  if (!read || end != static_cast<int>(text.size()) || from < 0 || from >= to || to >= stages) {
+    throw std::invalid_argument(absl::StrFormat("--skip %s: give two of the stages 0 to %d, ascending, such as 0:%d",
+                                                text, stages - 1, stages - 1));
+  }
+  return {from, to, 1, "skip " + text};
+}
+
+}  // namespace
+
+Case make_case(const CaseOptions& options) {
+  auto made = options.schedule.starts_with('@') ? parse_file(options.schedule.substr(1)) : generate(options);
+  for (int s = 1; s < made.layout.stages; ++s) made.edges.push_back({s - 1, s, 1, "activation"});
+  for (const auto& skip : options.skips) made.edges.push_back(skip_edge(skip, made.layout.stages));
+  const auto capacities = sufficient_capacities(made.layout, made.edges, made.schedule);
+  for (std::size_t e = 0; e < made.edges.size(); ++e) {
+    made.edges[e].capacity = options.capacity > 0 ? options.capacity : std::max(1, capacities[e]);
+  }
+  return made;
+}
+
+Program verified(const Case& made) {
+  auto program = Program::make(made.layout, made.edges, made.schedule);
+  if (!program.ok()) throw std::invalid_argument(std::string(program.status().message()));
+  return *std::move(program);
+}
+
+Costs costs_of(const Case& made, const CaseOptions& options) {
+  const auto stages = static_cast<std::size_t>(made.layout.stages);
+  const double half = options.backward / 2;
+  CellBytes bytes;
+  bytes.forward.held = {{options.graph_bytes, Kind::W, 0}};
+  bytes.stored.held = {{options.input_bytes, Kind::R, 0}};
+  bytes.recompute.held = {{options.graph_bytes, Kind::W, 0}};
+  Costs costs{.actions = {stages, {options.forward, options.forward, options.backward, half, half}},
+              .edges = std::vector<double>(made.edges.size()),
+              .bytes = {stages, bytes}};
+  for (int s = 0; s < made.layout.stages; ++s) {
+    for (auto* action : {&costs.bytes[s].forward, &costs.bytes[s].stored, &costs.bytes[s].recompute}) {
+      for (auto& held : action->held) held.stage = s;
+    }
+  }
+  return costs;
+}
+
+}  // namespace gpipe::examples

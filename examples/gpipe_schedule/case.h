@@ -1,0 +1,43 @@
+#pragma once
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/schedule/program.h"
+#include "gpipe/schedule/simulator.h"
+
+namespace gpipe::examples {
+
+/// The command line of gpipe-schedule.
+struct CaseOptions {
+  std::string schedule;  ///< a name, or @FILE
+  int workers = 2;
+  int stages = 0;  ///< 0: one per worker
+  int chunks = 4;
+  std::string checkpoint = "never";
+  std::vector<std::string> skips;  ///< "FROM:TO", stages
+  int capacity = 0;                ///< of every edge; 0: sufficient_capacities()
+  double forward = 1;              ///< seconds of an F and R of one stage
+  double backward = 2;             ///< seconds of a B
+  std::int64_t graph_bytes = 0;    ///< held by a cell from F (or R) until B
+  std::int64_t input_bytes = 0;    ///< held by a recomputed cell from F until R
+};
+
+/// A schedule with its layout and edges; not verified.
+struct Case {
+  Layout layout;
+  Schedule schedule;
+  std::vector<Edge> edges;
+};
+
+/// Errors: std::invalid_argument for options that do not fit together, or a file that is not a schedule.
+Case make_case(const CaseOptions& options);
+
+/// Errors: std::invalid_argument, with the blocked actions, if the schedule cannot run.
+Program verified(const Case& made);
+
+/// Equal costs on every stage.
+Costs costs_of(const Case& made, const CaseOptions& options);
+
+}  // namespace gpipe::examples

@@ -1,0 +1,131 @@
+#include "gpipe/schedule/schedules.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "gpipe/schedule/verifier.h"
+
+namespace gpipe {
+namespace {
+
+// A layout where stage s is on worker s mod p, with the same number of stages on each worker.
+bool is_looped(const Layout& layout) {
+  return layout.stages % layout.workers() == 0 && layout.placement == looped_placement(layout.workers(), layout.stages);
+}
+
+std::string fits_any_layout(const Layout&) { return ""; }
+
+std::string needs_one_stage_per_worker(const Layout& layout) {
+  return is_looped(layout) && layout.stages == layout.workers() ? "" : "stage s on worker s, one stage per worker";
+}
+
+std::string needs_loops(const Layout& layout) {
+  return is_looped(layout) ? "" : "stage s on worker s mod the number of workers, equally many stages on each";
+}
+
+Schedule fill_and_drain(const Layout& layout) { return fill_drain(layout, Checkpoint::kNever); }
+
+Schedule one_f_one_b(const Layout& layout) {
+  const int micro_batches = layout.micro_batches;
+  Schedule lists(layout.stages);
+  for (int s = 0; s < layout.stages; ++s) {
+    const int warm_up = std::min(micro_batches, layout.stages - s);
+    for (int m = 0; m < warm_up; ++m) lists[s].push_back({Kind::F, s, m});
+    for (int m = 0; m < micro_batches; ++m) {
+      lists[s].push_back({Kind::B, s, m});
+      if (warm_up + m < micro_batches) lists[s].push_back({Kind::F, s, warm_up + m});
+    }
+  }
+  return lists;
+}
+
+// The sizes of the rounds of micro-batches that a worker runs through one stage before the next. Rounds are as equal as
+// can be, larger ones first: other orders can deadlock.
+std::vector<int> round_sizes(int workers, int micro_batches) {
+  const int rounds = std::max(1, micro_batches / workers);
+  std::vector<int> sizes(rounds, micro_batches / rounds);
+  for (int i = 0; i < micro_batches % rounds; ++i) ++sizes[i];
+  return sizes;
+}
+
+Schedule interleaved_1f1b(const Layout& layout) {
+  const int workers = layout.workers();
+  const int loops = layout.stages / workers;
+  const auto rounds = round_sizes(workers, layout.micro_batches);
+  Schedule lists(workers);
+  for (int worker = 0; worker < workers; ++worker) {
+    std::vector<Action> forwards;
+    std::vector<Action> backwards;
+    int first = 0;
+    for (const int size : rounds) {
+      for (int loop = 0; loop < loops; ++loop) {
+        for (int m = first; m < first + size; ++m) {
+          forwards.push_back({Kind::F, loop * workers + worker, m});
+          backwards.push_back({Kind::B, (loops - 1 - loop) * workers + worker, m});
+        }
+      }
+      first += size;
+    }
+    const auto cells = forwards.size();
+    const auto warm_up =
+        std::min<std::size_t>(cells, static_cast<std::size_t>(loops - 1) * rounds.front() + 2 * (workers - 1 - worker));
+    auto& list = lists[worker];
+    list.assign(forwards.begin(), forwards.begin() + static_cast<std::ptrdiff_t>(warm_up));
+    for (std::size_t k = 0; k < cells; ++k) {
+      if (warm_up + k < cells) list.push_back(forwards[warm_up + k]);
+      list.push_back(backwards[k]);
+    }
+  }
+  return lists;
+}
+
+constexpr ScheduleRule kRules[] = {
+    {"gpipe", "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", fits_any_layout,
+     fill_and_drain},
+    {"1f1b", "one forward, one backward in turn: memory for p instead of m micro-batches (PipeDream, arXiv:2006.09503)",
+     needs_one_stage_per_worker, one_f_one_b},
+    {"looped_bfs", "gpipe with several stages per worker: a smaller bubble (Breadth-First, arXiv:2211.05953)",
+     needs_loops, fill_and_drain},
+    {"interleaved_1f1b", "1f1b with several stages per worker: a smaller bubble (Megatron-LM, arXiv:2104.04473)",
+     needs_loops, interleaved_1f1b},
+};
+
+}  // namespace
+
+std::vector<int> looped_placement(int workers, int stages) {
+  if (workers < 1 || stages < 0) {
+    throw std::invalid_argument(absl::StrFormat("cannot place %d stages on %d workers", stages, workers));
+  }
+  std::vector<int> placement(stages);
+  for (int s = 0; s < stages; ++s) placement[s] = s % workers;
+  return placement;
+}
+
+std::span<const ScheduleRule> schedule_rules() { return kRules; }
+
+const ScheduleRule& schedule_rule(std::string_view name) {
+  const auto found =
+      std::find_if(std::begin(kRules), std::end(kRules), [&](const auto& it) { return it.name == name; });
+  if (found != std::end(kRules)) return *found;
+  const auto names = absl::StrJoin(kRules, ", ", [](std::string* out, const ScheduleRule& it) { *out += it.name; });
+  throw std::invalid_argument(
+      absl::StrFormat("[gpipe] unknown schedule '%s'; choose one of %s", std::string(name), names));
+}
+
+Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint) {
+  const auto& rule = schedule_rule(name);
+  if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
+  if (const auto needed = rule.misfit(layout); !needed.empty()) {
+    throw std::invalid_argument(
+        absl::StrFormat("[gpipe] schedule '%s' needs %s, but the layout has %d stages on workers "
+                        "%s",
+                        std::string(name), needed, layout.stages, absl::StrJoin(layout.placement, ", ")));
+  }
+  return with_recomputes(rule.generate(layout), checkpoint, layout.micro_batches);
+}
+
+}  // namespace gpipe

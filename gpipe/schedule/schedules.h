@@ -1,0 +1,37 @@
+#pragma once
+
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/program.h"
+
+namespace gpipe {
+
+/// Stage s is on worker s mod `workers`.
+std::vector<int> looped_placement(int workers, int stages);
+
+/// A named rule that generates the schedules of a training step.
+struct ScheduleRule {
+  std::string_view name;
+  /// One line for help texts: what it does, and its source.
+  std::string_view summary;
+  /// Returns what the rule lacks in a layout, such as "one stage per worker"; empty if it fits.
+  std::string (*misfit)(const Layout& layout);
+  /// Returns lists of F and B. REQUIRES: misfit() is empty.
+  Schedule (*generate)(const Layout& layout);
+};
+
+/// All rules, in the order of help texts. A new schedule is one more entry in schedules.cpp.
+std::span<const ScheduleRule> schedule_rules();
+
+/// Errors: std::invalid_argument, with the names that exist, for an unknown name.
+const ScheduleRule& schedule_rule(std::string_view name);
+
+/// Generates a named schedule, with an R directly before the B of each cell that recomputes. Errors:
+/// std::invalid_argument for an unknown name, an invalid layout, or a layout that does not fit the rule.
+Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint);
+
+}  // namespace gpipe
