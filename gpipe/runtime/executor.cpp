@@ -216,7 +216,10 @@ bool Executor::forked() const { return getpid() != process_; }
 
 void Executor::check_caller() const {
   if (on_worker()) {
-    throw std::logic_error("[gpipe] a layer called the pipeline that it is part of; a pipeline cannot contain itself");
+    throw std::logic_error(
+        "[gpipe] a pipeline was called on one of its own workers, which would wait for itself; a pipeline cannot "
+        "contain "
+        "itself");
   }
   if (forked()) {
     throw std::logic_error(
