@@ -226,7 +226,7 @@ void LayerTrace::read_memory(Profile& profile) {
     if (born.micro_batch != 0) continue;
     if (end == Allocation::End::kPart && freed_by == born) continue;
     const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
-    const int caller = born.kind == Kind::F ? Held::kForwards : Held::kForEver;
+    const int caller = born.kind == Kind::F ? Held::kForwards : Held::kNeverFreed;
     bytes[{born.kind, born.layer, by_part ? freed_by.kind : Kind::F, by_part ? freed_by.layer : caller, reaches,
            popped_by}] += size;
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;

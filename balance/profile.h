@@ -47,7 +47,7 @@ struct Block {
   /// Allocated by this layer's F or B.
   Kind born = Kind::F;
   int layer = 0;
-  /// Freed by that layer's F or B; or Held::kForwards, Held::kForEver.
+  /// Freed by that layer's F or B; or Held::kForwards, Held::kNeverFreed.
   Kind until = Kind::B;
   int freed_by = 0;
   /// The last layer that it is (part of) the input of; `layer` when it is none's, the number of layers when the model

@@ -180,7 +180,7 @@ void check(const Profile& profile) {
     const auto& block = profile.blocks[i];
     const auto path = absl::StrFormat("/blocks/%d/", i);
     check_range(path + "layer", block.layer, 0, layers - 1);
-    check_range(path + "freed_by", block.freed_by, Held::kForEver, layers - 1);
+    check_range(path + "freed_by", block.freed_by, Held::kNeverFreed, layers - 1);
     check_range(path + "reaches", block.reaches, block.layer, layers);
     check_range(path + "popped_by", block.popped_by, -1, layers - 1);
   }

@@ -7,22 +7,23 @@
 
 namespace gpipe {
 
-/// One direction of one edge during one run: says which micro-batches have been put and not yet taken. It carries no
-/// data; whoever puts has written the data before, whoever takes may read it after (a put happens before its take).
+/// One direction of one edge during one run: tracks which micro-batches have been put and not yet taken. It carries no
+/// data. The producer writes the data before put(), and the consumer reads it after take(); the put happens before the
+/// take.
 ///
-/// Thread safety: put by one producer thread, taken by one consumer thread (they may be the same), cancelled by any.
+/// Thread safety: one producer thread puts, one consumer thread takes (they can be the same), any thread cancels.
 /// Invariants:
-///   1. at most `capacity` micro-batches are put and not taken;
-///   2. a micro-batch is put once and taken once;
-///   3. after cancel() nobody waits, and every later call returns false.
+///   1. At most `capacity` micro-batches are put and not taken.
+///   2. A micro-batch is put once and taken once.
+///   3. After cancel(), no call waits, and every call returns false.
 class Channel {
  public:
-  /// capacity >= 1, micro_batches >= 1; `spins` before it sleeps: see EventCount.
+  /// REQUIRES: capacity >= 1, micro_batches >= 1. `spins`: see EventCount::await().
   Channel(int capacity, int micro_batches, int spins = 0);
 
-  /// Waits while the channel is full. Returns false when cancelled.
+  /// Waits while the channel is full. Returns false if cancelled.
   bool put(int micro_batch);
-  /// Waits until that micro-batch has been put. Returns false when cancelled.
+  /// Waits until the micro-batch has been put. Returns false if cancelled.
   bool take(int micro_batch);
   void cancel();
 

@@ -18,12 +18,12 @@ namespace {
 
 constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 
-/// Microseconds of CPU time in each period. "max" and -1 stand for no limit.
+/// Both arguments are in microseconds; the quota is per period. The quotas "max" and -1 mean no limit.
 double cpus(absl::string_view quota, absl::string_view period) {
-  std::int64_t allowed = 0;
-  std::int64_t of = 0;
-  if (!absl::SimpleAtoi(quota, &allowed) || !absl::SimpleAtoi(period, &of)) return kUnlimited;
-  return allowed > 0 && of > 0 ? static_cast<double>(allowed) / static_cast<double>(of) : kUnlimited;
+  std::int64_t quota_us = 0;
+  std::int64_t period_us = 0;
+  if (!absl::SimpleAtoi(quota, &quota_us) || !absl::SimpleAtoi(period, &period_us)) return kUnlimited;
+  return quota_us > 0 && period_us > 0 ? static_cast<double>(quota_us) / static_cast<double>(period_us) : kUnlimited;
 }
 
 double quota_v2(const std::string& folder, const ReadFile& read) {
@@ -39,10 +39,10 @@ double quota_v1(const std::string& folder, const ReadFile& read) {
   return quota && period ? cpus(*quota, *period) : kUnlimited;
 }
 
-/// The least quota of a group and those around it, up to the mount point. In a container the path may be the host's,
-/// while the container's own group is mounted: then only the mount point has files.
+/// The minimum quota of a group and its ancestors, up to the mount point. In a container the path can be the host's
+/// while only the container's own group is mounted. Then only the mount point has files.
 template <typename Quota>
-double least(const std::string& mount, std::string group, const ReadFile& read, Quota quota) {
+double min_quota(const std::string& mount, std::string group, const ReadFile& read, Quota quota) {
   double result = quota(mount, read);
   while (group.size() > 1) {
     result = std::min(result, quota(mount + group, read));
@@ -70,11 +70,11 @@ double cpu_quota(const ReadFile& read) {
     const std::vector<std::string> parts = absl::StrSplit(line, absl::MaxSplits(':', 2));
     if (parts.size() != 3 || parts[2].empty() || parts[2].front() != '/') continue;
     const auto& [controllers, group] = std::tie(parts[1], parts[2]);
-    if (parts[0] == "0" && controllers.empty()) result = std::min(result, least(root, group, read, quota_v2));
+    if (parts[0] == "0" && controllers.empty()) result = std::min(result, min_quota(root, group, read, quota_v2));
     const std::vector<absl::string_view> names = absl::StrSplit(controllers, ',');
     if (std::find(names.begin(), names.end(), "cpu") == names.end()) continue;
     for (const auto& mount : {root + "/" + controllers, root + "/cpu"}) {
-      result = std::min(result, least(mount, group, read, quota_v1));
+      result = std::min(result, min_quota(mount, group, read, quota_v1));
     }
   }
   return result;

@@ -6,15 +6,16 @@
 
 namespace gpipe {
 
-/// The text of a file; none when there is no such file.
+/// Returns the file's text, or std::nullopt if the file does not exist.
 using ReadFile = std::function<std::optional<std::string>(const std::string& path)>;
 
-/// The CPU time that control groups allow this process, in CPUs: 1.5 is three seconds in two. Infinity where nothing
-/// limits it. The least of what the process's group and the groups around it allow, in version 2 (cpu.max) and in
-/// version 1 (cpu.cfs_quota_us and cpu.cfs_period_us). Files that are absent or odd limit nothing. Thread-safe.
+/// Returns the CPU time that control groups allow this process, in CPUs: 1.5 means three seconds of CPU time in two
+/// seconds. Infinity without a limit. The result is the minimum over the process's group and its ancestors, for control
+/// groups version 2 (cpu.max) and version 1 (cpu.cfs_quota_us, cpu.cfs_period_us). Missing and malformed files count as
+/// no limit. Thread-safe.
 double cpu_quota();
 
-/// The same, of the files that `read` knows.
+/// The same, with files read by `read`.
 double cpu_quota(const ReadFile& read);
 
 }  // namespace gpipe

@@ -6,7 +6,7 @@ namespace gpipe {
 namespace {
 
 constexpr int kSpins = 20000;
-constexpr int kSpinsAYield = 128;
+constexpr int kSpinsPerYield = 128;
 
 void pause() {
 #if defined(__x86_64__)
@@ -19,7 +19,7 @@ void pause() {
 bool spin(int spins, absl::FunctionRef<bool()> condition) {
   if (condition()) return true;
   for (; spins > 0; --spins) {
-    spins % kSpinsAYield == 0 ? static_cast<void>(sched_yield()) : pause();
+    spins % kSpinsPerYield == 0 ? static_cast<void>(sched_yield()) : pause();
     if (condition()) return true;
   }
   return false;
@@ -52,12 +52,13 @@ bool EventCount::await_for(int spins, std::chrono::milliseconds time, absl::Func
 void EventCount::announce() {
   if (sleepers_ == 0) return;
   { MutexLock lock(mutex_); }
-  changed_.notify_all();  // without the mutex, which the woken thread will take
+  changed_.notify_all();  // not under the mutex, because the woken thread takes it
 }
 
 int spins_for(int threads, double cpu_quota) {
   cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;  // more cores than the set can tell
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0)
+    return 0;  // fails if there are more cores than cpu_set_t can hold
   return threads <= CPU_COUNT(&cores) && threads <= cpu_quota ? kSpins : 0;
 }
 

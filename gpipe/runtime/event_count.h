@@ -8,25 +8,27 @@
 
 namespace gpipe {
 
-/// Lets threads wait until something that other threads bring about is so, where neither side should pay for a lock
-/// when nobody needs to sleep (an eventcount). Conditions read sequentially consistent atomics and nothing else;
-/// whoever changes those calls announce() afterwards.
+/// Lets threads wait for a condition that other threads make true. Takes no lock unless a thread sleeps (an
+/// eventcount). Thread-safe.
+/// REQUIRES: a condition reads only sequentially consistent atomics, and a thread that changes one of them calls
+/// announce() afterwards.
 ///
 /// Invariants:
-///   1. a waiter counts as a sleeper before it looks at the condition for the last time, and announce() looks for
-///      sleepers after the change: one of them sees the other;
-///   2. a sleeper holds the mutex from that look until it sleeps, and announce() takes it before it wakes, so that no
-///      wake-up falls between.
+///   1. A waiter increments sleepers_ before it checks the condition for the last time. announce() reads sleepers_
+///      after the change. So the waiter sees the change, or announce() sees the waiter.
+///   2. A waiter holds the mutex from that check until it sleeps. announce() takes the mutex before it wakes sleepers.
+///      So no wake-up is lost in between.
 class EventCount {
  public:
-  /// Returns when the condition holds. Looks up to `spins` times, a pause apart, before it sleeps. On a core of its own
-  /// spinning is far quicker than being woken. On a shared core it delays the thread we wait for, so it yields now and
-  /// then.
+  /// Returns when the condition holds. Checks it up to `spins` times, with a pause in between, before it sleeps.
+  /// Spinning is much faster than being woken, but on a shared core it delays the thread we wait for, so it yields at
+  /// intervals.
   void await(int spins, absl::FunctionRef<bool()> condition);
 
-  /// The same, but sleeps for so long at most: whether the condition holds.
+  /// The same, but sleeps at most for `time`. Returns whether the condition holds.
   bool await_for(int spins, std::chrono::milliseconds time, absl::FunctionRef<bool()> condition);
 
+  /// Wakes the sleepers, which check their conditions again.
   void announce();
 
  private:
@@ -35,9 +37,9 @@ class EventCount {
   CondVar changed_;
 };
 
-/// Spins for about half a millisecond, which bridges the waits of cells of unequal length. None where so many busy
-/// threads do not have a core each: the process may run on too few cores, or may use less CPU time than that.
-/// `cpu_quota` is the CPU time in CPUs.
+/// Returns how often to spin before sleeping: for about half a millisecond, which covers the usual wait between cells
+/// of unequal length. Returns 0 if the process has fewer cores than `threads` busy threads, or a smaller `cpu_quota`
+/// (in CPUs).
 int spins_for(int threads, double cpu_quota);
 
 }  // namespace gpipe

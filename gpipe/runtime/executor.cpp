@@ -20,7 +20,7 @@ namespace {
 
 constexpr std::chrono::milliseconds kPollInterval{50};
 
-/// The executor that the calling thread belongs to, for on_worker().
+/// The executor whose worker the calling thread is, for on_worker().
 thread_local const Executor* owner_of_this_thread = nullptr;
 
 double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
@@ -29,10 +29,10 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 /// One run, shared by its workers; lives on the stack of Executor::run().
 /// Invariants:
-///   1. failure_ is set once at most and never cleared, and failed_ with it; every channel is cancelled after that, so
-///      that each worker sees it at its next wait, or at the check before its next action;
-///   2. a channel is cancelled only when failure_ is set;
-///   3. spans_[w] is used by worker w alone until all workers are at rest, and then by the caller alone.
+///   1. failure_ and failed_ are set together, at most once, and never cleared. Every channel is cancelled afterwards,
+///      so that each worker notices at its next wait, or at the check before its next action.
+///   2. A channel is cancelled only if failure_ is set.
+///   3. Only worker w uses spans_[w] until all workers are idle. Then only the caller does.
 class Executor::Run {
  public:
   Run(const Program& program, Part part, Cells& cells, int spins, bool timed, int step)
@@ -45,7 +45,7 @@ class Executor::Run {
     for (int w = 0; w < program.workers(); ++w) spans_[w].reserve(actions(w).size());
   }
 
-  /// The worker's share, on its thread. Does not throw.
+  /// Runs the worker's actions, on its thread. Does not throw.
   void work(int worker) {
     int calls = 0;
     try {
@@ -61,7 +61,7 @@ class Executor::Run {
     }
   }
 
-  /// Ends the run, unless it has failed already.
+  /// Records the error and cancels all channels, unless the run has failed already.
   void fail(std::exception_ptr error, std::optional<Action> action) {
     {
       MutexLock lock(mutex_);
@@ -78,7 +78,7 @@ class Executor::Run {
     return failure_;
   }
 
-  /// Call when all workers are at rest.
+  /// REQUIRES: all workers are idle.
   const std::vector<std::vector<Span>>& spans() const { return spans_; }
 
  private:
@@ -96,7 +96,7 @@ class Executor::Run {
     return list;
   }
 
-  /// Returns early when the run has failed, on this worker or another.
+  /// Returns early if the run fails, on this worker or another.
   void run_actions(int worker) {
     for (const Action& action : actions(worker)) {
       std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;
@@ -126,7 +126,7 @@ class Executor::Run {
   }
 
   void record(int worker, const Action& action) {
-    // Bytes after the times, so that what was freed before a time is no longer counted.
+    // Reads the bytes after the time, so that memory freed before that time is not counted.
     const double start = now();
     const auto before = cells_.bytes(worker).live;
     cells_.run(action);
@@ -150,7 +150,7 @@ class Executor::Run {
 
 /// One thread, which works on one run at a time.
 /// Invariants:
-///   1. run_ is set by start() when it is null, and cleared by the thread when it no longer touches the run;
+///   1. start() sets run_ when it is null. The thread clears run_ after its last access to the run.
 ///   2. stopping_ is set once, when run_ is null.
 class Executor::Worker {
  public:
@@ -194,14 +194,14 @@ class Executor::Worker {
   EventCount changed_;
   std::atomic<Run*> run_ = nullptr;
   std::atomic<bool> stopping_ = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last, because the thread uses the other members
 };
 
 Executor::Executor(int workers, std::function<void()> poll)
     : poll_(std::move(poll)), process_(getpid()), cpu_quota_(cpu_quota()) {
-  if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: %d workers; give at least 1", workers));
+  if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: got %d workers: give at least 1", workers));
   workers_.reserve(workers);
-  const int spins = spins_for(workers + 1, cpu_quota_);  // the caller is busy between runs
+  const int spins = spins_for(workers + 1, cpu_quota_);  // + 1: the caller is busy between runs
   for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, w, spins));
 }
 
@@ -216,7 +216,10 @@ bool Executor::forked() const { return getpid() != process_; }
 
 void Executor::check_caller() const {
   if (on_worker()) {
-    throw std::logic_error("[gpipe] a layer called the pipeline that it is part of; a pipeline cannot contain itself");
+    throw std::logic_error(
+        "[gpipe] a pipeline was called on one of its own workers, which would wait for itself; a pipeline cannot "
+        "contain "
+        "itself");
   }
   if (forked()) {
     throw std::logic_error(
@@ -239,11 +242,13 @@ void Executor::wait_for(Worker& worker, Run& run) {
 std::optional<Failure> Executor::run(const Program& program, Part part, Cells& cells, Timeline* timeline, int step) {
   check_caller();
   if (program.workers() != workers()) {
-    throw std::logic_error(absl::StrFormat(
-        "Executor::run: the program needs %d workers, the executor has %d: match them", program.workers(), workers()));
+    throw std::logic_error(
+        absl::StrFormat("Executor::run: the program has %d workers, but the executor has %d: make them equal",
+                        program.workers(), workers()));
   }
   if (part != Part::kAll && !program.two_phase()) {
-    throw std::logic_error("Executor::run: part of a program in which forwards follow backwards: run all of it");
+    throw std::logic_error(
+        "Executor::run: the program has forwards after other actions and cannot run in parts: run it with Part::kAll");
   }
   Run run(program, part, cells, spins_for(workers(), cpu_quota_), timeline != nullptr, step);
   {

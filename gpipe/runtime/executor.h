@@ -15,54 +15,55 @@
 
 namespace gpipe {
 
-/// Which part of each worker's list a run calls. Parts other than kAll need a program in two phases: in others, what is
-/// put in one part is taken in the next.
+/// Which part of each worker's list a run executes. kForward and kBackward need Program::two_phase(): no edge may be
+/// put in one part and taken in the other.
 enum class Part {
   kAll,
   kForward,   ///< the leading forwards
-  kBackward,  ///< all that follows them
+  kBackward,  ///< everything after them
 };
 
-/// The first thing that went wrong in a run.
+/// The first error of a run.
 struct Failure {
   std::exception_ptr error;
-  /// The action that threw; none when it was the worker's set-up.
+  /// The action that threw; std::nullopt if the error came from a worker's set-up or from `poll`.
   std::optional<Action> action;
 };
 
-/// Persistent worker threads that interpret programs. Knows no tensors: it calls lists, waits on channels and calls
-/// Cells.
+/// Persistent worker threads that run programs. Does not use torch: it goes through each worker's list, waits on
+/// channels and calls Cells.
 ///
-/// Rules of a run: an action takes its edges (F: the stage's in-edges; B and I: the gradients of its out-edges; R and W
-/// none), is performed, then puts its edges (F: out-edges; B and I: the gradients of its in-edges), in ascending order.
-/// The first error cancels every channel; a worker stops before its next action; run() returns when all are at rest.
+/// Rules of a run: an action takes its edges, is performed, then puts its edges, each in ascending order. An F takes the
+/// stage's in-edges and puts its out-edges. A B or I takes the gradients of the out-edges and puts the gradients of the
+/// in-edges. R and W exchange nothing. The first error cancels every channel, each worker stops before its next action,
+/// and run() returns when all workers are idle.
 ///
-/// Thread safety: run() may be called from any thread that is not one of the workers; concurrent calls take turns.
+/// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads. While run() waits for them it calls `poll` now and then, if there is one, on its own thread;
-  /// what that throws is an error of the run. Errors: std::invalid_argument for less than one worker;
-  /// std::system_error.
+  /// Starts the threads. While run() waits for them, it calls `poll`, unless that is null, at intervals on its own
+  /// thread. An exception from `poll` is an error of the run.
+  /// Errors: std::invalid_argument for less than one worker; std::system_error.
   explicit Executor(int workers, std::function<void()> poll = nullptr);
-  /// Joins the threads; no run may be under way. In a process that was forked off there are none to join.
+  /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
   Executor(const Executor&) = delete;
   Executor& operator=(const Executor&) = delete;
 
   int workers() const { return static_cast<int>(workers_.size()); }
-  /// True on one of this executor's own threads, where run() would wait for itself.
+  /// Whether the calling thread is one of this executor's workers. run() would then wait for itself.
   bool on_worker() const;
-  /// True in a process that was forked off this executor's: its threads stayed behind.
+  /// Whether this process was forked from the one that made the executor. It then has no worker threads.
   bool forked() const;
 
-  /// Errors: std::logic_error when on_worker() or forked(), where run() cannot work.
+  /// Errors: std::logic_error if on_worker() or forked(): run() cannot work there.
   void check_caller() const;
 
-  /// Walks the part of the program with the cells and returns when all workers are at rest: the first failure, or none.
-  /// With a timeline, appends what ran to its end, as seconds on std::chrono::steady_clock, labelled `step`, and makes
-  /// its workers and edges the program's; without, reads no clock.
-  /// Errors, before anything runs: those of check_caller(); std::logic_error when the program needs another number of
-  /// workers, or when it is not in two phases and the part is not kAll.
+  /// Runs a part of the program on the cells and returns when all workers are idle: the first failure, or std::nullopt.
+  /// With a timeline, appends the actions that ran, with times in seconds of std::chrono::steady_clock and the given
+  /// step, and sets the timeline's workers and edges. Without one, reads no clock.
+  /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of
+  /// workers, or if the part is not kAll and the program is not two_phase().
   std::optional<Failure> run(const Program& program, Part part, Cells& cells, Timeline* timeline = nullptr,
                              int step = 0);
 
@@ -74,7 +75,7 @@ class Executor {
 
   const std::function<void()> poll_;
   const pid_t process_;
-  const double cpu_quota_;  // when this was made
+  const double cpu_quota_;  // at construction
   Mutex turn_;
   std::vector<std::unique_ptr<Worker>> workers_;
 };

@@ -27,14 +27,14 @@ constexpr std::size_t kMostAddresses = std::size_t{4} << 40;
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
-// Blocks of a size class serve each other; eight classes an octave waste a ninth at most.
+// All blocks of a size class are interchangeable. With eight classes per octave at most a ninth is wasted.
 std::size_t size_class(std::size_t bytes) { return round_up(bytes, std::bit_floor(bytes) / 8); }
 
-// A reserved range of addresses; what lies before end_ is memory that can be used.
+// A reserved range of addresses. The part before end_ is usable memory.
 class Arena {
  public:
   Arena() {
-    // Where the process may have only so many addresses: half of what could be had.
+    // If the process's address space is limited, reserves half of what is available.
     for (auto length = kMostAddresses; length >= kGrowth; length /= 2) {
       void* range = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (range == MAP_FAILED) continue;
@@ -51,38 +51,37 @@ class Arena {
 
   std::size_t size() const { return end_ - begin_; }
 
-  // Null when there is no room in what is memory already.
+  // Returns null if no free range of the usable memory is large enough.
   char* take(std::size_t bytes) {
-    const auto room =
-        std::find_if(rooms_.begin(), rooms_.end(), [&](const auto& each) { return each.second >= bytes; });
-    if (room == rooms_.end()) return nullptr;
-    auto rest = rooms_.extract(room);
+    const auto range = std::find_if(free_.begin(), free_.end(), [&](const auto& each) { return each.second >= bytes; });
+    if (range == free_.end()) return nullptr;
+    auto rest = free_.extract(range);
     char* const start = rest.key();
     if (rest.mapped() > bytes) {
       rest.key() += bytes;
       rest.mapped() -= bytes;
-      rooms_.insert(std::move(rest));
+      free_.insert(std::move(rest));
     }
     return start;
   }
 
   void give_back(char* start, std::size_t bytes) {
-    const auto room = rooms_.emplace(start, bytes).first;
+    const auto range = free_.emplace(start, bytes).first;
     const auto join = [&](auto first, auto second) {
       if (first->first + first->second != second->first) return;
       first->second += second->second;
-      rooms_.erase(second);
+      free_.erase(second);
     };
-    if (std::next(room) != rooms_.end()) join(room, std::next(room));
-    if (room != rooms_.begin()) join(std::prev(room), room);
+    if (std::next(range) != free_.end()) join(range, std::next(range));
+    if (range != free_.begin()) join(std::prev(range), range);
   }
 
-  // Makes room for that many bytes; false when there is no more memory.
+  // Adds at least `bytes` of usable memory. Returns false if the system refuses.
   bool grow(std::size_t bytes) {
     const auto more = round_up(bytes, kGrowth);
     if (more > static_cast<std::size_t>(limit_ - end_)) return false;
     if (mprotect(end_, more, PROT_READ | PROT_WRITE) != 0) return false;
-    madvise(end_, more, MADV_HUGEPAGE);  // or small pages, where that is refused
+    madvise(end_, more, MADV_HUGEPAGE);  // small pages if this fails
     give_back(end_, more);
     end_ += more;
     return true;
@@ -92,15 +91,15 @@ class Arena {
   char* begin_ = nullptr;
   char* end_ = nullptr;
   char* limit_ = nullptr;
-  std::map<char*, std::size_t> rooms_;  // those that nobody has, by address
+  std::map<char*, std::size_t> free_;  // free ranges: start and size
 };
 
-// Blocks of at least kSmallest; all else is left to the allocator that was there before. Blocks are told apart by their
-// address, because PyTorch may free what it has allocated raw with whatever allocator is current then.
+// Allocates blocks of at least kSmallest; the previous allocator handles the rest. Freed memory is recognised by its
+// address, because PyTorch frees raw memory with the current allocator, whichever one allocated it.
 //
-// What is freed serves the next of its size class, the last first. A block that no free one serves is cut from the
-// arena; when there is no room and less than half of it is in use, as after a change of shapes, all free blocks become
-// room again before it grows.
+// A freed block is reused for the same size class, last in, first out. If no block is free, one is cut from the arena.
+// If the arena has no free range and less than half of it is in use, as after a change of shapes, all free blocks
+// return to the arena before it grows.
 class Pool : public c10::Allocator {
  public:
   explicit Pool(c10::Allocator* rest) : rest_(rest) {}
@@ -132,7 +131,7 @@ class Pool : public c10::Allocator {
     bool reported = false;
   };
   struct SizeClass {
-    std::vector<char*> free;  // of a capacity for all, so that nothing can fail when they come back
+    std::vector<char*> free;  // has capacity for all blocks, so that freeing cannot fail
     std::size_t blocks = 0;   // free or used
   };
 
@@ -154,7 +153,7 @@ class Pool : public c10::Allocator {
     return data;
   }
 
-  // No bytes for what is not of the pool.
+  // Returns a block of 0 bytes if `data` is not from the pool.
   Block give_back(void* data) {
     MutexLock lock(mutex_);
     const auto found = used_.find(data);
@@ -167,22 +166,22 @@ class Pool : public c10::Allocator {
     return block;
   }
 
-  // Null when there is no more memory.
+  // Returns null if there is no more memory.
   char* cut(std::size_t size) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     char* start = arena_.take(size);
     if (start == nullptr && 2 * bytes_used_ < arena_.size()) {
-      make_room();
+      return_free_blocks();
       start = arena_.take(size);
     }
     if (start == nullptr && arena_.grow(size)) start = arena_.take(size);
     if (start == nullptr) {
-      make_room();
+      return_free_blocks();
       start = arena_.take(size);
     }
     return start;
   }
 
-  void make_room() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
+  void return_free_blocks() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     for (auto& [size, of_size] : classes_) {
       while (!of_size.free.empty()) {
         arena_.give_back(of_size.free.back(), size);
@@ -196,12 +195,12 @@ class Pool : public c10::Allocator {
   std::atomic<bool> on_ = false;
   Mutex mutex_;
   Arena arena_ ABSL_GUARDED_BY(mutex_);
-  absl::flat_hash_map<std::size_t, SizeClass> classes_ ABSL_GUARDED_BY(mutex_);  // by their blocks' size
+  absl::flat_hash_map<std::size_t, SizeClass> classes_ ABSL_GUARDED_BY(mutex_);  // by block size
   absl::flat_hash_map<void*, Block> used_ ABSL_GUARDED_BY(mutex_);
   std::size_t bytes_used_ ABSL_GUARDED_BY(mutex_) = 0;
 };
 
-// The process's; never destroyed, for tensors may outlive everything.
+// The process's pool. Never destroyed, because tensors can outlive static objects.
 Pool& pool() {
   static Pool* const it = [] {
     auto* made = new Pool(c10::GetCPUAllocator());

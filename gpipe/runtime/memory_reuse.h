@@ -2,15 +2,15 @@
 
 namespace gpipe {
 
-/// From now on (or, with false, no longer) CPU tensors of 64 KiB and more take their memory from a pool, which keeps
-/// what is freed for the next of about that size, in huge pages where the system gives them on request. A training step
-/// then asks the system for no memory once the first few have run: without it, the C library hands large blocks back,
-/// and the next step faults them in again page by page, all workers under one lock of the kernel.
+/// Switches a memory pool for CPU tensors of at least 64 KiB on or off. The pool keeps freed tensor memory for reuse by
+/// tensors of about the same size, in huge pages if the system provides them on request. After the first few steps, a
+/// training step then allocates no memory from the system. Without the pool, the C library returns large blocks, and the
+/// next step faults them in again page by page, with all workers under one lock of the kernel.
 ///
-/// The pool belongs to the process: this is for a program to call, first before it starts threads that use PyTorch; the
-/// library itself never does. It never shrinks; after a change of shapes it divides anew what it has. Tensors may be
-/// freed after it was switched off, and made before it was on. A process that forks while other threads make tensors
-/// must not make any in the child.
+/// The pool is process-wide and never shrinks; when shapes change, it divides its memory again. The library never calls
+/// this function: programs do. The first call must come before threads that use PyTorch start. Tensors can be allocated
+/// and freed on either side of a switch. If a process forks while other threads allocate tensors, the child must not
+/// allocate any.
 void reuse_cpu_memory(bool on = true);
 
 }  // namespace gpipe

@@ -8,8 +8,8 @@
 
 namespace gpipe {
 
-/// std::mutex with clang's thread-safety annotations. (Not absl::Mutex: distributions ship it uninstrumented, which
-/// makes ThreadSanitizer report races that are none.)
+/// std::mutex with clang's thread-safety annotations. Not absl::Mutex, because distributions ship it without
+/// instrumentation, and ThreadSanitizer then reports false races.
 class ABSL_LOCKABLE Mutex {
  public:
   Mutex() = default;
@@ -36,7 +36,7 @@ class ABSL_SCOPED_LOCKABLE MutexLock {
   Mutex& mutex_;
 };
 
-/// Waits on a Mutex. Use in a loop on the condition, as ever.
+/// A condition variable for Mutex. Wake-ups can be spurious: call wait() in a loop on the condition.
 class CondVar {
  public:
   void wait(Mutex& mutex) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
@@ -44,7 +44,7 @@ class CondVar {
     condition_.wait(lock);
     lock.release();
   }
-  /// The same, but for so long at most.
+  /// The same, but waits at most for `time`.
   void wait_for(Mutex& mutex, std::chrono::milliseconds time) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
     condition_.wait_for(lock, time);

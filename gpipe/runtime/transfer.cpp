@@ -18,8 +18,8 @@ StreamEvent record_event(c10::Device device) {
   return event;
 }
 
-void wait(const StreamEvent& mark, c10::Device device) {
-  if (mark && !device.is_cpu()) mark->block(guard_of(device).getStream(device));
+void wait(const StreamEvent& event, c10::Device device) {
+  if (event && !device.is_cpu()) event->block(guard_of(device).getStream(device));
 }
 
 void use_on_current_stream(const at::Tensor& tensor) {
@@ -62,7 +62,8 @@ void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10
   wait(ready, to);
   StreamEvent copied;
   {
-    // PyTorch orders a copy between devices after the current streams of both: not the compute streams, then.
+    // PyTorch orders a copy between devices after the current streams of both. Make those the copy streams, so that the
+    // copy does not wait for computation.
     OptionalStreamScope target(link.target);
     OptionalStreamScope source(link.source);
     bool copies = false;

@@ -11,23 +11,23 @@
 
 namespace gpipe {
 
-/// Stream order for whatever accelerator a pipeline runs on, through c10's device-generic interface, so that it is one
-/// piece of code for all of them. Where only the CPU is involved nothing here does anything. Nothing here blocks the
-/// host, except copies between the host and a device.
+// Streams, events and copies for any accelerator, through c10's device-generic interface. On the CPU these functions do
+// nothing. They do not block the host, except copies between the host and a device.
 
-/// A point in a device's work; empty on CPU.
+/// An event on a device's stream; null on the CPU.
 using StreamEvent = std::shared_ptr<c10::Event>;
 
-/// What has been enqueued on the device's current stream by now.
+/// Records an event after the work enqueued so far on the device's current stream.
 StreamEvent record_event(c10::Device device);
 
-/// Makes the device's current stream wait for a mark of any device.
-void wait(const StreamEvent& mark, c10::Device device);
+/// Makes the device's current stream wait for an event of any device.
+void wait(const StreamEvent& event, c10::Device device);
 
-/// Tells the allocator that the current stream of the tensor's device uses its memory too.
+/// Tells the allocator that the current stream of the tensor's device also uses the tensor's memory.
 void use_on_current_stream(const at::Tensor& tensor);
 
-/// Makes a stream its device's current one, and that device the thread's, for a scope. Does nothing for std::nullopt.
+/// For a scope, makes a stream the current one of its device, and that device the current one of the thread. Does
+/// nothing for std::nullopt.
 class OptionalStreamScope {
  public:
   explicit OptionalStreamScope(const std::optional<c10::Stream>& stream);
@@ -40,19 +40,19 @@ class OptionalStreamScope {
   std::optional<c10::Device> previous_device_;
 };
 
-/// A stream of the device's own pool; none on CPU.
+/// Returns a stream from the device's pool; std::nullopt on the CPU.
 std::optional<c10::Stream> new_stream(c10::Device device);
 
-/// The copy streams of one directed link between two devices, out of their pools.
+/// The copy streams of one directed link between two devices, from their pools.
 struct Link {
   std::optional<c10::Stream> source;
   std::optional<c10::Stream> target;
 };
 Link new_link(c10::Device from, c10::Device to);
 
-/// Brings tensors that were complete at `ready` to a device, for use on its current stream. On the same device the
-/// tensors themselves are returned; between devices the copy runs on the link's streams and overlaps with computation.
-/// Undefined tensors stay so.
+/// Replaces each tensor by a copy on a device, for use on the device's current stream. The copy starts after `ready` and
+/// runs on the link's streams, so that it overlaps with computation. Tensors that are already on the device, and
+/// undefined tensors, are left as they are.
 void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10::Device to, const Link& link);
 
 }  // namespace gpipe

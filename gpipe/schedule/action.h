@@ -7,14 +7,14 @@ namespace gpipe {
 
 /// What a worker does to one cell.
 enum class Kind : std::uint8_t {
-  F,  ///< forward; without a graph where the cell has an R
-  R,  ///< recompute: the forward again, with a graph, from the stored inputs
+  F,  ///< forward; builds no graph if the cell has an R
+  R,  ///< recompute: runs the forward again from the stored inputs and builds the graph
   B,  ///< full backward: input and weight gradients
   I,  ///< input gradient only
   W,  ///< weight gradient, after I
 };
 
-/// One step of a worker: a kind applied to the cell (stage, micro-batch).
+/// One step of a worker: what it does to the cell (stage, micro-batch).
 struct Action {
   Kind kind = Kind::F;
   int stage = 0;
@@ -26,7 +26,8 @@ struct Action {
 /// "F", "R", "B", "I" or "W".
 char to_char(Kind kind);
 
-/// Stage, kind, micro-batch, as PyTorch's pipelining prints them: "2F0" is the forward of micro-batch 0 on stage 2.
+/// Stage, kind, micro-batch, in the notation of torch.distributed.pipelining: "2F0" is the forward of micro-batch 0 on
+/// stage 2.
 std::string to_string(const Action& action);
 
 }  // namespace gpipe

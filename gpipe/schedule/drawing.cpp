@@ -19,16 +19,16 @@ constexpr double kPlot = 880;
 constexpr double kRow = 34;
 constexpr double kGap = 6;
 constexpr double kBottom = 40;
-constexpr double kDigit = 8;  // of a label
+constexpr double kDigit = 8;  // width of a label's digit
 
-constexpr int kTicks = 8;  // about
+constexpr int kTicks = 8;  // approximate number on the time axis
 
 struct Look {
   Kind kind;
   const char* name;
   const char* fill;
 };
-// Of Okabe and Ito's palette, which the colour-blind can tell apart.
+// From Okabe and Ito's palette, which is distinguishable with colour blindness.
 constexpr Look kLooks[] = {{Kind::F, "forward", "#56b4e9"},
                            {Kind::R, "recompute", "#f0e442"},
                            {Kind::B, "backward", "#009e73"},
@@ -45,7 +45,7 @@ std::string time_text(double seconds) {
   return StrFormat("%.3g s", seconds);
 }
 
-/// The smallest of 1, 2, 5, 10, 20, .. that is not below.
+/// The smallest number of the series 1, 2, 5, 10, 20, ... that is at least `value`.
 double round_up(double value) {
   const double power = std::pow(10, std::floor(std::log10(value)));
   for (const double factor : {1.0, 2.0, 5.0}) {
@@ -70,7 +70,7 @@ void add_legend(std::string& svg, const Timeline& timeline) {
     x += 36 + kDigit * static_cast<double>(std::string(look.name).size());
   }
   add_text(svg, kLeft + kPlot, 26, "end",
-           StrFormat("%s, of which %.0f %% idle", time_text(timeline.makespan()), 100 * timeline.bubble()));
+           StrFormat("%s, %.0f %% idle", time_text(timeline.makespan()), 100 * timeline.bubble()));
 }
 
 void add_axis(std::string& svg, double seconds, double height) {

@@ -6,8 +6,8 @@
 
 namespace gpipe {
 
-/// A timeline as an SVG picture: a row a worker, a box an action with the number of its micro-batch, the time below. A
-/// box says on hovering what it is.
+/// Draws a timeline as an SVG picture: one row per worker, one box per action with the number of its micro-batch, and
+/// the time below. Hovering over a box shows its action and duration.
 std::string to_svg(const Timeline& timeline);
 
 }  // namespace gpipe

@@ -12,7 +12,7 @@
 namespace gpipe {
 namespace {
 
-constexpr double kForEver = std::numeric_limits<double>::infinity();
+constexpr double kNeverFreed = std::numeric_limits<double>::infinity();
 
 /// The spans of one cell.
 struct CellSpans {
@@ -22,7 +22,7 @@ struct CellSpans {
   Span* ends = nullptr;   ///< B or W
 };
 
-/// What one worker has in use over time.
+/// The bytes that one worker has in use over time.
 class Usage {
  public:
   void add(std::int64_t bytes, double from, double to) {
@@ -30,7 +30,7 @@ class Usage {
     changes_[to] -= bytes;
   }
 
-  /// Call once, after the last add() and before the first at().
+  /// REQUIRES: called once, after the last add() and before the first at().
   void sum_up() {
     std::int64_t in_use = 0;
     for (auto& [time, bytes] : changes_) bytes = in_use += bytes;
@@ -69,7 +69,7 @@ class Step {
     for (Span* span : spans_) {
       const Usage& usage = usages_[span->worker];
       const auto before = usage.at(span->start);
-      // What is handed over at the end of the last forward is still there when that has run.
+      // What the caller takes after the last forward is still allocated when that forward ends.
       const auto after = span->action.kind == Kind::F ? before + of(*span).kept() : usage.at(span->end);
       const bool first = span == first_end_[span->action.stage];
       const auto extra = std::max(of(*span).extra, first ? bytes_[span->action.stage].first_backward_extra : 0);
@@ -93,20 +93,20 @@ class Step {
       for (const Held& held : of(*span).held) usage.add(held.bytes, span->end, end_of(held, micro_batch));
     }
     if (cell.ends != nullptr && cell.ends == first_end_[stage]) {
-      usages_[cell.ends->worker].add(bytes_[stage].parameters, cell.ends->end, kForEver);
+      usages_[cell.ends->worker].add(bytes_[stage].parameters, cell.ends->end, kNeverFreed);
     }
   }
 
   double end_of(const Held& held, int micro_batch) const {
     if (held.stage == Held::kForwards) return forwards_end_;
     const auto found = cells_.find({held.stage, micro_batch});
-    if (found == cells_.end()) return kForEver;
+    if (found == cells_.end()) return kNeverFreed;
     const CellSpans& cell = found->second;
     const Span* span = held.until == Kind::F   ? cell.forward
                        : held.until == Kind::R ? cell.recompute
                        : held.until == Kind::I ? cell.sends
                                                : cell.ends;
-    return span == nullptr ? kForEver : span->end;
+    return span == nullptr ? kNeverFreed : span->end;
   }
 
   const std::vector<CellBytes>& bytes_;
@@ -119,14 +119,15 @@ class Step {
 
 void check(const Span& span, std::size_t stages) {
   if (static_cast<std::size_t>(span.action.stage) < stages) return;
-  throw std::invalid_argument(absl::StrFormat(
-      "the timeline has stage %d, but bytes are given of %d stages: give one each", span.action.stage, stages));
+  throw std::invalid_argument(
+      absl::StrFormat("the timeline has stage %d, but bytes are given for %d stages only: give one per stage",
+                      span.action.stage, stages));
 }
 
 void check(const ActionBytes& bytes, int stages) {
   for (const Held& held : bytes.held) {
-    if (held.stage >= Held::kForEver && held.stage < stages) continue;
-    throw std::invalid_argument(absl::StrFormat("bytes are held until %c of stage %d, but bytes are given of %d stages",
+    if (held.stage >= Held::kNeverFreed && held.stage < stages) continue;
+    throw std::invalid_argument(absl::StrFormat("bytes are held until %c of stage %d, but there are %d stages",
                                                 to_char(held.until), held.stage, stages));
   }
 }

@@ -80,7 +80,7 @@ Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_bat
 }
 
 Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward) {
-  Layout layout{stages, micro_batches, std::vector<int>(std::clamp(stages, 0, kMostCells))};  // others are refused
+  Layout layout{stages, micro_batches, std::vector<int>(std::clamp(stages, 0, kMostCells))};  // make() refuses others
   std::iota(layout.placement.begin(), layout.placement.end(), 0);
   for (auto& edge : edges) edge.capacity = micro_batches;
   auto schedule = backward ? fill_drain(layout, checkpoint) : fill(layout);

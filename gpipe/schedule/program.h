@@ -10,73 +10,74 @@
 
 namespace gpipe {
 
-/// Data that goes from one stage to a later one, once a micro-batch; its gradient runs back along it. The activation
-/// between neighbours is one edge, each skip another.
+/// Carries data from one stage to a later one, once per micro-batch, and the data's gradient back. The activation
+/// between neighbouring stages is one edge; each skip is another.
 struct Edge {
   int from = 0;
   int to = 0;
-  /// Micro-batches that may lie on the edge at once, in either direction: a producer that would exceed it waits.
+  /// Most micro-batches on the edge at once, in either direction. A producer waits while the edge is full.
   int capacity = 1;
   /// For drawings and messages only; UTF-8.
   std::string name;
 };
 
-/// A skip, by the layers that hold its ends.
+/// A skip, given by the indices of the layers that stash and pop it.
 struct LayerLink {
   int from = 0;
   int to = 0;
   std::string name;
 };
 
-/// The layer behind each stage of a balance; the last one is the number of layers. Errors: std::invalid_argument for a
-/// number that is not positive, or for more layers than an int can count.
+/// Returns for each stage of a balance the index one past its last layer. The last value is the number of layers.
+/// Errors: std::invalid_argument for a number that is not positive, or if the number of layers does not fit an int.
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
-/// The edges of a model that a balance cuts: the activations between neighbours first, then the links that cross a cut,
-/// in their order. `crossing`, when given, gets the indices of those links. Errors: those of stage_ends();
-/// std::out_of_range for a layer that the balance does not have.
+/// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the links
+/// that cross a cut, in their order. Appends the indices of those links to `crossing` unless it is null.
+/// Errors: as stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             std::vector<int>* crossing = nullptr);
 
-/// One ordered list of actions a worker.
+/// One ordered list of actions per worker.
 using Schedule = std::vector<std::vector<Action>>;
 
-/// The most cells, stages x micro-batches, that a layout may have. A program of so many takes about a gigabyte.
+/// Most cells (stages x micro-batches) in a layout. A program of this size takes about a gigabyte.
 inline constexpr int kMostCells = 1 << 22;
 
-/// How a pipeline is laid out: what a schedule is generated from, and what a program is verified against.
+/// The numbers of stages and micro-batches and the placement: the input of a schedule generator and of the verifier.
 struct Layout {
   int stages = 1;
   int micro_batches = 1;
-  /// Stage -> worker; as long as there are stages. Workers are 0..max, each with at least one stage.
+  /// The worker of each stage. Workers are numbered from 0 without gaps.
   std::vector<int> placement;
 
   int workers() const;
 };
 
-/// Which edges meet which stage, and so what each action waits for and tells: the rule that verifier, simulator and
-/// executor share. An F moves data along the edges, a B or I moves gradients back; R and W stay within their cell.
+/// The edges at each stage, and from them the edges that each action takes and puts. The verifier, the simulator and
+/// the executor share this rule: F moves data along the edges, B and I move gradients back, R and W exchange nothing.
 struct Wiring {
   Wiring() = default;
-  /// The edges' stages must be 0..stages-1.
+  /// REQUIRES: the edges' stages are in 0..stages-1.
   Wiring(int stages, const std::vector<Edge>& edges);
 
-  /// The edges that an action takes before it runs, and puts when it has: indices, ascending, valid as long as this.
+  /// The indices of the edges that an action takes before it runs, and of those that it puts afterwards, ascending. The
+  /// spans are valid as long as this object is.
   std::span<const int> takes(const Action& action) const;
   std::span<const int> puts(const Action& action) const;
 
-  /// Per stage: indices of the edges that enter and leave it, ascending.
+  /// Per stage: indices of the edges that enter it and of those that leave it, ascending.
   std::vector<std::vector<int>> in;
   std::vector<std::vector<int>> out;
 };
 
-/// A verified schedule with its edges: what the executor runs and the simulator prices. Immutable; safe to share
-/// between threads.
+/// A verified schedule with its edges, ready for the executor and the simulator. Immutable; safe to share between
+/// threads.
 class Program {
  public:
-  /// Checks the schedule (see verifier.h) and binds it to its edges.
-  /// Errors: InvalidArgument for a layout or edge that makes no sense, an action that is missing, repeated, out of
-  /// order within its cell or on the wrong worker; FailedPrecondition for a deadlock, naming the blocked actions.
+  /// Verifies the schedule (see verifier.h) and combines it with its edges.
+  /// Errors: InvalidArgument for an invalid layout or edge, and for an action that is missing, repeated, out of order
+  /// within its cell or on the wrong worker; FailedPrecondition for a deadlock, with the blocked actions.
   static absl::StatusOr<Program> make(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
   const Layout& layout() const { return layout_; }
@@ -84,18 +85,18 @@ class Program {
   const Schedule& schedule() const { return schedule_; }
   int workers() const { return static_cast<int>(schedule_.size()); }
 
-  /// Indices into edges() of those that enter and leave a stage, ascending.
+  /// Indices into edges() of the edges that enter and leave a stage, ascending.
   const std::vector<int>& in_edges(int stage) const { return wiring_.in[stage]; }
   const std::vector<int>& out_edges(int stage) const { return wiring_.out[stage]; }
   const Wiring& wiring() const { return wiring_; }
 
-  /// True where the cell has an R: its F then stores inputs and no graph.
+  /// Whether the cell has an R. Its F then stores the inputs and builds no graph.
   bool recomputes(int stage, int micro_batch) const;
-  /// True where the schedule has backward actions at all; false for inference.
+  /// Whether the schedule has any backward actions. False for inference.
   bool has_backward() const { return has_backward_; }
-  /// The number of leading F in a worker's list: what runs before a backward may begin.
+  /// The number of actions before the first one in the worker's list that is not an F.
   int leading_forwards(int worker) const { return leading_forwards_[worker]; }
-  /// True where every worker has all its F before anything else, so that forward and backward can be two runs.
+  /// Whether every worker has all its F before any other action, so that forward and backward can be separate runs.
   bool two_phase() const;
 
  private:

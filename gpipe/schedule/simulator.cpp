@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "absl/strings/str_format.h"
-#include "gpipe/schedule/walk.h"
+#include "gpipe/schedule/replay.h"
 
 namespace gpipe {
 namespace {
@@ -18,26 +18,32 @@ bool is_duration(double seconds) { return std::isfinite(seconds) && seconds >= 0
 void check(const Program& program, const Costs& costs) {
   const auto& edges = program.edges();
   if (costs.actions.size() != static_cast<std::size_t>(program.layout().stages)) {
-    throw std::invalid_argument(StrFormat("simulate: the costs are of %d stages, the program has %d: give one each",
-                                          costs.actions.size(), program.layout().stages));
+    throw std::invalid_argument(
+        StrFormat("simulate: got costs for %d stages, but the program has %d stages: give one per stage",
+                  costs.actions.size(), program.layout().stages));
   }
   if (costs.edges.size() != edges.size()) {
-    throw std::invalid_argument(StrFormat("simulate: the costs are of %d edges, the program has %d: give one each",
-                                          costs.edges.size(), edges.size()));
+    throw std::invalid_argument(
+        StrFormat("simulate: got costs for %d edges, but the program has %d edges: give one per edge",
+                  costs.edges.size(), edges.size()));
   }
   if (!costs.stored.empty() && costs.stored.size() != costs.actions.size()) {
-    throw std::invalid_argument(StrFormat("simulate: the costs are of %d stages, those of stored forwards of %d",
-                                          costs.actions.size(), costs.stored.size()));
+    throw std::invalid_argument(
+        StrFormat("simulate: got costs of stored forwards for %d stages, but the program has %d stages: give one per "
+                  "stage, or none",
+                  costs.stored.size(), costs.actions.size()));
   }
   if (!costs.bytes.empty() && costs.bytes.size() != costs.actions.size()) {
-    throw std::invalid_argument(StrFormat("simulate: the bytes are of %d stages, the program has %d: give one each",
-                                          costs.bytes.size(), program.layout().stages));
+    throw std::invalid_argument(
+        StrFormat("simulate: got bytes for %d stages, but the program has %d stages: give one per stage, or none",
+                  costs.bytes.size(), program.layout().stages));
   }
   for (std::size_t s = 0; s < costs.actions.size(); ++s) {
     for (std::size_t kind = 0; kind < costs.actions[s].size(); ++kind) {
       if (is_duration(costs.actions[s][kind])) continue;
-      throw std::invalid_argument(StrFormat("simulate: %c of stage %d costs %g s: give a finite time of at least 0",
-                                            to_char(static_cast<Kind>(kind)), s, costs.actions[s][kind]));
+      throw std::invalid_argument(
+          StrFormat("simulate: action %c of stage %d costs %g s: give a finite time of at least 0",
+                    to_char(static_cast<Kind>(kind)), s, costs.actions[s][kind]));
     }
   }
   for (std::size_t s = 0; s < costs.stored.size(); ++s) {
@@ -73,8 +79,8 @@ Simulation simulate(const Program& program, const Costs& costs) {
     }
     return costs.actions[action.stage][static_cast<std::size_t>(action.kind)];
   };
-  const Walk result =
-      walk(program.layout(), program.edges(), program.wiring(), program.schedule(), seconds, costs.edges);
+  const Replay result =
+      replay(program.layout(), program.edges(), program.wiring(), program.schedule(), seconds, costs.edges);
   Simulation simulation;
   simulation.timeline.workers = program.workers();
   simulation.timeline.edges = program.edges();

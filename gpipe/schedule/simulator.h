@@ -9,15 +9,15 @@
 
 namespace gpipe {
 
-/// What a program's parts cost.
+/// What the actions and edges of a program cost.
 struct Costs {
-  /// Seconds, per stage, indexed by Kind.
+  /// Seconds per stage, indexed by Kind.
   std::vector<std::array<double, 5>> actions;
-  /// Seconds, per edge, either direction: from the put until the consumer may start; the producer does not wait for it.
+  /// Seconds per edge, in either direction, from the put until the consumer can start. The producer does not wait.
   std::vector<double> edges;
-  /// Per stage; or none, and then no bytes are accounted.
+  /// Per stage. If empty, the timeline has no bytes.
   std::vector<CellBytes> bytes = {};
-  /// Seconds, per stage, of an F whose cell is recomputed; or none, and then it takes as long as any other.
+  /// Seconds per stage of an F whose cell is recomputed. If empty, such an F costs the same as any other.
   std::vector<double> stored = {};
 };
 
@@ -25,13 +25,13 @@ struct Simulation {
   Timeline timeline;
   double makespan = 0;  ///< seconds, from 0 to the last end
   double bubble = 0;    ///< idle time / (workers x makespan), in [0, 1)
-  /// Per worker: most cells at once between their F and their last backward action, over its stages.
-  /// (For inference: 1.)
+  /// Per worker: the largest number of cells, over its stages, that are alive at once. A cell lives from its F to its
+  /// last backward action. 1 for a program without a backward.
   std::vector<int> peak_cells;
 };
 
-/// Runs a program in simulated time under the executor's own rules, bounded edges included. Deterministic. Errors:
-/// std::invalid_argument when the costs do not fit the program.
+/// Runs a program in simulated time by the executor's rules, including the capacity of edges. Deterministic.
+/// Errors: std::invalid_argument if the costs do not fit the program.
 Simulation simulate(const Program& program, const Costs& costs);
 
 }  // namespace gpipe

@@ -21,8 +21,8 @@ double first_start(const std::vector<Span>& spans) {
   return first;
 }
 
-/// The share of a span during which other workers worked; more than 1 when several did.
-double share_overlapped(const Span& span, const Timeline& timeline) {
+/// The busy time of other workers during a span, divided by its duration. Can exceed 1 with several other workers.
+double overlap_of(const Span& span, const Timeline& timeline) {
   double seconds = 0;
   for (const auto& other : timeline.spans) {
     if (other.worker == span.worker) continue;
@@ -45,7 +45,7 @@ std::string json_string(const std::string& text) {
   return out += '"';
 }
 
-/// Writes the list of events; the commas between them are its only state.
+/// Writes the list of events, with commas between them.
 class Writer {
  public:
   explicit Writer(double origin) : origin_(origin) {}
@@ -74,7 +74,7 @@ class Writer {
     }
   }
 
-  /// The ends lie within their slices, not on the border, which viewers would take for the neighbour's.
+  /// Puts the ends in the middle of their slices. Viewers attach an arrow that ends on a border to the adjacent slice.
   void arrow(const Edge& edge, const Span& from, const Span& to) {
     const std::string name = json_string(edge.name);
     begin();
@@ -89,7 +89,7 @@ class Writer {
 
  private:
   static double middle(const Span& span) { return span.start + (span.end - span.start) / 2; }
-  /// In whole nanoseconds, as they are written, so that slices which touch do not overlap.
+  /// Rounded to the nanoseconds that are written, so that adjacent slices do not overlap.
   double micros(double seconds) const { return std::round((seconds - origin_) * 1e9) / 1e3; }
   void begin() { json_ += json_.back() == '[' ? "\n" : ",\n"; }
 
@@ -98,7 +98,7 @@ class Writer {
   std::string json_ = R"({"displayTimeUnit":"ms","traceEvents":[)";
 };
 
-/// The spans that data goes through: stage, whether gradients, step, micro-batch.
+/// Identifies a span that exchanges data: stage, whether it is gradients, step, micro-batch.
 using Key = std::tuple<int, bool, int, int>;
 
 }  // namespace
@@ -128,10 +128,10 @@ std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const T
   std::map<std::pair<int, Kind>, std::vector<const Span*>> spans;
   for (const auto& span : timeline.spans) spans[{span.action.stage, span.action.kind}].push_back(&span);
   for (auto& [action, of_action] : spans) {
-    std::map<const Span*, double> shares;
+    std::map<const Span*, double> overlaps;
     double most = 0;
-    for (const Span* span : of_action) most = std::max(most, shares[span] = share_overlapped(*span, timeline));
-    std::erase_if(of_action, [&](const Span* span) { return shares.at(span) < 0.9 * most; });
+    for (const Span* span : of_action) most = std::max(most, overlaps[span] = overlap_of(*span, timeline));
+    std::erase_if(of_action, [&](const Span* span) { return overlaps.at(span) < 0.9 * most; });
   }
   return spans;
 }

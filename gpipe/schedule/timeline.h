@@ -11,46 +11,47 @@
 
 namespace gpipe {
 
-/// Bytes that a worker has allocated for its cells and that are in use, wherever: before an action, at most while it
-/// ran, and after it. All zero where nobody counted.
+/// Bytes in use that a worker has allocated for its cells, on any device: before an action, the peak while it ran, and
+/// after it. All zero if bytes were not counted.
 struct Footprint {
   std::int64_t before = 0;
   std::int64_t peak = 0;
   std::int64_t after = 0;
 };
 
-/// One action as it ran, or was simulated to run.
+/// One action as it ran or was simulated.
 struct Span {
   int worker = 0;
   Action action;
   double start = 0;  ///< seconds
   double end = 0;    ///< seconds
-  int step = 0;      ///< which mini-batch, 0 based: a forward and its backward share one
+  int step = 0;      ///< index of the mini-batch; a forward and its backward have the same
   Footprint bytes = {};
 };
 
-/// What happened on the workers: the one format of traces and simulations. Not synchronised.
+/// The actions of all workers over time, traced or simulated. Not thread-safe.
 struct Timeline {
   int workers = 0;
   std::vector<Edge> edges;
   std::vector<Span> spans;
 
-  /// Last end minus first start, in seconds; 0 when empty.
+  /// Last end minus first start, in seconds. 0 if empty.
   double makespan() const;
-  /// Idle time / (workers x makespan), in [0, 1); 0 when empty.
+  /// Idle time / (workers x makespan), in [0, 1). 0 if empty.
   double bubble() const;
-  /// Per worker: the most bytes at once.
+  /// Per worker: the most bytes in use at once.
   std::vector<std::int64_t> peak_bytes() const;
 };
 
-/// By stage and kind of action, the spans during which other workers worked the longest, by their share of time: those
-/// of at least nine tenths of the longest such share. From these one sees what an action takes while all are at work.
-/// Pointers into the timeline, in its order.
+/// Returns, by stage and kind of action, the spans that other workers overlapped most. A span's overlap is the time
+/// that other workers were busy during it, summed over workers and divided by its duration. Only spans with at least
+/// 0.9 of the largest overlap are returned: they show how long an action takes while the other workers are busy. The
+/// pointers are into the timeline, in its order.
 std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
 
-/// Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: a track a worker, a slice an action, an arrow
-/// along each edge a micro-batch took within a step, forward and backward, and where bytes were counted a graph of them
-/// a worker. Times in microseconds since the first start.
+/// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: one track per worker,
+/// one slice per action, one arrow per edge and micro-batch of a step, forward and backward, and, if bytes were
+/// counted, one graph of bytes per worker. Times are microseconds since the first start.
 std::string to_chrome_json(const Timeline& timeline);
 
 }  // namespace gpipe

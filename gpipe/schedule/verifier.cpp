@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/schedule/walk.h"
+#include "gpipe/schedule/replay.h"
 
 namespace gpipe {
 namespace {
@@ -44,7 +44,7 @@ absl::Status verify_edges(const Layout& layout, const std::vector<Edge>& edges) 
     const std::string name = label(edges, static_cast<int>(e));
     if (edge.from < 0 || edge.to >= layout.stages || edge.from >= edge.to) {
       return InvalidArgumentError(
-          StrFormat("%s goes from stage %d to stage %d: give it two of the stages 0..%d, ascending", name, edge.from,
+          StrFormat("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d", name, edge.from,
                     edge.to, layout.stages - 1));
     }
     if (edge.capacity < 1) {
@@ -54,12 +54,12 @@ absl::Status verify_edges(const Layout& layout, const std::vector<Edge>& edges) 
   return absl::OkStatus();
 }
 
-/// Finds every action's cell: each stands within the layout, on the right worker, and once.
+/// Finds the actions of every cell. Refuses actions outside the layout, on the wrong worker, or repeated.
 absl::StatusOr<std::vector<Places>> locate(const Layout& layout, const Schedule& schedule) {
   if (schedule.size() != static_cast<std::size_t>(layout.workers())) {
     return InvalidArgumentError(
-        StrFormat("the schedule has %d lists but the placement names %d workers: give each one list", schedule.size(),
-                  layout.workers()));
+        StrFormat("the schedule has %d lists, but the placement has %d workers: give one list per worker",
+                  schedule.size(), layout.workers()));
   }
   std::vector<Places> cells(static_cast<std::size_t>(layout.stages) * layout.micro_batches);
   for (int worker = 0; worker < layout.workers(); ++worker) {
@@ -81,14 +81,14 @@ absl::StatusOr<std::vector<Places>> locate(const Layout& layout, const Schedule&
       }
       int& place =
           cells[static_cast<std::size_t>(action.stage) * layout.micro_batches + action.micro_batch][action.kind];
-      if (place != kMissing) return InvalidArgumentError(StrFormat("%s twice: keep one", here()));
+      if (place != kMissing) return InvalidArgumentError(StrFormat("%s twice: remove one", here()));
       place = static_cast<int>(i);
     }
   }
   return cells;
 }
 
-/// What is wrong with the actions that a cell has, or with their order.
+/// Checks which actions a cell has and their order: rules 2 and 3.
 absl::Status verify_cell(int stage, int micro_batch, const Places& cell, bool has_backward) {
   const auto name = [&](Kind kind) { return to_string(Action{kind, stage, micro_batch}); };
   const auto lacks = [&](Kind kind, const std::string& why) {
@@ -113,8 +113,9 @@ absl::Status verify_cell(int stage, int micro_batch, const Places& cell, bool ha
   for (const Kind kind : kKinds) {
     if (!cell.has(kind)) continue;
     if (cell[kind] < cell[before]) {
-      return InvalidArgumentError(StrFormat(
-          "%s stands before %s: a cell's order is F, R, B or F, R, I, W; move it after", name(kind), name(before)));
+      return InvalidArgumentError(
+          StrFormat("%s stands before %s: move it after; the order in a cell is F, R, B or F, R, I, W", name(kind),
+                    name(before)));
     }
     before = kind;
   }
@@ -123,17 +124,17 @@ absl::Status verify_cell(int stage, int micro_batch, const Places& cell, bool ha
 
 absl::Status verify_progress(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
   const auto free = [](const Action&) { return 0.0; };
-  const Walk result = walk(layout, edges, Wiring(layout.stages, edges), schedule, free,
-                           /*latencies=*/std::vector<double>(edges.size()));
+  const Replay result = replay(layout, edges, Wiring(layout.stages, edges), schedule, free,
+                               /*latencies=*/std::vector<double>(edges.size()));
   if (result.blocked.empty()) return absl::OkStatus();
   const auto describe = [&](std::string* out, const Blocked& it) {
     absl::StrAppendFormat(out, "worker %d waits to %s %s%s for %s", it.worker, it.puts ? "put" : "take",
                           it.action.kind == Kind::F ? "" : "the gradient of ", label(edges, it.edge),
                           to_string(it.action));
-    if (it.puts) absl::StrAppendFormat(out, ", which holds its capacity of %d", edges[it.edge].capacity);
+    if (it.puts) absl::StrAppendFormat(out, ", which is at its capacity of %d", edges[it.edge].capacity);
   };
   return absl::FailedPreconditionError(
-      StrFormat("the schedule deadlocks: %s. Reorder the lists, or raise the capacity of an edge that waits to be put",
+      StrFormat("the schedule deadlocks: %s. Reorder the lists, or raise the capacity of an edge that is full",
                 absl::StrJoin(result.blocked, "; ", describe)));
 }
 
@@ -168,21 +169,21 @@ absl::Status verify(const Layout& layout) {
     return InvalidArgumentError(StrFormat("the layout has %d micro-batches: give it at least 1", layout.micro_batches));
   }
   if (static_cast<std::int64_t>(layout.stages) * layout.micro_batches > kMostCells) {
-    return InvalidArgumentError(StrFormat(
-        "the layout has %d stages and %d micro-batches: give it at most %d cells, one a stage and micro-batch",
-        layout.stages, layout.micro_batches, kMostCells));
+    return InvalidArgumentError(
+        StrFormat("the layout has %d stages and %d micro-batches: use at most %d cells (stages times micro-batches)",
+                  layout.stages, layout.micro_batches, kMostCells));
   }
   if (layout.placement.size() != static_cast<std::size_t>(layout.stages)) {
     return InvalidArgumentError(
-        StrFormat("the placement names the workers of %d stages, but there are %d: name one each",
+        StrFormat("the placement has %d entries, but the layout has %d stages: give one worker per stage",
                   layout.placement.size(), layout.stages));
   }
   std::vector<bool> used(layout.stages, false);
   for (int stage = 0; stage < layout.stages; ++stage) {
     const int worker = layout.placement[stage];
     if (worker < 0 || worker >= layout.stages) {
-      return InvalidArgumentError(StrFormat("stage %d is placed on worker %d: %d stages have work for workers 0..%d",
-                                            stage, worker, layout.stages, layout.stages - 1));
+      return InvalidArgumentError(StrFormat("stage %d is placed on worker %d: with %d stages, use workers 0..%d", stage,
+                                            worker, layout.stages, layout.stages - 1));
     }
     used[worker] = true;
   }

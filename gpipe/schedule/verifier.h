@@ -8,28 +8,29 @@
 
 namespace gpipe {
 
-/// Bounds that follow from the order of the lists alone, so that no timing can exceed them.
+/// Upper bounds that follow from the order of the lists alone and so hold for any timing.
 struct Peaks {
-  /// Per stage: most cells at once between their F and their last backward action. (For inference: 1.)
+  /// Per stage: the largest number of cells alive at once. A cell lives from its F to its last backward action. 1 for a
+  /// schedule without a backward.
   std::vector<int> live;
-  /// Per stage: most cells at once that hold an autograd graph (since F, or since R where there is one; until B or W).
-  /// (For inference: 0.)
+  /// Per stage: the largest number of cells that hold an autograd graph at once. A cell holds one from its R, or from
+  /// its F if it has no R, to its B or W. 0 for a schedule without a backward.
   std::vector<int> graphs;
 };
 
-/// The layout's share of rule 1 below.
+/// Checks the part of rule 1 below that concerns the layout.
 absl::Status verify(const Layout& layout);
 
 /// Proves that a schedule can be executed:
-///   1. layout, placement and edges make sense (at most kMostCells cells, from < to, capacity >= 1);
-///   2. every cell has exactly one F, and either no backward at all in the whole schedule or exactly one B, or one I
-///      and one W; at most one R, and none without a backward; each on the worker of its stage;
-///   3. within a cell: F < R < B, F < R < I < W;
-///   4. run with the executor's rules (an action takes its edges, runs, then puts its edges, waiting while an edge is
-///      at capacity) every action is reached.
-/// Rule 4 is decided by running the lists without time; the outcome does not depend on the order in which workers
-/// progress, because every edge has one producer and one consumer in each direction.
-/// Errors: as Program::make. Takes time linear in the actions and what they exchange.
+///   1. The layout, the placement and the edges are valid: at most kMostCells cells, from < to, capacity >= 1.
+///   2. Every cell has exactly one F and at most one R. Either every cell has a backward (one B, or one I and one W),
+///      or none has a backward or an R. Every action is on the worker of its stage.
+///   3. Within a cell the order is F, R, B or F, R, I, W.
+///   4. Every action is reached when the lists run by the executor's rules: an action takes its edges, runs, then puts
+///      its edges, waiting while an edge is at capacity.
+/// Rule 4 is checked by a replay. Its outcome does not depend on the order in which the workers advance, because every
+/// edge has one producer and one consumer in each direction.
+/// Takes time linear in the number of actions and exchanges. Errors: as Program::make.
 absl::StatusOr<Peaks> verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
 }  // namespace gpipe

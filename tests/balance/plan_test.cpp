@@ -45,7 +45,7 @@ Profile chain(const std::vector<double>& seconds) {
   auto& last = profile.blocks[profile.blocks.size() - 2];
   last.until = Kind::F;
   last.freed_by = Held::kForwards;
-  profile.blocks[1].freed_by = Held::kForEver;
+  profile.blocks[1].freed_by = Held::kNeverFreed;
   return profile;
 }
 

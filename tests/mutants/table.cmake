@@ -3,19 +3,19 @@
 # The torch-free core.
 mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/event_count.cpp "while (!condition()) changed_.wait(mutex_);"
        "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
-       EventStress*)
+       EventCountStress*)
 mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/event_count.cpp "bool holds = condition();"
-       "--sleepers_; bool holds = condition(); ++sleepers_;" EventStress*)
+       "--sleepers_; bool holds = condition(); ++sleepers_;" EventCountStress*)
 mutant(event_announces_without_the_mutex core_tests gpipe/runtime/event_count.cpp "{ MutexLock lock(mutex_); }" ""
-       EventStress*)
+       EventCountStress*)
 mutant(event_ignores_its_last_look core_tests gpipe/runtime/event_count.cpp
        "left.count() > 0; holds = condition()" "left.count() > 0;" EventCount.*)
 mutant(channel_ignores_its_capacity core_tests gpipe/runtime/channel.cpp "held_ < capacity_ || cancelled_" "true"
        Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
-       Failure.*)
-mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" Failure.*)
-mutant(executor_allows_two_walks core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" Failure.*)
+       ExecutorFailure.*)
+mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
+mutant(executor_allows_two_calls core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" ExecutorFailure.*)
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)
@@ -25,10 +25,10 @@ mutant(drains_in_ascending_order core_tests gpipe/schedule/generators.cpp
        "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
 mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/generators.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
-mutant(walk_gives_room_for_one_more core_tests gpipe/schedule/walk.cpp "channel.puts >= channel.capacity"
+mutant(replay_exceeds_the_capacity core_tests gpipe/schedule/replay.cpp "channel.puts >= channel.capacity"
        "channel.puts > channel.capacity" Verifier.*:Simulator.*)
-mutant(walk_forgets_latency core_tests gpipe/schedule/walk.cpp "clock + channel.latency" "clock" Simulator.*)
-mutant(footprint_forgets_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
+mutant(replay_ignores_latency core_tests gpipe/schedule/replay.cpp "clock + channel.latency" "clock" Simulator.*)
+mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
        "std::max(before + extra, after)" "before + extra" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
        "if (other.worker == span.worker) continue;" "" Timeline*)

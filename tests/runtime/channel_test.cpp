@@ -9,13 +9,13 @@
 namespace gpipe {
 namespace {
 
-TEST(Channel, HandsOverInAnyOrder) {
+TEST(Channel, TakesInAnyOrder) {
   Channel channel(3, 3);
   for (const int m : {0, 1, 2}) EXPECT_TRUE(channel.put(m));
   for (const int m : {2, 0, 1}) EXPECT_TRUE(channel.take(m));
 }
 
-TEST(Channel, OrdersPlainData) {
+TEST(Channel, PutHappensBeforeTake) {
   constexpr int kCount = 2000;
   for (const int capacity : {1, 3, kCount}) {
     Channel channel(capacity, kCount);
@@ -70,7 +70,7 @@ TEST(Channel, CancelReleasesAProducer) {
   producer.join();
 }
 
-TEST(Channel, RefusesEverythingOnceCancelled) {
+TEST(Channel, EveryCallFailsAfterCancel) {
   Channel channel(2, 2);
   EXPECT_TRUE(channel.put(0));
   channel.cancel();

@@ -7,8 +7,6 @@
 #include <optional>
 #include <string>
 
-#include "gpipe/runtime/event_count.h"
-
 namespace gpipe {
 namespace {
 
@@ -27,24 +25,24 @@ double v2(const std::string& cpu_max) {
   return quota_of({{"/proc/self/cgroup", "0::/\n"}, {"/sys/fs/cgroup/cpu.max", cpu_max}});
 }
 
-TEST(CpuQuota, OfVersion2) {
+TEST(CpuQuota, ReadsVersion2) {
   EXPECT_EQ(v2("150000 100000\n"), 1.5);
   EXPECT_EQ(v2("400000 200000"), 2);
   EXPECT_EQ(v2("max 100000\n"), kUnlimited);
 }
 
-TEST(CpuQuota, OddFilesLimitNothing) {
-  for (const char* odd : {"", "\n", "100000", "0 100000", "100000 0", "-1 100000", "100000 -5", "many 100000",
-                          "100000 100000 100000", "99999999999999999999999 100000", "1e5 1e5"}) {
-    EXPECT_EQ(v2(odd), kUnlimited) << odd;
+TEST(CpuQuota, MalformedFilesCountAsNoLimit) {
+  for (const char* text : {"", "\n", "100000", "0 100000", "100000 0", "-1 100000", "100000 -5", "many 100000",
+                           "100000 100000 100000", "99999999999999999999999 100000", "1e5 1e5"}) {
+    EXPECT_EQ(v2(text), kUnlimited) << text;
   }
   EXPECT_EQ(quota_of({}), kUnlimited);
-  for (const char* odd : {"", "\n\n", "0", "0:", "0::", "0::group", ":::", "0::/absent", "4:cpu:/absent"}) {
-    EXPECT_EQ(quota_of({{"/proc/self/cgroup", odd}}), kUnlimited) << odd;
+  for (const char* text : {"", "\n\n", "0", "0:", "0::", "0::group", ":::", "0::/absent", "4:cpu:/absent"}) {
+    EXPECT_EQ(quota_of({{"/proc/self/cgroup", text}}), kUnlimited) << text;
   }
 }
 
-TEST(CpuQuota, TheLeastOfTheGroupAndThoseAroundItCounts) {
+TEST(CpuQuota, IsTheMinimumOverTheGroupAndItsAncestors) {
   Files files = {{"/proc/self/cgroup", "0::/user.slice/a:b/job\n"},
                  {"/sys/fs/cgroup/user.slice/a:b/job/cpu.max", "300000 100000\n"},
                  {"/sys/fs/cgroup/user.slice/a:b/cpu.max", "max 100000\n"},
@@ -54,28 +52,21 @@ TEST(CpuQuota, TheLeastOfTheGroupAndThoseAroundItCounts) {
   EXPECT_EQ(quota_of(files), 0.5);
 }
 
-TEST(CpuQuota, OfVersion1) {
+TEST(CpuQuota, ReadsVersion1) {
   Files files = {{"/proc/self/cgroup", "5:memory:/memory\n4:cpu,cpuacct:/jobs/one\n1:name=systemd:/\n0::/\n"},
                  {"/sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_quota_us", "250000\n"},
                  {"/sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_period_us", "100000\n"}};
   EXPECT_EQ(quota_of(files), 2.5);
   files["/sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_quota_us"] = "-1\n";
   EXPECT_EQ(quota_of(files), kUnlimited);
-  // A container with its group mounted, but with the host's path to it.
+  // In a container the group is mounted at the root, but its path is the host's.
   files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "120000\n";
-  EXPECT_EQ(quota_of(files), kUnlimited) << "no period";
+  EXPECT_EQ(quota_of(files), kUnlimited) << "there is no period";
   files["/sys/fs/cgroup/cpu/cpu.cfs_period_us"] = "100000\n";
   EXPECT_EQ(quota_of(files), 1.2);
 }
 
 TEST(CpuQuota, OfThisProcessIsPositive) { EXPECT_GT(cpu_quota(), 0); }
-
-TEST(SpinsFor, NeedsACoreAndCpuTimeForEachThread) {
-  EXPECT_GT(spins_for(1, kUnlimited), 0);
-  EXPECT_GT(spins_for(1, 1.0), 0);
-  EXPECT_EQ(spins_for(1, 0.99), 0);
-  EXPECT_EQ(spins_for(std::numeric_limits<int>::max(), kUnlimited), 0);
-}
 
 }  // namespace
 }  // namespace gpipe

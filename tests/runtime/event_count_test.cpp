@@ -1,4 +1,5 @@
-// That no wake-up is lost. A lost one is a thread that sleeps for good: a watchdog wakes it and fails the test.
+// The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and fails
+// the test.
 #include "gpipe/runtime/event_count.h"
 
 #include <gtest/gtest.h>
@@ -6,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <chrono>
+#include <limits>
 #include <thread>
 #include <utility>
 
@@ -16,10 +18,11 @@ namespace {
 
 using std::chrono::milliseconds;
 
+constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 constexpr milliseconds kLong = std::chrono::hours(24);
 constexpr int kRounds = 400;
 
-/// Ends a test in which nothing happens any more: announces, and says so by stuck().
+/// Ends a test that makes no more progress: sets stuck() and announces.
 class Watchdog {
  public:
   Watchdog(EventCount& event, const std::atomic<int>& progress)
@@ -32,7 +35,7 @@ class Watchdog {
   bool stuck() const { return stuck_; }
 
  private:
-  // Counts its own turns and not the time: on a busy machine this thread gets as little of the processor as the others.
+  // Counts its own turns, not time, because on a busy machine the other threads are as slow as this one.
   void watch(EventCount& event, const std::atomic<int>& progress) {
     int seen = progress;
     for (int idle = 0; !done_; std::this_thread::sleep_for(milliseconds(10))) {
@@ -46,7 +49,7 @@ class Watchdog {
   static constexpr int kIdleTurns = 500;
   std::atomic<bool> done_ = false;
   std::atomic<bool> stuck_ = false;
-  std::thread thread_;  // last: it uses the others
+  std::thread thread_;  // last, because the thread uses the other members
 };
 
 void wait(EventCount& event, bool with_limit, absl::FunctionRef<bool()> condition) {
@@ -61,8 +64,8 @@ void let_others_run(int times) {
   for (int i = 0; i < times; ++i) std::this_thread::yield();
 }
 
-/// Waits for what `holds` says. Lets the other threads run after each look: so what changes the condition often falls
-/// between the look and the sleep.
+/// Waits until holds() is true. Lets other threads run after each check, so that the condition often changes between the
+/// check and the sleep.
 void wait_slowly(EventCount& event, bool with_limit, int yields, absl::FunctionRef<bool()> holds) {
   wait(event, with_limit, [&] {
     const bool is = holds();
@@ -71,11 +74,11 @@ void wait_slowly(EventCount& event, bool with_limit, int yields, absl::FunctionR
   });
 }
 
-class EventStress : public ::testing::TestWithParam<bool> {};
-INSTANTIATE_TEST_SUITE_P(, EventStress, ::testing::Bool(),
+class EventCountStress : public ::testing::TestWithParam<bool> {};
+INSTANTIATE_TEST_SUITE_P(, EventCountStress, ::testing::Bool(),
                          [](const auto& info) { return info.param ? "AwaitFor" : "Await"; });
 
-TEST_P(EventStress, TwoThreadsThatTakeTurnsLoseNoWakeUp) {
+TEST_P(EventCountStress, TwoThreadsTakeTurns) {
   EventCount event;
   std::atomic<int> turn = 0;
   Watchdog watchdog(event, turn);
@@ -89,10 +92,10 @@ TEST_P(EventStress, TwoThreadsThatTakeTurnsLoseNoWakeUp) {
   std::thread other([&] { play(1); });
   play(0);
   other.join();
-  EXPECT_FALSE(watchdog.stuck()) << "a thread slept through the change that it waited for, after " << turn << " turns";
+  EXPECT_FALSE(watchdog.stuck()) << "a wake-up was lost after " << turn << " turns";
 }
 
-TEST_P(EventStress, EveryWaiterIsWoken) {
+TEST_P(EventCountStress, EveryWaiterIsWoken) {
   constexpr int kWaiters = 3;
   EventCount event;
   std::atomic<int> round = 0;
@@ -114,19 +117,20 @@ TEST_P(EventStress, EveryWaiterIsWoken) {
     wait_slowly(event, GetParam(), 1 + number % 2, [&] { return arrived >= kWaiters * number || watchdog.stuck(); });
   }
   for (auto& waiter : waiters) waiter.join();
-  EXPECT_FALSE(watchdog.stuck()) << "a thread slept through the change that it waited for, in round " << round;
+  EXPECT_FALSE(watchdog.stuck()) << "a wake-up was lost in round " << round;
 }
 
-TEST_P(EventStress, ASleeperIsCountedBeforeItsLastLook) {
+TEST_P(EventCountStress, SleeperIsCountedBeforeItsLastCheck) {
   EventCount event;
-  std::atomic<int> looks = 0;
+  std::atomic<int> checks = 0;
   std::atomic<bool> changed = false;
   std::atomic<bool> announced = false;
-  Watchdog watchdog(event, looks);
+  std::atomic<int> progress = 0;
+  Watchdog watchdog(event, progress);
   std::atomic<bool> ready = false;
   std::thread other([&] {
     ready = true;
-    while (looks < 2) std::this_thread::yield();
+    while (checks < 2) std::this_thread::yield();
     changed = true;
     event.announce();
     announced = true;
@@ -134,24 +138,31 @@ TEST_P(EventStress, ASleeperIsCountedBeforeItsLastLook) {
   while (!ready) std::this_thread::yield();
   wait(event, GetParam(), [&] {
     const bool is = changed || watchdog.stuck();
-    // The second look is the last before the sleep. The change comes after it. An announcement that sees no sleeper
-    // ends at once; one that sees it waits until it sleeps.
-    if (++looks == 2) {
-      for (int i = 0; i < 1000 && !announced; ++i) std::this_thread::yield();
+    // The second check is the last one before the sleep. The change comes after it. announce() returns at once if it
+    // sees no sleeper; otherwise it waits until this thread sleeps.
+    if (++checks == 2) {
+      for (int i = 0; i < 1000 && !announced; ++i, ++progress) std::this_thread::yield();
     }
     return is;
   });
   other.join();
-  EXPECT_FALSE(watchdog.stuck()) << "the announcement did not see the sleeper";
+  EXPECT_FALSE(watchdog.stuck()) << "announce() did not see the sleeper";
 }
 
-TEST(EventCount, AwaitForEndsWithoutTheConditionAndTellsWhetherItHolds) {
+TEST(EventCount, AwaitForEndsAfterItsTimeAndTellsWhetherTheConditionHolds) {
   EventCount event;
   EXPECT_FALSE(event.await_for(/*spins=*/0, milliseconds(1), [] { return false; }));
   EXPECT_FALSE(event.await_for(/*spins=*/10, milliseconds(0), [] { return false; }));
   EXPECT_TRUE(event.await_for(/*spins=*/0, milliseconds(0), [] { return true; }));
-  int looks = 0;
-  EXPECT_TRUE(event.await_for(/*spins=*/0, milliseconds(0), [&] { return ++looks == 2; })) << "the last look counts";
+  int checks = 0;
+  EXPECT_TRUE(event.await_for(/*spins=*/0, milliseconds(0), [&] { return ++checks == 2; })) << "the last check counts";
+}
+
+TEST(SpinsFor, IsZeroWithoutACoreAndCpuTimePerThread) {
+  EXPECT_GT(spins_for(1, kUnlimited), 0);
+  EXPECT_GT(spins_for(1, 1.0), 0);
+  EXPECT_EQ(spins_for(1, 0.99), 0);
+  EXPECT_EQ(spins_for(std::numeric_limits<int>::max(), kUnlimited), 0);
 }
 
 }  // namespace

@@ -13,14 +13,14 @@
 
 namespace gpipe::testing {
 
-/// Cells that compute with plain integers what real ones compute with tensors. Nothing in here is atomic or locked:
-/// whether the executor orders the accesses is for ThreadSanitizer to judge. Every number depends on all that went into
-/// it, so that a value which was lost, mixed up or read too early changes the results.
+/// Cells that compute with plain integers instead of tensors. They use no atomics and no locks, so that ThreadSanitizer
+/// checks whether the executor orders the accesses. Every number depends on all its inputs: a value that is lost,
+/// swapped or read too early changes the results.
 class FakeCells : public Cells {
  public:
   using Number = std::uint64_t;
 
-  /// With a seed, actions take random times.
+  /// If the seed is not 0, actions take random times.
   explicit FakeCells(const Program& program, unsigned seed = 0)
       : ran(program.workers()),
         threads(program.workers()),
@@ -45,7 +45,7 @@ class FakeCells : public Cells {
     const auto& [kind, s, m] = action;
     ran[program_.layout().placement[s]].push_back(action);
     if (on_action) on_action(action);
-    if (seed_ != 0) dawdle(mix(seed_, mix(s * 5 + static_cast<int>(kind), m)));
+    if (seed_ != 0) delay(mix(seed_, mix(s * 5 + static_cast<int>(kind), m)));
     switch (kind) {
       case Kind::F:
         stored_[s][m] = mix(s + 1, m + 1);
@@ -70,7 +70,7 @@ class FakeCells : public Cells {
   }
 
   std::vector<std::vector<Action>> ran;               ///< per worker
-  std::vector<std::vector<std::thread::id>> threads;  ///< per worker, one a run
+  std::vector<std::vector<std::thread::id>> threads;  ///< per worker and run
   std::vector<std::vector<Number>> outputs;           ///< per stage and micro-batch
   std::vector<Number> weights;                        ///< per stage: the sum of the gradients
   std::function<void(const Action&)> on_action;
@@ -86,7 +86,7 @@ class FakeCells : public Cells {
     return (x ^ (x >> 32)) | 1;  // never 0, which means empty
   }
 
-  static void dawdle(Number number) {
+  static void delay(Number number) {
     if (number % 4 > 1) std::this_thread::sleep_for(std::chrono::microseconds(number / 8 % 60));
   }
 
@@ -111,12 +111,12 @@ class FakeCells : public Cells {
   const unsigned seed_;
   std::vector<Column> forward_;   // per edge and micro-batch
   std::vector<Column> backward_;  // per edge and micro-batch
-  std::vector<Column> stored_;    // per stage and micro-batch, as the rest
+  std::vector<Column> stored_;    // this and the following: per stage and micro-batch
   std::vector<Column> graphs_;
   std::vector<Column> pending_;
 };
 
-/// What the program computes, on this thread: stages ascending, then descending.
+/// Computes the program's results on this thread: forwards by ascending stage, then the rest by descending stage.
 inline FakeCells reference(const Program& program) {
   FakeCells cells(program);
   const auto pass = [&](int s, bool forward) {

@@ -20,7 +20,7 @@ int count(const std::string& text, const std::string& part) {
   return found;
 }
 
-TEST(DrawingTest, HasABoxForEachActionARowForEachWorkerAndALegend) {
+TEST(Drawing, HasABoxPerActionARowPerWorkerAndALegend) {
   const Timeline timeline{2,
                           {{0, 1, 1, "activation 0->1"}},
                           {{0, action("0F12"), 10, 10.5},
@@ -33,13 +33,14 @@ TEST(DrawingTest, HasABoxForEachActionARowForEachWorkerAndALegend) {
   EXPECT_EQ(count(svg, ">12</text>"), 4) << "a narrow box has no label";
   EXPECT_EQ(count(svg, ">worker "), 2);
   EXPECT_THAT(svg, HasSubstr("<title>recompute of micro-batch 12 on stage 1: 2 ms</title>"));
-  EXPECT_THAT(svg, HasSubstr("3 s, of which 54 % idle"));
+  EXPECT_THAT(svg, HasSubstr("3 s, 54 % idle"));
   for (const auto* kind : {">forward<", ">recompute<", ">backward<"}) EXPECT_THAT(svg, HasSubstr(kind));
   EXPECT_THAT(svg, Not(HasSubstr("weights")));
-  EXPECT_THAT(svg, HasSubstr("x=\"72.00\" y=\"47.0\" width=\"146.67\"")) << "the first action, a sixth of the time";
+  EXPECT_THAT(svg, HasSubstr("x=\"72.00\" y=\"47.0\" width=\"146.67\""))
+      << "the first action takes a sixth of the time";
 }
 
-TEST(DrawingTest, DrawsWhatHasNoLength) {
+TEST(Drawing, DrawsEmptyAndZeroLengthTimelines) {
   EXPECT_THAT(to_svg({}), HasSubstr("</svg>"));
   EXPECT_THAT(to_svg({1, {}, {{0, action("0F0"), 1, 1}}}), Not(HasSubstr("nan")));
 }

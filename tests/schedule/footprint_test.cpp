@@ -17,12 +17,12 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::straight;
 
-/// Decimal digits tell what is counted: forward 1,000, stored 100, recomputed 900, sent 10, parameters 1.
+/// Each kind of bytes has a decimal digit of its own: forward 1,000, stored 100, recomputed 900, sent 10, parameters 1.
 CellBytes cells(int stage) {
   return {.forward = {1005, {{1000, Kind::W, stage}}},
           .stored = {305, {{100, Kind::W, stage}}},
           .recompute = {905, {{900, Kind::W, stage}}},
-          .backward = {40, {{10, Kind::I, stage == 0 ? Held::kForEver : stage - 1}}},
+          .backward = {40, {{10, Kind::I, stage == 0 ? Held::kNeverFreed : stage - 1}}},
           .parameters = 1};
 }
 
@@ -50,7 +50,7 @@ std::string print(const Timeline& timeline) {
   return text;
 }
 
-TEST(Footprint, StoredGraphsPileUpUntilTheDrain) {
+TEST(Footprint, GraphsAccumulateUntilTheDrain) {
   const auto simulation = run(2, 2, Checkpoint::kNever, {cells(0), cells(1)});
   EXPECT_EQ(print(simulation.timeline),
             "0F0 0 1005 1000; 0F1 1000 2005 2000; 0B1 2000 2040 1011; 0B0 1011 1051 21; "
@@ -58,7 +58,7 @@ TEST(Footprint, StoredGraphsPileUpUntilTheDrain) {
   EXPECT_THAT(simulation.timeline.peak_bytes(), ElementsAre(2040, 2040));
 }
 
-TEST(Footprint, ARecomputedCellHoldsItsGraphFromItsRecomputeOn) {
+TEST(Footprint, RecomputedCellHoldsItsGraphFromItsRecompute) {
   const auto simulation = run(2, 2, Checkpoint::kAlways, {cells(0), cells(1)});
   EXPECT_EQ(
       print(simulation.timeline),
@@ -66,27 +66,27 @@ TEST(Footprint, ARecomputedCellHoldsItsGraphFromItsRecomputeOn) {
       "1F0 0 305 100; 1F1 100 405 200; 1R1 200 1105 1100; 1B1 1100 1140 111; 1R0 111 1016 1011; 1B0 1011 1051 11; ");
 }
 
-TEST(Footprint, TheLastStageHandsItsOutputsOverWhenAllForwardsHaveRun) {
+TEST(Footprint, OutputsBelongToTheCallerAfterTheLastForward) {
   const auto simulation = run(2, 2, Checkpoint::kNever, {cells(0), handing_over(cells(1), 400)});
   EXPECT_EQ(print(simulation.timeline).substr(print(simulation.timeline).find("1F0")),
             "1F0 0 1005 1000; 1F1 1000 2005 2000; 1B1 1200 1240 611; 1B0 611 651 11; ");
 }
 
-TEST(Footprint, AForwardThatLeavesMoreThanItNeedsAtOncePeaksAtItsEnd) {
+TEST(Footprint, PeakIsAtLeastTheBytesAfterTheAction) {
   auto bytes = cells(0);
   bytes.forward.extra = 700;
   const auto simulation = run(1, 2, Checkpoint::kNever, {bytes});
   EXPECT_EQ(print(simulation.timeline).substr(0, 41), "0F0 0 1000 1000; 0F1 1000 2000 2000; 0B1 ");
 }
 
-TEST(Footprint, GradientsWaitForASlowReceiver) {
+TEST(Footprint, GradientsAreHeldUntilASlowReceiverHasRun) {
   const auto layout = straight(2, 3);
   const auto program = testing::make(layout, chain(2, 3), fill_drain(layout, Checkpoint::kNever));
   const auto simulation = simulate(program, {{{{1, 0, 100, 0, 0}}, {{1, 0, 1, 0, 0}}}, {0}, {cells(0), cells(1)}});
   EXPECT_EQ(simulation.timeline.spans.back().bytes.after, 31);
 }
 
-TEST(Footprint, StepsAreAccountedForThemselves) {
+TEST(Footprint, StepsAreAccountedSeparately) {
   auto timeline = run(2, 2, Checkpoint::kExceptLast, {}).timeline;
   EXPECT_THAT(timeline.peak_bytes(), ElementsAre(0, 0));
   auto twice = timeline;
@@ -101,7 +101,7 @@ TEST(Footprint, StepsAreAccountedForThemselves) {
   EXPECT_EQ(print(twice), print(timeline) + print(timeline));
 }
 
-TEST(Footprint, WhatIsSentMayBeFreedBeforeItsSendersBackwardOrAfterIt) {
+TEST(Footprint, BytesCanBeHeldUntilAnActionOfAnotherStage) {
   auto sender = cells(0);
   sender.forward.held = {{1000, Kind::F, 1}};
   const auto simulation = run(2, 2, Checkpoint::kNever, {sender, cells(1)});
@@ -118,10 +118,10 @@ TEST(Footprint, RefusesBytesOfOtherStages) {
     }
     return "";
   };
-  EXPECT_THAT(message({cells(0)}), HasSubstr("bytes are of 1 stages, the program has 2"));
+  EXPECT_THAT(message({cells(0)}), HasSubstr("got bytes for 1 stages, but the program has 2 stages"));
   auto strange = cells(1);
   strange.backward.held = {{10, Kind::I, 2}};
-  EXPECT_THAT(message({cells(0), strange}), HasSubstr("held until I of stage 2, but bytes are given of 2 stages"));
+  EXPECT_THAT(message({cells(0), strange}), HasSubstr("held until I of stage 2, but there are 2 stages"));
 }
 
 }  // namespace

@@ -13,7 +13,7 @@
 
 namespace gpipe::testing {
 
-/// Reads what to_string(Action) writes.
+/// The inverse of to_string(Action).
 inline Action action(const std::string& text) {
   Action result;
   char kind = 0;
@@ -25,10 +25,10 @@ inline Action action(const std::string& text) {
       return result;
     }
   }
-  throw std::invalid_argument("no action: " + text);
+  throw std::invalid_argument("not an action: " + text);
 }
 
-/// One string of actions a worker.
+/// Makes a schedule from one string of actions per worker.
 inline Schedule lists(std::initializer_list<std::string> workers) {
   Schedule result;
   for (const std::string& worker : workers) {
@@ -53,14 +53,14 @@ inline Layout layout_of(std::vector<int> placement, int micro_batches) {
   return {static_cast<int>(placement.size()), micro_batches, std::move(placement)};
 }
 
-/// One stage a worker.
+/// One stage per worker.
 inline Layout straight(int stages, int micro_batches) {
   std::vector<int> placement;
   for (int s = 0; s < stages; ++s) placement.push_back(s);
   return layout_of(placement, micro_batches);
 }
 
-/// The activations between neighbours.
+/// The activations between neighbouring stages.
 inline std::vector<Edge> chain(int stages, int capacity) {
   std::vector<Edge> edges;
   for (int s = 0; s + 1 < stages; ++s) {
@@ -77,14 +77,14 @@ inline std::vector<Edge> with_skips(std::vector<Edge> edges, const std::vector<s
   return edges;
 }
 
-/// Throws where Program::make says no.
+/// Throws if Program::make fails.
 inline Program make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
   auto program = Program::make(std::move(layout), std::move(edges), std::move(schedule));
   if (!program.ok()) throw std::runtime_error(std::string(program.status().message()));
   return *std::move(program);
 }
 
-/// 1F1B by its textbook rule, one stage a worker.
+/// The textbook 1F1B schedule with one stage per worker.
 inline Schedule one_forward_one_backward(int stages, int micro_batches) {
   Schedule result(stages);
   for (int s = 0; s < stages; ++s) {
@@ -98,8 +98,7 @@ inline Schedule one_forward_one_backward(int stages, int micro_batches) {
   return result;
 }
 
-/// The same with each B split, its W directly after its I except on the workers that have something better to do:
-/// worker r keeps r of them back (ZB-H1).
+/// ZB-H1: 1F1B with each B split into I and W. Worker r delays its W by r micro-batches.
 inline Schedule zero_bubble(int stages, int micro_batches) {
   const Schedule whole = one_forward_one_backward(stages, micro_batches);
   Schedule result(stages);
@@ -118,14 +117,14 @@ inline Schedule zero_bubble(int stages, int micro_batches) {
   return result;
 }
 
-/// What Program::make takes.
+/// The arguments of Program::make.
 struct Parts {
   Layout layout;
   std::vector<Edge> edges;
   Schedule schedule;
 };
 
-/// Lists that obey rules 1 to 3 of the verifier; whether they deadlock is open.
+/// A random schedule that satisfies rules 1 to 3 of the verifier. It may deadlock.
 inline Parts random_parts(std::mt19937& random) {
   const auto pick = [&](int from, int to) { return std::uniform_int_distribution<int>(from, to)(random); };
   const int stages = pick(1, 5);
@@ -143,8 +142,8 @@ inline Parts random_parts(std::mt19937& random) {
   }
   std::shuffle(parts.edges.begin(), parts.edges.end(), random);
 
-  // Each cell's actions in their order; then cells are drawn, either any that has an action left, or only those whose
-  // action has the data it needs, which makes a schedule that edges without bounds could carry.
+  // Lists each cell's actions in order, then repeatedly draws a cell and appends its next action. If `informed`, only
+  // cells are drawn whose next action has its data, so that the schedule could run with unlimited capacity.
   const bool backward = pick(0, 5) != 0;
   const bool informed = pick(0, 3) != 0;
   std::vector<std::vector<Action>> cells;
@@ -183,7 +182,7 @@ inline Parts random_parts(std::mt19937& random) {
       if (next[c] < cells[c].size() && (!informed || ready(cells[c][next[c]]))) open.push_back(c);
     }
     if (open.empty()) return parts;
-    // Mostly the first that is open, so that lists look like schedules and not like noise.
+    // Prefers the first open cell, so that the lists resemble real schedules.
     const std::size_t c = open[pick(0, 1) == 0 ? 0 : pick(0, static_cast<int>(open.size()) - 1)];
     const Action it = cells[c][next[c]++];
     parts.schedule[placement[it.stage]].push_back(it);

@@ -20,7 +20,7 @@ using ::testing::ElementsAre;
 using testing::lists;
 using testing::straight;
 
-/// Every stage costs the same: F, R, B, I, W.
+/// The same costs (of F, R, B, I, W) for every stage.
 Costs even(const Program& program, std::array<double, 5> actions, double edge = 0) {
   return {std::vector(program.layout().stages, actions), std::vector(program.edges().size(), edge)};
 }
@@ -52,7 +52,7 @@ TEST(Simulator, TimesEveryActionOfASmallProgram) {
   EXPECT_EQ(result.timeline.edges.size(), 1);
 }
 
-TEST(Simulator, AForwardThatWillBeRecomputedMayTakeAnotherTime) {
+TEST(Simulator, ForwardsOfRecomputedCellsHaveTheirOwnCost) {
   const auto layout = straight(1, 3);
   const auto program = testing::make(layout, {}, fill_drain(layout, Checkpoint::kExceptLast));
   auto costs = even(program, {5, 1, 2, 0, 0});
@@ -60,10 +60,10 @@ TEST(Simulator, AForwardThatWillBeRecomputedMayTakeAnotherTime) {
   const auto result = simulate(program, costs);
   EXPECT_EQ(span_of(result.timeline, "0F0").end, 3);
   EXPECT_EQ(span_of(result.timeline, "0F1").end, 6);
-  EXPECT_EQ(span_of(result.timeline, "0F2").end, 11) << "the last keeps its graph";
+  EXPECT_EQ(span_of(result.timeline, "0F2").end, 11) << "the last micro-batch is not recomputed";
 }
 
-TEST(Simulator, RecomputesWhileTheGradientIsOnItsWay) {
+TEST(Simulator, RecomputeRunsBeforeTheGradientArrives) {
   const auto layout = straight(3, 4);
   const auto program = testing::make(layout, chain(3, 4), fill_drain(layout, Checkpoint::kAlways));
   const auto result = simulate(program, even(program, {1, 1, 2, 0, 0}));
@@ -71,7 +71,7 @@ TEST(Simulator, RecomputesWhileTheGradientIsOnItsWay) {
   EXPECT_EQ(start(result, "0B3"), span_of(result.timeline, "1B3").end);
 }
 
-TEST(Simulator, FindsGPipesBubble) {
+TEST(Simulator, BubbleAndPeakCellsOfGPipe) {
   for (int p = 1; p <= 6; ++p) {
     for (int m = 1; m <= 8; ++m) {
       const auto program = testing::make(straight(p, m), chain(p, 1), fill_drain(straight(p, m), Checkpoint::kNever));
@@ -83,21 +83,21 @@ TEST(Simulator, FindsGPipesBubble) {
   }
 }
 
-TEST(Simulator, FindsTheBubbleAndPeaksOfOneForwardOneBackward) {
+TEST(Simulator, MakespanAndPeakCellsOfOneForwardOneBackward) {
   const auto program = testing::make(straight(4, 16), chain(4, 4), testing::one_forward_one_backward(4, 16));
   const auto result = simulate(program, even(program, {1, 0, 2, 0, 0}));
   EXPECT_EQ(result.makespan, 3 * (16 + 4 - 1));
   EXPECT_THAT(result.peak_cells, ElementsAre(4, 3, 2, 1));
 }
 
-TEST(Simulator, FindsThatASplitBackwardShortensTheBubble) {
+TEST(Simulator, SplitBackwardShortensTheBubble) {
   const auto program = testing::make(straight(4, 16), chain(4, 4), testing::zero_bubble(4, 16));
   const auto result = simulate(program, even(program, {1, 0, 0, 1, 1}));
   EXPECT_EQ(result.makespan, 3 * 16 + 3);  // (p - 1)(F + I - W) above the work
   EXPECT_THAT(result.peak_cells, ElementsAre(4, 4, 4, 4));
 }
 
-TEST(Simulator, CountsCellsOverAWorkersStages) {
+TEST(Simulator, PeakCellsAddUpOverTheStagesOfAWorker) {
   const auto layout = testing::layout_of({0, 1, 0}, 2);
   const auto program = testing::make(layout, chain(3, 2), fill_drain(layout, Checkpoint::kNever));
   EXPECT_THAT(simulate(program, even(program, {1, 1, 1, 1, 1})).peak_cells, ElementsAre(4, 2));
@@ -105,7 +105,7 @@ TEST(Simulator, CountsCellsOverAWorkersStages) {
   EXPECT_THAT(simulate(inference, even(inference, {1, 1, 1, 1, 1})).peak_cells, ElementsAre(1, 1));
 }
 
-TEST(Simulator, DelaysTheConsumerAndNotTheProducer) {
+TEST(Simulator, EdgeLatencyDelaysTheConsumerOnly) {
   const auto layout = straight(2, 2);
   const auto program = testing::make(layout, chain(2, 2), fill_drain(layout, Checkpoint::kNever));
   const auto result = simulate(program, even(program, {1, 0, 1, 0, 0}, 0.5));
@@ -115,19 +115,19 @@ TEST(Simulator, DelaysTheConsumerAndNotTheProducer) {
   EXPECT_EQ(start(result, "0B1"), 5);  // 1B1 ends at 4.5
 }
 
-TEST(Simulator, MakesAProducerWaitForRoom) {
+TEST(Simulator, ProducerWaitsWhileAnEdgeIsFull) {
   const auto layout = straight(2, 4);
   const auto costs = Costs{{{1, 0, 0, 0, 0}, {3, 0, 0, 0, 0}}, {0}};
   const auto narrow = simulate(testing::make(layout, chain(2, 1), fill(layout)), costs);
   EXPECT_EQ(start(narrow, "0F2"), 2);
-  EXPECT_EQ(start(narrow, "0F3"), 4);  // 0F2's output finds room when 1F1 starts
+  EXPECT_EQ(start(narrow, "0F3"), 4);  // 0F2 puts its output when 1F1 starts
   EXPECT_EQ(start(narrow, "1F3"), 10);
   const auto wide = simulate(testing::make(layout, chain(2, 2), fill(layout)), costs);
   EXPECT_EQ(start(wide, "0F3"), 3);
   EXPECT_EQ(wide.makespan, narrow.makespan);
 }
 
-TEST(Simulator, TakesNothingForFree) {
+TEST(Simulator, ZeroCostsGiveAnEmptyMakespan) {
   const auto program = testing::make(straight(2, 1), chain(2, 1), fill(straight(2, 1)));
   const auto result = simulate(program, even(program, {}));
   EXPECT_EQ(result.makespan, 0);
@@ -154,14 +154,14 @@ TEST(Simulator, RefusesCostsThatDoNotFit) {
   EXPECT_THROW(simulate(program, short_of_an_edge), std::invalid_argument);
 }
 
-TEST(Simulator, TakesLargePrograms) {
+TEST(Simulator, HandlesLargePrograms) {
   const auto layout = straight(64, 1024);
   const auto program = testing::make(layout, chain(64, 4), fill_drain(layout, Checkpoint::kNever));
   EXPECT_EQ(simulate(program, even(program, {1, 0, 1, 0, 0})).makespan, 2 * (1024 + 63));
 }
 
-/// When the program would end if edges were unbounded: the longest path through data and list order, found by relaxing
-/// until nothing changes.
+/// The makespan if edges had unlimited capacity: the longest path through data dependencies and list order, found by
+/// relaxing until nothing changes.
 double longest_path(const Program& program, const Costs& costs) {
   std::vector<Span> spans;
   for (int w = 0; w < program.workers(); ++w) {
@@ -195,7 +195,7 @@ double longest_path(const Program& program, const Costs& costs) {
   return end;
 }
 
-TEST(Simulator, KeepsItsBoundsOnRandomPrograms) {
+TEST(Simulator, RandomProgramsStayWithinTheirBounds) {
   std::mt19937 random(11);
   int simulated = 0;
   for (int i = 0; i < 600; ++i) {
@@ -205,7 +205,7 @@ TEST(Simulator, KeepsItsBoundsOnRandomPrograms) {
     ++simulated;
     Costs costs;
     double total = 0;
-    std::uniform_int_distribution<int> cost(1, 9);  // whole numbers: sums are exact
+    std::uniform_int_distribution<int> cost(1, 9);  // integers, so that sums are exact
     for (int s = 0; s < parts.layout.stages; ++s) {
       costs.actions.emplace_back();
       for (double& it : costs.actions.back()) it = cost(random);

@@ -29,7 +29,7 @@ std::vector<json> events(const Timeline& timeline, const std::string& phase) {
   return result;
 }
 
-/// Two stages, one micro-batch, 10 s after the clock's epoch.
+/// Two stages, one micro-batch; starts 10 s after the clock's epoch.
 Timeline small() {
   return {2,
           {{0, 1, 1, "activation 0->1"}},
@@ -40,15 +40,15 @@ Timeline small() {
            {1, action("1B0"), 11.25, 12, 3}}};
 }
 
-TEST(TimelineTest, FindsWhatOthersOverlap) {
+TEST(MostOverlapped, FindsSpansDuringWhichOtherWorkersAreBusy) {
   const Timeline timeline{2,
                           {},
-                          {{0, action("0F0"), 0, 10},     // alone for 5
+                          {{0, action("0F0"), 0, 10},     // alone for 5 s
                            {1, action("1F0"), 5, 10},     // overlapped
-                           {0, action("0F1"), 10, 20},    // overlapped but for the last tenth
+                           {0, action("0F1"), 10, 20},    // overlapped except for the last tenth
                            {1, action("1F1"), 10, 19},    // overlapped
                            {0, action("0F2"), 20, 30},    // overlapped
-                           {1, action("1F2"), 20, 34}}};  // alone for 4
+                           {1, action("1F2"), 20, 34}}};  // alone for 4 s
   const auto spans = most_overlapped(timeline);
   ASSERT_EQ(spans.size(), 2U);
   const auto micro_batches = [&](int stage) {
@@ -61,11 +61,11 @@ TEST(TimelineTest, FindsWhatOthersOverlap) {
   EXPECT_TRUE(most_overlapped({}).empty());
 }
 
-TEST(TimelineTest, ASpanDoesNotOverlapItself) {
+TEST(MostOverlapped, IgnoresSpansOfTheSameWorker) {
   const Timeline timeline{2,
                           {},
-                          {{0, action("0F0"), 0, 10},   // overlapped for a half
-                           {0, action("0F1"), 10, 20},  // for four tenths
+                          {{0, action("0F0"), 0, 10},   // half of it overlapped
+                           {0, action("0F1"), 10, 20},  // four tenths overlapped
                            {1, action("1F0"), 5, 14}}};
   const auto spans = most_overlapped(timeline);
   const auto& found = spans.at({0, Kind::F});
@@ -73,14 +73,14 @@ TEST(TimelineTest, ASpanDoesNotOverlapItself) {
   EXPECT_EQ(found.front()->action.micro_batch, 0);
 }
 
-TEST(Timeline, MeasuresMakespanAndBubble) {
+TEST(Timeline, ComputesMakespanAndBubble) {
   EXPECT_DOUBLE_EQ(small().makespan(), 3);
   EXPECT_DOUBLE_EQ(small().bubble(), 1 - 3.0 / 6);
   EXPECT_EQ(Timeline{}.makespan(), 0);
   EXPECT_EQ(Timeline{}.bubble(), 0);
 }
 
-TEST(ChromeJson, NamesATrackAWorker) {
+TEST(ChromeJson, HasATrackPerWorker) {
   const auto tracks = events(small(), "M");
   ASSERT_EQ(tracks.size(), 2);
   for (int worker = 0; worker < 2; ++worker) {
@@ -90,7 +90,7 @@ TEST(ChromeJson, NamesATrackAWorker) {
   }
 }
 
-TEST(ChromeJson, DrawsASliceAnAction) {
+TEST(ChromeJson, HasASlicePerAction) {
   const auto slices = events(small(), "X");
   ASSERT_EQ(slices.size(), 5);
   const json& recompute = slices[3];
@@ -101,7 +101,7 @@ TEST(ChromeJson, DrawsASliceAnAction) {
   EXPECT_EQ(recompute.at("args"), (json{{"stage", 1}, {"micro_batch", 0}, {"kind", "R"}, {"step", 3}}));
 }
 
-TEST(ChromeJson, DrawsAnArrowAlongEachEdgeInEachDirection) {
+TEST(ChromeJson, HasAnArrowPerEdgeAndDirection) {
   const auto starts = events(small(), "s");
   const auto ends = events(small(), "f");
   ASSERT_EQ(starts.size(), 2);
@@ -140,14 +140,14 @@ TEST(ChromeJson, GivesEachArrowItsOwnId) {
   }
 }
 
-TEST(ChromeJson, JoinsNothingAcrossSteps) {
+TEST(ChromeJson, HasNoArrowsBetweenSteps) {
   Timeline timeline = small();
   for (Span& span : timeline.spans) span.step = span.worker;
   EXPECT_TRUE(events(timeline, "s").empty());
   EXPECT_TRUE(events(timeline, "f").empty());
 }
 
-TEST(ChromeJson, OmitsArrowsToWhatDidNotRun) {
+TEST(ChromeJson, OmitsArrowsToActionsThatDidNotRun) {
   Timeline timeline = small();
   timeline.spans.resize(3);
   EXPECT_EQ(events(timeline, "s").size(), 1);
@@ -162,9 +162,9 @@ TEST(ChromeJson, EscapesNames) {
   for (const json& event : starts) EXPECT_EQ(event.at("name"), timeline.edges[0].name);
 }
 
-TEST(ChromeJson, OfNothingIsValid) { EXPECT_TRUE(json::parse(to_chrome_json({})).at("traceEvents").empty()); }
+TEST(ChromeJson, EmptyTimelineIsValidJson) { EXPECT_TRUE(json::parse(to_chrome_json({})).at("traceEvents").empty()); }
 
-TEST(ChromeJson, KeepsTouchingSlicesApart) {
+TEST(ChromeJson, AdjacentSlicesDoNotOverlap) {
   Timeline timeline{1, {}, {}};
   double clock = 1e5;
   for (int m = 0; m < 1000; ++m) {

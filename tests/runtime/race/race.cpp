@@ -1,5 +1,6 @@
-// Two workers count in one plain integer, in a run whose two cells are joined by an edge ("edge"), which orders them,
-// or by nothing ("race"), which ThreadSanitizer must report: what it does not report elsewhere is then no race.
+// Two workers increment one plain integer in the same run. With the argument "edge", an edge between their cells orders
+// the two accesses. With "race" nothing does, and ThreadSanitizer must report a race: this shows that it would also
+// report races in other tests.
 
 #include <atomic>
 #include <cstdint>
@@ -13,9 +14,9 @@
 namespace gpipe {
 namespace {
 
-/// ThreadSanitizer goes by what is ordered, not by time. So that the edge alone can order the two, worker 0 counts only
-/// when worker 1 has been started, and worker 1 waits for nothing afterwards; so that the report does not depend on
-/// luck, worker 1 counts when worker 0 has. Relaxed atomics arrange that in time and order nothing.
+/// Worker 0 counts only after worker 1 has started, so that only the edge can order the two accesses. Worker 1 counts
+/// only after worker 0 has counted, so that ThreadSanitizer reports the race on every run. The flags are relaxed
+/// atomics, which arrange this in time but create no ordering.
 class Counter : public Cells {
  public:
   void work(int worker, absl::FunctionRef<void()> run_actions) override {
@@ -37,7 +38,7 @@ class Counter : public Cells {
     while (!flag.load(std::memory_order_relaxed)) std::this_thread::yield();
   }
 
-  /// Alone in its 8 bytes: ThreadSanitizer remembers four accesses to each, and looks at the flags are many.
+  /// Fills 8 bytes of its own. ThreadSanitizer remembers only four accesses per 8 bytes, and the flags are read often.
   std::int64_t count_ = 0;
   std::atomic<bool> started_ = false;
   std::atomic<bool> counted_ = false;

@@ -1,4 +1,4 @@
-// What clang's thread-safety analysis must refuse: a guarded number, read without its lock.
+// Reads a guarded number without its lock. Clang's thread-safety analysis must refuse this file.
 
 #include "gpipe/runtime/mutex.h"
 

@@ -1,4 +1,4 @@
-#include "gpipe/schedule/walk.h"
+#include "gpipe/schedule/replay.h"
 
 #include <algorithm>
 #include <cstddef>
@@ -19,23 +19,23 @@ struct Channel {
   std::size_t puts = 0;
   /// When each micro-batch can be taken; kAbsent before its put.
   std::vector<double> arrivals;
-  /// When each take happened, in their order, which one consumer makes ascending.
+  /// When each take happened. Ascending, because an edge has one consumer.
   std::vector<double> takes;
 };
 
-/// How far a worker has come: the action at `next`, and what it has exchanged for it.
+/// How far a worker has come: its current action, and how many of that action's edges it has taken and put.
 struct Progress {
-  std::size_t next = 0;
+  std::size_t next = 0;  ///< index of the current action in the worker's list
   std::size_t taken = 0;
   std::size_t put = 0;
   bool performed = false;
   double clock = 0;
 };
 
-class Walker {
+class Replayer {
  public:
-  Walker(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
-         absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies)
+  Replayer(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
+           absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies)
       : wiring_(wiring),
         schedule_(schedule),
         seconds_(seconds),
@@ -54,14 +54,14 @@ class Walker {
       channels_.push_back(std::move(forward));
       channels_.push_back(std::move(backward));
     }
-    walk_.spans.resize(schedule.size());
+    replay_.spans.resize(schedule.size());
     for (std::size_t w = schedule.size(); w-- > 0;) {
-      walk_.spans[w].reserve(schedule[w].size());
+      replay_.spans[w].reserve(schedule[w].size());
       ready_.push_back(static_cast<int>(w));
     }
   }
 
-  Walk run() && {
+  Replay run() && {
     while (!ready_.empty()) {
       const int worker = ready_.back();
       ready_.pop_back();
@@ -73,13 +73,13 @@ class Walker {
       if (at.next == schedule_[w].size()) continue;
       const Action& action = schedule_[w][at.next];
       const int edge = at.performed ? wiring_.puts(action)[at.put] : wiring_.takes(action)[at.taken];
-      walk_.blocked.push_back({static_cast<int>(w), action, edge, at.performed});
+      replay_.blocked.push_back({static_cast<int>(w), action, edge, at.performed});
     }
-    return std::move(walk_);
+    return std::move(replay_);
   }
 
  private:
-  /// Goes on until the worker has to wait or has finished.
+  /// Advances the worker until it has to wait or has finished.
   void advance(int worker) {
     Progress& at = progress_[worker];
     for (; at.next < schedule_[worker].size(); ++at.next) {
@@ -91,7 +91,7 @@ class Walker {
       if (!at.performed) {
         const double start = at.clock;
         at.clock += seconds_(action);
-        walk_.spans[worker].push_back({worker, action, start, at.clock, 0});
+        replay_.spans[worker].push_back({worker, action, start, at.clock, 0});
         at.performed = true;
       }
       const auto puts = wiring_.puts(action);
@@ -138,16 +138,16 @@ class Walker {
   std::vector<Channel> channels_;
   std::vector<Progress> progress_;
   std::vector<int> ready_;
-  /// True for workers in ready_, and for the one being advanced, which needs no waking by itself.
+  /// True for the workers in ready_ and for the one being advanced, which must not wake itself.
   std::vector<bool> queued_;
-  Walk walk_;
+  Replay replay_;
 };
 
 }  // namespace
 
-Walk walk(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
-          absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies) {
-  return Walker(layout, edges, wiring, schedule, seconds, latencies).run();
+Replay replay(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
+              absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies) {
+  return Replayer(layout, edges, wiring, schedule, seconds, latencies).run();
 }
 
 }  // namespace gpipe
