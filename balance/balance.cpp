@@ -12,7 +12,6 @@
 namespace gpipe {
 namespace {
 
-// Before anything is measured.
 void check(int partitions, const Model& model) {
   const auto layers = static_cast<std::int64_t>(model.named_layers().size());
   if (partitions >= 1 && partitions <= layers) return;
@@ -35,7 +34,7 @@ std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, co
   check(partitions, model);
   if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
-  // What operators allocate depends on their threads: those that a stage will have.
+  // The bytes that operators allocate depend on their number of threads, so measure with those of a stage.
   const int threads = std::max(1, at::get_num_threads() / partitions);
   const auto options = ProfileOptions().param_scale(param_scale).seconds(0).repeats(1).intraop_threads(threads);
   return balance_by_size(profile(model, first_micro_batch(sample, sizes), options), partitions,

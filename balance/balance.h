@@ -8,17 +8,19 @@
 
 namespace gpipe {
 
-// Balances of a model that is measured first, on the sample's device. Errors: those of profile(), and
-// std::invalid_argument for fewer layers than partitions.
+// Profile a model on the sample's device, then cut it. Errors: those of profile(), and std::invalid_argument for fewer
+// layers than partitions.
 
-/// The balance whose slowest stage is fastest, where nothing is recomputed. The sample is a micro-batch: its size moves
-/// the figures. On the CPU, as many stages run at once as there are partitions, whatever the options say.
+/// Returns the balance whose slowest stage is fastest, without checkpointing. The sample is one micro-batch: its size
+/// affects the times. On the CPU, ProfileOptions::workers is ignored: `partitions` stages are measured at once.
 std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
                                           ProfileOptions options = {});
 
-/// The balance whose largest stage needs the fewest bytes for a step on the sample, a mini-batch of which `chunks`
-/// micro-batches are made, where stages share a memory: between GPUs, cut a profile with RunOptions::copies.
-/// `param_scale` is as in ProfileOptions.
+/// Returns the balance whose largest stage needs the fewest bytes in a step. The sample is a mini-batch, which is split
+/// into `chunks` micro-batches. `param_scale` is as in ProfileOptions.
+///
+/// Stages are taken to share one memory, as on the CPU. For several GPUs call profile() and then the overload in
+/// balance/cut.h with RunOptions::copies.
 std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks = 1,
                                           double param_scale = 2, Checkpoint checkpoint = Checkpoint::kExceptLast);
 

@@ -22,7 +22,8 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 
 [[noreturn]] void refuse(int partitions) {
   throw std::invalid_argument(absl::StrFormat(
-      "[balance] %d partitions would part layers that share a parameter; ask for fewer, or untie them", partitions));
+      "[balance] %d partitions would separate layers that share a parameter; use fewer partitions, or untie the layers",
+      partitions));
 }
 
 std::int64_t most_bytes(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options) {
@@ -45,8 +46,8 @@ std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions
   return balance;
 }
 
-// To say what stages cost takes long, so those that surely cost more than a limit are left out. When the best of the
-// rest is within it, there is no better one.
+// StageCost::bytes() is slow, so stages whose lower bound exceeds a limit are skipped. A best balance within the limit
+// is the best of all. Otherwise the limit is raised and the search repeated.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options) {
   const StageCost stage(profile);
   stage.check(options);
@@ -57,14 +58,14 @@ std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions
       const bool too_large = stage.least_bytes(first, end, options) > limit;
       return too_large ? kForbidden : static_cast<double>(stage.bytes(first, end, options));
     });
-    const bool left_none_out = limit >= whole;
+    const bool all_considered = limit >= whole;
     if (balance.empty()) {
-      if (left_none_out) refuse(partitions);
+      if (all_considered) refuse(partitions);
       limit = 2 * limit + 1;
       continue;
     }
     const auto worst = most_bytes(stage, balance, options);
-    if (left_none_out || worst <= limit) return balance;
+    if (all_considered || worst <= limit) return balance;
     limit = worst;
   }
 }

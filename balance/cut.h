@@ -8,18 +8,20 @@
 
 namespace gpipe {
 
-// The best balances of a profiled model, exactly: see best_partition(). Layers that share a parameter stay together.
-// Errors: std::invalid_argument for partitions < 1, for more partitions than layers or, but from balance_within(), than
-// can be cut without parting such layers, and for options that make no sense.
+// Exact optima over all balances of a profiled model: see best_partition(). Layers that share a parameter stay in one
+// stage.
+//
+// Errors: std::invalid_argument for partitions < 1, for more partitions than layers, for invalid options, and, except
+// from balance_within(), if every balance would separate layers that share a parameter.
 
-/// The balance whose slowest stage is fastest.
+/// Returns the balance whose slowest stage is fastest.
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options = {});
 
-/// The balance whose largest stage has the fewest bytes in use, by StageCost::bytes(): parameters, what training keeps
-/// of them, and activations, skips included.
+/// Returns the balance whose largest stage needs the fewest bytes, by StageCost::bytes(): parameters, gradients,
+/// optimizer state, buffers and activations, including skips.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options = {});
 
-/// The balance whose slowest stage is fastest, of those whose stages all stay within a number of bytes; empty when
+/// Returns the balance whose slowest stage is fastest, among those whose stages need at most `bytes` each. Empty if
 /// there is none.
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options = {});

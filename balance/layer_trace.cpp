@@ -10,6 +10,7 @@
 #include <tuple>
 #include <utility>
 
+#include "balance/layer_decorator.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
 
@@ -24,14 +25,14 @@ std::uint64_t new_id() {
   return ++last;
 }
 
-/// Of the trace with that id; it outlives the trace.
+/// The part that a thread runs, and the id of its trace. May outlive the trace.
 struct Place {
   std::uint64_t trace = 0;
   LayerTrace::Part part;
 };
 thread_local Place place_of_this_thread;
 
-/// Where a layer's part of the backward begins.
+/// Identity node behind a layer's output: the layer's part of the backward begins here.
 struct PartBegins : torch::autograd::Node {
   PartBegins(std::shared_ptr<LayerTrace> trace, const LayerTrace::Part& part) : trace(std::move(trace)), part(part) {}
 
@@ -45,10 +46,10 @@ struct PartBegins : torch::autograd::Node {
   const LayerTrace::Part part;
 };
 
-/// Tells of what a layer pops.
-class PopsTold : public SkipContext {
+/// Reports the skips that a layer pops.
+class PopReporter : public SkipContext {
  public:
-  PopsTold(LayerTrace& trace, int layer, int micro_batch)
+  PopReporter(LayerTrace& trace, int layer, int micro_batch)
       : outer_(SkipContext::current()), trace_(trace), layer_(layer), micro_batch_(micro_batch) {}
 
   void stash(const SkipKey& key, at::Tensor tensor) override { outer_.stash(key, std::move(tensor)); }
@@ -65,10 +66,10 @@ class PopsTold : public SkipContext {
   const int micro_batch_;
 };
 
-class WatchedLayer : public Layer {
+class WatchedLayer : public LayerDecorator {
  public:
   WatchedLayer(std::unique_ptr<Layer> layer, int index, bool is_last, std::shared_ptr<LayerTrace> trace)
-      : layer_(std::move(layer)), index_(index), is_last_(is_last), trace_(std::move(trace)) {}
+      : LayerDecorator(std::move(layer)), index_(index), is_last_(is_last), trace_(std::move(trace)) {}
 
   Value forward(Value input) override {
     const bool recompute = is_recomputing();
@@ -76,22 +77,16 @@ class WatchedLayer : public Layer {
     const int micro_batch = recompute ? 0 : forwards_++;
     trace_->begins({recompute ? Kind::R : Kind::F, graph, index_, micro_batch});
     if (!recompute) trace_->reaches(index_, micro_batch, input.tensors());
-    PopsTold context(*trace_, index_, micro_batch);
+    PopReporter context(*trace_, index_, micro_batch);
     SkipContextGuard guard(context);
-    auto output = layer_->forward(std::move(input));
+    auto output = layer().forward(std::move(input));
     if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
     if (!graph) return output;
     const LayerTrace::Part backward{Kind::B, false, index_, micro_batch};
     return put_behind(output, {new PartBegins(trace_, backward), torch::autograd::deleteNode});
   }
 
-  const std::string& name() const override { return layer_->name(); }
-  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
-  std::vector<at::Tensor> buffers() const override { return layer_->buffers(); }
-  void set_buffers(const std::vector<at::Tensor>& buffers) override { layer_->set_buffers(buffers); }
-
  private:
-  const std::unique_ptr<Layer> layer_;
   const int index_;
   const bool is_last_;
   const std::shared_ptr<LayerTrace> trace_;
@@ -130,7 +125,7 @@ std::vector<LayerTrace::Mark> LayerTrace::take_marks() {
 }
 
 void LayerTrace::begins(const Part& part) {
-  // So that the times are those of the work, not of its launch.
+  // Wait for the device, so that the times are those of the work and not of its launch.
   if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
   place_of_this_thread = {id_, part};
   MutexLock lock(mutex_);
@@ -140,7 +135,7 @@ void LayerTrace::begins(const Part& part) {
   marks_.push_back({part, now()});
 }
 
-// What the part before has used. Of a pipeline of one stage there is one part at a time.
+// Records the peak of the part that ran until now. A pipeline of one stage runs one part at a time.
 void LayerTrace::close_part() {
   if (open_.micro_batch == 0 && open_.kind != Kind::R) {
     auto& extra = (open_.kind == Kind::F ? forward_extra_ : backward_extra_)[open_.layer];
@@ -231,7 +226,7 @@ void LayerTrace::read_memory(Profile& profile) {
            popped_by}] += size;
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
   }
-  // Gradients of small parameters wait for each other, until the last part of the backward: they are known already.
+  // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.
   const int lowest =
       static_cast<int>(std::find(backward_seen_.begin(), backward_seen_.end(), true) - backward_seen_.begin());
   for (int i = 0; i < static_cast<int>(profile.layers.size()); ++i) {

@@ -21,23 +21,23 @@
 
 namespace gpipe {
 
-/// Watches the layers of a pipeline from the inside: when each layer's part of an action begins and, where it is
-/// installed as the PROFILER_STATE of c10::DebugInfoGuard, what that part allocates and frees. Thread-safe.
+/// Records when each layer's part of an action begins inside a pipeline. Where installed as an allocation listener, it
+/// also records what that part allocates and frees. Thread-safe.
 ///
-/// Between two layers, where a graph is built, stands an identity node, which says in the backward where one layer's
-/// part ends and that of the layer before it begins: the engine runs all nodes of a layer before those of earlier ones.
+/// Puts an identity node between any two layers of a graph. In the backward this node marks where one layer's part ends
+/// and the previous layer's begins, because the engine runs all nodes of a layer before those of earlier layers.
 class LayerTrace : public AllocationListener, public std::enable_shared_from_this<LayerTrace> {
  public:
-  /// With `recomputes`, a forward that builds a graph is an R. The layers run on `device`.
+  /// `recomputes`: the pipeline checkpoints every micro-batch. The layers run on `device`.
   LayerTrace(int layers, bool recomputes, c10::Device device);
 
-  /// The layers, which now tell when they run.
+  /// Wraps a pipeline's layers so that they report to this trace.
   std::vector<std::unique_ptr<Layer>> watch(std::vector<std::unique_ptr<Layer>> layers);
 
-  /// What an action does to one layer.
+  /// The part of an action that belongs to one layer.
   struct Part {
     Kind kind = Kind::F;
-    bool graph = false;  ///< of an F: whether it builds one
+    bool graph = false;  ///< F only: builds an autograd graph
     int layer = 0;
     int micro_batch = 0;
 
@@ -45,25 +45,26 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   };
   struct Mark {
     Part part;
-    double start = 0;  ///< seconds, by the clock of timelines
+    double start = 0;  ///< in seconds, on the clock of timelines
   };
-  /// The parts that began since the last call, in the order of their beginnings.
+  /// Returns the parts that began since the last call, in order of time.
   std::vector<Mark> take_marks();
 
-  /// What was allocated, by a pipeline of one stage in its first mini-batch, of several micro-batches, which is over:
-  /// fills in what the profile says of memory, with `recomputes` the stored forwards' part of it, else all else.
+  /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else all others.
+  /// REQUIRES: this trace was installed as a listener while a pipeline of one stage ran its first mini-batch, of several
+  /// micro-batches, forward and backward.
   void read_memory(Profile& profile);
 
-  // What watched layers tell: a part begins on this thread; a micro-batch's activation reaches a layer, or with the
-  // number of layers the end; a layer pops a skip.
+  // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the
+  // input of `layer`, or the model's output if that is the number of layers. pops(): a layer pops a skip.
   void begins(const Part& part);
   void reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation);
   void pops(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
 
-  /// Each skip as it was popped: its bytes, and whether it has been changed in place since.
+  /// A skip as it was popped.
   struct Skip {
     std::int64_t bytes = 0;
-    bool changed = false;
+    bool changed = false;  ///< in place, since then
   };
   std::map<SkipKey, Skip> skips() const;
 
@@ -76,7 +77,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     enum class End { kNone, kPart, kCaller } end = End::kNone;
     Part freed_by;
   };
-  /// A tensor's version counter, which does not keep its memory.
+  /// Watches a tensor's version counter without keeping its memory alive.
   struct Version {
     c10::VariableVersion counter;
     std::uint32_t was;
@@ -110,7 +111,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::map<SkipKey, std::pair<std::int64_t, std::optional<Version>>> skips_ ABSL_GUARDED_BY(mutex_);
 };
 
-/// The memory of a tensor's elements; 0 for an undefined or sparse one.
+/// Bytes of a tensor's elements; 0 for an undefined or sparse tensor.
 std::int64_t bytes_of(const at::Tensor& tensor);
 
 }  // namespace gpipe

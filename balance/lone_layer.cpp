@@ -18,9 +18,9 @@ using torch::autograd::deleteNode;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-/// Has the tensors of a module, which are shared with it.
+/// Registers the parameters and buffers of another module, under other names.
 struct Shell : torch::nn::Module {
-  explicit Shell(std::shared_ptr<torch::nn::Module> of) : inner(std::move(of)) {
+  explicit Shell(std::shared_ptr<torch::nn::Module> module) : inner(std::move(module)) {
     int i = 0;
     for (auto& parameter : inner->parameters()) {
       register_parameter("parameter" + std::to_string(i++), parameter, parameter.requires_grad());
@@ -35,12 +35,12 @@ struct Shell : torch::nn::Module {
   const std::shared_ptr<torch::nn::Module> inner;
 };
 
-/// The end of a graph: discards the gradients that arrive.
+/// Sink node that discards incoming gradients.
 struct Discard : Node {
   variable_list apply(variable_list&&) override { return {}; }
 };
 
-/// Hands gradients on to what a layer returned, and ones to what it stashed.
+/// Passes gradients on to a layer's outputs, and ones to its stashed tensors.
 struct AddOnes : Node {
   variable_list apply(variable_list&& gradients) override {
     for (const auto& [sizes, options] : stashed) gradients.push_back(at::ones(sizes, options));
@@ -61,7 +61,8 @@ class LoneContext : public SkipContext {
   at::Tensor pop(const SkipKey& key) override {
     if (const auto own = own_.extract(key)) return own.mapped();
     const auto found = entering_.find(key);
-    if (found == entering_.end()) throw std::runtime_error("[profile] " + to_string(key) + " was never stashed");
+    if (found == entering_.end())
+      throw std::runtime_error("[profile] skip " + to_string(key) + " is popped but no earlier layer stashed it");
     if (!found->second.defined()) return {};
     auto tensor = found->second.clone();
     if (at::GradMode::is_enabled() && (tensor.is_floating_point() || tensor.is_complex())) {
@@ -81,15 +82,15 @@ class LoneContext : public SkipContext {
 }  // namespace
 
 LoneLayer::LoneLayer(std::unique_ptr<Layer> layer, const Skips& entering, Skips* leaving)
-    : layer_(std::move(layer)),
+    : LayerDecorator(std::move(layer)),
       entering_(entering),
       leaving_(leaving),
-      shell_(std::make_shared<Shell>(layer_->module())) {}
+      shell_(std::make_shared<Shell>(this->layer().module())) {}
 
 Value LoneLayer::forward(Value input) {
   LoneContext context(entering_, leaving_);
   const SkipContextGuard guard(context);
-  auto output = layer_->forward(std::move(input));
+  auto output = layer().forward(std::move(input));
   if (context.stashed.empty()) return output;
   const auto node = std::shared_ptr<AddOnes>(new AddOnes(), deleteNode);
   output = put_behind(output, node);

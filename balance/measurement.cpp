@@ -47,7 +47,8 @@ int kind_of(const LayerTrace::Part& part) {
   return part.kind == Kind::R ? kRecompute : kBackward;
 }
 
-/// Adds what each layer's part took of the spans of one stage's actions of one kind. Both lists are in order of time.
+/// Adds the duration of each layer's part. The spans are one stage's actions of one kind; the marks are that stage's.
+/// Both are in order of time.
 void add(Times& times, const std::vector<const Span*>& spans, const std::vector<LayerTrace::Mark>& marks) {
   for (const Span* span : spans) {
     const auto starts_before = [](const LayerTrace::Mark& mark, double time) { return mark.start < time; };
@@ -61,7 +62,7 @@ void add(Times& times, const std::vector<const Span*>& spans, const std::vector<
   }
 }
 
-/// Of the spans that others overlap, as they will in a pipeline.
+/// Uses only the spans that overlapped other stages' work most, as in a full pipeline.
 void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
          const std::vector<std::int64_t>& balance) {
   std::vector<int> stage_of;
@@ -102,7 +103,7 @@ class Measurement {
     return Value(sample.form(), std::move(tensors));
   }
 
-  /// What needs no run.
+  /// The fields of a profile that need no run: sizes of parameters and buffers.
   Profile describe() const {
     Profile profile{.samples = samples_,
                     .device = device_.str(),
@@ -113,7 +114,7 @@ class Measurement {
       auto& layer = profile.layers.emplace_back();
       layer.name = named_[i].name;
       layer.shares_with = i;
-      // Of tensors that modules share, the first counts.
+      // A shared tensor is counted in the first layer that has it.
       const auto add = [&](const at::Tensor& tensor, std::int64_t& sum) {
         const auto [owner, is_new] = owners.try_emplace(tensor.unsafeGetTensorImpl(), i);
         layer.shares_with = std::min(layer.shares_with, owner->second);
@@ -146,7 +147,7 @@ class Measurement {
     try {
       trial_step(watched.pipe, batch);
     } catch (const c10::OutOfMemoryError&) {
-      throw;  // is no fault of the layer's
+      throw;  // profile() retries layer by layer
     } catch (...) {
       rethrow(watched);
     }
@@ -169,7 +170,7 @@ class Measurement {
         StrFormat("[profile] %s failed in its %s: %s", name, backward ? "backward" : "forward", message)));
   }
 
-  /// The layer whose part of a stage's backward began last.
+  /// The layer of a stage whose part of the backward began last; -1 for none.
   static int last_backward(Watched& watched, int stage) {
     const auto& balance = watched.pipe->balance();
     const auto first = std::accumulate(balance.begin(), balance.begin() + stage, std::int64_t{0});
@@ -184,14 +185,14 @@ class Measurement {
     const auto start = Clock::now();
     std::vector<std::int64_t> balance = {layers_};
     if (workers_ > 1) {
-      for (auto& layer : profile.layers) layer.forward = 1;  // for want of anything better
+      for (auto& layer : profile.layers) layer.forward = 1;  // any equal cost, for a first cut
       fill_in(profile, run_steps(cut(profile), 1, start, 0));
       balance = cut(profile);
     }
     fill_in(profile, run_steps(balance, options_.repeats(), start, 0.3));
   }
 
-  /// For as many stages at once as there can be: layers that share a parameter are not parted.
+  /// Cuts into one stage per worker, or fewer if layers that share a parameter would be separated.
   std::vector<std::int64_t> cut(const Profile& profile) {
     const StageCost stage(profile);
     int parts = 1;
@@ -256,7 +257,7 @@ class Measurement {
   int layers_ = 0;
   int workers_ = 1;
   Value batch_;
-  Value batch_of_three_;  ///< by whose last backward, micro-batch 0's, all sums have been made
+  Value batch_of_three_;  ///< the last backward, micro-batch 0's, no longer allocates gradient sums
 };
 
 }  // namespace

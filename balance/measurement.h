@@ -6,8 +6,11 @@
 
 namespace gpipe {
 
-/// Profiles layers by running them whole, in pipelines of up to `options.workers()` stages; leaves traces on them.
-/// Errors: std::runtime_error, with what a layer threw nested in it, that names the layer; what GPipe refuses.
+/// Profiles a model by running all layers in pipelines of up to `options.workers()` stages. Does not restore the layers'
+/// state: see RestoreModule.
+///
+/// Errors: std::runtime_error that names the failing layer, with the layer's exception nested; the errors of GPipe's
+/// constructor.
 Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options);
 
 }  // namespace gpipe

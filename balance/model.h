@@ -13,7 +13,7 @@
 
 namespace gpipe {
 
-/// What is measured: layers that can be made again and again, for one pipeline after the other, on the same modules.
+/// A model to profile. Creates fresh Layer objects on the same modules for each pipeline that runs them.
 class Model {
  public:
   using MakeLayers = std::function<std::vector<std::unique_ptr<Layer>>()>;
@@ -24,7 +24,7 @@ class Model {
 
   std::vector<std::unique_ptr<Layer>> layers() const { return make_(); }
   const std::vector<NamedLayer>& named_layers() const { return named_; }
-  /// Has the modules of all layers.
+  /// A module whose children are the modules of all layers.
   const torch::nn::Module& module() const { return *module_; }
 
  private:

@@ -15,8 +15,8 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
     throw std::invalid_argument("[best_partition] " + std::to_string(count) + " layers cannot be cut into " +
                                 std::to_string(parts) + " parts; each needs at least one");
   }
-  // of_part[end][first], forbidden before earliest[end]; worst[end]: the least possible cost of the costliest of the
-  // parts so far, which cover 0..end-1.
+  // of_part[end][first]: cost of the part first..end-1; infinite for all first < earliest[end].
+  // worst[end]: cost of the most expensive part in the best cut of 0..end-1 into the parts so far.
   const double infinity = std::numeric_limits<double>::infinity();
   std::vector<std::vector<double>> of_part(count + 1);
   std::vector<int> earliest(count + 1);
@@ -37,9 +37,9 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
     std::vector<double> longer(count + 1, infinity);
     for (int end = part + 1; end <= count; ++end) {
       for (int first = end - 1; first >= std::max(part, earliest[end]); --first) {
-        const double costliest = std::max(worst[first], of_part[end][first]);
-        if (costliest < longer[end]) {
-          longer[end] = costliest;
+        const double largest = std::max(worst[first], of_part[end][first]);
+        if (largest < longer[end]) {
+          longer[end] = largest;
           start[part][end] = first;
         }
       }
@@ -61,7 +61,7 @@ std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int p
   for (std::size_t i = 0; i < costs.size(); ++i) {
     if (!(costs[i] >= 0) || !std::isfinite(costs[i])) {
       throw std::invalid_argument("[best_partition] cost " + std::to_string(i) + " is " + std::to_string(costs[i]) +
-                                  "; costs are finite and not negative");
+                                  "; costs must be finite and not negative");
     }
     sum_to.push_back(sum_to.back() + costs[i]);
   }

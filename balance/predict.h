@@ -9,19 +9,19 @@
 
 namespace gpipe {
 
-/// What a step will cost: a forward and backward of one mini-batch, without loss and optimizer.
+/// Predicted cost of a step: forward and backward of one mini-batch, without loss and optimizer.
 struct Prediction {
-  std::vector<std::int64_t> balance;  ///< of which it is
-  double seconds = 0;
+  std::vector<std::int64_t> balance;
+  double seconds = 0;               ///< of the whole step
   double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
-  std::vector<double> stages = {};  ///< seconds of each stage's actions for one micro-batch, forward to backward
-  /// Most in use at once, per stage: parameters, gradients, buffers, what the optimizer keeps, activations.
+  std::vector<double> stages = {};  ///< seconds per stage for one micro-batch: all its actions, without waiting
+  /// Peak bytes per stage: parameters, gradients, optimizer state, buffers and activations.
   std::vector<std::int64_t> bytes;
-  Timeline timeline;  ///< what the simulator ran; its bytes are those above what is always there
+  Timeline timeline;  ///< of the simulation; its bytes exclude parameters, buffers and optimizer state
 };
 
-/// Simulates the program that a GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance
-/// that does not cut the profile's layers, or chunks < 1.
+/// Simulates the program that GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance
+/// that does not sum to the number of layers, and for invalid options.
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options = {});
 
 }  // namespace gpipe

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -9,73 +10,73 @@
 
 namespace gpipe {
 
-/// What one layer costs for one micro-batch.
+/// Cost of one layer for one micro-batch.
 struct LayerProfile {
   std::string name = {};
 
   // Seconds.
-  double forward = 0;    ///< building its graph
-  double stored = 0;     ///< without: in a cell that will be recomputed
-  double recompute = 0;  ///< the forward again, building its graph
+  double forward = 0;    ///< of a forward that builds an autograd graph
+  double stored = 0;     ///< of a forward without graph, in a checkpointed cell
+  double recompute = 0;  ///< of the recompute of a checkpointed cell
   double backward = 0;
 
   // Bytes.
   std::int64_t parameters = 0;
-  std::int64_t gradients = 0;       ///< of the parameters that require one
-  std::int64_t late_gradients = 0;  ///< the part of them that a stage adds up when its backward has run
-  std::int64_t optimizer = 0;       ///< what the optimizer keeps of them
+  std::int64_t gradients = 0;       ///< of the parameters that require grad
+  std::int64_t late_gradients = 0;  ///< the part of `gradients` that is added up at the end of the stage's backward
+  std::int64_t optimizer = 0;       ///< the optimizer's state for the parameters
   std::int64_t buffers = 0;
-  std::int64_t output = 0;  ///< what it passes on to the next layer
-  std::int64_t saved = 0;   ///< what it allocates in its forward and a backward will need
+  std::int64_t output = 0;  ///< of the activation passed to the next layer
+  std::int64_t saved = 0;   ///< allocated by its forward and kept for a backward
 
-  // The most bytes in use while it runs, above what was before.
+  // Peak bytes while the layer runs, above those in use before.
   std::int64_t forward_extra = 0;
   std::int64_t stored_extra = 0;
   std::int64_t backward_extra = 0;
 
-  /// Its input is changed in place, by it or by a layer that it is passed on to.
+  /// This layer, or a later one that gets the same tensor, changes the layer's input in place.
   bool changes_input = false;
-  /// The first layer with which it shares a parameter or buffer; itself, when it shares none. They must not be parted.
+  /// Index of the first layer that has one of its parameters or buffers; its own index if it shares none. Such layers,
+  /// and those between them, must be in one stage.
   int shares_with = 0;
 
   friend bool operator==(const LayerProfile&, const LayerProfile&) = default;
 };
 
-/// Memory that a layer's forward or backward allocates for one micro-batch and leaves behind.
+/// Memory that a layer allocates in its forward or backward of one micro-batch, and that outlives it.
 struct Block {
   std::int64_t bytes = 0;
-  /// Allocated by this layer's F or B.
+  /// The F or B, and its layer, that allocates the memory.
   Kind born = Kind::F;
   int layer = 0;
-  /// Freed by that layer's F or B; or Held::kForwards, Held::kNeverFreed.
+  /// The F or B, and its layer, that frees the memory. Instead of a layer: Held::kForwards, Held::kNeverFreed.
   Kind until = Kind::B;
   int freed_by = 0;
-  /// The last layer that it is (part of) the input of; `layer` when it is none's, the number of layers when the model
-  /// returns it.
+  /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns it.
   int reaches = 0;
-  /// The last layer that pops it; -1 for none.
+  /// The last layer that pops the memory as a skip; -1 for none.
   int popped_by = -1;
 
   friend bool operator==(const Block&, const Block&) = default;
 };
 
-/// A skip, by the layers that hold its ends.
+/// A skip connection for one micro-batch.
 struct SkipProfile {
   std::string name;
-  int from = 0;
-  int to = 0;
+  int from = 0;  ///< index of the layer that stashes it
+  int to = 0;    ///< index of the layer that pops it
   std::int64_t bytes = 0;
-  bool changed = false;  ///< in place, by those who get it
+  bool changed = false;  ///< in place, after it was popped
 
   friend bool operator==(const SkipProfile&, const SkipProfile&) = default;
 };
 
-/// What a model's layers cost for micro-batches of one size: from which every cut can be predicted.
+/// Costs of a model's layers for micro-batches of one size. Enough to predict a step for every balance.
 struct Profile {
-  std::int64_t samples = 0;  ///< of a micro-batch
-  std::string device = {};   ///< where it was measured, as "cpu" or "cuda:0"
-  int workers = 1;           ///< how many stages ran at once while it was measured
-  int intraop_threads = 1;
+  std::int64_t samples = 0;  ///< per micro-batch
+  std::string device = {};   ///< it was measured on, e.g. "cpu" or "cuda:0"
+  int workers = 1;           ///< stages that ran at once while it was measured
+  int intraop_threads = 1;   ///< per CPU stage while it was measured
   std::vector<LayerProfile> layers = {};
   std::vector<Block> blocks = {};
   std::vector<SkipProfile> skips = {};
@@ -83,10 +84,15 @@ struct Profile {
   friend bool operator==(const Profile&, const Profile&) = default;
 };
 
-/// A profile as JSON, for people and for files, and back. Errors: std::invalid_argument that says what is wrong with
-/// the text, and where, as "/layers/3/forward". No number is rounded or wrapped to fit. Fields that a profile does not
-/// have are ignored. At most 16 MiB are read, 1e9 seconds per field, and 2^53 bytes in all fields together.
+/// The longest text that profile_from_json() accepts, in bytes.
+inline constexpr std::size_t kMaxProfileJson = std::size_t{16} << 20;
+
+/// Writes a profile as JSON.
 std::string profile_to_json(const Profile& profile);
+
+/// Reads a profile from JSON. Unknown fields are ignored. Limits: kMaxProfileJson, 1e9 seconds per field, and 2^53 bytes
+/// for the sum of all sizes. Errors: std::invalid_argument with the reason and the place, e.g. "/layers/3/forward".
+/// Numbers out of range are errors, never rounded or wrapped.
 Profile profile_from_json(const std::string& text);
 
 }  // namespace gpipe

@@ -18,13 +18,12 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr int kVersion = 1;
-// Far more than a profile needs. They bound the memory that a hostile text costs, and keep sums from overflowing.
-constexpr std::size_t kMostCharacters = std::size_t{16} << 20;
+// Limits far above those of real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
 constexpr int kDepth = 8;
 
-// The name and member of each field.
+// The JSON name and member of each field.
 template <class Of>
 constexpr auto kFields = std::tuple();
 template <>
@@ -98,7 +97,7 @@ std::int64_t integer(const Json& json, const std::string& path, std::int64_t lea
   return json;
 }
 
-/// Reads values of exactly the right type. `path` says where in the document each stands, as "/layers/3/forward".
+/// Reads values without converting types. `path` is the place of a value in the document, e.g. "/layers/3/forward".
 class Reader {
  public:
   template <class T>
@@ -157,7 +156,7 @@ class Reader {
     seconds = json;
   }
 
-  std::int64_t bytes_ = 0;  ///< of all that was read
+  std::int64_t bytes_ = 0;  ///< sum of all sizes read
 };
 
 void check_range(const std::string& path, std::int64_t value, std::int64_t least, std::int64_t most) {
@@ -193,18 +192,18 @@ void check(const Profile& profile) {
 }
 
 Json parse(const std::string& text) {
-  if (text.size() > kMostCharacters) {
-    refuse(absl::StrFormat("%d characters, but at most %d are read", text.size(), kMostCharacters));
+  if (text.size() > kMaxProfileJson) {
+    refuse(absl::StrFormat("the text has %d bytes, but the limit is %d", text.size(), kMaxProfileJson));
   }
   const auto check_depth = [](int depth, Json::parse_event_t event, const Json&) {
     const bool opens = event == Json::parse_event_t::object_start || event == Json::parse_event_t::array_start;
-    if (opens && depth >= kDepth) refuse(absl::StrFormat("it nests deeper than %d levels", kDepth));
+    if (opens && depth >= kDepth) refuse(absl::StrFormat("the text nests deeper than %d levels", kDepth));
     return true;
   };
   try {
     return Json::parse(text, check_depth);
   } catch (const Json::exception& error) {
-    // What was read last may be long, and any bytes.
+    // Drop the text read last: it may be long and contain any bytes.
     const std::string reason = error.what();
     refuse(reason.substr(0, reason.find("; last read: ")));
   }
@@ -215,7 +214,7 @@ Json parse(const std::string& text) {
 std::string profile_to_json(const Profile& profile) {
   auto json = write(profile);
   json["version"] = kVersion;
-  // Names may be any bytes.
+  // Names may contain any bytes.
   return json.dump(1, ' ', /*ensure_ascii=*/false, Json::error_handler_t::replace);
 }
 
@@ -224,11 +223,12 @@ Profile profile_from_json(const std::string& text) {
   Reader reader;
   int version = 0;
   reader.read_member(json, "", "version", version);
-  if (version != kVersion) refuse(absl::StrFormat("its version is %d, and %d is known", version, kVersion));
+  if (version != kVersion)
+    refuse(absl::StrFormat("/version is %d, but only version %d is supported", version, kVersion));
   Profile profile;
   reader.read(json, "", profile);
   check(profile);
-  const StageCost summed(profile);  // or says that it cannot be
+  const StageCost checks_sums(profile);
   return profile;
 }
 

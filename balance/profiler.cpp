@@ -34,19 +34,19 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
   if (options.repeats() < 1) refuse(StrFormat("repeats must be positive, but is %d", options.repeats()));
   if (options.intraop_threads() < 0) {
     refuse(
-        StrFormat("intraop_threads must be positive, or 0 for an equal share, but is %d", options.intraop_threads()));
+        StrFormat("intraop_threads must not be negative (0 is an equal share), but is %d", options.intraop_threads()));
   }
   if (!(options.seconds() >= 0)) refuse(StrFormat("seconds must not be negative, but is %g", options.seconds()));
   if (!(options.param_scale() >= 2 && options.param_scale() <= kMostParamScale)) {
-    refuse(StrFormat("param_scale counts the parameter and its gradient, so is at least 2, and at most %g, but is %g",
-                     kMostParamScale, options.param_scale()));
+    refuse(StrFormat("param_scale must be from 2 (parameter and gradient) to %g, but is %g", kMostParamScale,
+                     options.param_scale()));
   }
-  if (batch_size(sample) < 1) refuse("the sample is of no samples; give one micro-batch");
+  if (batch_size(sample) < 1) refuse("the sample is empty; give one micro-batch");
 }
 
-// What the profile of a lone layer says of memory, as the layer of a model. Where nobody knows who else sees the same
-// memory, as an upper bound: what it returns is needed by the next layer's backward, a skip is memory of its own and
-// needed by the backward of the layer that pops it.
+// Appends the profile of a layer that was measured alone to the profile of the model. Which layers share memory is
+// unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory of
+// its own, kept for the backward of the layer that pops it.
 void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
   const int index = static_cast<int>(whole.layers.size());
   auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));
@@ -78,19 +78,19 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
   }
 }
 
-// Runs a layer alone; says which, when the device has no room even for that.
+// Runs one layer. Names it in the error if the device's memory is too small even for this layer.
 template <typename F>
 auto alone(const std::string& name, std::int64_t samples, F run) {
   try {
     return run();
   } catch (const c10::OutOfMemoryError& error) {
     std::throw_with_nested(std::runtime_error(StrFormat(
-        "[profile] not even layer '%s' alone fits its device, for %d samples; make it smaller, or the sample: %s", name,
+        "[profile] layer '%s' alone does not fit its device for %d samples; use a smaller layer or sample: %s", name,
         samples, error.what_without_backtrace())));
   }
 }
 
-// Each layer by itself, on the device for as long as that takes.
+// Measures one layer at a time.
 Profile profile_alone(const Model& model, const Value& sample, const ProfileOptions& options) {
   const auto& named = model.named_layers();
   const auto links = skip_links(named);
@@ -135,7 +135,7 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
     }
     const at::NoGradGuard no_grad;
     const RandomScope random(/*seed=*/0, i, /*micro_batch=*/0);
-    if (i == 0) value = copy_of(value);  // which the layer may change
+    if (i == 0) value = copy_of(value);  // the layer may change it in place
     Skips leaving;
     value = alone(named[i].name, sample_size, [&] { return make(&leaving).front()->forward(std::move(value)); });
     for (const auto& link : links) {
@@ -152,7 +152,7 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {
   check(model, sample, options);
   const at::AutoGradMode grad_mode(true);
-  auto rising = options;  // also where it is begun again, layer by layer
+  auto rising = options;  // progress never falls back, even if the measurement starts again layer by layer
   if (rising.intraop_threads() == 0) rising.intraop_threads(std::max(1, at::get_num_threads() / rising.workers()));
   double reported = 0;
   if (options.progress()) {

@@ -12,33 +12,35 @@ namespace gpipe {
 
 struct ProfileOptions {
   /// Stages that will run at the same time on the sample's device. CPU stages share caches and memory and slow each
-  /// other: what a layer takes is measured while so many run.
+  /// other down, so times are measured while this many stages run.
   TORCH_ARG(int, workers) = 1;
-  /// Threads that one operator of a CPU layer may use; 0: torch::get_num_threads() shared equally among the workers, as
-  /// in GPipeOptions.
+  /// Threads per operator on the CPU. 0: torch::get_num_threads() / workers, as in GPipeOptions.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// After so many seconds no further run is begun; the first ones, some ten steps of a few micro-batches, are made in
-  /// any case.
+  /// Time budget: no further run begins after this many seconds. The first ten or so steps, of a few micro-batches each,
+  /// always run.
   TORCH_ARG(double, seconds) = 10;
-  /// Runs that count, at most.
+  /// Most measured runs; warm-up runs are not counted.
   TORCH_ARG(int, repeats) = 9;
-  /// Bytes that training needs for each byte of a parameter that requires grad: the parameter, its gradient and what
-  /// the optimizer keeps. 2 for plain SGD, 3 with momentum, 4 for Adam.
+  /// Bytes in training per byte of a parameter that requires grad: the parameter, its gradient and the optimizer's
+  /// state. 2 for plain SGD, 3 with momentum, 4 for Adam.
   TORCH_ARG(double, param_scale) = 2;
-  /// Told, on the calling thread, what part of the work is done, from 0 to 1, rising.
+  /// Called on the calling thread with the fraction of the work done, rising from 0 to 1. May throw to stop.
   TORCH_ARG(std::function<void(double)>, progress);
 };
 
-/// Measures every layer of a model, in training mode, for micro-batches of the sample's size (which moves the figures):
-/// times are medians over runs of a real pipeline, after one to warm up; bytes are counted, exactly, in one. The model
-/// is left as it was: parameters, gradients, buffers, devices, modes, and the default generator of the CPU; it must not
-/// be used meanwhile. It must fit the sample's device together with the activations of three micro-batches, or of as
-/// many as there are workers; on a GPU whose memory runs out, it is measured a layer at a time. Autocast is as on the
-/// calling thread; an input that requires grad has one.
+/// Measures every layer of a model in training mode. The sample is one micro-batch; its size affects all results. Times
+/// are medians over runs of a real pipeline after a warm-up run. Bytes are counted exactly, in one run. Autocast is as on
+/// the calling thread. An input that requires grad gets a gradient.
 ///
-/// Errors: std::invalid_argument for options or a sample that make no sense, and for a model that GPipe refuses;
-/// std::runtime_error, with what a layer threw nested in it, when one fails or does not fit alone: it names the layer.
-/// std::runtime_error, too, for a layer that changes a parameter in a forward after its first ones: that stays changed.
+/// Restores the model: parameters, gradients, buffers, devices, training modes and the CPU's default generator. The
+/// model must not be used during the call.
+///
+/// The sample's device must hold the model and the activations of three micro-batches, or of `workers` if that is more.
+/// If a GPU runs out of memory, layers are measured one at a time; their bytes are then upper bounds.
+///
+/// Errors: std::invalid_argument for invalid options or samples, and for models that GPipe refuses. std::runtime_error
+/// that names the layer, with the layer's exception nested, if a layer fails or does not fit the device by itself.
+/// std::runtime_error if a layer changes a parameter after its first forwards; that change is not undone.
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options = {});
 
 }  // namespace gpipe

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <numeric>
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
@@ -14,7 +13,7 @@
 namespace gpipe {
 namespace {
 
-/// Columns as wide as their widest cell, the first two flush left, the others flush right.
+/// Aligns columns: the first two to the left, the others to the right.
 class Table {
  public:
   explicit Table(std::vector<std::string> head) { add(std::move(head)); }
@@ -44,7 +43,7 @@ class Table {
   std::vector<std::vector<std::string>> rows_;
 };
 
-/// Three digits.
+/// Formats three significant digits.
 std::string number(double value) { return absl::StrFormat("%.*f", value < 9.995 ? 2 : value < 99.95 ? 1 : 0, value); }
 
 LayerProfile sum(const std::vector<LayerProfile>& layers, int first, int end) {
@@ -86,37 +85,58 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
     table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage++), sum(profile.layers, first, end), ""));
     first = end;
   }
-  return table.text();
+  return absl::StrFormat(
+      "Per micro-batch of %d %s, measured on %s with %d %s at once.\n%s"
+      "output: bytes passed to the next layer. saved: bytes kept for the backward. parameters: bytes without "
+      "gradients.\n",
+      profile.samples, profile.samples == 1 ? "sample" : "samples", profile.device, profile.workers,
+      profile.workers == 1 ? "stage" : "stages", table.text());
 }
 
 std::string prediction_table(const Prediction& prediction) {
   const auto ends = stage_ends(prediction.balance);
   if (prediction.stages.size() != ends.size() || prediction.bytes.size() != ends.size()) {
     throw std::invalid_argument(
-        absl::StrFormat("[balance] a prediction has a balance of %d stages, seconds of %d and bytes of %d", ends.size(),
-                        prediction.stages.size(), prediction.bytes.size()));
+        absl::StrFormat("[balance] the prediction's fields differ in their stages: balance %d, seconds %d, bytes %d",
+                        ends.size(), prediction.stages.size(), prediction.bytes.size()));
   }
-  Table table({"stage", "layers", "a micro-batch", "memory"});
+  Table table({"stage", "layers", "micro-batch", "memory"});
   int first = 0;
   for (std::size_t stage = 0; stage < ends.size(); ++stage) {
     table.add({absl::StrCat(stage), absl::StrCat(first, "-", ends[stage] - 1),
                seconds_to_text(prediction.stages[stage]), bytes_to_text(prediction.bytes[stage])});
     first = ends[stage];
   }
-  return absl::StrFormat("%sa step: %s, bubble %.0f %%\n", table.text(), seconds_to_text(prediction.seconds),
-                         100 * prediction.bubble);
+  return absl::StrFormat(
+      "%sstep: %s, bubble %.0f %%\n"
+      "micro-batch: a stage's work for one micro-batch. memory: peak of a stage. step: forward and backward of one "
+      "mini-batch. bubble: share of the step that workers wait.\n",
+      table.text(), seconds_to_text(prediction.seconds), 100 * prediction.bubble);
 }
 
-std::string candidate_table(const std::vector<Candidate>& candidates) {
-  Table table({"balance", "checkpoint", "chunks", "a step", "bubble", "memory of a stage", ""});
-  for (const auto& candidate : candidates) {
-    table.add({balance_to_text(candidate.balance), to_string(candidate.checkpoint), absl::StrCat(candidate.chunks),
-               seconds_to_text(candidate.seconds), absl::StrFormat("%.0f %%", 100 * candidate.bubble),
-               bytes_to_text(std::accumulate(candidate.bytes.begin(), candidate.bytes.end(), std::int64_t{0},
-                                             [](auto a, auto b) { return std::max(a, b); })),
-               candidate.fits ? "" : "too large"});
-  }
-  return table.text();
+std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
+  std::vector<std::string> head = {"balance", "checkpoint", "chunks", "step", "bubble", "memory"};
+  if (unpartitioned) head.emplace_back("speed-up");
+  Table table(std::move(head));
+  const auto add = [&](const Candidate& candidate, const std::string& note) {
+    const auto most = std::max_element(candidate.bytes.begin(), candidate.bytes.end());
+    std::vector<std::string> cells = {balance_to_text(candidate.balance),
+                                      to_string(candidate.checkpoint),
+                                      absl::StrCat(candidate.chunks),
+                                      seconds_to_text(candidate.seconds),
+                                      absl::StrFormat("%.0f %%", 100 * candidate.bubble),
+                                      bytes_to_text(most == candidate.bytes.end() ? 0 : *most)};
+    if (unpartitioned) cells.push_back(absl::StrFormat("%.2f", unpartitioned->seconds / candidate.seconds));
+    cells.push_back(absl::StrCat(note, candidate.fits ? "" : "too large"));
+    table.add(std::move(cells));
+  };
+  for (const auto& candidate : candidates) add(candidate, "");
+  if (unpartitioned) add(*unpartitioned, unpartitioned->fits ? "one device" : "one device, ");
+  return absl::StrCat(
+      table.text(),
+      "step: forward and backward of one mini-batch. bubble: share of the step that workers wait. memory: "
+      "peak of the largest stage.",
+      unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n");
 }
 
 std::string bytes_to_text(std::int64_t bytes) {

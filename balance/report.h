@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,24 +11,26 @@
 
 namespace gpipe {
 
-// Tables for people, in plain text, each line ended.
+// Reports as plain text. Tables explain their columns, and every number has its unit. Each line ends with a newline.
 
-/// A line a layer and one of all; or, of a balance, one a stage. Errors: std::invalid_argument for a balance that does
-/// not sum to the number of layers.
+/// One row per layer, and the sum per stage of a balance, or of all layers without a balance. Errors:
+/// std::invalid_argument for a balance that does not sum to the number of layers.
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
 
-/// A line a stage, and one about the step. Errors: std::invalid_argument for a prediction whose parts are of different
-/// numbers of stages.
+/// One row per stage, and a line about the step. Errors: std::invalid_argument for a prediction whose fields have
+/// different numbers of stages.
 std::string prediction_table(const Prediction& prediction);
 
-/// A line a candidate, the best first.
-std::string candidate_table(const std::vector<Candidate>& candidates);
+/// One row per candidate, in the given order. With `unpartitioned`, see Suggestion, also a row for it and a column of
+/// each candidate's speed-up over it.
+std::string candidate_table(const std::vector<Candidate>& candidates,
+                            const std::optional<Candidate>& unpartitioned = std::nullopt);
 
-/// "1.50 MiB"; three digits, from bytes to TiB.
+/// E.g. "1.50 MiB": three digits, in B, KiB, MiB, GiB or TiB.
 std::string bytes_to_text(std::int64_t bytes);
-/// "1.50 ms"; three digits, from microseconds to seconds.
+/// E.g. "1.50 ms": three digits, in us, ms or s.
 std::string seconds_to_text(double seconds);
-/// "3,4".
+/// E.g. "3,4".
 std::string balance_to_text(const std::vector<std::int64_t>& balance);
 
 }  // namespace gpipe

@@ -12,6 +12,7 @@
 #include <string>
 
 #include "absl/container/flat_hash_map.h"
+#include "balance/layer_decorator.h"
 #include "gpipe/autograd/parcel.h"
 
 namespace gpipe {
@@ -22,12 +23,13 @@ bool same_memory(const at::Tensor& a, const at::Tensor& b) {
          a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
-/// Undefined for memory that cannot be written in place.
+/// Undefined if the memory cannot be written in place.
 at::Tensor copy_of(const at::Tensor& memory) {
   const bool overlaps = memory.layout() == at::kStrided && at::has_internal_overlap(memory) == at::MemOverlap::Yes;
   return overlaps ? at::Tensor() : memory.clone();
 }
 
+/// Ignores exceptions.
 template <typename F>
 void attempt(F f) noexcept {
   try {
@@ -38,12 +40,12 @@ void attempt(F f) noexcept {
 
 }  // namespace
 
-/// What a parameter or buffer was.
+/// The state of a parameter or buffer.
 struct RestoreModule::Saved {
   std::string name;
   at::Tensor tensor;
-  at::Tensor memory;  ///< shares the tensor's, and stays when the tensor gets other memory
-  at::Tensor copy;    ///< of the memory's values, when the module changes them or may
+  at::Tensor memory;  ///< alias of the tensor's memory at that time
+  at::Tensor copy;    ///< of the values in `memory`, if the module changes them or may do so
   at::Tensor gradient;
   std::uint32_t version = 0;
   bool requires_grad = false;
@@ -51,7 +53,7 @@ struct RestoreModule::Saved {
 
   void restore() {
     if (copy.defined()) memory.copy_(copy);
-    // A lazy parameter has got its shape: what depends on that cannot be undone.
+    // A lazy parameter that got its shape keeps it: its layer may depend on the shape.
     const bool was_lazy = is_parameter && memory.numel() == 0 && tensor.numel() > 0;
     if (!was_lazy && !same_memory(tensor, memory)) tensor.set_data(memory);
     if (version_of(tensor) != version) {
@@ -79,7 +81,7 @@ struct RestoreModule::State {
 
   std::vector<Saved> saved;
   absl::flat_hash_map<const void*, std::size_t> indices;  // by tensor
-  std::vector<std::array<bool, 2>> watched;               // by layer: without and with a graph
+  std::vector<std::array<bool, 2>> watched;               // by layer: without and with autograd graph
 };
 
 /// Copies of a layer's parameters during one of its first forwards.
@@ -92,18 +94,18 @@ class RestoreModule::Copies {
       if (found == state.indices.end()) continue;
       auto& saved = state.saved[found->second];
       if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
-      if (version_of(saved.tensor) != saved.version) continue;  // too late
+      if (version_of(saved.tensor) != saved.version) continue;  // already changed
       if (auto copy = copy_of(saved.memory); copy.defined()) copies_.push_back({&saved, std::move(copy)});
     }
   }
 
-  // Also when the forward has thrown.
+  /// Keeps the copies of changed parameters, also if the forward has thrown.
   ~Copies() {
     const at::NoGradGuard no_grad;
     for (auto& [saved, copy] : copies_) {
       bool same = false;
-      // The version shows what is equal but not the same, as zeros of both signs; the values show what was written past
-      // the version counter.
+      // The version detects changes between equal values, e.g. from 0 to -0. The values detect writes that bypass the
+      // version counter.
       attempt([&, saved = saved, copy = copy] {
         same = version_of(saved->tensor) == saved->version && at::equal(saved->memory, copy);
       });
@@ -118,26 +120,20 @@ class RestoreModule::Copies {
   std::vector<std::pair<Saved*, at::Tensor>> copies_;
 };
 
-class RestoreModule::WatchedLayer : public Layer {
+class RestoreModule::WatchedLayer : public LayerDecorator {
  public:
   WatchedLayer(std::unique_ptr<Layer> layer, int index, std::shared_ptr<State> state)
-      : layer_(std::move(layer)), index_(index), state_(std::move(state)) {}
+      : LayerDecorator(std::move(layer)), index_(index), state_(std::move(state)) {}
 
   Value forward(Value input) override {
     bool& watched = state_->watched[index_][at::GradMode::is_enabled() ? 1 : 0];
-    if (watched) return layer_->forward(std::move(input));
+    if (watched) return layer().forward(std::move(input));
     watched = true;
     const Copies copies(*state_, *module());
-    return layer_->forward(std::move(input));
+    return layer().forward(std::move(input));
   }
 
-  const std::string& name() const override { return layer_->name(); }
-  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
-  std::vector<at::Tensor> buffers() const override { return layer_->buffers(); }
-  void set_buffers(const std::vector<at::Tensor>& buffers) override { layer_->set_buffers(buffers); }
-
  private:
-  const std::unique_ptr<Layer> layer_;
   const int index_;
   const std::shared_ptr<State> state_;
 };
@@ -180,8 +176,8 @@ void RestoreModule::check() const {
     if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
     if (version_of(saved.tensor) == saved.version) continue;
     throw std::runtime_error("[profile] parameter '" + saved.name +
-                             "' was changed, but not by its layer's first forwards, so that it cannot be put back; "
-                             "profile a copy of the model");
+                             "' was changed after its layer's first forwards, so it cannot be restored; profile a "
+                             "copy of the model");
   }
 }
 

@@ -11,28 +11,29 @@
 
 namespace gpipe {
 
-/// Puts a module back when it goes: the parameters and buffers that the module had, with their values, memory, version
-/// counters, gradients and requires_grad; the training modes; the default generator of the CPU. What layers register
-/// meanwhile stays.
+/// Restores a module's state when destroyed: values, memory, version counters, gradients and requires_grad of the
+/// parameters and buffers it had at construction; training modes; the CPU's default generator. Parameters and buffers
+/// that layers register in between stay.
 ///
-/// Buffers are copied at once. Parameters may be huge, so each is copied for the first forwards of its layer only: the
-/// one that builds a graph and the one that does not. The copy stays if the forward has changed the parameter.
+/// The constructor copies all buffers. A parameter is copied only during two forwards of its layer: the first that
+/// builds an autograd graph and the first that does not. The copy is kept if that forward changed the parameter.
 ///
-/// Thread safety: watched layers may run on several threads, each layer and parameter on one at a time.
+/// Thread safety: watched layers may run on several threads at once, but each layer and parameter on one at a time.
 class RestoreModule {
  public:
   /// REQUIRES: a std::shared_ptr holds the module.
   explicit RestoreModule(const torch::nn::Module& module);
-  /// Throws nothing. What a failed device does not take back is left, all else is put back.
+  /// Does not throw. Whatever cannot be restored, e.g. after a device failure, is skipped.
   ~RestoreModule();
   RestoreModule(const RestoreModule&) = delete;
   RestoreModule& operator=(const RestoreModule&) = delete;
 
-  /// The module's layers, whose forwards are now watched. Each call takes the same layers, in the same order.
+  /// Wraps the module's layers so that their forwards are watched. Each call must get the same layers in the same
+  /// order.
   std::vector<std::unique_ptr<Layer>> watch(std::vector<std::unique_ptr<Layer>> layers) const;
 
-  /// Errors: std::runtime_error when something other than a layer's first forwards has changed a parameter, as its
-  /// version counter shows: then it cannot be put back.
+  /// Errors: std::runtime_error if a parameter's version counter shows a change outside those first forwards, which
+  /// cannot be undone.
   void check() const;
 
  private:
@@ -43,7 +44,7 @@ class RestoreModule {
 
   const std::shared_ptr<State> state_;
   at::Tensor generator_state_;
-  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;  // a module before those in it
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;  // parents before children
 };
 
 }  // namespace gpipe

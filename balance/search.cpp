@@ -18,10 +18,10 @@ using absl::StrFormat;
 void check_devices(const SearchOptions& options, int stages) {
   if (options.devices.empty() || static_cast<int>(options.devices.size()) == stages) return;
   throw std::invalid_argument(
-      StrFormat("[suggest] there are %d devices for %d stages; give one each", options.devices.size(), stages));
+      StrFormat("[suggest] %d devices for %d stages; give one device per stage", options.devices.size(), stages));
 }
 
-/// The fullest device, and what it holds.
+/// The device with the most bytes, and their number.
 std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& bytes, const SearchOptions& options) {
   std::map<std::string, std::int64_t> of_device;
   for (std::size_t s = 0; s < bytes.size(); ++s) {
@@ -77,9 +77,9 @@ class Search {
   const std::int64_t limit_;
 };
 
-/// The fewest stages that stay within the limit each; 0 when a layer alone does not.
+/// The smallest number of stages such that each fits into the limit; 0 if a single layer does not.
 int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t limit) {
-  std::vector<int> stages(cost.layers() + 1, 0);  // of the layers before; 0 for impossible
+  std::vector<int> stages(cost.layers() + 1, 0);  // for layers 0..i-1; 0 for impossible
   for (int end = 1; end <= cost.layers(); ++end) {
     for (int first = end; cost.can_cut_before(end) && first-- > 0;) {
       if (cost.least_bytes(first, end, run) > limit) break;
@@ -91,27 +91,27 @@ int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t lim
   return stages.back();
 }
 
-/// `leanest` needs the least of those that do not fit.
-std::string why_not(const Candidate& leanest, const Profile& profile, const SearchOptions& options) {
-  const auto [device, most] = fullest(leanest.bytes, options);
+/// `smallest` needs the fewest bytes of the candidates, none of which fits.
+std::string why_not(const Candidate& smallest, const Profile& profile, const SearchOptions& options) {
+  const auto [device, most] = fullest(smallest.bytes, options);
   const auto reason = StrFormat(
-      "[suggest] nothing fits into %s a device: the leanest way, %d chunks and checkpoint %s, needs %s on %s, %s too "
-      "many; ",
-      bytes_to_text(options.memory_limit), leanest.chunks, to_string(leanest.checkpoint), bytes_to_text(most), device,
+      "[suggest] nothing fits into %s per device: the smallest candidate, %d chunks and checkpoint %s, needs %s on %s, "
+      "%s too much; ",
+      bytes_to_text(options.memory_limit), smallest.chunks, to_string(smallest.checkpoint), bytes_to_text(most), device,
       bytes_to_text(most - options.memory_limit));
-  const RunOptions run{leanest.chunks, leanest.checkpoint, options.bandwidth, options.copies};
+  const RunOptions run{smallest.chunks, smallest.checkpoint, options.bandwidth, options.copies};
   const StageCost cost(profile);
   for (int layer = 0; layer < cost.layers(); ++layer) {
     const auto alone = cost.bytes(layer, layer + 1, run);
     if (alone <= options.memory_limit) continue;
     return reason + StrFormat(
-                        "layer '%s' alone needs %s, which more devices do not change: make it smaller, or the "
+                        "layer '%s' alone needs %s, so more devices do not help: use a smaller layer or a smaller "
                         "mini-batch",
                         profile.layers[layer].name, bytes_to_text(alone));
   }
   const int stages = fewest_stages(cost, run, options.memory_limit);
-  const auto more = stages > options.stages ? StrFormat("%d devices would do, or ", stages) : "";
-  return reason + more + StrFormat("devices of %s would do, or a smaller mini-batch", bytes_to_text(most));
+  const auto more = stages > options.stages ? StrFormat("use %d devices, or ", stages) : "";
+  return reason + more + StrFormat("use devices with %s, or a smaller mini-batch", bytes_to_text(most));
 }
 
 }  // namespace
@@ -125,7 +125,7 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
   for (const auto& [chunks, profile] : profiles) {
     if (chunks == candidate.chunks) return profile;
   }
-  throw std::invalid_argument(StrFormat("[suggest] there is no profile for %d chunks", candidate.chunks));
+  throw std::invalid_argument(StrFormat("[suggest] no profile was made for %d chunks", candidate.chunks));
 }
 
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
@@ -140,7 +140,7 @@ Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>
 bool is_better(const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; }
 
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options) {
-  if (profiles.empty()) throw std::invalid_argument("[suggest] there are no profiles to search");
+  if (profiles.empty()) throw std::invalid_argument("[suggest] give at least one profile");
   if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
   if (options.memory_limit < 0 || !(options.bandwidth >= 0)) {
     throw std::invalid_argument(
@@ -149,22 +149,22 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   }
   check_devices(options, options.stages);
   Suggestion suggestion;
-  const Profile* of_leanest = nullptr;
+  const Profile* of_smallest = nullptr;
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
-  Candidate leanest;
+  Candidate smallest;
   for (const auto& [chunks, profile] : profiles) {
     for (const auto checkpoint : options.checkpoints) {
       auto candidate = Search(profile, {chunks, checkpoint, options.bandwidth, options.copies}, options).best();
       if (const auto most = fullest(candidate.bytes, options).second; most < least) {
         least = most;
-        leanest = candidate;
-        of_leanest = &profile;
+        smallest = candidate;
+        of_smallest = &profile;
       }
       suggestion.candidates.push_back(std::move(candidate));
     }
   }
   std::stable_sort(suggestion.candidates.begin(), suggestion.candidates.end(), is_better);
-  if (!suggestion.candidates.front().fits) suggestion.reason = why_not(leanest, *of_leanest, options);
+  if (!suggestion.candidates.front().fits) suggestion.reason = why_not(smallest, *of_smallest, options);
   suggestion.profiles = std::move(profiles);
   return suggestion;
 }

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -9,18 +10,18 @@
 
 namespace gpipe {
 
-/// A way to run a model, and what it is predicted to cost.
+/// A way to run a model, and its predicted cost.
 struct Candidate {
   std::vector<std::int64_t> balance;
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  double seconds = 0;  ///< of a step: forward and backward of the mini-batch
-  double bubble = 0;
-  std::vector<std::int64_t> bytes;  ///< per stage
-  bool fits = true;                 ///< within the limit
+  double seconds = 0;               ///< per step: forward and backward of the mini-batch
+  double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
+  std::vector<std::int64_t> bytes;  ///< peak per stage
+  bool fits = true;                 ///< into the memory limit
 };
 
-/// A model at one number of chunks: its profile for micro-batches of that size.
+/// A number of chunks, and the model's profile for micro-batches of that size.
 struct ChunkedProfile {
   int chunks = 1;
   Profile profile;
@@ -29,43 +30,45 @@ struct ChunkedProfile {
 struct SearchOptions {
   int stages = 2;
   std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
-  /// Most bytes on one device; 0 for no limit.
+  /// Most bytes per device; 0 for no limit.
   std::int64_t memory_limit = 0;
-  /// The device of each stage, by any names; empty: one each. Stages on one device are still taken to run at once.
+  /// Device names, one per stage; empty: one device per stage. The bytes of stages on one device add up. Their times do
+  /// not: they are taken to run at once.
   std::vector<std::string> devices = {};
-  /// Bytes a second between devices; 0: at once.
-  double bandwidth = 0;
-  /// As in RunOptions.
-  bool copies = false;
+  double bandwidth = 0;  ///< as in RunOptions
+  bool copies = false;   ///< as in RunOptions
 };
 
 struct Suggestion {
-  std::vector<ChunkedProfile> profiles;  ///< what was searched
-  /// The fastest that fits comes first, then the others that fit, and those that do not: one for each number of chunks
-  /// and checkpoint mode.
+  std::vector<ChunkedProfile> profiles;  ///< one per number of chunks
+  /// The best candidate for each number of chunks and checkpoint mode. Those that fit come first, fastest first.
   std::vector<Candidate> candidates;
-  /// Why nothing fits: which device, how many bytes are missing, what would make it fit. Empty when something does.
+  /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all intra-op
+  /// threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
+  std::optional<Candidate> unpartitioned;
+  /// Why nothing fits: which device, how many bytes are missing, and what would fit. Empty if a candidate fits.
   std::string reason;
 
   bool fits() const { return !candidates.empty() && reason.empty(); }
-  /// The first candidate. Errors: std::runtime_error with the reason when nothing fits.
+  /// The first candidate. Errors: std::runtime_error with the reason if nothing fits.
   const Candidate& best() const;
-  /// The profile that one of the candidates was made from. Errors: std::invalid_argument for another's.
+  /// The profile that a candidate was predicted from. Errors: std::invalid_argument for a number of chunks without
+  /// profile.
   const Profile& profile_of(const Candidate& candidate) const;
 };
 
-/// The fastest way to run a profiled model, by the simulator: of each number of chunks and checkpoint mode the balance
-/// whose slowest stage is fastest, and from there moved, a layer at a time, as long as the step gets shorter (or, where
-/// none fits, smaller). Errors: std::invalid_argument for options that
-/// make no sense, no profiles, and fewer layers than stages.
+/// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks and checkpoint
+/// mode it takes the balance whose slowest stage is fastest, then moves cuts by one layer as long as the step gets faster
+/// (or, if nothing fits, needs fewer bytes). Errors: std::invalid_argument for invalid options, no profiles, or fewer
+/// layers than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
-/// A balance as a candidate. Errors: those of predict(), and std::invalid_argument for devices of another number of
-/// stages.
+/// Predicts one candidate. Errors: those of predict(), and std::invalid_argument if the number of devices is not the
+/// number of stages.
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
 
-/// Whether one is to be preferred: it fits and the other does not, or else it is faster.
+/// Whether `a` is better than `b`: only `a` fits, or both do or do not and `a` is faster.
 bool is_better(const Candidate& a, const Candidate& b);
 
 }  // namespace gpipe

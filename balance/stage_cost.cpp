@@ -13,7 +13,7 @@
 namespace gpipe {
 namespace {
 
-/// Collects what an action leaves behind, by the action that ends it; there are few of those.
+/// Sums the bytes that an action leaves allocated, by the action that frees them. There are few of those.
 class HeldBytes {
  public:
   void add(std::int64_t bytes, Kind until, int stage) {
@@ -30,10 +30,10 @@ class HeldBytes {
   std::vector<Held> held_;
 };
 
-/// What a stage has in use while its layers run one after the other.
+/// The bytes in use while a stage's layers run one after the other.
 class Replay {
  public:
-  /// A layer that needs `extra` while it runs, and leaves so much more, or less, behind.
+  /// Runs a layer whose peak is `extra` above the bytes before, and that changes them by `change`.
   void run(std::int64_t extra, std::int64_t change) {
     peak_ = std::max(peak_, now_ + extra);
     now_ += change;
@@ -46,11 +46,11 @@ class Replay {
   std::int64_t peak_ = 0;
 };
 
-constexpr double kShortest = 1e-9;
+constexpr double kMinSeconds = 1e-9;                           // of an action, so that actions have an order in time
 constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
 
-/// Sums of a few times as many still fit 64 bits.
-constexpr double kMostBytes = std::int64_t{1} << 58;
+/// Small multiples of it still fit into 64 bits.
+constexpr double kMaxBytes = std::int64_t{1} << 58;
 
 double all_bytes(const Profile& profile) {
   double sum = 0;
@@ -66,7 +66,7 @@ double all_bytes(const Profile& profile) {
   return sum;
 }
 
-/// The stage that a layer is in; `ends` says of each stage which layer comes behind it.
+/// The stage of a layer; `ends` is as StageCost::ends() returns it.
 int stage_of(int layer, const std::vector<int>& ends) {
   return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
 }
@@ -89,9 +89,9 @@ void StageCost::check(const RunOptions& options) const {
   if (options.chunks < 1) {
     throw std::invalid_argument(absl::StrFormat("[balance] chunks must be positive, but is %d", options.chunks));
   }
-  if (options.chunks * all_bytes_ > kMostBytes) {
+  if (options.chunks * all_bytes_ > kMaxBytes) {
     throw std::invalid_argument(
-        absl::StrFormat("[balance] %d chunks of a profile of %g bytes are more than can be summed; give fewer",
+        absl::StrFormat("[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks",
                         options.chunks, all_bytes_));
   }
   if (!(options.bandwidth >= 0)) {
@@ -109,9 +109,8 @@ StageCost::StageCost(const Profile& profile)
       saved_by_(layers_ + 1),
       saved_for_(layers_ + 1),
       can_cut_(layers_ + 1, true) {
-  if (all_bytes_ > kMostBytes) {
-    throw std::invalid_argument(
-        absl::StrFormat("[balance] the profile's %g bytes are more than can be summed", all_bytes_));
+  if (all_bytes_ > kMaxBytes) {
+    throw std::invalid_argument(absl::StrFormat("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_));
   }
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
@@ -179,8 +178,8 @@ std::int64_t StageCost::static_bytes(int first, int end) const {
 
 std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) const {
   const auto cell = cell_bytes(begin, end, {begin, end, layers_}, options.copies);
-  // The fill leaves all micro-batches' cells behind. The drain begins with the last one's; before its k-th backward
-  // others may still hold the gradients that k backwards have sent.
+  // After the fill all micro-batches' cells are live. The drain begins with the last one. Before backward k, other
+  // stages may still hold the gradients that the k backwards before it sent.
   const std::int64_t chunks = options.chunks;
   const bool last_is_recomputed = options.checkpoint == Checkpoint::kAlways;
   const bool others_are = options.checkpoint != Checkpoint::kNever;
@@ -191,7 +190,7 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
   };
   const auto first = backward(last_is_recomputed, std::max(cell.first_backward_extra, cell.backward.extra));
   auto peak = (chunks - 1) * each + std::max(last.extra, last.kept() + first);
-  for (const std::int64_t k : {std::int64_t{1}, chunks - 1}) {  // between them it is linear
+  for (const std::int64_t k : {std::int64_t{1}, chunks - 1}) {  // linear in between
     if (k < 1 || k >= chunks) continue;
     peak = std::max(peak, (chunks - k) * each + k * cell.backward.kept() + cell.parameters +
                               backward(others_are, cell.backward.extra));
@@ -199,9 +198,9 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
   return static_bytes(begin, end) + peak;
 }
 
-// When the first backward of several has run, there are all gradients beside the others' cells; and any backward begins
-// with all that its cell has saved. What is saved and used within the layers is at least what they use and none before
-// them saved.
+// After the first of several backwards, all gradients and the other micro-batches' cells are live. Each backward begins
+// with all bytes saved for it: at least the bytes that backwards before `end` free, less those that forwards before
+// `first` saved.
 std::int64_t StageCost::least_bytes(int first, int end, const RunOptions& options) const {
   const auto saved = std::max(std::int64_t{0}, saved_for_[end] - saved_by_[first]);
   const auto gradients = sums_[end].gradients - sums_[first].gradients;
@@ -236,9 +235,9 @@ std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) con
 std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
   auto ends = stage_ends(balance);
   if (ends.empty() || ends.back() != layers_) {
-    throw std::invalid_argument(
-        absl::StrFormat("[balance] {%s} does not cut %d layers: give positive numbers of layers that sum to it",
-                        absl::StrJoin(balance, ", "), layers_));
+    throw std::invalid_argument(absl::StrFormat(
+        "[balance] balance {%s} does not fit %d layers; give positive numbers of layers that sum to the total",
+        absl::StrJoin(balance, ", "), layers_));
   }
   return ends;
 }
@@ -250,8 +249,7 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
   for (const int end : ends) {
     const auto& before = sums_[first];
     const auto& after = sums_[end];
-    // So that actions have an order in time.
-    const auto seconds = [](double sum) { return std::max(sum, kShortest); };
+    const auto seconds = [](double sum) { return std::max(sum, kMinSeconds); };
     costs.actions.push_back({seconds(after.forward - before.forward), seconds(after.recompute - before.recompute),
                              seconds(after.backward - before.backward), 0, 0});
     costs.stored.push_back(seconds(after.stored - before.stored));
@@ -276,15 +274,14 @@ bool StageCost::copies_inputs(int first, int end) const {
   });
 }
 
-// The profile's blocks are those of an unpartitioned pipeline. A cut changes when they are freed: what enters a stage
-// is there until the stage's action has run, and, while its cell is to be recomputed, until that. Where the stage
-// copies it, until the stage has the copy, which is then taken to be there as long as the cell.
+// The profile's blocks are those of an unpartitioned pipeline. A cut changes when they are freed: the inputs of a stage
+// live until the stage's action has run, or until the recompute of a checkpointed cell. If the stage copies them, they
+// live until the copy is made, and the copy is counted as long as the cell lives.
 CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const {
   const int stage = stage_of(first, ends);
   const auto inside = [&](int layer) { return layer >= first && layer < end; };
   const auto stage_at = [&](int layer) { return layer < 0 ? layer : stage_of(layer, ends); };
-  // What the stage has in use after each layer, above what before it: forwards that build a graph, and that do not,
-  // and backwards.
+  // Change of the stage's bytes by each layer: in forwards with graph, in forwards without, and in backwards.
   std::vector<std::int64_t> by_forward(end - first);
   std::vector<std::int64_t> by_stored(end - first);
   std::vector<std::int64_t> by_backward(end - first);
@@ -315,7 +312,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
       } else {
         by_forward[block->freed_by - first] -= bytes;
       }
-      // Without a graph it lives until its last use.
+      // Without a graph the block lives until its last use.
       const int last_use = std::max(block->reaches, block->popped_by);
       if (last_use == layer) continue;
       by_stored[layer - first] += bytes;
@@ -344,7 +341,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     backward.run(gradients, gradients);
     first_backward.run(gradients, gradients);
   }
-  // A recomputed cell keeps a copy of the buffers, but not of large ones, which are taken to be constant.
+  // A checkpointed cell keeps copies of its buffers, except large ones, which are taken to be constant.
   std::int64_t buffers = 0;
   for (int layer = first; layer < end; ++layer) {
     const auto bytes = profile_.layers[layer].buffers;

@@ -10,75 +10,77 @@
 
 namespace gpipe {
 
-/// How a cut model is to run.
+/// How a partitioned model runs.
 struct RunOptions {
   int chunks = 1;  ///< micro-batches of the profile's size
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  /// Bytes a second between devices; 0: what is sent is there at once, as between CPU stages.
+  /// Bandwidth between devices in bytes per second. 0: transfers take no time, as between CPU stages.
   double bandwidth = 0;
-  /// What is sent is copied to the receiver's device, as between GPUs; else the receiver uses the sender's memory.
+  /// Parcels are copied to the receiver's device, as between GPUs. Otherwise the receiver uses the sender's memory.
   bool copies = false;
 };
 
-/// What stages of a profiled model cost, for whichever layers they are made of. The profile must outlive it.
+/// Costs of stages of a profiled model, for any range of layers. The profile must outlive this object.
 class StageCost {
  public:
-  /// Errors: std::invalid_argument for a profile of more bytes than can be summed.
+  /// Errors: std::invalid_argument for a profile whose bytes would overflow when summed.
   explicit StageCost(const Profile& profile);
 
-  /// Errors: std::invalid_argument for chunks < 1, for so many that their bytes cannot be summed, and for a bandwidth
-  /// that is negative or not a number. What takes RunOptions here requires them to pass.
+  /// Errors: std::invalid_argument for chunks < 1, for so many chunks that their bytes would overflow when summed, and
+  /// for a bandwidth that is negative or NaN. The functions below that take RunOptions REQUIRE options that pass.
   void check(const RunOptions& options) const;
 
   int layers() const { return layers_; }
 
-  /// Whether a stage may end before a layer: not where that would part layers that share a parameter.
+  /// Whether a stage may begin at a layer: not if the cut would separate layers that share a parameter.
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
-  /// The other balances that cut the model and differ from one by a single cut, at most `layers` layers away. Errors:
-  /// those of ends().
+  /// Returns the valid balances that differ from `balance` in one cut, moved by at most `layers` layers. Errors: those of
+  /// ends().
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
-  /// The layer behind each stage of a balance. Errors: std::invalid_argument for one that does not cover the model.
+  /// Returns, per stage, the index after its last layer. Errors: std::invalid_argument for a balance that does not sum to
+  /// the number of layers.
   std::vector<int> ends(const std::vector<std::int64_t>& balance) const;
 
-  /// Seconds of the layers first..end-1 for a micro-batch, forward to backward, recomputed ones by their share, with
-  /// what enters and its gradient on their way.
+  // Costs of a stage of the layers first..end-1:
+
+  /// Mean seconds per micro-batch: forward, recompute if any, backward, and the transfer of the stage's inputs and their
+  /// gradients.
   double seconds(int first, int end, const RunOptions& options) const;
 
-  /// The most bytes that such a stage has in use in a step, and the part of them that is always there: parameters,
-  /// buffers, what the optimizer keeps. An upper bound, whatever stands before and behind it and however slow that is.
+  /// Upper bound of the stage's peak bytes in a step, for all balances with this stage and all timings.
   std::int64_t bytes(int begin, int end, const RunOptions& options) const;
+  /// The part of bytes() that stays between steps: parameters, buffers, optimizer state.
   std::int64_t static_bytes(int first, int end) const;
 
-  /// A lower bound, quick to say: of bytes() of these layers and of any stage that has them and others.
+  /// Cheap lower bound on bytes(), of this stage and of every stage that contains these layers.
   std::int64_t least_bytes(int first, int end, const RunOptions& options) const;
 
-  /// What enters the layers first..end-1 from before: activation and skips.
+  /// Bytes of the stage's inputs for one micro-batch: activation and skips.
   std::int64_t bytes_in(int first, int end) const;
 
-  /// For simulate(): what a balance's stages and edges cost.
+  // Inputs of the simulator for a balance.
   Costs costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   std::vector<Edge> edges(const std::vector<std::int64_t>& balance) const;
 
  private:
-  /// Whether a balance cuts the model, and only where a stage may end.
+  /// Whether a balance covers the model and cuts it only where allowed.
   bool can_cut(const std::vector<std::int64_t>& balance) const;
-  /// What leaves the layers first..end-1 for behind: activation and skips.
+  /// Bytes of the stage's outputs for one micro-batch: activation and skips.
   std::int64_t bytes_out(int first, int end) const;
-  /// Whether a stage that begins and ends there works from copies of what enters when it is to be recomputed: it, or
-  /// one that it passes it on to, changes some of it in place.
+  /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
-  /// `ends` says of each stage which layer comes behind it.
+  /// `ends` is as ends() returns it.
   CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const;
 
   const Profile& profile_;
   const int layers_;
   double all_bytes_ = 0;
-  std::vector<LayerProfile> sums_;                 ///< of the layers before
+  std::vector<LayerProfile> sums_;                 ///< prefix sums, by layer
   std::vector<std::vector<const Block*>> blocks_;  ///< by layer
-  // Bytes that forwards leave for backwards, of the layers before: allocated by those, freed by those.
-  std::vector<std::int64_t> saved_by_;
-  std::vector<std::int64_t> saved_for_;
+  // Prefix sums of the bytes kept from forwards for backwards, by layer.
+  std::vector<std::int64_t> saved_by_;   ///< that the layer's forward allocates
+  std::vector<std::int64_t> saved_for_;  ///< that the layer's backward frees
   std::vector<bool> can_cut_;
 };
 

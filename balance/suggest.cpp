@@ -7,6 +7,7 @@
 #include <chrono>
 #include <exception>
 #include <functional>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -28,7 +29,7 @@ Value on(const Value& sample, torch::Device device) {
   return Value(sample.form(), std::move(tensors));
 }
 
-/// The numbers of micro-batches that the wanted ones really make, each once.
+/// The numbers of micro-batches that these numbers of chunks make, without duplicates.
 std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   if (chunks.empty()) {
     for (int power = 1; power <= 32; power *= 2) chunks.push_back(power);
@@ -36,7 +37,7 @@ std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   std::set<int> counts;
   for (const int wanted : chunks) {
     if (wanted < 1)
-      throw std::invalid_argument(absl::StrFormat("[suggest] chunks must be positive, but has %d", wanted));
+      throw std::invalid_argument(absl::StrFormat("[suggest] chunks must be positive, but one is %d", wanted));
     counts.insert(static_cast<int>(micro_batch_sizes(samples, wanted, /*split_size=*/0).size()));
   }
   return {counts.begin(), counts.end()};
@@ -46,7 +47,7 @@ void check_devices(const std::vector<torch::Device>& devices) {
   if (devices.empty()) throw std::invalid_argument("[suggest] give at least one device");
 }
 
-/// As GPipe takes them: without an index an accelerator's first device is meant.
+/// Gives an accelerator without index the index 0, as GPipe does.
 std::vector<torch::Device> with_index(std::vector<torch::Device> devices) {
   for (auto& device : devices) {
     if (!device.is_cpu() && !device.has_index()) device.set_index(0);
@@ -54,7 +55,7 @@ std::vector<torch::Device> with_index(std::vector<torch::Device> devices) {
   return devices;
 }
 
-/// Of the devices, each CPU stage being one of its own.
+/// Device names per stage; each CPU stage counts as a device.
 std::vector<std::string> names(const std::vector<torch::Device>& devices) {
   std::vector<std::string> names;
   for (const auto& device : devices) {
@@ -66,6 +67,73 @@ std::vector<std::string> names(const std::vector<torch::Device>& devices) {
 void synchronize(const std::vector<torch::Device>& devices) {
   for (const auto& device : devices) {
     if (!device.is_cpu()) c10::impl::VirtualGuardImpl(device.type()).synchronizeDevice(device.index());
+  }
+}
+
+/// Makes the profiles of one suggest(), which share its seconds and its progress.
+class Profiling {
+ public:
+  Profiling(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
+            const SuggestOptions& options, const std::vector<int>& counts)
+      : model_(model), sample_(sample), device_(devices.front()), options_(options.profile()) {
+    const auto cpus = std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); });
+    cpu_stages_ = device_.is_cpu() ? static_cast<int>(cpus) : 1;
+    has_whole_ = counts.front() == 1 && (!device_.is_cpu() || (cpu_stages_ == 1 && options_.intraop_threads() == 0));
+    profiles_ = static_cast<double>(counts.size()) + (has_whole_ ? 0 : 1);
+  }
+
+  /// For micro-batches of a mini-batch of `chunks`, while the other CPU stages run too.
+  Profile of_stages(int chunks) const {
+    const auto sizes = micro_batch_sizes(batch_size(sample_), chunks, /*split_size=*/0);
+    auto options = options_;
+    return run(first_micro_batch(sample_, sizes), options.workers(cpu_stages_));
+  }
+
+  /// For the whole mini-batch, with nothing else running.
+  Profile of_whole() const {
+    auto options = options_;
+    if (device_.is_cpu()) options.intraop_threads(0);
+    return run(sample_, options.workers(1));
+  }
+
+  /// Whether of_stages(1) is the same as of_whole().
+  bool has_whole() const { return has_whole_; }
+
+  void finish() const {
+    if (options_.progress() && done_ < profiles_) options_.progress()(1);
+  }
+
+ private:
+  Profile run(const Value& micro_batch, ProfileOptions options) const {
+    const double done = done_++;
+    options.seconds(options_.seconds() / profiles_);
+    if (options_.progress()) {
+      options.progress([&](double part) { options_.progress()((done + part) / profiles_); });
+    }
+    return profile(model_, on(micro_batch, device_), options);
+  }
+
+  const Model& model_;
+  const Value& sample_;
+  const torch::Device device_;
+  const ProfileOptions options_;
+  int cpu_stages_ = 1;
+  bool has_whole_ = false;
+  double profiles_ = 0;  // in all
+  mutable double done_ = 0;
+};
+
+std::optional<Candidate> unpartitioned(const Profiling& profiling, const std::vector<ChunkedProfile>& profiles,
+                                       const SuggestOptions& options) {
+  try {
+    const auto& first = profiles.front();
+    if (profiling.has_whole() && first.chunks != 1) return std::nullopt;  // it has failed
+    const auto whole = profiling.has_whole() ? first.profile : profiling.of_whole();
+    return make_candidate(whole, {static_cast<std::int64_t>(whole.layers.size())},
+                          {.chunks = 1, .checkpoint = Checkpoint::kNever},
+                          {.stages = 1, .memory_limit = options.memory_limit()});
+  } catch (const std::runtime_error&) {
+    return std::nullopt;
   }
 }
 
@@ -81,38 +149,31 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
   check_devices(wanted);
   const auto devices = with_index(wanted);
   const auto counts = possible(options.chunks(), batch_size(sample));
-  const auto cpus = std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); });
-  auto profiling = options.profile();
-  profiling.seconds(profiling.seconds() / static_cast<double>(counts.size()));
-  if (devices.front().is_cpu()) profiling.workers(static_cast<int>(cpus));
+  const Profiling profiling(model, sample, devices, options, counts);
   std::vector<ChunkedProfile> profiles;
   std::exception_ptr first_error;
-  const auto& progress = options.profile().progress();
-  double done = 0;
   for (const int chunks : counts) {
-    if (progress)
-      profiling.progress([&](double part) { progress((done + part) / static_cast<double>(counts.size())); });
-    const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
-    const auto micro_batch = on(first_micro_batch(sample, sizes), devices.front());
     try {
-      profiles.push_back({chunks, profile(model, micro_batch, profiling)});
+      profiles.push_back({chunks, profiling.of_stages(chunks)});
     } catch (const std::runtime_error&) {
-      // Nobody has asked for micro-batches that are too large for the device, nor for such small ones that batch norm
-      // has less than two values a channel.
+      // Chunks that the caller did not ask for may give micro-batches too large for the device, or too small for batch
+      // norm, which needs two values per channel.
       if (!options.chunks().empty()) throw;
       if (!profiles.empty()) break;
       if (!first_error) first_error = std::current_exception();
     }
-    ++done;
   }
-  if (progress && done < static_cast<double>(counts.size())) progress(1);
   if (profiles.empty()) std::rethrow_exception(first_error);
-  return search(std::move(profiles), {.stages = static_cast<int>(devices.size()),
-                                      .checkpoints = options.checkpoints(),
-                                      .memory_limit = options.memory_limit(),
-                                      .devices = names(devices),
-                                      .bandwidth = options.bandwidth(),
-                                      .copies = copies_between(devices)});
+  const SearchOptions search_options{.stages = static_cast<int>(devices.size()),
+                                     .checkpoints = options.checkpoints(),
+                                     .memory_limit = options.memory_limit(),
+                                     .devices = names(devices),
+                                     .bandwidth = options.bandwidth(),
+                                     .copies = copies_between(devices)};
+  auto suggestion = search(std::move(profiles), search_options);
+  suggestion.unpartitioned = unpartitioned(profiling, suggestion.profiles, options);
+  profiling.finish();
+  return suggestion;
 }
 
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
@@ -123,7 +184,7 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
     throw std::invalid_argument(
         absl::StrFormat("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats));
   }
-  suggestion.best();  // or why there is none
+  suggestion.best();  // throws if nothing fits
   const at::AutoGradMode grad_mode(true);
   const RestoreModule restore(model.module());
   std::vector<Measured> measured;
@@ -137,8 +198,8 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
                    .intraop_threads(intraop_threads));
     pipe->train();
     std::vector<double> seconds;
-    for (int repeat = -1; repeat < repeats; ++repeat) {  // one to warm up
-      const auto batch = copy_of(sample);                // which the first layer may change
+    for (int repeat = -1; repeat < repeats; ++repeat) {  // the first is a warm-up
+      const auto batch = copy_of(sample);                // the first layer may change it in place
       synchronize(devices);
       const auto start = Clock::now();
       trial_step(pipe, batch);

@@ -12,39 +12,39 @@
 namespace gpipe {
 
 struct SuggestOptions {
-  /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, as far as the mini-batch can be cut and the model takes what that
-  /// gives.
+  /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, without those that the mini-batch or the model does not allow.
   TORCH_ARG(std::vector<int>, chunks);
   TORCH_ARG(std::vector<Checkpoint>, checkpoints) = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
-  /// Most bytes on one device, CPU stages counted as one each; 0: as many as it may take.
+  /// Most bytes per device, where each CPU stage counts as a device; 0 for no limit.
   TORCH_ARG(std::int64_t, memory_limit) = 0;
-  /// Bytes a second between devices; 0: what is sent is there at once.
+  /// Bandwidth between devices in bytes per second. 0: transfers take no time.
   TORCH_ARG(double, bandwidth) = 0;
-  /// How each profile is made. Its `seconds` and `progress` are those of all profiles together, so that a minute is
-  /// more to the point than its own default.
+  /// How profiles are made. Its `seconds` and `progress` are for all of them together; its `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };
 
-/// Whether stages on these devices send copies: whether some neighbours are not the same.
+/// Whether stages on these devices send copies: whether any two neighbours differ. For RunOptions::copies.
 bool copies_between(const std::vector<torch::Device>& devices);
 
-/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it on the sample, a
-/// mini-batch, over devices of which each gets one stage: balance, chunks and checkpoint mode. It is measured on the
-/// first device, to which the others are taken to be alike; on a CPU as many stages at once as there are CPU stages.
-/// Errors: those of profile() and search().
+/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one stage per device:
+/// balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the unpartitioned model, so that the
+/// candidates can be compared with it.
+///
+/// Measures on the first device; the others are taken to be equal. On a CPU, all CPU stages are measured at once. Errors:
+/// those of profile() and search().
 Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                    const SuggestOptions& options = {});
 
-/// A candidate, and what it took.
+/// A candidate, and its measured time.
 struct Measured {
   Candidate candidate;
-  double seconds = 0;  ///< of a step, the median
+  double seconds = 0;  ///< per step; the median
 };
 
-/// Runs steps of the first few candidates that fit and returns them with what they took, fastest first. The model is
-/// left as profile() leaves it. `intraop_threads` is as in GPipeOptions: give what the profiles had. Errors:
-/// std::invalid_argument for numbers that are not positive; std::runtime_error with the reason when nothing fits; what
-/// GPipe and the layers throw.
+/// Runs `repeats` steps of each of the first candidates that fit, after a warm-up step. Returns their measured times,
+/// fastest first. Restores the model as profile() does. `intraop_threads` should be that of the profiles. Errors:
+/// std::invalid_argument for numbers that are not positive; std::runtime_error with the reason if nothing fits; the
+/// errors of GPipe and of the layers.
 std::vector<Measured> refine(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                              const Suggestion& suggestion, int candidates = 3, int repeats = 5,
                              int intraop_threads = 0);

@@ -21,7 +21,7 @@ void trial_step(GPipe& pipe, const Value& batch) {
     ones.push_back(at::ones_like(tensor));
   }
   if (roots.empty()) return;
-  // The gradients go nowhere: no sum is accumulated, no hook is run.
+  // Cut the edges behind the pipeline's node, so that nothing is accumulated and no hook runs.
   const auto node = roots.front().grad_fn();
   node->set_next_edges(torch::autograd::edge_list(node->num_outputs()));
   torch::autograd::backward(roots, ones);

@@ -7,16 +7,17 @@
 
 namespace gpipe {
 
-/// A step that leaves no gradients and runs no hooks: forward, and backward from ones.
+/// Runs a forward and a backward from gradients of ones. Leaves no gradients on parameters and runs no parameter hooks.
 void trial_step(GPipe& pipe, const Value& batch);
 
-/// The first micro-batch of a mini-batch that is cut into those sizes, requiring grad where that does.
+/// Returns the first micro-batch of a mini-batch that is split into `sizes`. Its tensors require grad where the
+/// mini-batch's do.
 Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes);
 
-/// A copy without history, requiring grad where the value does.
+/// Returns a detached copy whose tensors require grad where the value's do.
 Value copy_of(const Value& value);
 
-/// The middle value; of an even number the upper one; 0 of none.
+/// The middle value; the upper of the two middle ones for an even count; 0 for an empty list.
 double median(std::vector<double> values);
 
 }  // namespace gpipe

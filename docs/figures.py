@@ -1,6 +1,8 @@
-"""Draws the figures of how_it_works.md and troubleshooting.md into docs/figures: `python docs/figures.py`, where gpipe
-is installed. Timelines are what the library simulates of a profile whose times are set here, and draws itself; bytes
-are what it counts. `--trace` also draws a real step again, which differs from one machine and run to the next."""
+"""Draws the figures of the documentation into docs/figures. Run `python docs/figures.py` where gpipe is installed.
+
+The library simulates and draws the timelines, from a profile whose times are set here, and counts the bytes.
+`--trace` also draws a real step, which differs between machines and runs.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ from gpipe.balance import Profile, predict, profile
 
 FOLDER = Path(__file__).parent / "figures"
 
-# Of Okabe and Ito's palette, which the colour-blind can tell apart; as in the library's own drawings.
+# From the colour-blind-safe palette of Okabe and Ito, which the library's own drawings use too.
 BLUE, DARK_BLUE, GREEN, ORANGE, RED = "#56b4e9", "#0072b2", "#009e73", "#e69f00", "#d55e00"
 STAGES = ["#e3f1fa", "#fdf0d5", "#e0f3ec", "#f7e6ef"]
 INK, FAINT = "#222", "#ddd"
@@ -65,8 +67,8 @@ class Picture:
 
 
 def timed(blocks: Sequence[float], rows: int = 32, width: int = 256) -> Profile:
-    """A profile of blocks of (linear, tanh), each of which takes so many times 10 ms forward and 20 ms backward; its
-    bytes are counted."""
+    """Profile of blocks of (linear, tanh). Block i takes `blocks[i]` times 10 ms forward and 20 ms backward; its bytes
+    are counted."""
     layers: list[nn.Module] = []
     for _ in blocks:
         layers += [nn.Linear(width, width), nn.Tanh()]
@@ -88,6 +90,47 @@ def draw_schedules() -> None:
         (FOLDER / f"{name}.svg").write_text(step.timeline.to_svg())
     unequal = predict(timed([1, 2, 1]), [2, 2, 2], 6, "never")
     (FOLDER / "unbalanced.svg").write_text(unequal.timeline.to_svg())
+
+
+def draw_overview() -> None:
+    picture = Picture(900, 378)
+    stages = [("stage 0, device 0", ["conv", "encode", "down"]), ("stage 1, device 1", ["up", "decode", "head"])]
+    picture.text(28, 110, "input", "start")
+    picture.arrow(66, 106, 92, 106)
+    x = 96.0
+    ends: list[float] = []
+    for stage, (title, names) in enumerate(stages):
+        picture.box(x, 50, 330, 100, STAGES[stage], round=8)
+        picture.text(x + 165, 142, title, size=13)
+        for i, name in enumerate(names):
+            picture.box(x + 18 + 104 * i, 84, 86, 44, "white", name)
+            if i:
+                picture.arrow(x + 104 * i, 106, x + 16 + 104 * i, 106)
+        ends.append(x + 18 + 104 + 43)
+        picture.arrow(x + 330, 106, x + 366, 106, BLUE if stage == 0 else INK)
+        x += 370
+    picture.text(848, 110, "output", "start")
+    picture.path(f"M{ends[0]:g} 84 C{ends[0] + 60:g} 10 {ends[1] - 60:g} 10 {ends[1]:g} 82", ORANGE, 2, arrow=True)
+    picture.text((ends[0] + ends[1]) / 2, 20, "skip connection", size=13)
+
+    unit, left, micro_batches = 52.0, 96.0, 4
+    picture.text(left, 188, "one step: four micro-batches", "start", size=13)
+    for i, (color, text) in enumerate([(BLUE, "forward"), (GREEN, "backward")]):
+        picture.box(660 + 100 * i, 176, 14, 14, color, round=0)
+        picture.text(680 + 100 * i, 188, text, "start", size=13)
+    filled = micro_batches + 1  # when stage 1 has finished the forwards
+    for stage in (0, 1):
+        y = 204 + 62 * stage
+        picture.text(left - 8, y + 30, f"device {stage}", "end")
+        for i in range(micro_batches):
+            picture.box(left + unit * (stage + i), y, unit, 50, BLUE, str(i), round=2)
+            begin = filled + 2 * i + (0 if stage == 1 else 2)
+            picture.box(left + unit * begin, y, 2 * unit, 50, GREEN, str(micro_batches - 1 - i), round=2)
+    picture.arrow(left, 340, left + 15 * unit, 340)
+    picture.text(left + 15 * unit, 362, "time", "end", size=13)
+    caption = "Both devices work at the same time, except while the pipeline fills and drains."
+    picture.text(left, 362, caption, "start", size=13)
+    picture.save("overview.svg")
 
 
 def draw_cut() -> None:
@@ -226,10 +269,11 @@ def draw_trace() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", action="store_true", help="draw a real step, too")
+    parser.add_argument("--trace", action="store_true", help="also draw a real step")
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     draw_schedules()
+    draw_overview()
     draw_cut()
     draw_skips()
     draw_program()

@@ -1,4 +1,4 @@
-// What is made of a profile: cuts, predictions, suggestions. No model here: the profiles are written by hand.
+// Cuts, predictions and suggestions from hand-written profiles, without a model.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -18,12 +18,16 @@
 namespace gpipe {
 namespace {
 
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 using ::testing::UnorderedElementsAre;
 
-/// Each layer: seconds forward; twice that backward. Passes on 10 bytes, which the next layer's backward needs.
+/// A profile of layers with these forward times, and backwards that take twice as long. Each layer's output has 10
+/// bytes, which are kept for the next layer's backward.
 Profile chain(const std::vector<double>& seconds) {
   Profile profile{.samples = 4, .device = "cpu"};
   for (std::size_t i = 0; i < seconds.size(); ++i) {
@@ -56,31 +60,31 @@ TEST(PlanTest, LayersThatShareAParameterStayTogether) {
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(3, 1));
   EXPECT_THAT(balance_by_time(profile, 3), ElementsAre(1, 2, 1));
   EXPECT_THAT(error_of<std::invalid_argument>([&] { balance_by_time(profile, 4); }),
-              HasSubstr("4 partitions would part layers that share a parameter"));
+              HasSubstr("4 partitions would separate layers that share a parameter"));
 }
 
-TEST(PlanTest, ACutMayWeighWhatIsSent) {
-  // Between equal layers, a skip from the first to the third: to cut behind them sends less.
+TEST(PlanTest, BandwidthMovesTheCut) {
+  // A skip from the first to the third of equal layers: a cut after the third sends fewer bytes.
   auto profile = chain({1, 1, 1, 0.9});
   profile.skips = {{"skip", 0, 2, 4000}};
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));
   EXPECT_THAT(balance_by_time(profile, 2, {.bandwidth = 1000}), ElementsAre(3, 1));
   const auto slow = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000});
   const auto fast = predict(profile, {3, 1}, {.chunks = 2, .bandwidth = 1000});
-  EXPECT_LT(fast.seconds, slow.seconds) << "the skip takes longer than the stages differ";
+  EXPECT_LT(fast.seconds, slow.seconds) << "the skip's transfer takes longer than the difference between the stages";
 }
 
 TEST(PlanTest, BalancesBySizeWithSkips) {
   auto profile = chain({1, 1, 1, 1});
   profile.layers[3].parameters = profile.layers[3].gradients = 100;
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(3, 1));
-  // Layer 0 stashes 500 bytes for the last layer: it holds them, wherever the cut is.
+  // Layer 0 stashes 500 bytes for the last layer. Its stage holds them for every cut.
   profile.skips = {{"skip", 0, 3, 500}};
   profile.blocks.push_back({500, Kind::F, 0, Kind::B, 3, 0, 3});
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(1, 3));
 }
 
-TEST(PlanTest, BalancesBySizeAsNoOtherCutDoes) {
+TEST(PlanTest, BalancesBySizeOptimally) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 300; ++trial) {
     const int layers = 2 + static_cast<int>(random() % 6);
@@ -108,14 +112,14 @@ TEST(PlanTest, BalancesBySizeAsNoOtherCutDoes) {
     }
     const int cut = static_cast<int>(balance_by_size(profile, 2, run).front());
     EXPECT_EQ(std::max(stage.bytes(0, cut, run), stage.bytes(cut, layers, run)), least);
-    // Whatever waits for whom: never more.
+    // The bound holds for the simulated timing.
     const auto predicted = predict(profile, {cut, layers - cut}, run).bytes;
     EXPECT_LE(predicted[0], stage.bytes(0, cut, run));
     EXPECT_LE(predicted[1], stage.bytes(cut, layers, run));
   }
 }
 
-TEST(PlanTest, CopiesAreTheReceivers) {
+TEST(PlanTest, CopiesCountForTheReceiver) {
   const auto profile = chain({1, 1, 1, 1});
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
     RunOptions run{.chunks = 3, .checkpoint = checkpoint};
@@ -123,15 +127,15 @@ TEST(PlanTest, CopiesAreTheReceivers) {
     run.copies = true;
     const auto copied = predict(profile, {2, 2}, run);
     EXPECT_EQ(copied.seconds, shared.seconds);
-    if (checkpoint == Checkpoint::kNever) EXPECT_LT(copied.bytes[0], shared.bytes[0]) << "what was sent is free again";
-    EXPECT_EQ(copied.bytes[1], shared.bytes[1] + 3 * 10) << "an activation of each micro-batch";
+    if (checkpoint == Checkpoint::kNever) EXPECT_LT(copied.bytes[0], shared.bytes[0]) << "the sender frees its outputs";
+    EXPECT_EQ(copied.bytes[1], shared.bytes[1] + 3 * 10) << "the receiver holds one activation per micro-batch";
     const StageCost stage(profile);
     EXPECT_GE(stage.bytes(0, 2, run), copied.bytes[0]);
     EXPECT_GE(stage.bytes(2, 4, run), copied.bytes[1]);
   }
 }
 
-TEST(PlanTest, CutsThatAreNearDifferInOnePlace) {
+TEST(PlanTest, NearBalancesDifferInOneCut) {
   auto profile = chain({1, 1, 1, 1, 1});
   profile.layers[2].shares_with = 1;
   const StageCost stage(profile);
@@ -139,7 +143,7 @@ TEST(PlanTest, CutsThatAreNearDifferInOnePlace) {
   EXPECT_THAT(stage.near({5}, 4), IsEmpty());
 }
 
-TEST(PlanTest, PredictsTheStepOfASimulation) {
+TEST(PlanTest, PredictsAStep) {
   const auto profile = chain({1, 1});
   const auto never = predict(profile, {1, 1}, {.chunks = 3, .checkpoint = Checkpoint::kNever});
   EXPECT_DOUBLE_EQ(never.seconds, (3 + 1) * 3);
@@ -147,21 +151,25 @@ TEST(PlanTest, PredictsTheStepOfASimulation) {
   EXPECT_THAT(never.stages, ElementsAre(3, 3));
   const auto always = predict(profile, {1, 1}, {.chunks = 3, .checkpoint = Checkpoint::kAlways});
   EXPECT_THAT(always.stages, ElementsAre(4, 4));
-  // The first stage's outputs wait for the second's backwards; a gradient for the caller stays from each of its own.
+  // The first stage's outputs live until the second stage's backwards. Its own backwards each leave a gradient for the
+  // caller.
   EXPECT_EQ(never.bytes[0], 30);
-  EXPECT_THAT(error_of<std::invalid_argument>([&] { predict(profile, {1, 2}); }), HasSubstr("{1, 2} does not cut 2"));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] {
+                predict(profile, {1, 2});
+              }),
+              HasSubstr("balance {1, 2} does not fit 2 layers"));
   EXPECT_THROW(predict(profile, {2, 0}), std::invalid_argument);
   EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_size(profile, 2, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_time(profile, 2, {.bandwidth = -1}), std::invalid_argument);
 }
 
-TEST(PlanTest, NumbersThatOverflowAreRefused) {
+TEST(PlanTest, RefusesNumbersThatOverflow) {
   constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
   constexpr int kManyChunks = std::numeric_limits<int>::max();
   auto profile = chain({1, 1, 1, 1});
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
-  const std::vector<std::int64_t> wraps = {kHuge, kHuge, 6};  // to 4
+  const std::vector<std::int64_t> wraps = {kHuge, kHuge, 6};  // their sum is 4 in 64 bits
   EXPECT_THAT(refusal([&] { predict(profile, wraps); }), HasSubstr("sums to more than"));
   EXPECT_THAT(refusal([&] { profile_table(profile, wraps); }), HasSubstr("sums to more than"));
   EXPECT_THAT(refusal([&] { StageCost(profile).edges(wraps); }), HasSubstr("sums to more than"));
@@ -172,15 +180,15 @@ TEST(PlanTest, NumbersThatOverflowAreRefused) {
               HasSubstr("2147483647 micro-batches"));
   for (auto& block : profile.blocks) block.bytes = std::int64_t{10} << 30;
   for (const auto balance : {&balance_by_size, &balance_by_time}) {
-    EXPECT_THAT(refusal([&] { balance(profile, 2, {.chunks = kManyChunks}); }), HasSubstr("more than can be summed"));
+    EXPECT_THAT(refusal([&] { balance(profile, 2, {.chunks = kManyChunks}); }), HasSubstr("bytes overflow"));
     EXPECT_EQ(balance(profile, 2, {.chunks = 1000}).size(), 2U);
   }
   profile.layers[0].parameters = profile.layers[1].parameters = kHuge;
-  EXPECT_THAT(refusal([&] { balance_by_size(profile, 2); }), HasSubstr("more than can be summed"));
+  EXPECT_THAT(refusal([&] { balance_by_size(profile, 2); }), HasSubstr(", overflows"));
   EXPECT_THAT(refusal([&] { profile_from_json(profile_to_json(profile)); }), HasSubstr("/layers/0/parameters"));
 }
 
-TEST(PlanTest, PartsOfDifferentNumbersOfStagesAreRefused) {
+TEST(PlanTest, RefusesDifferentNumbersOfStages) {
   const auto profile = chain({1, 1, 1});
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   EXPECT_THAT(refusal([&] {
@@ -189,7 +197,7 @@ TEST(PlanTest, PartsOfDifferentNumbersOfStagesAreRefused) {
               HasSubstr("2 devices for 3 stages"));
   auto prediction = predict(profile, {2, 1});
   prediction.bytes.pop_back();
-  EXPECT_THAT(refusal([&] { prediction_table(prediction); }), HasSubstr("bytes of 1"));
+  EXPECT_THAT(refusal([&] { prediction_table(prediction); }), HasSubstr("balance 2, seconds 2, bytes 1"));
 }
 
 TEST(PlanTest, SearchesBalanceChunksAndCheckpoint) {
@@ -217,17 +225,35 @@ TEST(PlanTest, ALimitMovesTheCutOrTheCheckpoint) {
   EXPECT_GE(limited.best().seconds, free.best().seconds);
 }
 
-TEST(PlanTest, SaysWhyNothingFits) {
+TEST(PlanTest, ExplainsWhyNothingFits) {
   auto profile = chain({1, 1, 1, 1});
   for (auto& layer : profile.layers) layer.parameters = 10 << 20;
   const auto needs_more = search({{2, profile}}, {.stages = 2, .memory_limit = 15 << 20});
   ASSERT_FALSE(needs_more.fits());
-  EXPECT_THAT(needs_more.reason, HasSubstr("nothing fits into 15.0 MiB a device"));
-  EXPECT_THAT(needs_more.reason, HasSubstr("20.0 MiB on device 0, 5.00 MiB too many"));
-  EXPECT_THAT(needs_more.reason, HasSubstr("4 devices would do"));
+  EXPECT_THAT(needs_more.reason, HasSubstr("nothing fits into 15.0 MiB per device"));
+  EXPECT_THAT(needs_more.reason, HasSubstr("20.0 MiB on device 0, 5.00 MiB too much"));
+  EXPECT_THAT(needs_more.reason, HasSubstr("use 4 devices, or use devices with 20.0 MiB"));
   EXPECT_THAT(error_of([&] { needs_more.best(); }), HasSubstr("nothing fits"));
   const auto too_large = search({{2, profile}}, {.stages = 2, .memory_limit = 5 << 20});
   EXPECT_THAT(too_large.reason, HasSubstr("layer 'l0' alone needs 10.0 MiB"));
+}
+
+TEST(PlanTest, TablesExplainTheirColumns) {
+  const auto profile = chain({1, 1});
+  EXPECT_THAT(profile_table(profile), HasSubstr("Per micro-batch of 4 samples, measured on cpu with 1 stage at once."));
+  EXPECT_THAT(profile_table(profile, {1, 1}), AllOf(HasSubstr("stage 1"), HasSubstr("saved: bytes kept for")));
+  EXPECT_THAT(prediction_table(predict(profile, {1, 1})), AllOf(HasSubstr("\nstep: "), HasSubstr("bubble: share of")));
+}
+
+TEST(PlanTest, CandidatesAreComparedWithOneDevice) {
+  const Candidate pipeline{.balance = {1, 1}, .chunks = 4, .seconds = 1, .bytes = {100, 300}};
+  const Candidate whole{
+      .balance = {2}, .checkpoint = Checkpoint::kNever, .seconds = 1.5, .bytes = {900}, .fits = false};
+  EXPECT_THAT(candidate_table({pipeline}), Not(HasSubstr("speed-up")));
+  const auto table = candidate_table({pipeline}, whole);
+  EXPECT_THAT(table, ContainsRegex("1,1 +except_last +4 +1.00 s +0 % +300 B +1.50\n"));
+  EXPECT_THAT(table, ContainsRegex("2 +never +1 +1.50 s +0 % +900 B +1.00 +one device, too large\n"));
+  EXPECT_THAT(table, HasSubstr("speed-up: over the unpartitioned model on one device."));
 }
 
 }  // namespace

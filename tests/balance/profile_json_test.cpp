@@ -35,7 +35,7 @@ class ProfileJsonTest : public ::testing::Test {
   static std::string refusal(const std::string& text) {
     return error_of<std::invalid_argument>([&] { profile_from_json(text); });
   }
-  /// Of a profile with another value at a place.
+  /// The error for a profile with another value at a place.
   static std::string refusal(const std::string& place, const Json& value) {
     auto json = Json::parse(profile_to_json(two_layers()));
     json.at(Json::json_pointer(place)) = value;
@@ -48,23 +48,21 @@ class ProfileJsonTest : public ::testing::Test {
   }
 };
 
-TEST_F(ProfileJsonTest, AProfileSurvivesItsJson) {
-  EXPECT_EQ(profile_from_json(profile_to_json(two_layers())), two_layers());
-}
+TEST_F(ProfileJsonTest, RoundTrip) { EXPECT_EQ(profile_from_json(profile_to_json(two_layers())), two_layers()); }
 
-TEST_F(ProfileJsonTest, NamesOfAnyBytesMakeJson) {
+TEST_F(ProfileJsonTest, NamesMayContainAnyBytes) {
   auto profile = two_layers();
   profile.layers[0].name = "caf\xe9";
   EXPECT_THAT(profile_from_json(profile_to_json(profile)).layers[0].name, HasSubstr("caf"));
 }
 
-TEST_F(ProfileJsonTest, AWholeNumberIsANumberOfSeconds) {
+TEST_F(ProfileJsonTest, SecondsMayBeIntegers) {
   auto json = Json::parse(profile_to_json(two_layers()));
   json["layers"][0]["forward"] = 3;
   EXPECT_EQ(profile_from_json(json.dump()).layers[0].forward, 3);
 }
 
-TEST_F(ProfileJsonTest, TextThatIsNoJsonIsRefused) {
+TEST_F(ProfileJsonTest, RefusesTextThatIsNotJson) {
   const auto good = profile_to_json(two_layers());
   EXPECT_THAT(refusal(good.substr(0, good.size() / 2)), AllOf(HasSubstr("not a profile: "), HasSubstr("line 3")));
   EXPECT_THAT(refusal(""), HasSubstr("not a profile: "));
@@ -72,12 +70,12 @@ TEST_F(ProfileJsonTest, TextThatIsNoJsonIsRefused) {
   EXPECT_THAT(refusal("17"), HasSubstr("the text is 17, but must be an object"));
 }
 
-TEST_F(ProfileJsonTest, AnErrorDoesNotRepeatALongText) {
+TEST_F(ProfileJsonTest, ErrorsDoNotRepeatLongText) {
   EXPECT_THAT(refusal("{\"" + std::string(10000, 'x') + "\xff\":1}"), SizeIs(::testing::Lt(300)));
   EXPECT_THAT(refusal("/layers/0/forward", std::string(10000, 'x')), SizeIs(::testing::Lt(300)));
 }
 
-TEST_F(ProfileJsonTest, AMissingFieldIsNamedWithItsPlace) {
+TEST_F(ProfileJsonTest, NamesAMissingField) {
   auto json = Json::parse(profile_to_json(two_layers()));
   json["layers"][1].erase("forward");
   EXPECT_THAT(refusal(json.dump()), HasSubstr("/layers/1/forward is missing"));
@@ -85,8 +83,8 @@ TEST_F(ProfileJsonTest, AMissingFieldIsNamedWithItsPlace) {
   EXPECT_THAT(refusal(json.dump()), HasSubstr("/version is missing"));
 }
 
-TEST_F(ProfileJsonTest, AnotherVersionIsRefused) {
-  EXPECT_THAT(refusal("/version", 2), HasSubstr("its version is 2, and 1 is known"));
+TEST_F(ProfileJsonTest, RefusesOtherVersions) {
+  EXPECT_THAT(refusal("/version", 2), HasSubstr("/version is 2, but only version 1 is supported"));
   expect_refused("/version", {1.5, "1", nullptr, std::uint64_t{1} << 32 | 1});
 }
 
@@ -103,7 +101,7 @@ TEST_F(ProfileJsonTest, IndicesAreIntegersInRange) {
   expect_refused("/intraop_threads", {0.5, -1, wraps});
 }
 
-TEST_F(ProfileJsonTest, ASkipLeadsForward) {
+TEST_F(ProfileJsonTest, SkipsLeadForward) {
   auto json = Json::parse(profile_to_json(two_layers()));
   json["skips"][0]["from"] = 1;
   json["skips"][0]["to"] = 0;
@@ -123,7 +121,7 @@ TEST_F(ProfileJsonTest, BytesAreIntegersInRange) {
   expect_refused("/samples", {0});
 }
 
-TEST_F(ProfileJsonTest, BytesCanBeSummed) {
+TEST_F(ProfileJsonTest, SumOfBytesIsLimited) {
   const auto most = std::int64_t{1} << 53;
   EXPECT_THAT(refusal("/blocks/0/bytes", most), HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
 }
@@ -138,7 +136,7 @@ TEST_F(ProfileJsonTest, SecondsAreFiniteAndNotNegative) {
   EXPECT_THAT(refusal(text), HasSubstr("not a profile: "));
 }
 
-TEST_F(ProfileJsonTest, TextsTruthsAndKindsAreExact) {
+TEST_F(ProfileJsonTest, TypesAreNotConverted) {
   expect_refused("/device", {1, nullptr});
   expect_refused("/layers/0/changes_input", {1, "true"});
   expect_refused("/skips/0/changed", {0});
@@ -148,13 +146,13 @@ TEST_F(ProfileJsonTest, TextsTruthsAndKindsAreExact) {
   expect_refused("/layers/1", {"l0", 2, Json::array()});
 }
 
-TEST_F(ProfileJsonTest, AProfileHasLayers) {
+TEST_F(ProfileJsonTest, RefusesAnEmptyProfile) {
   EXPECT_THAT(refusal("/layers", Json::array()), HasSubstr("/layers is empty"));
 }
 
-TEST_F(ProfileJsonTest, AbsurdTextsAreRefused) {
-  EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("it nests deeper than 8 levels"));
-  EXPECT_THAT(refusal(std::string((std::size_t{16} << 20) + 1, ' ')), HasSubstr("16777217 characters"));
+TEST_F(ProfileJsonTest, RefusesDeepAndLongTexts) {
+  EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("the text nests deeper than 8 levels"));
+  EXPECT_THAT(refusal(std::string(kMaxProfileJson + 1, ' ')), HasSubstr("16777217 bytes, but the limit is 16777216"));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Measuring models, and what comes of it. Bytes are compared, times never.
+// Profiles, suggestions and predictions of real models. Compares bytes, never times.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -24,7 +24,7 @@ namespace nn = torch::nn;
 
 ProfileOptions brief() { return ProfileOptions().seconds(0).repeats(1); }
 
-TEST(ProfileTest, LeavesNoTrace) {
+TEST(ProfileTest, RestoresTheModel) {
   auto model = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
   model->eval();
   model[3]->train();
@@ -52,7 +52,7 @@ TEST(ProfileTest, LeavesNoTrace) {
   EXPECT_EQ(hooks, 0);
 }
 
-/// Makes its buffer when it is first called.
+/// Creates its buffer in the first forward.
 struct LazyImpl : nn::Module {
   torch::Tensor forward(torch::Tensor x) {
     if (!mask.defined()) mask = register_buffer("mask", torch::ones({6}));
@@ -62,7 +62,7 @@ struct LazyImpl : nn::Module {
 };
 TORCH_MODULE(Lazy);
 
-TEST(ProfileTest, DoesNotMindTheCallersGradModeNorLazyLayers) {
+TEST(ProfileTest, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
   nn::Sequential model(nn::Linear(6, 6), Lazy(), nn::Linear(6, 6));
   model->eval();
   const torch::NoGradGuard no_grad;
@@ -73,7 +73,7 @@ TEST(ProfileTest, DoesNotMindTheCallersGradModeNorLazyLayers) {
   EXPECT_FALSE(model[1]->is_training());
 }
 
-TEST(ProfileTest, TellsOfEachLayer) {
+TEST(ProfileTest, MeasuresEachLayer) {
   auto model = models::unet(models::UNetOptions().depth(1).base_channels(4));
   std::vector<double> progress;
   const auto of = profile(model, torch::rand({2, 3, 16, 16}),
@@ -88,17 +88,17 @@ TEST(ProfileTest, TellsOfEachLayer) {
     EXPECT_THAT(layer.recompute, Gt(0)) << layer.name;
     EXPECT_THAT(layer.backward, Gt(0)) << layer.name;
   }
-  const std::int64_t image = 2 * 4 * 16 * 16 * 4;  // of 4 channels
+  const std::int64_t image = 2 * 4 * 16 * 16 * 4;  // bytes; 4 channels
   const auto& conv = of.layers[0];
   EXPECT_EQ(conv.name, "down1_conv1");
   EXPECT_EQ(conv.parameters, 4 * 3 * 9 * 4);
   EXPECT_EQ(conv.gradients, conv.parameters);
   EXPECT_EQ(conv.optimizer, 2 * conv.parameters);
   EXPECT_EQ(conv.output, image);
-  EXPECT_EQ(conv.saved, image);  // by the batch norm that follows
+  EXPECT_EQ(conv.saved, image);  // for the batch norm that follows
   const auto& norm = of.layers[1];
   EXPECT_EQ(norm.buffers, 2 * 4 * 4 + 8);
-  EXPECT_EQ(norm.saved, image + 2 * 4 * 4);  // by the ReLU, in place; and its statistics
+  EXPECT_EQ(norm.saved, image + 2 * 4 * 4);  // for the in-place ReLU; and the batch's statistics
   const auto& relu = of.layers[2];
   EXPECT_TRUE(relu.changes_input);
   EXPECT_EQ(relu.saved, 0);
@@ -111,7 +111,7 @@ TEST(ProfileTest, TellsOfEachLayer) {
   EXPECT_EQ(progress.back(), 1);
 }
 
-TEST(ProfileTest, ACutOfAUNetMayMoveFewerBytes) {
+TEST(ProfileTest, LowBandwidthMakesACutSendFewerBytes) {
   auto model = models::unet(models::UNetOptions().depth(2).base_channels(4));
   auto of = profile(model, torch::rand({2, 3, 32, 32}), brief());
   for (auto& layer : of.layers) layer.forward = layer.stored = layer.recompute = layer.backward = 1;
@@ -123,7 +123,7 @@ TEST(ProfileTest, ACutOfAUNetMayMoveFewerBytes) {
   EXPECT_LT(moved(by_time_and_transfer), moved(by_time));
 }
 
-TEST(ProfileTest, TakesTuplesOddSkipsAndLayersInPlace) {
+TEST(ProfileTest, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
   const auto tuple = Value(std::make_tuple(torch::randn({4, 6}), torch::randint(0, 5, {4})));
   const auto of_tuples = profile(tuple_model(), tuple, brief().workers(2));
   EXPECT_TRUE(of_tuples.layers[1].changes_input);
@@ -139,7 +139,7 @@ TEST(ProfileTest, TiedLayersStayTogether) {
   EXPECT_EQ(balance_by_size(2, model, torch::randn({4, 6}), 2).size(), 2U);
 }
 
-TEST(ProfileTest, TakesFrozenModels) {
+TEST(ProfileTest, AcceptsFrozenModels) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
   for (auto& parameter : model[0]->parameters()) parameter.set_requires_grad(false);
   const auto half = profile(model, torch::randn({4, 6}), brief());
@@ -156,7 +156,7 @@ struct ThrowsBackwardImpl : nn::Module {
 };
 TORCH_MODULE(ThrowsBackward);
 
-TEST(ProfileTest, NamesTheLayerThatFails) {
+TEST(ProfileTest, NamesAFailingLayer) {
   nn::Sequential model({{"first", nn::Linear(6, 6)}, {"second", nn::Linear(5, 6)}, {"third", nn::Linear(6, 6)}});
   EXPECT_THAT(error_of([&] {
                 profile(model, torch::randn({4, 6}), brief().workers(2));
@@ -172,26 +172,27 @@ TEST(ProfileTest, NamesTheLayerThatFails) {
   for (const auto& parameter : backward->parameters()) EXPECT_FALSE(parameter.grad().defined());
 }
 
-TEST(ProfileTest, RefusesWhatMakesNoSense) {
+TEST(ProfileTest, RefusesInvalidArguments) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU());
   const auto x = torch::randn({4, 6});
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   EXPECT_THAT(refusal([&] { profile(nn::Sequential(), x); }), HasSubstr("no layers"));
   EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().workers(0)); }), HasSubstr("workers must be positive"));
   EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().param_scale(1)); }),
-              HasSubstr("at least 2, and at most 1000, but is 1"));
+              HasSubstr("from 2 (parameter and gradient) to 1000, but is 1"));
   EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().param_scale(1e300)); }), HasSubstr("but is 1e+300"));
-  EXPECT_THAT(refusal([&] { profile(model, torch::randn({0, 6})); }), HasSubstr("no samples"));
+  EXPECT_THAT(refusal([&] { profile(model, torch::randn({0, 6})); }), HasSubstr("the sample is empty"));
   EXPECT_THAT(refusal([&] { profile(model, Value(std::vector<torch::Tensor>())); }), HasSubstr("the input has no tensors"));
   EXPECT_THAT(refusal([&] { balance_by_time(3, model, x); }), HasSubstr("between 1 and the number of layers, 2"));
   EXPECT_THAT(refusal([&] { balance_by_size(0, model, x); }), HasSubstr("but is 0"));
   EXPECT_THAT(refusal([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().checkpoints({})); }),
               HasSubstr("at least one checkpoint mode"));
   EXPECT_THAT(refusal([&] { suggest(model, x, {}); }), HasSubstr("at least one device"));
-  EXPECT_THAT(refusal([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().chunks({0})); }), HasSubstr("but has 0"));
+  EXPECT_THAT(refusal([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().chunks({0})); }),
+              HasSubstr("but one is 0"));
 }
 
-/// A device that holds four graphs of such layers, and no more.
+/// A layer on a simulated device whose memory holds the graphs of four such layers.
 struct LargeImpl : nn::Module {
   explicit LargeImpl(std::shared_ptr<Live> live) : linear(register_module("linear", nn::Linear(6, 6))) {
     peak->live = std::move(live);
@@ -219,7 +220,7 @@ nn::Sequential large_model(const std::shared_ptr<Live>& live) {
   return model;
 }
 
-TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
+TEST(ProfileTest, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   const auto live = std::make_shared<Live>();
   auto model = large_model(live);
   model->eval();
@@ -237,7 +238,7 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   EXPECT_EQ(of.skips[0].bytes, 4 * 6 * 4);
   EXPECT_EQ(of.layers[0].output, 4 * 6 * 4);
   EXPECT_GT(of.layers[2].backward, 0);
-  // No less than where it fits.
+  // At least the bytes of a profile of the whole model.
   const auto unlimited = std::make_shared<Live>();
   unlimited->now = -1000;
   const auto same = large_model(unlimited);
@@ -255,17 +256,17 @@ TEST(ProfileTest, WhatIsTooLargeIsProfiledLayerByLayer) {
   }
 }
 
-TEST(ProfileTest, ALayerThatIsTooLargeAloneIsNamed) {
+TEST(ProfileTest, NamesALayerThatIsTooLarge) {
   const auto live = std::make_shared<Live>();
   live->now = 4;
   nn::Sequential model(nn::Linear(6, 6), Large(live));
   EXPECT_THAT(error_of([&] {
                 profile(model, torch::randn({4, 6}), brief());
               }),
-              HasSubstr("not even layer '1' alone fits its device, for 4 samples"));
+              HasSubstr("layer '1' alone does not fit its device for 4 samples"));
 }
 
-/// Runs out of memory once, in the first run that counts.
+/// Runs out of memory once, in the first measured run.
 struct OnceImpl : nn::Module {
   torch::Tensor forward(torch::Tensor x) {
     if (++calls == 7) TORCH_CHECK_WITH(OutOfMemoryError, false, "no memory");
@@ -275,7 +276,7 @@ struct OnceImpl : nn::Module {
 };
 TORCH_MODULE(Once);
 
-TEST(ProfileTest, ProgressRisesWhenItIsBegunAgain) {
+TEST(ProfileTest, ProgressNeverFallsBack) {
   Once once;
   nn::Sequential model(nn::Linear(6, 6), once);
   std::vector<double> progress;
@@ -287,7 +288,7 @@ TEST(ProfileTest, ProgressRisesWhenItIsBegunAgain) {
   EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
 }
 
-TEST(ProfileTest, TheFirstMicroBatchWantsWhatItsBatchWants) {
+TEST(ProfileTest, FirstMicroBatchRequiresGradLikeTheBatch) {
   const auto x = torch::arange(10.).view({5, 2}).requires_grad_();
   const auto first = first_micro_batch(Value(std::vector<torch::Tensor>{x, torch::arange(5)}), {3, 2});
   EXPECT_TRUE(torch::equal(first.tensors()[0], x.narrow(0, 0, 3)));
@@ -296,10 +297,50 @@ TEST(ProfileTest, TheFirstMicroBatchWantsWhatItsBatchWants) {
   EXPECT_FALSE(first.tensors()[1].requires_grad());
 }
 
+/// Fails for more samples.
+struct RefusesMoreThanImpl : nn::Module {
+  explicit RefusesMoreThanImpl(std::int64_t most) : most(most) {}
+  torch::Tensor forward(const torch::Tensor& x) {
+    if (x.size(0) > most) throw std::runtime_error("too many samples");
+    return x * 2;
+  }
+  const std::int64_t most;
+};
+TORCH_MODULE(RefusesMoreThan);
+
+TEST(ProfileTest, SuggestionComparesWithTheUnpartitionedModel) {
+  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
+  const auto x = torch::randn({8, 6});
+  for (const auto& chunks : {std::vector<int>{1, 2}, std::vector<int>{2}}) {
+    for (const auto& devices : {std::vector<torch::Device>{torch::kCPU}, {torch::kCPU, torch::kCPU}}) {
+      std::vector<double> progress;
+      const auto profiling = brief().progress([&](double part) { progress.push_back(part); });
+      const auto suggestion = suggest(model, x, devices, SuggestOptions().chunks(chunks).profile(profiling));
+      EXPECT_EQ(suggestion.profiles.size(), chunks.size());
+      ASSERT_TRUE(suggestion.unpartitioned);
+      EXPECT_EQ(suggestion.unpartitioned->balance, std::vector<std::int64_t>{3});
+      EXPECT_EQ(suggestion.unpartitioned->chunks, 1);
+      EXPECT_EQ(suggestion.unpartitioned->checkpoint, Checkpoint::kNever);
+      EXPECT_EQ(suggestion.unpartitioned->bytes.size(), 1U);
+      EXPECT_GT(suggestion.unpartitioned->seconds, 0);
+      EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
+      EXPECT_EQ(progress.back(), 1);
+    }
+  }
+}
+
+TEST(ProfileTest, AnUnpartitionedModelThatFailsIsLeftOut) {
+  nn::Sequential model(nn::Linear(6, 6), RefusesMoreThan(4), nn::Linear(6, 6));
+  const auto suggestion =
+      suggest(model, torch::randn({8, 6}), {torch::kCPU, torch::kCPU}, SuggestOptions().chunks({4}).profile(brief()));
+  EXPECT_TRUE(suggestion.fits());
+  EXPECT_FALSE(suggestion.unpartitioned);
+}
+
 class BytesTest : public testing::Test {
  protected:
-  /// The profile's bytes beside those counted, on the time that a step really took: who waits how long for whom does
-  /// not matter here.
+  /// Compares the profile's bytes with the counted bytes of a real step. Uses the timeline of that step, so that waiting
+  /// times do not matter.
   static void expect_close(nn::Sequential model, const torch::Tensor& micro_batch,
                            const std::vector<std::int64_t>& balance) {
     const auto of_model = profile(model, micro_batch, brief().intraop_threads(1));
@@ -319,8 +360,8 @@ class BytesTest : public testing::Test {
           const auto counted = static_cast<double>(timeline->peak_bytes()[s]);
           const auto ratio = static_cast<double>(accounted.peak_bytes()[s]) / counted;
           EXPECT_GT(ratio, 0.97) << "stage " << s;
-          // Where stages run at the same time, others free in the midst of their actions, which is accounted at the
-          // ends.
+          // Stages that run at the same time free each other's memory during their actions. The account frees it at
+          // their ends.
           const bool in_turn = chunks == 1 && checkpoint != Checkpoint::kAlways;
           if (in_turn || balance.size() == 1) EXPECT_LT(ratio, 1.03) << "stage " << s;
         }
@@ -329,20 +370,20 @@ class BytesTest : public testing::Test {
   }
 };
 
-TEST_F(BytesTest, OfAUNetAreKnown) {
+TEST_F(BytesTest, UNet) {
   expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {26, 29});
   expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {55});
   expect_close(models::unet(models::UNetOptions().depth(2).base_channels(8).dropout(0.1)), torch::rand({2, 3, 48, 48}),
                {11, 20, 13});
 }
 
-TEST_F(BytesTest, OfAResNetAreKnown) {
+TEST_F(BytesTest, ResNet) {
   const auto model = models::resnet18(models::ResNetOptions().num_classes(10));
   expect_close(model, torch::rand({2, 3, 32, 32}), {46, 25});
   expect_close(model, torch::rand({2, 3, 32, 32}), {13, 20, 38});
 }
 
-TEST_F(BytesTest, OfLinearLayersAreKnown) {
+TEST_F(BytesTest, LinearLayers) {
   nn::Sequential model;
   for (int i = 0; i < 6; ++i) {
     model->push_back(nn::Linear(192, 192));

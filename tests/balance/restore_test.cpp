@@ -1,4 +1,4 @@
-// What trial runs change in a model, and that it is put back.
+// RestoreModule: restores what trial runs change in a model.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -14,6 +14,7 @@
 #include "balance/restore_module.h"
 #include "balance/suggest.h"
 #include "gpipe/autograd/checkpointing.h"
+#include "gpipe/runtime/allocation_listener.h"
 #include "tests/support/support.h"
 
 namespace gpipe {
@@ -25,7 +26,7 @@ namespace nn = torch::nn;
 
 constexpr std::int64_t kSize = 6;
 
-/// Does something to its parameter, its buffer or itself in each forward.
+/// Changes its parameter, its buffer or itself in each forward.
 struct ChangesImpl : nn::Module {
   explicit ChangesImpl(std::function<void(ChangesImpl&)> change) : change(std::move(change)) {
     weight = register_parameter("weight", torch::randn({kSize}));
@@ -52,7 +53,7 @@ struct ChangesImpl : nn::Module {
 };
 TORCH_MODULE(Changes);
 
-/// A tensor with all that may be changed of it.
+/// The state of a tensor, to compare with later.
 struct Seen {
   explicit Seen(const Tensor& tensor)
       : values(tensor.detach().clone()),
@@ -101,7 +102,7 @@ std::vector<NamedChange> changes() {
   };
 }
 
-TEST(RestoreTest, WhatLayersChangeIsPutBack) {
+TEST(RestoreTest, RestoresWhatLayersChange) {
   for (const auto& [name, change] : changes()) {
     SCOPED_TRACE(name);
     Changes layer(change);
@@ -135,7 +136,7 @@ TEST(RestoreTest, WhatLayersChangeIsPutBack) {
   }
 }
 
-TEST(RestoreTest, ABufferThatGrowsIsPutBack) {
+TEST(RestoreTest, RestoresABufferThatGrows) {
   Changes layer([](ChangesImpl& of) { of.buffer.resize_({of.buffer.size(0) + kSize}).fill_(1); });
   const auto before = layer->buffer.clone();
   {
@@ -146,7 +147,7 @@ TEST(RestoreTest, ABufferThatGrowsIsPutBack) {
   EXPECT_TRUE(torch::equal(layer->buffer, before));
 }
 
-TEST(RestoreTest, WhatAFailedForwardHasChangedIsPutBack) {
+TEST(RestoreTest, RestoresAfterAFailedForward) {
   Changes layer([](ChangesImpl& of) {
     of.weight.mul_(2);
     throw std::runtime_error("tired");
@@ -162,7 +163,7 @@ TEST(RestoreTest, WhatAFailedForwardHasChangedIsPutBack) {
   weight.expect(layer->weight);
 }
 
-TEST(RestoreTest, WhatCannotBePutBackLeavesTheRestAndDoesNotEndTheProcess) {
+TEST(RestoreTest, AFailedRestoreDoesNotStopTheRest) {
   Changes layer([](ChangesImpl&) {});
   nn::Sequential model(nn::Dropout(), layer, nn::Dropout());
   model->eval();
@@ -181,20 +182,22 @@ TEST(RestoreTest, WhatCannotBePutBackLeavesTheRestAndDoesNotEndTheProcess) {
   EXPECT_TRUE(torch::equal(at::detail::getDefaultCPUGenerator().get_state(), state));
 }
 
-/// Counts the bytes that this thread has in use.
-struct Counter : c10::MemoryReportingInfoBase {
-  void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override { live += bytes; }
-  bool memoryProfilingEnabled() const override { return true; }
+/// Counts this thread's live bytes.
+struct Counter : AllocationListener {
   std::int64_t live = 0;
+
+ private:
+  void allocated(const void*, std::int64_t bytes) override { live += bytes; }
+  void freed(const void*, std::int64_t bytes) override { live -= bytes; }
 };
 
-TEST(RestoreTest, OnlyWhatChangesStaysCopied) {
+TEST(RestoreTest, KeepsNoCopiesOfUnchangedParameters) {
   constexpr std::int64_t kLarge = 1000;
   nn::Sequential model;
   for (int i = 0; i < 4; ++i) model->push_back(nn::Linear(nn::LinearOptions(kLarge, kLarge).bias(false)));
   const auto bytes = kLarge * kLarge * 4;
   const auto counter = std::make_shared<Counter>();
-  const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, counter);
+  const AllocationListener::Scope scope(counter);
   const torch::NoGradGuard no_grad;
   const RestoreModule restore(*model);
   auto layers = restore.watch(make_layers(*model));
@@ -203,7 +206,7 @@ TEST(RestoreTest, OnlyWhatChangesStaysCopied) {
   EXPECT_LT(counter->live, bytes);
 }
 
-TEST(ProfileTest, ALayerThatChangesItsParametersOnlyLaterIsRefused) {
+TEST(ProfileTest, RefusesALayerThatChangesParametersLater) {
   Changes layer([](ChangesImpl& of) {
     if (of.forwards > 1 && !is_checkpointing() && !is_recomputing()) of.weight.mul_(2);
   });
@@ -211,10 +214,10 @@ TEST(ProfileTest, ALayerThatChangesItsParametersOnlyLaterIsRefused) {
   EXPECT_THAT(error_of([&] {
                 profile(model, torch::randn({2, kSize}), ProfileOptions().seconds(0).repeats(1));
               }),
-              HasSubstr("parameter '1.weight' was changed, but not by its layer's first forwards"));
+              HasSubstr("parameter '1.weight' was changed after its layer's first forwards"));
 }
 
-TEST(ProfileTest, RefiningLeavesTheSampleAlone) {
+TEST(ProfileTest, RefineDoesNotChangeTheSample) {
   nn::Sequential model(nn::ReLU(nn::ReLUOptions(true)), nn::Linear(kSize, kSize));
   const auto x = torch::randn({4, kSize});
   const auto before = x.clone();
@@ -224,13 +227,13 @@ TEST(ProfileTest, RefiningLeavesTheSampleAlone) {
   EXPECT_TRUE(torch::equal(x, before));
 }
 
-/// Renormalises in place the rows that it looks up.
+/// Its embedding renormalises rows in place.
 nn::Sequential renormalising_model() {
   return nn::Sequential(nn::Embedding(nn::EmbeddingOptions(20, kSize).max_norm(0.5)), nn::Linear(kSize, kSize),
                         nn::ReLU(), nn::Linear(kSize, kSize));
 }
 
-TEST(ProfileTest, WeightsThatAFailedProfileHasChangedArePutBack) {
+TEST(ProfileTest, RestoresWeightsAfterAFailedProfile) {
   auto model = renormalising_model();
   model->push_back(Changes([](ChangesImpl&) { throw std::runtime_error("tired"); }));
   const Seen table(model[0]->parameters()[0]);
@@ -238,7 +241,7 @@ TEST(ProfileTest, WeightsThatAFailedProfileHasChangedArePutBack) {
   table.expect(model[0]->parameters()[0]);
 }
 
-TEST(ProfileTest, WeightsThatTheirLayerRenormalisesInPlaceArePutBack) {
+TEST(ProfileTest, RestoresWeightsThatTheirLayerRenormalises) {
   auto model = renormalising_model();
   std::vector<Seen> before;
   for (const auto& parameter : model->parameters()) before.emplace_back(parameter);

@@ -23,7 +23,7 @@ run reuse "${tiny[@]}" --reuse-memory
 diff <(column reuse 1-6) <(column stages1 1-6) || fail "--reuse-memory changes what is learnt"
 
 grep -q '^22 *head ' stages2.log || fail "no profile"
-grep -q '^a step: .*, bubble ' stages2.log || fail "no prediction"
+grep -q '^step: .*, bubble ' stages2.log || fail "no prediction"
 grep -q '^a step, forward and backward, took .*; predicted were ' stages2.log || fail "measured and predicted differ unsaid"
 grep -q '^most in use by its stages, .*iB, .*iB; predicted were .*iB, .*iB$' stages2.log || fail "bytes unsaid"
 for how in by-size auto; do

@@ -1,0 +1,29 @@
+#pragma once
+
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/autograd/layer.h"
+
+namespace gpipe {
+
+/// Base of layers that wrap another layer and change what its forward does. Passes everything else on to it.
+class LayerDecorator : public Layer {
+ public:
+  explicit LayerDecorator(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}
+
+  const std::string& name() const override { return layer_->name(); }
+  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
+  std::vector<at::Tensor> buffers() const override { return layer_->buffers(); }
+  void set_buffers(const std::vector<at::Tensor>& buffers) override { layer_->set_buffers(buffers); }
+
+ protected:
+  Layer& layer() const { return *layer_; }
+
+ private:
+  const std::unique_ptr<Layer> layer_;
+};
+
+}  // namespace gpipe
