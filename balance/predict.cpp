@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/simulator.h"
 
 namespace gpipe {
@@ -13,8 +14,9 @@ Prediction predict(const Profile& profile, const std::vector<std::int64_t>& bala
   const StageCost stage(profile);
   stage.check(options);
   const auto costs = stage.costs(balance, options);
-  const auto program = gpipe_program(static_cast<int>(balance.size()), options.chunks, stage.edges(balance),
-                                     options.checkpoint, /*backward=*/true);
+  const int stages = static_cast<int>(balance.size());
+  const Layout layout{stages, static_cast<int>(options.chunks), looped_placement(stages, stages)};
+  const auto program = make_program(layout, stage.edges(balance), fill_drain(layout, options.checkpoint));
   auto simulation = simulate(program, costs);
   Prediction prediction{.balance = balance,
                         .seconds = simulation.makespan,

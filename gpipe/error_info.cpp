@@ -7,7 +7,7 @@ ErrorInfo describe(const std::exception_ptr& error, const Action& action, const 
   info.action = action;
   if (layer >= 0) {
     info.layer = stage.first_layer + layer;
-    info.layer_name = stage.layers[layer]->name();
+    info.layer_name = stage.name_of(layer);
   }
   try {
     std::rethrow_exception(error);

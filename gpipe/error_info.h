@@ -11,8 +11,8 @@ namespace gpipe {
 /// Where an exception of a forward or backward came from.
 struct ErrorInfo {
   Action action;           ///< kind, stage and micro-batch
-  int layer = -1;          ///< index in the model; -1 in a backward, which runs no layer
-  std::string layer_name;  ///< the Sequential's name of the layer; empty in a backward
+  int layer = -1;          ///< index in the model; the number of layers for the loss; -1 in a backward
+  std::string layer_name;  ///< the Sequential's name of the layer; "loss"; empty in a backward
   std::string message;     ///< the exception's what(), or "unknown"
 };
 

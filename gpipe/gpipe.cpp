@@ -2,8 +2,11 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -39,6 +42,40 @@ void check_options(const GPipeOptions& options) {
   }
 }
 
+void check_target(const Value& target, std::int64_t samples) {
+  if (const auto targets = batch_size(target); targets != samples) {
+    refuse("the target has " + std::to_string(targets) + " samples, but the input has " + std::to_string(samples));
+  }
+  for (const auto& tensor : target.tensors()) {
+    if (tensor.requires_grad()) refuse("a target requires grad, but step() gives it no gradient; detach it");
+  }
+}
+
+void check_step_options(const StepOptions& options) {
+  if (!std::isfinite(options.scale()) || options.scale() <= 0) {
+    refuse("scale must be finite and positive, but is " + std::to_string(options.scale()));
+  }
+  if (options.count() && options.reduction() == Reduction::kSum) {
+    refuse("count weights a mean, but reduction is the sum; leave one of them out");
+  }
+}
+
+void check_devices_hold(std::size_t stages, std::size_t devices, int stages_per_worker) {
+  if (const auto held = devices * stages_per_worker; held != stages) {
+    refuse("balance has " + std::to_string(stages) + " stages, but " + std::to_string(devices) + " devices with " +
+           std::to_string(stages_per_worker) + " stages_per_worker hold " + std::to_string(held));
+  }
+}
+
+ScheduleSource source_of_schedules(const GPipeOptions& options, std::size_t stages) {
+  if (options.schedule_function() && options.schedule() != "gpipe") {
+    refuse("schedule ('" + options.schedule() + "') and schedule_function exclude each other; set only one of them");
+  }
+  auto source = schedule_source(options.schedule(), static_cast<int>(stages), options.stages_per_worker());
+  if (options.schedule_function()) source.make = options.schedule_function();
+  return source;
+}
+
 int share_of_threads(const std::vector<torch::Device>& devices) {
   const auto workers = std::count_if(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); });
   return std::max(1, at::get_num_threads() / std::max(1, static_cast<int>(workers)));
@@ -51,20 +88,47 @@ Parcel as_entered(const Value& input) {
   return entered;
 }
 
+// Joins the micro-batches' gradients of the inputs and appends those of the parameters: the gradients of the sources of
+// attach_backward(), in order.
+std::vector<at::Tensor> gradients_of_sources(MiniBatch::BackwardResult result, const std::vector<std::int64_t>& sizes,
+                                             const std::vector<torch::Device>& devices) {
+  std::vector<at::Tensor> all;
+  for (std::size_t k = 0; k < devices.size(); ++k) {
+    std::vector<at::Tensor> pieces;
+    for (auto& part : result.inputs) pieces.push_back(std::move(part[k]));
+    auto gradient = gather_gradient(std::move(pieces), sizes);
+    if (gradient.defined() && gradient.device() != devices[k]) gradient = gradient.to(devices[k]);
+    all.push_back(unshared(std::move(gradient)));
+  }
+  for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
+  return all;
+}
+
+// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks.
+std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& pipeline, const Value& input) {
+  auto sources = input.tensors();
+  for (int s = 0; s < pipeline.count(); ++s) {
+    const auto& parameters = mini_batch.sinks(s).parameters();
+    sources.insert(sources.end(), parameters.begin(), parameters.end());
+  }
+  return sources;
+}
+
+std::vector<torch::Device> devices_of(const Value& value) {
+  std::vector<torch::Device> devices;
+  for (const auto& tensor : value.tensors()) devices.push_back(tensor.device());
+  return devices;
+}
+
 // Gives the outputs that want a gradient their history: one autograd node over the inputs and all parameters. Calls no
 // operator, because an error here would leave buffers changed.
 void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
             Parcel entered, const std::vector<std::int64_t>& sizes, const Gathered& output) {
-  auto sources = input.tensors();
-  for (int s = 0; s < pipeline->count(); ++s) {
-    const auto& parameters = mini_batch->sinks(s).parameters();
-    sources.insert(sources.end(), parameters.begin(), parameters.end());
-  }
   const auto& wanted = output.wants_gradient;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) return;
-  std::vector<torch::Device> devices;
-  for (const auto& tensor : input.tensors()) devices.push_back(tensor.device());
-  auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes, devices,
+  const auto sources = sources_of(*mini_batch, *pipeline, input);
+  auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes,
+                   devices = devices_of(input),
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
     pipeline->set_error(std::nullopt);
     // Micro-batches have version counters of their own.
@@ -77,17 +141,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
       auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
       for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
     }
-    auto result = mini_batch->backward(std::move(of_parts), retain_graph);
-    std::vector<at::Tensor> all;
-    for (std::size_t k = 0; k < devices.size(); ++k) {
-      std::vector<at::Tensor> pieces;
-      for (auto& part : result.inputs) pieces.push_back(std::move(part[k]));
-      auto gradient = gather_gradient(std::move(pieces), sizes);
-      if (gradient.defined() && gradient.device() != devices[k]) gradient = gradient.to(devices[k]);
-      all.push_back(unshared(std::move(gradient)));
-    }
-    for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
-    return all;
+    return gradients_of_sources(mini_batch->backward(std::move(of_parts), retain_graph), sizes, devices);
   };
   attach_backward(output.value.tensors(), wanted, sources, std::move(backward));
 }
@@ -101,8 +155,15 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   std::vector<NamedLayer> named;
   for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
   const auto links = skip_links(named);
-  devices_ = place_stages(options_.devices(), balance_.size());
-  auto stages = cut_into_stages(std::move(layers), balance_, devices_);
+  auto schedules = source_of_schedules(options_, balance_.size());
+  const auto workers = *std::max_element(schedules.placement.begin(), schedules.placement.end()) + 1;
+  if (const auto given = options_.devices().size(); options_.stages_per_worker() > 1 && given != 0) {
+    check_devices_hold(balance_.size(), given, options_.stages_per_worker());
+  }
+  devices_ = place_workers(options_.devices(), workers);
+  std::vector<torch::Device> stage_devices;
+  for (const int worker : schedules.placement) stage_devices.push_back(devices_[worker]);
+  auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
   check_parameters(stages);
   auto shared = find_shared_buffers(stages);
   auto edges = connect_stages(stages, balance_, links);
@@ -113,8 +174,8 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
-  pipeline_ =
-      std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(shared), threads, std::move(binding));
+  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(schedules), std::move(shared),
+                                         threads, std::move(binding));
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
@@ -145,12 +206,70 @@ Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint
 Value GPipeImpl::run(Value input, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint) {
   refuse_transforms(input, pipeline_->stages());
   const bool grad = at::GradMode::is_enabled();
-  auto mini_batch =
-      std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), checkpoint, grad, options_.deferred_batch_norm());
+  const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
+  auto mini_batch = std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes),
+                                                MiniBatch::Options{use, checkpoint, options_.deferred_batch_norm()});
   auto entered = grad ? as_entered(input) : Parcel();
   auto output = mini_batch->forward();
   if (grad) attach(std::move(mini_batch), pipeline_, input, std::move(entered), sizes, output);
   return std::move(output.value);
+}
+
+StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
+  const auto unit = std::make_shared<at::Tensor>();
+  auto result = run_step(std::move(input), std::move(target), loss, options, unit);
+  if (result.loss.requires_grad()) {
+    *unit = at::ones_like(result.loss);
+    torch::autograd::backward({result.loss}, {*unit});
+  }
+  result.loss = result.loss.detach();
+  return result;
+}
+
+torch::Tensor GPipeImpl::loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
+  return run_step(std::move(input), std::move(target), loss, options, nullptr).loss;
+}
+
+StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
+                               std::shared_ptr<const at::Tensor> unit) {
+  pipeline_->set_error(std::nullopt);
+  if (!is_training() || !at::GradMode::is_enabled()) {
+    throw std::runtime_error(
+        "[gpipe] step() trains, so it needs training mode and grad mode; use forward() to evaluate");
+  }
+  refuse_transforms(input, pipeline_->stages());
+  const auto samples = batch_size(input);
+  const auto sizes = micro_batch_sizes(samples, options_.chunks(), options_.split_size());
+  check_target(target, samples);
+  check_step_options(options);
+  LossOfMiniBatch parts{.function = loss, .targets = scatter(target, sizes), .scale = options.scale()};
+  parts.keep_outputs = options.return_output();
+  parts.weights = loss_weights(options, sizes, parts.targets);
+  auto mini_batch = std::make_shared<MiniBatch>(
+      pipeline_, scatter(input, sizes),
+      MiniBatch::Options{Pipeline::Use::kStep, options_.checkpoint(), options_.deferred_batch_norm()},
+      std::move(parts));
+  auto outcome = mini_batch->step();
+  auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input));
+  auto sources = sources_of(*mini_batch, *pipeline_, input);
+  mini_batch.reset();
+  StepResult result{std::move(outcome.loss), std::move(outcome.output.value)};
+  if (std::none_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
+    return result;
+  }
+  auto hand_out = [gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming,
+                                                           bool retain_graph) mutable {
+    auto handed = retain_graph ? gradients : std::move(gradients);
+    // step() itself asks for the gradients as they are.
+    if (unit && incoming.front().is_same(*unit)) return handed;
+    for (auto& gradient : handed) {
+      if (!gradient.defined()) continue;
+      gradient = incoming.front().defined() ? gradient * incoming.front().to(gradient.device()) : at::Tensor();
+    }
+    return handed;
+  };
+  attach_backward({result.loss}, {true}, sources, std::move(hand_out));
+  return result;
 }
 
 std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }
@@ -159,7 +278,7 @@ void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->set_timel
 
 std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
   if (micro_batches <= 0) refuse("micro_batches must be positive, but is " + std::to_string(micro_batches));
-  return pipeline_->program(micro_batches, options_.checkpoint(), /*backward=*/true);
+  return pipeline_->program(micro_batches, options_.checkpoint(), Pipeline::Use::kStep);
 }
 
 void GPipeImpl::load(torch::serialize::InputArchive& archive) {

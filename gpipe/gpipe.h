@@ -14,6 +14,7 @@
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/value.h"
+#include "gpipe/loss.h"
 #include "gpipe/nested.h"
 #include "gpipe/pipeline.h"
 #include "gpipe/schedule/generators.h"
@@ -25,9 +26,17 @@ namespace gpipe {
 
 /// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
-  /// One device per stage; surplus ones are ignored. A device may appear more than once. Empty: the GPUs, or the CPU for
-  /// all stages if there is no GPU.
+  /// One device per worker; surplus ones are ignored. A device may appear more than once. Empty: the GPUs, or the CPU for
+  /// all workers if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
+  /// The schedule of step(): "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b" (see schedule/schedules.h), or "@FILE" with
+  /// one line of actions per worker. forward() and its backward always fill and drain.
+  TORCH_ARG(std::string, schedule) = "gpipe";
+  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule from a file has a
+  /// placement of its own.
+  TORCH_ARG(int, stages_per_worker) = 1;
+  /// Generates the schedules of step() instead of `schedule`.
+  TORCH_ARG(ScheduleFunction, schedule_function);
   /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
   /// there may be fewer. 1 is plain model parallelism.
   TORCH_ARG(std::int64_t, chunks) = 1;
@@ -95,9 +104,31 @@ class GPipeImpl : public torch::nn::Module {
   /// The same with other chunks and another checkpoint mode than the options', also in eval mode.
   Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint);
 
+  /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule, and adds the gradients to
+  /// `.grad` of the parameters, and of inputs that require grad. Hooks run once, as in a backward. Zero the gradients
+  /// before; repeated steps accumulate.
+  ///
+  ///   auto result = pipe->step(x, y, gpipe::tensor_loss([](auto out, auto y) { return torch::mse_loss(out, y); }));
+  ///
+  /// `target` is cut as the input is, and may be on any device. The last stage computes the loss of each micro-batch. Under
+  /// autocast, forwards and recomputes run in it; backwards do not. REQUIRES: the loss decomposes over samples (see
+  /// check_loss()).
+  ///
+  /// Errors: those of forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
+  /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
+  /// std::runtime_error in eval mode or without grad mode. After an error no gradient has been added.
+  StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
+
+  /// As step(), but returns the loss with an autograd node that holds the gradients, and adds nothing to `.grad`. So a
+  /// module whose forward returns it can stand inside DistributedDataParallel, and autograd::grad works. The gradients are
+  /// computed already: a backward of the loss only hands them out, times its incoming gradient.
+  torch::Tensor loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
+
   const std::vector<std::int64_t>& balance() const { return balance_; }
-  /// One per stage.
+  /// One per worker.
   const std::vector<torch::Device>& devices() const { return devices_; }
+  /// The worker of each stage.
+  const std::vector<int>& placement() const { return pipeline_->placement(); }
   const GPipeOptions& options() const { return options_; }
 
   /// Returns where the last forward or backward failed; std::nullopt if it succeeded or failed outside of an action.
@@ -118,8 +149,8 @@ class GPipeImpl : public torch::nn::Module {
   /// Whether no mini-batch and no graph uses the pipeline.
   bool idle() const { return pipeline_.use_count() == 1; }
 
-  /// Returns the program of a training step, to simulate or draw. Errors: std::invalid_argument for a number that is not
-  /// positive, or more than kMostCells cells.
+  /// Returns the program of a step() with the schedule, to simulate or draw. Errors: std::invalid_argument for a number that
+  /// is not positive, more than kMostCells cells, or one that the schedule does not fit.
   std::shared_ptr<const Program> program(int micro_batches) const;
 
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.
@@ -132,6 +163,8 @@ class GPipeImpl : public torch::nn::Module {
 
  private:
   Value run(Value input, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint);
+  StepResult run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
+                      std::shared_ptr<const at::Tensor> unit);
 
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;

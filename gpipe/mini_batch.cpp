@@ -1,6 +1,9 @@
 #include "gpipe/mini_batch.h"
 
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/full_like.h>
+#include <c10/core/DispatchKeySet.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
@@ -8,49 +11,50 @@
 #include <utility>
 
 #include "gpipe/autograd/seed_draw.h"
+#include "gpipe/autograd/skip_routes.h"
 #include "gpipe/worker_scope.h"
 
 namespace gpipe {
 
-MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
-                     bool deferred_batch_norm)
+MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
+                     LossOfMiniBatch loss)
     : pipeline_(std::move(pipeline)),
       micro_batches_(static_cast<int>(inputs.size())),
-      grad_(grad),
-      program_(pipeline_->program(micro_batches_, checkpoint, grad)),
+      use_(options.use),
+      program_(pipeline_->program(micro_batches_, options.checkpoint, use_)),
       recording_(pipeline_->next_recording()),
-      counter_(recording_.timeline ? std::make_shared<ByteCounter>(pipeline_->count()) : nullptr),
-      statistics_(deferred_batch_norm ? pipeline_->count() : 0),
+      counter_(recording_.timeline ? std::make_shared<ByteCounter>(pipeline_->workers()) : nullptr),
+      statistics_(options.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
-      transport_(*pipeline_, std::move(inputs)),
-      outputs_(micro_batches_) {}
+      inputs_(std::move(inputs), pipeline_->stages().front().device),
+      transport_(*pipeline_, micro_batches_),
+      loss_(std::move(loss)),
+      targets_(loss_.targets, pipeline_->stages().back().device),
+      outputs_(micro_batches_),
+      losses_(micro_batches_) {}
 
-Gathered MiniBatch::forward() {
+// Runs the first part of a mini-batch's life. On an error restores what the layers may have changed.
+void MiniBatch::begin(absl::FunctionRef<void()> run) {
   MutexLock turn(pipeline_->turn());
   forward_state_.emplace();
   const AllocationListener::Scope counting(counter_);
   counted_ = counting.installed();
   if (!counted_) counter_.reset();
+  const bool grad = use_ != Pipeline::Use::kForward;
   std::vector<SavedBuffers> buffers;
   for (auto& stage : pipeline_->stages()) {
     // The engine runs a node on the stream that was current when it was made.
-    const OptionalStreamScope stream(pipeline_->stream(stage.index));
-    sinks_.emplace_back(stage, grad_);
+    const OptionalStreamScope stream(pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
+    sinks_.emplace_back(stage, grad);
   }
   for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
   SeedDraw draw;
   seed_ = draw.seed();
-  transport_.admit_inputs();
-  pipeline_->shared_buffers().before_forward(grad_);
+  pipeline_->shared_buffers().before_forward(grad);
   try {
-    perform(Part::kForward);
+    run();
     pipeline_->shared_buffers().after_forward();
-    const auto parts = std::exchange(outputs_, {});
-    for (const auto& part : parts) use_on_this_thread(part.tensors);
-    auto result = gather(parts);
-    stop_counting(result.value.tensors());
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
-    return result;
   } catch (...) {
     for (auto& saved : buffers) saved.restore_after_error();
     draw.undo();
@@ -59,15 +63,43 @@ Gathered MiniBatch::forward() {
   }
 }
 
+Gathered MiniBatch::forward() {
+  Gathered result;
+  begin([&] {
+    perform(Part::kForward);
+    result = gather_outputs();
+  });
+  return result;
+}
+
+MiniBatch::StepOutcome MiniBatch::step() {
+  StepOutcome outcome;
+  begin([&] {
+    {
+      // The engine takes over the thread's state. Backwards run without grad mode and autocast.
+      const at::NoGradGuard no_grad;
+      const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+      backward_state_.emplace();
+    }
+    begin_backward();
+    perform(Part::kAll);
+    const auto losses = std::exchange(losses_, {});
+    use_on_this_thread(losses);
+    outcome.loss = join_losses(losses, loss_.weights);
+    if (loss_.keep_outputs) outcome.output = gather_outputs();
+    stop_counting({outcome.loss});
+    outcome.gradients = take_gradients();
+  });
+  return outcome;
+}
+
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool retain_graph) {
   MutexLock turn(pipeline_->turn());
   const AllocationListener::Scope counting(counter_);
   counted_ = counting.installed();
   retain_graph_ = retain_graph;
   output_gradients_ = std::move(gradients);
-  input_gradients_.assign(micro_batches_, {});
-  sums_.clear();
-  for (const auto& sinks : sinks_) sums_.emplace_back(sinks.parameters().size());
+  begin_backward();
   try {
     check_parameters_unchanged();
     perform(Part::kBackward);
@@ -75,6 +107,24 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
     cells_.clear();
     throw;
   }
+  return take_gradients();
+}
+
+void MiniBatch::begin_backward() {
+  input_gradients_.assign(micro_batches_, {});
+  sums_.clear();
+  for (const auto& sinks : sinks_) sums_.emplace_back(sinks.parameters().size());
+}
+
+Gathered MiniBatch::gather_outputs() {
+  const auto parts = std::exchange(outputs_, {});
+  for (const auto& part : parts) use_on_this_thread(part.tensors);
+  auto result = gather(parts);
+  stop_counting(result.value.tensors());
+  return result;
+}
+
+MiniBatch::BackwardResult MiniBatch::take_gradients() {
   BackwardResult result;
   result.inputs = std::exchange(input_gradients_, {});
   for (auto& sums : sums_) result.parameters.push_back(sums.take_unshared());
@@ -105,19 +155,18 @@ void MiniBatch::stop_counting(const std::vector<at::Tensor>& tensors) {
 }
 
 void MiniBatch::perform(Part part) {
-  const auto& stages = pipeline_->stages();
   pipeline_->set_error(std::nullopt);  // again: another thread's call may have failed while this one waited
   state_.emplace();
   begin_.clear();
-  for (const auto& stage : stages) begin_.push_back(record_event(stage.device));
-  end_.assign(stages.size(), nullptr);
+  for (int w = 0; w < pipeline_->workers(); ++w) begin_.push_back(record_event(pipeline_->device_of_worker(w)));
+  end_.assign(begin_.size(), nullptr);
   const OwnWrites writes(pipeline_->stages(), sinks_);
   const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
   state_.reset();
-  if (!failure) return wait_for_stages();
+  if (!failure) return wait_for_workers();
   if (failure->action) pipeline_->set_error(describe(*failure->action, failure->error));
   try {
-    wait_for_stages();
+    wait_for_workers();
   } catch (...) {  // a device in an error state; the first error says more
   }
   std::rethrow_exception(failure->error);
@@ -128,15 +177,15 @@ ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& er
   return gpipe::describe(error, action, pipeline_->stages()[action.stage], cell ? cell->layer() : -1);
 }
 
-// The caller may use any result on any device, so each of its streams waits for all stages.
-void MiniBatch::wait_for_stages() {
-  for (const auto& stage : pipeline_->stages()) {
-    for (const auto& end : end_) wait(end, stage.device);
+// The caller may use any result on any device, so each of its streams waits for all workers.
+void MiniBatch::wait_for_workers() {
+  for (int w = 0; w < pipeline_->workers(); ++w) {
+    for (const auto& end : end_) wait(end, pipeline_->device_of_worker(w));
   }
 }
 
 void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
-  const auto device = pipeline_->stages()[worker].device;  // one stage per worker
+  const auto device = pipeline_->device_of_worker(worker);
   const WorkerScope scope(*pipeline_, worker, *state_, counter_.get());
   wait(begin_[worker], device);
   run_actions();
@@ -160,7 +209,8 @@ void MiniBatch::run(const Action& action) {
         TORCH_INTERNAL_ASSERT(false, "no program of forward() splits the backward");
     }
     // A trace shows when the work ends, not when it was enqueued.
-    if (const auto& stream = pipeline_->stream(action.stage); recording_.timeline && stream) stream->synchronize();
+    const auto& stream = pipeline_->stream_of_worker(pipeline_->worker_of(action.stage));
+    if (recording_.timeline && stream) stream->synchronize();
   } catch (c10::Error& error) {
     std::ostringstream where;
     where << "in " << to_string(action) << " of the pipeline: stage " << action.stage << ", micro-batch "
@@ -183,16 +233,37 @@ void MiniBatch::report_error(const Action& action) {
 
 Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) : Bytes(); }
 
+Tail MiniBatch::tail(int stage, int micro_batch) {
+  if (!loss_.function || stage + 1 != pipeline_->count()) return {};
+  auto target = targets_.receive(micro_batch);
+  return [this, micro_batch, target = Value(target.form, std::move(target.tensors))](Value output) -> Value {
+    if (loss_.keep_outputs && !is_recomputing()) {
+      auto& kept = outputs_[micro_batch];
+      kept.form = output.form();
+      for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
+    }
+    return call_loss(loss_.function, output, target);
+  };
+}
+
 void MiniBatch::run_forward(int stage, int micro_batch) {
   std::vector<Parcel> in;
-  if (stage == 0) in.push_back(transport_.receive_input(micro_batch));
+  if (stage == 0) in.push_back(inputs_.receive(micro_batch));
   for (const int edge : program_->in_edges(stage)) in.push_back(transport_.receive(edge, micro_batch));
   auto& cell = this->cell(stage, micro_batch);
-  cell = std::make_unique<Cell>(pipeline_->stages()[stage], sinks_[stage], seed_, micro_batch);
+  cell =
+      std::make_unique<Cell>(pipeline_->stages()[stage], sinks_[stage], seed_, micro_batch, tail(stage, micro_batch));
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
-  auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(stage, micro_batch)});
-  if (!grad_) cell.reset();
-  if (stage + 1 == pipeline_->count()) outputs_[micro_batch] = std::move(out.front());
+  const bool grad = use_ != Pipeline::Use::kForward;
+  auto out = cell->forward(std::move(in), {.grad = grad, .recompute = program_->recomputes(stage, micro_batch)});
+  if (!grad) cell.reset();
+  if (stage + 1 == pipeline_->count()) {
+    if (loss_.function) {
+      losses_[micro_batch] = out.front().tensors.front();
+    } else {
+      outputs_[micro_batch] = std::move(out.front());
+    }
+  }
   const auto& edges = program_->out_edges(stage);
   for (std::size_t k = 0; k < edges.size(); ++k) transport_.send(edges[k], micro_batch, std::move(out[k]));
 }
@@ -203,12 +274,23 @@ void MiniBatch::run_recompute(int stage, int micro_batch) {
   cell(stage, micro_batch)->recompute(retain_graph_);
 }
 
-void MiniBatch::run_backward(int stage, int micro_batch) {
-  std::vector<Gradients> gradients;
-  if (stage + 1 == pipeline_->count()) {
-    gradients.push_back(std::move(output_gradients_[micro_batch]));
-    copy_to_device(gradients.back(), begin_[stage], pipeline_->stages()[stage].device, {});
+Gradients MiniBatch::output_gradients(int stage, int micro_batch) {
+  if (loss_.function) {
+    const double weight = loss_.weights[micro_batch];
+    // An undefined gradient stops the backward: 0 * NaN would be NaN.
+    if (weight == 0) return {at::Tensor()};
+    return {at::full_like(losses_[micro_batch], weight * loss_.scale)};
   }
+  auto gradients = std::move(output_gradients_[micro_batch]);
+  copy_to_device(gradients, begin_[pipeline_->worker_of(stage)], pipeline_->stages()[stage].device, {});
+  return gradients;
+}
+
+void MiniBatch::run_backward(int stage, int micro_batch) {
+  std::optional<CallerStateScope> state;
+  if (backward_state_) state.emplace(*backward_state_);
+  std::vector<Gradients> gradients;
+  if (stage + 1 == pipeline_->count()) gradients.push_back(output_gradients(stage, micro_batch));
   for (const int edge : program_->out_edges(stage)) {
     gradients.push_back(transport_.receive_gradients(edge, micro_batch));
   }

@@ -10,6 +10,8 @@
 
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
+#include "gpipe/inlet.h"
+#include "gpipe/loss.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/pipeline.h"
 #include "gpipe/runtime/byte_counter.h"
@@ -18,16 +20,21 @@
 
 namespace gpipe {
 
-/// One mini-batch in flight: runs its program's actions on its cells. Made by a forward; kept alive by the graph of its
-/// outputs until their backward.
+/// One mini-batch in flight: runs its program's actions on its cells. Made by a forward, and kept alive by the graph of its
+/// outputs until their backward; or made by a step.
 ///
-/// Thread safety: forward() and backward() take the pipeline's turn. A cell belongs to the worker of its stage; what
+/// Thread safety: forward(), backward() and step() take the pipeline's turn. A cell belongs to the worker of its stage; what
 /// passes between stages goes through the Transport.
 class MiniBatch : public Cells {
  public:
-  /// `inputs` holds one parcel per micro-batch. With `grad`, cells keep what a backward needs.
-  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Checkpoint checkpoint, bool grad,
-            bool deferred_batch_norm);
+  struct Options {
+    Pipeline::Use use = Pipeline::Use::kForward;
+    Checkpoint checkpoint = Checkpoint::kNever;
+    bool deferred_batch_norm = false;
+  };
+  /// `inputs` holds one parcel per micro-batch; `loss` serves step(). Unless options.use is kForward, cells keep what a
+  /// backward needs.
+  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, LossOfMiniBatch loss = {});
 
   /// Runs the forwards. After an error buffers and the default generator are as before the call, and no cell is left.
   Gathered forward();
@@ -40,7 +47,15 @@ class MiniBatch : public Cells {
   /// `retain_graph`. REQUIRES: forward() has returned.
   BackwardResult backward(std::vector<Gradients> gradients, bool retain_graph);
 
-  /// Valid after forward().
+  struct StepOutcome {
+    at::Tensor loss;  ///< detached
+    Gathered output;  ///< if the loss keeps outputs
+    BackwardResult gradients;
+  };
+  /// Runs forwards, losses and backwards in the order of the pipeline's schedule. Errors leave everything as forward()'s.
+  StepOutcome step();
+
+  /// Valid after forward() or step().
   const ParameterSinks& sinks(int stage) const { return sinks_[stage]; }
 
   void work(int worker, absl::FunctionRef<void()> run_actions) override;
@@ -48,13 +63,19 @@ class MiniBatch : public Cells {
   Bytes bytes(int worker) override;
 
  private:
+  void begin(absl::FunctionRef<void()> run);
+  void begin_backward();
   void perform(Part part);
+  Gathered gather_outputs();
+  BackwardResult take_gradients();
+  Tail tail(int stage, int micro_batch);
+  Gradients output_gradients(int stage, int micro_batch);
   void run_forward(int stage, int micro_batch);
   void run_recompute(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch);
 
   void check_parameters_unchanged() const;
-  void wait_for_stages();
+  void wait_for_workers();
   static void use_on_this_thread(const std::vector<at::Tensor>& tensors);
   void stop_counting(const std::vector<at::Tensor>& tensors);
   ErrorInfo describe(const Action& action, const std::exception_ptr& error);
@@ -65,7 +86,7 @@ class MiniBatch : public Cells {
 
   const std::shared_ptr<Pipeline> pipeline_;
   const int micro_batches_;
-  const bool grad_;
+  const Pipeline::Use use_;
   const std::shared_ptr<const Program> program_;
   const Pipeline::Recording recording_;
   std::shared_ptr<ByteCounter> counter_;  // null unless bytes are recorded
@@ -75,13 +96,18 @@ class MiniBatch : public Cells {
   std::vector<ParameterSinks> sinks_;        // per stage
   std::vector<BatchStatistics> statistics_;  // per stage; empty unless batch norm is deferred
   std::vector<std::unique_ptr<Cell>> cells_;
+  Inlet inputs_;
   Transport transport_;
-  std::vector<Parcel> outputs_;  // per micro-batch
+  const LossOfMiniBatch loss_;
+  Inlet targets_;
+  std::vector<Parcel> outputs_;     // per micro-batch
+  std::vector<at::Tensor> losses_;  // per micro-batch, of step()
 
   // The run under way.
   std::optional<at::ThreadLocalState> state_;
-  std::vector<StreamEvent> begin_;  // per stage: the caller's work on its device
-  std::vector<StreamEvent> end_;    // per stage: the stage's work
+  std::optional<at::ThreadLocalState> backward_state_;  // of step()
+  std::vector<StreamEvent> begin_;                      // per worker: the caller's work on its device
+  std::vector<StreamEvent> end_;                        // per worker: its work
   bool retain_graph_ = false;
   bool counted_ = false;
   std::vector<Gradients> output_gradients_;  // per micro-batch

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <stdexcept>
 #include <utility>
 
 namespace gpipe {
@@ -11,15 +12,18 @@ constexpr std::size_t kPrograms = 16;
 
 }  // namespace
 
-Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
-                   LanguageBinding binding)
+Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, SharedBuffers shared,
+                   int intraop_threads, LanguageBinding binding)
     : stages_(std::move(stages)),
+      schedules_(std::move(schedules)),
       edges_(std::move(edges)),
       shared_buffers_(std::move(shared)),
       intraop_threads_(intraop_threads),
       binding_(std::move(binding)),
-      executor_(static_cast<int>(stages_.size()), binding_.poll) {
-  for (const auto& stage : stages_) streams_.push_back(new_stream(stage.device));
+      executor_(1 + *std::max_element(schedules_.placement.begin(), schedules_.placement.end()), binding_.poll) {
+  devices_.assign(workers(), c10::kCPU);
+  for (const auto& stage : stages_) devices_[worker_of(stage.index)] = stage.device;
+  for (const auto device : devices_) streams_.push_back(new_stream(device));
   for (const auto& edge : edges_) {
     const auto from = stages_[edge.from].device;
     const auto to = stages_[edge.to].device;
@@ -33,15 +37,42 @@ Mutex& Pipeline::turn() {
   return turn_;
 }
 
-std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, bool backward) {
-  const Key key{micro_batches, checkpoint, backward};
+namespace {
+
+// A user's schedule may be any that the verifier accepts.
+void check_runs_steps(const Schedule& schedule) {
+  bool has_backward = false;
+  for (const auto& list : schedule) {
+    for (const auto& action : list) {
+      has_backward = has_backward || action.kind == Kind::B;
+      if (action.kind != Kind::I && action.kind != Kind::W) continue;
+      throw std::invalid_argument("[gpipe] the schedule has " + to_string(action) +
+                                  ", but step() does not split backwards; use B instead of I and W");
+    }
+  }
+  if (!has_backward) throw std::invalid_argument("[gpipe] the schedule has no backward; give each cell a B");
+}
+
+}  // namespace
+
+Program Pipeline::make_program(const Key& key) const {
+  Layout layout{count(), key.micro_batches, schedules_.placement};
+  auto schedule = key.use == Use::kForward              ? fill(layout)
+                  : key.use == Use::kForwardAndBackward ? fill_drain(layout, key.checkpoint)
+                                                        : schedules_.make(layout, key.checkpoint);
+  if (key.use == Use::kStep) check_runs_steps(schedule);
+  return gpipe::make_program(std::move(layout), edges_, std::move(schedule));
+}
+
+std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, Use use) {
+  const Key key{micro_batches, checkpoint, use};
   MutexLock lock(mutex_);
   const auto found =
       std::find_if(programs_.begin(), programs_.end(), [&](const auto& known) { return known.first == key; });
   if (found != programs_.end()) {
     std::rotate(found, found + 1, programs_.end());
   } else {
-    auto made = std::make_shared<const Program>(gpipe_program(count(), micro_batches, edges_, checkpoint, backward));
+    auto made = std::make_shared<const Program>(make_program(key));
     if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
     programs_.emplace_back(key, std::move(made));
   }

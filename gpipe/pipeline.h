@@ -17,6 +17,7 @@
 #include "gpipe/runtime/transfer.h"
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
+#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/shared_buffers.h"
 
 namespace gpipe {
@@ -42,20 +43,25 @@ struct LanguageBinding {
 /// may be called on any thread.
 class Pipeline {
  public:
-  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, SharedBuffers shared, int intraop_threads,
-           LanguageBinding binding = {});
+  /// REQUIRES: the stages of a worker have one device.
+  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, SharedBuffers shared,
+           int intraop_threads, LanguageBinding binding = {});
 
   std::vector<Stage>& stages() { return stages_; }
   const std::vector<Stage>& stages() const { return stages_; }
   int count() const { return static_cast<int>(stages_.size()); }
   const std::vector<Edge>& edges() const { return edges_; }
+  int workers() const { return executor_.workers(); }
+  const std::vector<int>& placement() const { return schedules_.placement; }
+  int worker_of(int stage) const { return schedules_.placement[stage]; }
+  c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   SharedBuffers& shared_buffers() { return shared_buffers_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
 
-  /// The compute stream of a stage; std::nullopt on CPU.
-  const std::optional<c10::Stream>& stream(int stage) const { return streams_[stage]; }
+  /// The compute stream that the stages of a worker share; std::nullopt on CPU.
+  const std::optional<c10::Stream>& stream_of_worker(int worker) const { return streams_[worker]; }
   /// The copy streams of an edge, forward and back.
   const Link& link(int edge) const { return links_[edge]; }
   const Link& back_link(int edge) const { return back_links_[edge]; }
@@ -63,8 +69,11 @@ class Pipeline {
   /// A mini-batch holds it during its forward and during its backward. Errors: those of Executor::check_caller().
   Mutex& turn();
 
-  /// Returns the verified program: with `backward` fill and drain, without it fill only. Caches the 16 last used.
-  std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, bool backward);
+  /// What a program is for: the forward of an inference, forward() and its backward in two parts, or step().
+  enum class Use { kForward, kForwardAndBackward, kStep };
+
+  /// Returns the verified program: the fill; fill and drain; or the pipeline's schedule. Caches the 16 last used.
+  std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, Use use);
 
   void set_error(std::optional<ErrorInfo> error);
   std::optional<ErrorInfo> error() const;
@@ -82,16 +91,19 @@ class Pipeline {
   struct Key {
     int micro_batches;
     Checkpoint checkpoint;
-    bool backward;
+    Use use;
     friend bool operator==(const Key&, const Key&) = default;
   };
+  Program make_program(const Key& key) const;
 
   std::vector<Stage> stages_;
+  const ScheduleSource schedules_;
   const std::vector<Edge> edges_;
   SharedBuffers shared_buffers_;
   const int intraop_threads_;
   const LanguageBinding binding_;
-  std::vector<std::optional<c10::Stream>> streams_;
+  std::vector<c10::Device> devices_;                 // per worker
+  std::vector<std::optional<c10::Stream>> streams_;  // per worker
   std::vector<Link> links_;
   std::vector<Link> back_links_;
 

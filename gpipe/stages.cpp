@@ -51,18 +51,18 @@ void check_model(const std::vector<std::unique_ptr<Layer>>& layers, const std::v
   check_distinct(layers);
 }
 
-std::vector<torch::Device> place_stages(const std::vector<torch::Device>& wanted, std::size_t stages) {
+std::vector<torch::Device> place_workers(const std::vector<torch::Device>& wanted, std::size_t workers) {
   auto devices = wanted;
   if (devices.empty()) {
     const int gpus = device_count(torch::kCUDA);
-    if (gpus == 0) return std::vector<torch::Device>(stages, torch::kCPU);
+    if (gpus == 0) return std::vector<torch::Device>(workers, torch::kCPU);
     for (int i = 0; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
   }
-  if (devices.size() < stages) {
-    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(stages) + " stages, but " +
+  if (devices.size() < workers) {
+    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(workers) + " workers, but " +
                             std::to_string(devices.size()) + " devices; a device may be given more than once");
   }
-  devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(stages), devices.end());
+  devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(workers), devices.end());
   for (auto& device : devices) {
     if (device.is_cpu()) {
       device = torch::kCPU;

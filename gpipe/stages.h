@@ -21,11 +21,12 @@ namespace gpipe {
 /// number of layers, or a module that stands in two places.
 void check_model(const std::vector<std::unique_ptr<Layer>>& layers, const std::vector<std::int64_t>& balance);
 
-/// Returns one device per stage: the first of `wanted`; if that is empty, the GPUs, or the CPU for every stage where
+/// Returns one device per worker: the first of `wanted`; if that is empty, the GPUs, or the CPU for every worker where
 /// there are none. An accelerator without an index means its first device. Errors: std::out_of_range for fewer devices
-/// than stages, or a device that does not exist.
-std::vector<torch::Device> place_stages(const std::vector<torch::Device>& wanted, std::size_t stages);
+/// than workers, or a device that does not exist.
+std::vector<torch::Device> place_workers(const std::vector<torch::Device>& wanted, std::size_t workers);
 
+/// `devices` has one entry per stage.
 std::vector<Stage> cut_into_stages(std::vector<std::unique_ptr<Layer>> layers, const std::vector<std::int64_t>& balance,
                                    const std::vector<torch::Device>& devices);
 

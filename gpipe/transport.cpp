@@ -6,30 +6,20 @@
 
 namespace gpipe {
 
-Transport::Transport(Pipeline& pipeline, std::vector<Parcel> inputs)
+Transport::Transport(const Pipeline& pipeline, int micro_batches)
     : pipeline_(pipeline),
-      inputs_(std::move(inputs)),
-      parcels_(pipeline.edges().size() * inputs_.size()),
-      gradients_(pipeline.edges().size() * inputs_.size()) {}
+      micro_batches_(micro_batches),
+      parcels_(pipeline.edges().size() * micro_batches_),
+      gradients_(pipeline.edges().size() * micro_batches_) {}
 
-void Transport::admit_inputs() {
-  for (const auto& tensor : inputs_.front().tensors) {
-    inputs_ready_.push_back(record_event(tensor.device()));
-    input_links_.push_back(new_link(tensor.device(), device(0)));
-  }
-}
-
-Parcel Transport::receive_input(int micro_batch) {
-  auto parcel = std::move(inputs_[micro_batch]);
-  for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
-    copy_to_device({&parcel.tensors[k], 1}, inputs_ready_[k], device(0), input_links_[k]);
-  }
-  parcel.renew_versions();
-  return parcel;
+StreamEvent Transport::ready(const Edge& edge, int sender) const {
+  const bool same_worker = pipeline_.worker_of(edge.from) == pipeline_.worker_of(edge.to);
+  return same_worker ? nullptr : record_event(device(sender));
 }
 
 void Transport::send(int edge, int micro_batch, Parcel parcel) {
-  parcels_[slot(edge, micro_batch)] = {std::move(parcel), record_event(device(pipeline_.edges()[edge].from))};
+  const auto& it = pipeline_.edges()[edge];
+  parcels_[slot(edge, micro_batch)] = {std::move(parcel), ready(it, it.from)};
 }
 
 Parcel Transport::receive(int edge, int micro_batch) {
@@ -45,7 +35,8 @@ Parcel Transport::receive(int edge, int micro_batch) {
 }
 
 void Transport::send_gradients(int edge, int micro_batch, Gradients gradients) {
-  gradients_[slot(edge, micro_batch)] = {std::move(gradients), record_event(device(pipeline_.edges()[edge].to))};
+  const auto& it = pipeline_.edges()[edge];
+  gradients_[slot(edge, micro_batch)] = {std::move(gradients), ready(it, it.to)};
 }
 
 Gradients Transport::receive_gradients(int edge, int micro_batch) {

@@ -8,20 +8,16 @@
 
 namespace gpipe {
 
-/// Carries the parcels and gradients of one mini-batch from stage to stage, and its inputs from the caller to stage 0.
-/// There is one slot per edge, direction and micro-batch. What is received lies on the receiver's device; copies run on
-/// the edge's copy streams, behind the sender's work.
+/// Carries the parcels and gradients of one mini-batch from stage to stage. There is one slot per edge, direction and
+/// micro-batch. What is received lies on the receiver's device; copies run on the edge's copy streams, behind the
+/// sender's work. Stages of one worker share its stream, so nothing is copied or waited for between them.
 ///
 /// Thread safety: each function runs on the worker of the stage that it serves. Slots need no lock, because the
 /// executor orders each edge's put before its take.
 class Transport {
  public:
-  /// `inputs` holds one parcel per micro-batch.
-  Transport(Pipeline& pipeline, std::vector<Parcel> inputs);
-
-  /// Marks the inputs as complete behind the work that the calling thread has enqueued on their devices.
-  void admit_inputs();
-  Parcel receive_input(int micro_batch);
+  /// `pipeline` must outlive this.
+  Transport(const Pipeline& pipeline, int micro_batches);
 
   void send(int edge, int micro_batch, Parcel parcel);
   /// Errors: std::runtime_error when a tensor was changed in place after it was sent.
@@ -37,13 +33,12 @@ class Transport {
     StreamEvent ready;
   };
 
-  std::size_t slot(int edge, int micro_batch) const { return edge * inputs_.size() + micro_batch; }
+  std::size_t slot(int edge, int micro_batch) const { return edge * micro_batches_ + micro_batch; }
   c10::Device device(int stage) const { return pipeline_.stages()[stage].device; }
+  StreamEvent ready(const Edge& edge, int sender) const;
 
-  Pipeline& pipeline_;
-  std::vector<Parcel> inputs_;             // per micro-batch
-  std::vector<StreamEvent> inputs_ready_;  // per input tensor
-  std::vector<Link> input_links_;          // per input tensor
+  const Pipeline& pipeline_;
+  const std::size_t micro_batches_;
   std::vector<Slot<Parcel>> parcels_;
   std::vector<Slot<Gradients>> gradients_;
 };

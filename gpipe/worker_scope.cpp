@@ -21,10 +21,10 @@ CallerStateScope::CallerStateScope(const at::ThreadLocalState& state) : guard_(s
 
 WorkerScope::WorkerScope(const Pipeline& pipeline, int worker, const at::ThreadLocalState& state,
                          const ByteCounter* counter)
-    : state_(enter_worker(pipeline, state)), stream_(pipeline.stream(worker)), counted_(counter, worker) {
+    : state_(enter_worker(pipeline, state)), stream_(pipeline.stream_of_worker(worker)), counted_(counter, worker) {
   // A cached cast would join the graphs of two cells.
   at::autocast::set_autocast_cache_enabled(false);
-  if (pipeline.stages()[worker].device.is_cpu()) set_intraop_threads_of_this_thread(pipeline.intraop_threads());
+  if (pipeline.device_of_worker(worker).is_cpu()) set_intraop_threads_of_this_thread(pipeline.intraop_threads());
 }
 
 }  // namespace gpipe

@@ -59,7 +59,7 @@ Case make_case(const CaseOptions& options) {
   for (const auto& skip : options.skips) made.edges.push_back(skip_edge(skip, made.layout.stages));
   const auto capacities = sufficient_capacities(made.layout, made.edges, made.schedule);
   for (std::size_t e = 0; e < made.edges.size(); ++e) {
-    made.edges[e].capacity = options.capacity > 0 ? options.capacity : std::max(1, capacities[e]);
+    made.edges[e].capacity = options.capacity > 0 ? options.capacity : capacities[e];
   }
   return made;
 }

@@ -47,8 +47,8 @@ class SumsScope {
 
 }  // namespace
 
-Cell::Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch)
-    : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch) {}
+Cell::Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail)
+    : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch), tail_(std::move(tail)) {}
 
 Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, SharedMemory& memory) {
   Entered entered;
@@ -75,16 +75,19 @@ Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& l
   std::optional<RandomScope> draws;
   const auto end_layer = [&] {
     draws.reset();
-    if (layer_ >= 0) after_layer(stage_.layers[layer_]->name());
+    if (layer_ >= 0) after_layer(stage_.name_of(layer_));
+  };
+  const auto start = [&](int layer) {
+    end_layer();
+    layer_ = layer;
+    draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
   };
   const auto begin_layer = [&](int layer) {
     if (layer < 0 || layer >= static_cast<int>(stage_.layers.size())) {
       throw std::logic_error("[gpipe] stage " + std::to_string(stage_.index) + " has no layer " +
                              std::to_string(layer));
     }
-    end_layer();
-    layer_ = layer;
-    draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
+    start(layer);
   };
   if (stage_.run_layers) {
     value = stage_.run_layers(std::move(value), begin_layer, memo_);
@@ -93,6 +96,10 @@ Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& l
       begin_layer(static_cast<int>(i));
       value = stage_.layers[i]->forward(std::move(value));
     }
+  }
+  if (tail_) {
+    start(static_cast<int>(stage_.layers.size()));
+    value = tail_(std::move(value));
   }
   end_layer();
   layer_ = -1;
@@ -146,6 +153,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
   }
+  if (tail_) sources.push_back(false);  // sends other outputs than without a tail
   auto& flow = stage_.gradient_flow;
   const bool known = flow.knows(sources);
   auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,12 +27,15 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
+/// What runs after a stage's last layer, in F and in R: the loss of step().
+using Tail = std::function<Value(Value)>;
+
 /// One (stage, micro-batch) of a mini-batch: its inputs and its graph. Destroying it frees its activations. Used by one
 /// thread at a time, the worker of its stage.
 class Cell {
  public:
-  /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's.
-  Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch);
+  /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's. `tail` may be empty.
+  Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
 
   /// F. `in` holds the activation, then the skips in the stage's order; so does the result.
   /// Errors: what the layers throw; those of SkipRoutes, SharedMemory::check(), StoredInputs::check_after_forward() and
@@ -50,7 +54,7 @@ class Cell {
   /// Drops a graph that recompute() can build again.
   void drop_graph();
 
-  /// The layer that is running, by its index in the stage; -1 when none is.
+  /// The layer that is running, by its index in the stage; the number of layers for the tail; -1 for none.
   int layer() const { return layer_; }
 
  private:
@@ -66,6 +70,7 @@ class Cell {
   const ParameterSinks& sinks_;
   const std::uint64_t seed_;
   const int micro_batch_;
+  const Tail tail_;
   int layer_ = -1;
 
   // Of a checkpointed cell.

@@ -59,6 +59,10 @@ bool made_here(const Node& node, const GradientSink* sink, std::uint64_t begin) 
 
 }  // namespace
 
+std::string Stage::name_of(int layer) const {
+  return layer == static_cast<int>(layers.size()) ? "loss" : layers[layer]->name();
+}
+
 std::vector<at::Tensor> Stage::parameters() const {
   DistinctTensors distinct;
   for (const auto& layer : layers) {

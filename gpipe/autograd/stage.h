@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <string>
 #include <variant>
 #include <vector>
 
@@ -52,6 +53,8 @@ struct Stage {
   std::function<void(absl::FunctionRef<void()>)> lock;
   void locked(absl::FunctionRef<void()> call) const { lock ? lock(call) : call(); }
 
+  /// The name of a layer by its index in the stage; "loss" for the index after the last.
+  std::string name_of(int layer) const;
   /// The layers' parameters, each once, in order of first occurrence.
   std::vector<at::Tensor> parameters() const;
   /// The layers' present buffers, each once.

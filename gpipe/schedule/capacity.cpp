@@ -13,6 +13,7 @@ std::vector<int> most_sending(const Layout& layout, const Schedule& schedule) {
   std::vector<int> most(layout.stages);
   for (const auto& list : schedule) {
     for (const Action& action : list) {
+      if (action.stage < 0 || action.stage >= layout.stages) continue;
       if (action.kind == Kind::F) most[action.stage] = std::max(most[action.stage], ++now[action.stage]);
       if (action.kind == Kind::B || action.kind == Kind::I) --now[action.stage];
     }
@@ -30,7 +31,10 @@ std::vector<Edge> with_capacities(std::vector<Edge> edges, const std::vector<int
 std::vector<int> sufficient_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
   const auto sending = most_sending(layout, schedule);
   std::vector<int> capacities;
-  for (const Edge& edge : edges) capacities.push_back(sending[edge.from]);
+  for (const Edge& edge : edges) {
+    const bool valid = edge.from >= 0 && edge.from < layout.stages;
+    capacities.push_back(valid ? std::max(1, sending[edge.from]) : 1);
+  }
   return capacities;
 }
 

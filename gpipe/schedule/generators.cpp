@@ -1,11 +1,11 @@
 #include "gpipe/schedule/generators.h"
 
-#include <algorithm>
-#include <numeric>
+#include <cstddef>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "gpipe/schedule/capacity.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
@@ -79,11 +79,10 @@ Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_bat
   return schedule;
 }
 
-Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward) {
-  Layout layout{stages, micro_batches, std::vector<int>(std::clamp(stages, 0, kMostCells))};  // make() refuses others
-  std::iota(layout.placement.begin(), layout.placement.end(), 0);
-  for (auto& edge : edges) edge.capacity = micro_batches;
-  auto schedule = backward ? fill_drain(layout, checkpoint) : fill(layout);
+Program make_program(Layout layout, std::vector<Edge> edges, Schedule schedule) {
+  if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
+  const auto capacities = sufficient_capacities(layout, edges, schedule);
+  for (std::size_t e = 0; e < edges.size(); ++e) edges[e].capacity = capacities[e];
   auto program = Program::make(std::move(layout), std::move(edges), std::move(schedule));
   if (!program.ok()) throw std::invalid_argument(std::string(program.status().message()));
   return *std::move(program);

@@ -34,8 +34,8 @@ Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 /// while it would wait for gradients.
 Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
 
-/// GPipe's program with one stage per worker and edges that hold a whole mini-batch: fill_drain(), or fill() if
-/// `backward` is false. Errors: std::invalid_argument for invalid numbers or edges.
-Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward);
+/// Binds a schedule to edges and gives each edge the capacity at which no put waits (see capacity.h). Errors:
+/// std::invalid_argument when the schedule cannot run.
+Program make_program(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
 }  // namespace gpipe

@@ -68,12 +68,15 @@ struct Spec {
   std::int64_t batch = 1;
   std::int64_t chunks = 1;
   Checkpoint checkpoint = Checkpoint::kNever;
+  int loops = 1;         // stages per worker; stages is a multiple of it
+  std::string schedule;  // of step(); empty: forward() and backward
 };
 
 std::string to_string(const Spec& spec) {
   std::ostringstream text;
   text << "seed " << spec.seed << ", " << spec.stages << " stages, batch " << spec.batch << ", " << spec.chunks
-       << " chunks, checkpoint " << static_cast<int>(spec.checkpoint) << ":";
+       << " chunks, checkpoint " << static_cast<int>(spec.checkpoint) << ", " << spec.loops << " stages per worker, "
+       << (spec.schedule.empty() ? "forward" : spec.schedule) << ":";
   for (const auto& unit : spec.units) text << " [" << kNames[static_cast<int>(unit.kind)] << " " << unit.skip << "]";
   return text.str();
 }
@@ -96,7 +99,7 @@ bool makes_sense(const Spec& spec) {
     if (in_place(kind) && (i == 0 || saves_output(spec.units[i - 1].kind))) return false;
     if (kind == Kind::kNorm && sizes.back() < 2) return false;
   }
-  return !spec.units.empty() && spec.units.front().kind == Kind::kLinear;
+  return static_cast<int>(spec.units.size()) >= spec.loops && spec.units.front().kind == Kind::kLinear;
 }
 
 Spec generate(std::uint64_t seed) {
@@ -105,10 +108,14 @@ Spec generate(std::uint64_t seed) {
   do {
     spec = {seed,
             {{Kind::kLinear}},
-            draw(random, 1, 4),
+            draw(random, 1, 6),
             draw(random, 1, 9),
             draw(random, 1, 5),
             static_cast<Checkpoint>(draw(random, 0, 2))};
+    spec.loops = draw(random, 1, 3);
+    spec.stages = std::max(1, spec.stages / spec.loops) * spec.loops;
+    const std::vector<std::string> schedules = {"", "gpipe", "looped_bfs", "interleaved_1f1b", "1f1b"};
+    spec.schedule = schedules[draw(random, 0, spec.loops == 1 ? 4 : 3)];
     for (int left = draw(random, 1, 7); left > 0; --left) {
       spec.units.push_back({static_cast<Kind>(draw(random, 0, static_cast<int>(Kind::kSeveralTensors)))});
     }
@@ -179,7 +186,8 @@ nn::Sequential build(const Spec& spec) {
 
 std::vector<std::int64_t> cut(const Spec& spec, std::int64_t layers) {
   std::mt19937_64 random(spec.seed + 1);
-  const int stages = static_cast<int>(std::min<std::int64_t>(spec.stages, layers));
+  const int most = static_cast<int>(layers) / spec.loops * spec.loops;
+  const int stages = std::min(spec.stages, most);
   std::vector<std::int64_t> balance(stages, 1);
   for (std::int64_t left = layers - stages; left > 0; --left) ++balance[draw(random, 0, stages - 1)];
   return balance;
@@ -190,9 +198,12 @@ bool same(const torch::Tensor& a, const torch::Tensor& b) {
 }
 
 // Whether each stage has held as many graphs at once as the verifier says, and holds none now.
-bool live_graphs_as_verified(const nn::Sequential& model, const GPipe& pipe, std::size_t micro_batches) {
+bool live_graphs_as_verified(const nn::Sequential& model, const GPipe& pipe, const Spec& spec,
+                             std::size_t micro_batches) {
   const auto program = pipe->program(static_cast<int>(micro_batches));
-  const auto peaks = verify(program->layout(), program->edges(), program->schedule());
+  const auto& layout = program->layout();
+  const auto schedule = spec.schedule.empty() ? fill_drain(layout, spec.checkpoint) : program->schedule();
+  const auto peaks = verify(layout, program->edges(), schedule);
   std::size_t layer = 0;
   for (std::size_t stage = 0; stage < pipe->balance().size(); ++stage) {
     for (auto left = pipe->balance()[stage]; left > 0; --left) {
@@ -203,25 +214,50 @@ bool live_graphs_as_verified(const nn::Sequential& model, const GPipe& pipe, std
   return true;
 }
 
+struct Run {
+  torch::Tensor output;
+  std::vector<torch::Tensor> gradients;  // of x and the parameters
+};
+
+// A training step whose output has the given gradient: by forward() and autograd::grad, or by step().
+Run run(const nn::Sequential& model, GPipe& pipe, const Spec& spec, const torch::Tensor& x,
+        const torch::Tensor& gradient) {
+  auto wanted = model->parameters();
+  wanted.insert(wanted.begin(), x);
+  if (spec.schedule.empty()) {
+    const auto output = pipe->forward(x);
+    return {output.detach(), torch::autograd::grad({output}, wanted, {gradient}, false, false, true)};
+  }
+  const auto product = tensor_loss([](const torch::Tensor& out, const torch::Tensor& t) { return (out * t).sum(); });
+  const auto options = StepOptions().reduction(Reduction::kSum).return_output(true);
+  const auto result = pipe->step(x, gradient, product, options);
+  Run run{result.output.tensor(), {}};
+  for (auto& tensor : wanted) run.gradients.push_back(tensor.grad());
+  return run;
+}
+
+Order order_of(const Spec& spec) {
+  return spec.schedule == "1f1b" || spec.schedule == "interleaved_1f1b" ? Order::kAscending : Order::kDescending;
+}
+
 // What is not as in the reference; empty when all is.
 std::string difference(const Spec& spec) try {
   torch::manual_seed(spec.seed);
   auto model = build(spec);
   const auto balance = cut(spec, static_cast<std::int64_t>(model->size()));
-  GPipe pipe(model, balance, GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1));
+  auto options = GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1);
+  options.stages_per_worker(spec.loops).schedule(spec.schedule.empty() ? "gpipe" : spec.schedule);
+  GPipe pipe(model, balance, options);
   const auto x = torch::randn({spec.batch, kWidth}).requires_grad_();
   const auto sizes = micro_batch_sizes(spec.batch, spec.chunks, 0);
   const auto buffers = model->buffers();
   std::vector<torch::Tensor> before;
   for (const auto& buffer : buffers) before.push_back(buffer.clone());
 
+  const auto gradient = torch::ones({spec.batch, kWidth}).cumsum(0);
   torch::manual_seed(spec.seed);
-  const auto output = pipe->forward(x);
-  const auto gradient = torch::ones_like(output).cumsum(0);
-  auto wanted = model->parameters();
-  wanted.insert(wanted.begin(), x);
-  const auto got = torch::autograd::grad({output}, wanted, {gradient}, false, false, true);
-  if (!live_graphs_as_verified(model, pipe, sizes.size())) return "the live graphs";
+  const auto [output, got] = run(model, pipe, spec, x, gradient);
+  if (!live_graphs_as_verified(model, pipe, spec, sizes.size())) return "the live graphs";
   std::vector<torch::Tensor> after;
   for (std::size_t i = 0; i < buffers.size(); ++i) {
     after.push_back(buffers[i].clone());
@@ -229,8 +265,8 @@ std::string difference(const Spec& spec) try {
   }
 
   torch::manual_seed(spec.seed);
-  const auto expected = reference(model, balance, Value(x), sizes, {gradient});
-  if (!same(output.detach(), expected.outputs[0])) return "the output";
+  const auto expected = reference(model, balance, Value(x), sizes, {gradient}, order_of(spec));
+  if (!same(output, expected.outputs[0])) return "the output";
   if (!same(got[0], expected.input_gradients[0])) return "the gradient of the input";
   for (std::size_t p = 0; p < expected.parameter_gradients.size(); ++p) {
     if (!same(got[p + 1], expected.parameter_gradients[p])) return "the gradient of parameter " + std::to_string(p);
@@ -264,7 +300,7 @@ Spec shrink(Spec spec) {
       candidates.back().*part = spec.*part - 1;
     }
     candidates.push_back(spec);
-    --candidates.back().stages;
+    candidates.back().stages -= spec.loops;
     for (const auto& candidate : candidates) {
       if (candidate.stages < 1 || candidate.batch < 1 || candidate.chunks < 1) continue;
       if (!makes_sense(candidate) || difference(candidate).empty()) continue;
@@ -292,6 +328,8 @@ TEST(GeneratedTest, PipelinesEqualTheReferenceBitByBit) {
     const auto spec = generate(seed);
     for (const auto& unit : spec.units) ++seen[kNames[static_cast<int>(unit.kind)]];
     ++seen[std::to_string(spec.stages) + " stages"];
+    ++seen[std::to_string(spec.loops) + " stages per worker"];
+    ++seen[spec.schedule.empty() ? "forward" : spec.schedule];
     ++seen["checkpoint " + std::to_string(static_cast<int>(spec.checkpoint))];
     if (difference(spec).empty()) continue;
     ++failures;
@@ -302,7 +340,7 @@ TEST(GeneratedTest, PipelinesEqualTheReferenceBitByBit) {
   std::cout << cases << " cases from seed " << first << ":";
   for (const auto& [feature, count] : seen) std::cout << " " << feature << " " << count << ",";
   std::cout << std::endl;
-  if (cases >= 2000) EXPECT_EQ(seen.size(), std::size(kNames) + 4 + 3) << "some feature never occurred";
+  if (cases >= 2000) EXPECT_EQ(seen.size(), std::size(kNames) + 6 + 3 + 3 + 5) << "some feature never occurred";
 }
 
 }  // namespace

@@ -38,7 +38,7 @@ class CrossingContext : public SkipContext {
 
 ReferenceResult reference(const torch::nn::Sequential& model, const std::vector<std::int64_t>& balance,
                           const Value& input, const std::vector<std::int64_t>& sizes,
-                          const std::vector<torch::Tensor>& output_gradients) {
+                          const std::vector<torch::Tensor>& output_gradients, Order order) {
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<NamedLayer> named;
   auto children = model->named_children();
@@ -84,7 +84,8 @@ ReferenceResult reference(const torch::nn::Sequential& model, const std::vector<
   ReferenceResult result;
   result.parameter_gradients.resize(parameters.size());
   std::vector<std::vector<torch::Tensor>> input_parts(sizes.size());
-  for (std::size_t i = sizes.size(); i-- > 0;) {
+  for (std::size_t turn = 0; turn < sizes.size(); ++turn) {
+    const auto i = order == Order::kAscending ? turn : sizes.size() - 1 - turn;
     torch::autograd::edge_list from;
     torch::autograd::variable_list gradients;
     for (std::size_t k = 0; k < roots[i].size(); ++k) {

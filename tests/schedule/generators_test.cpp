@@ -55,13 +55,13 @@ TEST(Generators, RefuseTooManyCells) {
   for (const auto& [stages, micro_batches] :
        {std::pair(2, kMost), std::pair(kMost, 2), std::pair(1 << 16, 1 << 16), std::pair((1 << 16) + 1, 1 << 16)}) {
     const auto make = [stages = stages, micro_batches = micro_batches] {
-      gpipe_program(stages, micro_batches, {}, Checkpoint::kAlways, /*backward=*/true);
+      make_program({stages, micro_batches, {}}, {}, {});
     };
     EXPECT_THAT(make, ThrowsMessage<std::invalid_argument>(HasSubstr("at most 4194304 cells"))) << stages;
   }
   EXPECT_THROW(fill(straight(2, kMost)), std::invalid_argument);
   EXPECT_THROW(fill_drain(straight(2, kMost), Checkpoint::kNever), std::invalid_argument);
-  EXPECT_THAT([] { gpipe_program(-1, 1, {}, Checkpoint::kNever, false); },
+  EXPECT_THAT([] { make_program({-1, 1, {}}, {}, {}); },
               ThrowsMessage<std::invalid_argument>(HasSubstr("-1 stages")));
 }
 

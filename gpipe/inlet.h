@@ -1,0 +1,27 @@
+#pragma once
+
+#include <vector>
+
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/runtime/transfer.h"
+
+namespace gpipe {
+
+/// Brings tensors of the caller to the device of a stage: the inputs to the first stage, the targets to the last.
+class Inlet {
+ public:
+  /// Takes one parcel per micro-batch. Their tensors are complete behind the work that the calling thread has enqueued on
+  /// their devices.
+  Inlet(std::vector<Parcel> parcels, c10::Device device);
+
+  /// Returns a micro-batch's parcel, once. Call on the stage's worker.
+  Parcel receive(int micro_batch);
+
+ private:
+  const c10::Device device_;
+  std::vector<Parcel> parcels_;
+  std::vector<StreamEvent> ready_;  // per tensor of a parcel
+  std::vector<Link> links_;         // per tensor of a parcel
+};
+
+}  // namespace gpipe

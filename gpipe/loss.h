@@ -1,0 +1,84 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/arg.h>
+
+#include <cstdint>
+#include <functional>
+#include <utility>
+#include <vector>
+
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/autograd/value.h"
+
+namespace gpipe {
+
+/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its device's
+/// stream, once in the forward and again in a recompute. Random draws inside are those of a layer after the last. A loss
+/// with parameters must be a layer of the model instead.
+using LossFunction = std::function<at::Tensor(const Value& output, const Value& target)>;
+
+/// Makes a LossFunction of a function of two tensors, for models and targets of one tensor.
+template <typename F>
+LossFunction tensor_loss(F function) {
+  return [function = std::move(function)](const Value& output, const Value& target) -> at::Tensor {
+    return function(output.tensor(), target.tensor());
+  };
+}
+
+/// How the losses of the micro-batches make the loss of the mini-batch.
+enum class Reduction {
+  kMean,  ///< weighted by their share of samples, or of StepOptions::count; for losses that are means
+  kSum,   ///< for losses that are sums
+};
+
+struct StepOptions {
+  TORCH_ARG(Reduction, reduction) = Reduction::kMean;
+  /// With kMean: what a micro-batch's loss is the mean over, such as the number of targets that are not ignored. Called on
+  /// the caller's thread with each micro-batch's target. Empty: the number of samples.
+  TORCH_ARG(std::function<double(const Value& target)>, count);
+  /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
+  TORCH_ARG(double, scale) = 1;
+  /// Also return the detached output of the model.
+  TORCH_ARG(bool, return_output) = false;
+};
+
+struct StepResult {
+  at::Tensor loss;  ///< detached
+  Value output;     ///< empty unless StepOptions::return_output
+};
+
+/// The loss of one mini-batch, in parts.
+struct LossOfMiniBatch {
+  LossFunction function;
+  std::vector<Parcel> targets;  ///< per micro-batch
+  std::vector<double> weights;  ///< per micro-batch; a loss of weight 0 gets no backward
+  double scale = 1;
+  bool keep_outputs = false;
+};
+
+/// Returns the weights of the micro-batches. Errors: std::invalid_argument for a count that is negative or not finite, or
+/// if all are 0.
+std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
+                                 const std::vector<Parcel>& targets);
+
+/// Calls a loss function. Errors: std::invalid_argument unless it returns a floating-point scalar, with a graph if the
+/// output has one.
+at::Tensor call_loss(const LossFunction& function, const Value& output, const Value& target);
+
+/// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
+at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
+
+/// The loss of a whole mini-batch, and the one that step() would compute from its micro-batches.
+struct LossCheck {
+  double whole = 0;
+  double from_micro_batches = 0;
+};
+
+/// Compares a loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that does
+/// not decompose over samples, such as Dice over the batch or a contrastive loss: step() is wrong for these. Errors:
+/// std::invalid_argument as for step().
+LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
+                     const StepOptions& options = {});
+
+}  // namespace gpipe

@@ -1,0 +1,71 @@
+#include "gpipe/schedule/schedule_source.h"
+
+#include <algorithm>
+#include <fstream>
+#include <sstream>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "gpipe/schedule/schedule_text.h"
+#include "gpipe/schedule/schedules.h"
+
+namespace gpipe {
+namespace {
+
+ParsedSchedule read_schedule(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::ostringstream text;
+  if (file) text << file.rdbuf();
+  if (!file) throw std::invalid_argument("[gpipe] cannot read the schedule '" + path + "'");
+  auto parsed = parse_schedule(std::move(text).str());
+  if (!parsed.ok()) throw std::invalid_argument("[gpipe] " + path + ": " + std::string(parsed.status().message()));
+  return *std::move(parsed);
+}
+
+bool has_recomputes(const Schedule& schedule) {
+  return std::any_of(schedule.begin(), schedule.end(), [](const auto& list) {
+    return std::any_of(list.begin(), list.end(), [](const Action& action) { return action.kind == Kind::R; });
+  });
+}
+
+ScheduleSource from_file(const std::string& path, int stages) {
+  auto parsed = read_schedule(path);
+  if (parsed.layout.stages != stages) {
+    throw std::invalid_argument(absl::StrFormat("[gpipe] the schedule '%s' has %d stages, but balance has %d", path,
+                                                parsed.layout.stages, stages));
+  }
+  auto placement = parsed.layout.placement;
+  auto make = [path, parsed = std::move(parsed)](const Layout& layout, Checkpoint checkpoint) {
+    if (layout.micro_batches != parsed.layout.micro_batches) {
+      throw std::invalid_argument(
+          absl::StrFormat("[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change "
+                          "chunks or the file",
+                          path, parsed.layout.micro_batches, layout.micro_batches));
+    }
+    if (has_recomputes(parsed.schedule)) return parsed.schedule;
+    return with_recomputes(parsed.schedule, checkpoint, layout.micro_batches);
+  };
+  return {std::move(placement), std::move(make)};
+}
+
+}  // namespace
+
+ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker) {
+  if (schedule.starts_with('@')) return from_file(schedule.substr(1), stages);
+  if (stages_per_worker < 1) {
+    throw std::invalid_argument(
+        absl::StrFormat("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker));
+  }
+  if (stages % stages_per_worker != 0) {
+    throw std::invalid_argument(absl::StrFormat(
+        "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker));
+  }
+  ScheduleSource source{
+      looped_placement(stages / stages_per_worker, stages),
+      [schedule](const Layout& layout, Checkpoint checkpoint) { return make_schedule(schedule, layout, checkpoint); }};
+  source.make({stages, 1, source.placement}, Checkpoint::kNever);  // refuses a name or placement now
+  return source;
+}
+
+}  // namespace gpipe

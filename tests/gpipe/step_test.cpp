@@ -1,0 +1,415 @@
+#include <ATen/autocast_mode.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <fstream>
+#include <limits>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "gpipe/schedule/schedule_text.h"
+#include "gpipe/schedule/schedules.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+using ::testing::HasSubstr;
+using ::testing::ThrowsMessage;
+using torch::Tensor;
+
+const LossFunction kMse = tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); });
+
+nn::Sequential small_model() {
+  torch::manual_seed(1);
+  nn::Sequential model(nn::Linear(6, 8), nn::Tanh(), nn::Linear(8, 8), nn::Tanh(), nn::Linear(8, 5));
+  model->to(torch::kDouble);
+  return model;
+}
+
+GPipeOptions options(const std::string& schedule, std::int64_t chunks = 4) {
+  return GPipeOptions().schedule(schedule).chunks(chunks).intraop_threads(1);
+}
+
+std::vector<Tensor> take_gradients(const nn::Module& module) {
+  std::vector<Tensor> gradients;
+  for (auto& parameter : module.parameters()) {
+    gradients.push_back(parameter.grad().defined() ? parameter.grad().clone() : Tensor());
+    parameter.mutable_grad().reset();
+  }
+  return gradients;
+}
+
+void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, double tolerance = 1e-12) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    ASSERT_EQ(a[i].defined(), b[i].defined()) << i;
+    if (a[i].defined()) {
+      EXPECT_TRUE(torch::allclose(a[i], b[i], tolerance, tolerance)) << i;
+    }
+  }
+}
+
+void expect_equal(const std::vector<Tensor>& a, const std::vector<Tensor>& b) { expect_close(a, b, 0); }
+
+const std::vector<std::string> kSchedules = {"gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"};
+
+// Seven samples in four micro-batches of 2, 2, 2 and 1.
+TEST(Step, MeansOverSamplesAsTheBareModel) {
+  auto model = small_model();
+  const auto x = torch::randn({7, 6}, torch::kDouble);
+  const auto y = torch::randn({7, 5}, torch::kDouble);
+  const auto bare = torch::mse_loss(model->forward(x), y);
+  bare.backward();
+  const auto expected = take_gradients(*model);
+  for (const auto& schedule : kSchedules) {
+    GPipe pipe(model, {2, 2, 1}, options(schedule));
+    const auto result = pipe->step(x, y, kMse);
+    EXPECT_TRUE(torch::allclose(result.loss, bare, 1e-12, 1e-12));
+    EXPECT_FALSE(result.loss.requires_grad());
+    expect_close(take_gradients(*model), expected);
+  }
+}
+
+TEST(Step, WeighsMicroBatchesByTheirCount) {
+  auto model = small_model();
+  const auto x = torch::randn({7, 6}, torch::kDouble);
+  const auto y = torch::tensor({0, -100, -100, -100, 4, 2, 1}, torch::kLong);  // the second micro-batch counts nothing
+  const auto loss = tensor_loss([](const Tensor& out, const Tensor& t) { return torch::cross_entropy_loss(out, t); });
+  const auto count = [](const Value& target) { return target.tensor().ne(-100).sum().item<double>(); };
+  const auto bare = torch::cross_entropy_loss(model->forward(x), y);
+  bare.backward();
+  const auto expected = take_gradients(*model);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  const auto result = pipe->step(x, y, loss, StepOptions().count(count));
+  EXPECT_TRUE(torch::allclose(result.loss, bare, 1e-12, 1e-12));
+  expect_close(take_gradients(*model), expected);
+  EXPECT_THAT([&] { pipe->step(x, torch::full({7}, -100, torch::kLong), loss, StepOptions().count(count)); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("count returned 0 for every micro-batch")));
+  EXPECT_THAT([&] { pipe->step(x, y, loss, StepOptions().count([](const Value&) { return -1.0; })); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("count returned -1")));
+}
+
+TEST(Step, SumsLosses) {
+  auto model = small_model();
+  const auto x = torch::randn({7, 6}, torch::kDouble);
+  const auto loss = tensor_loss([](const Tensor& out, const Tensor& t) { return (out * t).sum(); });
+  const auto y = torch::randn({7, 5}, torch::kDouble);
+  const auto bare = (model->forward(x) * y).sum();
+  bare.backward();
+  const auto expected = take_gradients(*model);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  EXPECT_TRUE(torch::allclose(pipe->step(x, y, loss, StepOptions().reduction(Reduction::kSum)).loss, bare, 1e-12));
+  expect_close(take_gradients(*model), expected);
+}
+
+TEST(Step, ScalesGradientsExactlyByPowersOfTwo) {
+  auto model = small_model();
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  const auto loss = pipe->step(x, y, kMse).loss;
+  auto expected = take_gradients(*model);
+  for (auto& gradient : expected) gradient *= 1024;
+  EXPECT_TRUE(torch::equal(pipe->step(x, y, kMse, StepOptions().scale(1024)).loss, loss));
+  expect_equal(take_gradients(*model), expected);
+}
+
+TEST(Step, AccumulatesIntoGrad) {
+  auto model = small_model();
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  pipe->step(x, y, kMse);
+  auto expected = take_gradients(*model);
+  for (auto& gradient : expected) gradient = gradient + gradient;
+  pipe->step(x, y, kMse);
+  pipe->step(x, y, kMse);
+  expect_equal(take_gradients(*model), expected);
+}
+
+TEST(Step, GivesInputsTheirGradients) {
+  auto model = small_model();
+  const auto x = torch::randn({7, 6}, torch::kDouble).requires_grad_();
+  const auto y = torch::randn({7, 5}, torch::kDouble);
+  torch::mse_loss(model->forward(x), y).backward();
+  const auto expected = x.grad().clone();
+  x.mutable_grad().reset();
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  pipe->step(x, y, kMse);
+  EXPECT_TRUE(torch::allclose(x.grad(), expected, 1e-12, 1e-12));
+}
+
+TEST(Step, ReturnsTheOutputOnRequest) {
+  auto model = small_model();
+  const auto x = torch::randn({7, 6}, torch::kDouble);
+  const auto y = torch::randn({7, 5}, torch::kDouble);
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    GPipe pipe(model, {2, 3}, options("1f1b").checkpoint(checkpoint));
+    EXPECT_TRUE(pipe->step(x, y, kMse).output.tensors().empty());
+    const auto output = pipe->step(x, y, kMse, StepOptions().return_output(true)).output.tensor();
+    EXPECT_TRUE(torch::equal(output, pipe->forward(x).detach()));
+    EXPECT_FALSE(output.requires_grad());
+  }
+}
+
+TEST(Step, LossHandsOutItsGradientsOnce) {
+  auto model = small_model();
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  pipe->step(x, y, kMse);
+  const auto expected = take_gradients(*model);
+  int hooks = 0;
+  for (auto& parameter : model->parameters()) {
+    if (parameter.dim() == 2) parameter.register_hook([&](const Tensor&) { ++hooks; });
+  }
+  const auto loss = pipe->loss(x, y, kMse);
+  EXPECT_TRUE(loss.requires_grad());
+  EXPECT_EQ(hooks, 0);
+  for (auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+  expect_equal(torch::autograd::grad({loss * 4}, model->parameters(), {}, /*retain_graph=*/true), [&] {
+    auto fourfold = expected;
+    for (auto& gradient : fourfold) gradient = gradient * 4;
+    return fourfold;
+  }());
+  loss.backward();
+  expect_equal(take_gradients(*model), expected);
+  EXPECT_EQ(hooks, 6);
+  EXPECT_THROW(loss.backward(), c10::Error);
+}
+
+TEST(Step, DrawsTheSameNumbersInTheRecomputeOfTheLoss) {
+  auto model = small_model();
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  const auto loss = tensor_loss(
+      [](const Tensor& out, const Tensor& t) { return torch::mse_loss(torch::dropout(out, 0.5, /*train=*/true), t); });
+  std::vector<std::vector<Tensor>> gradients;
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    for (const auto& schedule : {"1f1b", "interleaved_1f1b"}) {
+      GPipe pipe(model, {2, 3}, options(schedule).checkpoint(checkpoint));
+      torch::manual_seed(3);
+      pipe->step(x, y, loss);
+      gradients.push_back(take_gradients(*model));
+      expect_equal(gradients.back(), gradients.front());
+    }
+  }
+}
+
+TEST(Step, AMicroBatchOfWeightZeroCannotSpoilTheOthers) {
+  auto model = small_model();
+  auto x = torch::randn({8, 6}, torch::kDouble);
+  x[2].fill_(std::numeric_limits<double>::quiet_NaN());
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  const auto finite = [&](const Value& target) { return torch::equal(target.tensor(), y.slice(0, 2, 4)) ? 0.0 : 2.0; };
+  const auto result = pipe->step(x, y, kMse, StepOptions().count(finite));
+  EXPECT_TRUE(result.loss.isfinite().item<bool>());
+  for (const auto& gradient : take_gradients(*model)) EXPECT_TRUE(gradient.isfinite().all().item<bool>());
+}
+
+TEST(Step, OfAFrozenModelReturnsTheLossOnly) {
+  auto model = small_model();
+  for (auto& parameter : model->parameters()) parameter.set_requires_grad(false);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  EXPECT_TRUE(torch::allclose(pipe->step(x, y, kMse).loss, torch::mse_loss(model->forward(x), y)));
+  for (auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+}
+
+TEST(Step, ErrorsLeaveEverythingAsItWas) {
+  for (const auto& schedule : kSchedules) {
+    torch::manual_seed(1);
+    nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Dropout(0.5), nn::Linear(6, 5));
+    GPipe pipe(model, {2, 2}, options(schedule).checkpoint(Checkpoint::kExceptLast));
+    const auto x = torch::randn({8, 6});
+    const auto y = torch::randn({8, 5});
+    torch::manual_seed(5);
+    pipe->step(x, y, kMse);
+    const auto expected = take_gradients(*model);
+    std::vector<Tensor> buffers;
+    for (const auto& buffer : model->buffers()) buffers.push_back(buffer.clone());
+
+    torch::manual_seed(5);
+    int calls = 0;
+    const auto failing = [&](const Value& out, const Value& target) {
+      if (++calls == 3) throw std::domain_error("third");
+      return kMse(out, target);
+    };
+    EXPECT_THROW(pipe->step(x, y, failing), std::domain_error);
+    ASSERT_TRUE(pipe->last_error());
+    EXPECT_EQ(pipe->last_error()->layer_name, "loss");
+    EXPECT_EQ(pipe->last_error()->layer, 4);
+    EXPECT_EQ(pipe->last_error()->message, "third");
+    for (auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    for (std::size_t i = 0; i < buffers.size(); ++i) EXPECT_TRUE(torch::equal(model->buffers()[i], buffers[i]));
+
+    pipe->step(x, y, kMse);  // with the same numbers as the first
+    expect_equal(take_gradients(*model), expected);
+    EXPECT_FALSE(pipe->last_error());
+  }
+}
+
+TEST(Step, RefusesWhatItCannotDo) {
+  auto model = small_model();
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  const auto refused = [](const std::string& why) { return ThrowsMessage<std::invalid_argument>(HasSubstr(why)); };
+  const auto with_loss = [&](auto function) {
+    return [&pipe, x, y, function] { pipe->step(x, y, tensor_loss(function)); };
+  };
+  EXPECT_THAT(with_loss([](const Tensor& out, const Tensor&) { return out; }),
+              refused("return a floating-point scalar"));
+  EXPECT_THAT(with_loss([](const Tensor& out, const Tensor&) { return out.detach().sum(); }),
+              refused("does not depend on the model's output"));
+  EXPECT_THAT(with_loss([](const Tensor&, const Tensor&) { return Tensor(); }), refused("undefined"));
+  EXPECT_THAT([&] { pipe->step(x, y.slice(0, 1), kMse); }, refused("the target has 7 samples, but the input has 8"));
+  EXPECT_THAT([&] { pipe->step(x, y.clone().requires_grad_(), kMse); }, refused("a target requires grad"));
+  EXPECT_THAT([&] { pipe->step(x, y, kMse, StepOptions().scale(0)); }, refused("scale must be finite and positive"));
+  EXPECT_THAT([&] { pipe->step(x.slice(0, 0, 0), y.slice(0, 0, 0), kMse); }, refused("no samples"));
+  const auto evaluates = ThrowsMessage<std::runtime_error>(HasSubstr("use forward() to evaluate"));
+  {
+    torch::NoGradGuard no_grad;
+    EXPECT_THAT([&] { pipe->step(x, y, kMse); }, evaluates);
+  }
+  pipe->eval();
+  EXPECT_THAT([&] { pipe->step(x, y, kMse); }, evaluates);
+  for (auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+
+  const auto make = [&](std::vector<std::int64_t> balance, GPipeOptions with) {
+    return [=] { GPipe(model, balance, with); };
+  };
+  EXPECT_THAT(make({2, 3}, options("1f1f")), refused("unknown schedule '1f1f'"));
+  EXPECT_THAT(make({2, 2, 1}, options("gpipe").stages_per_worker(2)),
+              refused("balance has 3 stages, which stages_per_worker = 2 does not divide"));
+  EXPECT_THAT(make({2, 2, 1, 0}, options("gpipe").stages_per_worker(2)), refused("at least one layer"));
+  EXPECT_THAT(make({2, 1, 1, 1}, options("gpipe").stages_per_worker(2).devices({torch::kCPU})),
+              refused("balance has 4 stages, but 1 devices with 2 stages_per_worker hold 2"));
+  EXPECT_THAT(make({2, 1, 1, 1}, options("1f1b").stages_per_worker(2)), refused("one stage per worker"));
+  EXPECT_THAT(make({2, 3}, options("@/nowhere")), refused("cannot read the schedule '/nowhere'"));
+}
+
+TEST(Step, RunsASchedulesFromAFileOrAFunction) {
+  auto model = small_model();
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 5}, torch::kDouble);
+  GPipe named(model, {2, 1, 1, 1}, options("interleaved_1f1b").stages_per_worker(2));
+  named->step(x, y, kMse);
+  const auto expected = take_gradients(*model);
+
+  const auto path = std::filesystem::path(::testing::TempDir()) / "schedule.txt";
+  const auto layout = named->program(4)->layout();
+  std::ofstream(path) << to_text(make_schedule("interleaved_1f1b", layout, Checkpoint::kNever));
+  GPipe from_file(model, {2, 1, 1, 1}, options("@" + path.string()));
+  EXPECT_EQ(from_file->placement(), (std::vector<int>{0, 1, 0, 1}));
+  EXPECT_EQ(from_file->devices().size(), 2u);
+  from_file->step(x, y, kMse);
+  expect_equal(take_gradients(*model), expected);
+  EXPECT_EQ(to_text(from_file->program(4)->schedule()), to_text(named->program(4)->schedule()));
+  EXPECT_THAT([&] { from_file->step(x.slice(0, 0, 3), y.slice(0, 0, 3), kMse); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("has 4 micro-batches, but the mini-batch is cut into 3")));
+
+  std::vector<int> micro_batches;
+  auto by_function = options("gpipe").schedule_function([&](const Layout& of, Checkpoint checkpoint) {
+    micro_batches.push_back(of.micro_batches);
+    return make_schedule("1f1b", of, checkpoint);
+  });
+  GPipe own(model, {2, 3}, by_function);
+  own->step(x, y, kMse);
+  expect_close(take_gradients(*model), expected);
+  EXPECT_EQ(micro_batches, std::vector<int>{4});
+
+  GPipe wrong(model, {2, 3}, options("gpipe").schedule_function([](const Layout& of, Checkpoint) { return fill(of); }));
+  EXPECT_THAT([&] { wrong->step(x, y, kMse); }, ThrowsMessage<std::invalid_argument>(HasSubstr("no backward")));
+  std::filesystem::remove(path);
+}
+
+TEST(Step, RunsForwardsUnderAutocastAndBackwardsOutside) {
+  struct ProbeImpl : nn::Module {
+    explicit ProbeImpl(std::set<std::string>* seen) : seen(seen) {}
+    Tensor forward(Tensor x) {
+      const auto enabled = [] { return at::autocast::is_autocast_enabled(at::kCPU) ? " in autocast" : " outside"; };
+      seen->insert((is_recomputing() ? "recompute" : "forward") + std::string(enabled()));
+      if (x.requires_grad()) {
+        x = x * 1;
+        x.register_hook([seen = seen, enabled](const Tensor&) { seen->insert("backward" + std::string(enabled())); });
+      }
+      return x;
+    }
+    std::set<std::string>* seen;
+  };
+  std::set<std::string> seen;
+  nn::Sequential model;
+  model->push_back(nn::Linear(6, 6));
+  model->push_back(std::make_shared<ProbeImpl>(&seen));
+  GPipe pipe(model, {2}, options("1f1b").checkpoint(Checkpoint::kAlways));
+  at::autocast::set_autocast_enabled(at::kCPU, true);
+  pipe->step(torch::randn({8, 6}), torch::randn({8, 6}), kMse);
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  EXPECT_EQ(seen, (std::set<std::string>{"forward in autocast", "recompute in autocast", "backward outside"}));
+}
+
+TEST(Step, DefersBatchNormOverTheMiniBatch) {
+  std::vector<Tensor> statistics;
+  for (const auto& schedule : {"gpipe", "1f1b"}) {
+    torch::manual_seed(1);
+    nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Linear(6, 5));
+    GPipe pipe(model, {1, 2}, options(schedule).deferred_batch_norm(true));
+    torch::manual_seed(2);
+    pipe->step(torch::randn({8, 6}), torch::randn({8, 5}), kMse);
+    EXPECT_EQ(model->buffers()[2].item<std::int64_t>(), 1);  // num_batches_tracked
+    statistics.push_back(model->buffers()[0]);
+  }
+  EXPECT_TRUE(torch::equal(statistics[0], statistics[1]));
+}
+
+TEST(Step, IsTracedWithItsBytes) {
+  std::vector<std::int64_t> peaks;
+  for (const auto& schedule : {"gpipe", "1f1b"}) {
+    auto model = nn::Sequential(nn::Linear(64, 512), nn::Tanh(), nn::Linear(512, 64));
+    GPipe pipe(model, {2, 1}, options(schedule, 16).checkpoint(Checkpoint::kNever));
+    const auto x = torch::randn({256, 64});
+    const auto y = torch::randn({256, 64});
+    pipe->step(x, y, kMse);
+    const auto timeline = std::make_shared<Timeline>();
+    pipe->trace(timeline);
+    pipe->step(x, y, kMse);
+    EXPECT_EQ(timeline->spans.size(), 2u * 2 * 16);
+    EXPECT_EQ(timeline->workers, 2);
+    peaks.push_back(timeline->peak_bytes()[0]);
+  }
+  EXPECT_LT(peaks[1], peaks[0] / 2);
+}
+
+TEST(Step, ForwardRunsOnALoopedPlacement) {
+  auto model = small_model();
+  GPipe straight(model, {2, 1, 1, 1}, options("gpipe"));
+  GPipe looped(model, {2, 1, 1, 1}, options("looped_bfs").stages_per_worker(2));
+  EXPECT_EQ(looped->placement(), (std::vector<int>{0, 1, 0, 1}));
+  EXPECT_EQ(looped->devices().size(), 2u);
+  const auto x = torch::randn({8, 6}, torch::kDouble);
+  straight->forward(x).sum().backward();
+  const auto expected = take_gradients(*model);
+  looped->forward(x).sum().backward();
+  expect_equal(take_gradients(*model), expected);
+}
+
+TEST(Step, CheckLossTellsWhetherALossDecomposes) {
+  torch::manual_seed(1);
+  const auto out = torch::rand({7, 5}, torch::kDouble);
+  const auto target = torch::rand({7, 5}, torch::kDouble);
+  const auto mean = check_loss(kMse, out, target, 4);
+  EXPECT_NEAR(mean.whole, mean.from_micro_batches, 1e-12);
+  const auto dice =
+      tensor_loss([](const Tensor& a, const Tensor& b) { return 1 - 2 * (a * b).sum() / (a.sum() + b.sum()); });
+  const auto joined = check_loss(dice, out, target, 4);
+  EXPECT_GT(std::abs(joined.whole - joined.from_micro_batches), 1e-4);
+}
+
+}  // namespace
+}  // namespace gpipe
