@@ -68,7 +68,7 @@ at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<
   at::Tensor sum;
   for (std::size_t i = 0; i < losses.size(); ++i) {
     if (weights[i] == 0) continue;  // 0 * NaN is NaN
-    sum = sum.defined() ? sum.add(losses[i], weights[i]) : losses[i] * weights[i];
+    sum = sum.defined() ? sum.add(losses[i], weights[i]) : losses[i].mul(weights[i]);
   }
   return sum;
 }
