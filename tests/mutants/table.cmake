@@ -73,7 +73,7 @@ mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp
        "only.empty() || std::ranges::find(only, key.name) != only.end()" "true" Isolate*)
 mutant(reads_damaged_records gpipe_tests gpipe/snapshot/zip_records.cpp "checksum(data) != crc" "false" *Damage*)
-mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" SnapshotTest.*)
+mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
        "prediction.bytes[prediction.stages.size()] += stage.static_bytes(first, end);" "" PlanTest.*)
 mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
