@@ -185,8 +185,9 @@ std::string shape(const torch::Tensor& tensor) { return tensor.defined() ? c10::
 
 std::map<std::string, torch::Tensor> to_state(const Plain& content) {
   const auto* dict = std::get_if<Plain::Dict>(&content.value);
-  if (dict == nullptr)
+  if (dict == nullptr) {
     throw std::runtime_error(std::string("the file contains a ") + type_of(content) + ", not a dict");
+  }
   std::map<std::string, torch::Tensor> state;
   for (const auto& [key, value] : *dict) {
     const auto* tensor = std::get_if<torch::Tensor>(&value.value);

@@ -45,7 +45,7 @@ struct Snapshot {
   NamedTensors model = NamedTensors("Tensor");  ///< parameters and buffers
   OptimizerState optimizer;
   std::int64_t epoch = 0;                              ///< epochs completed
-  std::map<std::string, std::int64_t> position;        ///< the data loader's position in the epoch, defined by it
+  std::map<std::string, std::int64_t> position;        ///< in the epoch, in the data loader's own terms
   at::Tensor random;                                   ///< state of the default CPU generator, the source of all seeds
   std::map<std::string, std::string> options;          ///< the program's options
   std::map<std::string, std::vector<double>> history;  ///< losses and scores so far
@@ -58,10 +58,9 @@ struct Snapshot {
 ///   model.load_state_dict(state["model"])
 ///
 /// The path always names a complete snapshot: the previous one until this one is on the disk (see AtomicFile).
-/// REQUIRES: tensors are dense and of type bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of the
-/// last two. LibTorch and Python save these types in the same way.
-/// Errors: std::runtime_error with the path and the reason. The path then names the previous file, or the new one if
-/// only flushing the folder after the rename failed.
+/// Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or not of a type that
+/// LibTorch and Python save in the same way: bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of the
+/// last two. The path then names the previous file, or the new one if only flushing the folder after the rename failed.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
 /// Reads a file from write_snapshot(), from Python's gpipe.snapshot.write, or from torch.save of an equal dict that
