@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ extensions = [
     "sphinx_design",
 ]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "README.md", "bench/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+include_patterns = ["docs/**.md", "docs/*.ipynb", "README.md", "bench/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = ["build", ".*", "**/.*"]
 nitpicky = True
 nitpick_ignore_regex = [
@@ -100,6 +102,23 @@ def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signa
     return tuple(text and re.sub(r"\(self: [\w.]+(, )?", "(", text) for text in public)
 
 
+def _text_of_notebook(app: Any, docname: str, source: list[str]) -> None:
+    """Makes Markdown of a notebook: its texts, its code, and the stored outputs, drawings as HTML."""
+    if Path(app.env.doc2path(docname)).suffix != ".ipynb":
+        return
+    parts: list[str] = []
+    for cell in json.loads(source[0])["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            if "image/svg+xml" in data:
+                parts.append("```{raw} html\n" + "".join(data["image/svg+xml"]) + "\n```")
+            else:
+                parts.append("```text\n" + "".join(data["text/plain"]).rstrip("\n") + "\n```")
+    source[0] = "\n\n".join(parts) + "\n"
+
+
 def _set_side_by_side(app: Any, docname: str, source: list[str]) -> None:
     """Makes tabs of a Python and a C++ block that follow each other."""
     tab = "::::{{tab-item}} {0}\n:sync: {0}\n{1}\n::::\n"
@@ -128,5 +147,6 @@ def _start_at_index(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _show_examples, priority=400)  # before napoleon
     app.connect("autodoc-process-signature", _name_publicly)
+    app.connect("source-read", _text_of_notebook)
     app.connect("source-read", _set_side_by_side)
     app.connect("build-finished", _start_at_index)
