@@ -80,6 +80,18 @@ def test_program_for_two_processes(tmp_path):
     assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
+def test_messages_are_those_of_the_sources():
+    """The messages that troubleshooting.md quotes; `...` stands for a value."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = "".join(re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)).replace("[gpipe] ", "")
+    sources = [path for folder in ("gpipe", "skip", "balance", "python") for path in (ROOT / folder).rglob("*")]
+    text = "".join(path.read_text() for path in sources if path.suffix in (".cpp", ".h", ".py"))
+    text = re.sub(r'"\s*f?"', "", text)  # joins the pieces of a string
+    pieces = [piece.strip() for message in quoted.splitlines() for piece in message.split("...")]
+    assert len(pieces) > 40
+    assert [piece for piece in pieces if piece not in text] == []
+
+
 def kinds_of_outputs(notebook):
     return [
         [set(output.get("data", {output["output_type"]})) for output in cell.get("outputs", [])]
