@@ -1,4 +1,4 @@
-"""The programs in the documentation run."""
+"""The Python code in the documentation runs."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
-# The names that the programs of a page use without defining them.
+# The names that each page uses without defining them.
 GIVEN = {
     "README.md": {},
     "docs/index.md": {"model": model, "criterion": nn.MSELoss, "input": (8, 8), "target": (8, 8)},
@@ -54,7 +54,7 @@ def fresh_accelerate():
 
 
 @pytest.mark.parametrize("page", GIVEN)
-def test_page(page, tmp_path, monkeypatch, fresh_accelerate):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
     for package in NEEDED.get(page, []):
         pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,7 @@ def test_page(page, tmp_path, monkeypatch, fresh_accelerate):
             exec(compile(block, f"{page}, block {number}", "exec"), names)
 
 
-def test_program_for_two_processes(tmp_path):
+def test_the_program_for_two_processes_keeps_them_equal(tmp_path):
     (program,) = (block for block in blocks_of("docs/convert_your_model.md") if PROGRAM.match(block))
     (tmp_path / "train.py").write_text(program)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -80,7 +80,7 @@ def test_program_for_two_processes(tmp_path):
     assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
 
 
-def test_messages_are_those_of_the_sources():
+def test_quoted_messages_are_those_of_the_sources():
     """The messages that troubleshooting.md quotes; `...` stands for a value."""
     page = (ROOT / "docs/troubleshooting.md").read_text()
     quoted = "".join(re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)).replace("[gpipe] ", "")
@@ -99,7 +99,7 @@ def kinds_of_outputs(notebook):
     ]
 
 
-def test_notebook(tmp_path, monkeypatch):
+def test_the_notebook_runs_and_its_stored_outputs_are_of_the_same_kinds(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     stored = json.loads((ROOT / "docs/tutorial.ipynb").read_text(encoding="utf-8"))
     notebook = copy.deepcopy(stored)
