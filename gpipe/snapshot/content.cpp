@@ -73,7 +73,7 @@ IValue plain(const OptimizerState& optimizer) {
 
 // ... and back.
 
-[[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("it is not a snapshot: " + what); }
+[[noreturn]] void refuse_content(const std::string& what) { throw std::runtime_error("it is not a snapshot: " + what); }
 
 /// The place of a value in the file, for errors: a dict's value, or an item of a list.
 struct Where {
@@ -88,7 +88,7 @@ struct Where {
 };
 
 [[noreturn]] void wrong(const Plain& found, const Where& where, const char* expected) {
-  refuse(where.text() + " is of type " + type_of(found) + ", not " + expected);
+  refuse_content(where.text() + " is of type " + type_of(found) + ", not " + expected);
 }
 
 template <class Value>
@@ -155,7 +155,7 @@ const Plain& find(const Plain::Dict& dict, const std::string& key, const std::st
   for (const auto& entry : dict) {
     if (entry.key == key) return entry.value;
   }
-  refuse(where + " has no '" + key + "'");
+  refuse_content(where + " has no '" + key + "'");
 }
 
 /// Reads one of a dict's values.
@@ -193,11 +193,11 @@ IValue to_content(const Snapshot& snapshot) {
 
 Snapshot from_content(const Plain& content) {
   const auto* values = std::get_if<Plain::Dict>(&content.value);
-  if (values == nullptr) refuse(std::string("it holds a ") + type_of(content) + ", not a dict");
+  if (values == nullptr) refuse_content(std::string("it holds a ") + type_of(content) + ", not a dict");
   const auto field = [&](const std::string& key, auto& to) { read(find(*values, key, "it"), {key}, to); };
   std::string format;
   field("format", format);
-  if (format != kFormat) refuse("its 'format' is '" + format + "', not '" + kFormat + "'");
+  if (format != kFormat) refuse_content("its 'format' is '" + format + "', not '" + kFormat + "'");
   std::int64_t version = 0;
   field("version", version);
   if (version > kVersion) {

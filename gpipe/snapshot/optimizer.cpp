@@ -108,7 +108,7 @@ void each_field(optim::SGDParamState& of, const optim::SGDOptions&, Field field)
   field("momentum_buffer", of.momentum_buffer(), true);
 }
 
-[[noreturn]] void refuse(const std::string& what) {
+[[noreturn]] void refuse_optimizer(const std::string& what) {
   throw std::invalid_argument("the snapshot is of another optimizer: " + what);
 }
 
@@ -153,7 +153,7 @@ struct Restore {
     return found->second;
   }
   [[noreturn]] void wrong(const char* name) const {
-    refuse("its '" + std::string(name) + "' of " + owner + " is missing, or of another type or shape");
+    refuse_optimizer("its '" + std::string(name) + "' of " + owner + " is missing, or of another type or shape");
   }
 };
 
@@ -205,8 +205,8 @@ std::vector<std::string> sorted(std::vector<std::string> names) {
 /// Whether both have the same groups of parameters, in any order within a group.
 void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
   if (names.size() != saved.param_groups.size()) {
-    refuse("it has " + std::to_string(saved.param_groups.size()) + " groups of parameters, but this one has " +
-           std::to_string(names.size()));
+    refuse_optimizer("it has " + std::to_string(saved.param_groups.size()) +
+                     " groups of parameters, but this one has " + std::to_string(names.size()));
   }
   for (std::size_t g = 0; g < names.size(); ++g) {
     const auto ours = sorted(names[g]);
@@ -214,7 +214,7 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
     const auto [our, their] = std::mismatch(ours.begin(), ours.end(), theirs.begin(), theirs.end());
     if (our == ours.end() && their == theirs.end()) continue;
     const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
-    refuse("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
+    refuse_optimizer("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
   }
 }
 
@@ -245,7 +245,8 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
 void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved) {
   const auto names = names_of(optimizer, model);
   with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
-    if (saved.type != type) refuse("it is " + (saved.type.empty() ? "none" : saved.type) + ", but this one is " + type);
+    if (saved.type != type)
+      refuse_optimizer("it is " + (saved.type.empty() ? "none" : saved.type) + ", but this one is " + type);
     check_groups(names, saved);
     std::vector<std::unique_ptr<Options>> options;
     std::remove_reference_t<decltype(optimizer.state())> states;
@@ -261,7 +262,8 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
         states[group.params()[i].unsafeGetTensorImpl()] = std::move(state);
       }
     }
-    if (states.size() != saved.state.size()) refuse("it has the state of a parameter that this one does not have");
+    if (states.size() != saved.state.size())
+      refuse_optimizer("it has the state of a parameter that this one does not have");
     // All fits: from here on nothing fails.
     for (std::size_t g = 0; g < names.size(); ++g) optimizer.param_groups()[g].set_options(std::move(options[g]));
     optimizer.state() = std::move(states);

@@ -29,7 +29,7 @@ constexpr int kMaxDepth = 32;
 constexpr std::uint64_t kMaxRepetition = 16;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("it is not a snapshot: " + what); }
-[[noreturn]] void damaged(const std::string& what) { throw std::runtime_error("it is damaged: " + what); }
+[[noreturn]] void damaged_record(const std::string& what) { throw std::runtime_error("it is damaged: " + what); }
 [[noreturn]] void malformed() { refuse("its pickle is malformed"); }
 
 constexpr char kOrderedDict[] = "collections.OrderedDict";
@@ -358,8 +358,8 @@ class Unpickler {
     const auto count = integer(items[4]);
     const auto element = c10::elementSize(*type);
     if (count < 0 || size % element != 0 || static_cast<std::uint64_t>(count) != size / element) {
-      damaged("its record '" + name + "' has " + std::to_string(size) + " bytes, not " + std::to_string(count) +
-              " elements of " + std::to_string(element));
+      damaged_record("its record '" + name + "' has " + std::to_string(size) + " bytes, not " + std::to_string(count) +
+                     " elements of " + std::to_string(element));
     }
     auto [storage, added] = storages_.try_emplace(name);
     if (added) {
@@ -393,7 +393,7 @@ class Unpickler {
     const auto strides = integers(arguments[3]);
     const auto elements = stored->storage.nbytes() / c10::elementSize(stored->type);
     if (!fits(offset, sizes, strides, static_cast<std::int64_t>(elements))) {
-      damaged("a tensor lies outside its record of " + std::to_string(elements) + " elements");
+      damaged_record("a tensor lies outside its record of " + std::to_string(elements) + " elements");
     }
     return at::empty({0}, at::TensorOptions(stored->type)).set_(stored->storage, offset, sizes, strides);
   }
