@@ -1,3 +1,18 @@
+# gpipe_join_sources(target): under GPIPE_UNITY_BUILD, compiles the sources of each folder of a target as one unit. Parsing
+# torch's headers takes most of the time of a build, and each unit parses them once.
+function(gpipe_join_sources target)
+  if(NOT GPIPE_UNITY_BUILD)
+    return()
+  endif()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
+  get_target_property(sources ${target} SOURCES)
+  foreach(source IN LISTS sources)
+    get_filename_component(folder ${source} DIRECTORY)
+    string(MAKE_C_IDENTIFIER "${target}_${folder}" unit)
+    set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${unit})
+  endforeach()
+endfunction()
+
 # gpipe_program(name [LIGHT] SOURCES file... LIBRARIES target...): a program, with the precompiled torch.h. LIGHT leaves
 # that out: loading it costs two seconds a file, which those with few torch headers do not win back.
 function(gpipe_program name)
