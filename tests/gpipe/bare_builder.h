@@ -1,4 +1,4 @@
-// Builds one model twice: as the library wants it, and as a plain model that uses nothing of the library.
+// Builds a model for a pipeline, or the same model as a plain one, whose layers use nothing of the library.
 #pragma once
 
 #include <torch/torch.h>
@@ -25,7 +25,7 @@ struct SkipPort {
 /// The skips of a plain model.
 using PlainSkips = std::map<std::string, torch::Tensor>;
 
-/// With `plain`, layers stash and pop there. Without, they are the library's Skippables.
+/// With `plain`, layers keep their skips there. With nullptr, they are the library's Skippables.
 class Builder {
  public:
   explicit Builder(PlainSkips* plain) : plain_(plain) {}

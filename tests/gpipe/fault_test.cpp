@@ -105,7 +105,7 @@ const std::type_info* type_thrown_by(Call call) {
 }
 
 TEST(Fault, LeavesNothingBehind) {
-  constexpr int kFailures = 167;  // per pipeline, of which there are six
+  constexpr int kFailures = 167;  // for each of six pipelines
   auto& memory = FaultyAllocator::instance();
   memory.install();
   const absl::Cleanup put_back = [&] { memory.remove(); };

@@ -35,7 +35,7 @@ inline const std::vector<Exception> kOfLayers = {
     {typeid(Injected), [] { throw Injected("injected"); }},
     {typeid(c10::Error), [] { TORCH_CHECK(false, "injected"); }},
 };
-// PyTorch's engine carries nothing except std::exception through a backward.
+// In a backward, PyTorch's engine supports only std::exception.
 inline const std::vector<Exception> kOfLayersInForward = {kOfLayers[0], kOfLayers[1], {typeid(int), [] { throw 7; }}};
 
 /// Counts its passes, on any thread. When armed, it throws in one of them, or in that one and all later ones.

@@ -29,7 +29,7 @@ auto throws(const std::string& text) {
   return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(text));
 }
 
-/// Whether two tensors are equal bit by bit, or both undefined.
+/// Whether two tensors are bit-equal, or both undefined.
 inline bool same(const Tensor& a, const Tensor& b) {
   return a.defined() == b.defined() && (!a.defined() || torch::equal(a, b));
 }
@@ -45,7 +45,7 @@ inline std::vector<Tensor> copies(const std::vector<Tensor>& tensors) {
   return copies;
 }
 
-/// The state of the default generator, which the caller of a pipeline draws from.
+/// The state of the default CPU generator.
 inline Tensor generator_state() { return at::detail::getDefaultCPUGenerator().get_state(); }
 
 /// The number of threads of this process.

@@ -67,7 +67,7 @@ std::vector<std::vector<Part>> each_left_out(const std::vector<Part>& parts, Bel
   return results;
 }
 
-/// Replaces a failing case by the first of its smaller ones that fails too, until none fails.
+/// Shrinks a failing case: takes the first smaller case that fails too, until none does.
 template <class Case, class Smaller, class Fails>
 Case shrink(Case failing, Smaller smaller, Fails fails) {
   for (bool shrunk = true; shrunk;) {
