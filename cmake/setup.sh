@@ -1,12 +1,15 @@
-# Sourced by ./test and ./demo, which run from the repository's root. Brings a bare Debian 12 to where the project can
-# be built; where all is there it starts no package manager.
+# Sourced by ./demo and ./test, which run in the repository's root. Installs what they need on Debian 12 and Ubuntu
+# 24.04. Starts no package manager when nothing is missing.
 #
-#   GPIPE_PYTHON   a Python interpreter whose torch to use, instead of one installed into .venv
+#   GPIPE_PYTHON   Python interpreter that has torch. Default: that of .venv, into which torch is installed.
 
-readonly python_packages=(torch==2.11.0 torchvision==0.26.0 tensorboard==2.21.0 matplotlib==3.11.2 numpy
-  scikit-build-core==1.1.2 pytest==9.2.0 mypy==2.4.1 pybind11-stubgen==3.0.0)
-readonly packages=(clang clang-format cmake g++ libabsl-dev libbenchmark-dev libclang-rt-14-dev libcli11-dev libgif-dev
-  libgmock-dev libjpeg62-turbo-dev libpng-dev ninja-build nlohmann-json3-dev python3-dev python3-venv zlib1g-dev)
+readonly build_packages=(cmake g++ libabsl-dev libcli11-dev libgif-dev libjpeg-dev libpng-dev ninja-build
+  nlohmann-json3-dev python3-venv zlib1g-dev)
+readonly test_packages=("${build_packages[@]}" clang libbenchmark-dev libclang-rt-dev libgmock-dev python3-dev)
+readonly torch=torch==2.11.0
+readonly test_python_packages=("$torch" torchvision==0.26.0 clang-format==14.0.6 tensorboard==2.21.0
+  matplotlib==3.11.2 numpy scikit-build-core==1.1.2 pytest==9.2.0 mypy==2.4.1 pybind11-stubgen==3.0.0
+  timm==1.0.31 transformers==5.23.0 accelerate==1.15.0 lightning-fabric==2.6.6)
 readonly log=build/setup.log
 
 fail() {
@@ -14,54 +17,63 @@ fail() {
   exit 1
 }
 
-# Runs a command with its output in the log.
+# Runs a command and appends its output to the log.
 quietly() { "$@" >>"$log" 2>&1 </dev/null; }
 
+# install_packages PACKAGE...: the missing ones of these Debian packages.
 install_packages() {
-  command -v dpkg-query >/dev/null || return 0 # no Debian: cmake names what it does not find
+  command -v dpkg-query >/dev/null || return 0 # not Debian: CMake reports what it does not find
   local missing=()
   mapfile -t missing < <(
-    dpkg-query --show --showformat='${Package} ${db:Status-Status}\n' "${packages[@]}" 2>/dev/null |
-      awk '$2 == "installed" {print $1}' | sort | comm -13 - <(printf '%s\n' "${packages[@]}" | sort))
+    dpkg-query --show --showformat='${Package} ${db:Status-Status}\n' "$@" 2>/dev/null |
+      awk '$2 == "installed" {print $1}' | sort | comm -13 - <(printf '%s\n' "$@" | sort))
   ((${#missing[@]})) || return 0
 
   local as_root=()
   if ((EUID != 0)); then
-    sudo -v 2>/dev/null || fail "missing Debian packages, and neither root nor sudo to install them: ${missing[*]}"
+    sudo -v 2>/dev/null || fail "these packages are missing: ${missing[*]}. Install them, or run this as root or with sudo."
     as_root=(sudo)
   fi
-  echo "Installing Debian packages: ${missing[*]}"
-  quietly "${as_root[@]}" apt-get update || true # a mirror that fails need not be one that is needed
+  echo "Installing packages: ${missing[*]}"
+  quietly "${as_root[@]}" apt-get update || true # the packages may come from the mirrors that do answer
   quietly "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
     apt-get install -y --no-install-recommends "${missing[@]}" ||
-    fail "could not install the Debian packages ${missing[*]} ($log says why; is there a network?)"
+    fail "could not install the packages ${missing[*]} (see $log; is there a network?)"
 }
 
-install_torch() {
+# install_python PACKAGE...: these packages into .venv, and GPIPE_PYTHON its interpreter, unless GPIPE_PYTHON is set.
+install_python() {
   if [[ -n ${GPIPE_PYTHON:-} ]]; then
     "$GPIPE_PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch") is None)' 2>/dev/null ||
-      fail "GPIPE_PYTHON=$GPIPE_PYTHON is no Python interpreter that has torch"
+      fail "GPIPE_PYTHON=$GPIPE_PYTHON is not a Python interpreter that has torch"
     return
   fi
   GPIPE_PYTHON=$PWD/.venv/bin/python
-  local done # named by what it stands for, so that a .venv of other packages gets these
-  done=.venv/gpipe-$(IFS=- && echo "${python_packages[*]}")
-  [[ -e $done ]] && return
+  local package missing=()
+  for package; do # a file for each package, made when pip has succeeded
+    [[ -e .venv/installed/$package ]] || missing+=("$package")
+  done
+  ((${#missing[@]})) || return 0
   local python=/usr/bin/python3 # the one that python3-venv belongs to
   [[ -x $python ]] || python=python3
-  echo "Installing ${python_packages[*]} into .venv (5 GB on disk with its CUDA libraries)"
-  quietly "$python" -m venv .venv || fail "could not make .venv with $python ($log says why)"
-  quietly .venv/bin/python -m pip install "${python_packages[@]}" ||
-    fail "could not install the Python packages ${python_packages[*]} ($log says why; is there a network?)"
-  touch "$done"
+  echo "Installing ${missing[*]} into .venv (5 GB on disk with torch's CUDA libraries)"
+  quietly "$python" -m venv .venv || fail "could not create .venv with $python (see $log)"
+  quietly .venv/bin/python -m pip install "$@" ||
+    fail "could not install the Python packages ${missing[*]} (see $log; is there a network?)"
+  mkdir -p .venv/installed
+  (cd .venv/installed && touch "$@")
 }
 
-# Two gigabytes for each compiler, so that small machines with many cores do not run out.
+# configure PRESET [cmake argument...]
+configure() {
+  quietly cmake --preset "$1" -DGPIPE_PYTHON="$GPIPE_PYTHON" "${@:2}" ||
+    { tail -n 20 "$log" >&2 && fail "cmake failed"; }
+}
+
+# Prints how many compilers to run at once: one per core, each with 2 GB of memory.
 parallel_jobs() {
   awk -v cores="$(nproc)" '/^MemAvailable/ {n = int($2 / 2e6); print n < 1 ? 1 : n < cores ? n : cores}' /proc/meminfo
 }
 
 mkdir -p build
 : >"$log"
-install_packages
-install_torch

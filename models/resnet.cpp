@@ -6,18 +6,17 @@
 #include <torch/nn/modules/conv.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/pooling.h>
-#include <torch/serialize.h>
 #include <torch/utils.h>
 
 #include <array>
-#include <cerrno>
-#include <fstream>
 #include <optional>
 #include <stdexcept>
 #include <system_error>
 #include <utility>
+#include <variant>
 #include <vector>
 
+#include "gpipe/snapshot/archive.h"
 #include "skip/namespace.h"
 #include "skip/skippable.h"
 
@@ -27,13 +26,13 @@ namespace {
 namespace nn = torch::nn;
 
 nn::Conv2d conv(std::int64_t in, std::int64_t out, std::int64_t kernel, std::int64_t stride = 1) {
-  // Batch norm subtracts the mean, and any bias with it.
+  // No bias, because batch norm subtracts it with the mean.
   nn::Conv2d layer(nn::Conv2dOptions(in, out, kernel).stride(stride).padding(kernel / 2).bias(false));
   nn::init::kaiming_normal_(layer->weight, /*a=*/0, torch::kFanOut, torch::kReLU);
   return layer;
 }
 
-/// What fits a block's input to its output, where they differ.
+/// Converts a block's input to the shape of its output, if they differ.
 struct Projection {
   std::int64_t in;
   std::int64_t out;
@@ -42,7 +41,7 @@ struct Projection {
   nn::Sequential make() const { return nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)); }
 };
 
-/// Where a block begins: stashes its input, or a projection of it, and passes the input on.
+/// The beginning of a block: stashes its input or a projection of it, and passes the input on.
 class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
  public:
   StashImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
@@ -65,7 +64,7 @@ class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
 };
 TORCH_MODULE(Stash);
 
-/// Where a block ends: adds the skip, or a projection of it, to its input.
+/// The end of a block: adds the skip, or a projection of it, to its input.
 class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
  public:
   JoinImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
@@ -78,8 +77,8 @@ class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
   }
   torch::Tensor forward(torch::Tensor x) {
     const auto skip = pop(skip_);
-    // In place is safe on the block's side alone: batch norm's backward does not need its output, but the skip is the
-    // block's input, which the backward of its first convolution needs.
+    // Adding in place to x is safe, because batch norm's backward does not need its output. Adding in place to the skip
+    // is not: it is the block's input, which the backward of the first convolution needs.
     return x.add_(projection_ ? downsample_->forward(skip) : skip);
   }
 
@@ -119,7 +118,7 @@ class Builder {
   }
 
   void add_relu(std::string name) {
-    // In place is safe on what batch norms and joins give: it was not stashed, and no backward needs it.
+    // In place is safe: the outputs of batch norms and joins are not stashed, and no backward needs them.
     add(std::move(name), nn::ReLU(nn::ReLUOptions(/*inplace=*/true)));
   }
 
@@ -184,38 +183,30 @@ nn::Sequential resnet(Block block, const std::array<int, 4>& blocks, const ResNe
 
 std::string shape(const torch::Tensor& tensor) { return tensor.defined() ? c10::str(tensor.sizes()) : "none"; }
 
-std::vector<char> read(const std::filesystem::path& path) {
-  std::vector<char> bytes(std::filesystem::file_size(path));
-  errno = 0;
-  std::ifstream file(path, std::ios::binary);
-  if (!file.read(bytes.data(), static_cast<std::streamsize>(bytes.size()))) {
-    throw std::runtime_error(path.string() + ": cannot be read: " + std::generic_category().message(errno));
+std::map<std::string, torch::Tensor> to_state(const Plain& content) {
+  const auto* dict = std::get_if<Plain::Dict>(&content.value);
+  if (dict == nullptr) {
+    throw std::runtime_error(std::string("the file contains a ") + type_of(content) + ", not a dict");
   }
-  return bytes;
+  std::map<std::string, torch::Tensor> state;
+  for (const auto& [key, value] : *dict) {
+    const auto* tensor = std::get_if<torch::Tensor>(&value.value);
+    if (tensor == nullptr) throw std::runtime_error("'" + key + "' is of type " + type_of(value) + ", not Tensor");
+    state.emplace(key, *tensor);
+  }
+  return state;
 }
 
 std::map<std::string, torch::Tensor> read_state(const std::filesystem::path& path) {
-  const auto refuse = [&path](const std::string& reason) {
-    throw std::runtime_error(path.string() + ": " + reason +
-                             "; a state that can be read is one that torch.save(dict(model.state_dict()), path) wrote");
-  };
-  torch::IValue value;
-  const auto bytes = read(path);
+  const auto message = "cannot read the state '" + path.string() + "': ";
   try {
-    value = torch::pickle_load(bytes);
-  } catch (const std::exception&) {
-    // What it throws for an OrderedDict, and for much else, is an internal error that tells a user nothing.
-    refuse("is damaged, or neither a dict nor of the zip format");
+    return to_state(read_archive(path));
+  } catch (const std::system_error& error) {
+    throw std::runtime_error(message + error.code().message());
+  } catch (const std::runtime_error& error) {
+    throw std::runtime_error(message + error.what() +
+                             "; write the file with torch.save(dict(model.state_dict()), path)");
   }
-  if (!value.isGenericDict()) refuse("holds no dict, but an object of type " + value.tagKind());
-  std::map<std::string, torch::Tensor> state;
-  for (const auto& entry : value.toGenericDict()) {
-    if (!entry.key().isString()) refuse("has a key that is no string, but of type " + entry.key().tagKind());
-    const auto& key = entry.key().toStringRef();
-    if (!entry.value().isTensor()) refuse("'" + key + "' is no tensor, but of type " + entry.value().tagKind());
-    state.emplace(key, entry.value().toTensor());
-  }
-  return state;
 }
 
 }  // namespace
@@ -245,7 +236,7 @@ void load_torchvision(nn::Module& model, const std::map<std::string, torch::Tens
     const auto* found = missing.find(ours);
     if (found == nullptr) {
       throw std::invalid_argument("load_torchvision: unexpected key '" + key + "': the model has no '" + ours +
-                                  "'; is it of another depth?");
+                                  "'; use the state of a ResNet of the same depth");
     }
     if (shape(value) != shape(*found)) {
       throw std::invalid_argument("load_torchvision: '" + key + "' has the shape " + shape(value) +
@@ -256,8 +247,8 @@ void load_torchvision(nn::Module& model, const std::map<std::string, torch::Tens
   }
   for (const auto& target : missing) {
     if (!target.key().ends_with(".num_batches_tracked")) {
-      throw std::invalid_argument("load_torchvision: no key for the model's '" + target.key() +
-                                  "'; is it of another depth?");
+      throw std::invalid_argument("load_torchvision: the state has no key for the model's '" + target.key() +
+                                  "'; use the state of a ResNet of the same depth");
     }
     copies.emplace_back(target.value(), torch::zeros_like(target.value()));
   }

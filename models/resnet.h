@@ -12,61 +12,61 @@
 namespace gpipe::models {
 
 struct ResNetOptions {
-  /// Outputs, one a class: logits, without a final activation.
+  /// Outputs, one per class: logits, without a final activation.
   TORCH_ARG(std::int64_t, num_classes) = 1000;
   /// Channels of the input image.
   TORCH_ARG(std::int64_t, in_channels) = 3;
-  /// Keeps small images (MNIST, CIFAR) at full resolution in the stem: a 3x3 convolution of stride 1 and no pooling,
-  /// instead of 7x7 of stride 2 and pooling by 2.
+  /// For small images (MNIST, CIFAR): the stem is a 3x3 convolution of stride 1 without pooling, instead of a 7x7
+  /// convolution of stride 2 with pooling by 2.
   TORCH_ARG(bool, small_images) = false;
 };
 
-/// ResNets (He et al., arXiv:1512.03385) as flat Sequentials, which can be cut between any two layers: a block's
-/// shortcut is stashed and popped, in a namespace of this call's own. They compute what torchvision's models of the
-/// same names do (those of stride 2 in a bottleneck's 3x3 convolution, "v1.5"), start from the same distributions, and
-/// have the published parameter counts. Any image size of at least 1 will do: (N, in_channels, H, W) to
-/// (N, num_classes).
+/// ResNets (He et al., arXiv:1512.03385) as flat Sequentials that can be cut between any two layers. The shortcut of a
+/// block is stashed and popped, in a new namespace per call. The models compute the same as torchvision's models of the
+/// same names ("v1.5": stride 2 in a bottleneck's 3x3 convolution), have the same initial distributions and the
+/// published parameter counts. They map (N, in_channels, H, W) with H, W >= 1 to (N, num_classes).
 ///
-/// The layers by name, which is stable because it is the prefix of the state's keys ("layer1_0_conv1.weight"), with
-/// groups g = 1..4, blocks b from 0, and convolutions j = 1..n (n = 2, or 3 in the bottlenecks of ResNet-50 and up):
+/// Layer names are stable, because they are the prefixes of the state's keys ("layer1_0_conv1.weight"). With groups
+/// g = 1..4, blocks b from 0, and convolutions j = 1..n (n = 2; 3 in the bottlenecks of ResNet-50 and up) they are:
 ///
 ///   conv1, bn1, relu, maxpool (not with small_images)
-///   for g, b, with the prefix layer{g}_{b}_:
+///   for each g and b, with the prefix layer{g}_{b}_:
 ///     stash, conv1, bn1, relu1, .., conv{n}, bn{n}, join, relu{n}
 ///   avgpool, flatten, fc
 ///
-/// The first block of a group may project its shortcut by a 1x1 convolution and batch norm, on whichever side of the
-/// skip leaves less to hold and to send: before the stash where the projection shrinks its tensor (groups 2 to 4, by
-/// half), in the join where it would grow it (group 1 of the bottlenecks, fourfold). Keys:
-/// "layer2_0_stash.downsample.0.weight", "layer1_0_join.downsample.0.weight".
+/// The first block of a group can project its shortcut by a 1x1 convolution and batch norm. The projection is on the
+/// side of the skip where the tensor to store and send is smaller. It is in the stash where it halves the tensor (groups
+/// 2 to 4, "layer2_0_stash.downsample.0.weight"), and in the join where it enlarges the tensor four times (group 1 of
+/// the bottlenecks, "layer1_0_join.downsample.0.weight").
 ///
-/// Errors: std::invalid_argument that names the option and its value.
+/// Errors: std::invalid_argument with the option and its value.
 torch::nn::Sequential resnet18(const ResNetOptions& options = {});
 torch::nn::Sequential resnet34(const ResNetOptions& options = {});
 torch::nn::Sequential resnet50(const ResNetOptions& options = {});
 torch::nn::Sequential resnet101(const ResNetOptions& options = {});
 torch::nn::Sequential resnet152(const ResNetOptions& options = {});
 
-/// The key, in the models above, of what torchvision's ResNets keep under `key`:
+/// Converts a key of the state of torchvision's ResNets to the key in the models above:
 ///
 ///   layer1.{b}.downsample.{rest}     layer1_{b}_join.downsample.{rest}
 ///   layer{g}.{b}.downsample.{rest}   layer{g}_{b}_stash.downsample.{rest}
 ///   layer{g}.{b}.{rest}              layer{g}_{b}_{rest}
-///   any other                        the same
+///   other keys                       unchanged
 std::string from_torchvision(const std::string& key);
 
-/// Gives a model, or a pipeline of one, the state of torchvision's ResNet of the same depth: load_torchvision(*model,
-/// state). Values are copied, to the model's devices and types. Counters of batches (num_batches_tracked), which older
-/// states lack, may be missing: they become 0.
+/// Copies the state of torchvision's ResNet of the same depth into a model, or a pipeline of one: load_torchvision(
+/// *model, state). Values are converted to the model's devices and types. Older states have no batch counters
+/// (num_batches_tracked): these become 0.
 ///
-/// Errors: std::invalid_argument that names the first key that the model does not have, or of another shape, or that
-/// is missing; then nothing was changed.
+/// Errors: std::invalid_argument with the first key that is unexpected, missing or has another shape. The model is then
+/// unchanged.
 void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
 
-/// The same from a file that Python wrote by `torch.save(dict(model.state_dict()), path)`; without `dict`, it would be
-/// an OrderedDict, which LibTorch does not read.
+/// The same from a file written in Python by `torch.save(dict(model.state_dict()), path)`. Without `dict` the file
+/// contains an OrderedDict, which is refused. The file is read as in gpipe/snapshot: damaged and hostile files are
+/// errors, and nothing in them is executed.
 ///
-/// Errors: also std::runtime_error that names the file and says why it cannot be read.
+/// Errors: also std::runtime_error with the path and the reason if the file cannot be read.
 void load_torchvision(torch::nn::Module& model, const std::filesystem::path& path);
 
 }  // namespace gpipe::models

@@ -20,7 +20,7 @@ namespace {
 
 namespace nn = torch::nn;
 
-/// LibTorch's layers for images of D spatial dimensions.
+/// LibTorch's layers for images with D spatial dimensions.
 template <int D>
 struct Nd;
 
@@ -62,7 +62,7 @@ class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
 };
 TORCH_MODULE(Stash);
 
-/// Concatenates the skip with its input, which is cropped to the skip's size.
+/// Concatenates the skip with the input, cropped to the size of the skip.
 class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
  public:
   JoinImpl(const std::string& skip, Namespace ns)
@@ -93,7 +93,7 @@ class Builder {
       block(name, channels, channels_at(level));
       channels = channels_at(level);
       add(name + "_stash", Stash(skip_at(level), skips_));
-      // Rounding sizes up lets even a single pixel through; doubling then gives enough to crop.
+      // Rounding up keeps at least one pixel, and doubling then gives at least the size of the skip.
       add(name + "_pool", typename Nd<D>::MaxPool(nn::MaxPoolOptions<D>(2).ceil_mode(true)));
     }
     block("bottom", channels, 2 * channels);
@@ -125,10 +125,10 @@ class Builder {
   void block(const std::string& name, std::int64_t in, std::int64_t out) {
     for (std::int64_t j = 1; j <= options_.convolutions(); ++j) {
       const auto number = std::to_string(j);
-      // Batch norm subtracts the mean, and any bias with it.
+      // No bias, because batch norm subtracts it with the mean.
       add(name + "_conv" + number, conv(j == 1 ? in : out, out, 3, /*bias=*/false));
       add(name + "_norm" + number, typename Nd<D>::BatchNorm(out));
-      // In place is safe: batch norm's backward does not need its output, which is never stashed.
+      // In place is safe: batch norm's backward does not need the output, and the output is never stashed.
       add(name + "_relu" + number, nn::ReLU(nn::ReLUOptions(/*inplace=*/true)));
     }
     if (options_.dropout() > 0) add(name + "_dropout", typename Nd<D>::Dropout(options_.dropout()));
@@ -139,7 +139,7 @@ class Builder {
       add(name + "_upsample", typename Nd<D>::ConvTranspose(nn::ConvTransposeOptions<D>(in, out, 2).stride(2)));
       return;
     }
-    // A 1x1 convolution commutes with interpolation: before it, it costs a quarter or an eighth.
+    // A 1x1 convolution commutes with interpolation. Before it, it costs a quarter (2D) or an eighth (3D).
     add(name + "_reduce", conv(in, out, 1));
     add(name + "_upsample", nn::Upsample(nn::UpsampleOptions()
                                              .scale_factor(std::vector<double>(D, 2.0))

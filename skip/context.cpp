@@ -13,7 +13,7 @@ class ThreadContext : public SkipContext {
 
   at::Tensor pop(const SkipKey& key) override {
     auto node = tensors_.extract(key);
-    if (node.empty()) throw std::runtime_error(to_string(key) + " has not been stashed, but was popped");
+    if (node.empty()) throw std::runtime_error("skip " + to_string(key) + " was popped before it was stashed");
     return std::move(node.mapped());
   }
 

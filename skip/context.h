@@ -8,7 +8,7 @@
 
 namespace gpipe {
 
-/// The identity of a skip.
+/// Identifies a skip.
 struct SkipKey {
   Namespace ns = Namespace::global();
   std::string name;
@@ -16,13 +16,14 @@ struct SkipKey {
   friend auto operator<=>(const SkipKey&, const SkipKey&) = default;
 };
 
-/// "'name'", or "'name' (namespace 3)" for one that was isolated: for messages.
+/// For messages: "'name'", or "'name' (namespace 3)" for an isolated name.
 std::string to_string(const SkipKey& key);
 
-/// Where the calling thread's stash() and pop() lead. A pipeline sets one around each cell. Outside a pipeline a
-/// context of the thread's own serves, so that skippable layers work in a plain Sequential too. That one keeps a
-/// stashed tensor until it is popped, or until the same key is stashed again: a forward that failed in between does no
-/// harm to the next. Its pop() of what is not there is a std::runtime_error.
+/// Implements stash() and pop() of the calling thread. A pipeline sets one around each cell. Outside a pipeline each
+/// thread has a default context, so that skippable layers also work in a plain Sequential.
+///
+/// The default context keeps a stashed tensor until it is popped or until the same key is stashed again, so a failed
+/// forward does not affect the next one. Its pop() throws std::runtime_error if nothing is stashed under the key.
 class SkipContext {
  public:
   virtual ~SkipContext() = default;
@@ -30,12 +31,12 @@ class SkipContext {
   virtual void stash(const SkipKey& key, at::Tensor tensor) = 0;
   virtual at::Tensor pop(const SkipKey& key) = 0;
 
-  /// The calling thread's.
+  /// The calling thread's context.
   static SkipContext& current();
 };
 
-/// Makes a context current on this thread for a scope. Scopes nest. The context must outlive the guard, and the guard
-/// must be destroyed on the thread that made it.
+/// Makes a context current on this thread for a scope. Scopes nest.
+/// REQUIRES: the context outlives the guard; the guard is destroyed on the thread that created it.
 class SkipContextGuard {
  public:
   explicit SkipContextGuard(SkipContext& context);

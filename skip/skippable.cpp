@@ -18,9 +18,9 @@ const SkipKey* find(const std::vector<SkipKey>& keys, const std::string& name) {
   return key == keys.end() ? nullptr : &*key;
 }
 
-std::invalid_argument undeclared(const std::string& what, const std::string& name,
+std::invalid_argument undeclared(const std::string& verb, const std::string& name,
                                  const std::vector<SkipKey>& declared) {
-  std::string text = "'" + name + "' was " + what + " by a layer that does not declare it; it declares";
+  std::string text = "'" + name + "' was " + verb + " by a layer that does not declare it; it declares";
   for (const auto& key : declared) text += " '" + key.name + "'";
   if (declared.empty()) text += " none";
   return std::invalid_argument(text);
@@ -31,7 +31,8 @@ std::vector<Skippable*> skippables_in(torch::nn::Module& module) {
   const auto add = [&](torch::nn::Module* m) {
     if (auto* skippable = dynamic_cast<Skippable*>(m)) found.push_back(skippable);
   };
-  // modules() with the module itself would demand that a shared_ptr owns it, which is not yet so in a constructor.
+  // Adds the module itself here, because modules(include_self=true) needs a shared_ptr that owns it. In a constructor
+  // there is none.
   add(&module);
   for (const auto& m : module.modules(/*include_self=*/false)) add(m.get());
   return found;
@@ -43,9 +44,11 @@ Skippable::Skippable(Names names) : stashes_(to_keys(names.stash)), pops_(to_key
   std::set<std::string> seen;
   for (const auto* keys : {&stashes_, &pops_}) {
     for (const auto& key : *keys) {
-      if (key.name.empty()) throw std::invalid_argument("a Skippable layer declares an empty name");
+      if (key.name.empty())
+        throw std::invalid_argument("a Skippable layer declares an empty name; give every skip a name");
       if (!seen.insert(key.name).second) {
-        throw std::invalid_argument("a Skippable layer declares '" + key.name + "' more than once");
+        throw std::invalid_argument("a Skippable layer declares '" + key.name +
+                                    "' more than once; declare each name once, to stash or to pop");
       }
     }
   }
@@ -53,7 +56,7 @@ Skippable::Skippable(Names names) : stashes_(to_keys(names.stash)), pops_(to_key
 
 void Skippable::isolate(Namespace ns, const std::vector<std::string>& only) {
   auto* module = dynamic_cast<torch::nn::Module*>(this);
-  if (module == nullptr) throw std::logic_error("a Skippable layer must be a torch::nn::Module too");
+  if (module == nullptr) throw std::logic_error("a Skippable layer must also be a torch::nn::Module");
   gpipe::isolate(*module, ns, only);
 }
 

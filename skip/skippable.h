@@ -11,7 +11,7 @@
 
 namespace gpipe {
 
-/// Mixin of a layer that stashes tensors for a later layer, or pops those of an earlier one:
+/// Mixin for a layer that stashes tensors for a later layer or pops tensors of an earlier one:
 ///
 ///   struct Encode : torch::nn::Module, gpipe::Skippable {
 ///     Encode() : Skippable({.stash = {"features"}}) {}
@@ -22,10 +22,10 @@ namespace gpipe {
 ///     torch::Tensor forward(torch::Tensor x) { return x + pop("features"); }
 ///   };
 ///
-/// Inside a pipeline a skip goes straight from the stage that stashes to the stage that pops; in a plain Sequential the
-/// same layers hand it over on the calling thread. A name is stashed once and popped once in each forward; any dtype,
-/// and undefined tensors, may be stashed. A stashed tensor must not be changed in place before it is popped by another
-/// stage: that is an error, for its gradient would be wrong.
+/// In a pipeline a skip goes directly from the stage that stashes to the stage that pops. In a plain Sequential it is
+/// passed on the calling thread. Each declared name is stashed once and popped once in every forward. Tensors of any
+/// dtype and undefined tensors can be stashed. Changing a stashed tensor in place before another stage pops it is an
+/// error, because its gradient would be wrong.
 class Skippable {
  public:
   struct Names {
@@ -35,23 +35,23 @@ class Skippable {
 
   virtual ~Skippable() = default;
 
-  /// Moves the names of this layer, and of Skippable layers nested in it, into a namespace, so that the same layers can
-  /// be used twice in one model; names that were isolated before move too. With `only`, those names alone. To be called
-  /// before the model is put into a pipeline. Errors: std::invalid_argument when `only` has a name that none of them
-  /// declares; then nothing has moved.
+  /// Moves the names of this layer and of Skippable layers nested in it into a namespace, including names isolated
+  /// before, so that a model can contain the same layers twice. If `only` is not empty, moves only those names.
+  /// REQUIRES: called before the model becomes a pipeline.
+  /// Errors: std::invalid_argument if `only` contains a name that none of the layers declares. Nothing is moved then.
   void isolate(Namespace ns, const std::vector<std::string>& only = {});
 
-  /// The declared names as they stand, in the order given.
+  /// The declared names with their current namespaces, in the order given.
   const std::vector<SkipKey>& stashes() const { return stashes_; }
   const std::vector<SkipKey>& pops() const { return pops_; }
 
  protected:
-  /// Errors: std::invalid_argument for an empty or repeated name, or one that is both stashed and popped.
+  /// Errors: std::invalid_argument for an empty or repeated name, or for a name that is both stashed and popped.
   explicit Skippable(Names names);
 
-  /// For use inside forward(). Errors: std::invalid_argument when the name was not declared so; std::runtime_error when
-  /// it is popped before it was stashed and, in a pipeline, when it is stashed twice in one forward. In a plain
-  /// Sequential a second stash replaces the first.
+  /// REQUIRES: called inside forward(). Errors: std::invalid_argument for a name that the layer does not declare;
+  /// std::runtime_error for a name that is popped before it is stashed and, in a pipeline, for a name that is stashed
+  /// twice in one forward. In a plain Sequential a second stash replaces the first.
   void stash(const std::string& name, torch::Tensor tensor);
   torch::Tensor pop(const std::string& name);
 
@@ -62,7 +62,7 @@ class Skippable {
   std::vector<SkipKey> pops_;
 };
 
-/// The same over a whole module: isolates every Skippable found in it.
+/// The same for every Skippable in a module.
 void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only = {});
 
 }  // namespace gpipe

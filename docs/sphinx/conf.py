@@ -1,7 +1,8 @@
-"""Sphinx's configuration; docs/build runs it, with the repository's root as the source."""
+"""Sphinx configuration, used by docs/build. The source folder is the repository's root."""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -24,15 +25,16 @@ extensions = [
     "sphinx_design",
 ]
 root_doc = "docs/index"
-include_patterns = ["docs/**.md", "README.md", "bench/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
+source_suffix = {".md": "markdown", ".ipynb": "markdown"}
+include_patterns = ["docs/**.md", "docs/*.ipynb", "README.md", "bench/README.md", "CHANGELOG.md", "CONTRIBUTING.md"]
 exclude_patterns = ["build", ".*", "**/.*"]
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"cpp:.*", r".*"),  # LibTorch's and the standard library's names have no page here
+    (r"cpp:.*", r".*"),  # names of LibTorch and the standard library have no page here
     (r"py:.*", r"(torch|nn|collections|typing|os|pathlib)\..*"),
     (r"py:class", r"gpipe\.skip\.M"),
 ]
-suppress_warnings = ["ref.ref"]  # to what a header names but no page shows
+suppress_warnings = ["ref.ref"]  # names in headers that no page shows
 highlight_language = "text"
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
@@ -51,10 +53,10 @@ html_show_copyright = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
-# Python's reference
+# The Python reference
 
 autodoc_member_order = "bysource"
-autodoc_inherit_docstrings = False  # nn.Module's
+autodoc_inherit_docstrings = False  # those of nn.Module
 python_maximum_signature_line_length = 100
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -74,7 +76,7 @@ cpp_maximum_signature_line_length = 100
 
 
 def _show_examples(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Makes code of what is indented in a docstring before its sections."""
+    """Makes code blocks of the indented lines before the sections of a docstring."""
     result: list[str] = []
     in_code = False
     for index, line in enumerate(lines):
@@ -91,17 +93,34 @@ def _show_examples(app: Any, what: str, name: str, obj: Any, options: Any, lines
 
 
 def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any) -> Any:
-    """What the extension module defines is known by the names that the package gives it."""
+    """Replaces the names of the extension module by the package's public names."""
     public = [
         text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: f"{PUBLIC[found[1]]}.{found[1]}", text)
         for text in (signature, returns)
     ]
-    public = [text and text.replace("<factory>", "...") for text in public]  # of a dataclass
+    public = [text and text.replace("<factory>", "...") for text in public]  # a dataclass default
     return tuple(text and re.sub(r"\(self: [\w.]+(, )?", "(", text) for text in public)
 
 
+def _text_of_notebook(app: Any, docname: str, source: list[str]) -> None:
+    """Makes Markdown of a notebook: its texts, its code, and the stored outputs, drawings as HTML."""
+    if Path(app.env.doc2path(docname)).suffix != ".ipynb":
+        return
+    parts: list[str] = []
+    for cell in json.loads(source[0])["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            if "image/svg+xml" in data:
+                parts.append("```{raw} html\n" + "".join(data["image/svg+xml"]) + "\n```")
+            else:
+                parts.append("```text\n" + "".join(data["text/plain"]).rstrip("\n") + "\n```")
+    source[0] = "\n\n".join(parts) + "\n"
+
+
 def _set_side_by_side(app: Any, docname: str, source: list[str]) -> None:
-    """Makes tabs of a Python and a C++ block that follow each other."""
+    """Makes tabs of a Python block that is followed by a C++ block."""
     tab = "::::{{tab-item}} {0}\n:sync: {0}\n{1}\n::::\n"
 
     def tabs(found: re.Match[str]) -> str:
@@ -126,7 +145,8 @@ def _start_at_index(app: Any, error: Exception | None) -> None:
 
 
 def setup(app: Any) -> None:
-    app.connect("autodoc-process-docstring", _show_examples, priority=400)  # before napoleon
+    app.connect("autodoc-process-docstring", _show_examples, priority=400)  # runs before napoleon
     app.connect("autodoc-process-signature", _name_publicly)
+    app.connect("source-read", _text_of_notebook)
     app.connect("source-read", _set_side_by_side)
     app.connect("build-finished", _start_at_index)

@@ -1,15 +1,15 @@
-"""Doxygen's filter of a header: in its comments, lines that are indented after an empty one become a block of code."""
+"""Doxygen's filter for headers: turns indented lines after an empty line of a comment into a code block."""
 
 import re
 import sys
 
-INLINE = re.compile(r"/\*.*?\*/")  # within a comment it would end Doxygen's
+INLINE = re.compile(r"/\*.*?\*/")  # would end Doxygen's comment
 
 
 def filtered(lines: list[str]) -> list[str]:
     result: list[str] = []
     after_empty = False
-    code: list[str] = []  # the block that is being read
+    code: list[str] = []  # lines of the current block
     for line in [*lines, ""]:
         comment = re.match(r"\s*///(?!/)(.*)", line)
         text = comment[1] if comment else None

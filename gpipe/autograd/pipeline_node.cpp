@@ -25,12 +25,12 @@ class PipelineNode : public torch::autograd::Node {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
                                 "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
                                 "create_graph");
-    std::lock_guard<std::mutex> lock(mutex_);  // PyTorch's own nodes: several threads may run one graph
+    std::lock_guard<std::mutex> lock(mutex_);  // of Node: several threads may run one graph
     TORCH_CHECK(function_,
-                "[gpipe] trying to backward through a pipeline a second time, after its activations were freed or its "
-                "first backward failed; pass retain_graph to the first backward, or run the forward again");
+                "[gpipe] trying to backward through a pipeline a second time, after its first backward freed the "
+                "activations or failed; pass retain_graph to the first backward, or run the forward again");
     const bool retain_graph = torch::autograd::get_current_graph_task_keep_graph();
-    // A failed backward has used up part of its cells.
+    // A failed backward cannot be repeated, because it has used up part of its cells.
     auto function = std::exchange(function_, nullptr);
     auto result = call(function, std::move(gradients), retain_graph);
     if (retain_graph) function_ = std::move(function);
@@ -45,20 +45,20 @@ class PipelineNode : public torch::autograd::Node {
   std::string name() const override { return "GPipeBackward"; }
 
  private:
-  // The engine loses count of its depth when something else passes through it, and with the count at last the process.
+  // The engine supports only std::exception: others leave its nesting depth wrong.
   static variable_list call(const BackwardFunction& function, variable_list&& gradients, bool retain_graph) try {
     return function(std::move(gradients), retain_graph);
   } catch (const std::exception&) {
     throw;
   } catch (...) {
-    throw std::runtime_error("[gpipe] a layer threw something that is no std::exception");
+    throw std::runtime_error("[gpipe] a layer threw an object that is not a std::exception");
   }
 
   BackwardFunction function_;
 };
 
-// A hook of a leaf that is not called where the leaf gets no gradient. The pipeline's node has an edge to every
-// parameter, so the engine comes to those as well that the outputs do not depend on.
+// Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every parameter,
+// so the engine also reaches parameters that the outputs do not depend on.
 class HookOfGradients : public torch::autograd::FunctionPreHook {
  public:
   explicit HookOfGradients(std::unique_ptr<FunctionPreHook> hook) : hook_(std::move(hook)) {}
@@ -74,7 +74,7 @@ class HookOfGradients : public torch::autograd::FunctionPreHook {
   const std::unique_ptr<FunctionPreHook> hook_;
 };
 
-void spare_hooks(const at::Tensor& leaf) {
+void wrap_hooks(const at::Tensor& leaf) {
   for (auto& hook : torch::autograd::impl::hooks(leaf)) {
     if (dynamic_cast<HookOfGradients*>(hook.get()) == nullptr)
       hook = std::make_unique<HookOfGradients>(std::move(hook));
@@ -88,7 +88,7 @@ void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<b
   auto node = std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function)), torch::autograd::deleteNode);
   node->set_next_edges(torch::autograd::collect_next_edges(inputs));
   for (const auto& input : inputs) {
-    if (input.requires_grad() && input.is_leaf()) spare_hooks(input);
+    if (input.requires_grad() && input.is_leaf()) wrap_hooks(input);
   }
   for (std::size_t i = 0; i < outputs.size(); ++i) {
     if (differentiable[i]) {

@@ -18,7 +18,6 @@
 namespace gpipe {
 namespace {
 
-using torch::autograd::Edge;
 using torch::autograd::edge_list;
 using torch::autograd::Node;
 
@@ -94,7 +93,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad)
     sink->indices.push_back(parameters_.size());
     const auto input = sink->add_input_metadata(parameter);
     auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    edges_.emplace(accumulator.get(), Edge(std::move(sink), input));
+    edges_.emplace(accumulator.get(), torch::autograd::Edge(std::move(sink), input));
     accumulators_.push_back(std::move(accumulator));
     parameters_.push_back(parameter);
   }

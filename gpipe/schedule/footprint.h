@@ -10,12 +10,12 @@ namespace gpipe {
 /// Bytes that an action leaves allocated, and the action of the same micro-batch whose end frees them.
 struct Held {
   // Special values of `stage`.
-  static constexpr int kForwards = -1;    ///< freed after the step's last forward, like the outputs the caller takes
+  static constexpr int kForwards = -1;    ///< freed when the step's last forward ends: the caller takes the outputs
   static constexpr int kNeverFreed = -2;  ///< not freed within the step
 
   std::int64_t bytes = 0;
-  /// F; R; I for the action that sends gradients (B if the backward is not split); or W for the cell's last action (B if
-  /// the backward is not split).
+  /// The kind of that action. I stands for the action that sends gradients and W for the cell's last action; both are B
+  /// if the backward is not split.
   Kind until = Kind::W;
   int stage = 0;
 };

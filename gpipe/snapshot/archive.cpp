@@ -24,6 +24,7 @@
 
 #include "gpipe/snapshot/atomic_file.h"
 #include "gpipe/snapshot/pickle.h"
+#include "gpipe/snapshot/stored_tensors.h"
 #include "gpipe/snapshot/zip_records.h"
 
 namespace gpipe {
@@ -32,8 +33,8 @@ namespace {
 at::Tensor saveable_tensor(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_meta() || !is_saveable(tensor.scalar_type())) {
     std::ostringstream what;
-    what << "it holds a tensor of type " << tensor.scalar_type() << ", layout " << tensor.layout() << ", on "
-         << tensor.device() << "; make it a dense one of a common type";
+    what << "a tensor of type " << tensor.scalar_type() << ", layout " << tensor.layout() << ", on " << tensor.device()
+         << " cannot be saved; a snapshot holds dense tensors of floating, complex, signed integer, bool or uint8 type";
     throw std::runtime_error(what.str());
   }
   auto saved = tensor.detach().cpu().resolve_conj().resolve_neg();
@@ -41,14 +42,15 @@ at::Tensor saveable_tensor(const at::Tensor& tensor) {
   return saved;
 }
 
-[[noreturn]] void fail() { throw std::system_error(errno, std::generic_category()); }
+[[noreturn]] void throw_errno() { throw std::system_error(errno, std::generic_category()); }
 
+/// A file open for reading.
 class File {
  public:
-  /// Without waiting, as for the other end of a pipe.
+  /// O_NONBLOCK: opening a pipe does not wait for its other end.
   explicit File(const std::filesystem::path& path)
       : descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC)) {
-    if (descriptor_ < 0) fail();
+    if (descriptor_ < 0) throw_errno();
   }
   ~File() { ::close(descriptor_); }
   File(const File&) = delete;
@@ -56,12 +58,12 @@ class File {
 
   std::size_t size() const {
     struct stat status;
-    if (::fstat(descriptor_, &status) != 0) fail();
+    if (::fstat(descriptor_, &status) != 0) throw_errno();
     if (S_ISDIR(status.st_mode)) throw std::system_error(EISDIR, std::generic_category());
-    if (!S_ISREG(status.st_mode)) throw std::runtime_error("it is not a regular file");
+    if (!S_ISREG(status.st_mode)) throw std::runtime_error("not a regular file");
     return static_cast<std::size_t>(status.st_size);
   }
-  /// Fewer bytes where the file ends before.
+  /// Returns fewer bytes if the file ends earlier.
   std::string read(std::size_t begin, std::size_t size) const {
     std::string bytes(size, '\0');
     std::size_t done = 0;
@@ -71,7 +73,7 @@ class File {
       if (count > 0) {
         done += static_cast<std::size_t>(count);
       } else if (errno != EINTR) {
-        fail();
+        throw_errno();
       }
     }
     bytes.resize(done);
@@ -85,7 +87,7 @@ class File {
 std::string read_file(const std::filesystem::path& path) {
   const File file(path);
   const auto size = file.size();
-  // Before all of it, because a file can say that it is larger than any memory.
+  // Checks the ends before reading the whole file, because a sparse file can be larger than the memory.
   const auto end = std::min(size, kZipEndSize);
   check_zip_ends(file.read(0, kZipSignatureSize), file.read(size - end, end));
   return file.read(0, size);
@@ -96,7 +98,7 @@ std::string read_file(const std::filesystem::path& path) {
 c10::IValue saveable(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() ? saveable_tensor(value.toTensor()) : c10::IValue();
   if (value.isGenericDict()) {
-    // Of any type: the pickler then writes no type tags, which Python would refuse.
+    // Uses Any as key and value type, so that the pickler writes no type tags: Python would refuse those.
     c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
     for (const auto& item : value.toGenericDict()) dict.insert(item.key(), saveable(item.value()));
     return dict;
@@ -112,8 +114,9 @@ c10::IValue saveable(const c10::IValue& value) {
     return c10::ivalue::Tuple::create(std::move(items));
   }
   if (value.isNone() || value.isBool() || value.isInt() || value.isDouble() || value.isString()) return value;
-  throw std::runtime_error("it holds a value of type " + value.tagKind() +
-                           "; a snapshot holds tensors, numbers, strings, and tuples, lists and dicts of them");
+  throw std::runtime_error("a value of type " + value.tagKind() +
+                           " cannot be saved; a snapshot holds tensors, numbers, strings, and dicts, lists and tuples "
+                           "of them");
 }
 
 void write_archive(const std::filesystem::path& path, const c10::IValue& value) {
@@ -145,18 +148,20 @@ Plain read_archive(const std::filesystem::path& path) {
   try {
     const auto bytes = read_file(path);
     const auto records = zip_records(bytes);
-    if (records.contains("constants.pkl")) throw std::runtime_error("it is not a snapshot: it holds TorchScript");
+    if (records.contains("constants.pkl")) {
+      throw std::runtime_error("the file contains TorchScript, not a value saved with torch.save");
+    }
     const auto order = records.find("byteorder");
     if (order != records.end() && order->second != "little") {
-      throw std::runtime_error("it comes from a machine with another byte order");
+      throw std::runtime_error("the file was written on a machine with another byte order");
     }
     const auto pickle = records.find("data.pkl");
-    if (pickle == records.end()) throw std::runtime_error("it is not a snapshot: it has no record 'data.pkl'");
+    if (pickle == records.end()) throw std::runtime_error("the file has no record 'data.pkl'");
     return read_pickle(pickle->second, records);
   } catch (const std::bad_alloc&) {
-    throw std::runtime_error("it does not fit into memory");
+    throw std::runtime_error("the file does not fit into memory");
   } catch (const std::length_error&) {
-    throw std::runtime_error("it does not fit into memory");
+    throw std::runtime_error("the file does not fit into memory");
   } catch (const c10::Error& error) {
     throw std::runtime_error(error.what_without_backtrace());
   }

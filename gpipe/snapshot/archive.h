@@ -8,21 +8,22 @@
 
 namespace gpipe {
 
-/// A file of plain values in the form of torch.save: a zip file with a pickle of dicts, lists, tuples, tensors, strings
-/// and numbers. Python's torch.load reads it with weights_only=True, C++ by torch::pickle_load.
-///
-/// Tensors are saved from the CPU, without gradients, and each with no more of its storage than it shows.
+// An archive is a file in the format of torch.save: a zip archive with a pickle of dicts, lists, tuples, tensors,
+// strings and numbers. Python reads it with torch.load(weights_only=True), LibTorch with torch::pickle_load.
 
-/// The same value as it is to be written. Errors: std::runtime_error, without the path, for what could not be read.
+/// Returns the value in the form in which it is written: tensors on the CPU, without gradients, each with only the part
+/// of its storage that it uses.
+/// Errors: std::runtime_error, without the path, for a value that read_archive() could not read.
 c10::IValue saveable(const c10::IValue& value);
 
-/// Replaces the file (see AtomicFile) by one with a value of saveable(). Errors: std::runtime_error with the path and
-/// the reason.
+/// Writes a value from saveable() to the file, atomically (see AtomicFile).
+/// Errors: std::runtime_error with the path and the reason.
 void write_archive(const std::filesystem::path& path, const c10::IValue& value);
 
-/// What such a file holds, on the CPU, after a check of every byte that matters. Reading executes nothing: the pickle
-/// can only make plain values. Errors, without the path: std::system_error where the file cannot be read, and
-/// std::runtime_error for what is not a regular file, or is damaged.
+/// Reads an archive; tensors are on the CPU. Verifies all checksums and bounds. Executes nothing: the pickle can only
+/// make plain values.
+/// Errors, without the path: std::system_error if the file cannot be read; std::runtime_error if it is not a regular
+/// file, not an archive, or damaged.
 Plain read_archive(const std::filesystem::path& path);
 
 }  // namespace gpipe

@@ -15,8 +15,8 @@ namespace {
 
 std::error_code last_error() { return {errno, std::generic_category()}; }
 
-/// Whether this process alone has the temporary, which is still where it was opened: a writer that was just finishing
-/// may have renamed it since.
+/// Locks the temporary file. Fails with operation_would_block if another writer has locked it, or has renamed it since
+/// it was opened here.
 std::error_code lock(int file, const std::filesystem::path& path) {
   if (::flock(file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return last_error();
   struct stat opened;
@@ -28,7 +28,7 @@ std::error_code lock(int file, const std::filesystem::path& path) {
   return {};
 }
 
-/// A rename is on the disk when its folder is. Some file systems cannot flush one, and say EINVAL.
+/// Makes a rename durable. Some file systems cannot flush a folder and return EINVAL, which is ignored.
 std::error_code flush_folder(std::filesystem::path folder) {
   if (folder.empty()) folder = ".";
   const int descriptor = ::open(folder.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
@@ -50,13 +50,13 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), tem
   if (!error) return;
   ::close(file_);
   if (error == std::errc::operation_would_block) {
-    throw std::runtime_error("cannot write '" + path_.string() + "': another writer is writing it");
+    throw std::runtime_error("cannot write '" + path_.string() + "': another writer is writing this file");
   }
   fail(error);
 }
 
 AtomicFile::~AtomicFile() {
-  // Removed while it is still locked, so that it cannot be another writer's.
+  // Removes the file while it is still locked, so that it cannot be another writer's.
   if (!committed_) ::unlink(temporary_.c_str());
   ::close(file_);
 }

@@ -6,25 +6,27 @@
 
 namespace gpipe {
 
-/// Writes a file so that its path always names a whole one: the bytes go to a temporary file in the same folder, and
-/// commit() flushes them to the disk, renames the file and flushes the folder. Whatever happens before the rename, a
-/// power cut included, leaves the previous file as it was.
+/// Replaces a file atomically: its path always names a complete file. The bytes go to a temporary file in the same
+/// folder; commit() flushes them to the disk, renames the file and flushes the folder. A failure before the rename,
+/// including a power cut, leaves the previous file unchanged.
 ///
-/// The temporary file has the same name with ".tmp" behind. It is removed unless it is renamed; the next writer
-/// overwrites one that a killed process left. Of two writers at a time, in one process or two, the second is refused.
+/// The temporary file has the path with ".tmp" appended. The destructor removes it unless it was renamed; the next
+/// writer overwrites one left by a killed process. A second writer of the same path, in this process or another, is
+/// refused.
 class AtomicFile {
  public:
-  /// Errors: std::runtime_error with the path and the reason, as for commit().
+  /// Errors: std::runtime_error with the path and the reason.
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  /// Appends. A failure is kept for commit(), so that archive writers, which cannot stop half-way, need not.
+  /// Appends. commit() reports a failure, because archive writers cannot stop half-way.
   void write(const void* data, std::size_t size) noexcept;
 
-  /// Puts the file in place, once. Errors: std::runtime_error for the first thing that failed, a full disk too. The
-  /// path then names the previous file or, where only the folder could not be flushed, the new one.
+  /// Puts the file in place. REQUIRES: called at most once. Errors: std::runtime_error with the path and the first
+  /// failure, such as a full disk. The path then names the previous file, or the new one if only flushing the folder
+  /// failed.
   void commit();
 
  private:

@@ -16,7 +16,7 @@
 namespace gpipe {
 namespace {
 
-/// The tensors themselves, not copies.
+/// The model's tensors, not copies.
 NamedTensors tensors_of(const torch::nn::Module& model) {
   NamedTensors tensors;
   tensors.update(model.named_parameters());
@@ -30,6 +30,13 @@ void check_writable(const std::string& name, const at::Tensor& tensor) {
   if (tensor.is_inference() && !c10::InferenceMode::is_enabled()) reason = "it was made in inference mode";
   if (reason != nullptr) {
     throw std::invalid_argument("cannot restore '" + name + "' of this model: " + reason + "; clone it first");
+  }
+}
+
+void check_same_kind(const std::string& name, const std::string& saved, const std::string& own) {
+  if (saved != own) {
+    throw std::invalid_argument("the snapshot is of another model: '" + name + "' is " + saved +
+                                " in the snapshot and " + own + " in this model");
   }
 }
 
@@ -57,21 +64,11 @@ void restore_model(torch::nn::Module& model, const NamedTensors& saved) {
   auto tensors = tensors_of(model);
   for (const auto& item : tensors) {
     const auto* found = saved.find(item.key());
-    if (found == nullptr) {
-      throw std::invalid_argument("the snapshot is of another model: it has no '" + item.key() + "', in this model " +
-                                  kind_of(item.value()));
-    }
-    if (kind_of(*found) != kind_of(item.value())) {
-      throw std::invalid_argument("the snapshot is of another model: '" + item.key() + "' is " + kind_of(*found) +
-                                  " in the snapshot and " + kind_of(item.value()) + " in this model");
-    }
+    check_same_kind(item.key(), found == nullptr ? "missing" : kind_of(*found), kind_of(item.value()));
     check_writable(item.key(), item.value());
   }
   for (const auto& item : saved) {
-    if (!tensors.contains(item.key())) {
-      throw std::invalid_argument("the snapshot is of another model: this model has no '" + item.key() +
-                                  "', in the snapshot " + kind_of(item.value()));
-    }
+    if (!tensors.contains(item.key())) check_same_kind(item.key(), kind_of(item.value()), "missing");
   }
   const c10::AutoGradMode no_gradients(false);
   for (auto& item : tensors) item.value().copy_(saved[item.key()]);
@@ -89,7 +86,7 @@ void restore_random(const at::Tensor& saved) {
   try {
     generator.set_state(saved);
   } catch (const c10::Error& error) {
-    throw std::invalid_argument("this is not a state of the CPU's generator: " +
+    throw std::invalid_argument("not a state of the CPU's random number generator: " +
                                 std::string(error.what_without_backtrace()));
   }
 }

@@ -18,7 +18,7 @@ using c10::IValue;
 constexpr char kFormat[] = "gpipe snapshot";
 constexpr std::int64_t kVersion = 1;
 
-// Each kind of value to plain ones ...
+// From a snapshot to plain values.
 
 IValue plain(const IValue& value) { return value; }
 
@@ -39,13 +39,14 @@ IValue plain(const std::map<std::string, Value>& items) {
 IValue plain(const NamedTensors& tensors) {
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
   for (const auto& item : tensors) {
-    if (!item.value().defined()) throw std::runtime_error("tensor '" + item.key() + "' of the model is undefined");
+    if (!item.value().defined())
+      throw std::runtime_error("tensor '" + item.key() + "' of the model is undefined and cannot be saved");
     dict.insert(item.key(), item.value());
   }
   return dict;
 }
 
-/// What from_content() reads: no dicts, and tuples and lists that are not nested too deeply.
+/// Whether from_content() can read the value: it contains no dict, and its tuples and lists are not nested too deeply.
 bool is_option(const IValue& value, int depth = 0) {
   const auto is_part = [depth](const IValue& each) { return is_option(each, depth + 1); };
   if (depth > 16 || value.isGenericDict()) return false;
@@ -55,7 +56,10 @@ bool is_option(const IValue& value, int depth = 0) {
 
 void check_options(const Fields& options) {
   for (const auto& [name, value] : options) {
-    if (!is_option(value)) throw std::runtime_error("'" + name + "' of the optimizer is, or holds, a dict");
+    if (!is_option(value)) {
+      throw std::runtime_error("'" + name + "' of the optimizer contains a dict, or is nested too deeply, and cannot " +
+                               "be saved");
+    }
   }
 }
 
@@ -71,11 +75,11 @@ IValue plain(const OptimizerState& optimizer) {
   return plain(Fields{{"type", optimizer.type}, {"param_groups", plain(groups)}, {"state", plain(optimizer.state)}});
 }
 
-// ... and back.
+// From plain values to a snapshot.
 
-[[noreturn]] void refuse(const std::string& what) { throw std::runtime_error("it is not a snapshot: " + what); }
+[[noreturn]] void refuse_content(const std::string& what) { throw std::runtime_error("not a snapshot: " + what); }
 
-/// The place of a value in the file, for errors: a dict's value, or an item of a list.
+/// The place of a value in the file, for messages: a value of a dict, or an item of a list.
 struct Where {
   std::string_view key;
   const Where* whole = nullptr;
@@ -88,7 +92,7 @@ struct Where {
 };
 
 [[noreturn]] void wrong(const Plain& found, const Where& where, const char* expected) {
-  refuse(where.text() + " is of type " + type_of(found) + ", not " + expected);
+  refuse_content(where.text() + " is of type " + type_of(found) + ", not " + expected);
 }
 
 template <class Value>
@@ -107,7 +111,7 @@ void read(const Plain& from, const Where& where, double& to) {
   const auto* whole = std::get_if<std::int64_t>(&from.value);
   to = whole != nullptr ? static_cast<double>(*whole) : get<double>(from, where, "float");
 }
-/// None is an undefined tensor.
+/// Reads None as an undefined tensor.
 void read(const Plain& from, const Where& where, at::Tensor& to) {
   if (!std::holds_alternative<std::monostate>(from.value)) to = get<at::Tensor>(from, where, "Tensor");
 }
@@ -155,10 +159,10 @@ const Plain& find(const Plain::Dict& dict, const std::string& key, const std::st
   for (const auto& entry : dict) {
     if (entry.key == key) return entry.value;
   }
-  refuse(where + " has no '" + key + "'");
+  refuse_content(where + " has no '" + key + "'");
 }
 
-/// Reads one of a dict's values.
+/// Reads one value of a dict.
 template <class Value>
 void read(const Plain& from, const Where& where, const std::string& key, Value& to) {
   read(find(dict(from, where), key, where.text()), {key, &where}, to);
@@ -193,16 +197,17 @@ IValue to_content(const Snapshot& snapshot) {
 
 Snapshot from_content(const Plain& content) {
   const auto* values = std::get_if<Plain::Dict>(&content.value);
-  if (values == nullptr) refuse(std::string("it holds a ") + type_of(content) + ", not a dict");
-  const auto field = [&](const std::string& key, auto& to) { read(find(*values, key, "it"), {key}, to); };
+  if (values == nullptr) refuse_content(std::string("the file contains a ") + type_of(content) + ", not a dict");
+  const auto field = [&](const std::string& key, auto& to) { read(find(*values, key, "the file"), {key}, to); };
   std::string format;
   field("format", format);
-  if (format != kFormat) refuse("its 'format' is '" + format + "', not '" + kFormat + "'");
+  if (format != kFormat) refuse_content("its 'format' is '" + format + "', not '" + kFormat + "'");
   std::int64_t version = 0;
   field("version", version);
   if (version > kVersion) {
-    throw std::runtime_error("its version is " + std::to_string(version) + ", but this program reads versions up to " +
-                             std::to_string(kVersion) + ": read it with a newer one");
+    throw std::runtime_error("the file has version " + std::to_string(version) +
+                             ", but this program reads versions up to " + std::to_string(kVersion) +
+                             ": use a newer version of the program");
   }
   Snapshot snapshot;
   field("model", snapshot.model);

@@ -7,12 +7,12 @@
 
 namespace gpipe {
 
-// The dict that a snapshot's file holds.
+// Conversions between a Snapshot and the dict that its file contains.
 
-/// Errors: std::runtime_error, without the path, for what from_content() would refuse.
+/// Errors: std::runtime_error, without the path, for a snapshot that from_content() would refuse.
 c10::IValue to_content(const Snapshot& snapshot);
 
-/// Errors: std::runtime_error, without the path, for what is not a snapshot or of a newer version.
+/// Errors: std::runtime_error, without the path, for a value that is not a snapshot, or is of a newer version.
 Snapshot from_content(const Plain& content);
 
 }  // namespace gpipe

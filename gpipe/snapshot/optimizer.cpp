@@ -21,8 +21,9 @@ namespace {
 
 namespace optim = torch::optim;
 
-// What each class holds, once for both directions: `field(name, value)` sees every member. A parameter's state must
-// have each tensor, some only with an option.
+// The fields of each class, for both capture and restore: each_field() calls `field(name, value)` for every member. For
+// a tensor of a parameter's state it calls `field(name, tensor, needed)`. `needed` says whether the state must have the
+// tensor, which can depend on an option.
 
 template <class Field>
 void each_field(optim::AdagradOptions& of, Field field) {
@@ -108,11 +109,11 @@ void each_field(optim::SGDParamState& of, const optim::SGDOptions&, Field field)
   field("momentum_buffer", of.momentum_buffer(), true);
 }
 
-[[noreturn]] void refuse(const std::string& what) {
+[[noreturn]] void refuse_optimizer(const std::string& what) {
   throw std::invalid_argument("the snapshot is of another optimizer: " + what);
 }
 
-/// Copies fields out of an object of a class above.
+/// Copies the fields of an object of one of these classes to `to`.
 struct Capture {
   Fields& to;
 
@@ -120,13 +121,14 @@ struct Capture {
   void operator()(const char* name, const Value& value) const {
     to[name] = value;
   }
-  /// One that is undefined has not been needed yet.
+  /// An undefined tensor has not been needed so far and is left out.
   void operator()(const char* name, const at::Tensor& value, bool) const {
     if (value.defined()) to[name] = value.detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
   }
 };
 
-/// Sets them in such an object. Tensors are made like the parameter; for options there is none.
+/// Sets the fields of such an object from `from`. Tensors must have the kind of `parameter`, which is undefined for
+/// options, and are copied to its device.
 struct Restore {
   const Fields& from;
   std::string owner;
@@ -153,11 +155,11 @@ struct Restore {
     return found->second;
   }
   [[noreturn]] void wrong(const char* name) const {
-    refuse("its '" + std::string(name) + "' of " + owner + " is missing, or of another type or shape");
+    refuse_optimizer("its '" + std::string(name) + "' of " + owner + " is missing or has another type or shape");
   }
 };
 
-/// Calls `call.template operator()<Options, ParamState>(name)` with an optimizer's classes.
+/// Calls `call.template operator()<Options, ParamState>(name)` with the classes that belong to the optimizer.
 template <class Call>
 auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
   const auto& type = typeid(optimizer);
@@ -188,7 +190,7 @@ std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer
       if (found == names.end()) {
         throw std::invalid_argument(
             "parameter " + std::to_string(group.size()) + " in group " + std::to_string(g) +
-            " of the optimizer does not belong to the model: make the optimizer of the model's " +
+            " of the optimizer does not belong to the model: make the optimizer from the model's " +
             "parameters, after moving the model to its device");
       }
       group.push_back(found->second);
@@ -202,11 +204,11 @@ std::vector<std::string> sorted(std::vector<std::string> names) {
   return names;
 }
 
-/// Whether both have the same groups of parameters, in any order within a group.
+/// Checks that both have the same groups of parameters, in any order within a group.
 void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
   if (names.size() != saved.param_groups.size()) {
-    refuse("it has " + std::to_string(saved.param_groups.size()) + " groups of parameters, but this one has " +
-           std::to_string(names.size()));
+    refuse_optimizer("it has " + std::to_string(saved.param_groups.size()) +
+                     " groups of parameters, but this one has " + std::to_string(names.size()));
   }
   for (std::size_t g = 0; g < names.size(); ++g) {
     const auto ours = sorted(names[g]);
@@ -214,7 +216,7 @@ void check_groups(const std::vector<std::vector<std::string>>& names, const Opti
     const auto [our, their] = std::mismatch(ours.begin(), ours.end(), theirs.begin(), theirs.end());
     if (our == ours.end() && their == theirs.end()) continue;
     const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
-    refuse("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
+    refuse_optimizer("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
   }
 }
 
@@ -245,7 +247,8 @@ OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch:
 void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved) {
   const auto names = names_of(optimizer, model);
   with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
-    if (saved.type != type) refuse("it is " + (saved.type.empty() ? "none" : saved.type) + ", but this one is " + type);
+    if (saved.type != type)
+      refuse_optimizer("it is of type '" + saved.type + "', but this one is of type '" + type + "'");
     check_groups(names, saved);
     std::vector<std::unique_ptr<Options>> options;
     std::remove_reference_t<decltype(optimizer.state())> states;
@@ -261,8 +264,9 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
         states[group.params()[i].unsafeGetTensorImpl()] = std::move(state);
       }
     }
-    if (states.size() != saved.state.size()) refuse("it has the state of a parameter that this one does not have");
-    // All fits: from here on nothing fails.
+    if (states.size() != saved.state.size())
+      refuse_optimizer("it has state of a parameter that this one does not have");
+    // Everything fits. From here on nothing can fail.
     for (std::size_t g = 0; g < names.size(); ++g) optimizer.param_groups()[g].set_options(std::move(options[g]));
     optimizer.state() = std::move(states);
   });

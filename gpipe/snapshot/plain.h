@@ -10,16 +10,16 @@
 
 namespace gpipe {
 
-/// A value that a snapshot's file can hold. It is a tree: nothing refers to what contains it.
+/// A value that a snapshot's file can contain: a tree of Python's plain types.
 struct Plain {
   struct Tuple {
     std::vector<Plain> items;
   };
   using List = std::vector<Plain>;
   struct Entry;
-  using Dict = std::vector<Entry>;  ///< in the file's order; each key once
+  using Dict = std::vector<Entry>;  ///< in the file's order; keys are unique
 
-  /// The first stands for None.
+  /// std::monostate stands for None.
   std::variant<std::monostate, bool, std::int64_t, double, std::string, at::Tensor, Tuple, List, Dict> value;
 };
 struct Plain::Entry {
@@ -27,7 +27,7 @@ struct Plain::Entry {
   Plain value;
 };
 
-/// The type's name in Python, such as "dict".
+/// The name of the value's type in Python, such as "dict".
 inline const char* type_of(const Plain& plain) {
   constexpr const char* kNames[] = {"None", "bool", "int", "float", "str", "Tensor", "tuple", "list", "dict"};
   static_assert(std::size(kNames) == std::variant_size_v<decltype(Plain::value)>);

@@ -13,7 +13,7 @@ void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot)
   try {
     content = saveable(to_content(snapshot));
   } catch (const std::exception& error) {
-    throw std::runtime_error("cannot write '" + path.string() + "': " + error.what());
+    throw std::runtime_error("cannot write the snapshot '" + path.string() + "': " + error.what());
   }
   write_archive(path, content);
 }
@@ -22,7 +22,7 @@ Snapshot read_snapshot(const std::filesystem::path& path) {
   try {
     return from_content(read_archive(path));
   } catch (const std::exception& error) {
-    throw std::runtime_error("cannot read '" + path.string() + "': " + error.what());
+    throw std::runtime_error("cannot read the snapshot '" + path.string() + "': " + error.what());
   }
 }
 

@@ -6,8 +6,8 @@
 
 namespace gpipe {
 
-/// A tensor's type and shape, and its layout where that is not the common one. Where two tensors' kinds are equal, one
-/// can be copied into the other.
+/// Describes a tensor's type and shape, and its layout if that is not strided. Tensors of equal kinds can be copied into
+/// each other.
 std::string kind_of(const at::Tensor& tensor);
 
 }  // namespace gpipe

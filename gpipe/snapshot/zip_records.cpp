@@ -10,16 +10,18 @@
 namespace gpipe {
 namespace {
 
-// Signatures and layouts are those of the format's specification, APPNOTE.TXT, sections 4.3.7 to 4.3.16 and 4.5.3.
+// Signatures and layouts follow the format's specification, APPNOTE.TXT, sections 4.3.7 to 4.3.16 and 4.5.3.
 constexpr std::uint32_t kLocalHeader = 0x04034b50;
 constexpr std::uint32_t kCentralHeader = 0x02014b50;
 constexpr std::uint32_t kEnd = 0x06054b50;
 constexpr std::uint32_t kEnd64Locator = 0x07064b50;
 constexpr std::uint32_t kEnd64 = 0x06064b50;
 constexpr std::uint16_t kExtra64 = 1;
-constexpr std::uint32_t kIn64 = 0xffffffff;  ///< where a 32-bit field says that its value is in the 64-bit extra field
+constexpr std::uint32_t kIn64 = 0xffffffff;  ///< in a 32-bit field: the value is in the 64-bit extra field
 
-[[noreturn]] void damaged(const std::string& what) { throw std::runtime_error("it is damaged or cut short: " + what); }
+[[noreturn]] void damaged(const std::string& what) {
+  throw std::runtime_error("the file is damaged or truncated: " + what);
+}
 
 std::string_view part(std::string_view bytes, std::uint64_t begin, std::uint64_t size) {
   if (begin > bytes.size() || size > bytes.size() - begin) damaged("a record lies outside the file");
@@ -45,13 +47,13 @@ Directory find_directory(std::string_view bytes) {
   const auto end = bytes.size() - kZipEndSize;
   if (end >= kLocatorSize && number<std::uint32_t>(bytes, end - kLocatorSize) == kEnd64Locator) {
     const auto end64 = number<std::uint64_t>(bytes, end - kLocatorSize + 8);
-    if (number<std::uint32_t>(bytes, end64) != kEnd64) damaged("its directory is not where it should be");
+    if (number<std::uint32_t>(bytes, end64) != kEnd64) damaged("its directory is not at the given offset");
     return {number<std::uint64_t>(bytes, end64 + 48), number<std::uint64_t>(bytes, end64 + 32)};
   }
   return {number<std::uint32_t>(bytes, end + 16), number<std::uint16_t>(bytes, end + 10)};
 }
 
-/// Replaces the numbers that do not fit 32 bits, in the order in which the extra field has them.
+/// Replaces the numbers that are stored in the 64-bit extra field. The field has them in the order of the parameters.
 void read_extra64(std::string_view extra, std::uint64_t& size, std::uint64_t& packed_size, std::uint64_t& begin) {
   for (std::uint64_t at = 0; at + 4 <= extra.size();) {
     const auto field = part(extra, at + 4, number<std::uint16_t>(extra, at + 2));
@@ -74,8 +76,8 @@ std::uint32_t checksum(std::string_view data) {
 }  // namespace
 
 void check_zip_ends(std::string_view begin, std::string_view end) {
-  if (begin != "PK\3\4") throw std::runtime_error("it is not a snapshot: it is not a zip file");
-  if (end.size() != kZipEndSize || number<std::uint32_t>(end, 0) != kEnd) damaged("it does not end as a zip file does");
+  if (begin != "PK\3\4") throw std::runtime_error("the file is not a zip archive");
+  if (end.size() != kZipEndSize || number<std::uint32_t>(end, 0) != kEnd) damaged("it has no end-of-archive record");
 }
 
 ZipRecords zip_records(std::string_view bytes) {
@@ -101,19 +103,19 @@ ZipRecords zip_records(std::string_view bytes) {
     at += 46 + name_size + extra_size + comment_size;
 
     if (method != 0 || size != packed_size || (flags & 1) != 0) {
-      throw std::runtime_error("it is not a snapshot: its records are compressed, as in TorchScript, or encrypted");
+      throw std::runtime_error("the file has compressed records, as TorchScript files do, or encrypted ones");
     }
     if (i == 0) folder = name.substr(0, name.find('/') + 1);
     if (folder.empty() || name.substr(0, folder.size()) != folder) damaged("its records are in different folders");
     if (number<std::uint32_t>(bytes, local) != kLocalHeader || number<std::uint16_t>(bytes, local + 26) != name_size ||
         part(bytes, local + 30, name_size) != name) {
-      damaged("a record is not where the directory says");
+      damaged("a record is not at the offset in the directory");
     }
     const auto data = part(bytes, local + 30 + name_size + number<std::uint16_t>(bytes, local + 28), size);
     if (size > left) damaged("its records overlap");
     left -= size;
     if (checksum(data) != crc) damaged("the checksum of '" + std::string(name) + "' is wrong");
-    if (!records.emplace(name.substr(folder.size()), data).second) damaged("a record is there twice");
+    if (!records.emplace(name.substr(folder.size()), data).second) damaged("a record occurs twice");
   }
   return records;
 }

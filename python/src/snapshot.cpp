@@ -76,7 +76,7 @@ py::object read_snapshot(const py::object& path) {
     PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path.ptr());
     throw py::error_already_set();
   } catch (const std::runtime_error& error) {
-    throw py::value_error("cannot read '" + file.string() + "': " + error.what());
+    throw py::value_error("cannot read the snapshot '" + file.string() + "': " + error.what());
   }
 }
 

@@ -1,4 +1,4 @@
-// Sums are added to in place only where nobody else sees the memory.
+// A sum is changed in place only if no other tensor shares its memory.
 #include "gpipe/autograd/gradient_sums.h"
 
 #include <gtest/gtest.h>
@@ -11,7 +11,7 @@ namespace {
 
 torch::Tensor full(double value) { return torch::full({2, 3}, value); }
 
-TEST(GradientSumsTest, SumsThatBeganAsOneTensorStayApart) {
+TEST(GradientSums, StayApartThatBeganWithOneTensor) {
   for (const bool viewed : {false, true}) {
     GradientSums sums(2);
     const auto shared = full(1);
@@ -19,21 +19,21 @@ TEST(GradientSumsTest, SumsThatBeganAsOneTensorStayApart) {
     sums.add(1, viewed ? shared.view({3, 2}) : shared);
     sums.add(0, full(10));
     sums.add(1, viewed ? full(100).view({3, 2}) : full(100));
-    EXPECT_TRUE(torch::equal(shared, full(1))) << "the gradient is another's too";
+    EXPECT_TRUE(torch::equal(shared, full(1))) << "the caller's gradient must not change";
     const auto taken = sums.take();
     EXPECT_TRUE(torch::equal(taken[0], full(11)));
     EXPECT_TRUE(torch::equal(taken[1].view({2, 3}), full(101)));
   }
 }
 
-TEST(GradientSumsTest, AnExpandedGradientIsNotAddedToInPlace) {
+TEST(GradientSums, AreNotAddedInPlaceToAnExpandedGradient) {
   GradientSums sums(1);
   sums.add(0, torch::ones({1, 3}).expand({2, 3}));
   sums.add(0, full(1));
   EXPECT_TRUE(torch::equal(sums.take()[0], full(2)));
 }
 
-TEST(GradientSumsTest, OwnMemoryIsUsedAgain) {
+TEST(GradientSums, ReuseTheirOwnMemory) {
   GradientSums sums(1);
   auto first = full(1);
   const auto* memory = first.data_ptr();
@@ -44,7 +44,7 @@ TEST(GradientSumsTest, OwnMemoryIsUsedAgain) {
   EXPECT_EQ(sum.data_ptr(), memory);
 }
 
-TEST(GradientSumsTest, UndefinedIsZeroAndSparseAndDenseMix) {
+TEST(GradientSums, TakeUndefinedSparseAndDenseGradients) {
   GradientSums sums(3);
   sums.add(0, torch::Tensor());
   sums.add(1, full(2).to_sparse());

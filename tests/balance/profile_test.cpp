@@ -11,6 +11,7 @@
 #include "balance/trial.h"
 #include "models/resnet.h"
 #include "models/unet.h"
+#include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/support/support.h"
 

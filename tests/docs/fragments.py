@@ -1,16 +1,16 @@
-"""Makes one C++ file of the fragments in the documentation, which must compile.
+"""Makes one C++ file of the C++ fragments in the documentation. The test is that it compiles.
 
     fragments.py PAGE... OUTPUT
 
-A fragment sees what those before it on its page have declared. It gets the headers that it includes or names in a
-comment, `// "balance/cut.h"`, and torch and the pipeline itself.
+A fragment sees the declarations of the earlier fragments on its page. The file includes torch, the pipeline, and the
+headers that fragments include or name in a comment such as `// "balance/cut.h"`.
 """
 
 import re
 import sys
 from pathlib import Path
 
-# What a page takes for granted.
+# Declarations that the fragments of a page use without making them.
 GIVEN = {
     "index.md": "nn::Sequential model; torch::Tensor input, target; torch::nn::MSELoss criterion;",
     "which.md": "nn::Sequential model; torch::Tensor mini_batch;",

@@ -9,7 +9,7 @@
 #include "examples/common/files.h"
 #include "tests/support/support.h"
 
-/// The input is the length of the file of images in a byte, that file, and the file of labels.
+/// The input is one byte with the length of the image file, then the image file, then the label file.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   if (size == 0) return 0;
   static const gpipe::TemporaryDirectory folder;

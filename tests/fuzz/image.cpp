@@ -26,7 +26,7 @@ void require(bool condition, const std::string& what) {
   std::abort();
 }
 
-/// Makes the checksums of a PNG's chunks right, so that mutations reach the code behind them.
+/// Corrects the checksums of a PNG's chunks, so that mutated files get past the checksum test.
 void fix_checksums(std::vector<std::uint8_t>& file) {
   constexpr std::uint8_t kMagic[] = {0x89, 'P', 'N', 'G', '\r', '\n', 0x1a, '\n'};
   if (file.size() < sizeof kMagic || !std::equal(std::begin(kMagic), std::end(kMagic), file.begin())) return;
@@ -42,7 +42,7 @@ void fix_checksums(std::vector<std::uint8_t>& file) {
   }
 }
 
-/// Calls a reader, which may refuse the file by its name.
+/// Calls a reader, which can refuse the file with an error that names it.
 template <class Read>
 void read(const std::filesystem::path& path, Read call) {
   try {
@@ -55,7 +55,7 @@ void read(const std::filesystem::path& path, Read call) {
 
 }  // namespace
 
-/// The input is a JPEG, PNG or GIF file. A PNG's checksums are put right.
+/// The input is a JPEG, PNG or GIF file. The checksums of a PNG are corrected first.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   static const gpipe::TemporaryDirectory folder;
   const auto path = folder / "input";

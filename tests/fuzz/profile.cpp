@@ -12,7 +12,7 @@
 
 namespace {
 
-/// What is accepted can be written again, cut and predicted.
+/// Checks that an accepted profile can be written, cut and used for predictions.
 void use(const gpipe::Profile& profile) {
   if (gpipe::profile_from_json(gpipe::profile_to_json(profile)) != profile) std::abort();
   const auto layers = profile.layers.size();
@@ -31,7 +31,7 @@ void use(const gpipe::Profile& profile) {
 
 }  // namespace
 
-/// The input is a profile as JSON.
+/// The input is a profile in JSON.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
   try {
     use(gpipe::profile_from_json({reinterpret_cast<const char*>(data), size}));

@@ -1,4 +1,4 @@
-// Runs a driver once over every file in a folder: run_corpus FOLDER. It stands in for libFuzzer's main.
+// A replacement for libFuzzer's main: run_corpus FOLDER runs the driver once on every file in the folder.
 
 #include <sys/resource.h>
 
@@ -15,7 +15,7 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
 
 namespace {
 
-/// The most memory that one small file may cost.
+/// Limit on the memory used for one file.
 constexpr long kMegabytes = 512;
 
 long peak_megabytes() {
@@ -33,14 +33,14 @@ int main(int argc, char** argv) {
   }
   int files = 0;
   for (const auto& entry : std::filesystem::directory_iterator(argv[1])) {
-    // Said first, because a driver that finds a fault ends the process.
+    // Prints the name first, because a driver that finds a fault ends the process.
     std::cout << entry.path().filename().string() << std::endl;
     std::ifstream file(entry.path(), std::ios::binary);
     const std::string bytes{std::istreambuf_iterator<char>(file), {}};
     const auto before = peak_megabytes();
     LLVMFuzzerTestOneInput(reinterpret_cast<const std::uint8_t*>(bytes.data()), bytes.size());
     if (const auto used = peak_megabytes() - before; used > kMegabytes) {
-      std::cerr << "it took " << used << " MB of memory\n";
+      std::cerr << "used " << used << " MB of memory; the limit is " << kMegabytes << " MB\n";
       return EXIT_FAILURE;
     }
     ++files;

@@ -11,7 +11,7 @@
 
 namespace {
 
-/// Reads its first and its last element, where AddressSanitizer can see it.
+/// Reads the first and the last byte of a tensor, so that AddressSanitizer checks the accesses.
 void touch(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.numel() == 0) return;
   std::int64_t last = 0;
@@ -25,9 +25,9 @@ void touch(const at::Tensor& tensor) {
 
 }  // namespace
 
-/// The input is a snapshot's pickle, with one record of 64 bytes, "0", and one that is empty, "1".
+/// The input is the pickle of a snapshot. There are two records: "0" with 64 bytes, and "1", which is empty.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  // A copy on the heap, so that AddressSanitizer sees a read past its end.
+  // Copied to the heap, so that AddressSanitizer notices a read past the end.
   const std::string pickle(reinterpret_cast<const char*>(data), size);
   const std::string bytes(64, '\1');
   try {

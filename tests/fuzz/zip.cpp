@@ -5,9 +5,9 @@
 
 #include "gpipe/snapshot/zip_records.h"
 
-/// The input is a zip file. Every byte of every record is read.
+/// The input is a zip archive. Every byte of every record is read.
 extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
-  // A copy on the heap, so that AddressSanitizer sees a read past its end.
+  // Copied to the heap, so that AddressSanitizer notices a read past the end.
   const std::string bytes(reinterpret_cast<const char*>(data), size);
   try {
     for (const auto& [name, record] : gpipe::zip_records(bytes)) {

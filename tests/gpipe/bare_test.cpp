@@ -1,18 +1,17 @@
-// Pipelines against the bare model: a plain loop over the same layers, chunk by chunk, and PyTorch's own autograd.
-// Nothing of the library runs in it.
+// Pipelines compared with the bare model: a plain loop over the same layers, micro-batch by micro-batch, with PyTorch's
+// own autograd. It uses nothing of the library.
 //   GPIPE_GENERATED_CASES=50000 GPIPE_GENERATED_SEED=7 gpipe_tests --gtest_filter='Bare*'
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <algorithm>
-#include <cstdlib>
-#include <iostream>
-#include <map>
 #include <random>
 #include <sstream>
 #include <string>
 
 #include "gpipe/gpipe.h"
 #include "tests/gpipe/bare_units.h"
+#include "tests/gpipe/random_cases.h"
 
 namespace gpipe {
 namespace {
@@ -29,7 +28,7 @@ using Role = Unit::Role;
 struct Use {
   const Unit* unit;
   int variant = 0;
-  int skip = 0;  // of a stash or pop: which
+  int skip = 0;  // the number of the skip, for a stash or pop
 };
 
 struct Spec {
@@ -56,10 +55,6 @@ std::string to_string(const Spec& spec) {
        << (spec.eval ? ", eval" : "") << ":";
   for (const auto& use : spec.uses) text << " [" << use.unit->name << " " << use.variant << " " << use.skip << "]";
   return text.str();
-}
-
-int draw(std::mt19937_64& random, int low, int high) {
-  return low + static_cast<int>(random() % static_cast<std::uint64_t>(high - low + 1));
 }
 
 Use draw_use(std::mt19937_64& random, Role role, int skip = 0) {
@@ -94,7 +89,7 @@ Spec generate(std::mt19937_64& random) {
   return spec;
 }
 
-/// A pipeline may refuse an in-place change of what shares memory with another tensor that crosses a cut.
+/// Whether the pipeline may refuse the model: it may change a tensor in place that shares memory with another one.
 bool may_be_refused(const Spec& spec) {
   const auto any = [&](bool Unit::*what) {
     return std::any_of(spec.uses.begin(), spec.uses.end(), [&](const Use& use) { return use.unit->*what; });
@@ -114,14 +109,6 @@ nn::Sequential build(const Spec& spec, PlainSkips* plain) {
     builder.add([](Tensor x) { return std::make_tuple(x, x * 2, x.detach(), x.detach().to(torch::kLong), x.sum(1)); });
   }
   return builder.model();
-}
-
-std::vector<std::int64_t> cut(const Spec& spec, std::int64_t layers) {
-  std::mt19937_64 random(spec.seed + 1);
-  const int stages = static_cast<int>(std::min<std::int64_t>(spec.stages, layers));
-  std::vector<std::int64_t> balance(stages, 1);
-  for (std::int64_t left = layers - stages; left > 0; --left) ++balance[draw(random, 0, stages - 1)];
-  return balance;
 }
 
 /// The input of a call. A pipeline may overwrite it.
@@ -164,7 +151,7 @@ Tensors forward_pipeline(GPipe& pipe, const Tensors& inputs) {
   return pipe->forward(input).tensors();
 }
 
-/// What one call leaves, by name.
+/// The results of a call, by name.
 using Result = std::vector<std::pair<std::string, Tensor>>;
 
 template <class Forward>
@@ -179,7 +166,7 @@ Result call(const nn::Sequential& model, const Spec& spec, int number, Forward f
     gradients.push_back(torch::arange(output.numel(), torch::kDouble).sin().view(output.sizes()));
   }
   if (!roots.empty()) {
-    // PyTorch may make a view of what it is given the gradient of a leaf, and add to it: so each call gets its own.
+    // PyTorch may store a view of a given gradient in .grad, and add to it later, so each backward gets a copy.
     const auto given = [&gradients] {
       Tensors clones;
       for (const auto& gradient : gradients) clones.push_back(gradient.clone());
@@ -207,14 +194,15 @@ Result call(const nn::Sequential& model, const Spec& spec, int number, Forward f
   return result;
 }
 
-bool same(const Tensor& a, const Tensor& b) {
+bool close(const Tensor& a, const Tensor& b) {
   if (!a.defined() || !b.defined()) return a.defined() == b.defined();
   return a.sizes() == b.sizes() && a.dtype() == b.dtype() && torch::allclose(a, b, 1e-9, 1e-10, /*equal_nan=*/true);
 }
 
+/// The name of the first result that differs; empty if there is none.
 std::string difference(const Result& got, const Result& expected) {
   for (std::size_t i = 0; i < expected.size(); ++i) {
-    if (!same(got[i].second, expected[i].second)) return expected[i].first;
+    if (!close(got[i].second, expected[i].second)) return expected[i].first;
   }
   return "";
 }
@@ -241,11 +229,11 @@ Outcome compare(const Spec& spec) {
       expected.push_back(call(model, spec, number, [&](const Tensors& in) { return forward_bare(model, spec, in); }));
     }
   } catch (const std::exception& error) {
-    return {Verdict::kNoModel, text_of(error)};  // PyTorch refuses: an in-place operation on what a backward needs
+    return {Verdict::kNoModel, text_of(error)};  // PyTorch refuses to change in place what a backward needs
   }
   try {
     const auto model = build(spec, nullptr);
-    GPipe pipe(model, cut(spec, static_cast<std::int64_t>(model->size())),
+    GPipe pipe(model, draw_balance(spec.seed + 1, spec.stages, model->size()),
                GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1));
     for (int number = 0; number < spec.calls; ++number) {
       pipe->train(!spec.eval || number != 1);
@@ -255,53 +243,38 @@ Outcome compare(const Spec& spec) {
     }
   } catch (const std::exception& error) {
     const auto text = text_of(error);
-    const bool documented = text.find("changed in place") != std::string::npos ||
-                            text.find("was changed in place by one of its layers for the first time") != std::string::npos;
+    const bool documented =
+        text.find("changed in place") != std::string::npos ||
+        text.find("was changed in place by one of its layers for the first time") != std::string::npos;
     return {documented && may_be_refused(spec) ? Verdict::kRefused : Verdict::kDifferent, text};
   }
   return {Verdict::kEqual, ""};
 }
 
-/// The case without what its failure does not need.
-Spec shrink(Spec spec) {
-  for (bool shrunk = true; shrunk;) {
-    shrunk = false;
-    std::vector<Spec> candidates;
-    for (std::size_t i = 0; i < spec.uses.size(); ++i) {
-      auto fewer = spec;
-      const auto use = spec.uses[i];
-      std::erase_if(fewer.uses, [&, index = std::size_t{0}](const Use& other) mutable {
-        const bool is_it = index++ == i;
-        return is_it || (use.unit->role != Role::kWhole && other.unit->role != Role::kWhole && other.skip == use.skip);
-      });
-      if (!fewer.uses.empty()) candidates.push_back(fewer);
-    }
-    for (auto part : {&Spec::batch, &Spec::chunks, &Spec::stages, &Spec::calls}) {
-      if (spec.*part == 1) continue;
-      candidates.push_back(spec);
-      --(candidates.back().*part);
-    }
-    for (auto part : {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval}) {
-      if (!(spec.*part)) continue;
-      candidates.push_back(spec);
-      candidates.back().*part = false;
-    }
-    for (const auto& candidate : candidates) {
-      if (compare(candidate).verdict != Verdict::kDifferent) continue;
-      spec = candidate;
-      shrunk = true;
-      break;
-    }
+std::vector<Spec> smaller(const Spec& spec) {
+  std::vector<Spec> candidates;
+  const auto belong = [](const Use& use, const Use& out) {
+    return out.unit->role != Role::kWhole && use.unit->role != Role::kWhole && use.skip == out.skip;
+  };
+  for (auto& uses : each_left_out(spec.uses, belong)) {
+    if (uses.empty()) continue;
+    candidates.push_back(spec);
+    candidates.back().uses = std::move(uses);
   }
-  return spec;
+  for (auto number : {&Spec::batch, &Spec::chunks, &Spec::stages, &Spec::calls}) {
+    if (spec.*number == 1) continue;
+    candidates.push_back(spec);
+    --(candidates.back().*number);
+  }
+  for (auto feature : {&Spec::several_inputs, &Spec::several_outputs, &Spec::backward_twice, &Spec::eval}) {
+    if (!(spec.*feature)) continue;
+    candidates.push_back(spec);
+    candidates.back().*feature = false;
+  }
+  return candidates;
 }
 
-std::uint64_t from_environment(const char* name, std::uint64_t otherwise) {
-  const char* text = std::getenv(name);
-  return text == nullptr ? otherwise : std::strtoull(text, nullptr, 10);
-}
-
-class BareTest : public ::testing::Test {
+class Bare : public ::testing::Test {
  protected:
   void SetUp() override {
     torch::set_num_threads(1);
@@ -316,13 +289,13 @@ class BareTest : public ::testing::Test {
   const int threads_ = torch::get_num_threads();
 };
 
-TEST_F(BareTest, PipelinesEqualThePlainLoopOverTheLayers) {
-  const auto cases = from_environment("GPIPE_GENERATED_CASES", 500);
-  const auto first = from_environment("GPIPE_GENERATED_SEED", 1);
-  std::map<std::string, int> seen;
+TEST_F(Bare, ModelsEqualPipelines) {
+  const auto seeds = seeds_from_environment(500);
+  const auto differs = [](const Spec& spec) { return compare(spec).verdict == Verdict::kDifferent; };
+  Counts seen;
   std::uint64_t refused = 0;
   int failures = 0;
-  for (std::uint64_t seed = first; seed < first + cases && failures < 3; ++seed) {
+  for (std::uint64_t seed = seeds.first; seed < seeds.first + seeds.count && failures < 3; ++seed) {
     std::mt19937_64 random(seed);
     Spec spec;
     Outcome outcome;
@@ -334,14 +307,13 @@ TEST_F(BareTest, PipelinesEqualThePlainLoopOverTheLayers) {
     if (outcome.verdict == Verdict::kRefused) ++refused;
     if (outcome.verdict != Verdict::kDifferent) continue;
     ++failures;
-    const auto small = shrink(spec);
+    const auto small = shrink(spec, smaller, differs);
     ADD_FAILURE() << compare(small).what << "\n  " << to_string(small) << "\n  shrunk from " << to_string(spec);
   }
-  std::cout << cases << " cases from seed " << first << ", " << refused << " refused:";
-  for (const auto& [feature, count] : seen) std::cout << " " << feature << " " << count << ",";
-  std::cout << std::endl;
-  EXPECT_LE(refused * 10, cases) << "too many cases are refused to tell much";
-  if (cases >= 500) EXPECT_EQ(seen.size(), bare::units().size()) << "some unit never occurred";
+  print(seeds, seen);
+  std::cout << refused << " refused" << std::endl;
+  EXPECT_LE(refused * 10, seeds.count) << "more than a tenth of the cases is refused";
+  if (seeds.count >= 500) EXPECT_EQ(seen.size(), bare::units().size()) << "a unit never occurred";
 }
 
 }  // namespace

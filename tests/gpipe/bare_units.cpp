@@ -3,8 +3,6 @@
 #include <optional>
 #include <tuple>
 
-#include "skip/skippable.h"
-
 namespace gpipe::bare {
 namespace {
 
@@ -14,24 +12,6 @@ using Pair = std::tuple<Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors = std::vector<Tensor>;
 using Role = Unit::Role;
-
-struct LibrarySkipImpl : nn::Module, Skippable, SkipPort {
-  LibrarySkipImpl(Names names, Builder::SkipFunction function)
-      : Skippable(std::move(names)), function(std::move(function)) {}
-  void stash(const std::string& name, Tensor tensor) override { Skippable::stash(name, std::move(tensor)); }
-  Tensor pop(const std::string& name) override { return Skippable::pop(name); }
-  Tensor forward(Tensor x) { return function(std::move(x), *this); }
-  Builder::SkipFunction function;
-};
-
-struct PlainSkipImpl : nn::Module, SkipPort {
-  PlainSkipImpl(PlainSkips& skips, Builder::SkipFunction function) : skips(skips), function(std::move(function)) {}
-  void stash(const std::string& name, Tensor tensor) override { skips[name] = std::move(tensor); }
-  Tensor pop(const std::string& name) override { return std::move(skips.extract(name).mapped()); }
-  Tensor forward(Tensor x) { return function(std::move(x), *this); }
-  PlainSkips& skips;
-  Builder::SkipFunction function;
-};
 
 Tensor ids_of(const Tensor& x) { return x.detach().select(1, 0).mul(10).abs().to(torch::kLong).remainder(5); }
 
@@ -79,7 +59,7 @@ void base_and_view(Builder& b, int variant, bool change) {
   b.add([](Pair in) { return std::get<0>(in) + torch::cat({std::get<1>(in), std::get<1>(in)}, 1).sin(); });
 }
 
-// An average over the micro-batches so far, which the output depends on.
+// Its output depends on an average over the micro-batches so far.
 void ema(Builder& b, int variant, const std::string&) {
   const auto mean = b.buffer(torch::zeros({kWidth}));
   b.add([mean, variant](Tensor x) {
@@ -129,7 +109,7 @@ void attention(Builder& b, int, const std::string&) {
   });
 }
 
-// -dE/dx, differentiated again in the backward.
+// Adds -dE/dx, which the backward differentiates again.
 void forces(Builder& b, int, const std::string&) {
   auto potential = b.module(nn::Linear(kWidth, kWidth));
   b.add([potential](Tensor x) mutable {
@@ -219,7 +199,7 @@ std::vector<Unit> all_units() {
            return y;
          });
        }},
-      {"view that crosses",
+      {"view",
        [](Builder& b, int variant, const std::string&) {
          b.add([](Tensor x) { return x.view({-1, 2, 2}); });
          if (variant < 2) b.push(nn::ReLU(nn::ReLUOptions(true)));
@@ -346,7 +326,7 @@ std::vector<Unit> all_units() {
          });
        },
        false, true, Role::kStash},
-      {"stash what is made",
+      {"stash a product",
        [](Builder& b, int, const std::string& skip) {
          const auto w = b.parameter({kWidth});
          b.add_skip({skip}, {}, [skip, w](Tensor x, SkipPort& skips) {
@@ -376,30 +356,6 @@ std::vector<Unit> all_units() {
 }
 
 }  // namespace
-
-void Builder::add_skip(std::vector<std::string> stashes, std::vector<std::string> pops, SkipFunction function) {
-  if (plain_ != nullptr) {
-    auto layer = std::make_shared<PlainSkipImpl>(*plain_, std::move(function));
-    own(*layer);
-    model_->push_back(std::move(layer));
-  } else {
-    auto layer = std::make_shared<LibrarySkipImpl>(
-        Skippable::Names{.stash = std::move(stashes), .pop = std::move(pops)}, std::move(function));
-    own(*layer);
-    model_->push_back(std::move(layer));
-  }
-}
-
-void Builder::own(nn::Module& layer) {
-  int number = 0;
-  const auto name = [&] { return "own" + std::to_string(number++); };
-  for (auto& [parameter, requires_grad] : parameters_) layer.register_parameter(name(), parameter, requires_grad);
-  for (auto& buffer : buffers_) layer.register_buffer(name(), buffer);
-  for (auto& module : modules_) layer.register_module(name(), module);
-  parameters_.clear();
-  buffers_.clear();
-  modules_.clear();
-}
 
 const std::vector<Unit>& units() {
   static const auto* all = new std::vector<Unit>(all_units());

@@ -1,168 +1,38 @@
-// A thousand training steps that fail at random places: a layer throws, or memory runs out, on a worker or on the
-// caller's thread. None leaves anything behind.
-#include <c10/core/CPUAllocator.h>
+// A thousand training steps that fail at random places, on workers and on the caller's thread, because a layer throws
+// or memory runs out. None leaves a trace.
 #include <cxxabi.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <atomic>
-#include <filesystem>
-#include <iostream>
-#include <iterator>
-#include <limits>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <new>
 #include <random>
-#include <stdexcept>
 #include <string>
 #include <typeinfo>
-#include <unordered_map>
-#include <vector>
 
 #include "absl/cleanup/cleanup.h"
+#include "tests/gpipe/faults.h"
+#include "tests/gpipe/helpers.h"
+#include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
+#include "tests/gpipe/random_cases.h"
 
 namespace gpipe {
 namespace {
 
 namespace nn = torch::nn;
 
-/// What is thrown, of which type.
-struct Exception {
-  const std::type_info& type;
-  void (*raise)();
-};
-
-struct Injected : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-const std::vector<Exception> kOutOfMemory = {
-    {typeid(std::bad_alloc), [] { throw std::bad_alloc(); }},
-    {typeid(c10::OutOfMemoryError), [] { TORCH_CHECK_WITH(OutOfMemoryError, false, "injected"); }},
-};
-const std::vector<Exception> kOfLayers = {
-    {typeid(Injected), [] { throw Injected("injected"); }},
-    {typeid(c10::Error), [] { TORCH_CHECK(false, "injected"); }},
-};
-// PyTorch's engine cannot carry what is no std::exception through a backward.
-const std::vector<Exception> kOfLayersInForward = {kOfLayers[0], kOfLayers[1], {typeid(int), [] { throw 7; }}};
-
-/// Counts how often it is passed, on any thread; armed, throws at one of these times, or at all from then on.
-class Fuse {
- public:
-  void arm(const Exception& exception, int time, bool for_good) {
-    exception_ = &exception;
-    time_ = time;
-    for_good_ = for_good;
-    passed_ = 0;
-    blown_ = false;
-  }
-  void count() { passed_ = 0; }
-  void disarm() { time_ = std::numeric_limits<int>::max(); }
-  void pass() {
-    const int time = ++passed_;
-    if (time != time_ && !(for_good_ && time > time_)) return;
-    blown_ = true;
-    exception_->raise();
-  }
-  int passed() const { return passed_; }
-  bool blown() const { return blown_; }
-
- private:
-  const Exception* exception_ = nullptr;
-  int time_ = std::numeric_limits<int>::max();
-  bool for_good_ = false;
-  std::atomic<int> passed_ = 0;
-  std::atomic<bool> blown_ = false;
-};
-
-/// Stands in for the CPU's allocator: counts what is alive, and passes a fuse. As PyTorch may free what it has
-/// allocated raw with whatever allocator is current then, blocks are told apart by their address.
-class Memory : public c10::Allocator {
- public:
-  /// Never destroyed, for tensors may outlive everything.
-  static Memory& instance() {
-    static auto* const it = new Memory();
-    return *it;
-  }
-
-  void install() {
-    rest_ = c10::GetCPUAllocator();
-    c10::SetCPUAllocator(this);
-  }
-  void remove() { c10::SetCPUAllocator(rest_); }
-
-  struct Live {
-    std::size_t blocks = 0;
-    std::size_t bytes = 0;
-    friend bool operator==(const Live&, const Live&) = default;
-    friend std::ostream& operator<<(std::ostream& out, const Live& live) {
-      return out << live.bytes << " bytes in " << live.blocks << " blocks";
-    }
-  };
-  Live live() {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    return {sizes_.size(), bytes_};
-  }
-
-  c10::DataPtr allocate(std::size_t bytes) override {
-    fuse.pass();
-    void* data = rest_->raw_allocate(bytes);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (data != nullptr && sizes_.emplace(data, bytes).second) bytes_ += bytes;
-    return {data, data, raw_deleter(), c10::kCPU};
-  }
-  c10::DeleterFnPtr raw_deleter() const override {
-    return [](void* data) { instance().free(data); };
-  }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
-
-  Fuse fuse;
-
- private:
-  void free(void* data) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex_);
-      if (const auto found = sizes_.find(data); found != sizes_.end()) {
-        bytes_ -= found->second;
-        sizes_.erase(found);
-      }
-    }
-    rest_->raw_deallocate(data);
-  }
-
-  c10::Allocator* rest_ = nullptr;
-  std::mutex mutex_;
-  std::unordered_map<void*, std::size_t> sizes_;
-  std::size_t bytes_ = 0;
-};
-
 /// Four stages with skips over several of them, in-place layers, batch norm and dropout; each stage can throw.
-nn::Sequential faulty_model(const std::shared_ptr<FaultPlan>& plan) {
-  return nn::Sequential(nn::Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
-                        Stash("b"), nn::Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), nn::Linear(6, 6),
-                        nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), nn::Linear(6, 6));
+Sequential faulty_model(const std::shared_ptr<FaultPlan>& plan) {
+  return Sequential(Linear(6, 6), Stash("a"), Faulty(plan), nn::BatchNorm1d(6), nn::ReLU(nn::ReLUOptions(true)),
+                    Stash("b"), Linear(6, 6), Faulty(plan), nn::Dropout(0.3), Pop("a"), Linear(6, 6),
+                    nn::BatchNorm1d(6), Faulty(plan), nn::Dropout(0.3), Pop("b"), Faulty(plan), Linear(6, 6));
 }
-const std::vector<std::int64_t> kBalance = {4, 5, 4, 4};
+const Balance kBalance = {4, 5, 4, 4};
 constexpr int kMicroBatches = 4;
 constexpr int kCells = 4 * kMicroBatches;
 
-std::vector<torch::Tensor> copies(const std::vector<torch::Tensor>& tensors) {
-  std::vector<torch::Tensor> copies;
-  for (const auto& tensor : tensors) copies.push_back(tensor.detach().clone());
-  return copies;
-}
-
-bool equal(const std::vector<torch::Tensor>& a, const std::vector<torch::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& one, const auto& other) { return torch::equal(one, other); });
-}
-
-/// A pipeline that trains one step after the other, from the same buffers.
+/// A pipeline that trains step after step, each from the same buffers.
 class Trainee {
  public:
   Trainee(Checkpoint checkpoint, bool deferred_batch_norm) {
@@ -186,13 +56,13 @@ class Trainee {
     x_.mutable_grad().reset();
     torch::manual_seed(seed);
   }
-  torch::Tensor forward() { return pipe->forward(x_); }
-  void backward(const torch::Tensor& output) { output.backward(gradient_); }
+  Tensor forward() { return pipe->forward(x_); }
+  void backward(const Tensor& output) { output.backward(gradient_); }
 
-  /// What a failed call must leave alone.
-  std::vector<torch::Tensor> state() {
+  /// The state that a failed call must not change.
+  std::vector<Tensor> state() {
     auto state = copies(model_->buffers());
-    state.push_back(at::detail::getDefaultCPUGenerator().get_state());
+    state.push_back(generator_state());
     return state;
   }
   bool has_gradients() {
@@ -200,8 +70,8 @@ class Trainee {
     return x_.grad().defined() || std::any_of(parameters.begin(), parameters.end(),
                                               [](const auto& parameter) { return parameter.grad().defined(); });
   }
-  /// All that a whole step of one seed has computed.
-  std::vector<torch::Tensor> result_of_step(std::uint64_t seed) {
+  /// All results of a step with one seed.
+  std::vector<Tensor> result_of_step(std::uint64_t seed) {
     begin(seed);
     const auto output = forward();
     backward(output);
@@ -217,17 +87,13 @@ class Trainee {
   GPipe pipe = nullptr;
 
  private:
-  nn::Sequential model_ = nullptr;
-  torch::Tensor x_;
-  torch::Tensor gradient_;
-  std::vector<torch::Tensor> buffers_;
+  Sequential model_ = nullptr;
+  Tensor x_;
+  Tensor gradient_;
+  std::vector<Tensor> buffers_;
 };
 
-int draw(std::mt19937_64& random, int low, int high) {
-  return low + static_cast<int>(random() % static_cast<std::uint64_t>(high - low + 1));
-}
-
-// What a call throws, or nullptr.
+/// The type that a call throws, or nullptr.
 template <class Call>
 const std::type_info* type_thrown_by(Call call) {
   try {
@@ -238,19 +104,19 @@ const std::type_info* type_thrown_by(Call call) {
   return nullptr;
 }
 
-TEST(FaultTest, FailedStepsLeaveNothingBehind) {
-  constexpr int kFailures = 167;  // of each of six pipelines
-  auto& memory = Memory::instance();
+TEST(Fault, LeavesNothingBehind) {
+  constexpr int kFailures = 167;  // for each of six pipelines
+  auto& memory = FaultyAllocator::instance();
   memory.install();
   const absl::Cleanup put_back = [&] { memory.remove(); };
   std::mt19937_64 random(1);
-  std::map<std::string, int> seen;
-  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+  Counts seen;
+  for (const auto checkpoint : kModes) {
     for (const bool deferred : {false, true}) {
       Trainee trainee(checkpoint, deferred);
-      trainee.result_of_step(2);  // what is made once, is made now
+      trainee.result_of_step(2);  // the first step allocates what later ones keep
       const auto expected = trainee.result_of_step(2);
-      int allocations[2];  // of a forward, of a backward
+      int allocations[2];  // in a forward, in a backward
       memory.fuse.count();
       {
         const auto output = trainee.forward();
@@ -269,7 +135,7 @@ TEST(FaultTest, FailedStepsLeaveNothingBehind) {
         const bool in_layer = draw(random, 0, 1) == 0;
         auto& fuse = in_layer ? of_layers : memory.fuse;
         int time = draw(random, 1, in_layer ? kCells : allocations[in_backward]);
-        // The caller's own work is at the begin and the end.
+        // The caller allocates at the beginning and at the end.
         if (!in_layer && draw(random, 0, 3) == 0) {
           time = draw(random, 0, 1) == 0 ? draw(random, 1, 4) : allocations[in_backward] - draw(random, 0, 3);
         }
@@ -280,7 +146,7 @@ TEST(FaultTest, FailedStepsLeaveNothingBehind) {
                           [&] { of_layers.pass(); });
         trainee.begin(random());
         {
-          const auto output = in_backward ? trainee.forward() : torch::Tensor();
+          const auto output = in_backward ? trainee.forward() : Tensor();
           const auto before = trainee.state();
           fuse.arm(exception, time, for_good);
           const auto* thrown = type_thrown_by([&] {
@@ -302,21 +168,19 @@ TEST(FaultTest, FailedStepsLeaveNothingBehind) {
                                  : "forward's caller";
           ++seen[where];
           SCOPED_TRACE(where + (for_good ? ", from then on, time " : ", time ") + std::to_string(time) +
-                       ", checkpoint " + std::to_string(static_cast<int>(checkpoint)) + (deferred ? ", deferred" : ""));
+                       ", checkpoint " + to_string(checkpoint) + (deferred ? ", deferred" : ""));
           EXPECT_STREQ(thrown->name(), exception.type.name());
-          EXPECT_TRUE(equal(trainee.state(), before));
+          EXPECT_TRUE(same(trainee.state(), before));
           EXPECT_FALSE(trainee.has_gradients());
         }
         EXPECT_EQ(thread_count(), threads);
         EXPECT_EQ(memory.live(), live);
-        EXPECT_TRUE(equal(trainee.result_of_step(2), expected));
+        EXPECT_TRUE(same(trainee.result_of_step(2), expected));
       }
     }
   }
-  std::cout << "failed in:";
-  for (const auto& [where, count] : seen) std::cout << " " << where << " " << count << ",";
-  std::cout << std::endl;
-  EXPECT_EQ(seen.size(), 3u + 5u) << "some kind of failure never occurred";
+  print("failed in", seen);
+  EXPECT_EQ(seen.size(), 3U + 5U) << "some kind of failure never occurred";
 }
 
 }  // namespace

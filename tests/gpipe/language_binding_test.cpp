@@ -1,22 +1,22 @@
-#include <gmock/gmock.h>
+// What a program in another language adds to a pipeline.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <atomic>
+#include <chrono>
+#include <functional>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <string>
 #include <thread>
 
-#include "gpipe/gpipe.h"
-#include "tests/gpipe/layers.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 namespace {
 
-using torch::nn::Linear;
-using torch::nn::Sequential;
-
-/// Runs the layers of a stage in a row, as a language binding does.
+/// Runs the layers first..end-1 in order, as the run_layers of a stage does.
 RunLayers run_in_a_row(const Sequential& model, int first, int end) {
   return [model, first, end](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) {
     for (int i = first; i < end; ++i) {
@@ -27,7 +27,7 @@ RunLayers run_in_a_row(const Sequential& model, int first, int end) {
   };
 }
 
-TEST(LanguageBindingTest, RunsStagesAsThePipelineWould) {
+TEST(LanguageBinding, RunsStagesWithTheResultsOfThePipeline) {
   torch::manual_seed(0);
   Sequential model(Linear(4, 4), torch::nn::Dropout(0.5), Linear(4, 4), torch::nn::Dropout(0.5));
   const auto x = torch::randn({6, 4});
@@ -41,18 +41,13 @@ TEST(LanguageBindingTest, RunsStagesAsThePipelineWould) {
     return std::pair(y, model[0]->as<Linear>()->weight.grad().clone());
   };
   const auto expected = step({});
-  const auto hosted = step({.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 4)}});
-  EXPECT_TRUE(torch::equal(hosted.first, expected.first));
-  EXPECT_TRUE(torch::equal(hosted.second, expected.second));
+  const auto bound = step({.run_layers = {run_in_a_row(model, 0, 1), run_in_a_row(model, 1, 4)}});
+  EXPECT_TRUE(torch::equal(bound.first, expected.first));
+  EXPECT_TRUE(torch::equal(bound.second, expected.second));
 }
 
-struct FailImpl : torch::nn::Module {
-  torch::Tensor forward(torch::Tensor) { throw std::domain_error("no"); }
-};
-TORCH_MODULE(Fail);
-
-TEST(LanguageBindingTest, IsToldOfErrors) {
-  Sequential model(Linear(4, 4), Linear(4, 4), Fail());
+TEST(LanguageBinding, LearnsOfErrors) {
+  Sequential model(Linear(4, 4), Linear(4, 4), Functional([](Tensor) -> Tensor { throw std::domain_error("no"); }));
   std::vector<ErrorInfo> told;
   const auto on_error = [&](const ErrorInfo& info, const std::exception_ptr& error) {
     EXPECT_THROW(std::rethrow_exception(error), std::domain_error);
@@ -67,7 +62,7 @@ TEST(LanguageBindingTest, IsToldOfErrors) {
   EXPECT_EQ(told[0].action.stage, 1);
 }
 
-TEST(LanguageBindingTest, MayThrowAnotherError) {
+TEST(LanguageBinding, ReplacesAnError) {
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto on_error = [](const ErrorInfo& info, const std::exception_ptr&) { throw std::domain_error(info.message); };
   GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(), LanguageBinding{.on_error = on_error});
@@ -76,7 +71,7 @@ TEST(LanguageBindingTest, MayThrowAnotherError) {
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
 }
 
-TEST(LanguageBindingTest, EndsACallByThrowing) {
+TEST(LanguageBinding, EndsACallByThrowingInPoll) {
   std::atomic<bool> asked = false;
   Sequential model(Linear(4, 4));
   const auto wait = [&](Value input, absl::FunctionRef<void(int)>, CellMemo&) {
@@ -92,7 +87,7 @@ TEST(LanguageBindingTest, EndsACallByThrowing) {
   EXPECT_EQ(pipe->forward(torch::randn({4, 4})).size(0), 4);
 }
 
-/// A pair that a binding calls by a name.
+/// The structure of a pair that has a name.
 struct NamedPair : Structure {
   explicit NamedPair(std::string name) : name(std::move(name)) {}
   bool equals(const Structure& other) const override { return dynamic_cast<const NamedPair&>(other).name == name; }
@@ -100,7 +95,7 @@ struct NamedPair : Structure {
   const std::string name;
 };
 
-/// Names the pair that it makes of a tensor; of a pair, notes the name and passes it on.
+/// Makes a named pair of a tensor. Notes the name of a pair and passes it on.
 RunLayers make_or_note(std::function<std::string()> make, std::vector<std::string>* noted) {
   return [=](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) -> Value {
     begin(0);
@@ -113,7 +108,7 @@ RunLayers make_or_note(std::function<std::string()> make, std::vector<std::strin
   };
 }
 
-TEST(LanguageBindingTest, ObjectsKeepTheirStructureFromStageToStage) {
+TEST(LanguageBinding, KeepsTheStructureOfObjectsFromStageToStage) {
   std::vector<std::string> noted;
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto run = make_or_note([] { return "a"; }, &noted);
@@ -127,7 +122,7 @@ TEST(LanguageBindingTest, ObjectsKeepTheirStructureFromStageToStage) {
   EXPECT_EQ(noted, (std::vector<std::string>(3, "the pair a")));  // two micro-batches, one recompute
 }
 
-TEST(LanguageBindingTest, MicroBatchesOfUnequalStructureAreNotJoined) {
+TEST(LanguageBinding, DoesNotJoinMicroBatchesOfUnequalStructure) {
   int made = 0;
   Sequential model(Linear(4, 4));
   const auto run = make_or_note([&made] { return std::to_string(made++); }, nullptr);
@@ -136,11 +131,10 @@ TEST(LanguageBindingTest, MicroBatchesOfUnequalStructureAreNotJoined) {
       [&] {
         pipe->forward(Value(torch::randn({4, 4})));
       },
-      ::testing::ThrowsMessage<std::runtime_error>(
-          ::testing::HasSubstr("returned the pair 0 for one micro-batch and the pair 1 for another")));
+      throws<std::runtime_error>("returned the pair 0 for one micro-batch and the pair 1 for another"));
 }
 
-TEST(LanguageBindingTest, LayersOfCppDoNotTakeObjects) {
+TEST(LanguageBinding, CannotGiveObjectsToCppLayers) {
   Sequential model(Linear(4, 4), Linear(4, 4));
   const auto run = make_or_note([] { return "a"; }, nullptr);
   GPipe pipe(make_layers(*model), {1, 1}, GPipeOptions(),
@@ -149,10 +143,10 @@ TEST(LanguageBindingTest, LayersOfCppDoNotTakeObjects) {
       [&] {
         pipe->forward(Value(torch::randn({4, 4})));
       },
-      ::testing::ThrowsMessage<std::invalid_argument>(::testing::HasSubstr("cannot take the pair a")));
+      throws<std::invalid_argument>("cannot take the pair a"));
 }
 
-TEST(LanguageBindingTest, EntersEachWorkerBeforeItsPart) {
+TEST(LanguageBinding, PreparesAWorkerBeforeItsPart) {
   std::mutex mutex;
   std::vector<std::thread::id> entered;
   std::vector<std::thread::id> ran;
@@ -171,46 +165,6 @@ TEST(LanguageBindingTest, EntersEachWorkerBeforeItsPart) {
              LanguageBinding{.run_layers = {run}, .enter_worker = [&] { note(entered); }});
   pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
   EXPECT_EQ(entered, std::vector<std::thread::id>(2, ran.front()));
-}
-
-TEST(LanguageBindingTest, MayChooseChunksAndCheckpointModeForEachCall) {
-  std::mutex mutex;
-  std::vector<std::pair<std::int64_t, bool>> seen;
-  struct NoteImpl : torch::nn::Module {
-    explicit NoteImpl(std::function<void(const torch::Tensor&)> note) : note(std::move(note)) {}
-    torch::Tensor forward(torch::Tensor x) {
-      note(x);
-      return x * 1;
-    }
-    std::function<void(const torch::Tensor&)> note;
-  };
-  Sequential model(std::make_shared<NoteImpl>([&](const torch::Tensor& x) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    seen.emplace_back(x.size(0), is_checkpointing());
-  }));
-  GPipe pipe(model, {1}, GPipeOptions().chunks(4));
-  const Value x(torch::randn({4, 4}).requires_grad_());
-  pipe->forward(x, 2, Checkpoint::kExceptLast);
-  EXPECT_EQ(seen, (std::vector<std::pair<std::int64_t, bool>>{{2, true}, {2, false}}));
-  EXPECT_THROW(pipe->forward(x, 0, Checkpoint::kNever), std::invalid_argument);
-}
-
-TEST(CheckpointingTest, LayersCanTell) {
-  std::vector<std::string> seen;
-  struct NoteImpl : torch::nn::Module {
-    explicit NoteImpl(std::vector<std::string>& seen) : seen(seen) {}
-    torch::Tensor forward(torch::Tensor x) {
-      seen.push_back(is_checkpointing() ? "checkpointing" : is_recomputing() ? "recomputing" : "plain");
-      return x * 1;
-    }
-    std::vector<std::string>& seen;
-  };
-  Sequential model(std::make_shared<NoteImpl>(seen));
-  GPipe pipe(model, {1}, GPipeOptions().chunks(2));
-  pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
-  EXPECT_EQ(seen, (std::vector<std::string>{"checkpointing", "plain", "recomputing"}));
-  model->forward(torch::randn({4, 4}));
-  EXPECT_EQ(seen.back(), "plain");
 }
 
 }  // namespace

@@ -1,11 +1,13 @@
-// What a step allocates: counted on the workers, beside what the simulator says of its program.
+// The bytes that a step allocates, counted on the workers and compared with the simulator's.
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <cstdlib>
 #include <memory>
 
 #include "balance/profiler.h"
@@ -13,16 +15,16 @@
 #include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/simulator.h"
 #include "models/unet.h"
-#include "tests/gpipe/layers.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 namespace {
 
 namespace nn = torch::nn;
 
-constexpr std::int64_t kSamples = 2;  // of a micro-batch
+constexpr std::int64_t kSamples = 2;  // per micro-batch
 
-// Bytes allocated and not freed, on all threads that take over this one's state.
+/// Counts the bytes allocated and not freed, on this thread and on workers that take over its thread-local state.
 class Total : public c10::MemoryReportingInfoBase {
  public:
   void reportMemoryUsage(void*, std::int64_t bytes, std::size_t, std::size_t, c10::Device) override { live += bytes; }
@@ -30,13 +32,13 @@ class Total : public c10::MemoryReportingInfoBase {
   std::atomic<std::int64_t> live = 0;
 };
 
-std::int64_t bytes_of(const std::vector<torch::Tensor>& tensors) {
+std::int64_t bytes_of(const std::vector<Tensor>& tensors) {
   std::int64_t bytes = 0;
   for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
   return bytes;
 }
 
-class MemoryTest : public testing::Test {
+class StepMemory : public testing::Test {
  protected:
   GPipe make(Checkpoint checkpoint, std::int64_t chunks) {
     return GPipe(model_, balance_, GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
@@ -47,7 +49,7 @@ class MemoryTest : public testing::Test {
     pipe->forward(torch::randn({samples, 3, 48, 48})).sum().backward();
   }
 
-  // The traces of steps, after those in which stages show what they do to their inputs.
+  /// Traces steps after two others, in which the pipeline learns whether stages change their inputs in place.
   Timeline trace(Checkpoint checkpoint, std::int64_t chunks, int steps) {
     auto pipe = make(checkpoint, chunks);
     for (int i = 0; i < 2; ++i) step(pipe, chunks * kSamples);
@@ -61,12 +63,12 @@ class MemoryTest : public testing::Test {
   const std::vector<std::int64_t> balance_ = {20, 25, static_cast<std::int64_t>(model_->size()) - 45};
 };
 
-TEST_F(MemoryTest, StaysBelowWhatTheSimulatorSays) {
+TEST_F(StepMemory, IsAtMostWhatTheSimulatorPredicts) {
   const auto of_model = profile(model_, torch::randn({kSamples, 3, 48, 48}), ProfileOptions().seconds(0).repeats(1));
   const auto cells = StageCost(of_model).costs(balance_, {}).bytes;
-  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+  for (const auto checkpoint : kModes) {
     for (const int chunks : {1, 2, 5}) {
-      SCOPED_TRACE(std::to_string(static_cast<int>(checkpoint)) + " with " + std::to_string(chunks) + " chunks");
+      SCOPED_TRACE(to_string(checkpoint) + " with " + std::to_string(chunks) + " chunks");
       const auto counted = trace(checkpoint, chunks, 3);
       auto accounted = counted;
       account(accounted, cells);
@@ -77,7 +79,7 @@ TEST_F(MemoryTest, StaysBelowWhatTheSimulatorSays) {
         EXPECT_LE(span.bytes.peak, accounted.spans[i].bytes.peak) << to_string(span.action);
         EXPECT_LE(span.bytes.after, accounted.spans[i].bytes.after) << to_string(span.action);
       }
-      // A stage far slower than the one before, or the one behind, so that all that can wait for it does.
+      // One stage is far slower than its neighbour, so that everything that can wait for it does.
       const auto program = make(checkpoint, chunks)->program(chunks);
       std::vector<std::int64_t> simulated(3);
       for (const int slowest : {0, 2}) {
@@ -92,15 +94,15 @@ TEST_F(MemoryTest, StaysBelowWhatTheSimulatorSays) {
       const auto peaks = counted.peak_bytes();
       for (int worker = 0; worker < 3; ++worker) {
         EXPECT_LE(peaks[worker], simulated[worker]);
-        if (checkpoint != Checkpoint::kNever) continue;  // else what waits for slow stages is much of it
+        if (checkpoint != Checkpoint::kNever) continue;  // in other modes the peak depends more on waiting
         EXPECT_GT(static_cast<double>(peaks[worker]), 0.8 * static_cast<double>(simulated[worker]));
       }
     }
   }
 }
 
-TEST_F(MemoryTest, NothingButGradientsIsLeftAfterAStep) {
-  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+TEST_F(StepMemory, HoldsOnlyGradientsAfterAStep) {
+  for (const auto checkpoint : kModes) {
     auto pipe = make(checkpoint, 4);
     for (int i = 0; i < 3; ++i) {
       for (auto& parameter : model_->parameters()) parameter.mutable_grad().reset();
@@ -112,7 +114,7 @@ TEST_F(MemoryTest, NothingButGradientsIsLeftAfterAStep) {
   }
 }
 
-TEST_F(MemoryTest, AProfilerOfTheCallersIsNotShutOut) {
+TEST_F(StepMemory, IsNotCountedUnderAProfilerOfTheCallers) {
   auto pipe = make(Checkpoint::kAlways, 2);
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);
@@ -123,7 +125,7 @@ TEST_F(MemoryTest, AProfilerOfTheCallersIsNotShutOut) {
   EXPECT_THAT(timeline->peak_bytes(), testing::Each(0));
 }
 
-TEST_F(MemoryTest, BatchesInFlightAreCountedForThemselves) {
+TEST_F(StepMemory, IsCountedForEachBatchInFlight) {
   auto pipe = make(Checkpoint::kNever, 2);
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);

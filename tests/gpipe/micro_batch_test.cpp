@@ -1,26 +1,41 @@
-// How a mini-batch is cut, and joined again.
+// How a mini-batch is cut into micro-batches and joined again.
 #include "gpipe/micro_batch.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <limits>
 #include <vector>
+
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 namespace {
 
 using Sizes = std::vector<std::int64_t>;
-using torch::Tensor;
 
-TEST(MicroBatchTest, SizesAreEqualButForTheLast) {
+TEST(MicroBatch, SizesAreEqualExceptForTheLast) {
   EXPECT_EQ(micro_batch_sizes(10, 4, 0), (Sizes{3, 3, 3, 1}));
-  EXPECT_EQ(micro_batch_sizes(9, 4, 0), (Sizes{3, 3, 3})) << "there may be fewer than asked for";
+  EXPECT_EQ(micro_batch_sizes(9, 4, 0), (Sizes{3, 3, 3})) << "there may be fewer than chunks";
   EXPECT_EQ(micro_batch_sizes(2, 5, 0), (Sizes{1, 1}));
   EXPECT_EQ(micro_batch_sizes(0, 5, 0), (Sizes{0}));
-  EXPECT_EQ(micro_batch_sizes(10, 1, 4), (Sizes{4, 4, 2})) << "by the samples of each";
+  EXPECT_EQ(micro_batch_sizes(10, 1, 4), (Sizes{4, 4, 2})) << "samples per micro-batch are given";
 }
 
-TEST(MicroBatchTest, PartsAreViewsWithVersionsOfTheirOwn) {
+TEST(MicroBatch, SizesFollowFromPositiveNumbersOnly) {
+  EXPECT_THAT([] { micro_batch_sizes(4, 0, 0); },
+              throws<std::invalid_argument>("4 samples cannot be cut into 0 micro-batches"));
+  EXPECT_THAT([] { micro_batch_sizes(4, 1, -2); }, throws<std::invalid_argument>("micro-batches of -2 samples"));
+  EXPECT_THAT([] { micro_batch_sizes(-4, 1, 0); }, throws<std::invalid_argument>("a mini-batch of -4 samples"));
+}
+
+TEST(MicroBatch, SizesDoNotOverflow) {
+  constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
+  EXPECT_EQ(micro_batch_sizes(kHuge, 2, 0).back(), kHuge / 2);
+  EXPECT_EQ(micro_batch_sizes(kHuge, 1, kHuge), Sizes{kHuge});
+}
+
+TEST(MicroBatch, PartsAreViewsWithTheirOwnVersionCounters) {
   const auto whole = torch::arange(6).view({3, 2});
   const auto parts = scatter(whole, {2, 1});
   ASSERT_EQ(parts.size(), 2U);
@@ -32,7 +47,7 @@ TEST(MicroBatchTest, PartsAreViewsWithVersionsOfTheirOwn) {
   EXPECT_TRUE(parts[1].changed());
 }
 
-TEST(MicroBatchTest, AGradientThatIsMissingIsZeroOfItsOwnPartsSize) {
+TEST(MicroBatch, AMissingGradientIsZeroInTheSizeOfItsPart) {
   const auto ones = [](std::int64_t samples) { return torch::ones({samples, 2}); };
   EXPECT_TRUE(torch::equal(gather_gradient({ones(3), Tensor(), ones(1)}, {3, 3, 1}),
                            torch::cat({ones(3), torch::zeros({3, 2}), ones(1)})));
@@ -41,7 +56,7 @@ TEST(MicroBatchTest, AGradientThatIsMissingIsZeroOfItsOwnPartsSize) {
   EXPECT_FALSE(gather_gradient({Tensor(), Tensor()}, {3, 1}).defined());
 }
 
-TEST(MicroBatchTest, GradientsGoBackToTheirParts) {
+TEST(MicroBatch, AGradientIsCutIntoTheSizesOfItsParts) {
   const auto gradient = torch::arange(4).view({4, 1});
   const auto parts = scatter_gradient(gradient, {3, 1});
   ASSERT_EQ(parts.size(), 2U);

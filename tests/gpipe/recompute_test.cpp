@@ -1,54 +1,38 @@
-// What a recompute must find as the forward found it, and leave as it is now.
-#include <gmock/gmock.h>
+// What a recompute finds as its forward found it, and what it leaves unchanged.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include "gpipe/gpipe.h"
+#include <functional>
+#include <memory>
+#include <string>
+#include <tuple>
+
+#include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
 
-using ::testing::HasSubstr;
-using ::testing::ThrowsMessage;
-using torch::Tensor;
-using torch::nn::Linear;
-using torch::nn::Sequential;
-
-constexpr Checkpoint kModes[] = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
-
-/// Gradients and buffers after one step with each checkpoint mode; those of the first, kNever, are right.
-std::vector<std::vector<Tensor>> steps(const std::function<Sequential()>& make, std::int64_t chunks, const Tensor& x) {
+/// Trains the model for two steps in each checkpoint mode; all must give the same parameters, gradients and buffers.
+void expect_equal_steps(const std::function<Sequential()>& make, std::int64_t chunks, const Tensor& x) {
   std::vector<std::vector<Tensor>> results;
   for (const auto checkpoint : kModes) {
     torch::manual_seed(0);
     auto model = make();
-    GPipe pipe(model, std::vector<std::int64_t>(model->size(), 1),
+    GPipe pipe(model, Balance(model->size(), 1),
                GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
     for (int step = 0; step < 2; ++step) pipe->forward(x).pow(2).sum().backward();
-    auto& result = results.emplace_back();
+    auto& result = results.emplace_back(copies(model->buffers()));
     for (const auto& parameter : model->parameters()) {
       result.push_back(parameter.detach().clone());
       result.push_back(parameter.grad());
     }
-    for (const auto& buffer : model->buffers()) result.push_back(buffer.clone());
-  }
-  return results;
-}
-
-void expect_equal(const std::vector<std::vector<Tensor>>& results) {
-  for (const auto& result : results) {
-    ASSERT_EQ(result.size(), results.front().size());
-    for (std::size_t i = 0; i < result.size(); ++i) {
-      const auto& expected = results.front()[i];
-      ASSERT_EQ(result[i].defined(), expected.defined());
-      EXPECT_TRUE(!expected.defined() || torch::equal(result[i], expected)) << i;
-    }
+    EXPECT_TRUE(same(result, results.front())) << "checkpoint mode " << to_string(checkpoint);
   }
 }
 
-/// Multiplies by a moving average that it updates first, as codebooks and observers do. `hidden` writes leave no trace
-/// in the version counter.
+/// Multiplies by a moving average that it updates first, as codebooks and observers do. Hidden writes leave the version
+/// counter as it is.
 struct AverageImpl : torch::nn::Module {
   AverageImpl(std::int64_t width, bool hidden)
       : linear(register_module("linear", Linear(6, 6))),
@@ -64,25 +48,37 @@ struct AverageImpl : torch::nn::Module {
   bool hidden;
 };
 
-TEST(RecomputeTest, BuffersAreAsTheForwardFoundThem) {
+TEST(Recompute, FindsBuffersAsItsForwardDid) {
   for (const bool hidden : {false, true}) {
     for (const std::int64_t width : {6, 100000}) {
       for (const std::int64_t chunks : {1, 3}) {
         SCOPED_TRACE(std::to_string(width) + (hidden ? " hidden, " : " plain, ") + std::to_string(chunks));
-        expect_equal(steps(
+        expect_equal_steps(
             [&] {
-              Sequential model(Linear(6, 6));
-              model->push_back(std::make_shared<AverageImpl>(width, hidden));
-              model->push_back(std::make_shared<AverageImpl>(width, hidden));
-              return model;
+              return Sequential(Linear(6, 6), std::make_shared<AverageImpl>(width, hidden),
+                                std::make_shared<AverageImpl>(width, hidden));
             },
-            chunks, torch::randn({6, 6})));
+            chunks, torch::randn({6, 6}));
       }
     }
   }
 }
 
-TEST(RecomputeTest, ABufferThatBeginsToChangeIsNoticed) {
+TEST(Recompute, DoesNotUpdateBatchNormAgain) {
+  for (const auto checkpoint : kModes) {
+    auto norm = torch::nn::BatchNorm1d(8);
+    auto alone = torch::nn::BatchNorm1d(8);
+    GPipe pipe(Sequential(norm, Linear(8, 8)), {1, 1},
+               GPipeOptions().chunks(4).checkpoint(checkpoint).intraop_threads(torch::get_num_threads()));
+    const auto x = torch::randn({16, 8});
+    pipe->forward(x).sum().backward();
+    for (const auto& part : x.chunk(4)) alone->forward(part);
+    EXPECT_TRUE(same(norm->buffers(), alone->buffers())) << "checkpoint mode " << to_string(checkpoint);
+    EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 4);
+  }
+}
+
+TEST(Recompute, FailsOnceWhenABufferBeginsToChange) {
   struct TableImpl : torch::nn::Module {
     TableImpl()
         : linear(register_module("linear", Linear(6, 6))), table(register_buffer("table", torch::ones({100000}))) {}
@@ -95,13 +91,11 @@ TEST(RecomputeTest, ABufferThatBeginsToChangeIsNoticed) {
     bool writes = false;
   };
   auto layer = std::make_shared<TableImpl>();
-  Sequential model;
-  model->push_back(layer);
-  GPipe pipe(model, {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
   const auto x = torch::randn({4, 6});
   pipe->forward(x).sum().backward();
   layer->writes = true;
-  EXPECT_THAT([&] { pipe->forward(x); }, ThrowsMessage<std::runtime_error>(HasSubstr("repeat the call")));
+  EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("repeat the call"));
   EXPECT_TRUE(torch::equal(layer->table, torch::ones({100000})));
   layer->linear->zero_grad();
   pipe->forward(x).sum().backward();
@@ -109,17 +103,17 @@ TEST(RecomputeTest, ABufferThatBeginsToChangeIsNoticed) {
   EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), expected.expand({6, 6})));
 }
 
-TEST(RecomputeTest, EmbeddingsThatRenormaliseTheirRows) {
+TEST(Recompute, RepeatsEmbeddingsThatRenormaliseTheirRows) {
   const auto ids = torch::tensor({0, 3, 3, 1, 0, 2});
-  expect_equal(steps(
+  expect_equal_steps(
       [] {
         return Sequential(torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 6).max_norm(0.5)), Linear(6, 6),
                           Linear(6, 6));
       },
-      3, ids));
+      3, ids);
 }
 
-TEST(RecomputeTest, OthersMayNotWriteToAParameterThatItsLayerWritesToo) {
+TEST(Recompute, FailsWhenTheCallerWritesToAParameterThatItsLayerWritesToo) {
   auto table = torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 6).max_norm(0.5));
   GPipe pipe(Sequential(table), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
   const auto ids = torch::tensor({0, 3, 3, 1});
@@ -130,11 +124,11 @@ TEST(RecomputeTest, OthersMayNotWriteToAParameterThatItsLayerWritesToo) {
     torch::NoGradGuard no_grad;
     table->weight.mul_(2);
   }
-  EXPECT_THAT([&] { second.backward(); }, ThrowsMessage<std::runtime_error>(HasSubstr("step the optimizer after")));
+  EXPECT_THAT([&] { second.backward(); }, throws<std::runtime_error>("step the optimizer after"));
   pipe->forward(ids).sum().backward();
 }
 
-/// Forces: the negative gradient of an energy by positions, a leaf that the layer makes for itself.
+/// Computes forces: the negative gradient of an energy by positions, a leaf that the layer makes in its forward.
 struct ForcesImpl : torch::nn::Module {
   ForcesImpl()
       : energy(register_module("energy", Linear(6, 1))), stiffness(register_parameter("k", torch::ones({6}))) {}
@@ -149,51 +143,12 @@ struct ForcesImpl : torch::nn::Module {
   Tensor stiffness;
 };
 
-TEST(RecomputeTest, LayersMayDifferentiateInside) {
-  expect_equal(steps(
-      [] {
-        Sequential model(Linear(6, 6));
-        model->push_back(std::make_shared<ForcesImpl>());
-        model->push_back(Linear(6, 6));
-        return model;
-      },
-      3, torch::randn({6, 6})));
+TEST(Recompute, RepeatsLayersThatDifferentiateInside) {
+  expect_equal_steps([] { return Sequential(Linear(6, 6), std::make_shared<ForcesImpl>(), Linear(6, 6)); }, 3,
+                     torch::randn({6, 6}));
 }
 
-TEST(RecomputeTest, ALeafThatIsKeptIsRefused) {
-  const auto kept = torch::ones({6}).requires_grad_();
-  GPipe pipe(Sequential(torch::nn::Functional([kept](Tensor x) { return x * kept; })), {1}, GPipeOptions().chunks(2));
-  EXPECT_THAT(
-      [&] {
-        pipe->forward(torch::ones({2, 6}));
-      },
-      ThrowsMessage<std::invalid_argument>(HasSubstr("neither a parameter nor an input")));
-}
-
-TEST(RecomputeTest, DetachedOutputsNeedNoGradient) {
-  for (const auto checkpoint : kModes) {
-    struct StatisticsImpl : torch::nn::Module {
-      std::tuple<Tensor, Tensor> forward(Tensor x) { return {x, x.detach() * 2}; }
-    };
-    struct PassImpl : torch::nn::Module {
-      std::tuple<Tensor, Tensor> forward(std::tuple<Tensor, Tensor> in) {
-        return {std::get<0>(in) * 2, std::get<1>(in) + 1};
-      }
-    };
-    Sequential model(Linear(6, 6));
-    model->push_back(std::make_shared<StatisticsImpl>());
-    model->push_back(std::make_shared<PassImpl>());
-    GPipe pipe(model, {1, 1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
-    for (int step = 0; step < 2; ++step) {
-      const auto out = pipe->forward(Value(torch::randn({4, 6}))).tensors();
-      EXPECT_TRUE(out[0].requires_grad());
-      EXPECT_FALSE(out[1].requires_grad());
-      out[0].sum().backward();
-    }
-  }
-}
-
-TEST(RecomputeTest, AnOutputThatNeedsAGradientOnlyNowIsNoticed) {
+TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
   struct SwitchImpl : torch::nn::Module {
     SwitchImpl() : linear(register_module("linear", Linear(6, 6))) {}
     std::tuple<Tensor, Tensor> forward(Tensor x) {
@@ -204,47 +159,39 @@ TEST(RecomputeTest, AnOutputThatNeedsAGradientOnlyNowIsNoticed) {
     bool on = false;
   };
   auto layer = std::make_shared<SwitchImpl>();
-  Sequential model;
-  model->push_back(layer);
-  GPipe pipe(model, {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
   const auto x = torch::randn({4, 6});
   pipe->forward(Value(x)).tensors()[0].sum().backward();
   layer->on = true;
   const auto out = pipe->forward(Value(x)).tensors();
-  EXPECT_THAT([&] { out[0].sum().backward(); }, ThrowsMessage<std::runtime_error>(HasSubstr("repeat the call")));
+  EXPECT_THAT([&] { out[0].sum().backward(); }, throws<std::runtime_error>("repeat the call"));
   layer->linear->zero_grad();
   const auto again = pipe->forward(Value(x)).tensors();
   (again[0].sum() + again[1].sum()).backward();
   EXPECT_TRUE(torch::allclose(layer->linear->bias.grad(), torch::full({6}, 12.0)));
 }
 
-TEST(RecomputeTest, HooksOfUnusedParametersAreNotCalled) {
-  struct HalfUsedImpl : torch::nn::Module {
-    HalfUsedImpl() : used(register_parameter("used", torch::ones({6}))) {
-      unused = register_parameter("unused", torch::ones({6}));
-    }
-    Tensor forward(Tensor x) { return x * used; }
-    Tensor used;
-    Tensor unused;
-  };
-  for (const auto checkpoint : kModes) {
-    auto layer = std::make_shared<HalfUsedImpl>();
-    int calls = 0;
-    for (const auto& parameter : layer->parameters()) {
-      parameter.register_hook([&calls](Tensor gradient) {
-        EXPECT_TRUE(gradient.defined());
-        ++calls;
-        return gradient * 2;
-      });
-    }
-    Sequential model;
-    model->push_back(layer);
-    GPipe pipe(model, {1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
-    pipe->forward(torch::ones({4, 6})).sum().backward();
-    EXPECT_EQ(calls, 1);
-    EXPECT_TRUE(torch::equal(layer->used.grad(), torch::full({6}, 8.0)));
-    EXPECT_FALSE(layer->unused.grad().defined());
-  }
+TEST(Recompute, MustReturnAsManyTensorsAsItsForward) {
+  GPipe pipe(Sequential(function_layer([](std::vector<Tensor> in) {
+               if (is_recomputing()) in.push_back(in[0] * 2);
+               return in;
+             })),
+             {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  const auto loss = pipe->forward(std::vector<Tensor>{torch::randn({4, 6}).requires_grad_()})[0].sum();
+  EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("in its recompute"));
+}
+
+TEST(Recompute, IsKnownToLayers) {
+  std::vector<std::string> seen;
+  Sequential model(Functional([&seen](Tensor x) {
+    seen.push_back(is_checkpointing() ? "checkpointing" : is_recomputing() ? "recomputing" : "plain");
+    return x * 1;
+  }));
+  GPipe pipe(model, {1}, GPipeOptions().chunks(2));
+  pipe->forward(torch::randn({4, 4}).requires_grad_()).sum().backward();
+  EXPECT_EQ(seen, (std::vector<std::string>{"checkpointing", "plain", "recomputing"}));
+  model->forward(torch::randn({4, 4}));
+  EXPECT_EQ(seen.back(), "plain") << "the model runs without a pipeline";
 }
 
 }  // namespace

@@ -12,7 +12,7 @@
 namespace gpipe {
 namespace {
 
-// What a boundary does to the graph: an identity node, and a tensor that is neither a leaf nor a view.
+/// Does to the graph what a boundary does: adds an identity node and returns a tensor that is neither leaf nor view.
 torch::Tensor cross(const torch::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   auto crossed = tensor.detach();
@@ -20,7 +20,7 @@ torch::Tensor cross(const torch::Tensor& tensor) {
   return crossed;
 }
 
-// Skips between stages cross a boundary when they are stashed.
+/// Passes skips on. One that goes to another stage crosses a boundary when it is stashed.
 class CrossingContext : public SkipContext {
  public:
   CrossingContext(std::map<SkipKey, bool> crosses) : crosses_(std::move(crosses)) {}

@@ -2,52 +2,34 @@
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
-#include <torch/serialize.h>
 #include <torch/types.h>
 #include <torch/utils.h>
 
 #include <cmath>
+#include <cstddef>
 #include <cstdint>
-#include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "gpipe/gpipe.h"
 #include "skip/layout.h"
+#include "tests/models/resnets.h"
 
 namespace gpipe::models {
 namespace {
 
-using testing::AllOf;
-using testing::HasSubstr;
+using testing::architectures;
+using testing::cpus;
+using ::testing::HasSubstr;
+using testing::small;
+using testing::torchvision_keys;
+using testing::warm_up;
 using torch::Tensor;
 using torch::nn::Sequential;
-using State = std::map<std::string, Tensor>;
-
-struct Architecture {
-  std::string name;
-  Sequential (*make)(const ResNetOptions&);
-  std::vector<int> blocks;
-  int convolutions;
-  std::int64_t parameters;
-};
-
-const std::vector<Architecture>& architectures() {
-  static const std::vector<Architecture> all{
-      {"resnet18", resnet18, {2, 2, 2, 2}, 2, 11'689'512},    {"resnet34", resnet34, {3, 4, 6, 3}, 2, 21'797'672},
-      {"resnet50", resnet50, {3, 4, 6, 3}, 3, 25'557'032},    {"resnet101", resnet101, {3, 4, 23, 3}, 3, 44'549'160},
-      {"resnet152", resnet152, {3, 8, 36, 3}, 3, 60'192'808},
-  };
-  return all;
-}
-
-ResNetOptions small() { return ResNetOptions().small_images(true).num_classes(10); }
 
 std::int64_t parameter_count(const Sequential& model) {
   std::int64_t count = 0;
@@ -67,64 +49,7 @@ std::vector<std::string> state_keys(const Sequential& model) {
   return keys;
 }
 
-/// The keys of torchvision's state, from its documented structure.
-std::vector<std::string> torchvision_keys(const Architecture& architecture) {
-  std::vector<std::string> keys{"conv1.weight", "fc.weight", "fc.bias"};
-  const auto norm = [&keys](const std::string& prefix) {
-    for (const auto* leaf : {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}) {
-      keys.push_back(prefix + "." + leaf);
-    }
-  };
-  norm("bn1");
-  for (int g = 1; g <= 4; ++g) {
-    for (int b = 0; b < architecture.blocks[g - 1]; ++b) {
-      const auto block = "layer" + std::to_string(g) + "." + std::to_string(b) + ".";
-      for (int j = 1; j <= architecture.convolutions; ++j) {
-        keys.push_back(block + "conv" + std::to_string(j) + ".weight");
-        norm(block + "bn" + std::to_string(j));
-      }
-      if (b == 0 && (g > 1 || architecture.convolutions == 3)) {
-        keys.push_back(block + "downsample.0.weight");
-        norm(block + "downsample.1");
-      }
-    }
-  }
-  return keys;
-}
-
-std::vector<torch::Device> cpus(std::size_t count) { return std::vector<torch::Device>(count, torch::kCPU); }
-
-/// Statistics that are not those of a new model.
-void warm_up(Sequential& model, const std::vector<std::int64_t>& shape) {
-  const torch::NoGradGuard no_grad;
-  model->train();
-  for (int i = 0; i < 2; ++i) model->forward(torch::randn(shape, model->parameters().front().options()));
-  model->eval();
-}
-
-/// Random values under torchvision's keys, of the shapes that the model wants.
-State random_state(const Sequential& model, const Architecture& architecture) {
-  auto ours = model->named_parameters();
-  ours.update(model->named_buffers());
-  State state;
-  for (const auto& key : torchvision_keys(architecture)) {
-    const auto& like = ours[from_torchvision(key)];
-    state[key] =
-        like.is_floating_point() ? torch::rand(like.sizes()) : torch::randint(1, 100, like.sizes(), like.options());
-  }
-  return state;
-}
-
-bool holds(const torch::nn::Module& model, const State& state) {
-  auto ours = model.named_parameters();
-  ours.update(model.named_buffers());
-  for (const auto& [key, value] : state) {
-    if (!torch::equal(ours[from_torchvision(key)].detach().cpu(), value)) return false;
-  }
-  return ours.size() == state.size();
-}
-
-TEST(ResNet, ParameterCountsAndStateKeysAreTorchvisions) {
+TEST(ResNet, HasTheParameterCountsAndStateKeysOfTorchvision) {
   for (const auto& architecture : architectures()) {
     SCOPED_TRACE(architecture.name);
     const auto model = architecture.make({});
@@ -132,11 +57,11 @@ TEST(ResNet, ParameterCountsAndStateKeysAreTorchvisions) {
     verify_skippables(model);
     std::vector<std::string> expected;
     for (const auto& key : torchvision_keys(architecture)) expected.push_back(from_torchvision(key));
-    EXPECT_THAT(state_keys(model), testing::UnorderedElementsAreArray(expected));
+    EXPECT_THAT(state_keys(model), ::testing::UnorderedElementsAreArray(expected));
   }
 }
 
-TEST(ResNet, LayerNamesAreThoseDocumented) {
+TEST(ResNet, LayerNamesAreAsDocumented) {
   const auto names = layer_names(resnet18());
   EXPECT_EQ(names.size(), 4 + 8 * 8 + 3);
   EXPECT_EQ(std::vector<std::string>(names.begin(), names.begin() + 13),
@@ -146,11 +71,11 @@ TEST(ResNet, LayerNamesAreThoseDocumented) {
   EXPECT_EQ(std::vector<std::string>(names.end() - 5, names.end()),
             (std::vector<std::string>{"layer4_1_join", "layer4_1_relu2", "avgpool", "flatten", "fc"}));
   EXPECT_THAT(layer_names(resnet50()),
-              testing::IsSupersetOf({"layer1_2_conv3", "layer1_2_bn3", "layer1_2_join", "layer1_2_relu3"}));
-  EXPECT_THAT(layer_names(resnet18(small())), testing::Not(testing::Contains("maxpool")));
+              ::testing::IsSupersetOf({"layer1_2_conv3", "layer1_2_bn3", "layer1_2_join", "layer1_2_relu3"}));
+  EXPECT_THAT(layer_names(resnet18(small())), ::testing::Not(::testing::Contains("maxpool")));
 }
 
-TEST(ResNet, SkipsLeadFromEachBlocksBeginToItsEnd) {
+TEST(ResNet, SkipsConnectTheBeginningAndEndOfEachBlock) {
   const auto model = resnet50(small());
   std::vector<NamedLayer> layers;
   for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
@@ -164,7 +89,7 @@ TEST(ResNet, SkipsLeadFromEachBlocksBeginToItsEnd) {
   }
 }
 
-TEST(ResNet, TheSideOfASkipThatIsSmallerIsTheOneThatIsSent) {
+TEST(ResNet, ProjectsAShortcutWhereTheSkipIsSmaller) {
   struct Sizes : SkipContext {
     void stash(const SkipKey& key, at::Tensor tensor) override {
       sizes[key.name] = tensor.sizes().vec();
@@ -189,7 +114,7 @@ TEST(ResNet, TheSideOfASkipThatIsSmallerIsTheOneThatIsSent) {
   EXPECT_EQ(context.sizes["layer4_0_identity"], (Shape{1, 2048, 2, 2}));
 }
 
-TEST(ResNet, ConvolutionsAndNormsStartAsTorchvisions) {
+TEST(ResNet, InitialValuesHaveTheDistributionsOfTorchvision) {
   torch::manual_seed(1);
   const auto model = resnet50();
   for (const auto& parameter : model->named_parameters()) {
@@ -246,10 +171,10 @@ TEST(ResNet, EveryParameterGetsAGradient) {
   }
 }
 
-// In training mode each micro-batch normalises itself, so that only evaluation can equal the bare model.
-TEST(ResNet, APipelineEqualsTheBareModelWhereverItIsCut) {
+// In evaluation mode, because in training mode each micro-batch is normalised separately.
+TEST(ResNet, PipelineEqualsTheBareModelAtEveryCut) {
   torch::manual_seed(1);
-  // In stages of five layers the cuts fall on every kind of place.
+  // Stages of five layers put cuts at every kind of place.
   const auto fives = [](const Sequential& model) {
     const auto layers = static_cast<std::int64_t>(model->size());
     std::vector<std::int64_t> balance(layers / 5, 5);
@@ -283,8 +208,8 @@ TEST(ResNet, APipelineEqualsTheBareModelWhereverItIsCut) {
   }
 }
 
-// Cuts before each kind of layer that works in place, with cells that are recomputed from what entered them.
-TEST(ResNet, TrainsInAPipelineThatRecomputes) {
+// Cuts before each kind of layer that works in place. The cells are recomputed from their inputs.
+TEST(ResNet, RecomputingPipelineHasTheSameGradients) {
   auto model = resnet18(small());
   const auto names = layer_names(model);
   std::vector<std::int64_t> balance{0};
@@ -311,7 +236,7 @@ TEST(ResNet, TrainsInAPipelineThatRecomputes) {
   }
 }
 
-TEST(ResNet, SeveralFollowEachOtherInOneModel) {
+TEST(ResNet, OneModelCanContainSeveral) {
   auto first = resnet18(small());
   auto second = resnet18(small());
   Sequential chain;
@@ -320,7 +245,7 @@ TEST(ResNet, SeveralFollowEachOtherInOneModel) {
   verify_skippables(chain);
 }
 
-TEST(ResNet, ACloneComputesTheSame) {
+TEST(ResNet, CloneComputesTheSame) {
   auto model = resnet50(small());
   warm_up(model, {2, 3, 8, 8});
   auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
@@ -328,129 +253,11 @@ TEST(ResNet, ACloneComputesTheSame) {
   EXPECT_TRUE(torch::equal(clone->forward(x), model->forward(x)));
 }
 
-TEST(ResNet, BadOptionsAreNamedWithTheirValue) {
+TEST(ResNet, ErrorsNameTheOptionAndItsValue) {
   EXPECT_THAT([] { resnet18(ResNetOptions().num_classes(0)); },
-              testing::ThrowsMessage<std::invalid_argument>(HasSubstr("num_classes is 0")));
+              ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr("num_classes is 0")));
   EXPECT_THAT([] { resnet50(ResNetOptions().in_channels(-1)); },
-              testing::ThrowsMessage<std::invalid_argument>(HasSubstr("in_channels is -1")));
-}
-
-TEST(TorchvisionState, KeysAreMappedAsDocumented) {
-  for (const auto& [theirs, ours] : std::map<std::string, std::string>{
-           {"conv1.weight", "conv1.weight"},
-           {"fc.bias", "fc.bias"},
-           {"layer1.0.conv1.weight", "layer1_0_conv1.weight"},
-           {"layer3.22.bn3.running_var", "layer3_22_bn3.running_var"},
-           {"layer1.0.downsample.0.weight", "layer1_0_join.downsample.0.weight"},
-           {"layer4.0.downsample.1.num_batches_tracked", "layer4_0_stash.downsample.1.num_batches_tracked"},
-           {"layer1.weight", "layer1.weight"},
-           {"other", "other"},
-           {"", ""},
-       }) {
-    EXPECT_EQ(from_torchvision(theirs), ours);
-  }
-}
-
-class LoadTorchvision : public testing::Test {
- protected:
-  LoadTorchvision() : state_(random_state(model_, architectures()[0])) {}
-  ~LoadTorchvision() override { std::filesystem::remove(path_); }
-
-  void write(const torch::IValue& value) {
-    const auto bytes = torch::pickle_save(value);
-    write(std::string(bytes.begin(), bytes.end()));
-  }
-  void write(const std::string& bytes) { std::ofstream(path_, std::ios::binary) << bytes; }
-
-  static torch::IValue dict(const State& state) {
-    c10::Dict<std::string, Tensor> dict;
-    for (const auto& [key, value] : state) dict.insert(key, value);
-    return dict;
-  }
-
-  /// Loading must fail with all of the texts, and leave the model as it was.
-  template <typename Error, typename Source>
-  void refuses(const Source& source, const std::string& text, const std::string& other = "") {
-    const auto before = model_->parameters().front().clone();
-    EXPECT_THAT([&] { load_torchvision(*model_, source); },
-                testing::ThrowsMessage<Error>(AllOf(HasSubstr(text), HasSubstr(other))));
-    EXPECT_TRUE(torch::equal(model_->parameters().front(), before));
-  }
-
-  Sequential model_ = resnet18(small());
-  State state_;
-  const std::filesystem::path path_ =
-      std::filesystem::path(testing::TempDir()) /
-      (std::string("resnet_") + testing::UnitTest::GetInstance()->current_test_info()->name() + ".pt");
-};
-
-TEST_F(LoadTorchvision, FillsAModelAndAPipelineOfIt) {
-  load_torchvision(*model_, state_);
-  EXPECT_TRUE(holds(*model_, state_));
-  auto model = resnet18(small());
-  GPipe pipe(model, {30, static_cast<std::int64_t>(model->size()) - 30}, GPipeOptions().devices(cpus(2)));
-  load_torchvision(*pipe, state_);
-  EXPECT_TRUE(holds(*pipe, state_));
-}
-
-TEST_F(LoadTorchvision, TakesOtherTypesAndOldStatesWithoutCounters) {
-  for (auto entry = state_.begin(); entry != state_.end();) {
-    entry = entry->first.ends_with(".num_batches_tracked") ? state_.erase(entry) : std::next(entry);
-  }
-  state_["fc.bias"] = state_["fc.bias"].to(torch::kFloat64);
-  warm_up(model_, {2, 3, 8, 8});
-  load_torchvision(*model_, state_);
-  EXPECT_EQ(model_->named_buffers()["bn1.num_batches_tracked"].item<int>(), 0);
-  EXPECT_TRUE(torch::equal(model_->named_parameters()["fc.bias"].to(torch::kFloat64), state_["fc.bias"]));
-  EXPECT_TRUE(torch::equal(model_->named_buffers()["layer2_0_stash.downsample.1.running_var"],
-                           state_["layer2.0.downsample.1.running_var"]));
-}
-
-TEST_F(LoadTorchvision, NamesTheFirstKeyThatDoesNotFit) {
-  auto unexpected = state_;
-  unexpected["layer1.0.bn3.bias"] = torch::rand({256});
-  refuses<std::invalid_argument>(unexpected, "unexpected key 'layer1.0.bn3.bias'", "no 'layer1_0_bn3.bias'");
-  auto missing = state_;
-  missing.erase("layer2.0.downsample.0.weight");
-  refuses<std::invalid_argument>(missing, "no key for the model's 'layer2_0_stash.downsample.0.weight'");
-  auto other_shape = state_;
-  other_shape["fc.weight"] = torch::rand({1000, 512});
-  refuses<std::invalid_argument>(other_shape, "'fc.weight' has the shape [1000, 512]", "has [10, 512]");
-  auto undefined = state_;
-  undefined["fc.weight"] = Tensor();
-  refuses<std::invalid_argument>(undefined, "'fc.weight' has the shape none");
-  auto twice = state_;
-  twice["layer1_0_conv1.weight"] = state_["layer1.0.conv1.weight"];
-  refuses<std::invalid_argument>(twice, "unexpected key 'layer1_0_conv1.weight'");
-}
-
-TEST_F(LoadTorchvision, ReadsAFile) {
-  write(dict(state_));
-  load_torchvision(*model_, path_);
-  EXPECT_TRUE(holds(*model_, state_));
-}
-
-TEST_F(LoadTorchvision, SaysWhatIsWrongWithAFile) {
-  refuses<std::runtime_error>(path_, path_.string(), "No such file");
-  refuses<std::runtime_error>(path_.parent_path(), path_.parent_path().string(), "s a directory");
-  const std::string how_to_save = "torch.save(dict(model.state_dict()), path)";
-  for (const auto* bytes : {"", "\x80\x02}q\x01.", "PK\x03\x04 and no more"}) {
-    write(std::string(bytes));
-    refuses<std::runtime_error>(path_, path_.string() + ": is damaged", how_to_save);
-  }
-  write(dict(state_));
-  std::filesystem::resize_file(path_, std::filesystem::file_size(path_) / 2);
-  refuses<std::runtime_error>(path_, path_.string() + ": is damaged", how_to_save);
-  write(torch::rand({2}));
-  refuses<std::runtime_error>(path_, path_.string() + ": holds no dict, but an object of type Tensor", how_to_save);
-  c10::Dict<std::string, std::int64_t> numbers;
-  numbers.insert("epoch", 3);
-  write(numbers);
-  refuses<std::runtime_error>(path_, path_.string() + ": 'epoch' is no tensor, but of type Int", how_to_save);
-  c10::Dict<std::int64_t, Tensor> numbered;
-  numbered.insert(7, torch::rand({1}));
-  write(numbered);
-  refuses<std::runtime_error>(path_, path_.string() + ": has a key that is no string, but of type Int", how_to_save);
+              ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr("in_channels is -1")));
 }
 
 }  // namespace

@@ -29,7 +29,7 @@ std::int64_t parameter_count(const torch::nn::Sequential& model) {
   return count;
 }
 
-/// Counted from the architecture: see the layer list of unet().
+/// The number of parameters that follows from the layer list of unet().
 std::int64_t expected_count(const UNetOptions& o) {
   const auto taps = static_cast<std::int64_t>(std::pow(3, o.dims()));
   const std::int64_t quad = o.upsampling() == Upsampling::kTransposed ? 1 << o.dims() : 1;
@@ -59,7 +59,7 @@ torch::Tensor image(const UNetOptions& options, std::vector<std::int64_t> spatia
   return torch::rand(spatial);
 }
 
-TEST(UNet, TheDefaultHasTheUsualParameterCount) { EXPECT_EQ(parameter_count(unet()), 31'037'633); }
+TEST(UNet, HasTheUsualParameterCountByDefault) { EXPECT_EQ(parameter_count(unet()), 31'037'633); }
 
 TEST(UNet, ParameterCountsFollowTheOptions) {
   for (const auto upsampling : {Upsampling::kTransposed, Upsampling::kLinear}) {
@@ -71,7 +71,7 @@ TEST(UNet, ParameterCountsFollowTheOptions) {
   }
 }
 
-TEST(UNet, LayerNamesAreThoseDocumented) {
+TEST(UNet, LayerNamesAreAsDocumented) {
   EXPECT_EQ(layer_names(unet(
                 UNetOptions().base_channels(2).depth(1).convolutions(1).dropout(0.5).upsampling(Upsampling::kLinear))),
             (std::vector<std::string>{"down1_conv1", "down1_norm1", "down1_relu1", "down1_dropout", "down1_stash",
@@ -83,7 +83,7 @@ TEST(UNet, LayerNamesAreThoseDocumented) {
   EXPECT_THAT(names, testing::IsSupersetOf({"down4_conv2", "up4_upsample", "up3_norm2"}));
 }
 
-TEST(UNet, SkipsLeadFromEachLevelToItsDecoder) {
+TEST(UNet, SkipsConnectEachLevelWithItsDecoder) {
   auto model = unet(tiny().depth(3));
   verify_skippables(model);
   std::vector<NamedLayer> layers;
@@ -95,7 +95,7 @@ TEST(UNet, SkipsLeadFromEachLevelToItsDecoder) {
                                    testing::Pair("down3_stash", "up3_join")));
 }
 
-TEST(UNet, StashedTensorsArriveUnchangedAheadOfTheUpsampledOnes) {
+TEST(UNet, JoinsConcatenateTheSkipAndTheUpsampledTensor) {
   auto model = unet(tiny().depth(1));
   model->train();
   const auto names = layer_names(model);
@@ -113,7 +113,7 @@ TEST(UNet, StashedTensorsArriveUnchangedAheadOfTheUpsampledOnes) {
   EXPECT_TRUE(stashed.defined() && upsampled.defined());
 }
 
-class Variants : public testing::TestWithParam<std::tuple<std::int64_t, Upsampling, double>> {
+class UNetVariants : public testing::TestWithParam<std::tuple<std::int64_t, Upsampling, double>> {
  protected:
   UNetOptions options() const {
     const auto [dims, upsampling, dropout] = GetParam();
@@ -121,7 +121,7 @@ class Variants : public testing::TestWithParam<std::tuple<std::int64_t, Upsampli
   }
 };
 
-TEST_P(Variants, KeepAnySpatialSize) {
+TEST_P(UNetVariants, KeepTheSpatialSize) {
   auto model = unet(options());
   model->eval();
   const torch::NoGradGuard no_grad;
@@ -133,7 +133,7 @@ TEST_P(Variants, KeepAnySpatialSize) {
   }
 }
 
-TEST_P(Variants, GiveEveryParameterAGradient) {
+TEST_P(UNetVariants, EveryParameterGetsAGradient) {
   auto model = unet(options());
   model->train();
   const auto x = image(options(), std::vector<std::int64_t>(options().dims(), 7)).requires_grad_();
@@ -145,12 +145,12 @@ TEST_P(Variants, GiveEveryParameterAGradient) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(UNet, Variants,
+INSTANTIATE_TEST_SUITE_P(, UNetVariants,
                          testing::Combine(testing::Values(2, 3),
                                           testing::Values(Upsampling::kTransposed, Upsampling::kLinear),
                                           testing::Values(0.0, 0.25)));
 
-TEST(UNet, DropoutActsInTrainingOnly) {
+TEST(UNet, DropoutIsActiveOnlyInTraining) {
   const auto options = tiny().dropout(0.5);
   auto model = unet(options);
   const auto x = image(options, {8, 8});
@@ -161,7 +161,7 @@ TEST(UNet, DropoutActsInTrainingOnly) {
   EXPECT_TRUE(torch::equal(model->forward(x), model->forward(x)));
 }
 
-TEST(UNet, SeveralFollowEachOtherInOneModel) {
+TEST(UNet, OneModelCanContainSeveral) {
   auto first = unet(tiny().out_channels(3));
   auto second = unet(tiny());
   torch::nn::Sequential chain;
@@ -173,7 +173,7 @@ TEST(UNet, SeveralFollowEachOtherInOneModel) {
   EXPECT_TRUE(torch::equal(chain->forward(x), second->forward(first->forward(x))));
 }
 
-TEST(UNet, ACloneComputesTheSame) {
+TEST(UNet, CloneComputesTheSame) {
   auto model = unet(tiny());
   model->eval();
   auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
@@ -181,7 +181,7 @@ TEST(UNet, ACloneComputesTheSame) {
   EXPECT_TRUE(torch::equal(clone->forward(x), model->forward(x)));
 }
 
-TEST(UNet, BadOptionsAreNamedWithTheirValue) {
+TEST(UNet, ErrorsNameTheOptionAndItsValue) {
   const std::vector<std::tuple<UNetOptions, std::string, std::string>> cases{
       {UNetOptions().in_channels(0), "in_channels", "0"},
       {UNetOptions().out_channels(-2), "out_channels", "-2"},

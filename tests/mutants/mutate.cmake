@@ -1,6 +1,6 @@
 # cmake -DFROM=source -DTO=copy -DTEXT=... -DINSTEAD=... -P mutate.cmake
 #
-# Copies a source with another text in one place. An error unless the text is there exactly once.
+# Copies a source file and replaces TEXT, which must occur exactly once, by INSTEAD.
 file(READ ${FROM} source)
 string(REPLACE "${TEXT}" "" rest "${source}")
 foreach(part IN ITEMS source rest TEXT)
@@ -8,7 +8,7 @@ foreach(part IN ITEMS source rest TEXT)
 endforeach()
 math(EXPR removed "${source_length} - ${rest_length}")
 if(NOT removed EQUAL TEXT_length)
-  message(FATAL_ERROR "${FROM} should have this exactly once, to make a mutant of it:\n${TEXT}")
+  message(FATAL_ERROR "To make a mutant of ${FROM}, this text must occur in it exactly once:\n${TEXT}")
 endif()
 string(REPLACE "${TEXT}" "${INSTEAD}" mutant "${source}")
 file(WRITE ${TO} "${mutant}")

@@ -1,7 +1,8 @@
-# mutant(name tests source text instead filter), see CMakeLists.txt. The source has the text exactly once.
+# mutant(name tests source text instead filter), see CMakeLists.txt. The text must occur exactly once in the source.
 
 # The torch-free core.
-mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/event_count.cpp "while (!condition()) changed_.wait(mutex_);"
+mutant(event_counts_a_sleeper_late core_tests gpipe/runtime/event_count.cpp
+       "while (!condition()) changed_.wait(mutex_);"
        "--sleepers_; while (!condition()) { ++sleepers_; changed_.wait(mutex_); --sleepers_; } ++sleepers_;"
        EventCountStress*)
 mutant(event_counts_a_sleeper_with_limit_late core_tests gpipe/runtime/event_count.cpp "bool holds = condition();"
@@ -51,29 +52,29 @@ mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "
 mutant(pops_what_was_changed gpipe_tests gpipe/autograd/skip_routes.cpp "return version_of(tensor) != version;"
        "return false;" SkipEdges*)
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "? stored_ : copies_of(stored_)"
-       "? stored_ : stored_" SkipEdges*)
+       "? stored_ : stored_" InPlace.*)
 mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/recompute_state.cpp "  present_->buffers.restore();\n" ""
-       GPipeTest.Buffers*)
+       Recompute.*)
 mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp "if (!stores_copies) fail"
-       "if (false) fail" SkipEdges*)
+       "if (false) fail" InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
-       ">= versions_[i]) continue;" MisuseTest.*)
+       ">= versions_[i]) continue;" InPlace.*)
 mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp
-       "if (retain_graph) function_ = std::move(function);" "" GPipeTest.Retained*)
+       "if (retain_graph) function_ = std::move(function);" "" GPipe.RunsASecondBackward*)
 mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/micro_batch.cpp "shape[0] = sizes[i];"
        "shape[0] = sizes[0];" MicroBatch*)
 mutant(shares_versions_of_micro_batches gpipe_tests gpipe/micro_batch.cpp ".variable_data()" "" MicroBatch*)
 mutant(counts_deferred_batches_by_micro_batch gpipe_tests gpipe/autograd/batch_statistics.cpp
        "sub_(entry.calls - 1)" "sub_(0)" DeferredBatchNorm*)
 mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp
-       "for (auto& saved : buffers) saved.restore_after_error();" "" DeferredBatchNorm*:GPipeTest.Errors*)
-mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.undo();" "" GPipeTest.Errors*)
+       "for (auto& saved : buffers) saved.restore_after_error();" "" DeferredBatchNorm*:Errors.*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.undo();" "" Errors.*)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp
        "only.empty() || std::ranges::find(only, key.name) != only.end()" "true" Isolate*)
 mutant(reads_damaged_records gpipe_tests gpipe/snapshot/zip_records.cpp "checksum(data) != crc" "false" *Damage*)
-mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" SnapshotTest.*)
+mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
        "prediction.bytes[prediction.stages.size()] += stage.static_bytes(first, end);" "" PlanTest.*)
 mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp

@@ -1,6 +1,11 @@
-"""The programs in the documentation run."""
+"""The Python code in the documentation runs."""
 
+import copy
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,27 +15,101 @@ from torch import nn
 import gpipe
 
 ROOT = Path(__file__).parents[2]
+sys.path.append(str(ROOT / "docs"))
+
+import run_notebook  # noqa: E402
 
 
 def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
-# What a page takes for granted.
+# The names that each page uses without defining them.
 GIVEN = {
     "README.md": {},
     "docs/index.md": {"model": model, "criterion": nn.MSELoss, "input": (8, 8), "target": (8, 8)},
+    "docs/guide.md": {},
     "docs/python_and_cpp.md": {},
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
+    "docs/convert_your_model.md": {},
 }
+# Packages without which a page is skipped.
+NEEDED = {"docs/convert_your_model.md": ["torchvision", "timm", "transformers", "accelerate", "lightning_fabric"]}
+# A block that is a program for torchrun.
+PROGRAM = re.compile(r"# (\w+\.py): run with torchrun ")
+
+
+def blocks_of(page):
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    assert blocks
+    return blocks
+
+
+@pytest.fixture
+def fresh_accelerate():
+    """Accelerate keeps the first Accelerator's choices for the process."""
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("page", GIVEN)
-def test_page(page, tmp_path, monkeypatch):
+def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
+    for package in NEEDED.get(page, []):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     given = {name: torch.rand(of) if isinstance(of, tuple) else of() for name, of in GIVEN[page].items()}
     names = {"torch": torch, "nn": nn, "gpipe": gpipe, **given} if given else {}
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
-    assert blocks
-    for number, block in enumerate(blocks):
-        exec(compile(block, f"{page}, block {number}", "exec"), names)
+    for number, block in enumerate(blocks_of(page)):
+        if not PROGRAM.match(block):
+            exec(compile(block, f"{page}, block {number}", "exec"), names)
+
+
+def test_the_program_for_two_processes_keeps_them_equal(tmp_path):
+    (program,) = (block for block in blocks_of("docs/convert_your_model.md") if PROGRAM.match(block))
+    (tmp_path / "train.py").write_text(program)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    weights = dict(re.findall(r"rank (\d): weights (\S+)", done.stdout))
+    assert set(weights) == {"0", "1"}
+    assert weights["0"] == weights["1"]
+    assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_quoted_messages_are_those_of_the_sources():
+    """The messages that troubleshooting.md quotes; `...` stands for a value."""
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    quoted = "".join(re.findall(r"^```text\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)).replace("[gpipe] ", "")
+    sources = [path for folder in ("gpipe", "skip", "balance", "python") for path in (ROOT / folder).rglob("*")]
+    text = "".join(path.read_text() for path in sources if path.suffix in (".cpp", ".h", ".py"))
+    text = re.sub(r'"\s*f?"', "", text)  # joins the pieces of a string
+    pieces = [piece.strip() for message in quoted.splitlines() for piece in message.split("...")]
+    assert len(pieces) > 40
+    assert [piece for piece in pieces if piece not in text] == []
+
+
+def kinds_of_outputs(notebook):
+    return [
+        [set(output.get("data", {output["output_type"]})) for output in cell.get("outputs", [])]
+        for cell in notebook["cells"]
+    ]
+
+
+def test_the_notebook_runs_and_its_stored_outputs_are_of_the_same_kinds(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    stored = json.loads((ROOT / "docs/tutorial.ipynb").read_text(encoding="utf-8"))
+    notebook = copy.deepcopy(stored)
+    run_notebook.run(notebook, "tutorial.ipynb")
+    assert kinds_of_outputs(notebook) == kinds_of_outputs(stored)
+    drawings = [
+        "".join(output["data"]["image/svg+xml"])
+        for cell in stored["cells"]
+        for output in cell.get("outputs", [])
+        if "image/svg+xml" in output.get("data", {})
+    ]
+    assert len(drawings) == 3
+    assert all(drawing.startswith("<svg") for drawing in drawings)

@@ -306,7 +306,7 @@ def test_plain_pictures_are_within_the_bounds(tmp_path):
         (["--epoch", "3"], "unrecognized arguments: --epoch"),
         (["--data", "no-such-folder"], "'no-such-folder/imgs'"),
         (["--resume", "no-such-file"], "'no-such-file'"),
-        (["--load", __file__], "it is not a snapshot"),
+        (["--load", __file__], "the file is not a zip archive"),
         (["--batch-size", "2", "--chunks", "2", "--scale", "0.02"], "choose --batch-size and --chunks"),
     ],
 )

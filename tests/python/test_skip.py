@@ -86,7 +86,7 @@ def test_misuse(forward, message):
 
 
 def test_not_stashed():
-    with pytest.raises(RuntimeError, match="'skip' has not been stashed"):
+    with pytest.raises(RuntimeError, match="'skip'.* stashed"):
         Add()(torch.zeros(1))
 
 

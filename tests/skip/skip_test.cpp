@@ -24,7 +24,7 @@ using testing::HasSubstr;
 using testing::Not;
 using testing::ThrowsMessage;
 
-/// Stashes its input under some names, adds what it pops under others, and runs nested layers in between.
+/// Stashes its input under some names, runs nested layers, then adds the tensors that it pops under other names.
 class Layer : public torch::nn::Module, public Skippable {
  public:
   explicit Layer(Names names) : Skippable(names), names_(std::move(names)) {}
@@ -65,7 +65,7 @@ Links links_of(const std::vector<NamedLayer>& layers) {
   return links;
 }
 
-TEST(Namespace, EachIsItsOwnAndACopyIsEqual) {
+TEST(Namespace, NewOnesDifferAndCopiesAreEqual) {
   const Namespace a;
   const Namespace b;
   const Namespace copy = a;
@@ -75,22 +75,22 @@ TEST(Namespace, EachIsItsOwnAndACopyIsEqual) {
   EXPECT_EQ(Namespace::global(), Namespace::global());
 }
 
-TEST(SkipKey, TextTellsIsolatedNamesApart) {
+TEST(SkipKey, TextIncludesTheNamespaceOfIsolatedNames) {
   EXPECT_EQ(to_string(SkipKey{.name = "x"}), "'x'");
   const Namespace ns;
   EXPECT_EQ(to_string(SkipKey{ns, "x"}), "'x' (namespace " + std::to_string(ns.id()) + ")");
 }
 
-TEST(ThreadContext, HandsOverOnceAndNamesWhatIsMissing) {
+TEST(SkipContext, PopsATensorOnce) {
   const SkipKey key{.name = "once"};
   const auto tensor = torch::ones({2});
   SkipContext::current().stash(key, tensor);
   EXPECT_TRUE(SkipContext::current().pop(key).is_same(tensor));
   EXPECT_THAT([&] { SkipContext::current().pop(key); },
-              ThrowsMessage<std::runtime_error>("'once' has not been stashed, but was popped"));
+              ThrowsMessage<std::runtime_error>("skip 'once' was popped before it was stashed"));
 }
 
-TEST(ThreadContext, ASecondStashReplacesOneThatAFailedForwardLeft) {
+TEST(SkipContext, SecondStashReplacesTheFirst) {
   const SkipKey key{.name = "again"};
   SkipContext::current().stash(key, torch::ones({2}));
   const auto second = torch::zeros({2});
@@ -98,7 +98,7 @@ TEST(ThreadContext, ASecondStashReplacesOneThatAFailedForwardLeft) {
   EXPECT_TRUE(SkipContext::current().pop(key).is_same(second));
 }
 
-TEST(ThreadContext, KeepsUndefinedTensorsAndNamespacesApart) {
+TEST(SkipContext, AcceptsUndefinedTensorsAndDistinguishesNamespaces) {
   const SkipKey global{.name = "maybe"};
   const SkipKey isolated{Namespace(), "maybe"};
   SkipContext::current().stash(global, at::Tensor());
@@ -107,14 +107,14 @@ TEST(ThreadContext, KeepsUndefinedTensorsAndNamespacesApart) {
   EXPECT_EQ(SkipContext::current().pop(isolated).scalar_type(), torch::kLong);
 }
 
-TEST(ThreadContext, IsTheThreadsOwn) {
+TEST(SkipContext, EachThreadHasItsOwn) {
   const SkipKey key{.name = "here"};
   SkipContext::current().stash(key, torch::ones({1}));
   std::thread([&] { EXPECT_THROW(SkipContext::current().pop(key), std::runtime_error); }).join();
   EXPECT_TRUE(SkipContext::current().pop(key).defined());
 }
 
-/// Remembers the keys that went through it.
+/// Records the calls of stash() and pop().
 class Recorder : public SkipContext {
  public:
   void stash(const SkipKey& key, at::Tensor) override { log.push_back("stash " + to_string(key)); }
@@ -126,7 +126,7 @@ class Recorder : public SkipContext {
   std::vector<std::string> log;
 };
 
-TEST(SkipContextGuard, LeadsLayersToItsContextAndNests) {
+TEST(SkipContextGuard, SetsTheContextAndNests) {
   const auto& own = SkipContext::current();
   const auto stash = stashing("x");
   const auto pop = popping("x");
@@ -147,7 +147,7 @@ TEST(SkipContextGuard, LeadsLayersToItsContextAndNests) {
   EXPECT_THAT(inner.log, testing::ElementsAre("pop 'x'"));
 }
 
-TEST(Skippable, RunsInAPlainSequentialWithGradients) {
+TEST(Skippable, WorksInAPlainSequential) {
   torch::nn::Sequential model{stashing("a"), stashing("b"), torch::nn::Linear(3, 3), popping("a"), popping("b")};
   const auto x = torch::rand({2, 3}, torch::requires_grad());
   const auto y = model->forward(x);
@@ -157,7 +157,7 @@ TEST(Skippable, RunsInAPlainSequentialWithGradients) {
   EXPECT_TRUE(torch::allclose(x.grad(), (weight.sum(0) + 2).expand({2, 3})));
 }
 
-TEST(Skippable, RefusesBadDeclarations) {
+TEST(Skippable, RefusesInvalidDeclarations) {
   EXPECT_THAT([] { stashing(""); }, ThrowsMessage<std::invalid_argument>(HasSubstr("empty name")));
   EXPECT_THAT([] { Layer({.stash = {"x", "y", "x"}}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("'x'")));
   EXPECT_THAT(
@@ -167,7 +167,7 @@ TEST(Skippable, RefusesBadDeclarations) {
       ThrowsMessage<std::invalid_argument>(HasSubstr("'y'")));
 }
 
-TEST(Skippable, RefusesNamesThatItDoesNotDeclare) {
+TEST(Skippable, RefusesUndeclaredNames) {
   Layer layer({.stash = {"a", "b"}});
   EXPECT_THAT(
       [&] { layer.stash("c", torch::ones({1})); },
@@ -176,7 +176,7 @@ TEST(Skippable, RefusesNamesThatItDoesNotDeclare) {
                                            "'a' was popped by a layer that does not declare it; it declares none"));
 }
 
-TEST(Isolate, LetsTheSameLayersRunTwiceInOneModel) {
+TEST(Isolate, AllowsTheSameLayersTwiceInOneModel) {
   torch::nn::Sequential model{stashing("x"), stashing("x"), popping("x"), popping("x")};
   EXPECT_THROW(verify_skippables(model), std::invalid_argument);
   const Namespace ns;
@@ -185,7 +185,7 @@ TEST(Isolate, LetsTheSameLayersRunTwiceInOneModel) {
   EXPECT_TRUE(torch::equal(model->forward(torch::ones({2})), torch::full({2}, 3)));
 }
 
-TEST(Isolate, ReachesNestedLayersAndOnlyTheNamesGiven) {
+TEST(Isolate, MovesNamesOfNestedLayersAndOnlyTheGivenOnes) {
   const auto inner = std::make_shared<Layer>(Skippable::Names{.stash = {"x", "y"}});
   const auto outer = popping("x");
   outer->nest("inner", inner);
@@ -199,19 +199,19 @@ TEST(Isolate, ReachesNestedLayersAndOnlyTheNamesGiven) {
   EXPECT_EQ(inner->stashes(), (std::vector<SkipKey>{{other, "x"}, {other, "y"}}));
 }
 
-TEST(Isolate, RefusesUnknownNamesAndThenMovesNothing) {
+TEST(Isolate, RefusesUnknownNamesAndMovesNothing) {
   const auto layer = stashing("x");
   EXPECT_THAT([&] { layer->isolate(Namespace(), {"x", "z"}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("'z'")));
   EXPECT_EQ(layer->stashes(), (std::vector<SkipKey>{{.name = "x"}}));
 }
 
-TEST(SkipLinks, AreInTheOrderOfTheirStashes) {
+TEST(SkipLinks, AreInTheOrderOfStashes) {
   EXPECT_EQ(
       links_of({{"a", stashing("z")}, {"b", stashing("y")}, {"c", plain()}, {"d", popping("y")}, {"e", popping("z")}}),
       (Links{{"z", 0, 4}, {"y", 1, 3}}));
 }
 
-TEST(SkipLinks, CountNestedLayersAsTheirOuterLayers) {
+TEST(SkipLinks, NestedLayersCountAsTheirOuterLayer) {
   const auto encoder = plain();
   encoder->nest("deep", stashing("x"));
   const auto decoder = plain();
@@ -219,7 +219,7 @@ TEST(SkipLinks, CountNestedLayersAsTheirOuterLayers) {
   EXPECT_EQ(links_of({{"encoder", encoder}, {"decoder", decoder}}), (Links{{"x", 0, 1}, {"y", 1, 1}}));
 }
 
-TEST(SkipLinks, LetALayerPopWhatItsOwnChildStashes) {
+TEST(SkipLinks, ALayerCanPopASkipOfItsChild) {
   const auto outer = popping("x");
   outer->nest("child", stashing("x"));
   EXPECT_EQ(links_of({{"outer", outer}}), (Links{{"x", 0, 0}}));
@@ -237,7 +237,7 @@ TEST(SkipLinks, RefuseAPopBeforeItsStashInOneLayer) {
           HasSubstr("layer 'outer.a' (0) pops 'x', which no earlier layer stashes: layer 'outer.ab' (0) does")));
 }
 
-TEST(VerifySkippables, NamesTheLayerThatPopsWhatNobodyStashed) {
+TEST(VerifySkippables, NamesTheLayerThatPopsWithoutAStash) {
   torch::nn::Sequential model;
   for (const auto* name : {"enc1", "enc2", "enc3"}) model->push_back(name, plain());
   model->push_back("dec1", popping("x"));
@@ -246,7 +246,7 @@ TEST(VerifySkippables, NamesTheLayerThatPopsWhatNobodyStashed) {
                                                    "  * layer 'dec1' (3) pops 'x', which no earlier layer stashes"));
 }
 
-TEST(VerifySkippables, ListsEveryFaultInOneError) {
+TEST(VerifySkippables, ListsAllFaultsInOneError) {
   torch::nn::Sequential model;
   model->push_back("early", popping("late"));
   model->push_back("one", stashing("twice"));
@@ -267,7 +267,7 @@ TEST(VerifySkippables, ListsEveryFaultInOneError) {
                 Not(HasSubstr("fine")))));
 }
 
-TEST(VerifySkippables, DoesNotMatchNamesAcrossNamespaces) {
+TEST(VerifySkippables, DoesNotMatchNamesInDifferentNamespaces) {
   torch::nn::Sequential model{stashing("x"), popping("x")};
   const Namespace ns;
   model[1]->as<Layer>()->isolate(ns);

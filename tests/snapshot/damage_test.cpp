@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "gpipe/snapshot/archive.h"
-#include "gpipe/snapshot/atomic_file.h"
 #include "gpipe/snapshot/snapshot.h"
 #include "tests/snapshot/samples.h"
 
@@ -21,7 +20,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-class DamageTest : public testing::Test {
+class SnapshotDamage : public testing::Test {
  protected:
   std::string refusal() {
     return error_of([&] { read_snapshot(path_); });
@@ -35,19 +34,20 @@ class DamageTest : public testing::Test {
   const std::filesystem::path path_ = folder_ / "latest";
 };
 
-TEST_F(DamageTest, EveryCutIsRefused) {
+TEST_F(SnapshotDamage, TruncatedFilesAreRefused) {
   write_snapshot(path_, small_snapshot());
   const auto whole = bytes_of(path_);
   for (std::size_t size = 0; size < whole.size(); size += size < whole.size() - 300 ? 13 : 1) {
     const auto error = refusal_of(whole.substr(0, size));
-    ASSERT_THAT(error, AllOf(HasSubstr(path_.string()), HasSubstr(size < 4 ? "not a snapshot" : "cut short"))) << size;
+    ASSERT_THAT(error, AllOf(HasSubstr(path_.string()), HasSubstr(size < 4 ? "not a zip archive" : "truncated")))
+        << size;
   }
   EXPECT_THAT(refusal_of(whole + "more"), HasSubstr("damaged"));
   EXPECT_THAT(refusal_of(whole.substr(0, 2000) + whole.substr(2001)), HasSubstr("damaged"));
   EXPECT_EQ(refusal_of(whole), "");
 }
 
-TEST_F(DamageTest, AFlippedBitIsRefusedOrDoesNotMatter) {
+TEST_F(SnapshotDamage, FlippedBitsAreRefusedOrHaveNoEffect) {
   const auto snapshot = small_snapshot();
   write_snapshot(path_, snapshot);
   const auto whole = bytes_of(path_);
@@ -62,24 +62,25 @@ TEST_F(DamageTest, AFlippedBitIsRefusedOrDoesNotMatter) {
       ++refused;
     }
   }
-  // The rest is padding, times of day, and what the zip format says twice.
+  // The other bytes are padding, times, and redundant fields of the zip format.
   EXPECT_GT(refused, (5056u + 500u) / 3);
 }
 
-TEST_F(DamageTest, WhatIsNoSnapshotIsRefused) {
+TEST_F(SnapshotDamage, OtherFilesAreRefused) {
   EXPECT_THAT(refusal(), AllOf(HasSubstr(path_.string()), HasSubstr("No such file")));
-  EXPECT_THAT(refusal_of(""), HasSubstr("not a snapshot"));
-  EXPECT_THAT(refusal_of("epoch,loss\n1,0.5\n"), HasSubstr("it is not a zip file"));
+  EXPECT_THAT(refusal_of(""), HasSubstr("the file is not a zip archive"));
+  EXPECT_THAT(refusal_of("epoch,loss\n1,0.5\n"), HasSubstr("the file is not a zip archive"));
   EXPECT_THAT(error_of([&] { read_snapshot(path_.parent_path()); }), HasSubstr("directory"));
 
   torch::save(small_model(), path_.string());
   EXPECT_THAT(refusal(), HasSubstr("TorchScript"));
   torch::save(torch::ones({3}), path_.string());
-  EXPECT_THAT(refusal(), HasSubstr("it holds TorchScript"));
+  EXPECT_THAT(refusal(), HasSubstr("the file contains TorchScript"));
   const auto pickled = torch::pickle_save(c10::Dict<std::string, at::Tensor>());
-  EXPECT_THAT(refusal_of({pickled.data(), pickled.size()}), HasSubstr("it names 'torch.jit._pickle.restore_type_tag'"));
+  EXPECT_THAT(refusal_of({pickled.data(), pickled.size()}),
+              HasSubstr("refers to 'torch.jit._pickle.restore_type_tag'"));
   write_archive(path_, torch::ones({3}));
-  EXPECT_THAT(refusal(), HasSubstr("it holds a Tensor, not a dict"));
+  EXPECT_THAT(refusal(), HasSubstr("not a snapshot: the file contains a Tensor, not a dict"));
   c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
   dict.insert("format", "another snapshot");
   write_archive(path_, dict);
@@ -89,7 +90,7 @@ TEST_F(DamageTest, WhatIsNoSnapshotIsRefused) {
   EXPECT_THAT(refusal(), HasSubstr("a key that is not a str"));
 }
 
-TEST_F(DamageTest, OtherContentsAreRefused) {
+TEST_F(SnapshotDamage, OtherContentsAreRefused) {
   const auto changed = [&](const std::function<void(c10::impl::GenericDict&)>& change) {
     write_snapshot(path_, small_snapshot());
     const auto bytes = bytes_of(path_);
@@ -101,7 +102,7 @@ TEST_F(DamageTest, OtherContentsAreRefused) {
   EXPECT_EQ(changed([](auto&) {}), "");
   EXPECT_EQ(changed([](auto& dict) { dict.insert("mine", 1); }), "");
   EXPECT_THAT(changed([](auto& dict) { dict.insert_or_assign("version", 2); }),
-              AllOf(HasSubstr("version is 2"), HasSubstr("newer")));
+              AllOf(HasSubstr("has version 2"), HasSubstr("newer")));
   for (const auto* key : {"version", "model", "optimizer", "epoch", "position", "random", "options", "history"}) {
     EXPECT_THAT(changed([&](auto& dict) { static_cast<void>(dict.erase(key)); }),
                 HasSubstr("no '" + std::string(key) + "'"));
@@ -110,7 +111,7 @@ TEST_F(DamageTest, OtherContentsAreRefused) {
   }
 }
 
-/// A file in torch's form.
+/// An archive as torch.save writes it.
 std::string archive_of(const std::string& pickle, const std::vector<std::string>& storages) {
   std::string bytes;
   {
@@ -127,7 +128,7 @@ std::string archive_of(const std::string& pickle, const std::vector<std::string>
   return bytes;
 }
 
-TEST_F(DamageTest, NothingIsExecuted) {
+TEST_F(SnapshotDamage, PicklesExecuteNothing) {
   const auto touched = folder_ / "touched";
   const auto command = "touch '" + touched.string() + "'";
   auto pickle = std::string("\x80\x02") + "cos\nsystem\nX";
@@ -137,13 +138,14 @@ TEST_F(DamageTest, NothingIsExecuted) {
   EXPECT_FALSE(std::filesystem::exists(touched));
 }
 
-TEST_F(DamageTest, ATensorStaysInItsRecord) {
+TEST_F(SnapshotDamage, TensorsMustLieInsideTheirRecords) {
   std::string pickle;
   torch::jit::Pickler pickler([&](const char* data, std::size_t size) { pickle.append(data, size); });
   pickler.protocol();
   pickler.pushIValue(torch::ones({8}));
   pickler.stop();
-  EXPECT_THAT(refusal_of(archive_of(pickle, {std::string(32, '1')})), HasSubstr("it holds a Tensor, not a dict"));
+  EXPECT_THAT(refusal_of(archive_of(pickle, {std::string(32, '1')})),
+              HasSubstr("not a snapshot: the file contains a Tensor, not a dict"));
   EXPECT_THAT(refusal_of(archive_of(pickle, {std::string(28, '1')})), HasSubstr("'data/0' has 28 bytes"));
 }
 
@@ -156,28 +158,28 @@ std::vector<std::filesystem::path> corpus(const std::string& name) {
   return paths;
 }
 
-TEST_F(DamageTest, HostileFilesAreRefused) {
+TEST_F(SnapshotDamage, HostileFilesAreRefused) {
   const auto expect = [&](const std::filesystem::path& file, std::string_view bytes) {
     const bool accepted = file.filename().string().starts_with("accepted");
     const auto refusal = refusal_of(bytes);
     EXPECT_EQ(refusal.empty(), accepted) << file << ": " << refusal;
   };
   for (const auto& file : corpus("zip")) expect(file, bytes_of(file));
-  // The records that tests/fuzz/snapshot.cpp gives them.
+  // With the same records as in tests/fuzz/snapshot.cpp.
   for (const auto& file : corpus("snapshot")) expect(file, archive_of(bytes_of(file), {std::string(64, '\1'), ""}));
 }
 
-TEST_F(DamageTest, WhatIsNotARegularFileIsRefused) {
-  EXPECT_THAT(error_of([] { read_snapshot("/dev/zero"); }), HasSubstr("'/dev/zero': it is not a regular file"));
+TEST_F(SnapshotDamage, OnlyRegularFilesAreRead) {
+  EXPECT_THAT(error_of([] { read_snapshot("/dev/zero"); }), HasSubstr("'/dev/zero': not a regular file"));
   ASSERT_EQ(::mkfifo(path_.c_str(), 0600), 0);
   EXPECT_THAT(refusal(), HasSubstr("not a regular file"));
   std::filesystem::remove(path_);
   write_bytes(path_, "PK\3\4");
   std::filesystem::resize_file(path_, std::uintmax_t{1} << 42);
-  EXPECT_THAT(refusal(), HasSubstr("cut short"));
+  EXPECT_THAT(refusal(), HasSubstr("truncated"));
 }
 
-TEST_F(DamageTest, WhatCouldNotBeReadIsNotWritten) {
+TEST_F(SnapshotDamage, UnreadableValuesAreNotWritten) {
   const auto refusal_to_write = [&](const std::function<void(Snapshot&)>& change) {
     Snapshot snapshot;
     change(snapshot);
@@ -197,50 +199,7 @@ TEST_F(DamageTest, WhatCouldNotBeReadIsNotWritten) {
   };
   EXPECT_THAT(option(torch::Device("cpu")), HasSubstr("a value of type Device"));
   EXPECT_THAT(option(c10::ivalue::Tuple::create({c10::Dict<std::string, std::int64_t>()})),
-              HasSubstr("'step' of the optimizer is, or holds, a dict"));
-}
-
-TEST(AtomicFileTest, TheOldFileStaysUntilTheNewOneIsThere) {
-  const TemporaryDirectory folder;
-  const auto path = folder / "file";
-  write_bytes(path, "old");
-  {
-    AtomicFile abandoned(path);
-    abandoned.write("new", 3);
-  }
-  EXPECT_EQ(bytes_of(path), "old");
-  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
-
-  write_bytes(folder / "file.tmp", "what a killed writer left");
-  AtomicFile file(path);
-  file.write("n", 1);
-  file.write("ew", 2);
-  EXPECT_EQ(bytes_of(path), "old");
-  file.commit();
-  EXPECT_EQ(bytes_of(path), "new");
-  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
-}
-
-TEST(AtomicFileTest, ASecondWriterIsRefused) {
-  const TemporaryDirectory folder;
-  const auto path = folder / "file";
-  AtomicFile first(path);
-  first.write("first", 5);
-  EXPECT_THAT(error_of([&] { AtomicFile second(path); }), HasSubstr("another writer"));
-  first.commit();
-  EXPECT_EQ(bytes_of(path), "first");
-  AtomicFile(path).commit();
-  EXPECT_EQ(bytes_of(path), "");
-}
-
-TEST(AtomicFileTest, FailuresNamePathAndReason) {
-  const TemporaryDirectory folder;
-  EXPECT_THAT(error_of([&] { write_snapshot(folder / "absent" / "latest", {}); }),
-              AllOf(HasSubstr("absent/latest"), HasSubstr("No such file")));
-  std::filesystem::create_directory(folder / "folder");
-  EXPECT_THAT(error_of([&] { write_snapshot(folder / "folder", {}); }),
-              AllOf(HasSubstr("folder"), HasSubstr("directory")));
-  EXPECT_FALSE(std::filesystem::exists(folder / "folder.tmp"));
+              HasSubstr("'step' of the optimizer contains a dict"));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Tests that fork. They are a program of their own, because a fork of one whose threads have started may hang.
+// Tests that fork. They are a separate program, because a fork of a process with threads can hang.
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -34,7 +34,7 @@ using ::testing::HasSubstr;
 
 constexpr int kSkipped = 77;
 
-/// Every value is the number's, so that a mixture of two cannot pass for either.
+/// A snapshot in which every value depends on the number, so that a mixture of two snapshots is noticed.
 Snapshot numbered(std::int64_t number, std::int64_t elements = 30000) {
   Snapshot snapshot;
   for (const auto* name : {"first", "second", "third"}) snapshot.model.insert(name, torch::full({elements}, number));
@@ -63,11 +63,11 @@ int wait_for(pid_t child) {
   return WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
 }
 
-TEST(SnapshotProcessTest, AKilledWriterLeavesAWholeSnapshot) {
+TEST(SnapshotProcess, KilledWriterLeavesACompleteSnapshot) {
   constexpr int kKills = 30;
   const TemporaryDirectory folder;
   const auto path = folder / "latest";
-  // The number of the last snapshot of which the writer was told that it is on the disk.
+  // The number of the last snapshot for which write_snapshot() has returned.
   void* shared =
       ::mmap(nullptr, sizeof(std::atomic<std::int64_t>), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   ASSERT_NE(shared, MAP_FAILED);
@@ -98,29 +98,29 @@ TEST(SnapshotProcessTest, AKilledWriterLeavesAWholeSnapshot) {
     written = snapshot.epoch;
   }
   RecordProperty("half_written", half_written);
-  std::cout << half_written << " of " << kKills << " kills came in the middle of a file\n";
+  std::cout << half_written << " of " << kKills << " kills came while a file was being written\n";
   ::munmap(shared, sizeof(std::atomic<std::int64_t>));
 }
 
-/// Writes a snapshot that fits and one that does not: the first must survive. 0 where it does.
+/// Writes a snapshot that fits and one that does not. Returns 0 if the first survives.
 int overfill(const std::filesystem::path& path, const std::string& reason) {
   write_snapshot(path, numbered(1, 100));
   const auto error = error_of([&] { write_snapshot(path, numbered(2, 1000000)); });
   if (error.find(path.string()) == std::string::npos || error.find(reason) == std::string::npos) {
     throw std::runtime_error("the error is '" + error + "'");
   }
-  if (!same(read_snapshot(path), numbered(1, 100))) throw std::runtime_error("the previous snapshot is gone");
-  if (std::filesystem::exists(path.string() + ".tmp")) throw std::runtime_error("the temporary file is there");
+  if (!same(read_snapshot(path), numbered(1, 100))) throw std::runtime_error("the previous snapshot was lost");
+  if (std::filesystem::exists(path.string() + ".tmp")) throw std::runtime_error("the temporary file was not removed");
   write_snapshot(path, numbered(3, 100));
   return same(read_snapshot(path), numbered(3, 100)) ? 0 : 1;
 }
 
-TEST(SnapshotProcessTest, AFullDiskLeavesThePreviousSnapshot) {
+TEST(SnapshotProcess, FullDiskLeavesThePreviousSnapshot) {
   const TemporaryDirectory folder;
   std::filesystem::create_directory(folder / "disk");
   const auto disk = folder / "disk";
   const auto status = wait_for(start([&] {
-    // In a name space of its own, so that the disk is gone with the process. Root has one without asking for more.
+    // In a mount namespace, so that the disk disappears with the process. Without root, that needs a user namespace.
     const bool own = ::unshare(CLONE_NEWNS) == 0 || ::unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0;
     if (!own || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
         ::mount("snapshots", disk.c_str(), "tmpfs", 0, "size=4m") != 0) {
@@ -128,11 +128,11 @@ TEST(SnapshotProcessTest, AFullDiskLeavesThePreviousSnapshot) {
     }
     return overfill(disk / "latest", "No space left on device");
   }));
-  if (status == kSkipped) GTEST_SKIP() << "no right to mount a small disk";
+  if (status == kSkipped) GTEST_SKIP() << "no permission to mount a small disk";
   EXPECT_EQ(status, 0);
 }
 
-TEST(SnapshotProcessTest, ALimitOnFileSizesLeavesThePreviousSnapshot) {
+TEST(SnapshotProcess, FileSizeLimitLeavesThePreviousSnapshot) {
   const TemporaryDirectory folder;
   EXPECT_EQ(wait_for(start([&] {
               ::signal(SIGXFSZ, SIG_IGN);

@@ -32,7 +32,7 @@ inline torch::nn::Sequential small_model() {
                                torch::nn::Linear(torch::nn::LinearOptions(4, 2).bias(false)));
 }
 
-/// One step, on data from the default generator.
+/// One training step on random data from the default generator.
 template <class Model>
 void train(Model& model, torch::optim::Optimizer& optimizer) {
   optimizer.zero_grad();
@@ -40,7 +40,7 @@ void train(Model& model, torch::optim::Optimizer& optimizer) {
   optimizer.step();
 }
 
-/// Of small_model() after two steps, with values of every kind.
+/// A snapshot of small_model() after two steps, with values of every kind.
 inline Snapshot small_snapshot() {
   auto model = small_model();
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(0.1).amsgrad(true));
@@ -93,7 +93,7 @@ inline bool same(const OptimizerState& a, const OptimizerState& b) {
          std::equal(a.state.begin(), a.state.end(), b.state.begin(), b.state.end(), same_states);
 }
 
-/// Bit for bit.
+/// Compares bit by bit.
 inline bool same(const Snapshot& a, const Snapshot& b) {
   return same(a.model, b.model) && same(a.optimizer, b.optimizer) && a.epoch == b.epoch && a.position == b.position &&
          same(a.random, b.random) && a.options == b.options && a.history == b.history;

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Disturbs trainings for some time: kills them, fills their disk, takes away files, threads and memory.
-#   soak.sh [MINUTES (5) [BUILD_FOLDER (build/dev) [WORK_FOLDER (a new one in /tmp)]]]
-# After each event the snapshot must be whole, and the training must go on from it and end with the history of one that
-# nobody disturbed. A run that cannot go on must say so in a line and exit with a code of its own. What is not allowed
-# here, such as mounting a small disk, is skipped with a message.
+# Disturbs trainings: kills them, and limits their disk, files, threads and memory.
+#   soak.sh [MINUTES (default 5) [BUILD_FOLDER (default build/dev) [WORK_FOLDER (default: a new one in /tmp)]]]
+# After each event the snapshot must be whole. The training must resume from it and end with the history of an
+# undisturbed one. A run that cannot continue must print one line and exit with an error code. Events that need
+# privileges this user lacks, such as mounting a small disk, are skipped with a message.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 minutes=${1:-5}
 program=$(realpath "${2:-$root/build/dev}")/examples/unet/unet_train
 work=${3:-$(mktemp -d)}
-[[ -x $program ]] || { echo "build $program first" >&2; exit 2; }
+[[ -x $program ]] || { echo "$program does not exist; build it first" >&2; exit 2; }
 export OMP_NUM_THREADS=1
 mkdir -p "$work"
 cd "$work"
@@ -17,33 +17,33 @@ cd "$work"
 declare -A tried failed
 event="the undisturbed run"
 keep=1
-trap '((keep == 0)) || echo "FAILED in: $event; its files are in $work" >&2' EXIT
+trap '((keep == 0)) || echo "FAILED in: $event; the files are in $work" >&2' EXIT
 
 fail() {
   echo "$*" >&2
   exit 1
 }
 
-# Between 0 and $1 - 1.
+# A random number from 0 to $1 - 1.
 random() { echo $(((RANDOM * 32768 + RANDOM) % $1)); }
 
 train=("$program" --data data/synthetic_16_64x64_2 --scale 0.5 --batch-size 4 --chunks 2 --depth 2 --channels 16
   --balance 20,19 --workers 1 --schedule plateau)
 begun=2 epochs=8
 
-# What does not depend on the clock.
+# The columns of the history that do not depend on the clock.
 history() { cut -d, -f1-6 "$1/history.csv"; }
 
-# The disturbed run's end: $1 is its exit code, which must not be that of a crash.
+# Checks how a disturbed run ended: its exit code, $1, must not be a signal's, and an error must be one line.
 check_end() {
-  (($1 < 128)) || { cat err.log >&2; fail "signal $(($1 - 128)) ended it"; }
+  (($1 < 128)) || { cat err.log >&2; fail "signal $(($1 - 128)) ended the run"; }
   (($1 == 0)) && return
   failed[$kind]=$((${failed[$kind]:-0} + 1))
-  [[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 500 ]] || { cat err.log >&2; fail "it says more than a line"; }
-  grep -qE '^error: |error while loading shared libraries' err.log || { cat err.log >&2; fail "it does not say why"; }
+  [[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 500 ]] || { cat err.log >&2; fail "the run printed more than one short line"; }
+  grep -qE '^error: |error while loading shared libraries' err.log || { cat err.log >&2; fail "the run did not print an error"; }
 }
 
-# How to go on with the training in the folder "run": from a snapshot, or from the start if there is none.
+# Sets `start` to the flags that continue the training in the folder "run": from a snapshot, or from the start.
 resume() {
   local snapshot
   start=(--overwrite)
@@ -52,7 +52,7 @@ resume() {
   done
 }
 
-# The history has whole lines, those of the undisturbed run; the training goes on and ends as that did.
+# Checks that the history is a prefix of the undisturbed one, and that the training resumes and ends like that one.
 check_recovery() {
   local lines
   if [[ -e run/history.csv && $event != *disk* && $event != *size* ]]; then
@@ -61,14 +61,14 @@ check_recovery() {
   fi
   resume
   if ! "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log; then
-    grep -q 'nothing is left to train' err.log || { cat err.log >&2; fail "it does not go on"; }
+    grep -q 'nothing is left to train' err.log || { cat err.log >&2; fail "the training does not resume"; }
   fi
-  diff <(history run) <(history whole) || fail "another history"
+  diff <(history run) <(history whole) || fail "the history differs from the undisturbed one"
   "${train[@]}" --epochs 1 --output loaded --overwrite --load run/best.snapshot >out.log 2>err.log ||
     { cat err.log >&2; fail "the best snapshot cannot be read"; }
 }
 
-# A training to disturb: with some epochs behind it, or (one in four) at its start.
+# Prepares a training to disturb: one in four is new, the others have run some epochs.
 prepare() {
   rm -rf run
   if (($(random 4) == 0)); then mkdir run; else cp -r begun run; fi
@@ -92,7 +92,7 @@ killed() {
   wait $pid 2>/dev/null || true
 }
 
-# limited COMMAND...: the run after a command that limits it, in a shell of its own.
+# limited COMMAND...: runs the training in a shell that the command has limited.
 limited() {
   local status=0
   event="$*"
@@ -106,7 +106,7 @@ file_size() { limited ulimit -f $(($(random $((snapshot_bytes / 1024 + 8))) + 1)
 open_files() { limited ulimit -n $(($(random 40) + 4)); }
 memory() { limited ulimit -v $((needed_kib + $(random 400000))); }
 
-# Root may have any number of threads, so another user runs the training; its threads are all that count.
+# Limits do not apply to root's threads, so root runs the training as a user that has no other threads.
 threads() {
   local status=0 count=$(($(random 6) + 1))
   event="$count threads"
@@ -123,7 +123,7 @@ threads() {
 
 full_disk() {
   local status=0 free=$(random $((2 * snapshot_bytes / 1024)))
-  event="a disk with $free KiB free"
+  event="disk with $free KiB free"
   prepare
   unshare -m bash -c '
     mount -t tmpfs -o size=$(($(du -sk run | cut -f1) + $1 + 16))k tmpfs /mnt && cp -r run/. /mnt && mount --move /mnt run || exit 99
@@ -132,12 +132,12 @@ full_disk() {
     "$@" || status=$?
     mkdir -p after && rm -rf after/* && cp -r run/. after
     exit $status' full "$free" "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log || status=$?
-  ((status != 99)) || fail "no disk"
+  ((status != 99)) || fail "the small disk could not be mounted"
   rm -rf run && mv after run
   check_end $status
 }
 
-# --- What the events are compared with.
+# --- The undisturbed run.
 
 "$program" --samples 16 --size 64x64 --epochs 1 --depth 1 --channels 1 --output data >out.log
 rm -f data/*.snapshot
@@ -153,7 +153,7 @@ kinds=(killed killed killed file_size open_files memory)
 if unshare -m mount -t tmpfs tmpfs /mnt 2>/dev/null; then
   kinds+=(full_disk)
 else
-  echo "skipped: a full disk, for this user may not mount one"
+  echo "skipped: full disk, because this user may not mount one"
 fi
 other=47123
 if ((EUID != 0)); then
@@ -161,7 +161,7 @@ if ((EUID != 0)); then
 elif chmod a+rx "$work" && setpriv --reuid=$other --regid=$other --clear-groups "$program" --help >out.log 2>&1; then
   kinds+=(threads)
 else
-  echo "skipped: a limit on threads, for no other user can run $program"
+  echo "skipped: limit on threads, because no other user can run $program"
 fi
 
 # --- The events.
@@ -178,7 +178,7 @@ done
 event="none"
 keep=0
 echo "in $SECONDS s:"
-for kind in "${!tried[@]}"; do echo "  $kind: ${tried[$kind]}, of which ${failed[$kind]:-0} ended the run with an error"; done
-echo "  killed in the middle of a snapshot: $middle"
-echo "all went on"
+for kind in "${!tried[@]}"; do echo "  $kind: ${tried[$kind]}; ${failed[$kind]:-0} ended the run with an error"; done
+echo "  killed while writing a snapshot: $middle"
+echo "all trainings resumed"
 [[ -n ${3:-} ]] || rm -rf "$work"

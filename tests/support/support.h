@@ -9,12 +9,12 @@
 
 namespace gpipe {
 
-/// A directory for one test, removed with all it holds.
+/// A directory for one test. The destructor removes it and its contents.
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {
     std::string name = (std::filesystem::temp_directory_path() / "gpipe-test-XXXXXX").string();
-    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot make " + name);
+    if (::mkdtemp(name.data()) == nullptr) throw std::runtime_error("cannot create the directory " + name);
     path_ = name;
   }
   ~TemporaryDirectory() {
@@ -31,7 +31,7 @@ class TemporaryDirectory {
   std::filesystem::path path_;
 };
 
-/// What the call throws, as text; empty where it throws nothing or another type.
+/// The message of the Error that the call throws; empty if it throws nothing. Other types pass through.
 template <class Error = std::runtime_error, class Call>
 std::string error_of(Call call) {
   try {

@@ -1,5 +1,5 @@
-// compare MODEL STATE SAMPLE: gives the model the state that torchvision's has in the file STATE, and compares what it
-// makes of x with y, both in the file SAMPLE. 0 where they agree to 1e-5, else 1; 2 for an error.
+// compare MODEL STATE SAMPLE: loads torchvision's state from the file STATE into the model, and compares its output for
+// x with y, both from the file SAMPLE. Exit status: 0 if they agree to 1e-5, 1 if not, 2 for an error.
 #include <ATen/core/grad_mode.h>
 #include <torch/serialize.h>
 

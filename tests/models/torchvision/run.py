@@ -1,6 +1,6 @@
-"""Compares the ResNets of models/ with torchvision's: run.py PROGRAM FOLDER, where PROGRAM is that of compare.cpp.
+"""Compares the ResNets of models/ with torchvision's: run.py PROGRAM FOLDER. PROGRAM is built from compare.cpp.
 
-Exit status 77 means that this Python has no torchvision.
+Exit status 77: this Python has no torchvision.
 """
 
 import importlib.util
@@ -17,7 +17,7 @@ import torchvision
 
 
 def make(name):
-    """A model with random weights, norms that do something, and statistics of more than one batch."""
+    """Makes a model with random weights, norms that are not the identity, and statistics of more than one batch."""
     model = getattr(torchvision.models, name)(weights=None)
     for module in model.modules():
         if isinstance(module, torch.nn.BatchNorm2d):
@@ -43,7 +43,7 @@ with torch.no_grad():
         model = make(name)
         x = torch.randn(2, 3, 96, 64)
         y = model(x)
-        assert 0.1 < y.std() < 10, f"{name}: 1e-5 means little beside outputs of {y.std()}"
+        assert 0.1 < y.std() < 10, f"{name}: outputs of {y.std()} are of the wrong size for a tolerance of 1e-5"
         torch.save({"x": x, "y": y}, sample)
         torch.save(dict(model.state_dict()), state)
         result = compare(name, state, sample)

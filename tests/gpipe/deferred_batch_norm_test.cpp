@@ -1,9 +1,6 @@
-// Running statistics of batch norm: once a micro-batch, or, deferred, once a mini-batch and exact.
+// Deferred batch norm: running statistics are updated once per mini-batch, and exact.
 #include <gtest/gtest.h>
-#include <torch/nn/modules/batchnorm.h>
-#include <torch/nn/modules/container/functional.h>
-#include <torch/nn/modules/linear.h>
-#include <torch/utils.h>
+#include <torch/torch.h>
 
 #include <cmath>
 #include <cstdint>
@@ -12,7 +9,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "gpipe/gpipe.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 namespace {
@@ -21,14 +18,14 @@ namespace nn = torch::nn;
 
 constexpr std::int64_t kChannels = 3;
 
-// A batch norm behind something that a pipeline does not look into, and a layer that can fail.
+/// A batch norm inside a module that the pipeline does not know. Call number `fail_at`, counted from 0, throws.
 template <class Norm>
 struct WrappedImpl : nn::Module {
   explicit WrappedImpl(std::optional<double> momentum) {
     norm = register_module("inner", Norm(nn::BatchNormOptions(kChannels).momentum(momentum)));
   }
-  torch::Tensor forward(const torch::Tensor& x) {
-    if (calls++ == fail_at) throw std::runtime_error("out of paper");
+  Tensor forward(const Tensor& x) {
+    if (calls++ == fail_at) throw std::runtime_error("on purpose");
     return norm(x);
   }
 
@@ -45,13 +42,13 @@ struct Case {
   Checkpoint checkpoint;
 };
 
-std::vector<torch::Tensor> inputs(const Case& c) {
+std::vector<Tensor> inputs(const Case& c) {
   std::vector<std::int64_t> shape = {23, kChannels};
   for (std::int64_t d = 0; d < c.dims - 1; ++d) shape.push_back(4 + d);
   if (c.dims == 1) shape[0] = 230;
   std::vector<std::int64_t> channels(shape.size(), 1);
   channels[1] = kChannels;
-  std::vector<torch::Tensor> batches;
+  std::vector<Tensor> batches;
   for (int step = 0; step < 3; ++step) {
     const auto spread = torch::tensor({1.f, 0.5f, 3.f}).view(channels);
     batches.push_back(torch::randn(shape) * spread + c.mean * (step + 1));
@@ -59,18 +56,16 @@ std::vector<torch::Tensor> inputs(const Case& c) {
   return batches;
 }
 
-// What a channel's values are over all else, in double.
-torch::Tensor by_channel(const torch::Tensor& batch) {
-  return batch.transpose(0, 1).reshape({kChannels, -1}).to(torch::kDouble);
-}
+/// The values of each channel, one row per channel, in double.
+Tensor by_channel(const Tensor& batch) { return batch.transpose(0, 1).reshape({kChannels, -1}).to(torch::kDouble); }
 
 template <class Norm>
 void check_exact(const Case& c) {
   SCOPED_TRACE(testing::Message() << c.dims << "-d, mean " << c.mean << ", momentum " << c.momentum.value_or(-1) << ", "
-                                  << c.chunks << " chunks, checkpoint " << static_cast<int>(c.checkpoint));
+                                  << c.chunks << " chunks, checkpoint " << to_string(c.checkpoint));
   torch::manual_seed(3);
   const auto wrapped = std::make_shared<WrappedImpl<Norm>>(c.momentum);
-  nn::Sequential model{nn::ModuleHolder<WrappedImpl<Norm>>(wrapped), nn::Identity()};
+  Sequential model{nn::ModuleHolder<WrappedImpl<Norm>>(wrapped), nn::Identity()};
   GPipe pipe(model, {1, 1}, GPipeOptions().chunks(c.chunks).checkpoint(c.checkpoint).deferred_batch_norm(true));
   auto mean = torch::zeros({kChannels}, torch::kDouble);
   auto variance = torch::ones({kChannels}, torch::kDouble);
@@ -88,11 +83,11 @@ void check_exact(const Case& c) {
   EXPECT_EQ(norm.num_batches_tracked.template item<std::int64_t>(), 3);
 }
 
-TEST(DeferredBatchNormTest, IsExactOverTheMiniBatch) {
+TEST(DeferredBatchNorm, IsExactOverTheMiniBatch) {
   for (const double mean : {0.5, 1e4}) {
     for (const auto& momentum : {std::optional(0.1), std::optional<double>()}) {
       for (const std::int64_t chunks : {1, 4, 11}) {
-        for (const auto mode : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+        for (const auto mode : kModes) {
           check_exact<nn::BatchNorm1d>({1, mean, momentum, chunks, mode});
           check_exact<nn::BatchNorm2d>({3, mean, momentum, chunks, mode});
           check_exact<nn::BatchNorm3d>({4, mean, momentum, chunks, mode});
@@ -102,9 +97,9 @@ TEST(DeferredBatchNormTest, IsExactOverTheMiniBatch) {
   }
 }
 
-/// Mean and unbiased variance of each channel of a [samples, channels] batch, in double, value by value.
+/// Mean and unbiased variance of each channel of a [samples, channels] batch, computed in double.
 struct Statistics {
-  explicit Statistics(const torch::Tensor& batch) {
+  explicit Statistics(const Tensor& batch) {
     const auto values = batch.to(torch::kDouble);
     const auto count = static_cast<double>(batch.size(0));
     for (std::int64_t c = 0; c < kChannels; ++c) {
@@ -123,20 +118,20 @@ struct Statistics {
   std::vector<double> variance;
 };
 
-void expect_close(const torch::Tensor& running, const std::vector<double>& expected, double start, double momentum) {
+void expect_close(const Tensor& running, const std::vector<double>& expected, double start, double momentum) {
   for (std::int64_t c = 0; c < kChannels; ++c) {
     const double wanted = (1 - momentum) * start + momentum * expected[c];
     EXPECT_NEAR(running[c].item<double>(), wanted, 1e-5 * std::abs(wanted)) << "channel " << c;
   }
 }
 
-TEST(DeferredBatchNormTest, IsExactForReducedTypes) {
+TEST(DeferredBatchNorm, IsExactForReducedTypes) {
   for (const auto type : {torch::kHalf, torch::kBFloat16}) {
     for (const double sigma : {1.0, 300.0, 5000.0}) {
       SCOPED_TRACE(testing::Message() << type << ", sigma " << sigma);
       torch::manual_seed(5);
       nn::BatchNorm1d norm(kChannels);
-      GPipe pipe(nn::Sequential(norm), {1}, GPipeOptions().chunks(3).deferred_batch_norm(true));
+      GPipe pipe(Sequential(norm), {1}, GPipeOptions().chunks(3).deferred_batch_norm(true));
       const auto batch = (torch::randn({50, kChannels}) * sigma + 2 * sigma).to(type);
       const torch::NoGradGuard no_grad;
       pipe->forward(batch);
@@ -148,18 +143,18 @@ TEST(DeferredBatchNormTest, IsExactForReducedTypes) {
 }
 
 /// Passes on the samples whose first value is positive.
-nn::Functional only_positive() {
-  return nn::Functional([](torch::Tensor x) { return x.index({x.select(1, 0) > 0}); });
+Functional only_positive() {
+  return Functional([](Tensor x) { return x.index({x.select(1, 0) > 0}); });
 }
 
-TEST(DeferredBatchNormTest, AnEmptyMicroBatchContributesNothing) {
+TEST(DeferredBatchNorm, IgnoresAnEmptyMicroBatch) {
   auto batch = torch::randn({12, kChannels}) + 3;
   batch.select(1, 0).abs_();
   for (const std::int64_t empty : {0, 1, 2}) {
-    for (const auto mode : {Checkpoint::kNever, Checkpoint::kAlways}) {
+    for (const auto mode : kModes) {
       SCOPED_TRACE(testing::Message() << "micro-batch " << empty);
       nn::BatchNorm1d norm(nn::BatchNormOptions(kChannels).momentum(std::nullopt));
-      GPipe pipe(nn::Sequential(only_positive(), norm), {1, 1},
+      GPipe pipe(Sequential(only_positive(), norm), {1, 1},
                  GPipeOptions().chunks(3).checkpoint(mode).deferred_batch_norm(true));
       auto input = batch.clone();
       input.narrow(0, 4 * empty, 4).select(1, 0).neg_();
@@ -172,12 +167,12 @@ TEST(DeferredBatchNormTest, AnEmptyMicroBatchContributesNothing) {
   }
 }
 
-TEST(DeferredBatchNormTest, AMiniBatchWithoutValuesLeavesTheStatistics) {
+TEST(DeferredBatchNorm, IsUnchangedByAMiniBatchWithoutValues) {
   for (const auto& momentum : {std::optional(0.1), std::optional<double>()}) {
     const auto options = nn::BatchNormOptions(kChannels).momentum(momentum);
     nn::BatchNorm1d norm(options);
     nn::BatchNorm1d alone(options);
-    GPipe pipe(nn::Sequential(only_positive(), norm), {1, 1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
+    GPipe pipe(Sequential(only_positive(), norm), {1, 1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
     const auto full = torch::rand({8, kChannels}) + 1;
     for (const auto& batch : {full, torch::zeros({0, kChannels}), -full, full * 2}) {
       pipe->forward(batch);
@@ -189,33 +184,33 @@ TEST(DeferredBatchNormTest, AMiniBatchWithoutValuesLeavesTheStatistics) {
   }
 }
 
-/// Calls the operator, which takes a single value a channel; the module would refuse it.
+/// Calls the operator, which accepts a single value per channel; the module refuses it.
 struct BareImpl : nn::Module {
   BareImpl() {
     running_mean = register_buffer("running_mean", torch::zeros({kChannels}));
     running_var = register_buffer("running_var", torch::ones({kChannels}));
   }
-  torch::Tensor forward(const torch::Tensor& x) {
+  Tensor forward(const Tensor& x) {
     return torch::batch_norm(x, {}, {}, running_mean, running_var, /*training=*/true, /*momentum=*/0.1, /*eps=*/1e-5,
                              /*cudnn_enabled=*/false);
   }
-  torch::Tensor running_mean;
-  torch::Tensor running_var;
+  Tensor running_mean;
+  Tensor running_var;
 };
 TORCH_MODULE(Bare);
 
-TEST(DeferredBatchNormTest, ASingleValueAChannelHasNoVariance) {
+TEST(DeferredBatchNorm, NeedsTwoValuesPerChannel) {
   nn::BatchNorm1d norm(kChannels);
-  GPipe refusing(nn::Sequential(norm), {1}, GPipeOptions().deferred_batch_norm(true));
+  GPipe refusing(Sequential(norm), {1}, GPipeOptions().deferred_batch_norm(true));
   EXPECT_THROW(refusing->forward(torch::ones({1, kChannels})), c10::Error);
   EXPECT_EQ(norm->num_batches_tracked.item<std::int64_t>(), 0);
 
   Bare bare;
-  GPipe pipe(nn::Sequential(bare), {1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
+  GPipe pipe(Sequential(bare), {1}, GPipeOptions().chunks(2).deferred_batch_norm(true));
   pipe->forward(torch::full({1, kChannels}, 5.0));
-  EXPECT_TRUE(torch::equal(bare->running_mean, torch::zeros({kChannels})));
-  EXPECT_TRUE(torch::equal(bare->running_var, torch::ones({kChannels})));
-  // Two micro-batches of one value each have a variance together.
+  EXPECT_TRUE(same(bare->running_mean, torch::zeros({kChannels})));
+  EXPECT_TRUE(same(bare->running_var, torch::ones({kChannels})));
+  // Two micro-batches of one value each make two values, which have a variance.
   const auto batch = torch::randn({2, kChannels});
   pipe->forward(batch);
   const Statistics expected(batch);
@@ -223,22 +218,22 @@ TEST(DeferredBatchNormTest, ASingleValueAChannelHasNoVariance) {
   expect_close(bare->running_var, expected.variance, 1, 0.1);
 }
 
-TEST(DeferredBatchNormTest, NormalisesAsEver) {
+TEST(DeferredBatchNorm, NormalisesEachMicroBatchByItsOwnStatistics) {
   for (const bool deferred : {false, true}) {
     torch::manual_seed(4);
-    nn::Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8), nn::BatchNorm1d(8)};
+    Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8), nn::BatchNorm1d(8)};
     GPipe pipe(model, {2, 1},
                GPipeOptions().chunks(3).deferred_batch_norm(deferred).intraop_threads(torch::get_num_threads()));
     const auto x = torch::randn({14, 8});
     const auto output = pipe->forward(x);
-    std::vector<torch::Tensor> parts;
+    std::vector<Tensor> parts;
     for (const auto& part : x.chunk(3)) parts.push_back(model->forward(part));
-    EXPECT_TRUE(torch::equal(output, torch::cat(parts)));
+    EXPECT_TRUE(same(output, torch::cat(parts)));
   }
 }
 
-TEST(DeferredBatchNormTest, EvaluationUsesAndKeepsTheStatistics) {
-  nn::Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8)};
+TEST(DeferredBatchNorm, IsUsedAndUnchangedInEvalMode) {
+  Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8)};
   GPipe pipe(model, {1, 1},
              GPipeOptions().chunks(2).deferred_batch_norm(true).intraop_threads(torch::get_num_threads()));
   pipe->forward(torch::randn({8, 8}) + 2);
@@ -246,35 +241,21 @@ TEST(DeferredBatchNormTest, EvaluationUsesAndKeepsTheStatistics) {
   const auto before = pipe->named_buffers().find("0.running_mean")->clone();
   const auto x = torch::randn({8, 8});
   EXPECT_TRUE(torch::allclose(pipe->forward(x), model->forward(x)));
-  EXPECT_TRUE(torch::equal(*pipe->named_buffers().find("0.running_mean"), before));
+  EXPECT_TRUE(same(*pipe->named_buffers().find("0.running_mean"), before));
 }
 
-TEST(DeferredBatchNormTest, AFailedForwardLeavesThemAlone) {
+TEST(DeferredBatchNorm, IsUnchangedByAFailedForward) {
   const auto wrapped = std::make_shared<WrappedImpl<nn::BatchNorm1d>>(0.1);
-  nn::Sequential model{nn::ModuleHolder<WrappedImpl<nn::BatchNorm1d>>(wrapped), nn::Identity()};
+  Sequential model{nn::ModuleHolder<WrappedImpl<nn::BatchNorm1d>>(wrapped), nn::Identity()};
   GPipe pipe(model, {1, 1}, GPipeOptions().chunks(4).deferred_batch_norm(true));
-  wrapped->fail_at = 2;
+  wrapped->fail_at = 2;  // of four micro-batches
   const auto x = torch::randn({16, kChannels});
   EXPECT_THROW(pipe->forward(x), std::runtime_error);
-  EXPECT_TRUE(torch::equal(wrapped->norm->running_mean, torch::zeros({kChannels})));
+  EXPECT_TRUE(same(wrapped->norm->running_mean, torch::zeros({kChannels})));
   EXPECT_EQ(wrapped->norm->num_batches_tracked.item<std::int64_t>(), 0);
   pipe->forward(x);
   EXPECT_TRUE(torch::allclose(wrapped->norm->running_mean, 0.1 * x.mean(0), 1e-6, 1e-8));
   EXPECT_EQ(wrapped->norm->num_batches_tracked.item<std::int64_t>(), 1);
-}
-
-TEST(BatchNormTest, IsUpdatedOnceAMicroBatchAndNotInARecompute) {
-  for (const auto mode : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    nn::Sequential model{nn::BatchNorm1d(8), nn::Linear(8, 8)};
-    nn::BatchNorm1d alone(8);
-    GPipe pipe(model, {1, 1}, GPipeOptions().chunks(4).checkpoint(mode).intraop_threads(torch::get_num_threads()));
-    const auto x = torch::randn({16, 8});
-    pipe->forward(x).sum().backward();
-    for (const auto& part : x.chunk(4)) alone->forward(part);
-    EXPECT_TRUE(torch::equal(*pipe->named_buffers().find("0.running_mean"), alone->running_mean));
-    EXPECT_TRUE(torch::equal(*pipe->named_buffers().find("0.running_var"), alone->running_var));
-    EXPECT_EQ(pipe->named_buffers().find("0.num_batches_tracked")->item<std::int64_t>(), 4);
-  }
 }
 
 }  // namespace

@@ -8,14 +8,14 @@
 #include <vector>
 
 #include "absl/cleanup/cleanup.h"
-#include "tests/gpipe/layers.h"
+#include "gpipe/gpipe.h"
 
 namespace gpipe {
 namespace {
 
 constexpr std::int64_t kFloats = 40'000;
 
-TEST(MemoryReuseTest, WhatIsFreedServesTheNextOfAboutThatSize) {
+TEST(MemoryReuse, GivesAFreedBlockToTheNextTensorOfAboutItsSize) {
   reuse_cpu_memory();
   const absl::Cleanup off = [] { reuse_cpu_memory(false); };
   auto first = torch::ones({kFloats});
@@ -26,10 +26,10 @@ TEST(MemoryReuseTest, WhatIsFreedServesTheNextOfAboutThatSize) {
   const auto third = torch::zeros({kFloats + 100});
   EXPECT_EQ(third.data_ptr(), data);
   EXPECT_EQ(second.sum().item<float>(), kFloats);
-  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % 64, 0) << "vector instructions want whole cache lines";
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(data) % 64, 0) << "vector instructions need whole cache lines";
 }
 
-TEST(MemoryReuseTest, WhatIsFreedServesOtherShapes) {
+TEST(MemoryReuse, GivesFreedBlocksToTensorsOfOtherSizes) {
   reuse_cpu_memory();
   const absl::Cleanup off = [] { reuse_cpu_memory(false); };
   std::set<const void*> places;
@@ -48,7 +48,7 @@ TEST(MemoryReuseTest, WhatIsFreedServesOtherShapes) {
   }
 }
 
-TEST(MemoryReuseTest, TensorsOutliveTheSwitch) {
+TEST(MemoryReuse, KeepsTensorsWhenItIsSwitchedOff) {
   auto before = torch::ones({kFloats});
   reuse_cpu_memory();
   auto pooled = torch::ones({kFloats});
@@ -64,7 +64,7 @@ TEST(MemoryReuseTest, TensorsOutliveTheSwitch) {
   EXPECT_EQ(small.sum().item<float>(), 10);
 }
 
-TEST(MemoryReuseTest, ChangesNoResult) {
+TEST(MemoryReuse, ChangesNoResult) {
   const auto step = [] {
     torch::manual_seed(3);
     torch::nn::Sequential model(torch::nn::Conv2d(3, 32, 3), torch::nn::ReLU(), torch::nn::Conv2d(32, 4, 3));

@@ -1,0 +1,57 @@
+// What the tests of whole pipelines share.
+#pragma once
+
+#include <gmock/gmock.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <filesystem>
+#include <iterator>
+#include <string>
+#include <vector>
+
+#include "gpipe/gpipe.h"
+
+namespace gpipe {
+
+using torch::Tensor;
+using torch::nn::Functional;
+using torch::nn::Linear;
+using torch::nn::Sequential;
+using Balance = std::vector<std::int64_t>;
+
+inline constexpr Checkpoint kModes[] = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
+
+/// Matches a callable that throws an `Error` whose message contains the text.
+template <class Error>
+auto throws(const std::string& text) {
+  return ::testing::ThrowsMessage<Error>(::testing::HasSubstr(text));
+}
+
+/// Whether two tensors are bit-equal, or both undefined.
+inline bool same(const Tensor& a, const Tensor& b) {
+  return a.defined() == b.defined() && (!a.defined() || torch::equal(a, b));
+}
+
+inline bool same(const std::vector<Tensor>& a, const std::vector<Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const Tensor& one, const Tensor& other) { return same(one, other); });
+}
+
+inline std::vector<Tensor> copies(const std::vector<Tensor>& tensors) {
+  std::vector<Tensor> copies;
+  for (const auto& tensor : tensors) copies.push_back(tensor.detach().clone());
+  return copies;
+}
+
+/// The state of the default CPU generator.
+inline Tensor generator_state() { return at::detail::getDefaultCPUGenerator().get_state(); }
+
+/// The number of threads of this process.
+inline std::size_t thread_count() {
+  const std::filesystem::directory_iterator tasks("/proc/self/task");
+  return static_cast<std::size_t>(std::distance(begin(tasks), end(tasks)));
+}
+
+}  // namespace gpipe

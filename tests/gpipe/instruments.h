@@ -1,0 +1,87 @@
+// Layers that watch or disturb the pipeline that runs them.
+#pragma once
+
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <utility>
+
+#include "gpipe/gpipe.h"
+
+namespace gpipe {
+
+/// Calls `act` when the backward reaches it. REQUIRES: `act` outlives the graph.
+struct OnBackward : torch::autograd::Function<OnBackward> {
+  static torch::Tensor forward(torch::autograd::AutogradContext* context, torch::Tensor x, std::function<void()>* act) {
+    context->saved_data["act"] = reinterpret_cast<std::int64_t>(act);
+    return x.clone();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* context,
+                                                 torch::autograd::variable_list gradients) {
+    (*reinterpret_cast<std::function<void()>*>(context->saved_data["act"].toInt()))();
+    return {gradients[0], torch::Tensor()};
+  }
+};
+
+/// Tells Faulty layers in which pass to call `fault`.
+struct FaultPlan {
+  enum Where { kNowhere, kForward, kRecompute, kBackward };
+  void arm(Where at, std::function<void()> f) {
+    where = at;
+    fault = std::move(f);
+  }
+  void disarm() { where = kNowhere; }
+  Where where = kNowhere;
+  std::function<void()> fault;
+};
+
+/// Passes its input on, or fails as its plan says.
+struct FaultyImpl : torch::nn::Module {
+  explicit FaultyImpl(std::shared_ptr<FaultPlan> plan) : plan(std::move(plan)) {
+    act = [this] {
+      if (this->plan->where == FaultPlan::kBackward) this->plan->fault();
+    };
+  }
+  torch::Tensor forward(torch::Tensor x) {
+    const auto here = is_recomputing() ? FaultPlan::kRecompute : FaultPlan::kForward;
+    if (plan->where == here) plan->fault();
+    return OnBackward::apply(x, &act);
+  }
+  std::shared_ptr<FaultPlan> plan;
+  std::function<void()> act;
+};
+TORCH_MODULE(Faulty);
+
+/// The number of graphs alive: now, and the most at once.
+struct Live {
+  std::atomic<int> now = 0;
+  std::atomic<int> peak = 0;
+};
+
+/// Counts the live graphs that contain it: one per forward that builds a graph, until that graph is freed.
+struct PeakImpl : torch::nn::Module {
+  torch::Tensor forward(torch::Tensor x) {
+    struct Token : torch::autograd::FunctionPreHook {
+      explicit Token(std::shared_ptr<Live> live) : live(std::move(live)) {
+        const int now = ++this->live->now;
+        this->live->peak = std::max(this->live->peak.load(), now);
+      }
+      ~Token() override { --live->now; }
+      torch::autograd::variable_list operator()(const torch::autograd::variable_list& gradients) override {
+        return gradients;
+      }
+      std::shared_ptr<Live> live;
+    };
+    auto y = x.sigmoid();
+    if (y.requires_grad()) y.grad_fn()->add_pre_hook(std::make_unique<Token>(live));
+    return y;
+  }
+  std::shared_ptr<Live> live = std::make_shared<Live>();
+};
+TORCH_MODULE(Peak);
+
+}  // namespace gpipe

@@ -1,0 +1,147 @@
+// Threads: callers, workers, intra-op threads, and pipelines inside pipelines.
+#include <ATen/Parallel.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <mutex>
+#include <set>
+#include <thread>
+
+#include "absl/cleanup/cleanup.h"
+#include "tests/gpipe/helpers.h"
+
+namespace gpipe {
+namespace {
+
+Sequential mlp() { return Sequential(Linear(6, 6), torch::nn::Tanh(), Linear(6, 6), torch::nn::Tanh()); }
+
+TEST(Threads, RunAForwardAndItsBackward) {
+  GPipe first(mlp(), {2, 2}, GPipeOptions().chunks(2));
+  GPipe second(mlp(), {1, 3}, GPipeOptions().chunks(2));
+  const auto x = torch::randn({4, 6}).requires_grad_();
+  second->forward(first->forward(x)).sum().backward();
+  const auto expected = x.grad().clone();
+  x.mutable_grad().reset();
+  Tensor loss;
+  std::thread([&] { loss = second->forward(first->forward(x)).sum(); }).join();
+  std::thread([&] { loss.backward(); }).join();
+  EXPECT_TRUE(same(x.grad(), expected));
+}
+
+TEST(Threads, TakeTurnsInForwards) {
+  GPipe pipe(mlp(), {2, 2}, GPipeOptions().chunks(2));
+  const auto x = torch::randn({4, 6});
+  const auto expected = pipe->forward(x);
+  std::vector<std::thread> threads;
+  std::vector<Tensor> outputs(4);
+  for (auto& output : outputs) threads.emplace_back([&] { output = pipe->forward(x); });
+  for (auto& thread : threads) thread.join();
+  for (const auto& output : outputs) EXPECT_TRUE(same(output, expected));
+}
+
+TEST(Threads, TakeTurnsInBackwardsOfOneRetainedGraph) {
+  auto model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));
+  GPipe pipe(model, {1, 2}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
+  const auto x = torch::randn({6, 6}).requires_grad_();
+  const auto loss = pipe->forward(x).pow(2).sum();
+  const auto expected = torch::autograd::grad({loss}, {x}, {}, true)[0];
+  std::vector<Tensor> got(8);
+  std::vector<std::thread> threads;
+  for (auto& gradient : got) {
+    threads.emplace_back([&] { gradient = torch::autograd::grad({loss}, {x}, {}, true)[0]; });
+  }
+  for (auto& thread : threads) thread.join();
+  for (const auto& gradient : got) EXPECT_TRUE(same(gradient, expected));
+}
+
+TEST(Threads, BeginAndEndWithThePipeline) {
+  { GPipe warm_up(Sequential(Linear(6, 6), torch::nn::Tanh()), {1, 1}); }
+  const auto threads = thread_count();
+  const int intraop = torch::get_num_threads();
+  {
+    GPipe pipe(mlp(), {2, 1, 1}, GPipeOptions().intraop_threads(1));
+    EXPECT_EQ(thread_count(), threads + 3);
+    pipe->forward(torch::randn({4, 6})).sum().backward();
+    EXPECT_EQ(torch::get_num_threads(), intraop) << "the caller's setting stays";
+    int elsewhere = 0;
+    std::thread([&] { elsewhere = torch::get_num_threads(); }).join();
+    EXPECT_EQ(elsewhere, intraop) << "the setting of new threads stays";
+  }
+  EXPECT_EQ(thread_count(), threads);
+}
+
+TEST(Threads, LastUntilTheBackwardOfADestroyedPipeline) {
+  auto model = mlp();
+  Tensor loss;
+  {
+    GPipe pipe(model, {2, 2}, GPipeOptions().chunks(2));
+    loss = pipe->forward(torch::randn({4, 6})).sum();
+  }
+  loss.backward();
+  EXPECT_TRUE(model->parameters()[0].grad().defined());
+}
+
+TEST(Threads, UseTheGivenIntraopThreadsOrAnEqualShare) {
+  const absl::Cleanup put_back = [before = torch::get_num_threads()] { torch::set_num_threads(before); };
+  torch::set_num_threads(3);
+  std::mutex mutex;
+  std::set<int> seen;
+  auto model = Sequential(Linear(6, 6), Functional([&](Tensor x) {
+                            at::parallel_for(0, 4, 1, [](std::int64_t, std::int64_t) {});
+                            const std::lock_guard<std::mutex> lock(mutex);
+                            seen.insert(torch::get_num_threads());
+                            return x * 2;
+                          }));
+  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways).intraop_threads(2));
+  pipe->forward(torch::randn({4, 6})).sum().backward();
+  EXPECT_EQ(seen, std::set<int>{2});
+  const auto seen_by_shares = [&] {
+    GPipe shared(model, {1, 1});
+    seen.clear();
+    shared->forward(torch::randn({4, 6}));
+    return seen;
+  };
+  EXPECT_EQ(seen_by_shares(), std::set<int>{1}) << "half of three";
+  torch::set_num_threads(1);
+  EXPECT_EQ(seen_by_shares(), std::set<int>{1}) << "at least one";
+}
+
+TEST(Threads, OfAPipelineMayNotCallIt) {
+  GPipeImpl* self = nullptr;
+  auto model = Sequential(Functional([&self](Tensor x) { return self->forward(std::move(x)); }));
+  GPipe pipe(model, {1});
+  self = pipe.ptr().get();
+  EXPECT_THROW(pipe->forward(torch::ones({1, 2})), std::logic_error);
+}
+
+TEST(Threads, OfAPipelineMayCallAnother) {
+  torch::manual_seed(6);
+  auto inner_model = Sequential(Linear(6, 6), torch::nn::Dropout(0.5), Linear(6, 6));
+  struct HolderImpl : torch::nn::Module {
+    explicit HolderImpl(GPipe pipe) : pipe(register_module("pipe", pipe)) {}
+    Tensor forward(Tensor x) { return pipe->forward(x); }
+    GPipe pipe;
+  };
+  for (const auto checkpoint : kModes) {
+    GPipe inner(inner_model, {1, 1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+    Sequential unregistered(Linear(6, 6), Functional([inner](Tensor x) mutable { return inner->forward(x); }),
+                            Linear(6, 6));
+    GPipe refusing(unregistered, {1, 2}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
+    EXPECT_THROW(refusing->forward(torch::randn({4, 6})), std::invalid_argument)
+        << "the inner pipeline's parameters belong to no layer";
+
+    Sequential model(Linear(6, 6), std::make_shared<HolderImpl>(inner));
+    GPipe outer(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+    outer->trace(std::make_shared<Timeline>());  // the inner workers' bytes must not be counted for the outer's two
+    const auto x = torch::randn({8, 6}).requires_grad_();
+    torch::manual_seed(8);
+    const auto first = torch::autograd::grad({outer->forward(x).pow(2).sum()}, {x})[0];
+    torch::manual_seed(8);
+    EXPECT_TRUE(same(torch::autograd::grad({outer->forward(x).pow(2).sum()}, {x})[0], first));
+    outer->forward(x).sum().backward();
+    for (const auto& parameter : inner_model->parameters()) EXPECT_TRUE(parameter.grad().defined());
+  }
+}
+
+}  // namespace
+}  // namespace gpipe

@@ -1,0 +1,258 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gpipe/gpipe.h"
+#include "gpipe/snapshot/snapshot.h"
+#include "tests/snapshot/samples.h"
+
+namespace gpipe {
+namespace {
+
+namespace optim = torch::optim;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+TEST(Capture, CopiesTensors) {
+  auto model = small_model();
+  optim::SGD optimizer(model->parameters(), optim::SGDOptions(0.1).momentum(0.9));
+  train(model, optimizer);
+  const auto weights = capture_model(*model);
+  const auto state = capture_optimizer(optimizer, *model);
+  const auto weight = model[0]->named_parameters()["weight"].clone();
+  const auto momentum = state.state.at("0.weight").at("momentum_buffer").toTensor().clone();
+  train(model, optimizer);
+  EXPECT_TRUE(same(weights["0.weight"], weight));
+  EXPECT_TRUE(same(state.state.at("0.weight").at("momentum_buffer").toTensor(), momentum));
+
+  restore_model(*model, weights);
+  restore_optimizer(optimizer, *model, state);
+  train(model, optimizer);
+  EXPECT_TRUE(same(weights["0.weight"], weight));
+  EXPECT_TRUE(same(state.state.at("0.weight").at("momentum_buffer").toTensor(), momentum));
+}
+
+using MakeOptimizer = std::function<std::unique_ptr<optim::Optimizer>(std::vector<optim::OptimizerParamGroup>)>;
+
+template <class Optimizer, class Options>
+MakeOptimizer make(Options options) {
+  return [=](std::vector<optim::OptimizerParamGroup> groups) {
+    groups[1].set_options(std::make_unique<Options>(options));
+    static_cast<Options&>(groups[1].options()).lr(options.lr() / 2);
+    return std::make_unique<Optimizer>(std::move(groups), options);
+  };
+}
+
+struct OptimizerCase {
+  std::string name;
+  MakeOptimizer make;
+};
+
+class ContinuedTraining : public testing::TestWithParam<OptimizerCase> {};
+
+/// A model with an optimizer that has the parameters in reverse order, in two groups.
+struct Training {
+  explicit Training(const MakeOptimizer& make) {
+    auto parameters = model->parameters();
+    const auto middle = parameters.rbegin() + 2;
+    optimizer = make({optim::OptimizerParamGroup(std::vector<torch::Tensor>(parameters.rbegin(), middle)),
+                      optim::OptimizerParamGroup(std::vector<torch::Tensor>(middle, parameters.rend()))});
+  }
+  void run(int steps) {
+    for (int i = 0; i < steps; ++i) train(model, *optimizer);
+  }
+  torch::nn::Sequential model = small_model();
+  std::unique_ptr<optim::Optimizer> optimizer;
+};
+
+TEST_P(ContinuedTraining, EqualsUninterruptedTraining) {
+  const TemporaryDirectory folder;
+  torch::manual_seed(1);
+  Training whole(GetParam().make);
+  whole.run(3);
+  whole.optimizer->param_groups()[0].options().set_lr(0.003);
+  Snapshot snapshot;
+  snapshot.model = capture_model(*whole.model);
+  snapshot.optimizer = capture_optimizer(*whole.optimizer, *whole.model);
+  snapshot.random = capture_random();
+  write_snapshot(folder / "latest", snapshot);
+  whole.run(4);
+
+  torch::manual_seed(2);
+  Training resumed(GetParam().make);
+  resumed.run(1);
+  const auto read = read_snapshot(folder / "latest");
+  restore_model(*resumed.model, read.model);
+  restore_optimizer(*resumed.optimizer, *resumed.model, read.optimizer);
+  restore_random(read.random);
+  EXPECT_TRUE(same(capture_optimizer(*resumed.optimizer, *resumed.model), snapshot.optimizer));
+  resumed.run(4);
+  EXPECT_TRUE(same(capture_model(*resumed.model), capture_model(*whole.model)));
+  EXPECT_TRUE(
+      same(capture_optimizer(*resumed.optimizer, *resumed.model), capture_optimizer(*whole.optimizer, *whole.model)));
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Optimizers, ContinuedTraining,
+    testing::Values(
+        OptimizerCase{"Adagrad", make<optim::Adagrad>(optim::AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.01))},
+        OptimizerCase{"Adam", make<optim::Adam>(optim::AdamOptions(0.1).betas({0.8, 0.95}).weight_decay(0.01))},
+        OptimizerCase{"AdamAmsgrad", make<optim::Adam>(optim::AdamOptions(0.1).amsgrad(true).eps(1e-5))},
+        OptimizerCase{"AdamW", make<optim::AdamW>(optim::AdamWOptions(0.1).amsgrad(true))},
+        OptimizerCase{"RMSprop", make<optim::RMSprop>(optim::RMSpropOptions(0.01).alpha(0.9))},
+        OptimizerCase{"RMSpropCentered",
+                      make<optim::RMSprop>(optim::RMSpropOptions(0.01).momentum(0.9).centered(true))},
+        OptimizerCase{"SGD", make<optim::SGD>(optim::SGDOptions(0.1))},
+        OptimizerCase{"SGDMomentum",
+                      make<optim::SGD>(optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01))}),
+    [](const auto& info) { return info.param.name; });
+
+TEST(Restore, RestoresAtAnotherBalance) {
+  const auto weights_after = [](std::vector<std::int64_t> first, std::vector<std::int64_t> second) {
+    const auto options =
+        GPipeOptions().devices(std::vector<torch::Device>(4, torch::kCPU)).chunks(2).intraop_threads(1);
+    torch::manual_seed(3);
+    GPipe pipe(small_model(), std::move(first), options);
+    optim::Adam optimizer(pipe->parameters(), optim::AdamOptions(0.1));
+    for (int i = 0; i < 2; ++i) train(pipe, optimizer);
+    const auto model = capture_model(*pipe);
+    const auto state = capture_optimizer(optimizer, *pipe);
+    const auto random = capture_random();
+
+    GPipe resumed(small_model(), std::move(second), options);
+    optim::Adam other(resumed->parameters(), optim::AdamOptions(0.5));
+    restore_model(*resumed, model);
+    restore_optimizer(other, *resumed, state);
+    restore_random(random);
+    for (int i = 0; i < 2; ++i) train(resumed, other);
+    return capture_model(*resumed);
+  };
+  const auto same_balance = weights_after({2, 2}, {2, 2});
+  EXPECT_TRUE(same(weights_after({2, 2}, {1, 2, 1}), same_balance));
+  EXPECT_TRUE(same(weights_after({4}, {1, 1, 1, 1}), same_balance));
+  EXPECT_EQ(same_balance.keys(), capture_model(*small_model()).keys());
+}
+
+TEST(Restore, ContinuesTheGenerator) {
+  torch::manual_seed(5);
+  torch::randn({3});  // normal numbers come in pairs: the generator keeps the fourth
+  const auto state = capture_random();
+  const auto expected = torch::randn({5});
+  torch::randn({100});
+  restore_random(state);
+  EXPECT_TRUE(same(torch::randn({5}), expected));
+
+  const auto before = capture_random();
+  for (const auto& wrong : {torch::zeros({10}, torch::kByte), torch::zeros({5056}), torch::Tensor(),
+                            torch::full({before.numel()}, 255, torch::kByte)}) {
+    EXPECT_NE(error_of<std::invalid_argument>([&] { restore_random(wrong); }), "");
+    EXPECT_TRUE(same(capture_random(), before));
+  }
+}
+
+TEST(Restore, RefusesTheStateOfAnotherModel) {
+  auto model = small_model();
+  const auto before = capture_model(*model);
+  const auto refused = [&](const std::function<void(NamedTensors&)>& change) {
+    NamedTensors other;
+    for (const auto& item : before) other.insert(item.key(), item.value() + 1);
+    change(other);
+    const auto error = error_of<std::invalid_argument>([&] { restore_model(*model, other); });
+    EXPECT_TRUE(same(capture_model(*model), before));
+    return error;
+  };
+  EXPECT_THAT(refused([](auto& other) {
+                other["3.weight"] = torch::ones({2, 5});
+              }),
+              AllOf(HasSubstr("'3.weight'"), HasSubstr("[2, 5]"), HasSubstr("[2, 4]")));
+  EXPECT_THAT(refused([](auto& other) { other["0.bias"] = other["0.bias"].to(torch::kDouble); }),
+              AllOf(HasSubstr("'0.bias'"), HasSubstr("Double"), HasSubstr("Float")));
+  EXPECT_THAT(refused([](auto& other) { other.erase("1.running_mean"); }),
+              AllOf(HasSubstr("'1.running_mean'"), HasSubstr("[4]")));
+  EXPECT_THAT(refused([](auto& other) { other.insert("4.weight", torch::ones({9})); }),
+              AllOf(HasSubstr("'4.weight'"), HasSubstr("[9]")));
+  EXPECT_THAT(refused([](auto& other) { other["0.weight"] = torch::Tensor(); }), HasSubstr("'0.weight' is undefined"));
+  EXPECT_THAT(refused([](auto& other) { other["3.weight"] = other["3.weight"].to_sparse(); }),
+              HasSubstr("'3.weight' is Float[2, 4] Sparse in the snapshot"));
+  EXPECT_THAT(refused([](auto& other) { other["3.weight"] = other["3.weight"].to(torch::kMeta); }),
+              HasSubstr("'3.weight' is Float[2, 4] without data in the snapshot"));
+}
+
+TEST(Restore, RefusesAModelWithTensorsThatCannotBeWritten) {
+  const auto refused = [&](const at::Tensor& last) {
+    auto model = small_model();
+    model->register_buffer("last", last);
+    const auto before = capture_model(*model);
+    NamedTensors other;
+    for (const auto& item : before) other.insert(item.key(), item.value() + 1);
+    const auto error = error_of<std::invalid_argument>([&] { restore_model(*model, other); });
+    EXPECT_TRUE(same(capture_model(*model), before));
+    return error;
+  };
+  EXPECT_THAT(refused(torch::zeros({1}).expand({2})), HasSubstr("'last' of this model: some of its elements share"));
+  const auto made_in_inference_mode = [] {
+    const c10::InferenceMode mode;
+    return torch::zeros({2});
+  };
+  EXPECT_THAT(refused(made_in_inference_mode()), HasSubstr("'last' of this model: it was made in inference mode"));
+}
+
+TEST(Restore, RefusesTheStateOfAnotherOptimizer) {
+  auto model = small_model();
+  optim::Adam optimizer(model->parameters(), optim::AdamOptions(0.1));
+  train(model, optimizer);
+  const auto before = capture_optimizer(optimizer, *model);
+  const auto refused = [&](const std::function<void(OptimizerState&)>& change) {
+    auto other = before;
+    other.param_groups[0].options["lr"] = 5.0;
+    change(other);
+    const auto error = error_of<std::invalid_argument>([&] { restore_optimizer(optimizer, *model, other); });
+    EXPECT_TRUE(same(capture_optimizer(optimizer, *model), before));
+    return error;
+  };
+  EXPECT_THAT(refused([](auto& other) { other.type = "SGD"; }), AllOf(HasSubstr("SGD"), HasSubstr("Adam")));
+  EXPECT_THAT(refused([](auto& other) { other.param_groups.emplace_back(); }), HasSubstr("2 groups"));
+  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].params.erase(other.param_groups[0].params.begin()); }),
+              HasSubstr("lacks '0.weight'"));
+  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].params.push_back("9.weight"); }),
+              HasSubstr("also has '9.weight'"));
+  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].options.erase("eps"); }), HasSubstr("'eps'"));
+  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].options["betas"] = 0.9; }), HasSubstr("'betas'"));
+  EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight")["step"] = 1.0; }),
+              AllOf(HasSubstr("'step'"), HasSubstr("'3.weight'")));
+  EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight")["exp_avg"] = torch::ones({7}); }),
+              AllOf(HasSubstr("'exp_avg'"), HasSubstr("'3.weight'")));
+  for (const auto& wrong : {torch::ones({2, 4}).to_sparse(), torch::ones({2, 4}, torch::kMeta),
+                            torch::ones({2, 4}, torch::kDouble), torch::Tensor()}) {
+    EXPECT_THAT(refused([&](auto& other) { other.state.at("3.weight")["exp_avg"] = wrong; }),
+                AllOf(HasSubstr("'exp_avg'"), HasSubstr("'3.weight'")));
+  }
+  EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight").erase("exp_avg_sq"); }), HasSubstr("'exp_avg_sq'"));
+  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].options["amsgrad"] = true; }),
+              HasSubstr("'max_exp_avg_sq'"));
+  EXPECT_NE(refused([](auto& other) { other.state["9.weight"] = {}; }), "");
+}
+
+TEST(Capture, RefusesUnsupportedOptimizers) {
+  auto model = small_model();
+  optim::LBFGS unknown(model->parameters());
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { capture_optimizer(unknown, *model); }), HasSubstr("LBFGS"));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { restore_optimizer(unknown, *model, {}); }), HasSubstr("LBFGS"));
+
+  struct Mine : optim::SGD {
+    using SGD::SGD;
+  } derived(model->parameters(), optim::SGDOptions(0.1));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { capture_optimizer(derived, *model); }), HasSubstr("Mine"));
+
+  optim::SGD stranger(std::vector<torch::Tensor>{model->parameters()[0], torch::ones({2})}, optim::SGDOptions(0.1));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { capture_optimizer(stranger, *model); }), HasSubstr("parameter 1"));
+}
+
+}  // namespace
+}  // namespace gpipe
