@@ -1,4 +1,4 @@
-# The ResNet-50 study on tiny images: what it writes and refuses; its pictures, where there is matplotlib.
+# The ResNet-50 study with tiny images: its files, its errors, and its pictures if matplotlib is installed.
 # study_test.sh PROGRAM FOLDER [PYTHON]
 program=$1
 work=$2
@@ -15,11 +15,11 @@ fail() {
 }
 
 "$program" --quick --batch-size 4 --image 33 --splits 2,3 --output out >log
-[[ $(head -1 log) == CPU:* ]] || fail "the hardware is not listed first"
+[[ $(head -1 log) == CPU:* ]] || fail "the hardware is not printed first"
 [[ $(head -1 out/runs.csv) == variant,split_size,run,seconds,predicted_seconds ]] || fail "header of runs.csv"
 variants=$'data parallel,0\nmodel parallel,0\npipeline,2\npipeline,3\nsingle,0'
 [[ $(tail -n +2 out/runs.csv | cut -d, -f1,2 | sort -u) == "$variants" ]] || fail "variants of runs.csv"
-[[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv is not of 5 variants, 2 runs each"
+[[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv does not have 5 variants with 2 runs each"
 [[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/runs.csv) == 10 ]] || fail "times of runs.csv"
 grep -q '^predictions: the middle of 1$' out/hardware.txt || fail "hardware.txt"
 
@@ -40,14 +40,14 @@ refuse "--splits has 9, more than the mini-batch's 4 images" --batch-size 4 --sp
 refuse not-a-folder --output out/runs.csv/not-a-folder
 
 if [[ -z $python ]] || ! "$python" -c 'import matplotlib' 2>import.log; then
-  echo "no matplotlib: the pictures are not tested"
+  echo "matplotlib is not installed: pictures are not tested"
   exit 77
 fi
 "$python" "$here/../../examples/resnet50_study/plot.py" out >page
 for picture in model_parallel all split_size; do
   [[ -s out/$picture.png && -s out/$picture.svg ]] || fail "no $picture"
 done
-cmp page out/README.md || fail "README.md is not what was printed"
+cmp page out/README.md || fail "README.md differs from what was printed"
 grep -q '^- Model parallel was .* a single device (predicted: .*; published, on two GPUs: 7 % slower than it)\.$' page ||
   fail "the ratio is not told beside the published one"
 head -1 out/runs.csv >none.csv
