@@ -9,24 +9,24 @@ namespace gpipe::bench {
 
 void add_flags(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default()->delimiter(',');
-  app.add_option("--stages", options.stages)->check(CLI::PositiveNumber);
-  app.add_option("--chunks", options.chunks, "micro-batches of a mini-batch")->check(CLI::PositiveNumber);
-  app.add_option("--repeats", options.repeats)->check(CLI::PositiveNumber);
+  app.add_option("--stages", options.stages, "numbers of stages")->check(CLI::PositiveNumber);
+  app.add_option("--chunks", options.chunks, "numbers of micro-batches per mini-batch")->check(CLI::PositiveNumber);
+  app.add_option("--repeats", options.repeats, "measured repeats per row")->check(CLI::PositiveNumber);
   std::vector<std::string> names;
   for (const auto checkpoint : options.checkpoints) names.push_back(to_string(checkpoint));
-  app.add_option("--checkpoint", options.checkpoints, "never, except_last, always")
+  app.add_option("--checkpoint", options.checkpoints, "checkpoint modes: never, except_last, always")
       ->transform(CLI::CheckedTransformer(checkpoints()))
       ->default_str(CLI::detail::join(names));
   app.add_flag_callback(
-      "--reuse", [] { reuse_cpu_memory(); }, "keep the memory of tensors for the next");
+      "--reuse", [] { reuse_cpu_memory(); }, "keep freed tensor memory for reuse");
 }
 
 void add_model_flag(CLI::App& app, Options& options) {
-  app.add_option("--model", options.models)->check(CLI::IsMember(options.models));
+  app.add_option("--model", options.models, "models to run")->check(CLI::IsMember(options.models));
 }
 
 void add_steps_flag(CLI::App& app, Options& options) {
-  app.add_flag("--steps-only", options.steps_only, "print the figure of each step of the pipeline, and no other");
+  app.add_flag("--steps-only", options.steps_only, "print only the result of each step of the pipeline");
 }
 
 void add_balance_flag(CLI::App& app, Options& options) {
@@ -36,7 +36,7 @@ void add_balance_flag(CLI::App& app, Options& options) {
            options.balance = balance;
            options.stages = {static_cast<int>(balance.size())};
          },
-         "layers of each stage; default: cut by measured times")
+         "layers per stage; default: balanced by measured times")
       ->always_capture_default(false)
       ->excludes("--stages");
 }
@@ -47,7 +47,7 @@ void add_short_flag(CLI::App& app, Options& options, std::vector<Checkpoint> che
     options.chunks = {4};
     options.checkpoints = checkpoints;
   };
-  app.add_flag_callback("--short", shorten, "some of it, in about a minute");
+  app.add_flag_callback("--short", shorten, "fewer rows and repeats, in about a minute");
 }
 
 }  // namespace gpipe::bench

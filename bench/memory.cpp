@@ -1,5 +1,5 @@
-// What a step needs: the most bytes of tensors at once, above those of model and data, gradients included; and the page
-// faults and the time that re-use of memory saves.
+// Memory of a step: the peak bytes of tensors above model and data, including gradients; and the page faults and time
+// that reuse of memory saves.
 
 #include <sys/resource.h>
 
@@ -18,7 +18,7 @@
 namespace gpipe::bench {
 namespace {
 
-/// The bytes in use by all threads, above those when it was installed.
+/// Counts the live bytes of all threads, above those at installation.
 class LiveBytes : public AllocationListener {
  public:
   double peak() const { return static_cast<double>(peak_); }
@@ -53,7 +53,7 @@ GPipe pipe_of(const Subject& it, const Row& row, const Options& options) {
                GPipeOptions().split_size(it.split_size).checkpoint(row.checkpoint).intraop_threads(1));
 }
 
-void forget_gradients(GPipe& pipe) {
+void clear_gradients(GPipe& pipe) {
   for (auto& parameter : pipe->parameters()) parameter.mutable_grad().reset();
 }
 
@@ -63,7 +63,7 @@ void measure_peak(const Row& row, const Options& options) {
   for (int i = 0; i < 2; ++i) step(pipe, it.input);
   Measurement line{"memory", row, "bytes", {}, {}};
   for (int i = 0; i < options.repeats; ++i) {
-    forget_gradients(pipe);
+    clear_gradients(pipe);
     const auto live = std::make_shared<LiveBytes>();
     const AllocationListener::Scope scope(live);
     step(pipe, it.input);
@@ -86,13 +86,13 @@ void measure_reuse(const Row& row, const Options& options) {
   const auto run = [&](int repeats) {
     return interleave({[&] { step_with(false); }, [&] { step_with(true); }}, repeats);
   };
-  run(2);  // with the one that interleave() adds, three to warm up
+  run(2);  // warm-up: three runs, with the one that interleave() adds
   for (auto& of_mode : faults) of_mode.clear();
   const auto seconds = run(options.repeats);
-  Measurement gain{"memory", row, "times faster with re-use", {}, {}};
+  Measurement gain{"memory", row, "times faster with reuse", {}, {}};
   for (int i = 0; i < options.repeats; ++i) gain.values.push_back(seconds[0][i] / seconds[1][i]);
   print(std::cout, {"memory", row, "page faults/step", faults[false], {}});
-  print(std::cout, {"memory", row, "page faults/step with re-use", faults[true], {}});
+  print(std::cout, {"memory", row, "page faults/step with reuse", faults[true], {}});
   print(std::cout, gain);
 }
 
@@ -102,8 +102,8 @@ void measure_reuse(const Row& row, const Options& options) {
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
   using gpipe::Checkpoint;
-  gpipe::reuse_cpu_memory(false);  // takes its place before there are threads
-  CLI::App app("Bytes that a step needs; page faults and time that re-use of memory saves.");
+  gpipe::reuse_cpu_memory(false);  // installs the allocator before any thread starts
+  CLI::App app("Peak bytes of a step; page faults and time that reuse of memory saves.");
   Options options{.models = kPeerSubjects,
                   .chunks = {8},
                   .checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}};

@@ -1,5 +1,5 @@
-// What the parts cost on their own: cutting and joining mini-batches, a hand-over between threads, a program whose
-// cells do nothing, large programs that are verified and simulated, and large models that are cut.
+// Costs of single parts: scatter and gather of mini-batches, a hand-over between threads, a program with empty cells, the
+// verifier and the simulator on large programs, and balances of large models.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -32,13 +32,13 @@ using benchmark::kMicrosecond;
 using benchmark::kMillisecond;
 using benchmark::State;
 
-/// Reports the time of one of the `count` parts of an iteration, in seconds.
+/// Reports the seconds per part of an iteration that has `count` parts.
 void report(State& state, const std::string& part, double count) {
   using benchmark::Counter;
   state.counters["s/" + part] = Counter(count, Counter::kIsIterationInvariantRate | Counter::kInvert);
 }
 
-/// A mini-batch with 4 rows a micro-batch, and the rows of each.
+/// A mini-batch with 4 rows per micro-batch, and the sizes of its micro-batches.
 std::pair<at::Tensor, std::vector<std::int64_t>> mini_batch(const State& state) {
   const auto rows = 4 * state.range(0);
   return {at::zeros({rows, state.range(1)}), micro_batch_sizes(rows, state.range(0), 0)};
@@ -61,7 +61,7 @@ void gather(State& state) {
 BENCHMARK(scatter)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}})->Unit(kMicrosecond);
 BENCHMARK(gather)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}})->Unit(kMicrosecond);
 
-/// To another thread and back.
+/// Hands over to another thread and back.
 void hand_over(State& state) {
   const int count = static_cast<int>(state.max_iterations);
   const int spins = state.range(0) != 0 ? spins_for(2, cpu_quota()) : 0;
@@ -89,8 +89,9 @@ struct NoCells : Cells {
   void run(const Action&) override {}
 };
 
-/// One stage a worker, with the activations between neighbours, and so many skips: from the first stage to the last,
-/// from the second to the last but one, and so on. As in a pipeline, edges have room for every micro-batch.
+/// The parts of a program with one stage per worker, an activation between any two neighbours, and `skips` skips: from
+/// the first stage to the last, from the second to the second-last, and so on. As in a pipeline, each edge has capacity
+/// for all micro-batches.
 struct Parts {
   Parts(int stages, int micro_batches, int skips, Checkpoint checkpoint) : layout{stages, micro_batches, {}} {
     layout.placement.resize(stages);
@@ -150,8 +151,8 @@ BENCHMARK(verify)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 BENCHMARK(make_program)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 BENCHMARK(simulate)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 
-/// A thousand layers of uneven sizes, each keeping its input for its backward; every tenth one stashes for one that is
-/// a hundred layers on.
+/// 1,000 layers of different sizes. Each keeps its input for its backward. Every tenth stashes a skip for the layer 100
+/// further on.
 Profile large_profile() {
   constexpr int kLayers = 1000;
   Profile profile{.samples = 1, .device = "cpu"};

@@ -1,5 +1,4 @@
-// What a cell costs above its layers: a pipeline of layers so small that nearly all is overhead, against the loop that
-// does the same work without one.
+// Overhead per cell: a pipeline of very small layers, compared with a loop that does the same work without a pipeline.
 
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
@@ -18,9 +17,9 @@ namespace nn = torch::nn;
 
 constexpr int kLayers = 16;
 constexpr int kWidth = 8;
-constexpr int kRows = 8;  // of a micro-batch
+constexpr int kRows = 8;  // per micro-batch
 
-constexpr double kSeconds = 0.02;  // of one repeat
+constexpr double kSeconds = 0.02;  // per repeat
 
 nn::Sequential tiny_layers() {
   nn::Sequential model;
@@ -80,7 +79,8 @@ int main(int argc, char** argv) {
   add_flags(app, options);
   add_steps_flag(app, options);
   bool one_core = true;
-  app.add_flag("!--all-cores", one_core, "do not pin the process; print time over the plain loop's instead");
+  app.add_flag("!--all-cores", one_core,
+               "do not pin the process; print the ratio of the pipeline's time to the loop's instead");
   return run_program(app, argc, argv, [&] {
     if (one_core) pin_to_one_core();
     for_each_row(options, [&](const Row& row) { measure(row, one_core, options); });

@@ -1,5 +1,5 @@
-// What the library says of a model before it runs, beside what is: time and bytes of a step from a profile; and the
-// choice of suggest() beside the best of all that stand near it.
+// Compares predictions with measurements: the time and bytes of a step, and the choice of suggest() with the best
+// candidate near it.
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -27,8 +27,8 @@ GPipe make_pipe(const torch::nn::Sequential& model, const std::vector<std::int64
   return GPipe(model, balance, GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
 }
 
-// Profiles and steps in turn: the machine is not the same from minute to minute. Each prediction is compared with the
-// steps before and after its profile.
+// Alternates profiles and steps, because the machine's speed changes with time. Compares each prediction with the steps
+// before and after its profile.
 void measure(const Row& row, const Options& options) {
   auto it = subject(row.model, row.chunks);
   const RunOptions run{.chunks = row.chunks, .checkpoint = row.checkpoint};
@@ -41,7 +41,7 @@ void measure(const Row& row, const Options& options) {
   const auto seconds = [&] { return median(interleave({[&] { step(pipe, it.input); }}, kSteps)[0]); };
 
   Measurement time{"prediction", row, "times the predicted seconds", {}, {}};
-  Measurement bytes{"prediction", row, "times the predicted bytes (of each stage, parameters apart)", {}, {}};
+  Measurement bytes{"prediction", row, "times the predicted bytes (per stage, without parameters)", {}, {}};
   double before = seconds();
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
     const auto predicted = predict(profile_model(), balance, run);
@@ -54,18 +54,18 @@ void measure(const Row& row, const Options& options) {
     step(pipe, it.input);
     pipe->trace(nullptr);
     const auto counted = timeline->peak_bytes();
-    const auto foretold = predicted.timeline.peak_bytes();
+    const auto expected = predicted.timeline.peak_bytes();
     for (int s = 0; s < row.stages; ++s) {
-      bytes.values.push_back(static_cast<double>(counted[s]) / static_cast<double>(foretold[s]));
+      bytes.values.push_back(static_cast<double>(counted[s]) / static_cast<double>(expected[s]));
     }
   }
   print(std::cout, time);
   print(std::cout, bytes);
 }
 
-// The choice of suggest(), beside the fastest of all that differ by one cut, moved by at most four layers, for every
-// number of chunks and checkpoint mode. All are run; the fastest few then again in turn with the choice, for the
-// fastest of many is also the luckiest.
+// Compares the choice of suggest() with the fastest of all candidates that differ by one cut, moved by at most kNear
+// layers, for every number of chunks and checkpoint mode. Runs all of them, then the fastest few again in turn with the
+// choice, because the fastest of many single measurements is partly luck.
 void sweep(const std::string& model, int stages, const Options& options) {
   auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()));
   const std::vector<torch::Device> devices(stages, torch::kCPU);
@@ -104,14 +104,14 @@ void sweep(const std::string& model, int stages, const Options& options) {
 
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
-  CLI::App app("What is predicted of a step, beside what is measured.");
+  CLI::App app("Measured time and bytes of a step, relative to the predictions.");
   Options options{
       .models = kSubjects, .chunks = {2, 4, 8}, .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);
   add_model_flag(app, options);
   add_balance_flag(app, options);
   bool sweeps = false;
-  app.add_flag("--sweep", sweeps, "instead: the choice of suggest() over the best of the cuts near it")
+  app.add_flag("--sweep", sweeps, "instead: time of the choice of suggest(), relative to the best candidate near it")
       ->excludes("--balance");
   return run_program(app, argc, argv, [&] {
     if (!sweeps) return for_each_row(options, [&](const Row& row) { measure(row, options); });

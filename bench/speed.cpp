@@ -1,5 +1,5 @@
-// How much faster stages on a core each are than the model on one, beside the bound: what the program would take if
-// every action took what it takes while other cores run other stages, and all else were free.
+// Speed of a pipeline with one core per stage over the unpartitioned model on one core. Also prints the bound: the speed
+// of the simulated program whose actions take as long as they do while other stages run, and nothing else takes time.
 
 #include <CLI/CLI.hpp>
 #include <iostream>
@@ -14,7 +14,7 @@
 namespace gpipe::bench {
 namespace {
 
-// What each action takes while the other stage runs: the medians over those that ran beside it the longest.
+// The time of each action while the other stage runs: the median over the spans that overlapped it most.
 Costs costs_of(const Timeline& timeline) {
   const int stages = timeline.workers;
   Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
@@ -36,7 +36,7 @@ void measure(const Row& row, const Options& options) {
     const auto times = interleave({[&] { step(pipe, it.input); }}, options.repeats);
     return print_steps(std::cout, row, "seconds", times[0]);
   }
-  // The same micro-batches, and enough of them for the stages to be busy together.
+  // More micro-batches of the same size, so that the stages overlap.
   const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, it.input));
   GPipe observed(it.model, balance, of_pipe);
   step(observed, longer);
@@ -56,7 +56,7 @@ void measure(const Row& row, const Options& options) {
 
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
-  CLI::App app("Speed of stages on a core each over the unpartitioned model on one core, beside what is possible.");
+  CLI::App app("Speed of stages on one core each, relative to the unpartitioned model on one core, and its bound.");
   Options options{.models = kPeerSubjects,
                   .chunks = {1, 2, 4, 8, 16},
                   .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};

@@ -18,7 +18,7 @@ namespace nn = torch::nn;
 
 namespace {
 
-/// Self-attention over (sequences, tokens, width), and its residual.
+/// Self-attention over (sequences, tokens, width), with residual connection.
 struct AttentionImpl : nn::Module {
   AttentionImpl(std::int64_t width, std::int64_t heads)
       : heads(heads),
@@ -62,11 +62,12 @@ const std::vector<std::string> kPeerSubjects = {"mlp", "unet", "resnet50"};
 
 Subject subject(const std::string& name, int chunks) {
   torch::manual_seed(0);
-  // The mini-batch stays the same, whatever it is cut into.
+  // The mini-batch is the same for every number of chunks.
   const auto split = [&](std::int64_t samples) {
     if (samples % chunks == 0) return samples / chunks;
-    throw std::invalid_argument("the mini-batch of " + name + ", of " + std::to_string(samples) +
-                                " samples, cannot be cut into " + std::to_string(chunks) + " equal micro-batches");
+    throw std::invalid_argument("the mini-batch of " + name + " has " + std::to_string(samples) +
+                                " samples, which cannot be split into " + std::to_string(chunks) +
+                                " equal micro-batches");
   };
   if (name == "mlp") {
     nn::Sequential model;
@@ -91,7 +92,7 @@ Subject subject(const std::string& name, int chunks) {
     }
     return {name, model, torch::randn({32, 64, 256}), split(32)};
   }
-  throw std::invalid_argument("no model is called '" + name + "'; there are mlp, unet, resnet18, resnet50 and encoder");
+  throw std::invalid_argument("unknown model '" + name + "'; give mlp, unet, resnet18, resnet50 or encoder");
 }
 
 }  // namespace gpipe::bench

@@ -1,9 +1,8 @@
-"""Times steps of torch.distributed.pipelining, one process a stage, and prints a JSON line.
+"""Times steps of torch.distributed.pipelining with one process per stage. Prints a JSON line.
 
-The processes talk by Gloo over the loopback device. They meet at a barrier before each step, which
-lasts from when the first of them starts it until the last has done it. Each runs one thread. Skips
-that cross a cut go along with the activation, through every stage on their way. A step asks for no
-output: the last stage takes the sum of each micro-batch's, and nothing puts these together.
+The processes communicate by Gloo over the loopback device. Each runs one thread. A barrier precedes each step. A step
+lasts from its first start to its last end over all processes. Skips that cross a cut are sent with the activation
+through every stage in between. Steps return no output: the loss is the sum of each micro-batch's output.
 """
 
 import argparse
@@ -22,7 +21,7 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 def seconds_of(spans: list[list[tuple[float, float]]]) -> list[float]:
-    """By repeat, of what each process did, in `spans` by process."""
+    """Returns the seconds per repeat. `spans` has the start and end of each repeat, by process."""
     return [max(end for _, end in each) - min(start for start, _ in each) for each in zip(*spans)]
 
 
@@ -37,7 +36,7 @@ def run_stage(rank: int, args: argparse.Namespace, folder: str) -> None:
         stage, args.chunks, loss_fn=lambda output, _: output.sum(), scale_grads=False
     )
     inputs = (x,) if stage.is_first else ()
-    target = torch.empty(args.chunks) if stage.is_last else None  # a loss must have one
+    target = torch.empty(args.chunks) if stage.is_last else None  # required by a loss
     plain = torch.nn.Sequential(*layers)
 
     def step() -> None:

@@ -1,6 +1,6 @@
-"""The models and mini-batches of bench/subject.h and bench/overhead.cpp, layer by layer the same.
+"""The models and mini-batches of bench/subject.h and bench/overhead.cpp, with the same layers.
 
-A model is a flat list of layers, which can be cut between any two: `Stage` runs a slice of it.
+A model is a flat list of layers that can be cut between any two. `Stage` runs a slice of it.
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ Layers = list[nn.Module]
 
 
 class Stash(nn.Module):
-    """Gives what the Join of the same name shall have of the activation, which itself passes on."""
+    """Stashes a projection of the activation for the Join of the same name. Passes the activation on."""
 
     def __init__(self, name: str, projection: nn.Module | None = None):
         super().__init__()
@@ -24,7 +24,7 @@ class Stash(nn.Module):
 
 
 class Join(nn.Module):
-    """Base of layers that take the activation and what the Stash of the same name gave."""
+    """Base of layers that combine the activation with the skip of the Stash of the same name."""
 
     def __init__(self, name: str):
         super().__init__()
@@ -48,7 +48,8 @@ class Add(Join):
 class Stage(nn.Module):
     """A slice of a model.
 
-    What crosses its ends follows the activation, in the order of `arriving` and `leaving`.
+    Skips from earlier stages, named `arriving`, are inputs after the activation. Skips to later stages, named
+    `leaving`, are outputs after it.
     """
 
     def __init__(self, layers: Layers, arriving: Sequence[str] = ()):
@@ -72,13 +73,13 @@ class Stage(nn.Module):
 
 
 def cut(layers: Layers, balance: Iterable[int]) -> list[Stage]:
-    """The stages of so many layers each."""
+    """Cuts the model into stages with these numbers of layers."""
     stages: list[Stage] = []
     for count in balance:
         stages.append(Stage(layers[:count], stages[-1].leaving if stages else ()))
         layers = layers[count:]
     if layers:
-        raise ValueError(f"the balance leaves {len(layers)} layers out")
+        raise ValueError(f"the balance is too short: {len(layers)} layers are left")
     return stages
 
 
@@ -126,7 +127,7 @@ def resnet50() -> Layers:
 
     def block(name: str, inputs: int, width: int, stride: int) -> None:
         outputs = 4 * width
-        # A shortcut that changes shape is projected on the side of the skip that holds less.
+        # A shortcut that changes shape is projected at the end of the skip where the tensor is smaller.
         before = projection(inputs, outputs, stride) if stride > 1 else None
         after = projection(inputs, outputs, stride) if inputs == width else None
         layers.append(Stash(name, before))
@@ -150,7 +151,7 @@ MODELS = ("tiny", "mlp", "unet", "resnet50")
 
 
 def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
-    """The model of that name with fresh weights, and one mini-batch for it."""
+    """Makes the model with fresh weights, and one mini-batch for it."""
     torch.manual_seed(0)
     if model == "tiny":
         return tiny(), torch.randn(8 * chunks, 8)
@@ -160,4 +161,4 @@ def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
         return unet(base_channels=16), torch.randn(16, 3, 96, 96)
     if model == "resnet50":
         return resnet50(), torch.randn(16 * chunks, 3, 64, 64)
-    raise ValueError(f"no model is called '{model}'; there are {', '.join(MODELS)}")
+    raise ValueError(f"unknown model '{model}'; give one of {', '.join(MODELS)}")

@@ -1,8 +1,8 @@
-"""Times steps of torchgpipe 0.0.7, or of this project's Python package, which takes the same program; or counts the
-bytes of one. Prints a JSON line.
+"""Times steps, or counts the bytes of a step, of torchgpipe 0.0.7 or of this project's Python package, which have the
+same interface. Prints a JSON line.
 
-Torchgpipe is as published: it runs all stages that are on the CPU on one worker thread, and every
-backward on the thread that asks for it. Nothing in it had to be changed for torch 2.11.
+torchgpipe is used as published, without changes for torch 2.11. It runs all CPU stages on one worker thread, and
+backwards on the calling thread.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ LIBRARIES = {"torchgpipe": "torchgpipe", "gpipe": "gpipe python"}
 
 
 def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
-    """The model in the terms of the library's module for skips."""
+    """Converts the model to the skippable layers of a library."""
     namespaces = {
         layer.name: skip.Namespace() for layer in layers if isinstance(layer, models.Stash)
     }
@@ -62,10 +62,10 @@ def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
 
 
 def counted_threads() -> None:
-    """Has the running profiler count what threads yet to start allocate, too.
+    """Makes the running profiler count the allocations of threads that start later.
 
-    PyTorch counts memory on threads that took over the profiler's state. Those that Python starts
-    do not, and the function by which they could is one of C++ alone.
+    PyTorch counts memory on threads that take over the profiler's state. Threads that Python starts do not, and the
+    function for it is available in C++ only.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     join = library["_ZN5torch8autograd8profiler27enableProfilerInChildThreadEv"]
@@ -78,7 +78,7 @@ def counted_threads() -> None:
 
 
 def peak_bytes(step: Callable[[], None]) -> int:
-    """The most bytes that the step has in use at once, on all threads, above what was before it."""
+    """Peak bytes of all threads during the step, above those before it."""
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         counted_threads()

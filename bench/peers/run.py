@@ -1,17 +1,16 @@
-"""Times the peers and our own programs side by side: torchgpipe and torch.distributed.pipelining, this project in C++
-and in Python.
+"""Compares this project, in C++ and in Python, with torchgpipe and torch.distributed.pipelining.
 
     python -m venv --system-site-packages VENV      # of a Python that has torch and scikit-build-core
     VENV/bin/pip install -r requirements.txt
     VENV/bin/pip install --no-build-isolation ../..
     VENV/bin/python run.py --ours BUILD_FOLDER
 
-A process measures one row for one contestant, and the contestants take turns, so that what disturbs
-the machine disturbs all alike. Every stage has one thread. Overheads are those of all on one core,
-where nothing can be gained by doing two things at once; times are those on two.
+A process measures one row for one contestant. The contestants take turns, so that disturbances of the machine affect
+all of them. Every stage has one thread. Overhead is measured on one core, so that parallel work does not hide it;
+everything else is measured on two cores.
 
-Prints a JSON line a row and contestant: the median of its processes' medians, and the least and the
-greatest of them. Then a table of the same.
+Prints one JSON line per row and contestant: the median of its processes' medians, their minimum and their maximum. Then
+prints a table of the medians.
 """
 
 import argparse
@@ -25,13 +24,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-# For two stages. No cut is just before a layer that works in place: in the peers, a stage may not
-# write to its input.
+# Balances for two stages. No stage begins with an in-place layer, because in the peers a stage must not change its
+# input.
 CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet50": [103, 80]}
 
 
 class Bench(NamedTuple):
-    """What is measured: under which name programs print it, its unit, and that of the table."""
+    """A benchmark: the JSON field that programs print, its unit, the unit and scale in the table, and the cores."""
 
     field: str
     unit: str
@@ -70,7 +69,7 @@ def rows(models: list[str], short: bool) -> list[Row]:
 
 
 def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
-    """The commands that measure the row, by contestant."""
+    """Returns the commands that measure the row, by contestant."""
     settings = ["--chunks", row.chunks, "--checkpoint", row.checkpoint, "--repeats", steps]
     subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
     commands: dict[str, list[object]] = {}
@@ -90,7 +89,7 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
 
 
 def figure(bench: Bench, command: list[object]) -> float:
-    """The median of what one process measured."""
+    """Runs one process and returns the median of its measurements."""
     done = subprocess.run(
         ["taskset", "-c", bench.cores, *map(str, command)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
@@ -142,10 +141,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ours", type=Path, required=True, help="where CMake built this project")
+    parser.add_argument("--ours", type=Path, required=True, help="the build folder of this project")
     parser.add_argument("--models", nargs="+", default=["tiny", *CUTS], choices=["tiny", *CUTS])
-    parser.add_argument("--repeats", type=int, default=5, help="processes a row and contestant")
-    parser.add_argument("--short", action="store_true", help="to try it: few rows and steps")
+    parser.add_argument("--repeats", type=int, default=5, help="processes per row and contestant")
+    parser.add_argument("--short", action="store_true", help="few rows and steps, to try it out")
     args = parser.parse_args()
     if args.short:
         args.repeats = 1

@@ -1,4 +1,4 @@
-"""What the programs that time a peer share: their flags, their plain loop, their output."""
+"""Shared parts of the programs that time a peer: flags, plain loop and output."""
 
 import argparse
 import json
@@ -22,10 +22,10 @@ def flags(description: str | None, checkpoints: list[str]) -> argparse.ArgumentP
         return [int(number) for number in text.split(",")]
 
     parser.add_argument("--model", choices=models.MODELS, required=True)
-    parser.add_argument("--balance", type=numbers, required=True, help="layers of each stage: 8,8")
-    parser.add_argument("--chunks", type=int, required=True, help="micro-batches of a mini-batch")
+    parser.add_argument("--balance", type=numbers, required=True, help="layers per stage, e.g. 8,8")
+    parser.add_argument("--chunks", type=int, required=True, help="micro-batches per mini-batch")
     parser.add_argument("--checkpoint", choices=checkpoints, default="never")
-    parser.add_argument("--repeats", type=int, default=9, help="steps to time")
+    parser.add_argument("--repeats", type=int, default=9, help="number of steps to time")
     return parser
 
 
@@ -44,7 +44,7 @@ def clear_gradients(module: nn.Module) -> None:
 
 
 def plain_step(model: nn.Module, x: Tensor, chunks: int, recompute: bool) -> None:
-    """What a pipeline's step computes, in a loop over the micro-batches."""
+    """Computes what a pipeline's step does, in a loop over the micro-batches."""
     clear_gradients(model)
     for part in x.chunk(chunks):
         if recompute:
@@ -54,13 +54,13 @@ def plain_step(model: nn.Module, x: Tensor, chunks: int, recompute: bool) -> Non
 
 
 def span(function: Callable[[], object]) -> tuple[float, float]:
-    """When it started and ended; comparable between processes."""
+    """Returns the start and end of a call, on a clock that is comparable between processes."""
     start = time.monotonic()
     function()
     return start, time.monotonic()
 
 
 def us_per_cell(args: argparse.Namespace, seconds: list[float], plain: list[float]) -> list[float]:
-    """What a cell cost above its layers in each repeat."""
+    """Returns the overhead per cell of each repeat, in microseconds."""
     cells = args.chunks * len(args.balance)
     return [(step - loop) / cells * 1e6 for step, loop in zip(seconds, plain, strict=True)]

@@ -1,5 +1,5 @@
-// The experiment that tutorials of pipeline parallelism tell: a ResNet-50 on one device, as two stages of model
-// parallelism, as a pipeline of micro-batches of several sizes, and as two replicas that share each mini-batch.
+// Times training of a ResNet-50 on one device, with model parallelism in two stages, with a pipeline at several
+// micro-batch sizes, and with two data-parallel replicas.
 
 #include <torch/cuda.h>
 #include <torch/utils.h>
@@ -35,7 +35,7 @@ struct Options {
   int runs = 10;
 };
 
-/// The values of a key of a file like /proc/cpuinfo.
+/// Returns all values of a key in a file in the format of /proc/cpuinfo.
 std::vector<std::string> values(const std::filesystem::path& path, const std::string& key) {
   std::vector<std::string> found;
   std::ifstream file(path);
@@ -57,20 +57,20 @@ std::string hardware(const std::vector<torch::Device>& devices) {
     for (const auto& model : values(gpu.path() / "information", "Model")) absl::StrAppend(&text, "GPU: ", model, "\n");
   }
   absl::StrAppend(&text, "torch: ", TORCH_VERSION, "; ", torch::get_num_threads(),
-                  torch::get_num_threads() == 1 ? " thread" : " threads", " a device\ndevices:");
+                  torch::get_num_threads() == 1 ? " thread" : " threads", " per device\ndevices:");
   for (const auto& device : devices) absl::StrAppend(&text, " ", device.str());
   return text + "\n";
 }
 
 void check(const Experiment& experiment) {
   if (experiment.batch_size % 2 != 0) {
-    throw std::invalid_argument(
-        absl::StrFormat("--batch-size is %d, but two replicas share it; give an even number", experiment.batch_size));
+    throw std::invalid_argument(absl::StrFormat(
+        "--batch-size is %d, but two replicas split it equally; give an even number", experiment.batch_size));
   }
   for (const auto split : experiment.splits) {
     if (split <= experiment.batch_size) continue;
-    throw std::invalid_argument(
-        absl::StrFormat("--splits has %d, more than the mini-batch's %d images", split, experiment.batch_size));
+    throw std::invalid_argument(absl::StrFormat("--splits contains %d, which is more than the mini-batch's %d images",
+                                                split, experiment.batch_size));
   }
 }
 
@@ -91,16 +91,16 @@ int run(Options options) {
   const auto runs = options.output / "runs.csv";
   if (has_lines(runs) && !options.overwrite) {
     throw std::runtime_error(runs.string() +
-                             " is of an earlier study; give --overwrite to replace it, or another --output");
+                             " exists from an earlier study; give --overwrite to replace it, or another --output");
   }
   check_writable_directory(options.output);
-  torch::set_num_threads(1);  // a core for each CPU device
-  reuse_cpu_memory();         // page faults would drown what is measured, and in some variants more than in others
+  torch::set_num_threads(1);  // one core per CPU device
+  reuse_cpu_memory();         // page faults would distort the times, more in some variants than in others
   const auto about =
       hardware(experiment.devices) +
       absl::StrFormat(
-          "runs: %d of each, in turn, after a mini-batch to warm up; %d mini-batches of %d images of %d x %d\n"
-          "predictions: the middle of %d\n",
+          "runs: %d per variant, in turn, after a warm-up mini-batch; %d mini-batches of %d images of %d x %d\n"
+          "predictions: the median of %d\n",
           options.runs, options.batches, experiment.batch_size, experiment.image, experiment.image,
           experiment.predictions);
   std::cout << about << std::flush;
@@ -120,7 +120,7 @@ int run(Options options) {
     Percent percent(std::cout, terminal, "training");
     const auto all = static_cast<double>(variants.size()) * (options.runs + 1);
     double done = 0;
-    // In turn, so that what disturbs the machine disturbs all alike; one to warm up.
+    // The variants take turns, so that disturbances of the machine affect all of them. Run 0 is a warm-up.
     for (int run = 0; run <= options.runs; ++run) {
       for (const auto& variant : variants) {
         const auto seconds = time_run(variant, experiment.devices, input, target, run == 0 ? 1 : options.batches);
@@ -149,25 +149,27 @@ void make_quick(Options& options) {
 
 int main(int argc, char** argv) {
   using namespace gpipe::examples;
-  CLI::App app("Trains a ResNet-50 on one device, as two stages, as a pipeline and as two replicas, and times each.");
+  CLI::App app("Times training of a ResNet-50 on one device, in two stages, as a pipeline and as two replicas.");
   study::Options options;
   auto& experiment = options.experiment;
   app.option_defaults()->always_capture_default();
-  // The first, so that other flags count more.
+  // Added first, so that other flags override its values.
   app.add_flag_callback(
-      "--quick", [&] { study::make_quick(options); }, "images of 40 pixels, 2 runs of 1 mini-batch: four minutes");
+      "--quick", [&] { study::make_quick(options); },
+      "images of 40 pixels, 2 runs of 1 mini-batch; takes four minutes");
   app.add_option("-o,--output", options.output, "directory for runs.csv and hardware.txt")->transform(path_name());
   app.add_flag("--overwrite", options.overwrite,
-               "replace the runs.csv of an earlier study; without it that is refused");
-  app.add_option("--devices", options.devices, "two, as cuda:0,cuda:1")->delimiter(',')->expected(2);
-  app.add_option("-b,--batch-size", experiment.batch_size)->transform(whole_number(2, 100000));
-  app.add_option("--image", experiment.image, "width and height in pixels")->transform(whole_number(1, 10000));
-  app.add_option("--splits", experiment.splits, "samples of a pipeline's micro-batches")
+               "replace the runs.csv of an earlier study; an error without this flag");
+  app.add_option("--devices", options.devices, "two devices, e.g. cuda:0,cuda:1")->delimiter(',')->expected(2);
+  app.add_option("-b,--batch-size", experiment.batch_size, "images per mini-batch")->transform(whole_number(2, 100000));
+  app.add_option("--image", experiment.image, "width and height of the images, in pixels")
+      ->transform(whole_number(1, 10000));
+  app.add_option("--splits", experiment.splits, "samples per micro-batch of the pipelines")
       ->delimiter(',')
       ->transform(whole_number(1, kMaxCount));
-  app.add_option("--batches", options.batches, "mini-batches of a run")->transform(whole_number(1, kMaxCount));
-  app.add_option("--runs", options.runs)->transform(whole_number(1, kMaxCount));
-  app.add_option("--predictions", experiment.predictions, "profiles of each variant, of which the middle one counts")
+  app.add_option("--batches", options.batches, "mini-batches per run")->transform(whole_number(1, kMaxCount));
+  app.add_option("--runs", options.runs, "measured runs per variant")->transform(whole_number(1, kMaxCount));
+  app.add_option("--predictions", experiment.predictions, "profiles per variant; the median prediction is used")
       ->transform(whole_number(1, kMaxCount));
   return run_program(app, argc, argv, [&] { return study::run(options); });
 }

@@ -1,44 +1,66 @@
-"""Draws what resnet50_study measured, and says it beside what was published and predicted.
+"""Draws the results of resnet50_study and compares them with predictions and published results.
 
-    python plot.py FOLDER      # with runs.csv and hardware.txt; needs matplotlib
+    python plot.py FOLDER      # a folder with runs.csv and hardware.txt; needs matplotlib
 
-Writes model_parallel, all and split_size, each as .png and .svg, and README.md, which shows them, into the folder.
+Writes model_parallel, all and split_size into the folder, each as .png and .svg, and a README.md that shows them.
 """
 
 import argparse
 import csv
+import math
 import statistics
 from collections import defaultdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import matplotlib
 
 matplotlib.use("agg")
 from matplotlib import pyplot
 
-# Time over that of a single device, by PyTorch's tutorial "Single-Machine Model Parallel Best Practices", on two GPUs.
-# By variant, or split size.
+# Time relative to a single device in PyTorch's tutorial "Single-Machine Model Parallel Best Practices", on two GPUs. By
+# variant or split size.
 PUBLISHED = {"model parallel": 1.07, 20: 1 / 1.49, 12: 1 / 1.54}
 
 ABOUT = """\
-Made by [resnet50_study](../../examples/resnet50_study/main.cpp) and its plot.py. One-hot targets over 1000 classes, mean
-squared error, SGD; nothing is recomputed, and the memory of tensors is kept for the next. The variants take turns.
-Predictions are of forward and backward, made before the runs from profiles; what was published is PyTorch's tutorial
-"Single-Machine Model Parallel Best Practices".
+Measured by [resnet50_study](../../examples/resnet50_study/main.cpp), drawn by its plot.py. Training uses one-hot
+targets over 1000 classes, mean squared error and SGD, without checkpointing. Freed tensor memory is kept for reuse. The
+variants take turns. Predictions are of forward and backward only, made from profiles before the runs. Published results
+are those of PyTorch's tutorial "Single-Machine Model Parallel Best Practices".
+
+A percentage is given only if the runs support it: at least {runs} runs of both variants, standard deviations of at most
+{spread:.0f} % of the mean, and means that differ by more than twice the standard error of their difference.
 """
+
+MIN_RUNS = 3
+MAX_SPREAD = 0.15
+
+
+# How predictions are drawn: as diamonds, unlike the error bars of measurements.
+PREDICTED: dict[str, Any] = {
+    "linestyle": "none",
+    "marker": "D",
+    "markersize": 8,
+    "markerfacecolor": "#e07b39",
+    "markeredgecolor": "black",
+}
 
 
 class Result(NamedTuple):
     variant: str
     split: int
-    mean: float
+    runs: int
+    mean: float  # seconds
     deviation: float
     predicted: float
 
     @property
     def label(self) -> str:
         return f"split {self.split}" if self.split else self.variant
+
+    @property
+    def is_steady(self) -> bool:
+        return self.runs >= MIN_RUNS and self.deviation <= MAX_SPREAD * self.mean
 
 
 def read(path: Path) -> list[Result]:
@@ -52,7 +74,9 @@ def read(path: Path) -> list[Result]:
     if not runs:
         raise SystemExit(f"{path} has no runs")
     return [
-        Result(*key, statistics.mean(times), statistics.stdev(times) if len(times) > 1 else 0, predicted[key])
+        Result(
+            *key, len(times), statistics.mean(times), statistics.stdev(times) if len(times) > 1 else 0, predicted[key]
+        )
         for key, times in runs.items()
     ]
 
@@ -67,13 +91,16 @@ def save(figure: pyplot.Figure, folder: Path, name: str) -> None:
 def bars(folder: Path, name: str, results: list[Result], title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(max(4, 0.9 * len(results)), 4.5))
     places = range(len(results))
-    axes.bar(places, [r.mean for r in results], yerr=[r.deviation for r in results], capsize=4, color="#4878a8")
-    axes.plot(places, [r.predicted for r in results], "_", color="black", markersize=14, label="predicted")
+    deviations = [r.deviation for r in results]
+    axes.bar(places, [r.mean for r in results], yerr=deviations, capsize=4, color="#8fb3d4", label="mean ± std. dev.")
+    beside = [place + 0.25 for place in places]  # so that it hides no error bar
+    axes.plot(beside, [r.predicted for r in results], label="predicted", **PREDICTED)
     slanted = {"rotation": 40, "ha": "right"} if len(results) > 3 else {}
     axes.set_xticks(places, [r.label for r in results], **slanted)
-    axes.set_ylabel("seconds a run")
+    axes.set_ylabel("seconds per run")
     axes.set_title(title)
-    axes.legend()
+    axes.set_ylim(top=1.25 * max(max(r.mean + r.deviation, r.predicted) for r in results))  # room for the legend
+    axes.legend(ncols=2, loc="upper center")
     save(figure, folder, name)
 
 
@@ -81,33 +108,46 @@ def line(folder: Path, results: list[Result]) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4.5))
     splits = [r.split for r in results]
     means, deviations = [r.mean for r in results], [r.deviation for r in results]
-    axes.errorbar(splits, means, deviations, capsize=4, marker="o", color="#4878a8", label="measured")
-    axes.plot(splits, [r.predicted for r in results], "--", color="black", label="predicted")
+    axes.errorbar(splits, means, deviations, capsize=4, marker="o", color="#4878a8", label="mean ± std. dev.")
+    axes.plot(splits, [r.predicted for r in results], label="predicted", **PREDICTED)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("samples of a micro-batch")
-    axes.set_ylabel("seconds a run")
+    axes.set_xlabel("samples per micro-batch")
+    axes.set_ylabel("seconds per run")
     axes.set_title("Pipeline over two devices")
     axes.legend()
     save(figure, folder, "split_size")
 
 
 def compared(ratio: float) -> str:
-    """Of a time over the single device's."""
+    """Compares a time with a single device's, given their ratio."""
     slower = round(100 * (ratio - 1))
     faster = round(100 * (1 / ratio - 1))
-    return f"{slower} % slower than" if slower > 0 else f"{faster} % faster than" if faster > 0 else "as fast as"
+    return f"{slower} % slower" if slower > 0 else f"{faster} % faster" if faster > 0 else "as fast"
+
+
+def differ(a: Result, b: Result) -> bool:
+    """Whether the runs support a percentage. The README states the rule."""
+    error = math.sqrt(a.deviation**2 / a.runs + b.deviation**2 / b.runs)
+    return a.is_steady and b.is_steady and abs(a.mean - b.mean) > 2 * error
 
 
 def sentence(result: Result, single: Result) -> str:
     way = f"The pipeline with split size {result.split}" if result.split else result.variant.capitalize()
-    text = f"{way} was {compared(result.mean / single.mean)} a single device"
-    text += f" (predicted: {compared(result.predicted / single.predicted)} it"
+    measured = compared(result.mean / single.mean)
+    notes = []
+    if differ(result, single) and "%" in measured:
+        text = f"{way} was {measured} than a single device"
+        notes.append(f"predicted: {compared(result.predicted / single.predicted)}")
+    else:
+        text = f"{way} was neither clearly faster nor clearly slower than a single device"
     published = PUBLISHED.get(result.split or result.variant)
-    return text + (f"; published, on two GPUs: {compared(published)} it)." if published else ").")
+    if published:
+        notes.append(f"published, on two GPUs: {compared(published)}")
+    return text + (f" ({'; '.join(notes)})." if notes else ".")
 
 
 def table(results: list[Result]) -> str:
-    lines = ["| variant | seconds a run | standard deviation | predicted |", "|---|---|---|---|"]
+    lines = ["| variant | seconds per run | standard deviation | predicted |", "|---|---|---|---|"]
     lines += [f"| {r.label} | {r.mean:.2f} | {r.deviation:.2f} | {r.predicted:.2f} |" for r in results]
     return "\n".join(lines)
 
@@ -120,13 +160,15 @@ def main() -> None:
     single = next(r for r in results if r.variant == "single")
     others = [r for r in results if r is not single]
     model_parallel = [r for r in results if r.variant in ("single", "model parallel")]
-    bars(folder, "model_parallel", model_parallel, "Model parallel beside a single device")
-    bars(folder, "all", results, "ResNet-50, all ways side by side")
+    bars(folder, "model_parallel", model_parallel, "Model parallel and a single device")
+    bars(folder, "all", results, "ResNet-50: all variants")
     line(folder, sorted((r for r in results if r.variant == "pipeline"), key=lambda r: r.split))
     sentences = "\n".join(f"- {sentence(r, single)}" for r in others)
+    about = ABOUT.format(runs=MIN_RUNS, spread=100 * MAX_SPREAD)
     pictures = "\n\n".join(f"![{name}]({name}.svg)" for name in ["model_parallel", "all", "split_size"])
     hardware = "\n".join("    " + line for line in (folder / "hardware.txt").read_text().splitlines())
-    page = f"# ResNet-50, in several ways\n\n{ABOUT}\n{hardware}\n\n{table(results)}\n\n{sentences}\n\n{pictures}\n"
+    title = "# ResNet-50: ways to train on two devices"
+    page = f"{title}\n\n{about}\n{hardware}\n\n{table(results)}\n\n{sentences}\n\n{pictures}\n"
     (folder / "README.md").write_text(page)
     print(page, end="")
 

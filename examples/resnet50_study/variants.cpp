@@ -36,7 +36,7 @@ torch::nn::Sequential model_like(const torch::nn::Sequential& original) {
   return model;
 }
 
-/// Forward, loss and backward, as anybody would write them.
+/// The usual training code: forward, loss and backward.
 template <typename Model>
 void forward_backward(Model& model, const torch::Tensor& input, const torch::Tensor& target) {
   const auto output = model->forward(input);
@@ -53,7 +53,7 @@ Step train(Model model) {
   };
 }
 
-/// Each device trains a replica on its half of the mini-batch, in a thread of its own; gradients are averaged.
+/// Data parallelism: each device trains a replica on its half of the mini-batch, in its own thread. Averages gradients.
 class Replicas {
  public:
   Replicas(const torch::nn::Sequential& original, const std::vector<torch::Device>& devices) : devices_(devices) {
@@ -107,7 +107,7 @@ class Replicas {
   std::vector<std::unique_ptr<torch::optim::SGD>> optimizers_;
 };
 
-/// What a variant is: `at_work` of the devices work at the same time on so many samples.
+/// Describes a variant: `at_work` devices work at the same time, on `samples` samples each.
 struct Way {
   std::string name;
   std::int64_t split;
@@ -146,13 +146,13 @@ std::vector<Variant> make_variants(const Experiment& experiment, const std::func
   for (const auto split : experiment.splits) ways.push_back({"pipeline", split, split, 2, 2});
   ways.push_back({"data parallel", 0, whole / 2, 1, 2});
 
-  // The machine is not the same from minute to minute, so each is profiled several times, in turn.
+  // Profile each way several times, in turn, because the machine's speed changes with time.
   for (int round = 0; round < experiment.predictions; ++round) {
     std::map<std::pair<std::int64_t, int>, Profile> profiles;  // by samples and devices at work
     for (auto& way : ways) {
       auto& of_way = profiles[{way.samples, way.at_work}];
       if (of_way.layers.empty()) {
-        tell(absl::StrFormat("%d samples, devices at work: %d", way.samples, way.at_work));
+        tell(absl::StrFormat("%d samples, %d devices at work", way.samples, way.at_work));
         of_way = profile(original, torch::randn({way.samples, 3, experiment.image, experiment.image}, device),
                          ProfileOptions()
                              .workers(device.is_cpu() ? way.at_work : 1)

@@ -302,6 +302,11 @@ class Suggestion:
         """
         Why nothing fits; empty when something does.
         """
+    @property
+    def unpartitioned(self) -> Candidate | None:
+        """
+        The whole mini-batch on one device, without a pipeline; None if the model does not run that way.
+        """
 class ProfileOptions:
     def __init__(self, workers: typing.SupportsInt, intraop_threads: typing.SupportsInt, seconds: typing.SupportsFloat, repeats: typing.SupportsInt, param_scale: typing.SupportsFloat, progress: typing.Any) -> None:
         ...

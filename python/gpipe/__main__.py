@@ -1,4 +1,4 @@
-"""``python -m gpipe suggest module:factory``: measures a model of yours and says how to run it."""
+"""``python -m gpipe suggest MODULE:FUNCTION``: profiles a model and prints the fastest way to run it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gpipe
-from gpipe.balance import Suggestion, suggest
+from gpipe.balance import Candidate, Suggestion, suggest
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 
@@ -31,27 +31,37 @@ def _bytes(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m gpipe", description="Measures models and says how to run them.")
+    parser = argparse.ArgumentParser(
+        prog="python -m gpipe", description="Profiles models and finds the fastest way to run them."
+    )
     parser.add_argument("--version", action="version", version=gpipe.__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("suggest", help="the fastest balance, chunks and checkpoint mode of a model")
+    command = commands.add_parser("suggest", help="find the fastest balance, chunks and checkpoint mode")
     command.add_argument(
         "factory",
         metavar="MODULE:FUNCTION",
-        help="returns the model, a nn.Sequential; or the model and a mini-batch, as the pipeline's input",
+        help="returns an nn.Sequential, or a tuple of it and a mini-batch",
     )
     command.add_argument(
-        "--input", type=_numbers, metavar="N,..", help="shape of a mini-batch of random numbers, as 64,3,224,224"
+        "--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 64,3,224,224"
     )
-    command.add_argument("--devices", metavar="LIST", help="one a stage: cuda:0,cuda:1; default: the GPUs, or 2 CPUs")
-    command.add_argument("--chunks", type=_numbers, default=[], metavar="N,..", help="to try; default: 1, 2, 4, .. 32")
-    command.add_argument("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="of a device, as 6GB")
-    command.add_argument("--bandwidth", type=float, default=0.0, metavar="GB/S", help="between devices")
-    command.add_argument("--seconds", type=float, default=60.0, help="that measuring may take, about (default: 60)")
     command.add_argument(
-        "--param-scale", type=float, default=4.0, help="bytes for each of a parameter: SGD 2, Adam 4 (default: 4)"
+        "--devices", metavar="LIST", help="one per stage, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU stages"
     )
-    command.add_argument("--json", action="store_true", help="for programs")
+    command.add_argument(
+        "--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: 1, 2, 4, .. 32"
+    )
+    command.add_argument("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
+    command.add_argument("--bandwidth", type=float, default=0.0, metavar="GB/S", help="between devices, in GB/s")
+    command.add_argument("--seconds", type=float, default=60.0, help="approximate time for measuring (default: 60)")
+    command.add_argument(
+        "--param-scale",
+        type=float,
+        default=4.0,
+        help="bytes per byte of a parameter, with gradient and optimizer state: SGD 2, Adam 4 (default: 4)",
+    )
+    command.add_argument("--layers", action="store_true", help="also print the profile of each layer")
+    command.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
 
@@ -74,13 +84,33 @@ def _devices(text: str | None) -> list[str]:
     return [f"cuda:{index}" for index in range(gpus)] or ["cpu", "cpu"]
 
 
-def _print(suggestion: Suggestion, as_json: bool) -> None:
-    if not as_json:
-        print(suggestion, end="")
-        return
-    names = ("balance", "chunks", "checkpoint", "seconds", "bubble", "bytes", "fits")
-    candidates = [{name: getattr(candidate, name) for name in names} for candidate in suggestion.candidates]
-    print(json.dumps({"candidates": candidates, "reason": suggestion.reason}))
+def _print(suggestion: Suggestion, devices: list[str], layers: bool) -> None:
+    first = suggestion.candidates[0]
+    if layers:
+        print(suggestion.profile_of(first).table(first.balance))
+    print(suggestion, end="")
+    if suggestion.fits:
+        print(
+            f"\npipe = gpipe.GPipe(model, {first.balance}, devices={devices}, chunks={first.chunks}, "
+            f"checkpoint={first.checkpoint!r})"
+        )
+
+
+def _print_json(suggestion: Suggestion) -> None:
+    def fields(candidate: Candidate) -> dict[str, Any]:
+        names = ("balance", "chunks", "checkpoint", "seconds", "bubble", "bytes", "fits")
+        return {name: getattr(candidate, name) for name in names}
+
+    unpartitioned = suggestion.unpartitioned
+    print(
+        json.dumps(
+            {
+                "candidates": [fields(candidate) for candidate in suggestion.candidates],
+                "unpartitioned": fields(unpartitioned) if unpartitioned else None,
+                "reason": suggestion.reason,
+            }
+        )
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -109,7 +139,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except (AssertionError, IndexError, RuntimeError, TypeError, ValueError) as error:
         raise SystemExit(f"error: {error}") from None
-    _print(suggestion, options.json)
+    if options.json:
+        _print_json(suggestion)
+    else:
+        _print(suggestion, devices, options.layers)
     return 0 if suggestion.fits else 1
 
 

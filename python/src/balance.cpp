@@ -121,13 +121,16 @@ void init_balance(py::module_& module) {
       .def_readonly("candidates", &Suggestion::candidates,
                     "One for each number of chunks and checkpoint mode; the fastest that fits comes first.")
       .def_readonly("reason", &Suggestion::reason, "Why nothing fits; empty when something does.")
+      .def_readonly("unpartitioned", &Suggestion::unpartitioned,
+                    "The whole mini-batch on one device, without a pipeline; None if the model does not run that way.")
       .def_property_readonly("fits", &Suggestion::fits, "Whether any candidate does.")
       .def_property_readonly("best", &Suggestion::best,
                              "The first candidate. Raises RuntimeError, with the reason, when nothing fits.")
       .def("profile_of", &Suggestion::profile_of, "The profile that one of the candidates was made from.",
            py::arg("candidate"), py::return_value_policy::reference_internal)
       .def("__str__", [](const Suggestion& suggestion) {
-        return candidate_table(suggestion.candidates) + (suggestion.fits() ? "" : suggestion.reason + "\n");
+        return candidate_table(suggestion.candidates, suggestion.unpartitioned) +
+               (suggestion.fits() ? "" : suggestion.reason + "\n");
       });
 
   py::class_<ProfileOptions>(module, "ProfileOptions")

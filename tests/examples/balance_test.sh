@@ -1,4 +1,4 @@
-# gpipe-balance: its commands, what it refuses, that a profile in a file is as good as one just made.
+# gpipe-balance: output of each verb, profiles read from files, and errors.
 program=$1
 work=$2
 rm -rf "$work"
@@ -21,33 +21,42 @@ refuse() {
 }
 
 "$program" profile "${model[@]}" --output profile.json >profile.log
-grep -q '^70 *head ' profile.log || fail "profile names no last layer"
-[[ $(wc -l <profile.log) == 73 ]] || fail "profile has not a line for each of 71 layers"
+grep -q '^70 *head ' profile.log || fail "profile does not list the last layer"
+[[ $(grep -cE '^[0-9]+ ' profile.log) == 71 ]] || fail "profile does not have one row per layer, 71 in all"
+[[ $(wc -l <profile.log) == 75 ]] || fail "profile does not have 71 layers, a sum, a header and two lines of explanation"
 "$program" profile "${model[@]}" --json >json.log
 grep -q '"layers"' json.log || fail "profile --json"
 
 "$program" cut "${model[@]}" --profile profile.json --by size >cut.log
-grep -q '^balance [0-9]*,[0-9]*; 4 chunks, checkpoint except_last' cut.log || fail "cut names no balance"
-diff cut.log <("$program" cut "${model[@]}" --profile profile.json --by size) || fail "cut is not the same twice"
+grep -q '^balance [0-9]*,[0-9]*; 4 chunks, checkpoint except_last' cut.log || fail "cut does not print a balance"
+diff cut.log <("$program" cut "${model[@]}" --profile profile.json --by size) || fail "two cuts of one profile differ"
+! grep -q '^70 ' cut.log || fail "cut lists layers without --layers"
+"$program" cut "${model[@]}" --profile profile.json --by size --layers >layers.log
+[[ $(grep -cE '^[0-9]+ .* (us|ms|s) .* (us|ms|s) ' layers.log) == 71 ]] || fail "cut --layers does not list the layers"
 "$program" cut "${model[@]}" --chunks 5 >five.log
-grep -q '; 4 chunks' five.log || fail "8 images are cut into 4 pairs, not 5"
+grep -q '; 4 chunks' five.log || fail "5 chunks of 8 images are not 4 micro-batches"
 
 "$program" suggest "${model[@]}" --chunks 2,4 --refine 1 >suggest.log
-[[ $(grep -c '%' suggest.log) == 6 ]] || fail "suggest has not 2 x 3 candidates"
-grep -q '^measured .*: balance ' suggest.log || fail "suggest --refine measured nothing"
+[[ $(grep -c '%' suggest.log) == 7 ]] || fail "suggest does not list 2 x 3 candidates and the unpartitioned model"
+grep -qE '^71 +never +1 .* 1.00  one device$' suggest.log || fail "suggest does not list the unpartitioned model"
+grep -qE '^gpipe::GPipe pipe\(model, \{[0-9]+, [0-9]+\},$' suggest.log || fail "suggest prints no code"
+[[ $(tail -1 suggest.log) =~ devices\(.*\)\.chunks\([24]\)\.checkpoint\(gpipe::Checkpoint::k[A-Za-z]+\)\)\;$ ]] ||
+  fail "suggest's code has no options"
+grep -q '^measured .* per step: balance ' suggest.log || fail "suggest --refine measured nothing"
 "$program" suggest "${model[@]}" --json >json.log
-grep -q '"candidates"' json.log || fail "suggest --json"
-refuse 'nothing fits into 1.00 KiB a device' suggest "${model[@]}" --chunks 2 --memory-limit 1KiB
+grep -q '"candidates".*"unpartitioned":{' json.log || fail "suggest --json"
+refuse 'nothing fits into 1.00 KiB per device' suggest "${model[@]}" --chunks 2 --memory-limit 1KiB
 
-[[ $("$program" sweep "${model[@]}" --chunks 2 --near 2 | grep -c '%') == 15 ]] || fail "sweep is not of 3 x 5 balances"
+[[ $("$program" sweep "${model[@]}" --chunks 2 --near 2 | grep -c '%') == 15 ]] || fail "sweep does not list 3 x 5 balances"
 
-[[ $("$program" sweep "${model[@]}" --chunks 4,5 --near 0 | grep -c '%') == 3 ]] || fail "4 micro-batches are swept twice"
+[[ $("$program" sweep "${model[@]}" --chunks 4,5 --near 0 | grep -c '%') == 3 ]] || fail "sweep lists 4 micro-batches twice"
 
 head -c 100 profile.json >damaged.json
 refuse 'not a profile' cut "${model[@]}" --profile damaged.json
-refuse 'is of micro-batches of 2, but --batch-size and --chunks make micro-batches of 4' \
+refuse 'error: /dev/zero is not a profile: it has more than 16777216 bytes' cut "${model[@]}" --profile /dev/zero
+refuse 'was measured with micro-batches of 2, but --batch-size and --chunks make micro-batches of 4' \
   cut "${model[@]}" --profile profile.json --chunks 2
-refuse 'is not of resnet18' cut --model resnet18 --batch-size 8 --stages 2 --profile profile.json
+refuse 'is not a profile of resnet18' cut --model resnet18 --batch-size 8 --stages 2 --profile profile.json
 refuse 'no-such-file' cut "${model[@]}" --profile no-such-file
 refuse '--model' profile --model vgg
 refuse '--stages is 1000, but unet has 71 layers' cut "${model[@]}" --stages 1000 --batch-size 2
@@ -63,11 +72,11 @@ refuse "error: --refine: '101' is not a whole number from 0 to 100" suggest --re
 refuse "error: --near: '-1' is not a whole number from 0 to 1000" sweep --near -1
 refuse 'error: --memory-limit: ' sweep --memory-limit -5GB
 refuse 'error: --memory-limit: ' sweep --memory-limit nan
-[[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 200 ]] || fail "the line is too long"
+[[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 200 ]] || fail "the error is too long"
 
-# A file that cannot be written is told before anything is measured.
+# A file that cannot be written is an error before anything is measured.
 refuse 'error: cannot write .: Is a directory' profile --seconds 1000 --output .
 refuse 'profile.json: Not a directory' profile --seconds 1000 --output profile.json/profile.json
 refuse 'error: cannot write /dev/full: No space left on device' profile "${model[@]}" --output /dev/full
-if "$program" profile "${model[@]}" --json >/dev/full 2>err.log; then fail "a full standard output"; fi
-grep -qx 'error: cannot write to standard output' err.log || fail "the standard output's error is not told"
+if "$program" profile "${model[@]}" --json >/dev/full 2>err.log; then fail "a full standard output was accepted"; fi
+grep -qx 'error: cannot write to standard output' err.log || fail "the error of standard output is not reported"

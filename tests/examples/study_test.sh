@@ -1,4 +1,4 @@
-# The ResNet-50 study on tiny images: what it writes and refuses; its pictures, where there is matplotlib.
+# The ResNet-50 study with tiny images: its files, its errors, and its pictures if matplotlib is installed.
 # study_test.sh PROGRAM FOLDER [PYTHON]
 program=$1
 work=$2
@@ -15,13 +15,13 @@ fail() {
 }
 
 "$program" --quick --batch-size 4 --image 33 --splits 2,3 --output out >log
-[[ $(head -1 log) == CPU:* ]] || fail "the hardware is not listed first"
+[[ $(head -1 log) == CPU:* ]] || fail "the hardware is not printed first"
 [[ $(head -1 out/runs.csv) == variant,split_size,run,seconds,predicted_seconds ]] || fail "header of runs.csv"
 variants=$'data parallel,0\nmodel parallel,0\npipeline,2\npipeline,3\nsingle,0'
 [[ $(tail -n +2 out/runs.csv | cut -d, -f1,2 | sort -u) == "$variants" ]] || fail "variants of runs.csv"
-[[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv is not of 5 variants, 2 runs each"
+[[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv does not have 5 variants with 2 runs each"
 [[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/runs.csv) == 10 ]] || fail "times of runs.csv"
-grep -q '^predictions: the middle of 1$' out/hardware.txt || fail "hardware.txt"
+grep -q '^predictions: the median of 1$' out/hardware.txt || fail "hardware.txt"
 
 refuse() {
   local text=$1
@@ -34,23 +34,41 @@ refuse nonsense --devices cpu,nonsense
 refuse "error: --splits: '0' is not a whole number from 1 to 1048576" --splits 0
 refuse "error: --runs: '-1' is not a whole number from 1 to 1048576" --runs -1
 refuse "error: --image: 'nan' is not a whole number from 1 to 10000" --image nan
-refuse 'out/runs.csv is of an earlier study; give --overwrite to replace it' --output out
-refuse 'give an even number' --batch-size 5
-refuse "--splits has 9, more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
+refuse 'out/runs.csv exists from an earlier study; give --overwrite to replace it' --output out
+refuse 'two replicas split it equally; give an even number' --batch-size 5
+refuse "--splits contains 9, which is more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
 refuse not-a-folder --output out/runs.csv/not-a-folder
 
 if [[ -z $python ]] || ! "$python" -c 'import matplotlib' 2>import.log; then
-  echo "no matplotlib: the pictures are not tested"
+  echo "matplotlib is not installed: pictures are not tested"
   exit 77
 fi
 "$python" "$here/../../examples/resnet50_study/plot.py" out >page
 for picture in model_parallel all split_size; do
   [[ -s out/$picture.png && -s out/$picture.svg ]] || fail "no $picture"
 done
-cmp page out/README.md || fail "README.md is not what was printed"
-grep -q '^- Model parallel was .* a single device (predicted: .*; published, on two GPUs: 7 % slower than it)\.$' page ||
-  fail "the ratio is not told beside the published one"
+cmp page out/README.md || fail "README.md differs from what was printed"
+# Two runs support no percentage.
+grep -qx -- '- Model parallel was neither clearly faster nor clearly slower than a single device (published, on two GPUs: 7 % slower)\.' page ||
+  fail "a percentage from two runs, or no published result"
+! grep -E '^- The pipeline with split size [23] was .*%' page || fail "a percentage from two runs"
+
+mkdir steady && cp out/hardware.txt steady
+{
+  head -1 out/runs.csv
+  for run in 1 2 3; do
+    echo "single,0,$run,10.$run,10"
+    echo "model parallel,0,$run,10.$((4 - run)),10"
+    echo "pipeline,20,$run,5.$run,4"
+    echo "pipeline,12,$run,$((run * run)),4"
+  done
+} >steady/runs.csv
+"$python" "$here/../../examples/resnet50_study/plot.py" steady >page
+grep -qx -- '- Model parallel was neither clearly faster .*' page || fail "equal means give a percentage"
+grep -qx -- '- The pipeline with split size 20 was 96 % faster than a single device (predicted: 150 % faster; published, on two GPUs: 49 % faster)\.' page ||
+  fail "the percentages of steady runs"
+grep -qx -- '- The pipeline with split size 12 was neither clearly faster .*' page || fail "noise gives a percentage"
 head -1 out/runs.csv >none.csv
 mkdir none && mv none.csv none/runs.csv && cp out/hardware.txt none
-if "$python" "$here/../../examples/resnet50_study/plot.py" none 2>err.log; then fail "a folder without runs is drawn"; fi
-grep -q 'has no runs' err.log || { cat err.log >&2; fail "plot.py does not say what is missing"; }
+if "$python" "$here/../../examples/resnet50_study/plot.py" none 2>err.log; then fail "a folder without runs was accepted"; fi
+grep -q 'has no runs' err.log || { cat err.log >&2; fail "plot.py does not report missing runs"; }

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
@@ -21,11 +22,24 @@ def run(*arguments):
 def test_suggest():
     done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "1,2", "--seconds", "0")
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 7
+    lines = done.stdout.splitlines()
+    candidates = [line for line in lines if "%" in line]
+    assert len(candidates) == 7 and candidates[-1].endswith("one device")
+    assert re.fullmatch(
+        r"pipe = gpipe\.GPipe\(model, \[\d, \d\], devices=\['.*'\], chunks=[12], checkpoint='\w+'\)", lines[-1]
+    )
     done = run("suggest", "factories:model_and_batch", "--chunks", "2", "--seconds", "0", "--json")
-    candidates = json.loads(done.stdout)["candidates"]
+    printed = json.loads(done.stdout)
+    assert printed["unpartitioned"]["balance"] == [3]
+    candidates = printed["candidates"]
     assert {candidate["checkpoint"] for candidate in candidates} == {"never", "except_last", "always"}
     assert all(sum(candidate["balance"]) == 3 for candidate in candidates)
+
+
+def test_layers():
+    done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "2", "--seconds", "0", "--layers")
+    assert done.returncode == 0, done.stderr
+    assert "Per micro-batch of 4 samples" in done.stdout and "saved: bytes kept" in done.stdout
 
 
 @pytest.mark.parametrize(

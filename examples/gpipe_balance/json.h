@@ -1,0 +1,17 @@
+#pragma once
+
+#include <nlohmann/json.hpp>
+
+#include "balance/search.h"
+
+namespace gpipe::examples::balance {
+
+using Json = nlohmann::ordered_json;
+
+inline Json to_json(const Candidate& candidate) {
+  return {{"balance", candidate.balance}, {"chunks", candidate.chunks}, {"checkpoint", to_string(candidate.checkpoint)},
+          {"seconds", candidate.seconds}, {"bubble", candidate.bubble}, {"bytes", candidate.bytes},
+          {"fits", candidate.fits}};
+}
+
+}  // namespace gpipe::examples::balance

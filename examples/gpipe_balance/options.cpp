@@ -1,0 +1,75 @@
+#include "examples/gpipe_balance/options.h"
+
+#include <CLI/CLI.hpp>
+
+#include "balance/suggest.h"
+#include "examples/common/flags.h"
+#include "examples/common/image.h"
+#include "examples/common/pipeline_options.h"
+#include "examples/common/plan.h"
+#include "examples/gpipe_balance/model.h"
+#include "gpipe/micro_batch.h"
+#include "gpipe/runtime/memory_reuse.h"
+
+namespace gpipe::examples::balance {
+
+std::vector<std::int64_t> Options::sizes(int chunks) const { return micro_batch_sizes(batch_size, chunks, 0); }
+
+std::vector<torch::Device> Options::place() const {
+  return devices.empty() ? examples::place({.stages = stages}) : to_devices(devices, stages);
+}
+
+RunOptions Options::run(int chunks, Checkpoint mode) const {
+  return {static_cast<int>(sizes(chunks).size()), mode, bandwidth * 1e9, copies_between(place())};
+}
+
+ProfileOptions Options::profiling() const { return profile_options(place()).seconds(seconds).param_scale(param_scale); }
+
+void add_common_flags(CLI::App& app, Options& options) {
+  app.add_option("--model", options.model, "unet, resnet18, resnet34, resnet50, resnet101 or resnet152")
+      ->check(CLI::IsMember(model_names()));
+  app.add_option("--channels", options.channels, "channels of the U-Net at full resolution")
+      ->transform(whole_number(1, 4096));
+  app.add_option("--size", options.size, "width and height of the images, in pixels")->transform(image_size_text());
+  app.add_option("-b,--batch-size", options.batch_size, "images per mini-batch")->transform(whole_number(1, kMaxCount));
+  app.add_option("--stages", options.stages, "number of stages, one per device")->transform(whole_number(1, 1024));
+  app.add_option("--devices", options.devices,
+                 "one per stage, e.g. cuda:0,cuda:1, or one for all; default: the GPUs in turn, or the CPU")
+      ->always_capture_default(false);
+  app.add_option("--seconds", options.seconds, "approximate time for measuring, in seconds")
+      ->transform(non_negative_number());
+  app.add_option("--param-scale", options.param_scale,
+                 "bytes per byte of a parameter: itself, its gradient, and the optimizer's state; SGD 2, Adam 4")
+      ->transform(number_between(2, 100));
+  app.add_flag_callback(
+      "--reuse-memory", [] { reuse_cpu_memory(); }, "keep freed memory of CPU tensors for reuse");
+  app.add_flag("--json", options.json, "print JSON");
+}
+
+void add_chunks_flag(CLI::App& app, Options& options) {
+  app.add_option("--chunks", options.chunks, "micro-batches per mini-batch")->transform(whole_number(1, kMaxCount));
+}
+
+void add_chunks_list(CLI::App& app, Options& options, const std::string& by_default) {
+  app.add_option("--chunks", options.chunks_to_try, "numbers of micro-batches to try, e.g. 2,4; default: " + by_default)
+      ->delimiter(',')
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->transform(whole_number(1, kMaxCount))
+      ->always_capture_default(false);
+}
+
+void add_bandwidth_flag(CLI::App& app, Options& options) {
+  app.add_option("--bandwidth", options.bandwidth, "between devices, in GB/s; 0: transfers take no time")
+      ->transform(non_negative_number());
+}
+
+void add_memory_limit_flag(CLI::App& app, Options& options) {
+  app.add_option("--memory-limit", options.memory, "memory per device, e.g. 6GB or 6GiB; 0: no limit")
+      ->transform(CLI::AsSizeValue(true));
+}
+
+void add_layers_flag(CLI::App& app, Options& options) {
+  app.add_flag("--layers", options.layers, "also print the profile of each layer");
+}
+
+}  // namespace gpipe::examples::balance
