@@ -8,9 +8,10 @@
 #include <string>
 #include <vector>
 
+#include <filesystem>
+#include "gpipe/gpipe.h"
 #include "gpipe/schedule/schedule_text.h"
 #include "gpipe/schedule/schedules.h"
-#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
