@@ -19,11 +19,11 @@ def plain(pipe, before, after, x):
     return after(torch.tanh(pipe(torch.tanh(before(x)))))
 
 
-def of_the_pipeline(pipe, before, after, x):
+def around_the_pipeline(pipe, before, after, x):
     return after(torch.tanh(checkpoint(pipe, torch.tanh(before(x)), use_reentrant=False)))
 
 
-def of_all(pipe, before, after, x):
+def around_all(pipe, before, after, x):
     return checkpoint(plain, pipe, before, after, x, use_reentrant=False)
 
 
@@ -39,8 +39,8 @@ def reentrant(pipe, before, after, x):
 
 
 @pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-@pytest.mark.parametrize("call", [of_the_pipeline, of_all, nested, reentrant])
-def test_gradients_are_the_same(call, mode):
+@pytest.mark.parametrize("call", [around_the_pipeline, around_all, nested, reentrant])
+def test_gradients_are_those_without_a_checkpoint(call, mode):
     def step(call):
         pipe = make_pipe(mode)
         before, after = nn.Linear(3, 3), nn.Linear(3, 3)
@@ -55,7 +55,7 @@ def test_gradients_are_the_same(call, mode):
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_hooks_of_others_reach_the_layers():
+def test_other_saved_tensor_hooks_reach_the_layers():
     packed = []
 
     def pack(tensor):
@@ -70,7 +70,7 @@ def test_hooks_of_others_reach_the_layers():
             return pipe(x)
 
     checkpoint(call, x, use_reentrant=False).sum().backward()
-    assert packed.count((3, 8)) >= 2  # a micro-batch between layers
+    assert packed.count((3, 8)) >= 2  # an activation of a micro-batch
     packed.clear()
     pipe(x).sum().backward()
     assert not packed

@@ -1,4 +1,5 @@
-"""Generated pipelines against a plain loop over the layers, chunk by chunk, and PyTorch's own autograd, in float64."""
+"""Generated pipelines equal a plain loop over the layers, micro-batch by micro-batch, with PyTorch's autograd in
+float64."""
 
 import dataclasses
 import random
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 import gpipe
-from bare_layers import IN_PLACE, POPS, RANDOM, SHARES, STASHES, TOGETHER, UNITS, WIDTH, Skips
+from generated_layers import IN_PLACE, POPS, RANDOM, SHARES, STASHES, TOGETHER, UNITS, WIDTH, Skips
 
 CASES = 120
 
@@ -45,7 +46,7 @@ def generate(rng, units):
 
 
 class Hooks:
-    """Counts the calls of each parameter's hook; one without a gradient counts a thousand times."""
+    """Counts the calls of each parameter's hook. A call without a gradient counts as 1000."""
 
     def __init__(self, model):
         self.calls = {}
@@ -75,7 +76,7 @@ def cut(spec, blocks):
     return [sum(blocks[a:b]) for a, b in zip([0, *cuts], [*cuts, len(blocks)], strict=True)]
 
 
-def forward_bare(model, spec, x):
+def forward_plain(model, spec, x):
     size = -(-spec.batch // spec.chunks)
     outputs = []
     for start in range(0, spec.batch, size):
@@ -87,9 +88,9 @@ def forward_bare(model, spec, x):
 
 
 def calls(model, spec, forward):
-    """What each call leaves, by name."""
+    """Returns the output, gradients, state and hook counts after each call, by name."""
     hooks = Hooks(model)
-    # A reentrant checkpoint runs a backward of its own for each micro-batch, with all hooks.
+    # A reentrant checkpoint runs its own backward with all hooks for each micro-batch.
     reentrant = any(name == "checkpoint" and variant % 2 for name, variant, _ in spec.uses)
     count_hooks = not reentrant
     results = []
@@ -129,11 +130,11 @@ def difference(got, expected):
 
 
 class NoModel(Exception):
-    """PyTorch refuses: an in-place operation on what a backward needs."""
+    """PyTorch refuses the model: an in-place operation changes a tensor that a backward needs."""
 
 
 class Refused(Exception):
-    """The pipeline refuses an in-place change of what shares memory with another tensor that crosses a cut."""
+    """The pipeline refuses the model: an in-place operation changes memory that another tensor across a cut shares."""
 
 
 def may_be_refused(spec):
@@ -142,7 +143,7 @@ def may_be_refused(spec):
 
 
 def compare(spec, expect):
-    """What differs from what ``expect(model, spec, x)`` computes with the bare model; None when nothing does."""
+    """Returns what differs from ``expect(model, spec, x)`` on the plain model, or None."""
     model, _ = build(spec, plain=True)
     try:
         expected = calls(model, spec, lambda x: expect(model, spec, x))
@@ -202,7 +203,7 @@ def run_cases(cases, units, expect):
             except NoModel:
                 continue
             except Refused:
-                if refused * 10 >= cases:  # enough of these
+                if refused * 10 >= cases:  # enough of these cases
                     continue
                 refused += 1
                 found = None
@@ -214,11 +215,11 @@ def run_cases(cases, units, expect):
             if len(failures) == 3:
                 break
     assert not failures, "\n".join(failures)
-    assert seen == set(units) | set(STASHES) | set(POPS), "some unit never occurred"
+    assert seen == set(units) | set(STASHES) | set(POPS), "some units were not tested"
 
 
 def test_pipelines_equal_a_plain_loop():
-    run_cases(CASES, UNITS, forward_bare)
+    run_cases(CASES, UNITS, forward_plain)
 
 
 def test_pipelines_with_dropout_equal_the_reference():

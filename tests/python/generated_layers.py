@@ -1,7 +1,8 @@
-"""What the models of test_bare.py are made of. A unit is one or more layers, from a tensor (samples, WIDTH) to another.
+"""The units that the models of test_plain_loop.py consist of. A unit is one or more layers that map a tensor (samples,
+WIDTH) to another.
 
-``UNITS[name](variant)`` makes the layers of a unit that has no skips. ``RANDOM`` are those that draw random numbers.
-Those of ``TOGETHER`` must stay in one stage.
+``UNITS[name](variant)`` makes the layers of a unit without skips. ``RANDOM`` has units that draw random numbers. The
+layers of a unit in ``TOGETHER`` must be in one stage.
 """
 
 import torch
@@ -15,12 +16,12 @@ WIDTH = 4
 
 
 class Call(nn.Module):
-    """Calls a function with itself and the input; owns what it is given."""
+    """Calls a function with the module and the input. Registers tensors, parameters and modules."""
 
-    def __init__(self, function, **owned):
+    def __init__(self, function, **members):
         super().__init__()
         self.function = function
-        for name, value in owned.items():
+        for name, value in members.items():
             if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
                 self.register_buffer(name, value)
             else:
@@ -244,8 +245,8 @@ SHARES = {"alias changed", "view changed", "stash the activation"}
 TOGETHER = {"dictionary"}
 
 
-# A skip's layers are functions of the input and of put() or get(). The library's, by plain calls or as generators, call
-# them in one way, the bare model in another.
+# The layers of a skip are functions of the input and of put() or get(). The pipeline implements these with stash() and
+# pop(), by plain calls or in generators. The plain model implements them with a dict.
 
 
 def stash_and_scale(x, put):
@@ -302,7 +303,7 @@ class YieldPop(Call):
 
 
 class Skips:
-    """Makes the ends of skips: the library's, or with ``plain`` those of a bare model."""
+    """Makes layers that stash and pop; with ``plain``, for a model that does not use the library."""
 
     def __init__(self, plain):
         self.tensors = {}
