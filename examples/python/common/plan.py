@@ -97,7 +97,7 @@ def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
     """Prints the plan: balance, micro-batches, checkpoint mode, and the predicted time and memory per stage. With
     `details` it also prints the costs of each layer, and all plans that were compared."""
     if details:
-        print(f"costs of each layer, for a micro-batch of {plan.profile.samples} on {plan.profile.device}:")
+        print("costs of each layer:")
         print(plan.profile.table(plan.balance), end="")
         if plan.suggestion:
             print(f"plans compared, as predicted:\n{plan.suggestion}", end="")
