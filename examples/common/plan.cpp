@@ -122,9 +122,7 @@ GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan) {
 
 void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan, bool details) {
   if (details) {
-    out << "costs of each layer, for a micro-batch of " << plan.profile.samples << " on " << plan.profile.device
-        << ":\n"
-        << profile_table(plan.profile, plan.balance);
+    out << "costs of each layer:\n" << profile_table(plan.profile, plan.balance);
     if (!plan.candidates.empty()) out << "plans compared, as predicted:\n" << candidate_table(plan.candidates);
   }
   out << "plan: balance " << balance_to_text(plan.balance) << " (" << plan.choice << "), " << plan.chunks
