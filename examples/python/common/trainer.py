@@ -95,6 +95,7 @@ class Trainer:
 
     def resume(self, saved: Snapshot) -> None:
         snapshot.restore_optimizer(self.optimizer, self.pipe, saved.optimizer)
+        assert saved.random is not None  # restore_start() checks it
         torch.set_rng_state(saved.random)
         self.epoch, self.batch, self.seen = saved.epoch, saved.position["batch"], saved.position["images"]
         self.history = dict(saved.history)
