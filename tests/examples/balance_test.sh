@@ -60,7 +60,7 @@ refuse 'is not a profile of resnet18' cut --model resnet18 --batch-size 8 --stag
 refuse 'no-such-file' cut "${model[@]}" --profile no-such-file
 refuse '--model' profile --model vgg
 refuse '--stages is 1000, but unet has 71 layers' cut "${model[@]}" --stages 1000 --batch-size 2
-refuse "'0x0' is not a size" profile --size 0x0
+refuse "error: --size must be a size such as 192x128, but is '0x0'" profile --size 0x0
 refuse 'subcommand' --json
 refuse "error: --chunks must be at least 1, but is 0" cut --chunks 0
 refuse "error: --chunks must be at least 1, but is 0" sweep --chunks 2,0
