@@ -22,7 +22,7 @@ from PIL import Image
         (["--balance", "5,18", "--stages", "3"], "--stages is 3"),
         (["--stages", "24"], "--stages is 24, but the model has 23 layers"),
         (["--devices", "gpu"], "--devices must be cpu, cuda or cuda:N, but has 'gpu'"),
-        (["--devices", "cpu,cuda:63"], "device cuda:63 is not there"),
+        (["--devices", "cpu,cuda:63"], "device cuda:63 does not exist"),
         (["--stages", "3", "--devices", "cpu,cpu"], "--devices must be one per stage, or one for all, but there are 2 for 3 stages"),
         (["--trace", "."], "cannot write: Is a directory: '.'"),
         (["--trace", "a" * 300], "File name too long"),
