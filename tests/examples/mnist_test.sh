@@ -46,7 +46,7 @@ head -c 30000 base/latest.snapshot >damaged
 refuse damaged-snapshot 'damaged' --data "$data" --resume damaged
 "$other" --samples 4 --scale 0.25 --epochs 1 --depth 1 --channels 4 --output other >other.log || fail "the other program"
 refuse other-program 'not a snapshot of this program' --data "$data" --resume other/latest.snapshot
-refuse other-program-weights "no 'conv1.weight'" --data "$data" --load other/latest.snapshot
+refuse other-program-weights "'conv1.weight' is missing in the snapshot" --data "$data" --load other/latest.snapshot
 check_overwriting base --data "$data"
 
 # damage NAME TEXT COMMAND...: a copy of the digits with one defect.
