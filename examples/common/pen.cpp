@@ -1,10 +1,10 @@
-#include "examples/resnet18_mnist/pen.h"
+#include "examples/common/pen.h"
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
-namespace gpipe::examples::mnist {
+namespace gpipe::examples {
 namespace {
 
 using Point = Pen::Point;
@@ -14,7 +14,7 @@ constexpr int kCurveSteps = 8;
 int64_t dot(Point a, Point b) { return a.x * b.x + a.y * b.y; }
 Point operator-(Point a, Point b) { return {a.x - b.x, a.y - b.y}; }
 
-// The Catmull-Rom curve through the points: each bend depends on the two neighbours before it and after it.
+// The Catmull-Rom curve through the points: each segment depends on its two points and their neighbours.
 std::vector<Point> smoothed(const std::vector<Point>& points) {
   const size_t last = points.size() - 1;
   const bool closed = points.front().x == points.back().x && points.front().y == points.back().y;
@@ -81,9 +81,9 @@ void Pen::line(Point from, Point to) {
 int Pen::ink(int x, int y) const {
   const int64_t nearest = nearest_[static_cast<size_t>(y) * static_cast<size_t>(size_.width) + static_cast<size_t>(x)];
   if (nearest > int64_t{reach()} * reach()) return 0;
-  // IEEE 754 fixes a square root to the last bit.
+  // IEEE 754 defines a square root to the last bit.
   const int distance = static_cast<int>(std::sqrt(static_cast<double>(nearest)));
   return std::clamp(reach() - distance, 0, kPixel);
 }
 
-}  // namespace gpipe::examples::mnist
+}  // namespace gpipe::examples

@@ -1,10 +1,11 @@
-#include "examples/resnet18_mnist/glyphs.h"
+#include "examples/common/glyphs.h"
 
 #include <array>
 #include <cstddef>
+#include <map>
 #include <utility>
 
-namespace gpipe::examples::mnist {
+namespace gpipe::examples {
 namespace {
 
 Stroke straight(std::vector<Knot> knots) { return {Stroke::Kind::kStraight, std::move(knots)}; }
@@ -118,12 +119,73 @@ std::vector<Glyph> nines() {
   };
 }
 
+// Lower-case letters stand on y = 100 and reach up to y = 40; stems reach from 0 to 130.
+std::map<char, Glyph> letters() {
+  const Stroke bowl = smooth({{30, 40}, {12, 52}, {12, 88}, {30, 100}, {48, 88}, {48, 52}, {30, 40}});
+  const Stroke arch = smooth({{10, 58}, {20, 43}, {36, 41}, {47, 52}, {48, 66}});
+  const auto dot = [](int x, int y) { return straight({{x, y}, {x, y + 3}}); };
+  const auto stem = [](int x, int top, int bottom) { return straight({{x, top}, {x, bottom}}); };
+  return {
+      {'a', {bowl, stem(48, 40, 100)}},
+      {'b', {bowl, stem(12, 0, 100)}},
+      {'c', {smooth({{47, 50}, {30, 40}, {12, 54}, {12, 86}, {30, 100}, {47, 90}})}},
+      {'d', {bowl, stem(48, 0, 100)}},
+      {'e', {smooth({{12, 70}, {48, 70}, {46, 50}, {30, 40}, {12, 54}, {12, 86}, {30, 100}, {46, 92}})}},
+      {'f', {smooth({{44, 4}, {30, 3}, {24, 18}, {24, 40}}), stem(24, 40, 100), straight({{10, 42}, {42, 42}})}},
+      {'g', {bowl, stem(48, 40, 112), smooth({{48, 112}, {40, 128}, {24, 131}, {12, 124}})}},
+      {'h', {stem(10, 0, 100), arch, stem(48, 66, 100)}},
+      {'i', {stem(20, 40, 100), dot(20, 14)}},
+      {'j', {stem(24, 40, 114), smooth({{24, 114}, {18, 128}, {6, 130}}), dot(24, 14)}},
+      {'k', {stem(12, 0, 100), straight({{46, 40}, {12, 76}}), straight({{24, 64}, {48, 100}})}},
+      {'l', {stem(20, 0, 100)}},
+      {'m',
+       {stem(6, 40, 100), smooth({{6, 56}, {16, 42}, {28, 44}, {34, 60}}), stem(34, 60, 100),
+        smooth({{34, 56}, {44, 42}, {56, 44}, {62, 60}}), stem(62, 60, 100)}},
+      {'n', {stem(10, 40, 100), arch, stem(48, 66, 100)}},
+      {'o', {bowl}},
+      {'p', {bowl, stem(12, 40, 130)}},
+      {'q', {bowl, stem(48, 40, 130)}},
+      {'r', {stem(14, 40, 100), smooth({{14, 60}, {24, 45}, {40, 42}})}},
+      {'s', {smooth({{46, 48}, {30, 40}, {14, 50}, {22, 66}, {40, 74}, {46, 88}, {30, 100}, {12, 92}})}},
+      {'t', {stem(24, 14, 84), smooth({{24, 84}, {30, 98}, {44, 97}}), straight({{10, 42}, {42, 42}})}},
+      {'u', {stem(12, 40, 76), smooth({{12, 76}, {16, 97}, {36, 98}, {48, 80}}), stem(48, 40, 100)}},
+      {'v', {straight({{8, 40}, {29, 100}, {50, 40}})}},
+      {'w', {straight({{4, 40}, {18, 100}, {32, 50}, {46, 100}, {60, 40}})}},
+      {'x', {straight({{10, 40}, {48, 100}}), straight({{48, 40}, {10, 100}})}},
+      {'y', {straight({{8, 40}, {29, 98}}), straight({{50, 40}, {20, 130}})}},
+      {'z', {straight({{10, 40}, {48, 40}, {10, 100}, {48, 100}})}},
+      {'.', {dot(20, 96)}},
+      {',', {straight({{22, 96}, {16, 116}})}},
+      {':', {dot(20, 50), dot(20, 96)}},
+      {'-', {straight({{12, 66}, {42, 66}})}},
+      {'%',
+       {straight({{52, 4}, {14, 96}}), smooth({{16, 2}, {6, 16}, {16, 30}, {26, 16}, {16, 2}}),
+        smooth({{50, 70}, {40, 84}, {50, 98}, {60, 84}, {50, 70}})}},
+  };
+}
+
+std::map<char, Glyph> printed() {
+  constexpr std::array<std::size_t, 10> kStyles{0, 1, 0, 0, 1, 0, 0, 0, 0, 1};  // of digit_glyphs()
+  auto glyphs = letters();
+  for (int digit = 0; digit < 10; ++digit) {
+    glyphs[static_cast<char>('0' + digit)] = digit_glyphs(digit)[kStyles[static_cast<std::size_t>(digit)]];
+  }
+  return glyphs;
+}
+
 }  // namespace
 
-const std::vector<Glyph>& glyphs(int digit) {
+const std::vector<Glyph>& digit_glyphs(int digit) {
   static const std::array<std::vector<Glyph>, 10> kGlyphs{zeros(), ones(),  twos(),   threes(), fours(),
                                                           fives(), sixes(), sevens(), eights(), nines()};
   return kGlyphs.at(static_cast<size_t>(digit));
 }
 
-}  // namespace gpipe::examples::mnist
+const Glyph& print_glyph(char character) {
+  static const auto kGlyphs = printed();
+  static const Glyph kEmpty;
+  const auto found = kGlyphs.find(character);
+  return found == kGlyphs.end() ? kEmpty : found->second;
+}
+
+}  // namespace gpipe::examples

@@ -3,15 +3,15 @@
 #include <cstdint>
 #include <vector>
 
+#include "examples/common/glyphs.h"
 #include "examples/common/image.h"
-#include "examples/resnet18_mnist/glyphs.h"
 
-namespace gpipe::examples::mnist {
+namespace gpipe::examples {
 
-/// Inks strokes with soft edges. Whole numbers alone decide, so that pixels are the same on every machine.
+/// Draws strokes with soft edges. It computes in integers, so pixels are the same on every machine.
 class Pen {
  public:
-  /// Units in a pixel, and the ink of a pixel that is full of it.
+  /// Units per pixel. Also the ink of a pixel that is fully covered.
   static constexpr int kPixel = 256;
 
   /// In units, from the top left.
@@ -20,7 +20,7 @@ class Pen {
     int64_t y = 0;
   };
 
-  /// For an image of that size; `radius` is half the width of a line, in units.
+  /// For an image of that size. `radius` is half the width of a line, in units.
   Pen(Size size, int radius);
 
   /// From the first point to the last, straight or smooth.
@@ -35,7 +35,7 @@ class Pen {
 
   const Size size_;
   const int radius_;
-  std::vector<int64_t> nearest_;  // squared, from each pixel's centre to a line
+  std::vector<int64_t> nearest_;  // squared distance of each pixel's centre from the nearest line
 };
 
-}  // namespace gpipe::examples::mnist
+}  // namespace gpipe::examples
