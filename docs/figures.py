@@ -217,9 +217,9 @@ def draw_program() -> None:
 
 def draw_memory() -> None:
     deep = timed([0.25] * 16, rows=512, width=512)
-    modes = (("never", RED), ("except_last", DARK_BLUE), ("always", GREEN))
+    modes = (("never", RED, 2), ("except_last", DARK_BLUE, 6), ("always", ORANGE, 2))  # the last two mostly coincide
     curves: dict[str, list[tuple[float, float]]] = {}
-    for mode, _ in modes:
+    for mode, _, _ in modes:
         events = json.loads(predict(deep, [16, 16], 8, mode).timeline.to_chrome_json())["traceEvents"]
         named = [event for event in events if event["name"] == "bytes of worker 0"]
         curves[mode] = [(event["ts"] / 1e3, event["args"]["bytes"] / 2**20) for event in named]
@@ -236,7 +236,7 @@ def draw_memory() -> None:
         x = left + width * i / end
         picture.path(f"M{x:g} {top + height} L{x:g} {top + height + 5}", INK, 1)
         picture.text(x, top + height + 22, f"{i} ms" if i else "0", size=13)
-    for i, (mode, color) in enumerate(modes):
+    for i, (mode, color, line) in enumerate(modes):
         before = 0.0
         path = f"M{left} {top + height}"
         for time, size in curves[mode]:
@@ -244,8 +244,8 @@ def draw_memory() -> None:
             heights = [top + height * (1 - each / most) for each in (before, size)]
             path += "".join(f" L{x:.1f} {y:.1f}" for y in heights)
             before = size
-        picture.path(path, color, 2)
-        picture.path(f"M{left + 20 + 150 * i} 26 L{left + 50 + 150 * i} 26", color, 3)
+        picture.path(path, color, line)
+        picture.path(f"M{left + 20 + 150 * i} 26 L{left + 50 + 150 * i} 26", color, line)
         picture.text(left + 58 + 150 * i, 31, mode, "start")
     caption = "bytes that worker 0 has in use for its cells, in one step"
     picture.text(left + width / 2, top + height + 48, caption, size=13)

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "gpipe/autograd/pipeline_node.h"
+#include "gpipe/checks.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
 #include "gpipe/refuse.h"
@@ -23,12 +24,8 @@ using Layers = std::vector<std::unique_ptr<Layer>>;
 
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
 
-[[noreturn]] void refuse_chunks(std::int64_t chunks) {
-  refuse("chunks must be positive, but is " + std::to_string(chunks));
-}
-
 void check_options(const GPipeOptions& options) {
-  if (options.chunks() <= 0) refuse_chunks(options.chunks());
+  check_chunks(options.chunks());
   if (options.split_size() < 0) {
     refuse("split_size must be positive, or 0 for none, but is " + std::to_string(options.split_size()));
   }
@@ -150,7 +147,8 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
 
 GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding)
     : balance_(std::move(balance)), options_(std::move(options)) {
-  check_model(layers, balance_);
+  check_balance(balance_, layers.size());
+  check_distinct(layers);
   check_options(options_);
   std::vector<NamedLayer> named;
   for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
@@ -198,7 +196,7 @@ Value GPipeImpl::forward(Value input) {
 
 Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint) {
   pipeline_->set_error(std::nullopt);
-  if (chunks <= 0) refuse_chunks(chunks);
+  check_chunks(chunks);
   const auto sizes = micro_batch_sizes(batch_size(input), chunks, /*split_size=*/0);
   return run(std::move(input), sizes, checkpoint);
 }

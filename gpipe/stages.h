@@ -17,14 +17,8 @@ namespace gpipe {
 
 /// The steps that make stages of a model. GPipe's constructor takes them in this order.
 
-/// Errors: std::invalid_argument for a model without layers, a balance that is not positive or does not sum to the
-/// number of layers, or a module that stands in two places.
-void check_model(const std::vector<std::unique_ptr<Layer>>& layers, const std::vector<std::int64_t>& balance);
-
-/// Returns one device per worker: the first of `wanted`; if that is empty, the GPUs, or the CPU for every worker where
-/// there are none. An accelerator without an index means its first device. Errors: std::out_of_range for fewer devices
-/// than workers, or a device that does not exist.
-std::vector<torch::Device> place_workers(const std::vector<torch::Device>& wanted, std::size_t workers);
+/// Errors: std::invalid_argument for a module that stands in two places.
+void check_distinct(const std::vector<std::unique_ptr<Layer>>& layers);
 
 /// `devices` has one entry per stage.
 std::vector<Stage> cut_into_stages(std::vector<std::unique_ptr<Layer>> layers, const std::vector<std::int64_t>& balance,

@@ -23,17 +23,13 @@ struct Ends {
   std::vector<End> pops;
 };
 
-Ends find_ends(const std::vector<NamedLayer>& layers) {
+Ends find_ends(const std::vector<SkipDeclaration>& declarations) {
   Ends ends;
   int order = 0;
-  for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
-    for (const auto& module : layers[layer].module->named_modules(layers[layer].name)) {
-      ++order;
-      const auto* skippable = dynamic_cast<const Skippable*>(module.value().get());
-      if (skippable == nullptr) continue;
-      for (const auto& key : skippable->stashes()) ends.stashes.push_back({key, layer, order, module.key()});
-      for (const auto& key : skippable->pops()) ends.pops.push_back({key, layer, order, module.key()});
-    }
+  for (const auto& [layer, path, stashes, pops] : declarations) {
+    ++order;
+    for (const auto& key : stashes) ends.stashes.push_back({key, layer, order, path});
+    for (const auto& key : pops) ends.pops.push_back({key, layer, order, path});
   }
   return ends;
 }
@@ -63,8 +59,8 @@ std::map<SkipKey, const End*> index(const std::vector<End>& ends, const std::str
 
 }  // namespace
 
-std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers) {
-  const Ends ends = find_ends(layers);
+std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations) {
+  const Ends ends = find_ends(declarations);
   std::vector<std::string> faults;
   const auto stashes = index(ends.stashes, "stashes", faults);
   const auto pops = index(ends.pops, "pops", faults);
@@ -89,6 +85,18 @@ std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers) {
   std::string text = "one or more pairs of stash and pop do not match:";
   for (const auto& fault : faults) text += "\n  * " + fault;
   throw std::invalid_argument(text);
+}
+
+std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers) {
+  std::vector<SkipDeclaration> declarations;
+  for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
+    for (const auto& module : layers[layer].module->named_modules(layers[layer].name)) {
+      const auto* skippable = dynamic_cast<const Skippable*>(module.value().get());
+      if (skippable == nullptr) continue;
+      declarations.push_back({layer, module.key(), skippable->stashes(), skippable->pops()});
+    }
+  }
+  return match_skips(declarations);
 }
 
 void verify_skippables(const torch::nn::Sequential& model) {

@@ -23,11 +23,22 @@ struct NamedLayer {
   std::shared_ptr<torch::nn::Module> module;
 };
 
-/// The skips of a model, in the order of their stashing layers. Skippable layers nested in a layer count as that
-/// layer's and run in the order in which they were registered, as in a Sequential; where one of a skip's ends is nested
-/// in the layer that holds the other, the order is that layer's own affair. Errors: std::invalid_argument that lists
-/// every fault, each with layer and name: a name stashed or popped twice, popped without or before its stash, stashed
-/// and never popped.
+/// The skips that one module declares.
+struct SkipDeclaration {
+  int layer = 0;     ///< index of the layer that is this module or contains it
+  std::string path;  ///< the layer's name, then the names of nested modules: "layer.child"
+  std::vector<SkipKey> stashes;
+  std::vector<SkipKey> pops;
+};
+
+/// Pairs the stashes and pops of a model. The declarations are in the order in which the modules run. If one end of a
+/// skip is nested in the module that has the other end, their order is not checked: that module decides it.
+/// Returns the skips in the order of their stashes. Errors: std::invalid_argument that lists every fault with layer and
+/// name: a name stashed or popped twice, popped without or before its stash, or stashed and never popped.
+std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations);
+
+/// The skips of a model. Skippable modules nested in a layer count as that layer's and run in the order in which they
+/// were registered, as in a Sequential. Errors: as match_skips().
 std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers);
 
 /// Checks a model's skips as GPipe does when it is made. Errors: as skip_links().

@@ -6,8 +6,8 @@
 
 namespace gpipe::examples {
 
-/// While it lives, this thread's operators on those kinds of devices compute in bfloat16 where that is safe. It needs
-/// no loss scaling: bfloat16 has the range of float.
+/// During its lifetime, this thread's operators on these kinds of devices compute in bfloat16 where that is safe.
+/// bfloat16 has the range of float, so the loss needs no scaling.
 class Autocast {
  public:
   /// Does nothing unless `enabled`.

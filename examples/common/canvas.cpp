@@ -18,7 +18,7 @@ Color mix(Color from, Color to, int percent) {
 Canvas::Canvas(Size size)
     : width_(static_cast<int>(int64_t{kCanvasHeight} * size.width / size.height)), image_(size, 3), mask_(size, 1) {}
 
-// Of the first pixel whose centre is not before that place.
+// The first pixel whose centre is at that place or after it.
 int Canvas::pixel(int units) const {
   const int64_t numerator = 2 * int64_t{image_.height} * units - kCanvasHeight;
   const int64_t denominator = 2 * kCanvasHeight;
@@ -26,7 +26,7 @@ int Canvas::pixel(int units) const {
   return static_cast<int>(quotient + (numerator % denominator > 0));
 }
 
-// Of a pixel's centre.
+// The place of a pixel's centre.
 int Canvas::units(int pixel) const {
   return static_cast<int>((2 * int64_t{pixel} + 1) * kCanvasHeight / (2 * int64_t{image_.height}));
 }
@@ -87,7 +87,7 @@ void Canvas::fill_ellipse(Point center, int radius_x, int radius_y, Paint paint)
   for (int y = std::max(0, pixel(center.y - radius_y)); y < end; ++y) {
     const double rise = units(y) - center.y;
     const double square = static_cast<double>(radius_y) * radius_y - rise * rise;
-    // Whole numbers but for a square root and a division, which IEEE 754 fixes to the last bit.
+    // Integers, except for a square root and a division, which IEEE 754 defines to the last bit.
     const int half = static_cast<int>(radius_x * std::sqrt(std::max(0.0, square)) / radius_y);
     span(y, center.x - half, center.x + half, paint);
   }

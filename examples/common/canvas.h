@@ -7,7 +7,7 @@
 
 namespace gpipe::examples {
 
-/// A picture's height in canvas units, whatever its size in pixels; the width follows from the aspect ratio.
+/// The height of every canvas in canvas units, whatever its size in pixels. The width follows from the aspect ratio.
 inline constexpr int kCanvasHeight = 10000;
 
 struct Point {
@@ -21,16 +21,16 @@ struct Color {
   int blue = 0;
 };
 
-/// Each part times percent / 100, at most 255.
+/// Multiplies each part by percent / 100, up to 255.
 Color scale(Color color, int percent);
-/// `percent` of the way from one colour to the other.
+/// Goes `percent` of the way from one colour to the other.
 Color mix(Color from, Color to, int percent);
 
-/// What a shape is to the mask: a class of things to find, or 0 for all else.
+/// The class of a mask's pixel: one of the things to find, or 0 for everything else.
 using Label = uint8_t;
 
-/// An image and its mask, painted together: every shape covers what is below it in both. Edges are sharp, and pixels
-/// are the same on every machine. Shapes may reach beyond the canvas.
+/// An image and its mask, painted together: each shape covers what is below it in both. Edges are sharp, and pixels are
+/// the same on every machine. Shapes can reach beyond the canvas.
 class Canvas {
  public:
   explicit Canvas(Size size);
@@ -41,18 +41,18 @@ class Canvas {
   const Image& mask() const { return mask_; }
 
   void rectangle(Point top_left, Point bottom_right, Color color, Label label = 0);
-  /// Top to bottom from one colour to the other.
+  /// From one colour at the top to the other at the bottom.
   void gradient(int top, int bottom, Color from, Color to);
-  /// By the even-odd rule.
+  /// Filled by the even-odd rule.
   void polygon(const std::vector<Point>& corners, Color color, Label label = 0);
   void ellipse(Point center, int radius_x, int radius_y, Color color, Label label = 0);
-  /// Leaves the mask; the image keeps `percent` of its light.
+  /// Darkens the image to `percent` of its light and leaves the mask alone.
   void shadow(Point center, int radius_x, int radius_y, int percent);
 
  private:
   int pixel(int units) const;
   int units(int pixel) const;
-  // Calls paint(x, y) for the pixels of an ellipse, or of row y between two places in units.
+  // Call paint(x, y) for each pixel: of row y between two places in units, or of an ellipse.
   template <class Paint>
   void span(int y, int left, int right, Paint paint);
   template <class Paint>

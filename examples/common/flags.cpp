@@ -1,9 +1,9 @@
 #include "examples/common/flags.h"
 
+#include <algorithm>
 #include <charconv>
 #include <cmath>
 #include <functional>
-#include <limits>
 #include <stdexcept>
 #include <system_error>
 
@@ -11,8 +11,6 @@
 
 namespace gpipe::examples {
 namespace {
-
-constexpr double kInfinity = std::numeric_limits<double>::infinity();
 
 template <class Number>
 std::optional<Number> parse(const std::string& text) {
@@ -23,11 +21,24 @@ std::optional<Number> parse(const std::string& text) {
   return value;
 }
 
-CLI::Validator number_where(const std::function<bool(double)>& allowed, const std::string& range,
-                            const std::string& what) {
-  return {[=](std::string& text) {
+std::string refusal(const std::string& requirement, const std::string& text) {
+  return "must be " + requirement + ", but is " + text;
+}
+
+std::string in_quotes(const std::string& text) { return "'" + text + "'"; }
+
+bool is_integer(const std::string& text) {
+  const std::size_t sign = text.starts_with('-') ? 1 : 0;
+  return text.size() > sign && text.find_first_not_of("0123456789", sign) == std::string::npos;
+}
+
+// `check` returns the requirement that a finite number misses, or an empty string.
+CLI::Validator number_where(const std::function<std::string(double)>& check, const std::string& range) {
+  return {[=](std::string& text) -> std::string {
             const auto value = to_number(text);
-            return value && allowed(*value) ? "" : "'" + text + "' is not a " + what;
+            if (!value) return refusal("a finite number", in_quotes(text));
+            const auto requirement = check(*value);
+            return requirement.empty() ? "" : refusal(requirement, text);
           },
           range};
 }
@@ -35,33 +46,36 @@ CLI::Validator number_where(const std::function<bool(double)>& allowed, const st
 }  // namespace
 
 CLI::Validator whole_number(std::uint64_t low, std::uint64_t high) {
-  const auto range = std::to_string(low) + " to " + std::to_string(high);
   return {[=](std::string& text) -> std::string {
+            if (!is_integer(text)) return refusal("a whole number", in_quotes(text));
             const auto value = to_whole_number(text);
-            if (!value || *value < low || *value > high) return "'" + text + "' is not a whole number from " + range;
-            text = std::to_string(*value);  // CLI11 takes 010 for 8
+            const bool too_low = text.starts_with('-') || (value && *value < low);
+            if (too_low) return refusal("at least " + std::to_string(low), text);
+            if (!value || *value > high) return refusal("at most " + std::to_string(high), text);
+            text = std::to_string(*value);  // CLI11 would read 010 as octal
             return "";
           },
-          range};
+          std::to_string(low) + " to " + std::to_string(high)};
 }
 
 CLI::Validator number_between(double low, double high) {
-  const auto range = to_flag(low) + " to " + to_flag(high);
-  return number_where([=](double value) { return value >= low && value <= high; }, range,
-                      "number from " + to_flag(low) + " to " + to_flag(high));
+  const auto check = [=](double value) -> std::string {
+    if (value < low) return "at least " + to_flag(low);
+    return value > high ? "at most " + to_flag(high) : "";
+  };
+  return number_where(check, to_flag(low) + " to " + to_flag(high));
 }
 
 CLI::Validator positive_number() {
-  return number_where([](double value) { return value > 0 && value < kInfinity; }, "above 0", "finite number above 0");
+  return number_where([](double value) { return value > 0 ? "" : "above 0"; }, "above 0");
 }
 
 CLI::Validator non_negative_number() {
-  return number_where([](double value) { return value >= 0 && value < kInfinity; }, "at least 0",
-                      "finite number of at least 0");
+  return number_where([](double value) { return value >= 0 ? "" : "at least 0"; }, "at least 0");
 }
 
 CLI::Validator path_name() {
-  return {[](std::string& text) { return text.empty() ? "'' is not a path" : ""; }, ""};
+  return {[](std::string& text) { return text.empty() ? refusal("a path", in_quotes(text)) : ""; }, ""};
 }
 
 CLI::Validator image_size_text() {
@@ -69,8 +83,8 @@ CLI::Validator image_size_text() {
             try {
               to_size(text);
               return "";
-            } catch (const std::invalid_argument& error) {
-              return error.what();
+            } catch (const std::invalid_argument&) {
+              return refusal("a size such as 192x128", in_quotes(text));
             }
           },
           ""};
@@ -78,7 +92,10 @@ CLI::Validator image_size_text() {
 
 std::optional<std::uint64_t> to_whole_number(const std::string& text) { return parse<std::uint64_t>(text); }
 
-std::optional<double> to_number(const std::string& text) { return parse<double>(text); }
+std::optional<double> to_number(const std::string& text) {
+  const auto value = parse<double>(text);
+  return value && std::isfinite(*value) ? value : std::nullopt;
+}
 
 std::string to_flag(double value) {
   char text[32];

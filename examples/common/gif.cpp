@@ -65,7 +65,7 @@ void skip_pixels(GifFileType* gif) {
   } while (block != nullptr);
 }
 
-// Rows in the order of the file.
+// The rows in the order of the file.
 std::vector<int> row_order(const GifImageDesc& frame) {
   std::vector<int> rows;
   const auto pass = [&](int first, int step) {
@@ -82,7 +82,7 @@ std::vector<int> row_order(const GifImageDesc& frame) {
   return rows;
 }
 
-// Decodes the frame whose header was read. Its parts outside the image are left out.
+// Decodes the frame whose header was read. Parts outside the image are left out.
 void draw_frame(GifFileType* gif, Image& image) {
   const GifImageDesc& frame = gif->Image;
   const ColorMapObject* palette = frame.ColorMap != nullptr ? frame.ColorMap : gif->SColorMap;
@@ -105,7 +105,7 @@ void draw_frame(GifFileType* gif, Image& image) {
   }
 }
 
-// Where an encoder's bytes go. giflib's C code calls it, so it does not throw.
+// Receives an encoder's bytes. giflib's C code calls write(), so it does not throw.
 struct Sink {
   static int write(GifFileType* gif, const GifByteType* data, int count) {
     auto* sink = static_cast<Sink*>(gif->UserData);

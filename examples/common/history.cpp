@@ -5,6 +5,7 @@
 #include <locale>
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 
 #include "absl/strings/str_join.h"
 
@@ -13,19 +14,25 @@ namespace {
 
 constexpr double kExactIntegers = 9007199254740992;  // 2^53
 
-std::filesystem::path temporary_of(std::filesystem::path path, std::size_t columns) {
-  if (columns == 0) throw std::invalid_argument("a history needs at least one column");
-  return path += ".tmp";
+const std::vector<std::string>& checked(const std::vector<std::string>& columns) {
+  if (columns.empty()) throw std::invalid_argument("a history needs at least one column");
+  return columns;
 }
 
 }  // namespace
 
 History::History(const std::filesystem::path& path, const std::vector<std::string>& columns,
                  const std::vector<std::vector<double>>& lines)
-    : columns_(columns.size()), file_(temporary_of(path, columns.size())) {
-  file_.write(absl::StrJoin(columns, ",") + "\n");
-  for (const auto& line : lines) write_line(line);
-  file_.rename(path);
+    : columns_(checked(columns).size()), file_(temporary_history(path)) {
+  try {
+    file_.write(absl::StrJoin(columns, ",") + "\n");
+    for (const auto& line : lines) write_line(line);
+    file_.rename(path);
+  } catch (...) {
+    std::error_code error;
+    std::filesystem::remove(temporary_history(path), error);
+    throw;
+  }
 }
 
 void History::add(const std::vector<double>& values) {
@@ -36,7 +43,7 @@ void History::add(const std::vector<double>& values) {
 void History::write_line(const std::vector<double>& values) {
   if (values.size() != columns_) {
     throw std::invalid_argument("the history " + file_.path().string() + " has " + std::to_string(columns_) +
-                                " columns, but was given " + std::to_string(values.size()) + " values");
+                                " columns, but the line has " + std::to_string(values.size()) + " values");
   }
   std::ostringstream line;
   line.imbue(std::locale::classic());
@@ -51,6 +58,8 @@ void History::write_line(const std::vector<double>& values) {
   line << '\n';
   file_.write(line.str());
 }
+
+std::filesystem::path temporary_history(std::filesystem::path path) { return path += ".tmp"; }
 
 bool has_lines(const std::filesystem::path& csv) {
   std::ifstream file(csv);

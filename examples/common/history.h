@@ -9,15 +9,16 @@
 
 namespace gpipe::examples {
 
-/// A CSV file with a header and a line an epoch, each on disk as soon as it is added: a run that stops leaves whole
-/// lines. Whole numbers are written in full, others with six significant digits and a decimal point, whatever the
-/// locale.
+/// A CSV file with a header and one line per epoch. Each line is on disk as soon as it is added, so a run that stops
+/// leaves whole lines. Integers are written in full, other numbers with six significant digits and a decimal point,
+/// whatever the locale.
 ///
-/// Errors: std::runtime_error that names the path where it cannot be written; std::invalid_argument for no columns, or
-/// where a line has not one value a column.
+/// Errors: std::runtime_error with the path, if the file cannot be written; std::invalid_argument for no columns, or
+/// for a line that does not have one value per column.
 class History {
  public:
-  /// Creates or replaces the file, with such lines. An older file is there until the new one is complete.
+  /// Creates or replaces the file, with these lines. It writes a temporary file first, so an older file stays until the
+  /// new one is complete.
   History(const std::filesystem::path& path, const std::vector<std::string>& columns,
           const std::vector<std::vector<double>>& lines = {});
 
@@ -30,7 +31,10 @@ class History {
   OutputFile file_;
 };
 
-/// Whether there is such a file that has a line besides its header.
+/// The file that a History writes before it replaces `path`.
+std::filesystem::path temporary_history(std::filesystem::path path);
+
+/// Whether the file exists and has a line after its header.
 bool has_lines(const std::filesystem::path& csv);
 
 }  // namespace gpipe::examples

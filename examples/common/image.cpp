@@ -20,23 +20,23 @@ namespace {
 constexpr int kLargestSide = 65535;
 constexpr int kLargestJpegSide = 65500;
 constexpr uint64_t kMostPixels = uint64_t{1} << 28;
-// Read from a file of any length: its header may take more bytes than its pixels.
+// Read from a file of any length, because the header can be longer than the pixels.
 constexpr uint64_t kFewPixels = uint64_t{1} << 20;
 
 struct Format {
   std::string_view magic;
   Size (*size)(std::FILE* file);
   Image (*decode)(std::FILE* file, std::optional<Size> wanted);
-  /// No encoder fits more into a byte.
+  // No encoder fits more into a byte.
   uint64_t pixels_per_byte;
 };
 
 constexpr Format kFormats[] = {
-    // One bit for the 64 pixels of a block.
+    // At least one bit per block of 64 pixels.
     {"\xff\xd8\xff", jpeg_size, decode_jpeg, 8 * 64},
-    // deflate makes at most 1032 bytes of one, which are 8 pixels each.
+    // deflate expands a byte to at most 1032 bytes of 8 pixels each.
     {"\x89PNG\r\n\x1a\n", png_size, [](std::FILE* file, std::optional<Size>) { return decode_png(file); }, 8 * 1032},
-    // 12 bits for a string of fewer than 4096 pixels.
+    // At least 12 bits per string of fewer than 4096 pixels.
     {"GIF8", gif_size, [](std::FILE* file, std::optional<Size>) { return decode_gif(file); }, 8 * 4096 / 12},
 };
 
@@ -59,14 +59,14 @@ const Format& detect(std::FILE* file) {
   throw std::runtime_error("not a JPEG, PNG or GIF file");
 }
 
-// Reads the header and goes back to the start.
+// Reads the header and returns to the start of the file.
 Size read_size(std::FILE* file, const Format& format, uint64_t bytes) {
   const Size size = format.size(file);
   std::rewind(file);
   const auto pixels = static_cast<uint64_t>(size.width) * static_cast<uint64_t>(size.height);
   if (size.width > kLargestSide || size.height > kLargestSide || pixels > kMostPixels) {
     throw std::runtime_error(to_string(size) + " pixels are too many; at most " + std::to_string(kLargestSide) +
-                             " a side and " + std::to_string(kMostPixels) + " in all are read");
+                             " per side and " + std::to_string(kMostPixels) + " in all are supported");
   }
   if (pixels > std::max(kFewPixels, bytes * format.pixels_per_byte)) {
     throw std::runtime_error("damaged: " + to_string(size) + " pixels do not fit into " + std::to_string(bytes) +
@@ -75,7 +75,7 @@ Size read_size(std::FILE* file, const Format& format, uint64_t bytes) {
   return size;
 }
 
-// Puts the name of the file before the reason of any error.
+// Puts the name of the file before the message of any error.
 template <class Call>
 auto with_name(const std::filesystem::path& path, Call call) {
   try {
@@ -85,7 +85,7 @@ auto with_name(const std::filesystem::path& path, Call call) {
   }
 }
 
-// `read` gets the open file, its format, and its size in pixels, which is bounded.
+// `read` gets the open file, its format, and its size in pixels, which has been checked.
 template <class Read>
 auto with_file(const std::filesystem::path& path, Read read) {
   return with_name(path, [&] {
@@ -117,7 +117,7 @@ void write(const std::filesystem::path& path, const Image& image, std::initializ
     throw std::invalid_argument(path.string() + ": cannot write " + std::to_string(image.pixels.size()) +
                                 " bytes as an image of " + to_string(image.size()) + " with " +
                                 std::to_string(image.channels) + " channels; at most " + std::to_string(largest_side) +
-                                " pixels a side");
+                                " pixels per side");
   }
   write_file(path, with_name(path, [&] { return encode(image); }));
 }
@@ -131,7 +131,7 @@ Size to_size(const std::string& text) {
   char rest = 0;
   if (std::sscanf(text.c_str(), "%5dx%5d%c", &size.width, &size.height, &rest) != 2 || size.width < 1 ||
       size.height < 1) {
-    throw std::invalid_argument("'" + text + "' is not a size; give it as 192x128");
+    throw std::invalid_argument("'" + text + "' is not a size such as 192x128");
   }
   return size;
 }

@@ -5,15 +5,15 @@
 namespace gpipe::examples {
 namespace {
 
-volatile std::sig_atomic_t noted = 0;
+volatile std::sig_atomic_t recorded = 0;
 
-void note(int signal) {
-  noted = signal;
+void record(int signal) {
+  recorded = signal;
   std::signal(SIGINT, SIG_DFL);
   std::signal(SIGTERM, SIG_DFL);
 }
 
-// A job that was started to ignore a signal goes on to.
+// A job that was started with a signal ignored continues to ignore it.
 void handle(int signal, void (*handler)(int)) {
   if (std::signal(signal, handler) == SIG_IGN) std::signal(signal, SIG_IGN);
 }
@@ -21,9 +21,9 @@ void handle(int signal, void (*handler)(int)) {
 }  // namespace
 
 Interrupt::Interrupt() {
-  noted = 0;
-  handle(SIGINT, note);
-  handle(SIGTERM, note);
+  recorded = 0;
+  handle(SIGINT, record);
+  handle(SIGTERM, record);
 }
 
 Interrupt::~Interrupt() {
@@ -31,6 +31,6 @@ Interrupt::~Interrupt() {
   handle(SIGTERM, SIG_DFL);
 }
 
-int Interrupt::signal() const { return noted; }
+int Interrupt::signal() const { return recorded; }
 
 }  // namespace gpipe::examples

@@ -2,8 +2,8 @@
 
 namespace gpipe::examples {
 
-/// While one lives, the first SIGINT or SIGTERM is only noted, so that a program can end at a place of its choice; a
-/// second one ends it at once. One at a time.
+/// During its lifetime, the first SIGINT or SIGTERM is only recorded, so that a program can stop where it chooses. A
+/// second one ends the program at once. Only one Interrupt can exist at a time.
 class Interrupt {
  public:
   Interrupt();
@@ -11,7 +11,7 @@ class Interrupt {
   Interrupt(const Interrupt&) = delete;
   Interrupt& operator=(const Interrupt&) = delete;
 
-  /// The signal that has come, or 0.
+  /// The signal that was recorded, or 0.
   int signal() const;
 };
 

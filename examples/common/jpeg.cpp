@@ -8,18 +8,18 @@
 #include <utility>
 
 #include "examples/common/codecs.h"
-// After <cstdio>, which it needs and does not include.
+// Needs <cstdio> and does not include it.
 #include <jpeglib.h>
-// After <jpeglib.h>, likewise.
+// Needs <jpeglib.h> and does not include it.
 #include <jerror.h>
 
 namespace gpipe::examples {
 namespace {
 
-// Encoders write about ten; a small file of thousands would take minutes.
+// Encoders write about ten. A small file with thousands would take minutes to decode.
 constexpr int kMostScans = 500;
 
-// libjpeg reports errors by a call that must not return; throwing across its C frames is undefined, so it jumps.
+// libjpeg reports errors by a call that must not return. Exceptions must not cross its C frames, so the call jumps.
 struct Errors : jpeg_error_mgr {
   Errors() {
     jpeg_std_error(this);
@@ -28,13 +28,13 @@ struct Errors : jpeg_error_mgr {
       codec->err->format_message(codec, message);
       static_cast<Errors*>(codec->err)->stop(message);
     };
-    // libjpeg only warns where it makes up pixels for those that are missing or damaged.
+    // libjpeg only warns when it fills in missing or damaged pixels.
     emit_message = [](j_common_ptr codec, int level) {
       if (level < 0) codec->err->error_exit(codec);
     };
   }
 
-  // `calls` must own nothing: an error jumps out of it.
+  // `calls` must not own anything: an error jumps out of it.
   template <class Calls>
   void run(Calls calls) {
     static_assert(std::is_trivially_destructible_v<Calls>);
@@ -107,7 +107,7 @@ class Decoder {
   std::FILE* source_;
 };
 
-// Where an encoder's bytes go. jpeg_mem_dest() would leave us a freed buffer when an error follows its growth.
+// Receives an encoder's bytes. jpeg_mem_dest() would leave a freed buffer if an error follows its growth.
 struct Sink : jpeg_destination_mgr {
   Sink() {
     init_destination = [](j_compress_ptr codec) { grow(codec); };
@@ -121,7 +121,7 @@ struct Sink : jpeg_destination_mgr {
     };
   }
 
-  // The buffer is full. An exception must not leave this function.
+  // Enlarges a full buffer. Exceptions must not leave this function.
   static void grow(j_compress_ptr codec) {
     auto* sink = static_cast<Sink*>(codec->dest);
     const size_t used = sink->bytes.size();

@@ -1,45 +1,67 @@
 #include "examples/common/outputs.h"
 
+#include <algorithm>
+#include <cctype>
 #include <filesystem>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <vector>
 
 #include "absl/strings/str_join.h"
 #include "examples/common/files.h"
 #include "examples/common/history.h"
+#include "examples/common/tensorboard.h"
 
 namespace gpipe::examples {
 namespace {
 
 namespace fs = std::filesystem;
 
-/// Whether the snapshot to resume is in the output directory.
-bool goes_on(const TrainingOptions& options) {
+// Whether the snapshot to resume is in the output folder.
+bool resumes_in_place(const TrainingOptions& options) {
   if (options.resume.empty()) return false;
   std::error_code error;
   return fs::equivalent(fs::absolute(options.resume).parent_path(), options.output, error);
 }
 
-std::vector<std::string> earlier_training(const fs::path& directory) {
+std::vector<std::string> earlier_training(const fs::path& folder) {
   std::vector<std::string> names;
   std::error_code error;
   for (const auto* name : {kLatestSnapshot, kBestSnapshot}) {
-    if (fs::exists(directory / name, error)) names.emplace_back(name);
+    if (fs::exists(folder / name, error)) names.emplace_back(name);
   }
-  if (has_lines(directory / kHistoryFile)) names.emplace_back(kHistoryFile);
+  if (has_lines(folder / kHistoryFile)) names.emplace_back(kHistoryFile);
   return names;
+}
+
+// The picture of an epoch, such as epoch_001.png.
+bool is_picture(std::string_view name) {
+  constexpr std::string_view kSuffix = ".png";
+  for (const std::string_view prefix : {"epoch_", "confusion_"}) {
+    if (name.size() < prefix.size() + 3 + kSuffix.size() || !name.starts_with(prefix) || !name.ends_with(kSuffix)) {
+      continue;
+    }
+    const auto number = name.substr(prefix.size(), name.size() - prefix.size() - kSuffix.size());
+    return std::all_of(number.begin(), number.end(), [](unsigned char c) { return std::isdigit(c) != 0; });
+  }
+  return false;
+}
+
+bool is_output(const std::string& name) {
+  return name == kLatestSnapshot || name == kBestSnapshot || name == kHistoryFile ||
+         name == temporary_history(kHistoryFile) || is_event_file(name) || is_picture(name);
 }
 
 }  // namespace
 
 void check_outputs(const TrainingOptions& options) {
   const auto names = earlier_training(options.output);
-  if (!names.empty() && !options.overwrite && !goes_on(options)) {
+  if (!names.empty() && !options.overwrite && !resumes_in_place(options)) {
     std::string resume;
     if (names.front() != kHistoryFile) {
-      resume = "--resume " + (options.output / names.front()).string() + " to go on with it, ";
+      resume = "--resume " + (options.output / names.front()).string() + " to continue it, ";
     }
     throw std::runtime_error(options.output.string() + " holds an earlier training (" + absl::StrJoin(names, ", ") +
                              "); give " + resume + "--overwrite to replace it, or another --output");
@@ -49,11 +71,15 @@ void check_outputs(const TrainingOptions& options) {
 }
 
 void remove_earlier_training(const TrainingOptions& options) {
-  if (goes_on(options)) return;
-  for (const auto* name : {kLatestSnapshot, kBestSnapshot, kHistoryFile}) {
+  if (!options.overwrite || resumes_in_place(options)) return;
+  std::vector<fs::path> files;
+  for (const auto& entry : fs::directory_iterator(options.output)) {
+    if (!entry.is_directory() && is_output(entry.path().filename().string())) files.push_back(entry.path());
+  }
+  for (const auto& file : files) {
     std::error_code error;
-    fs::remove(options.output / name, error);
-    if (error) throw std::runtime_error("cannot replace " + (options.output / name).string() + ": " + error.message());
+    fs::remove(file, error);
+    if (error) throw std::runtime_error("cannot remove " + file.string() + ": " + error.message());
   }
 }
 

@@ -4,17 +4,18 @@
 
 namespace gpipe::examples {
 
-// What a training writes into options.output.
+// Files that a training writes into options.output.
 inline constexpr char kHistoryFile[] = "history.csv";
 inline constexpr char kLatestSnapshot[] = "latest.snapshot";
 inline constexpr char kBestSnapshot[] = "best.snapshot";
 
-/// Tries all that a run will write, so that nothing fails for it after hours. Throws std::runtime_error that says what
-/// cannot be written, and for an earlier training in options.output that the run neither goes on with nor may
-/// overwrite.
+/// Checks that the output files can be written, so that a run does not fail for that after hours.
+/// Errors: std::runtime_error for a path that cannot be written, and for an earlier training in options.output, unless
+/// the run resumes or overwrites it.
 void check_outputs(const TrainingOptions& options);
 
-/// Removes the snapshots and the history of an earlier training, unless the run goes on with it.
+/// With --overwrite, removes what an earlier training wrote: snapshots, history, event files and pictures. Other files
+/// and drawn data stay. Does nothing if the run resumes the earlier training.
 void remove_earlier_training(const TrainingOptions& options);
 
 }  // namespace gpipe::examples

@@ -5,10 +5,11 @@
 
 namespace gpipe::examples {
 
-/// Shows what part of some work is done, on a terminal only: a line that is redrawn in place and wiped at the end.
+/// Shows on a terminal how much of some work is done, in one line that is redrawn, and erased at the end. Shows nothing
+/// elsewhere.
 class Percent {
  public:
-  /// `out` must outlive this.
+  /// `out` must outlive this object.
   Percent(std::ostream& out, bool terminal, std::string label);
   ~Percent();
   Percent(const Percent&) = delete;

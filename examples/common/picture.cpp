@@ -5,23 +5,35 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "examples/common/text.h"
+
 namespace gpipe::examples {
 namespace {
 
-constexpr int kSeparator = 2;
-constexpr uint8_t kSeparatorGrey = 96;
+// In pixels.
+constexpr int kSmallestTile = 256;
+constexpr int kTitleBar = 36;
+constexpr int kTitle = 16;
+constexpr int kGap = 4;
+
+constexpr uint8_t kPaper = 48;
+constexpr Color kInk{255, 255, 255};
 
 uint8_t to_byte(float value) { return static_cast<uint8_t>(std::lround(std::clamp(value, 0.0f, 1.0f) * 255)); }
 
-void check(const std::vector<at::Tensor>& columns) {
-  for (const auto& column : columns) {
-    if (column.dim() == 4 && column.size(1) == 3 && column.numel() > 0 && column.sizes() == columns[0].sizes())
-      continue;
+void check(const std::vector<Column>& columns) {
+  if (columns.empty()) throw std::invalid_argument("a picture needs at least one column");
+  const auto& first = columns[0].tiles;
+  for (const auto& [title, tiles] : columns) {
+    if (tiles.dim() == 4 && tiles.size(1) == 3 && tiles.numel() > 0 && tiles.sizes() == first.sizes()) continue;
     std::ostringstream text;
-    text << "a picture takes columns [n, 3, h, w] of equal shape, not " << columns[0].sizes() << " and "
-         << column.sizes();
+    text << "a picture takes columns [n, 3, h, w] of equal shape, not " << first.sizes() << " and " << tiles.sizes();
     throw std::invalid_argument(text.str());
   }
+}
+
+Image enlarged(const Image& image, int factor) {
+  return factor == 1 ? image : resize_nearest(image, {image.width * factor, image.height * factor});
 }
 
 }  // namespace
@@ -34,24 +46,26 @@ Image to_image(const at::Tensor& tensor) {
   return image;
 }
 
-Image draw_picture(const std::vector<at::Tensor>& columns) {
-  if (columns.empty()) throw std::invalid_argument("a picture needs a column");
+Image draw_picture(const std::vector<Column>& columns) {
   check(columns);
-  const auto rows = static_cast<int>(columns[0].size(0));
-  const auto height = static_cast<int>(columns[0].size(2));
-  const auto width = static_cast<int>(columns[0].size(3));
-  const int row_step = height + kSeparator;
-  const int column_step = width + kSeparator;
+  const auto& shape = columns[0].tiles;
+  const auto rows = static_cast<int>(shape.size(0));
+  const auto longer_side = static_cast<int>(std::max(shape.size(2), shape.size(3)));
+  const int factor = (kSmallestTile + longer_side - 1) / longer_side;
+  const Size tile{static_cast<int>(shape.size(3)) * factor, static_cast<int>(shape.size(2)) * factor};
 
-  Image picture({static_cast<int>(columns.size()) * column_step - kSeparator, rows * row_step - kSeparator}, 3);
-  std::fill(picture.pixels.begin(), picture.pixels.end(), kSeparatorGrey);
-  for (int row = 0; row < rows; ++row) {
-    for (size_t column = 0; column < columns.size(); ++column) {
-      const Image panel = to_image(columns[column][row]);
-      for (int y = 0; y < height; ++y) {
-        std::copy_n(panel.at(0, y), 3 * width, picture.at(static_cast<int>(column) * column_step, row * row_step + y));
-      }
+  const int width = static_cast<int>(columns.size()) * (tile.width + kGap) - kGap;
+  Image picture({width, kTitleBar + rows * (tile.height + kGap) - kGap}, 3);
+  std::fill(picture.pixels.begin(), picture.pixels.end(), kPaper);
+  int left = 0;
+  for (const auto& [title, tiles] : columns) {
+    draw_text_centered(picture, left, 0, {tile.width, kTitleBar}, {title, kTitle}, kInk);
+    for (int row = 0; row < rows; ++row) {
+      const Image image = enlarged(to_image(tiles[row]), factor);
+      const int top = kTitleBar + row * (tile.height + kGap);
+      for (int y = 0; y < tile.height; ++y) std::copy_n(image.at(0, y), 3 * tile.width, picture.at(left, top + y));
     }
+    left += tile.width + kGap;
   }
   return picture;
 }

@@ -11,6 +11,8 @@
 #include <system_error>
 #include <utility>
 
+#include "balance/report.h"
+#include "examples/common/files.h"
 #include "examples/common/flags.h"
 #include "gpipe/runtime/memory_reuse.h"
 
@@ -23,12 +25,17 @@ std::vector<std::int64_t> to_counts(const std::string& text) {
     const auto count = to_whole_number(part);
     if (!count || *count < 1 || *count > static_cast<std::uint64_t>(kMaxCount)) {
       throw CLI::ValidationError(
-          "--balance", "'" + part + "' is neither auto, by-time or by-size nor a number of layers from 1 to " +
-                           std::to_string(kMaxCount) + "; give those as 20,35");
+          "--balance", "must be auto, by-time, by-size or layers per stage such as 20,35, but has '" + part + "'");
     }
     counts.push_back(static_cast<std::int64_t>(*count));
   }
   return counts;
+}
+
+// CLI11 puts "FLAG: " before a message. A message that begins with "must" continues the flag's name.
+std::string joined(std::string message) {
+  if (const auto colon = message.find(": must "); colon != std::string::npos) message.erase(colon, 1);
+  return message;
 }
 
 }  // namespace
@@ -39,41 +46,43 @@ std::vector<torch::Device> to_devices(const std::string& text, int stages) {
     try {
       devices.emplace_back(part);
     } catch (const std::exception&) {
-      throw CLI::ValidationError("--devices", "'" + part + "' is not a device; give cpu, cuda or cuda:N");
+      throw CLI::ValidationError("--devices", "must be cpu, cuda or cuda:N, but has '" + part + "'");
     }
   }
   if (devices.size() == 1) devices.resize(stages, devices.front());
   if (static_cast<int>(devices.size()) != stages) {
-    throw CLI::ValidationError("--devices", "has " + std::to_string(devices.size()) + " for " + std::to_string(stages) +
-                                                " stages; give one a stage, or one for all");
+    throw CLI::ValidationError("--devices", "must be one per stage, or one for all, but there are " +
+                                                std::to_string(devices.size()) + " for " + std::to_string(stages) +
+                                                " stages");
   }
   return devices;
 }
 
 void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
-  // A flag given twice: the last one counts, so that a script's own can be overridden.
+  // The last of repeated flags counts, so that a script's own can be overridden.
   app.option_defaults()->always_capture_default()->multi_option_policy(CLI::MultiOptionPolicy::TakeLast);
   app.get_formatter()->column_width(34);
 
-  app.add_option("-b,--batch-size", options.batch_size, "images in a mini-batch")
-      ->transform(whole_number(1, kMaxCount));
-  app.add_option("--stages", options.stages, "parts that the model is cut into, one a device")
+  app.add_option("-b,--batch-size", options.batch_size, "images per mini-batch")->transform(whole_number(1, kMaxCount));
+  app.add_option("--stages", options.stages, "number of stages that the model is cut into, one per device")
       ->transform(whole_number(1, 1024))
       ->group(kPipelineGroup);
-  app.add_option("--balance",
-                 "by-time, by-size: stages of equal time or memory, as measured; auto: the fastest of all balances, "
-                 "chunks and checkpoint modes; or layers in each stage, as 20,35")
+  app.add_option(
+         "--balance",
+         "how to cut: by-time or by-size, into stages of equal measured time or memory; auto, the fastest of all "
+         "balances, chunks and checkpoint modes; or layers per stage, such as 20,35")
       ->default_str(options.balance)
       ->type_name("HOW")
       ->group(kPipelineGroup);
-  app.add_option("--chunks", options.chunks, "micro-batches in a mini-batch")
+  app.add_option("--chunks", options.chunks, "micro-batches per mini-batch")
       ->transform(whole_number(1, kMaxCount))
       ->group(kPipelineGroup);
-  app.add_option("--devices", "one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU")
+  app.add_option("--devices",
+                 "one per stage, such as cuda:0,cuda:1, or one for all; by default the GPUs in turn, or the CPU")
       ->type_name("LIST")
       ->group(kPipelineGroup);
   app.add_flag_callback(
-         "--reuse-memory", [] { reuse_cpu_memory(); }, "keep the memory of CPU tensors for the next")
+         "--reuse-memory", [] { reuse_cpu_memory(); }, "keep freed memory of CPU tensors for reuse")
       ->group(kPipelineGroup);
 
   app.final_callback([&app, &options] {
@@ -84,8 +93,9 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
       options.layers = to_counts(std::exchange(options.balance, ""));
       const auto cuts = static_cast<int>(options.layers.size());
       if (app.count("--stages") > 0 && options.stages != cuts) {
-        throw CLI::ValidationError("--balance", "has " + std::to_string(cuts) + " stages, but --stages is " +
-                                                    std::to_string(options.stages) + "; give one of them");
+        throw CLI::ValidationError("--balance", "must have as many stages as --stages, but has " +
+                                                    std::to_string(cuts) + ", and --stages is " +
+                                                    std::to_string(options.stages) + "; give one of the two");
       }
       options.stages = cuts;
     }
@@ -104,7 +114,8 @@ std::vector<torch::Device> place(const PipelineOptions& options) {
   return devices;
 }
 
-void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe) {
+void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe,
+                  const std::optional<Prediction>& prediction) {
   const auto layers = pipe->children();
   const auto count = [](const std::vector<torch::Tensor>& parameters) {
     return std::accumulate(parameters.begin(), parameters.end(), std::int64_t{0},
@@ -116,15 +127,19 @@ void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe)
     std::int64_t parameters = 0;
     for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count((*layer++)->parameters());
     out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on "
-        << pipe->devices()[s].str() << "\n";
+        << pipe->devices()[s].str();
+    if (prediction) {
+      out << "; predicted: " << seconds_to_text(prediction->stages.at(s)) << " per micro-batch, "
+          << bytes_to_text(prediction->bytes.at(s));
+    }
+    out << "\n";
   }
   out << std::flush;
 }
 
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run) {
-  std::signal(SIGXFSZ, SIG_IGN);  // too large a file is then an error of the write
-  app.failure_message(
-      [](const CLI::App*, const CLI::Error& error) { return std::string("error: ") + error.what() + "\n"; });
+  std::signal(SIGXFSZ, SIG_IGN);  // so that writing too large a file is an error
+  app.failure_message([](const CLI::App*, const CLI::Error& error) { return "error: " + joined(error.what()) + "\n"; });
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {
@@ -142,6 +157,7 @@ int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>
   } catch (const std::exception& error) {
     std::cerr << "error: " << error.what() << std::endl;
   }
+  remove_empty_directories();
   return 1;
 }
 

@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <functional>
 #include <iosfwd>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "balance/predict.h"
 #include "gpipe/gpipe.h"
 
 namespace gpipe::examples {
@@ -18,33 +20,36 @@ inline constexpr char kAuto[] = "auto";       ///< the fastest balance, chunks a
 inline constexpr char kByTime[] = "by-time";  ///< stages that take equal time
 inline constexpr char kBySize[] = "by-size";  ///< stages that need equal memory
 
-/// How a program's model is to run.
+/// How to run a program's model.
 struct PipelineOptions {
   std::int64_t batch_size = 1;
   int stages = 2;
-  std::string balance = kByTime;     ///< kAuto, kByTime or kBySize; empty: as `layers` says
+  std::string balance = kByTime;     ///< kAuto, kByTime or kBySize; empty: given by `layers`
   std::vector<std::int64_t> layers;  ///< per stage
   std::int64_t chunks = 2;
-  std::vector<torch::Device> devices;  ///< one a stage; empty: the GPUs in turn, or the CPU
+  std::vector<torch::Device> devices;  ///< one per stage; empty: the GPUs in turn, or the CPU
 };
 
 inline constexpr char kPipelineGroup[] = "Pipeline";
 
-/// Gives the program a flag for each, with the values that `options` holds as defaults. Options that contradict each
-/// other are a CLI::ValidationError of the parse. The first that a program adds: it also sets what all flags share.
+/// Adds a flag for each option, with the values in `options` as defaults. Parsing throws CLI::ValidationError for flags
+/// that contradict each other. Call it before adding other flags: it also configures what all flags share.
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 
-/// What --devices takes: one device a stage, or one for all. Errors: CLI::ValidationError.
+/// Parses --devices: one device per stage, or one for all. Errors: CLI::ValidationError.
 std::vector<torch::Device> to_devices(const std::string& text, int stages);
 
-/// One device a stage: the options', or the GPUs in turn, or the CPU.
+/// One device per stage: those of the options, or the GPUs in turn, or the CPU.
 std::vector<torch::Device> place(const PipelineOptions& options);
 
-/// A line about the model, and one about each of its stages: layers, device, parameters.
-void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe);
+/// Prints a line about the model and one per stage: layers, parameters, device; and the predicted time and memory, if
+/// there is a prediction.
+void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe,
+                  const std::optional<Prediction>& prediction = std::nullopt);
 
-/// A program's main(): parses the command line, then calls `run`, which returns the exit code. Errors become one line on
-/// standard error and an exit code that is not 0, also where standard output or a file outgrows a limit of its size.
+/// A program's main(): parses the command line and calls `run`, which returns the exit code. Errors become one line on
+/// standard error and a non-zero exit code, including errors of standard output and of files that reach a size limit.
+/// A program that fails leaves no empty folders behind.
 int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>& run);
 
 }  // namespace gpipe::examples

@@ -20,7 +20,7 @@
 namespace gpipe::examples {
 namespace {
 
-// Seconds that profiles may take.
+// The time that profiling takes, in seconds.
 constexpr double kSeconds = 5;
 constexpr double kAutoSeconds = 40;
 
@@ -74,13 +74,14 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
     plan.chunks = best.chunks;
     plan.checkpoint = best.checkpoint;
     plan.balance = best.balance;
+    plan.choice = absl::StrFormat("auto: the fastest of %d plans", plan.candidates.size());
     plan.prediction =
         predict(plan.profile, plan.balance,
                 {.chunks = best.chunks, .checkpoint = best.checkpoint, .copies = copies_between(plan.devices)});
     return plan;
   }
   const auto sizes = micro_batch_sizes(options.batch_size, plan.chunks, /*split_size=*/0);
-  // Two images at least: batch norm may need them.
+  // Batch norm can need two images.
   const auto samples = std::max<std::int64_t>(2, sizes.front());
   plan.profile = profile(model, images(samples, image_shape, device), profiling.seconds(kSeconds));
   plan.chunks = static_cast<std::int64_t>(sizes.size());
@@ -89,6 +90,7 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
   if (options.balance == kByTime) plan.balance = balance_by_time(plan.profile, options.stages, run);
   if (options.balance == kBySize) plan.balance = balance_by_size(plan.profile, options.stages, run);
   if (options.balance.empty()) plan.balance = options.layers;
+  plan.choice = options.balance.empty() ? "as given" : options.balance;
   if (samples == sizes.front()) plan.prediction = predict(plan.profile, plan.balance, run);
   return plan;
 }
@@ -118,17 +120,21 @@ GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan) {
                GPipeOptions().devices(plan.devices).chunks(plan.chunks).checkpoint(plan.checkpoint));
 }
 
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan) {
-  out << "each layer, for a micro-batch of " << plan.profile.samples << " on " << plan.profile.device << ":\n"
-      << profile_table(plan.profile, plan.balance);
-  if (!plan.candidates.empty()) out << "ways to run it, as predicted:\n" << candidate_table(plan.candidates);
-  print_stages(out, name, pipe);
-  if (!plan.prediction) {
-    out << "no prediction for micro-batches of a single image" << std::endl;
-    return;
+void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan, bool details) {
+  if (details) {
+    out << "costs of each layer:\n" << profile_table(plan.profile, plan.balance);
+    if (!plan.candidates.empty()) out << "plans compared, as predicted:\n" << candidate_table(plan.candidates);
   }
-  out << "prediction, for " << plan.chunks << " micro-batches, checkpoint " << to_string(plan.checkpoint) << ":\n"
-      << prediction_table(*plan.prediction) << std::flush;
+  out << "plan: balance " << balance_to_text(plan.balance) << " (" << plan.choice << "), " << plan.chunks
+      << " micro-batches, checkpoint " << to_string(plan.checkpoint) << "\n";
+  print_stages(out, name, pipe, plan.prediction);
+  if (plan.prediction) {
+    out << absl::StrFormat("predicted step: %s, bubble %.0f %%", seconds_to_text(plan.prediction->seconds),
+                           100 * plan.prediction->bubble);
+  } else {
+    out << "no prediction: a micro-batch has a single image";
+  }
+  out << std::endl;
 }
 
 }  // namespace gpipe::examples

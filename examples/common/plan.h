@@ -17,35 +17,38 @@
 
 namespace gpipe::examples {
 
-/// How a model is to be cut and run, what its layers were measured to cost, and what a step is predicted to cost.
+/// How to cut and run a model, the measured costs of its layers, and the predicted cost of a step.
 struct Plan {
   std::vector<std::int64_t> balance;
   std::int64_t chunks = 1;
   Checkpoint checkpoint = Checkpoint::kNever;
-  std::vector<torch::Device> devices;  ///< one a stage
+  std::vector<torch::Device> devices;  ///< one per stage
   Profile profile;
   std::optional<Prediction> prediction;  ///< none for micro-batches of a single image, which are measured as two
-  std::vector<Candidate> candidates;  ///< that were compared to choose balance, chunks and checkpoint; the best first
+  std::vector<Candidate> candidates;     ///< the plans that --balance auto compared, the best first
+  std::string choice;                    ///< how the balance was chosen, such as "by-time"
 };
 
-/// How to measure a model whose stages will run on these devices: on the first of them.
+/// How to measure a model for stages on these devices. Measurements run on the first of them.
 ProfileOptions profile_options(const std::vector<torch::Device>& devices);
 
-/// Refuses, before anything is written or measured, what a pipeline would refuse: devices, numbers of stages and layers.
+/// Checks devices, stages and layers as a pipeline does, before anything is written or measured.
+/// Errors: std::invalid_argument.
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options);
 
-/// Measures the model for images of that shape, under autocast where the options say so, showing how far it is on a
-/// terminal, and plans. The options' chunks and checkpoint mode are kept, unless the balance is "auto".
+/// Measures the model for images of that shape, with autocast if the options ask for it, and plans. Shows progress on a
+/// terminal. Keeps the options' chunks and checkpoint mode, unless the balance is "auto".
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out);
 
 GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan);
 
-/// For inference only: cut as the options say, chunks kept.
+/// A pipeline for inference only, with the options' balance and chunks.
 GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
                           const std::vector<std::int64_t>& image_shape);
 
-/// The profile, the candidates if any, the cut, the prediction.
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan);
+/// Prints the plan: balance, micro-batches, checkpoint mode, and the predicted time and memory per stage. With `details`
+/// it also prints the costs of each layer, and all plans that were compared.
+void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan, bool details);
 
 }  // namespace gpipe::examples

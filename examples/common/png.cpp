@@ -1,13 +1,15 @@
 #include <png.h>
 
+#include <algorithm>
 #include <stdexcept>
+#include <vector>
 
 #include "examples/common/codecs.h"
 
 namespace gpipe::examples {
 namespace {
 
-// libpng's simplified interface, which needs no error jumps: calls return 0 and leave a message.
+// libpng's simplified interface. A call that fails returns 0 and leaves a message.
 class Png {
  public:
   Png() { png_.version = PNG_IMAGE_VERSION; }
@@ -39,9 +41,17 @@ Size png_size(std::FILE* file) {
 Image decode_png(std::FILE* file) {
   Png png;
   read_header(png, file);
-  png.get()->format = PNG_FORMAT_RGB;
   Image image(size_of(png), 3);
-  png.check(png_image_finish_read(png.get(), nullptr, image.pixels.data(), 0, nullptr));
+  if ((png.get()->format & PNG_FORMAT_FLAG_ALPHA) == 0) {
+    png.get()->format = PNG_FORMAT_RGB;
+    png.check(png_image_finish_read(png.get(), nullptr, image.pixels.data(), 0, nullptr));
+    return image;
+  }
+  // Read as RGB, libpng would blend the pixels with a background.
+  png.get()->format = PNG_FORMAT_RGBA;
+  std::vector<uint8_t> rgba(image.pixels.size() / 3 * 4);
+  png.check(png_image_finish_read(png.get(), nullptr, rgba.data(), 0, nullptr));
+  for (size_t i = 0; i < rgba.size() / 4; ++i) std::copy_n(&rgba[4 * i], 3, &image.pixels[3 * i]);
   return image;
 }
 

@@ -8,21 +8,21 @@
 
 namespace gpipe::examples {
 
-/// Shows how far one pass over images is: on a terminal a bar that is redrawn in place (at most ten times a second),
-/// elsewhere a plain line every ten seconds; in both, a line at the end. Not synchronised.
+/// Shows the progress of one pass over images: on a terminal as a bar that is redrawn in place, at most ten times a
+/// second; elsewhere as a line every ten seconds. Both end with a line. Not synchronised.
 class Progress {
  public:
-  using Clock = std::function<double()>;  ///< seconds since any fixed time
+  using Clock = std::function<double()>;  ///< seconds since some fixed time
 
-  /// `images` >= 1 is the number in the pass. `out` must outlive this.
+  /// `images` is the number in the pass. `out` must outlive this object. REQUIRES: images >= 1.
   Progress(std::ostream& out, bool terminal, std::string label, int64_t images);
   Progress(std::ostream& out, bool terminal, std::string label, int64_t images, Clock clock);
-  /// Ends the line of an unfinished bar, so that an error message starts on its own.
+  /// Ends the line of an unfinished bar, so that an error message starts on a new line.
   ~Progress();
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
 
-  /// So many more images are done; `loss` is what to show, if any.
+  /// Counts `images` more as done. Shows `loss` if it is given.
   void add(int64_t images, std::optional<double> loss = std::nullopt);
 
   double seconds() const { return clock_() - start_; }
@@ -41,7 +41,7 @@ class Progress {
   double shown_at_;
   int64_t done_ = 0;
   std::optional<double> loss_;
-  size_t bar_length_ = 0;  // what the terminal shows in the present line
+  size_t bar_length_ = 0;  // characters in the terminal's current line
 };
 
 }  // namespace gpipe::examples

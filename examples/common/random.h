@@ -7,10 +7,10 @@
 
 namespace gpipe::examples {
 
-/// A small random source (SplitMix64) that gives the same numbers with every compiler and standard library, which
-/// std::shuffle and the standard distributions do not promise. Not for cryptography.
+/// A small random number generator (SplitMix64) whose numbers are the same with every compiler and standard library.
+/// std::shuffle and the standard distributions do not guarantee that. Not for cryptography.
 ///
-/// Draw into named variables or inside braces: the order of evaluation of function arguments is unspecified.
+/// Draw into named variables or inside braces, because function arguments are evaluated in an unspecified order.
 class Random {
  public:
   /// Different streams of one seed are independent.
@@ -26,12 +26,13 @@ class Random {
     return z ^ (z >> 31);
   }
 
-  /// From low to high, both included; low <= high.
+  /// A number from low to high, both included. REQUIRES: low <= high.
   int between(int low, int high) {
     const auto count = static_cast<uint64_t>(int64_t{high} - low + 1);
     return static_cast<int>(low + static_cast<int64_t>(((next() >> 32) * count) >> 32));
   }
 
+  /// True in `percent` of 100 cases.
   bool chance(int percent) { return between(1, 100) <= percent; }
 
   template <class T>

@@ -9,7 +9,7 @@
 namespace gpipe::examples {
 namespace {
 
-// What one output pixel takes from a line of source pixels.
+// The source pixels of a line, and their weights, that make up one output pixel.
 struct Taps {
   int first = 0;
   std::vector<float> weights;

@@ -6,27 +6,33 @@
 #include <map>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "examples/common/training_options.h"
 #include "gpipe/snapshot/snapshot.h"
 
 namespace gpipe::examples {
 
-/// What a run is, by flag: the options that change its course, and the program's own. A snapshot keeps it: a run with
-/// others would not go on but begin something else.
+/// The flags, with their values, that decide the result of a training. A snapshot stores them: a run with other values
+/// cannot continue it.
 using Identity = std::map<std::string, std::string>;
 
-/// The program's own flags, joined by those of every training.
+/// The program's own flags, and those of every training.
 Identity make_identity(Identity own, const TrainingOptions& options);
 
-/// That a snapshot is of such a run, of as many epochs or others. Throws std::runtime_error for the first flag that
-/// differs.
+/// Checks that a snapshot is of this training, of any number of epochs.
+/// Errors: std::runtime_error for the first flag that is missing or differs.
 void check_identity(Identity identity, const Snapshot& snapshot, const std::filesystem::path& path);
 
-/// Gives the model the weights of the snapshot to resume or to load, if there is one. Returns the snapshot to resume.
-///
-/// Errors: std::runtime_error for a snapshot that is missing, damaged or not of such a run, or that has no epochs left
-/// to train; std::invalid_argument for weights of another model.
-std::optional<Snapshot> read_start(const TrainingOptions& options, const Identity& identity, torch::nn::Module& model);
+/// Reads the snapshot of --resume, or otherwise of --load; std::nullopt if neither is given. Needs no model and no data,
+/// so that a wrong file is found before anything slow. `columns` are those of history.csv.
+/// Errors: std::runtime_error for a file that is missing, damaged or not a snapshot; of --resume also for a snapshot of
+/// another training, without a position in its epoch, or with no epochs left to train.
+std::optional<Snapshot> read_start(const TrainingOptions& options, const Identity& identity,
+                                   const std::vector<std::string>& columns);
+
+/// Gives the model the snapshot's weights. With --resume it also checks the state of the optimizer and of the random
+/// number generator. Errors: std::invalid_argument for a snapshot of another model.
+void restore_start(const TrainingOptions& options, const Snapshot& snapshot, torch::nn::Module& model);
 
 }  // namespace gpipe::examples

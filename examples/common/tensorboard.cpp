@@ -11,6 +11,10 @@ namespace {
 
 using Clock = std::chrono::system_clock;
 
+// TensorBoard recognizes event files by the prefix.
+constexpr std::string_view kPrefix = "events.out.tfevents.";
+constexpr std::string_view kSuffix = ".gpipe";
+
 constexpr std::array<uint32_t, 256> crc_table() {
   std::array<uint32_t, 256> table{};
   for (uint32_t i = 0; i < table.size(); ++i) {
@@ -28,12 +32,12 @@ std::string little_endian(Unsigned value) {
   return bytes;
 }
 
-// A CRC over data that holds CRCs is weak: the format stores them shuffled.
+// The format stores CRCs in a changed form, because a CRC over data that contains CRCs is weak.
 std::string masked_crc(std::string_view data) {
   return little_endian(std::rotr(crc32c(data), 15) + uint32_t{0xa282ead8});
 }
 
-// The wire format of protocol buffers: a field is its number and kind, then its value.
+// The wire format of protocol buffers: a field is its number and kind, followed by its value.
 enum Kind : uint32_t { kVarint = 0, kFixed64 = 1, kBytes = 2, kFixed32 = 5 };
 
 std::string varint(uint64_t value) {
@@ -63,30 +67,32 @@ std::string float_field(uint32_t number, float value) {
   return field(number, kFixed32, little_endian(std::bit_cast<uint32_t>(value)));
 }
 
-// Fields of TensorBoard's message Event: a time and a step, then a version or a summary, here of one value.
+// Fields of TensorBoard's message Event: a time and a step, then a version, or a summary of one value.
 std::string time_and_step(double seconds, int64_t step) { return double_field(1, seconds) + integer_field(2, step); }
 std::string file_version(std::string_view text) { return bytes_field(3, text); }
 std::string summary(std::string_view tag, std::string_view content) {
   return bytes_field(5, bytes_field(1, bytes_field(1, tag).append(content)));
 }
 
-// What a summary's value holds besides its tag.
+// The fields of a summary's value after its tag.
 std::string scalar(double value) { return float_field(2, static_cast<float>(value)); }
 std::string image(int width, int height, std::string_view png) {
   return bytes_field(4, integer_field(1, height) + integer_field(2, width) + bytes_field(4, png));
 }
 
-// TensorBoard looks for "tfevents", and reads the files of a directory in the order of their names.
-std::filesystem::path new_file(const std::filesystem::path& directory) {
-  make_directory(directory);
+// TensorBoard reads the files of a folder in the order of their names.
+std::filesystem::path new_file(const std::filesystem::path& folder) {
+  make_directory(folder);
   const int64_t seconds = Clock::to_time_t(Clock::now());
   for (int number = 0;; ++number) {
-    auto path = directory / absl::StrFormat("events.out.tfevents.%010d.%03d", seconds, number);
+    auto path = folder / absl::StrFormat("%s%010d.%03d%s", kPrefix, seconds, number, kSuffix);
     if (!std::filesystem::exists(path)) return path;
   }
 }
 
 }  // namespace
+
+bool is_event_file(std::string_view name) { return name.starts_with(kPrefix) && name.ends_with(kSuffix); }
 
 uint32_t crc32c(std::string_view data) {
   static constexpr auto kTable = crc_table();
@@ -95,7 +101,7 @@ uint32_t crc32c(std::string_view data) {
   return ~crc;
 }
 
-EventFile::EventFile(const std::filesystem::path& directory) : file_(new_file(directory)) {
+EventFile::EventFile(const std::filesystem::path& folder) : file_(new_file(folder)) {
   add_event(0, file_version("brain.Event:2"));
   flush();
 }

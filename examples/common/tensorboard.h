@@ -10,18 +10,18 @@
 
 namespace gpipe::examples {
 
-/// A file that TensorBoard shows. Records come to it in the order of the calls; each is written with the time of its
-/// call. They may stay in memory until flush() or the end of this. Not synchronised.
+/// A file that TensorBoard shows. Records are written in the order of the calls, each with the time of its call. They
+/// can stay in memory until flush() or the destructor. Not synchronised.
 ///
-/// Errors are std::runtime_error that names the path and the reason.
+/// Errors: std::runtime_error with the path and the reason.
 class EventFile {
  public:
-  /// Makes the directory where missing, and in it a new file: those of earlier runs stay, and TensorBoard shows their
-  /// records before this one's.
-  explicit EventFile(const std::filesystem::path& directory);
+  /// Creates the folder if it is missing, and a new file in it. Files of earlier runs stay; TensorBoard shows their records
+  /// first.
+  explicit EventFile(const std::filesystem::path& folder);
 
   void add_scalar(std::string_view tag, int64_t step, double value);
-  /// `png` is the whole of a PNG file, see encode_png(); width and height are its pixels.
+  /// `png` is a whole PNG file, see encode_png(). Width and height are in pixels.
   void add_image(std::string_view tag, int64_t step, const std::vector<uint8_t>& png, int width, int height);
   void flush();
 
@@ -34,7 +34,10 @@ class EventFile {
   OutputFile file_;
 };
 
-/// CRC-32C (Castagnoli), by which the file guards its records.
+/// Whether a file of this name was written by an EventFile, or by the training programs in Python.
+bool is_event_file(std::string_view name);
+
+/// CRC-32C (Castagnoli), the checksum of records.
 uint32_t crc32c(std::string_view data);
 
 }  // namespace gpipe::examples

@@ -10,23 +10,24 @@
 
 namespace gpipe::examples {
 
-/// What every training program can be told.
+/// The options of every training program.
 struct TrainingOptions : PipelineOptions {
   std::filesystem::path output;
-  bool overwrite = false;  ///< an earlier training in `output`
+  bool overwrite = false;  ///< replace an earlier training in `output`
   int epochs = 1;
   double learning_rate = 1e-3;
   std::string schedule = "cosine";  ///< or "plateau"
-  double clip = 0;                  ///< largest norm of the gradient; 0: any
+  double clip = 0;                  ///< largest norm of the gradient; 0: no limit
   bool amp = false;                 ///< autocast in bfloat16
   std::uint64_t seed = 0;
-  std::filesystem::path resume;  ///< a snapshot to go on from; empty: none
-  std::filesystem::path load;    ///< a snapshot to take the weights of; empty: none
+  std::filesystem::path resume;  ///< a snapshot to continue from; empty: none
+  std::filesystem::path load;    ///< a snapshot to take the weights from; empty: none
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  std::filesystem::path trace;  ///< empty: none
+  std::filesystem::path trace;  ///< file for the timeline of a step; empty: none
+  bool profile = false;         ///< print the costs of each layer
 };
 
-/// Gives the program a flag for each; see add_pipeline_options().
+/// Adds a flag for each option; see add_pipeline_options().
 void add_training_options(CLI::App& app, TrainingOptions& options);
 
 }  // namespace gpipe::examples

@@ -2,7 +2,7 @@
 
     python resnet18_mnist.py --data DIR --stages 2 --epochs 5
 
-Takes the flags, writes the files and reads the snapshots of the C++ program.
+It has the flags and the output files of the C++ program, and reads its snapshots.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ import gpipe
 from common.options import add_training_options, integer, make_parser, parse, run_program
 from common.outputs import check_outputs
 from common.plan import check_pipeline, make_pipe, make_plan, print_plan
-from common.start import make_identity, read_start
+from common.start import check_identity, make_identity, read_start, restore_start
+from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from mnist.digits import write_digits
 from mnist.idx import read_idx
-from mnist.task import ClassificationTask
+from mnist.task import SCORES, ClassificationTask
 
 _CLASSES = 10
 
@@ -36,29 +37,35 @@ def parse_options() -> argparse.Namespace:
         "--data",
         default="synthetic",
         metavar="DIR",
-        help="with MNIST's four IDX files, unpacked, or 'synthetic', which draws such files (default: %(default)s)",
+        help="folder with MNIST's four IDX files, uncompressed, or 'synthetic', which draws such files "
+        "(default: %(default)s)",
     )
     add(
         "--samples",
         type=integer(60, 600_000),
         default=6000,
         metavar="N",
-        help="training images that 'synthetic' draws; a sixth as many to test (default: %(default)s)",
+        help="number of training images that 'synthetic' draws; it draws a sixth as many test images "
+        "(default: %(default)s)",
     )
     add(
         "--small-images",
         action="store_true",
-        help="begin with a 3x3 convolution and no pooling: better, and fifteen times the work",
+        help="begin with a 3x3 convolution and without pooling: more accurate, 15 times the work",
     )
     return parse(parser)
 
 
 def train(options: argparse.Namespace) -> int:
+    identity = make_identity({"--small-images": str(int(options.small_images))}, options)
+    start = read_start(options, identity, history_columns(SCORES))
     torch.manual_seed(options.seed)
     model = gpipe.models.resnet18(_CLASSES, in_channels=1, small_images=options.small_images)
     check_pipeline(model, options)
-    identity = make_identity({"--small-images": str(int(options.small_images))}, options)
-    start = read_start(options, identity, model)
+    if start:
+        restore_start(options, start, model)
+    if not options.resume:
+        start = None
     check_outputs(options)
 
     drawn = None
@@ -69,11 +76,13 @@ def train(options: argparse.Namespace) -> int:
     training, test = read_idx(data, "train", _CLASSES), read_idx(data, "t10k", _CLASSES)
     height, width = training[0].shape[2:]
     identity["images"] = str(len(training[0]))
+    if start:
+        check_identity(identity, start, options.resume)
     print(f"data: {len(training[0])} images to train, {len(test[0])} to test, {width}x{height}")
 
     plan = make_plan(model, options, (1, height, width))
     pipe = make_pipe(model, options, plan)
-    print_plan("ResNet-18", pipe, plan)
+    print_plan("ResNet-18", pipe, plan, options.profile)
 
     task = ClassificationTask(training, test, _CLASSES, options.batch_size, options.seed)
     return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)

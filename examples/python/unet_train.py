@@ -1,15 +1,14 @@
-"""Trains a U-Net on Carvana-format files, as a pipeline: examples/unet/train.cpp in Python.
+"""Trains a U-Net on files in the layout of the Carvana data set, as a pipeline: examples/unet/train.cpp in Python.
 
     python unet_train.py --data DIR --stages 2 --epochs 20
 
-Takes the flags, writes the files and reads the snapshots of the C++ program; unet_predict and unet_evaluate use what it
-has trained. See docs/segmentation.md.
+It has the flags and the output files of the C++ program, and reads its snapshots. unet_predict and unet_evaluate use the
+models that it trains. See docs/segmentation.md.
 """
 
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import torch
 import gpipe
 from common.options import (
     add_training_options,
+    image_size_text,
     integer,
     make_parser,
     parse,
@@ -27,13 +27,14 @@ from common.options import (
 )
 from common.outputs import check_outputs
 from common.plan import check_pipeline, make_pipe, make_plan, print_plan
-from common.start import make_identity, read_start
+from common.start import check_identity, make_identity, read_start, restore_start
+from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from unet.carvana import image_size, list_samples, scaled, split
 from unet.classes import MAX_CLASSES
 from unet.segmentation import output_channels
 from unet.synthetic import check_scene, write_synthetic
-from unet.task import Loading, SegmentationTask
+from unet.task import Loading, SegmentationTask, segmentation_scores
 
 
 def parse_options() -> argparse.Namespace:
@@ -45,17 +46,18 @@ def parse_options() -> argparse.Namespace:
         "--data",
         default="synthetic",
         metavar="DIR",
-        help=f"with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files {default}",
+        help="folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files "
+        f"{default}",
     )
-    add("--samples", type=integer(2, 9999), default=400, metavar="N", help=f"images that 'synthetic' draws {default}")
-    add("--size", type=parse_size, default=(192, 128), metavar="WxH", help="of those, in pixels (default: 192x128)")
+    add("--samples", type=integer(2, 9999), default=400, metavar="N", help=f"number of images that 'synthetic' draws {default}")
+    add("--size", type=image_size_text, default=(192, 128), metavar="WxH", help="size of the images that 'synthetic' draws, in pixels (default: 192x128)")
     add(
         "-s",
         "--scale",
         type=real(0.001, 1),
         default=0.5,
         metavar="X",
-        help=f"size of the images to train on, as a share of the files' {default}",
+        help=f"size of the training images, relative to the files {default}",
     )
     add(
         "-v",
@@ -63,15 +65,15 @@ def parse_options() -> argparse.Namespace:
         type=real(0.01, 99),
         default=10.0,
         metavar="X",
-        help=f"percent of the images kept for validation {default}",
+        help=f"percentage of the images that is kept for validation {default}",
     )
-    add("--augment", action="store_true", help="train on images mirrored, shifted and recoloured at random")
+    add("--augment", action="store_true", help="mirror, shift and recolour the training images at random")
     add(
         "--workers",
         type=integer(0, 256),
         default=2,
         metavar="N",
-        help=f"processes that decode ahead of training; 0: training itself {default}",
+        help=f"number of processes that decode images in advance; 0: decode between steps {default}",
     )
     add(
         "-c",
@@ -79,32 +81,17 @@ def parse_options() -> argparse.Namespace:
         type=integer(2, MAX_CLASSES),
         default=2,
         metavar="N",
-        help=f"kinds of pixels, the background among them; masks of more than two are coloured {default}",
+        help=f"number of classes, with the background; masks of more than two are coloured {default}",
     )
-    add("--depth", type=integer(1, 16), default=3, metavar="N", help=f"how often the U-Net halves the size {default}")
-    add("--channels", type=integer(1, 4096), default=8, metavar="N", help=f"of the U-Net at full resolution {default}")
-    add("--bilinear", action="store_true", help="up-sample by interpolation instead of transposed convolutions")
+    add("--depth", type=integer(1, 16), default=3, metavar="N", help=f"how often the U-Net halves the resolution {default}")
+    add("--channels", type=integer(1, 4096), default=8, metavar="N", help=f"channels of the U-Net at full resolution {default}")
+    add("--bilinear", action="store_true", help="upsample by interpolation instead of transposed convolutions")
     return parse(parser)
-
-
-def parse_size(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"([1-9]\d{0,4})x([1-9]\d{0,4})", text)
-    if not found:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size; give it as 192x128")
-    return int(found[1]), int(found[2])
 
 
 def train(options: argparse.Namespace) -> int:
     if options.data == "synthetic":
         check_scene(options.size, options.classes)
-    torch.manual_seed(options.seed)
-    model = gpipe.models.unet(
-        out_channels=output_channels(options.classes),
-        depth=options.depth,
-        base_channels=options.channels,
-        upsampling="linear" if options.bilinear else "transposed",
-    )
-    check_pipeline(model, options)
     own = {
         "--classes": str(options.classes),
         "--depth": str(options.depth),
@@ -115,7 +102,19 @@ def train(options: argparse.Namespace) -> int:
         "--augment": str(int(options.augment)),
     }
     identity = make_identity(own, options)
-    start = read_start(options, identity, model)
+    start = read_start(options, identity, history_columns(segmentation_scores(options.classes)))
+    torch.manual_seed(options.seed)
+    model = gpipe.models.unet(
+        out_channels=output_channels(options.classes),
+        depth=options.depth,
+        base_channels=options.channels,
+        upsampling="linear" if options.bilinear else "transposed",
+    )
+    check_pipeline(model, options)
+    if start:
+        restore_start(options, start, model)
+    if not options.resume:
+        start = None
     check_outputs(options)
 
     drawn = None
@@ -127,6 +126,8 @@ def train(options: argparse.Namespace) -> int:
     training, validation = split(samples, options.validation, options.seed)
     width, height = scaled(image_size(training[0].image), options.scale)
     identity["images"] = str(len(training))
+    if start:
+        check_identity(identity, start, options.resume)
     print(
         f"data: {len(training)} images to train, {len(validation)} to validate, at {width}x{height}, "
         f"{options.classes} classes"
@@ -134,7 +135,7 @@ def train(options: argparse.Namespace) -> int:
 
     plan = make_plan(model, options, (3, height, width))
     pipe = make_pipe(model, options, plan)
-    print_plan("U-Net", pipe, plan)
+    print_plan("U-Net", pipe, plan, options.profile)
 
     loading = Loading(
         (width, height), options.batch_size, options.workers, options.classes, options.augment, options.seed

@@ -7,11 +7,12 @@
 
 namespace gpipe::examples::mnist {
 
-/// A grey square a pair of classes, whose numbers stand above and on the left: row the true class, column the predicted
-/// one. The brighter, the more of its row's images it holds; their number is written in it where there are any and it
-/// has room.
+/// Draws a confusion matrix in grey: a row per true class, a column per predicted class. The title tells the accuracy.
+/// A cell is brighter the larger its share of the row's images is. It shows the number of its images if there are any
+/// and the number fits.
 ///
-/// `counts` has classes * classes numbers >= 0, row after row; else std::invalid_argument.
+/// `counts` has classes * classes numbers, row by row. Errors: std::invalid_argument for another size, or for numbers
+/// below 0.
 Image draw_confusion(const std::vector<std::int64_t>& counts, int classes);
 
 }  // namespace gpipe::examples::mnist

@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "examples/common/files.h"
-#include "examples/resnet18_mnist/glyphs.h"
-#include "examples/resnet18_mnist/pen.h"
+#include "examples/common/glyphs.h"
+#include "examples/common/pen.h"
 
 namespace gpipe::examples::mnist {
 namespace {
@@ -17,7 +17,7 @@ using Point = Pen::Point;
 
 constexpr int kPixel = Pen::kPixel;
 
-// Where a glyph's knots come to lie: bent by moving the corners of its box, then scaled, slanted, turned and shifted.
+// Maps a glyph's knots into the image: moves the corners of its box, then scales, slants, rotates and shifts it.
 class Placement {
  public:
   explicit Placement(Random& random) {
@@ -35,7 +35,7 @@ class Placement {
     const int64_t down = knot.y;
     const std::array<int64_t, 4> weights{(100 - right) * (100 - down), right * (100 - down), (100 - right) * down,
                                          right * down};
-    // In ten-thousandths of the box's sides, from its centre.
+    // In ten-thousandths of the box's sides, relative to its centre.
     Point place{right * 100 - 5000, down * 100 - 5000};
     for (size_t i = 0; i < corners_.size(); ++i) {
       place.x += corners_[i].x * weights[i] / 10000;
@@ -63,7 +63,7 @@ class Placement {
 }  // namespace
 
 Image draw_digit(Random& random, int digit) {
-  const auto& styles = glyphs(digit);
+  const auto& styles = digit_glyphs(digit);
   const Glyph& glyph = styles[static_cast<size_t>(random.between(0, static_cast<int>(styles.size()) - 1))];
   const Placement placement(random);
   Pen pen(kDigitSize, random.between(kPixel * 5 / 10, kPixel * 19 / 10));
@@ -87,7 +87,7 @@ Image draw_digit(Random& random, int digit) {
 }
 
 LabelledImages draw_digits(int count, uint64_t seed, Part part) {
-  if (count < 1) throw std::invalid_argument("cannot draw " + std::to_string(count) + " digits; at least 1");
+  if (count < 1) throw std::invalid_argument("cannot draw " + std::to_string(count) + " digits; give at least 1");
   const uint64_t first_stream = part == Part::kTraining ? 0 : uint64_t{1} << 32;
   LabelledImages set{.size = kDigitSize, .pixels = {}, .labels = {}};
   for (int i = 0; i < count; ++i) {

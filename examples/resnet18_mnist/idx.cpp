@@ -16,7 +16,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// Two zero bytes, the type (8: bytes), the number of dimensions.
+// Two zero bytes, the type (8 for bytes), the number of dimensions.
 constexpr uint32_t kImagesMagic = 0x00000803;
 constexpr uint32_t kLabelsMagic = 0x00000801;
 constexpr uint32_t kLargestSide = 4096;
@@ -36,11 +36,11 @@ void append_big_endian(std::vector<uint8_t>& bytes, uint32_t value) {
   for (int shift = 24; shift >= 0; shift -= 8) bytes.push_back(static_cast<uint8_t>(value >> shift));
 }
 
-// Of a regular file, in bytes.
+// The length of a regular file.
 uint64_t size_of(const fs::path& path) {
   const fs::path compressed = path.string() + ".gz";
   if (!fs::exists(path) && fs::exists(compressed)) {
-    throw std::runtime_error("missing, but " + compressed.string() + " is there; run gunzip on it");
+    throw std::runtime_error("missing, but " + compressed.string() + " exists; run gunzip on it");
   }
   std::error_code error;
   const auto size = fs::file_size(path, error);
@@ -48,7 +48,7 @@ uint64_t size_of(const fs::path& path) {
   return size;
 }
 
-// The first bytes of a file; fewer where it is shorter.
+// Returns fewer bytes if the file ends before.
 std::vector<uint8_t> read_bytes(std::ifstream& file, uint64_t count) {
   std::vector<uint8_t> bytes(count);
   file.read(reinterpret_cast<char*>(bytes.data()), static_cast<std::streamsize>(count));
@@ -57,9 +57,9 @@ std::vector<uint8_t> read_bytes(std::ifstream& file, uint64_t count) {
   return bytes;
 }
 
-// How many bytes follow a header.
+// The number of bytes that follow a header.
 uint64_t byte_count(const std::vector<uint32_t>& dimensions) {
-  if (dimensions[0] == 0) throw std::runtime_error("it holds no items");
+  if (dimensions[0] == 0) throw std::runtime_error("the file has no items");
   uint64_t count = dimensions[0];
   for (size_t i = 1; i < dimensions.size(); ++i) {
     if (dimensions[i] < 1 || dimensions[i] > kLargestSide) {
@@ -77,13 +77,13 @@ std::vector<uint32_t> parse_header(const std::vector<uint8_t>& bytes, uint32_t m
     throw std::runtime_error("compressed; run gunzip on it");
   }
   if (bytes.size() >= 4 && big_endian(bytes.data()) != magic) {
-    throw std::runtime_error(absl::StrFormat("no IDX file of %s: it starts with 0x%08x instead of 0x%08x",
+    throw std::runtime_error(absl::StrFormat("not an IDX file of %s: it starts with 0x%08x instead of 0x%08x",
                                              magic == kImagesMagic ? "images" : "labels", big_endian(bytes.data()),
                                              magic));
   }
   if (bytes.size() < header_size(magic)) {
     throw std::runtime_error(
-        absl::StrFormat("cut short: %d bytes, but the header alone has %d", bytes.size(), header_size(magic)));
+        absl::StrFormat("truncated: %d bytes, but the header alone has %d", bytes.size(), header_size(magic)));
   }
   std::vector<uint32_t> dimensions;
   for (size_t at = 4; at < bytes.size(); at += 4) dimensions.push_back(big_endian(&bytes[at]));
@@ -103,8 +103,8 @@ Idx read_whole(const fs::path& path, uint32_t magic) {
     found = idx.bytes.size();
   }
   if (found != expected) {
-    throw std::runtime_error(absl::StrFormat("%s: %d bytes after the header, which says %d",
-                                             found < expected ? "cut short" : "too long", found, expected));
+    throw std::runtime_error(absl::StrFormat("%s: %d bytes after the header, which announces %d",
+                                             found < expected ? "truncated" : "too long", found, expected));
   }
   return idx;
 }
@@ -131,7 +131,7 @@ LabelledImages read_idx(const IdxFiles& files, int classes) {
   Idx images = read(files.images, kImagesMagic);
   Idx labels = read(files.labels, kLabelsMagic);
   if (images.dimensions[0] != labels.dimensions[0]) {
-    throw std::runtime_error(absl::StrFormat("%s holds %d images, but %s %d labels", files.images.string(),
+    throw std::runtime_error(absl::StrFormat("%s has %d images, but %s has %d labels", files.images.string(),
                                              images.dimensions[0], files.labels.string(), labels.dimensions[0]));
   }
   const auto wrong =

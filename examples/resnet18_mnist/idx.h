@@ -9,33 +9,33 @@
 
 namespace gpipe::examples::mnist {
 
-/// Grey images of one size, each with the number of its class.
+/// Grey images of one size, with the class of each.
 struct LabelledImages {
   Size size;
-  std::vector<uint8_t> pixels;  ///< image after image, rows from the top; 0 is black
+  std::vector<uint8_t> pixels;  ///< one image after the other, rows from the top; 0 is black
   std::vector<uint8_t> labels;
 
   size_t count() const { return labels.size(); }
 };
 
-/// A set is two files in the IDX format of MNIST: bytes in three dimensions, and labels.
+/// The two files of a set in the IDX format of MNIST: bytes in three dimensions, and labels.
 struct IdxFiles {
   std::filesystem::path images;
   std::filesystem::path labels;
 };
 
-/// The names of MNIST's own files: train-images-idx3-ubyte and train-labels-idx1-ubyte; t10k-images-idx3-ubyte and
+/// MNIST's own names: train-images-idx3-ubyte and train-labels-idx1-ubyte; t10k-images-idx3-ubyte and
 /// t10k-labels-idx1-ubyte.
 IdxFiles training_files(const std::filesystem::path& directory);
 IdxFiles test_files(const std::filesystem::path& directory);
 
-/// Throws std::runtime_error that names the file and the reason: missing, still compressed, of another kind, empty,
-/// shorter or longer than it says, a label that is not below `classes`, or counts that differ. Nothing is allocated for
-/// a file whose length differs from what its header says.
+/// Reads a set. Allocates nothing for a file whose length does not match its header.
+/// Errors: std::runtime_error with the file's name and the reason, for a file that is missing, compressed, of another
+/// kind, empty, truncated or too long, for a label that is not below `classes`, and for counts that differ.
 LabelledImages read_idx(const IdxFiles& files, int classes = 10);
 
-/// Creates or replaces both files. Throws std::invalid_argument where the parts of the set do not fit together,
-/// std::runtime_error that names the path where it cannot be written.
+/// Creates or replaces both files. Errors: std::invalid_argument for numbers of pixels and labels that do not match;
+/// std::runtime_error with the path, if it cannot be written.
 void write_idx(const IdxFiles& files, const LabelledImages& set);
 
 }  // namespace gpipe::examples::mnist

@@ -4,10 +4,10 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <numeric>
 #include <utility>
 
+#include "absl/strings/str_format.h"
 #include "examples/common/random.h"
 #include "examples/resnet18_mnist/confusion.h"
 
@@ -25,14 +25,16 @@ Example to_tensors(const LabelledImages& set) {
 
 }  // namespace
 
+std::vector<ScoreName> classification_scores() { return {{"accuracy", "accuracy/test"}, {"test_loss", "loss/test"}}; }
+
 ClassificationTask::ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
-                                       std::int64_t batch_size, std::uint64_t seed, std::filesystem::path directory)
+                                       std::int64_t batch_size, std::uint64_t seed, std::filesystem::path folder)
     : training_(to_tensors(training)),
       test_(to_tensors(test)),
       classes_(classes),
       batch_size_(batch_size),
       seed_(seed),
-      directory_(std::move(directory)) {}
+      folder_(std::move(folder)) {}
 
 Examples ClassificationTask::training(int epoch, std::int64_t first) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(training_images()));
@@ -51,8 +53,6 @@ torch::Tensor ClassificationTask::loss(const torch::Tensor& logits, const torch:
   return torch::nn::functional::cross_entropy(logits.to(torch::kFloat), labels);
 }
 
-std::vector<std::string> ClassificationTask::score_names() const { return {"accuracy", "test_loss"}; }
-
 std::vector<double> ClassificationTask::validate(GPipe& pipe, int epoch, EventFile& events,
                                                  std::vector<std::filesystem::path>& files) {
   const auto count = test_.input.size(0);
@@ -65,11 +65,10 @@ std::vector<double> ClassificationTask::validate(GPipe& pipe, int epoch, EventFi
     loss_sum += loss(logits, labels).item<double>() * static_cast<double>(size);
     pairs += torch::bincount(labels * classes_ + logits.argmax(1), {}, classes_ * classes_);
   }
-  char name[40];
-  std::snprintf(name, sizeof name, "confusion_%03d.png", epoch);
   const auto* counts = pairs.const_data_ptr<std::int64_t>();
   const auto picture = draw_confusion({counts, counts + pairs.numel()}, static_cast<int>(classes_));
-  show_picture(picture, directory_ / name, "confusion", epoch, events, files);
+  const auto path = folder_ / absl::StrFormat("confusion_%03d.png", epoch);
+  show_picture(picture, path, "confusion/test", epoch, events, files);
   const auto right = pairs.view({classes_, classes_}).trace().item<double>();
   return {right / static_cast<double>(count), loss_sum / static_cast<double>(count)};
 }

@@ -1,25 +1,27 @@
 #pragma once
 
 #include <filesystem>
-#include <string>
 #include <vector>
 
-#include "examples/common/trainer.h"
+#include "examples/common/task.h"
 #include "examples/resnet18_mnist/idx.h"
 
 namespace gpipe::examples::mnist {
 
-/// Learning to tell labelled images apart: [n, 1, h, w] with values 0 to 1, to logits [n, classes].
+/// The scores of a validation: accuracy and loss on the test images.
+std::vector<ScoreName> classification_scores();
+
+/// Learns to classify images [n, 1, h, w] with values 0 to 1 into logits [n, classes].
 class ClassificationTask : public Task {
  public:
-  /// Draws the confusion matrix of each epoch into the directory.
+  /// Draws the confusion matrix of each epoch into the folder.
   ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
-                     std::int64_t batch_size, std::uint64_t seed, std::filesystem::path directory);
+                     std::int64_t batch_size, std::uint64_t seed, std::filesystem::path folder);
 
   std::int64_t training_images() const override { return training_.input.size(0); }
   Examples training(int epoch, std::int64_t first) override;
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) override;
-  std::vector<std::string> score_names() const override;
+  std::vector<ScoreName> scores() const override { return classification_scores(); }
   std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
                                std::vector<std::filesystem::path>& files) override;
 
@@ -29,7 +31,7 @@ class ClassificationTask : public Task {
   const std::int64_t classes_;
   const std::int64_t batch_size_;
   const std::uint64_t seed_;
-  const std::filesystem::path directory_;
+  const std::filesystem::path folder_;
 };
 
 }  // namespace gpipe::examples::mnist

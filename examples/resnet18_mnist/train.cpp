@@ -36,20 +36,23 @@ void add_options(CLI::App& app, Options& options) {
   options.learning_rate = 2e-3;
   add_training_options(app, options);
   app.add_option("--data", options.data,
-                 "directory with MNIST's four IDX files, unpacked, or 'synthetic', which draws such files");
-  app.add_option("--samples", options.samples, "training images that 'synthetic' draws; a sixth as many to test")
+                 "folder with MNIST's four IDX files, uncompressed, or 'synthetic', which draws such files");
+  app.add_option("--samples", options.samples,
+                 "number of training images that 'synthetic' draws; it draws a sixth as many test images")
       ->transform(whole_number(60, 600000));
   app.add_flag("--small-images", options.small_images,
-               "begin with a 3x3 convolution and no pooling: better, and fifteen times the work");
+               "begin with a 3x3 convolution and without pooling: more accurate, 15 times the work");
 }
 
 int train(Options options) {
+  auto identity = make_identity({{"--small-images", absl::StrCat(options.small_images)}}, options);
+  auto start = read_start(options, identity, history_columns(classification_scores()));
   torch::manual_seed(options.seed);
   auto model =
       models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
   check_pipeline(model, options);
-  auto identity = make_identity({{"--small-images", absl::StrCat(options.small_images)}}, options);
-  auto start = read_start(options, identity, *model);
+  if (start) restore_start(options, *start, *model);
+  if (options.resume.empty()) start.reset();
   check_outputs(options);
 
   std::filesystem::path data = options.data;
@@ -62,11 +65,12 @@ int train(Options options) {
   std::cout << "data: " << training.count() << " images to train, " << test.count() << " to test, "
             << to_string(training.size) << "\n";
   identity["images"] = absl::StrCat(training.count());
+  if (start) check_identity(identity, *start, options.resume);
 
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto plan = make_plan(model, options, {1, training.size.height, training.size.width}, terminal, std::cout);
   auto pipe = make_pipe(model, plan);
-  print_plan(std::cout, "ResNet-18", pipe, plan);
+  print_plan(std::cout, "ResNet-18", pipe, plan, options.profile);
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;
 

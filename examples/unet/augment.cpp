@@ -6,10 +6,10 @@
 namespace gpipe::examples::unet {
 namespace {
 
-constexpr int kShift = 8;        // a side's share, inverted
-constexpr int kContrast = 20;    // percent around the middle grey
+constexpr int kShift = 8;        // the largest shift is 1/8 of a side
+constexpr int kContrast = 20;    // percent, around middle grey
 constexpr int kBrightness = 25;  // of 255
-constexpr int kTint = 10;        // percent a channel
+constexpr int kTint = 10;        // percent, per channel
 
 Image moved(const Image& image, bool mirror, int shift_x, int shift_y) {
   Image result(image.size(), image.channels);

@@ -5,9 +5,9 @@
 
 namespace gpipe::examples::unet {
 
-/// Another picture of the same thing, drawn from `random`: in half of the cases mirrored left to right, shifted by up
-/// to an eighth of each side (what comes in repeats the edge), with other contrast, brightness and tint. The mask, one
-/// channel of the image's size, moves along.
+/// Changes a training image and its mask at random: mirrors both left to right in half of the cases, and shifts them by
+/// up to an eighth of each side, repeating the edge. Changes the contrast, brightness and tint of the image.
+/// REQUIRES: the mask has one channel and the image's size.
 void augment(Image& image, Image& mask, Random& random);
 
 }  // namespace gpipe::examples::unet

@@ -6,8 +6,8 @@
 
 namespace gpipe::examples::unet {
 
-/// The side of a car that faces right. Points are in thousandths of its length (x, from the rear) and of its height (y,
-/// upwards from the ground).
+/// The side view of a car that faces right. Points are in thousandths: x of its length, from the rear; y of its height,
+/// from the ground.
 struct CarBody {
   int height = 0;  ///< thousandths of the length
   std::vector<Point> outline;

@@ -21,23 +21,24 @@ constexpr char kMaskSuffix[] = "_mask";
 
 using FilesByStem = std::map<std::string, fs::path>;
 
-FilesByStem files_by_stem(const fs::path& directory, const std::vector<std::string>& extensions) {
+FilesByStem files_by_stem(const fs::path& folder, const std::vector<std::string>& extensions) {
   std::error_code error;
-  fs::directory_iterator entries(directory, error);
-  if (error) throw std::runtime_error("cannot read the directory " + directory.string() + ": " + error.message());
+  fs::directory_iterator entries(folder, error);
+  if (error) throw std::runtime_error("cannot read the folder " + folder.string() + ": " + error.message());
   FilesByStem files;
   for (const auto& entry : entries) {
     const auto extension = absl::AsciiStrToLower(entry.path().extension().string());
     if (std::find(extensions.begin(), extensions.end(), extension) == extensions.end()) continue;
     const auto [other, is_new] = files.emplace(entry.path().stem().string(), entry.path());
     if (!is_new) {
-      throw std::runtime_error("two files have one stem: " + other->second.string() + " and " + entry.path().string());
+      throw std::runtime_error("two files have the same stem: " + other->second.string() + " and " +
+                               entry.path().string());
     }
   }
   return files;
 }
 
-// Up to five stems of `wanted` that `present` lacks, for people to read.
+// Names up to five stems of `wanted` that `present` lacks.
 std::string missing_stems(const FilesByStem& wanted, const FilesByStem& present) {
   std::string text;
   int missing = 0;
@@ -49,9 +50,9 @@ std::string missing_stems(const FilesByStem& wanted, const FilesByStem& present)
   return text;
 }
 
-FilesByStem masks_by_image_stem(const fs::path& directory) {
+FilesByStem masks_by_image_stem(const fs::path& folder) {
   FilesByStem masks;
-  for (const auto& [stem, path] : files_by_stem(directory, {".gif", ".png"})) {
+  for (const auto& [stem, path] : files_by_stem(folder, {".gif", ".png"})) {
     if (!stem.ends_with(kMaskSuffix)) {
       throw std::runtime_error(path.string() + ": the name of a mask must be <image>" + kMaskSuffix +
                                path.extension().string());
@@ -63,16 +64,16 @@ FilesByStem masks_by_image_stem(const fs::path& directory) {
 
 }  // namespace
 
-std::vector<Sample> list_samples(const fs::path& directory) {
-  const auto images = files_by_stem(directory / "imgs", {".jpg", ".jpeg", ".png"});
-  const auto masks = masks_by_image_stem(directory / "masks");
-  if (images.empty()) throw std::runtime_error((directory / "imgs").string() + ": no .jpg, .jpeg or .png file");
+std::vector<Sample> list_samples(const fs::path& folder) {
+  const auto images = files_by_stem(folder / "imgs", {".jpg", ".jpeg", ".png"});
+  const auto masks = masks_by_image_stem(folder / "masks");
+  if (images.empty()) throw std::runtime_error((folder / "imgs").string() + ": no .jpg, .jpeg or .png file");
   if (const auto stems = missing_stems(images, masks); !stems.empty()) {
-    throw std::runtime_error((directory / "masks").string() + ": no mask (<image>" + kMaskSuffix +
+    throw std::runtime_error((folder / "masks").string() + ": no mask (<image>" + kMaskSuffix +
                              ".gif or .png) for: " + stems);
   }
   if (const auto stems = missing_stems(masks, images); !stems.empty()) {
-    throw std::runtime_error((directory / "imgs").string() + ": no image for the masks of: " + stems);
+    throw std::runtime_error((folder / "imgs").string() + ": no image for the masks of: " + stems);
   }
 
   std::vector<Sample> samples;
@@ -91,14 +92,14 @@ std::vector<Sample> list_samples(const fs::path& directory) {
 
 Split split(const std::vector<Sample>& samples, double validation_percent, uint64_t seed) {
   if (!(validation_percent >= 0 && validation_percent < 100)) {
-    throw std::invalid_argument("validation percent is " + std::to_string(validation_percent) +
-                                "; it must be at least 0 and below 100");
+    throw std::invalid_argument("the validation percentage must be at least 0 and below 100, but is " +
+                                std::to_string(validation_percent));
   }
   if (validation_percent == 0) return {samples, {}};
   const auto count = samples.size();
   if (count < 2) {
     throw std::invalid_argument("cannot split " + std::to_string(count) +
-                                " sample into training and validation; it takes two");
+                                " sample into training and validation; give at least two");
   }
   const auto wanted = static_cast<size_t>(std::llround(static_cast<double>(count) * validation_percent / 100));
   const auto validation_count = std::clamp<size_t>(wanted, 1, count - 1);

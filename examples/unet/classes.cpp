@@ -28,7 +28,7 @@ std::map<Rgb, Label> labels_by_color(int classes) {
 
 }  // namespace
 
-// Three bits of the class at a time, from the lowest, are the next lower bit of red, green and blue.
+// Each three bits of the class, from the lowest, give the next lower bit of red, green and blue.
 Color class_color(Label label) {
   Color color;
   for (int bit = 7, rest = label; rest > 0; --bit, rest >>= 3) {
@@ -44,14 +44,14 @@ Image read_labels(const std::filesystem::path& path, int classes) {
   const auto by_color = labels_by_color(classes);
   const Image image = read_image(path);
   Image labels(image.size(), 1);
-  auto last = by_color.begin();  // neighbours are mostly alike
+  auto last = by_color.begin();  // neighbours mostly have the same class
   for (size_t i = 0; i < labels.pixels.size(); ++i) {
     const Rgb rgb = {image.pixels[3 * i], image.pixels[3 * i + 1], image.pixels[3 * i + 2]};
     if (rgb != last->first) {
       const auto found = by_color.find(rgb);
       if (found == by_color.end()) {
         throw std::runtime_error(path.string() + ": the colour " + std::to_string(rgb[0]) + "," +
-                                 std::to_string(rgb[1]) + "," + std::to_string(rgb[2]) + " is none of " +
+                                 std::to_string(rgb[1]) + "," + std::to_string(rgb[2]) + " is not that of any of " +
                                  std::to_string(classes) + " classes");
       }
       last = found;

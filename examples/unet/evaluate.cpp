@@ -1,4 +1,4 @@
-// Scores a U-Net that was trained, on pictures whose masks are known, as a pipeline.
+// Scores a trained U-Net on images with masks, as a pipeline.
 
 #include <unistd.h>
 
@@ -30,13 +30,13 @@ struct Options : PredictorOptions {
 
 void add_options(CLI::App& app, Options& options) {
   add_predictor_options(app, options);
-  app.add_option("--data", options.data, "directory with imgs/NAME.jpg|png and masks/NAME_mask.gif|png")
+  app.add_option("--data", options.data, "folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png")
       ->required()
       ->always_capture_default(false);
   app.add_option("--part", options.part,
-                 "of the images: all, or what the training split off them: training, validation")
+                 "which images to score: all, or those that the training used for training or for validation")
       ->check(CLI::IsMember({"all", "training", "validation"}));
-  app.add_option("-o,--output", options.output, "directory for scores.csv")->transform(path_name());
+  app.add_option("-o,--output", options.output, "folder for scores.csv")->transform(path_name());
 }
 
 std::vector<Sample> choose_samples(const Options& options) {
@@ -46,17 +46,18 @@ std::vector<Sample> choose_samples(const Options& options) {
   const auto seed = to_whole_number(flags["--seed"]);
   const auto percent = to_number(flags["--validation"]);
   if (!seed || !percent) {
-    throw std::runtime_error(options.model.string() + " does not say --seed and --validation, which give its --part");
+    throw std::runtime_error(options.model.string() + " does not store --seed and --validation, which --part needs");
   }
   auto parts = split(samples, *percent, *seed);
   if (flags["images"] != absl::StrCat(parts.training.size())) {
-    throw std::runtime_error(options.data.string() + " is not what " + options.model.string() + " was trained on, " +
-                             flags["images"] + " images besides those for validation; give --part all");
+    throw std::runtime_error(options.data.string() + " is not the data of " + options.model.string() +
+                             ", which was trained on " + flags["images"] + " images, not " +
+                             absl::StrCat(parts.training.size()) + "; give --part all");
   }
   return options.part == "training" ? parts.training : parts.validation;
 }
 
-// A row of the table and of the file: a name, Dice and IoU, then those of each class if there are several.
+// The numbers of a row: Dice and IoU, then those of each class if there are several.
 std::vector<double> row_of(const std::vector<Score>& classes) {
   const Score all = mean(classes);
   std::vector<double> row = {all.dice, all.iou};

@@ -19,10 +19,10 @@ const LoaderOptions& checked(const std::vector<Sample>& samples, Size size, cons
   if (samples.empty()) throw std::invalid_argument("there are no samples to load");
   if (size.width < 1 || size.height < 1) throw std::invalid_argument("cannot load images at " + to_string(size));
   if (options.batch_size < 1) {
-    throw std::invalid_argument("batch size is " + std::to_string(options.batch_size) + "; it must be at least 1");
+    throw std::invalid_argument("the batch size must be at least 1, but is " + std::to_string(options.batch_size));
   }
   if (options.workers < 0) {
-    throw std::invalid_argument("loader workers are " + std::to_string(options.workers) + "; none is 0");
+    throw std::invalid_argument("the number of workers must be at least 0, but is " + std::to_string(options.workers));
   }
   return options;
 }

@@ -25,36 +25,37 @@ struct Batch {
 
 struct LoaderOptions {
   int64_t batch_size = 4;
-  int workers = 2;       ///< threads that decode ahead; 0: next() decodes
+  int workers = 2;       ///< threads that decode in advance; 0: next() decodes
   int classes = 2;       ///< see classes.h
-  bool augment = false;  ///< see augment(); differently in each epoch
-  bool shuffle = false;  ///< else in the order of the samples
-  uint64_t seed = 0;     ///< with the epoch, fixes the shuffled order
+  bool augment = false;  ///< see augment(); each epoch differs
+  bool shuffle = false;  ///< otherwise in the order of the samples
+  uint64_t seed = 0;     ///< determines the shuffled order, together with the epoch
   int64_t epoch = 0;
-  int64_t first_batch = 0;  ///< those before it are passed over
+  int64_t first_batch = 0;  ///< earlier ones are skipped
 };
 
-/// One pass over the samples in batches (the last may be smaller), decoded ahead of their use by worker threads. What
-/// it yields does not depend on the number of workers, nor on which batch is the first. It holds at most workers + 1
-/// batches, decoded or being decoded.
+/// One pass over the samples in batches, decoded in advance by worker threads. The last batch can be smaller. A batch
+/// does not depend on the number of workers, nor on first_batch. At most workers + 1 batches are decoded or being
+/// decoded at a time.
 ///
-/// All samples come out at one size, whatever theirs (see image_size() and scaled()): images by resize_bilinear(),
-/// masks by resize_nearest(). Another aspect ratio is stretched. A sample without a mask gets one of zeros.
+/// All samples are resized to one size: images by resize_bilinear(), masks by resize_nearest(). Other aspect ratios are
+/// stretched. A sample without a mask gets a mask of zeros.
 ///
-/// Threads: next() from one thread at a time. Destroy it at any time; it waits for the files being decoded, no more.
+/// Threads: call next() from one thread at a time. The destructor can run at any time; it waits only for the files that
+/// are being decoded.
 class Loader {
  public:
-  /// Throws std::invalid_argument for an empty list, size or batch, or a negative number of workers.
+  /// Errors: std::invalid_argument for an empty list, size or batch, or a negative number of workers.
   Loader(std::vector<Sample> samples, Size size, LoaderOptions options);
   ~Loader();
   Loader(const Loader&) = delete;
   Loader& operator=(const Loader&) = delete;
 
-  /// The next batch, or nothing at the end. Where a file of that batch cannot be decoded, rethrows what the reader
-  /// threw, and so does every call after it.
+  /// The next batch, or std::nullopt at the end. If a file of the batch cannot be decoded, rethrows the reader's
+  /// exception; so do all later calls.
   std::optional<Batch> next();
 
-  /// That next() returns in all.
+  /// The number of batches that next() returns in total.
   int64_t batches() const { return std::max<int64_t>(0, end_ - options_.first_batch); }
 
  private:
@@ -64,21 +65,21 @@ class Loader {
   };
 
   void work(std::stop_token stop);
-  // Incomplete when it was told to stop.
+  // The batch is incomplete if `stop` was requested.
   Batch decode(int64_t index, const std::stop_token& stop) const;
 
   std::vector<Sample> samples_;  // in the order of this pass
   const Size size_;
   const LoaderOptions options_;
-  const int64_t end_;  // the batch after the last
+  const int64_t end_;  // one past the last batch
 
   Mutex mutex_;
   CondVar changed_;
   std::map<int64_t, Result> results_ ABSL_GUARDED_BY(mutex_);
-  int64_t claimed_ ABSL_GUARDED_BY(mutex_);  // the next batch that a worker will begin
-  int64_t taken_ ABSL_GUARDED_BY(mutex_);    // the next batch that next() will return
+  int64_t claimed_ ABSL_GUARDED_BY(mutex_);  // the next batch that a worker begins
+  int64_t taken_ ABSL_GUARDED_BY(mutex_);    // the next batch that next() returns
 
-  // The last member: its destruction joins the workers while what they use is alive.
+  // The last member, so that its destructor joins the workers before the members that they use are destroyed.
   std::vector<std::jthread> workers_;
 };
 

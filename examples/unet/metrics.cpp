@@ -24,7 +24,7 @@ Score Metrics::Count::score() const {
 }
 
 Metrics::Metrics(int classes) : total_(static_cast<size_t>(std::max(classes, 1))), image_sum_(total_.size() - 1) {
-  if (classes < 2) throw std::invalid_argument("metrics need 2 classes or more, not " + std::to_string(classes));
+  if (classes < 2) throw std::invalid_argument("metrics need at least 2 classes, not " + std::to_string(classes));
 }
 
 void Metrics::add(const at::Tensor& predicted, const at::Tensor& truth) {

@@ -17,7 +17,7 @@ constexpr int kMaxChannels = 4096;
 std::uint64_t number(const std::map<std::string, std::string>& flags, const std::string& flag, std::uint64_t low,
                      std::uint64_t high) {
   const auto found = flags.find(flag);
-  if (found == flags.end()) throw std::invalid_argument("it does not say " + flag);
+  if (found == flags.end()) throw std::invalid_argument("it does not store " + flag);
   const auto value = to_whole_number(found->second);
   if (!value || *value < low || *value > high) throw std::invalid_argument("its " + flag + " is " + found->second);
   return *value;
@@ -27,13 +27,13 @@ std::uint64_t number(const std::map<std::string, std::string>& flags, const std:
 
 void add_model_options(CLI::App& app, ModelOptions& options) {
   app.add_option("-c,--classes", options.classes,
-                 "kinds of pixels, the background among them; masks of more than two are coloured")
+                 "number of classes, with the background; masks of more than two are coloured")
       ->transform(whole_number(2, kMaxClasses));
   app.add_option("--depth", options.depth, "how often the U-Net halves the resolution")
       ->transform(whole_number(1, kMaxDepth));
-  app.add_option("--channels", options.channels, "of the U-Net at full resolution")
+  app.add_option("--channels", options.channels, "channels of the U-Net at full resolution")
       ->transform(whole_number(1, kMaxChannels));
-  app.add_flag("--bilinear", options.bilinear, "up-sample by interpolation instead of transposed convolutions");
+  app.add_flag("--bilinear", options.bilinear, "upsample by interpolation instead of transposed convolutions");
 }
 
 std::map<std::string, std::string> to_flags(const ModelOptions& options) {

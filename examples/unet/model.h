@@ -9,7 +9,7 @@
 
 namespace gpipe::examples::unet {
 
-/// Which U-Net to train: a snapshot has these among its options, so that a program that uses it needs no flags.
+/// Which U-Net to train. Snapshots store these options, so that programs that use the model need no flags for it.
 struct ModelOptions {
   int classes = 2;
   std::int64_t depth = 3;
@@ -17,12 +17,12 @@ struct ModelOptions {
   bool bilinear = false;
 };
 
-/// A flag for each.
+/// Adds a flag for each option.
 void add_model_options(CLI::App& app, ModelOptions& options);
 
-/// By flag.
+/// The options as flags with their values.
 std::map<std::string, std::string> to_flags(const ModelOptions& options);
-/// The opposite. Throws std::invalid_argument that names a flag that is missing or has no such value.
+/// The inverse. Errors: std::invalid_argument for a flag that is missing or has an invalid value.
 ModelOptions from_flags(const std::map<std::string, std::string>& flags);
 
 torch::nn::Sequential make_model(const ModelOptions& options);

@@ -1,4 +1,4 @@
-// Masks what pictures show, with a U-Net that was trained, as a pipeline.
+// Writes the masks that a trained U-Net predicts for images, as a pipeline.
 
 #include <unistd.h>
 
@@ -15,6 +15,7 @@
 #include "examples/common/picture.h"
 #include "examples/common/progress.h"
 #include "examples/unet/classes.h"
+#include "examples/unet/overlay.h"
 #include "examples/unet/predictor.h"
 #include "examples/unet/segmentation.h"
 
@@ -33,17 +34,19 @@ struct Options : PredictorOptions {
 
 void add_options(CLI::App& app, Options& options) {
   add_predictor_options(app, options);
-  app.add_option("-i,--input", options.input, "images, or directories of images (JPEG, PNG, GIF)")
+  app.add_option("-i,--input", options.input, "images, or folders of images (JPEG, PNG, GIF)")
       ->required()
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
-  app.add_option("-o,--output", options.output, "directory for the masks, NAME_mask.png")->transform(path_name());
-  app.add_option("-t,--threshold", options.threshold,
-                 "probability above which a pixel is of class 1; with more than two classes the most probable counts")
+  app.add_option("-o,--output", options.output, "folder for the masks, NAME_mask.png")->transform(path_name());
+  app.add_option(
+         "-t,--threshold", options.threshold,
+         "probability above which a pixel is of class 1; with more than two classes, the most probable class is taken")
       ->transform(number_between(0, 1));
   app.add_flag("--probabilities", options.probabilities,
-               "also write NAME_probability_K.png for each class K but 0, white where it is certain");
-  app.add_flag("--overlay", options.overlay, "also write NAME_overlay.png, the image with the mask over it");
+               "also write NAME_probability_K.png for each class K except 0, white for certain");
+  app.add_flag("--overlay", options.overlay,
+               "also write NAME_overlay.png, the image with the mask tinted and outlined");
 }
 
 std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
@@ -67,34 +70,20 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
   return images;
 }
 
-// Two images of one name would have one mask; and no output may take the place of an image.
+// Two images of the same name would have the same mask. An output must not replace an image.
 void check_names(const std::vector<fs::path>& images, const fs::path& output) {
   std::map<std::string, fs::path> by_name;
   for (const auto& image : images) {
     if (fs::absolute(image).lexically_normal().parent_path() ==
         fs::absolute(output / "_").lexically_normal().parent_path()) {
-      throw std::runtime_error("--output " + output.string() + " is where " + image.string() +
-                               " lies; give a directory of its own");
+      throw std::runtime_error("--output " + output.string() + " is the folder of " + image.string() +
+                               "; give another folder");
     }
     const auto [other, is_new] = by_name.emplace(image.stem().string(), image);
     if (is_new) continue;
-    throw std::runtime_error("two images have one name: " + other->second.string() + " and " + image.string() +
-                             "; give them in separate runs with an --output each");
+    throw std::runtime_error("two images have the same name: " + other->second.string() + " and " + image.string() +
+                             "; give them in separate runs with separate --output");
   }
-}
-
-// Half the image, half the mask's colours, where there is something.
-Image overlay(const fs::path& path, const Image& labels, int classes) {
-  Image image = read_image(path);
-  for (std::size_t i = 0; i < labels.pixels.size(); ++i) {
-    const Label label = labels.pixels[i];
-    if (label == 0) continue;
-    const Color color = classes == 2 ? Color{255, 0, 0} : class_color(label);
-    uint8_t* rgb = &image.pixels[3 * i];
-    const int parts[] = {color.red, color.green, color.blue};
-    for (int c = 0; c < 3; ++c) rgb[c] = static_cast<uint8_t>((rgb[c] + parts[c]) / 2);
-  }
-  return image;
 }
 
 int predict(const Options& options) {
@@ -119,7 +108,7 @@ int predict(const Options& options) {
     for (int k = 1; options.probabilities && k < classes; ++k) {
       write_png(path(absl::StrCat("_probability_", k)), to_image(probabilities[0].narrow(0, k, 1)));
     }
-    if (options.overlay) write_png(path("_overlay"), overlay(image, labels, classes));
+    if (options.overlay) write_png(path("_overlay"), overlay(read_image(image), labels, classes));
     progress.add(1);
   });
   std::cout << "wrote " << images.size() << " masks to " << options.output.string() << "/" << std::endl;
@@ -130,7 +119,7 @@ int predict(const Options& options) {
 }  // namespace gpipe::examples::unet
 
 int main(int argc, char** argv) {
-  CLI::App app("Masks what pictures show, with a trained U-Net, as a pipeline over several devices.");
+  CLI::App app("Predicts masks of images with a trained U-Net, as a pipeline over several devices.");
   gpipe::examples::unet::Options options;
   gpipe::examples::unet::add_options(app, options);
   return gpipe::examples::run_program(app, argc, argv, [&] { return gpipe::examples::unet::predict(options); });

@@ -18,16 +18,17 @@ namespace gpipe::examples::unet {
 
 void add_predictor_options(CLI::App& app, PredictorOptions& options) {
   options.batch_size = 4;
-  options.stages = 1;  // a measured cut costs more than a few images
+  options.stages = 1;  // measuring takes longer than predicting a few images
   add_pipeline_options(app, options);
-  app.add_option("-m,--model", options.model, "snapshot that the training wrote")
+  app.add_option("-m,--model", options.model, "snapshot of a training")
       ->required()
       ->transform(path_name())
       ->always_capture_default(false);
   app.add_option("-s,--scale", options.scale,
-                 "size of the images that the network sees, as a share of the files'; without it as in training")
+                 "size of the network's input, relative to the files; by default as in training")
       ->transform(number_between(0.001, 1));
-  app.add_option("--workers", options.workers, "threads that decode ahead of the network; 0: itself")
+  app.add_option("--workers", options.workers,
+                 "number of threads that decode images in advance; 0: decode between batches")
       ->transform(whole_number(0, 256));
 }
 
@@ -40,7 +41,7 @@ Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesyste
     model_options = from_flags(snapshot.options);
     scale_ = options_.scale.value_or(std::stod(snapshot.options.at("--scale")));
   } catch (const std::logic_error& error) {
-    throw std::runtime_error(options_.model.string() + " is not of this program's training: " + error.what());
+    throw std::runtime_error(options_.model.string() + " is not a snapshot of unet_train: " + error.what());
   }
   classes_ = model_options.classes;
   auto model = make_model(model_options);
@@ -57,7 +58,7 @@ void Predictor::run(const std::function<void(std::size_t, const torch::Tensor&)>
   namespace F = torch::nn::functional;
   const torch::NoGradGuard no_grad;
   for (std::size_t begin = 0, end = 0; begin < images_.size(); begin = end) {
-    // As many as can share a batch.
+    // Consecutive images of the same size share batches.
     const Size size = scaled(sizes_[begin], scale_);
     std::vector<Sample> samples;
     for (; end < images_.size() && scaled(sizes_[end], scale_) == size; ++end) samples.push_back({images_[end], {}});

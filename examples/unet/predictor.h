@@ -13,25 +13,26 @@ namespace gpipe::examples::unet {
 
 struct PredictorOptions : PipelineOptions {
   std::filesystem::path model;  ///< a snapshot of the training program
-  std::optional<double> scale;  ///< size of the pictures that the network sees; none: as in training
+  std::optional<double> scale;  ///< size of the network's input, relative to the image; empty: as in training
   int workers = 2;              ///< see LoaderOptions
 };
 
-/// A flag for each.
+/// Adds a flag for each option.
 void add_predictor_options(CLI::App& app, PredictorOptions& options);
 
-/// A trained U-Net at work: any pictures in, probabilities at each picture's own size out.
+/// Applies a trained U-Net to images of any size.
 class Predictor {
  public:
-  /// Reads the snapshot and cuts the model as the options say; to measure a cut it takes pictures of the first one's
-  /// size. Throws std::runtime_error that names the snapshot where it is none, or of another program, and for a file
-  /// that is no picture.
+  /// Reads the snapshot and cuts the model. If the cut needs measurements, they use the size of the first image.
+  /// Errors: std::runtime_error with the file's name, for a file that is not a snapshot of the training program, or not
+  /// an image.
   Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images);
 
   const GPipe& pipe() const { return pipe_; }
   int classes() const { return classes_; }
 
-  /// Calls `use` for each image in order, with its number and its probabilities [1, classes, h, w] on the CPU.
+  /// Calls `use` for each image in order, with its number and its probabilities [1, classes, h, w] on the CPU, at the
+  /// image's own size.
   void run(const std::function<void(std::size_t image, const torch::Tensor& probabilities)>& use);
 
  private:

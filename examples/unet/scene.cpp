@@ -35,7 +35,7 @@ class Painter {
 
  private:
   int between(int low, int high) { return random_.between(low, high); }
-  // Somewhere across the picture.
+  // A random horizontal place.
   int across() { return between(0, canvas_.width()); }
 
   Label label(Label part) const { return part < classes_ ? part : kCar; }
@@ -132,7 +132,7 @@ class Painter {
     }
   }
 
-  // Behind the car, on the pavement and the far side of the road.
+  // Things behind the car, on the pavement and the far side of the road.
   void clutter() {
     for (int count = between(1, 5); count > 0; --count) {
       const Point foot = {across(), horizon_ + between(100, 1300)};
@@ -149,13 +149,13 @@ class Painter {
         canvas_.rectangle({foot.x - half, foot.y - height}, {foot.x + half, foot.y - height * 4 / 5}, scale(color, 75));
         break;
       }
-      case 1: {  // a pole, perhaps with a sign
+      case 1: {  // a pole, sometimes with a sign
         const int height = between(2000, 5000);
         canvas_.rectangle({foot.x - 70, foot.y - height}, {foot.x + 70, foot.y}, grey(50, 180));
         if (random_.chance(70)) canvas_.ellipse({foot.x, foot.y - height}, 420, 420, color);
         break;
       }
-      case 2: {  // a barrel, or a bag
+      case 2: {  // a barrel or a bag
         const int half = between(250, 600);
         canvas_.ellipse({foot.x, foot.y - half}, half, half, color);
         canvas_.ellipse({foot.x, foot.y - half * 3 / 2}, half * 2 / 3, half / 3, scale(color, 130));
@@ -211,7 +211,7 @@ class Painter {
     car_length_ = length;
   }
 
-  // Between the car and the viewer.
+  // A thing in front of the car.
   void occluder() {
     const int x = car_center_.x + between(-car_length_ * 45 / 100, car_length_ * 45 / 100);
     const int foot = std::min(kCanvasHeight + 300, car_ground_ + between(200, 900));
@@ -235,7 +235,7 @@ class Painter {
     }
   }
 
-  // Exposure, a slope of light in each direction, and noise.
+  // Exposure, a gradient of light in each direction, and noise.
   void light() {
     const int exposure = between(75, 112);
     const int slope_x = between(-25, 25);
@@ -256,7 +256,7 @@ class Painter {
   Random& random_;
   Canvas canvas_;
   const int classes_;
-  int horizon_ = 0;  // where walls meet the pavement
+  int horizon_ = 0;  // the line where walls meet the pavement
   Point car_center_;
   int car_ground_ = 0;
   int car_length_ = 0;
@@ -266,7 +266,7 @@ class Painter {
 
 void check_scene(Size size, int classes) {
   if (size.width < 16 || size.height < 16) {
-    throw std::invalid_argument("a scene of " + to_string(size) + " is too small; it takes at least 16x16");
+    throw std::invalid_argument("a scene of " + to_string(size) + " is too small; give at least 16x16");
   }
   if (classes < 2 || classes > kSceneClasses) {
     throw std::invalid_argument("a scene has 2 to " + std::to_string(kSceneClasses) + " classes, not " +

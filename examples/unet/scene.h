@@ -9,16 +9,16 @@ inline constexpr int kSceneClasses = 4;
 
 struct Scene {
   Image image;  ///< three channels
-  Image mask;   ///< one channel: the class of what is seen
+  Image mask;   ///< one channel: the class of each pixel
 };
 
-/// Throws std::invalid_argument for a size or classes that draw_scene() cannot draw.
+/// Errors: std::invalid_argument for a size or a number of classes that draw_scene() cannot draw.
 void check_scene(Size size, int classes);
 
-/// Draws one car, from the side, in a street: sky, buildings, trees, things of the colours that cars have, light and
-/// noise, all drawn from `random`; in about half of the scenes something stands before the car, and is no part of the
-/// mask. At least 16 pixels a side. The classes of the mask: 0 all else, 1 the car, 2 its windows, 3 its wheels; those
-/// from `classes` on, in 2 to kSceneClasses, are 1.
+/// Draws a random street with one car in side view: sky, buildings, trees, other things in the colours of cars, light
+/// and noise. In about half of the scenes something stands in front of the car; it is not part of the mask.
+/// Classes of the mask: 0 background, 1 car, 2 windows, 3 wheels. Classes from `classes` on become 1.
+/// REQUIRES: at least 16 pixels per side; classes from 2 to kSceneClasses.
 Scene draw_scene(Random& random, Size size, int classes = 2);
 
 }  // namespace gpipe::examples::unet

@@ -17,21 +17,21 @@ namespace {
 
 namespace fs = std::filesystem;
 
-void make_directory_for(const fs::path& directory, const std::set<fs::path>& files) {
-  make_directory(directory);
-  for (const auto& entry : fs::directory_iterator(directory)) {
+void make_folder_for(const fs::path& folder, const std::set<fs::path>& files) {
+  make_directory(folder);
+  for (const auto& entry : fs::directory_iterator(folder)) {
     if (files.count(entry.path()) != 0) continue;
-    throw std::runtime_error("cannot write synthetic data: " + directory.string() + " holds another file, " +
-                             entry.path().filename().string() + "; remove it or choose another directory");
+    throw std::runtime_error("cannot write synthetic data: " + folder.string() + " holds another file, " +
+                             entry.path().filename().string() + "; remove it or choose another folder");
   }
 }
 
 }  // namespace
 
-void write_synthetic(const std::filesystem::path& directory, int count, Size size, uint64_t seed, int classes) {
-  if (count < 1) throw std::invalid_argument("cannot write " + std::to_string(count) + " images; at least 1");
-  const fs::path images = directory / "imgs";
-  const fs::path masks = directory / "masks";
+void write_synthetic(const std::filesystem::path& folder, int count, Size size, uint64_t seed, int classes) {
+  if (count < 1) throw std::invalid_argument("cannot write " + std::to_string(count) + " images; give at least 1");
+  const fs::path images = folder / "imgs";
+  const fs::path masks = folder / "masks";
   std::vector<Sample> samples;
   std::set<fs::path> files;
   const std::string mask_suffix = classes == 2 ? "_mask.gif" : "_mask.png";
@@ -40,8 +40,8 @@ void write_synthetic(const std::filesystem::path& directory, int count, Size siz
     samples.push_back({images / (stem + ".jpg"), masks / (stem + mask_suffix)});
     files.insert({samples.back().image, samples.back().mask});
   }
-  make_directory_for(images, files);
-  make_directory_for(masks, files);
+  make_folder_for(images, files);
+  make_folder_for(masks, files);
   for (size_t i = 0; i < samples.size(); ++i) {
     Random random(seed, i);
     const Scene scene = draw_scene(random, size, classes);

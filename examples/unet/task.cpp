@@ -1,11 +1,11 @@
 #include "examples/unet/task.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <memory>
-#include <string>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "examples/common/picture.h"
 #include "examples/unet/metrics.h"
 #include "examples/unet/segmentation.h"
@@ -17,8 +17,16 @@ constexpr std::int64_t kPictureRows = 6;
 
 }  // namespace
 
-SegmentationTask::SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path directory)
-    : split_(std::move(split)), size_(size), loading_(loading), directory_(std::move(directory)) {}
+std::vector<ScoreName> segmentation_scores(int classes) {
+  std::vector<ScoreName> scores = {{"val_dice", "dice/val"}, {"val_iou", "iou/val"}, {"val_loss", "loss/val"}};
+  for (int k = 1; k < classes && classes > 2; ++k) {
+    scores.push_back({absl::StrCat("val_dice_", k), absl::StrCat("dice/val_", k)});
+  }
+  return scores;
+}
+
+SegmentationTask::SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path folder)
+    : split_(std::move(split)), size_(size), loading_(loading), folder_(std::move(folder)) {}
 
 Examples SegmentationTask::training(int epoch, std::int64_t first) {
   auto options = loading_;
@@ -36,12 +44,6 @@ torch::Tensor SegmentationTask::loss(const torch::Tensor& logits, const torch::T
   return segmentation_loss(logits, masks);
 }
 
-std::vector<std::string> SegmentationTask::score_names() const {
-  std::vector<std::string> names = {"val_dice", "val_iou", "val_loss"};
-  for (int k = 1; k < loading_.classes && loading_.classes > 2; ++k) names.push_back("val_dice_" + std::to_string(k));
-  return names;
-}
-
 std::vector<double> SegmentationTask::validate(GPipe& pipe, int epoch, EventFile& events,
                                                std::vector<std::filesystem::path>& files) {
   auto options = loading_;
@@ -56,13 +58,13 @@ std::vector<double> SegmentationTask::validate(GPipe& pipe, int epoch, EventFile
     const auto probabilities = to_probabilities(logits);
     metrics.add(to_labels(probabilities), batch->masks);
     if (!std::exchange(first, false)) continue;
-    char name[32];
-    std::snprintf(name, sizeof name, "epoch_%03d.png", epoch);
     const auto rows = std::min<std::int64_t>(kPictureRows, batch->images.size(0));
     const auto truth = one_hot(batch->masks.narrow(0, 0, rows), options.classes);
-    const auto picture =
-        draw_picture({batch->images.narrow(0, 0, rows), paint(truth), paint(probabilities.narrow(0, 0, rows))});
-    show_picture(picture, directory_ / name, "validation", epoch, events, files);
+    const auto picture = draw_picture({{"image", batch->images.narrow(0, 0, rows)},
+                                       {"mask", paint(truth)},
+                                       {"prediction", paint(probabilities.narrow(0, 0, rows))}});
+    const auto path = folder_ / absl::StrFormat("epoch_%03d.png", epoch);
+    show_picture(picture, path, "predictions/val", epoch, events, files);
   }
   const auto scores = metrics.scores();
   const auto all = mean(scores.pixels);

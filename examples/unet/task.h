@@ -1,26 +1,28 @@
 #pragma once
 
 #include <filesystem>
-#include <string>
 #include <vector>
 
-#include "examples/common/trainer.h"
+#include "examples/common/task.h"
 #include "examples/unet/carvana.h"
 #include "examples/unet/loader.h"
 
 namespace gpipe::examples::unet {
 
-/// Learning to mask what the samples show: images [n, 3, h, w], values 0 to 1, to logits (see segmentation.h).
+/// The scores of a validation: Dice, IoU and loss; with more than two classes also the Dice of each.
+std::vector<ScoreName> segmentation_scores(int classes);
+
+/// Learns to segment images [n, 3, h, w] with values 0 to 1 into logits; see segmentation.h.
 class SegmentationTask : public Task {
  public:
-  /// Batches as `loading` says, but for order and epoch; validation is never augmented. Draws a picture of the first
-  /// validation images each epoch into the directory.
-  SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path directory);
+  /// `loading` applies to both parts, except that the order and the epoch are set for each epoch, and validation is
+  /// never augmented. Each epoch it draws a picture of the first validation images into the folder.
+  SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path folder);
 
   std::int64_t training_images() const override { return static_cast<std::int64_t>(split_.training.size()); }
   Examples training(int epoch, std::int64_t first) override;
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& masks) override;
-  std::vector<std::string> score_names() const override;
+  std::vector<ScoreName> scores() const override { return segmentation_scores(loading_.classes); }
   std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
                                std::vector<std::filesystem::path>& files) override;
 
@@ -28,7 +30,7 @@ class SegmentationTask : public Task {
   const Split split_;
   const Size size_;
   const LoaderOptions loading_;
-  const std::filesystem::path directory_;
+  const std::filesystem::path folder_;
 };
 
 }  // namespace gpipe::examples::unet

@@ -1,4 +1,4 @@
-// Trains a U-Net on Carvana-format files, as a pipeline.
+// Trains a U-Net on files in the layout of the Carvana data set, as a pipeline.
 
 #include <torch/utils.h>
 #include <unistd.h>
@@ -38,18 +38,19 @@ void add_options(CLI::App& app, Options& options) {
   options.batch_size = 8;
   options.learning_rate = 5e-3;
   add_training_options(app, options);
-  app.add_option(
-      "--data", options.data,
-      "directory with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
-  app.add_option("--samples", options.samples, "images that 'synthetic' draws")->transform(whole_number(2, 9999));
-  app.add_option("--size", options.size, "of the images that 'synthetic' draws, in pixels")
+  app.add_option("--data", options.data,
+                 "folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
+  app.add_option("--samples", options.samples, "number of images that 'synthetic' draws")
+      ->transform(whole_number(2, 9999));
+  app.add_option("--size", options.size, "size of the images that 'synthetic' draws, in pixels")
       ->transform(image_size_text());
-  app.add_option("-s,--scale", options.scale, "size of the images to train on, as a share of the files'")
+  app.add_option("-s,--scale", options.scale, "size of the training images, relative to the files")
       ->transform(number_between(0.001, 1));
-  app.add_option("-v,--validation", options.validation, "percent of the images kept for validation")
+  app.add_option("-v,--validation", options.validation, "percentage of the images that is kept for validation")
       ->transform(number_between(0.01, 99));
-  app.add_flag("--augment", options.augment, "train on images mirrored, shifted and recoloured at random");
-  app.add_option("--workers", options.workers, "threads that decode ahead of training; 0: training itself")
+  app.add_flag("--augment", options.augment, "mirror, shift and recolour the training images at random");
+  app.add_option("--workers", options.workers,
+                 "number of threads that decode images in advance; 0: decode between steps")
       ->transform(whole_number(0, 256));
   add_model_options(app, options.model);
 }
@@ -72,24 +73,27 @@ Identity own_identity(const Options& options) {
 int train(Options options) {
   const bool drawn = options.data == "synthetic";
   if (drawn) check_scene(to_size(options.size), options.model.classes);
+  auto identity = make_identity(own_identity(options), options);
+  auto start = read_start(options, identity, history_columns(segmentation_scores(options.model.classes)));
   torch::manual_seed(options.seed);
   auto model = make_model(options.model);
   check_pipeline(model, options);
-  auto identity = make_identity(own_identity(options), options);
-  auto start = read_start(options, identity, *model);
+  if (start) restore_start(options, *start, *model);
+  if (options.resume.empty()) start.reset();
   check_outputs(options);
 
   const std::filesystem::path data = drawn ? draw_data(options) : std::filesystem::path(options.data);
   const auto split = unet::split(list_samples(data), options.validation, options.seed);
   const auto size = scaled(image_size(split.training.front().image), options.scale);
   identity["images"] = absl::StrCat(split.training.size());
+  if (start) check_identity(identity, *start, options.resume);
   std::cout << "data: " << split.training.size() << " images to train, " << split.validation.size()
             << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
 
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto plan = make_plan(model, options, {3, size.height, size.width}, terminal, std::cout);
   auto pipe = make_pipe(model, plan);
-  print_plan(std::cout, "U-Net", pipe, plan);
+  print_plan(std::cout, "U-Net", pipe, plan, options.profile);
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'begin_layer', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'keep_for_recompute', 'kept_for_recompute', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet']
+__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'begin_layer', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet']
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -16,7 +16,7 @@ class RandomScope:
         ...
 class Timeline:
     """
-    What happened on a pipeline's workers, or is predicted to happen.
+    The actions of a pipeline's workers, measured or simulated.
     """
     def __init__(self) -> None:
         ...
@@ -24,89 +24,89 @@ class Timeline:
         ...
     def bubble(self) -> float:
         """
-        The share of the workers' time that none of them used.
+        Returns the idle time as a share of the workers' total time, from 0 to 1.
         """
     def makespan(self) -> float:
         """
-        Seconds from the first action's start to the last one's end.
+        Returns the seconds from the start of the first action to the end of the last.
         """
     def peak_bytes(self) -> list[int]:
         """
-        Of each worker, the most bytes in use for its cells at once.
+        Returns for each worker the peak bytes in use for its cells.
         """
     def to_chrome_json(self) -> str:
         """
-        Chrome's trace event format, which ui.perfetto.dev opens.
+        Returns the timeline in Chrome's trace event format, which ui.perfetto.dev opens.
         """
     def to_svg(self) -> str:
         """
-        A drawing: a row for each worker, a box for each action.
+        Returns a drawing as SVG text: a row per worker, a box per action.
         """
     @property
     def workers(self) -> int:
         """
-        How many workers there were.
+        Number of workers.
         """
 class Pipeline:
     def __init__(self, stages: list[typing.Any], devices: collections.abc.Sequence[str], deferred_batch_norm: bool) -> None:
         ...
-    def forward(self, input: typing.Any, chunks: typing.SupportsInt, checkpoint: str) -> typing.Any:
+    def forward(self, input: typing.Any, chunks: typing.SupportsInt, checkpoint: typing.Any) -> typing.Any:
         ...
     def trace(self, timeline: Timeline | None) -> None:
         ...
 class LayerProfile:
     """
-    What one layer costs for one micro-batch: seconds and bytes.
+    The cost of one layer for one micro-batch, in seconds and bytes.
     """
     @property
     def backward(self) -> float:
         """
-        Seconds of its backward.
+        Seconds of the backward.
         """
     @property
     def buffers(self) -> int:
         """
-        Bytes of its buffers.
+        Bytes of the buffers.
         """
     @property
     def forward(self) -> float:
         """
-        Seconds of a forward that builds its graph.
+        Seconds of a forward that builds a graph.
         """
     @property
     def gradients(self) -> int:
         """
-        Bytes of the gradients of parameters that require one.
+        Bytes of the parameters' gradients.
         """
     @property
     def name(self) -> str:
         """
-        As the Sequential names it.
+        The layer's name in the Sequential.
         """
     @property
     def optimizer(self) -> int:
         """
-        Bytes that the optimizer keeps of them.
+        Bytes of the optimizer's state.
         """
     @property
     def output(self) -> int:
         """
-        Bytes that it passes on to the next layer.
+        Bytes of the output.
         """
     @property
     def parameters(self) -> int:
         """
-        Bytes of its parameters.
+        Bytes of the parameters.
         """
     @property
     def recompute(self) -> float:
         """
-        Seconds of the forward again, which builds the graph.
+        Seconds of the recompute, which builds the graph.
         """
     @property
     def saved(self) -> int:
         """
-        Bytes that it allocates in its forward and a backward will need.
+        Bytes that the forward allocates and the backward needs.
         """
     @property
     def stored(self) -> float:
@@ -115,59 +115,59 @@ class LayerProfile:
         """
 class SkipProfile:
     """
-    A skip, by the indices of the layers that hold its ends.
+    The cost of one skip connection for one micro-batch.
     """
     @property
     def bytes(self) -> int:
         """
-        Its bytes, for one micro-batch.
+        Bytes of the stashed tensor.
         """
     @property
     def from_layer(self) -> int:
         """
-        The index of the layer that stashes it.
+        Index of the layer that stashes.
         """
     @property
     def name(self) -> str:
         """
-        As the layers name it.
+        The name that the layers stash and pop.
         """
     @property
     def to_layer(self) -> int:
         """
-        The index of the layer that pops it.
+        Index of the layer that pops.
         """
 class Profile:
     """
-    What a model's layers cost for micro-batches of one size.
+    The cost of a model's layers for micro-batches of one size.
     """
     @staticmethod
     def from_json(text: str) -> Profile:
         """
-        What to_json() made. Raises ValueError, which says what is wrong and where.
+        Reads the text that to_json() returns. Raises ValueError, with the place and the fault.
         """
     def __str__(self) -> str:
         ...
-    def balance_by_size(self, partitions: typing.SupportsInt, chunks: typing.SupportsInt = 1, checkpoint: str = 'except_last', bandwidth: typing.SupportsFloat = 0.0, copies: bool = False) -> list[int]:
+    def balance_by_size(self, partitions: typing.SupportsInt, chunks: typing.SupportsInt = 1, checkpoint: typing.Any = 'except_last', bandwidth: typing.SupportsFloat = 0.0, copies: bool = False) -> list[int]:
         """
-        The balance whose largest stage needs the fewest bytes, skips included.
+        Returns the balance whose largest stage needs the fewest bytes, skip connections included.
         """
-    def balance_by_time(self, partitions: typing.SupportsInt, chunks: typing.SupportsInt = 1, checkpoint: str = 'never', bandwidth: typing.SupportsFloat = 0.0, copies: bool = False) -> list[int]:
+    def balance_by_time(self, partitions: typing.SupportsInt, chunks: typing.SupportsInt = 1, checkpoint: typing.Any = 'never', bandwidth: typing.SupportsFloat = 0.0, copies: bool = False) -> list[int]:
         """
-        The balance whose slowest stage is fastest.
+        Returns the balance whose slowest stage is fastest.
         """
     def table(self, balance: collections.abc.Sequence[typing.SupportsInt] = []) -> str:
         """
-        For people: a row for each layer, and the sums of each stage of a balance.
+        Returns a table as text: a row per layer and, for a given balance, the sums per stage.
         """
     def to_json(self) -> str:
         """
-        For people and for files.
+        Returns the profile as JSON text.
         """
     @property
     def device(self) -> str:
         """
-        Where it was measured.
+        The device of the measurement.
         """
     @property
     def intraop_threads(self) -> int:
@@ -187,70 +187,70 @@ class Profile:
     @property
     def skips(self) -> list[SkipProfile]:
         """
-        The skips.
+        The skip connections.
         """
     @property
     def workers(self) -> int:
         """
-        How many stages ran at once while it was measured.
+        Number of stages that ran at once during the measurement.
         """
 class RunOptions:
-    def __init__(self, chunks: typing.SupportsInt, checkpoint: str, bandwidth: typing.SupportsFloat, copies: bool) -> None:
+    def __init__(self, chunks: typing.SupportsInt, checkpoint: typing.Any, bandwidth: typing.SupportsFloat, copies: bool) -> None:
         ...
 class Prediction:
     """
-    What a step is predicted to cost.
+    The predicted cost of a training step.
     """
     def __str__(self) -> str:
         ...
     @property
     def balance(self) -> list[int]:
         """
-        Of which it is.
+        The balance of the pipeline.
         """
     @property
     def bubble(self) -> float:
         """
-        Idle time over the time of all workers, from 0 to 1.
+        Idle time as a share of the workers' total time, from 0 to 1.
         """
     @property
     def bytes(self) -> list[int]:
         """
-        Most in use at once on each stage, of parameters, gradients, optimizer's state, buffers and activations.
+        Peak bytes per stage: parameters, gradients, optimizer state, buffers and activations.
         """
     @property
     def seconds(self) -> float:
         """
-        Of a step.
+        Seconds per step.
         """
     @property
     def stages(self) -> list[float]:
         """
-        Seconds of each stage's actions for one micro-batch, forward to backward.
+        Seconds per stage for one micro-batch, from forward to backward.
         """
     @property
     def timeline(self) -> Timeline:
         """
-        What was simulated; its bytes are those above what is always there.
+        The simulated step. Its bytes do not include what the stage holds between steps.
         """
 class Candidate:
     """
-    A way to run a model, and what it is predicted to cost.
+    A way to run a model, with its predicted cost.
     """
     @property
     def balance(self) -> list[int]:
         """
-        How many layers each stage has.
+        Number of layers of each stage.
         """
     @property
     def bubble(self) -> float:
         """
-        Idle time over the time of all workers, from 0 to 1.
+        Idle time as a share of the workers' total time, from 0 to 1.
         """
     @property
     def bytes(self) -> list[int]:
         """
-        Most in use at once, of each stage.
+        Peak bytes per stage.
         """
     @property
     def checkpoint(self) -> str:
@@ -260,47 +260,47 @@ class Candidate:
     @property
     def chunks(self) -> int:
         """
-        Micro-batches of a mini-batch.
+        Number of micro-batches per mini-batch.
         """
     @property
     def fits(self) -> bool:
         """
-        Whether that is within the limit.
+        Whether every device stays within the memory limit.
         """
     @property
     def seconds(self) -> float:
         """
-        Of a step, forward and backward of the mini-batch.
+        Seconds per step: forward and backward of a mini-batch.
         """
 class Suggestion:
     """
-    The ways to run a model, the best first.
+    Ways to run a model, best first.
     """
     def __str__(self) -> str:
         ...
     def profile_of(self, candidate: Candidate) -> Profile:
         """
-        The profile that one of the candidates was made from.
+        Returns the profile that a candidate was computed from.
         """
     @property
     def best(self) -> Candidate:
         """
-        The first candidate. Raises RuntimeError, with the reason, when nothing fits.
+        The first candidate. Raises RuntimeError, with the reason, if none fits.
         """
     @property
     def candidates(self) -> list[Candidate]:
         """
-        One for each number of chunks and checkpoint mode; the fastest that fits comes first.
+        One candidate per number of chunks and checkpoint mode. The fastest one that fits is first.
         """
     @property
     def fits(self) -> bool:
         """
-        Whether any candidate does.
+        Whether any candidate fits.
         """
     @property
     def reason(self) -> str:
         """
-        Why nothing fits; empty when something does.
+        Why no candidate fits. Empty if one does.
         """
     @property
     def unpartitioned(self) -> Candidate | None:
@@ -330,19 +330,27 @@ class NativeLayer:
         ...
 def begin_layer(stage: typing.Any, layer: typing.SupportsInt) -> None:
     ...
+def check_balance(balance: collections.abc.Sequence[typing.SupportsInt], layers: typing.SupportsInt) -> None:
+    ...
+def check_checkpoint(name: typing.Any) -> str:
+    ...
+def check_chunks(chunks: typing.SupportsInt) -> None:
+    ...
+def check_skips(declarations: list[typing.Any]) -> None:
+    ...
+def check_snapshot(content: dict[str, typing.Any]) -> None:
+    ...
 def draw_seed() -> int:
     ...
 def is_checkpointing() -> bool:
     """
-    Whether the calling layer's forward will be recomputed. Its graph is not kept.
+    Returns whether the calling layer's forward will be recomputed. The graph of this forward is not kept.
     """
 def is_recomputing() -> bool:
     """
-    Whether the calling layer's forward is a recomputation, before its backward.
+    Returns whether the calling layer's forward is a recompute, which precedes the cell's backward.
     """
-def keep_for_recompute(object: typing.Any) -> None:
-    ...
-def kept_for_recompute() -> typing.Any:
+def place_stages(devices: collections.abc.Sequence[str], stages: typing.SupportsInt) -> list[str]:
     ...
 def pop(arg0: Namespace, arg1: str) -> typing.Any:
     ...
@@ -352,23 +360,31 @@ def profile(arg0: list[typing.Any], arg1: typing.Any, arg2: ProfileOptions) -> P
     ...
 def read_snapshot(path: typing.Any) -> typing.Any:
     """
-    The dict in a snapshot's file, checked.
+    Reads a snapshot file, checks it and returns its dict.
     """
 def resnet(arg0: typing.SupportsInt, arg1: typing.SupportsInt, arg2: typing.SupportsInt, arg3: bool) -> list[NativeLayer]:
     ...
 def reuse_cpu_memory(on: bool = True) -> None:
     """
-    From now on, or with False no longer, CPU tensors of 64 KiB and more take their memory from a pool.
+    Turns on, or off, a memory pool for CPU tensors of 64 KiB and more.
     
-    The pool keeps what is freed for the next tensor of about that size: a training step then asks the system for no memory
-    once the first few have run. It belongs to the process and never shrinks. Call this first, before tensors are made in
-    other threads.
+    Freed tensor memory is kept for reuse, so that after the first few steps, training does not allocate memory from the
+    system. The pool belongs to the process and never shrinks.
+    
+    Call this at the start of the program, before other threads create tensors.
+    
+    Args:
+        on: whether new tensors take their memory from the pool.
     """
+def save_for_recompute(object: typing.Any) -> None:
+    ...
+def saved_for_recompute() -> typing.Any:
+    ...
 def scope_generator(device: str) -> torch.Generator | None:
     ...
 def stash(arg0: Namespace, arg1: str, arg2: typing.Any) -> None:
     ...
-def suggest(arg0: list[typing.Any], arg1: typing.Any, arg2: collections.abc.Sequence[str], arg3: collections.abc.Sequence[typing.SupportsInt], arg4: collections.abc.Sequence[str], arg5: typing.SupportsInt, arg6: typing.SupportsFloat, arg7: ProfileOptions) -> Suggestion:
+def suggest(arg0: list[typing.Any], arg1: typing.Any, arg2: collections.abc.Sequence[str], arg3: collections.abc.Sequence[typing.SupportsInt], arg4: collections.abc.Sequence[typing.Any], arg5: typing.SupportsInt, arg6: typing.SupportsFloat, arg7: ProfileOptions) -> Suggestion:
     ...
 def unet(arg0: typing.SupportsInt, arg1: typing.SupportsInt, arg2: typing.SupportsInt, arg3: typing.SupportsInt, arg4: typing.SupportsInt, arg5: typing.SupportsFloat, arg6: typing.SupportsInt, arg7: str) -> list[NativeLayer]:
     ...

@@ -1,33 +1,40 @@
 """Pipeline-parallel training with skip connections, for PyTorch.
 
-    pipe = gpipe.GPipe(model, balance=[2, 2], chunks=8)
-    loss = criterion(pipe(input), target)
-    loss.backward()
+pipe = gpipe.GPipe(model, balance=[2, 2], chunks=8)
+loss = criterion(pipe(input), target)
+loss.backward()
 """
 
 from importlib.metadata import version as _version
+from importlib.util import find_spec as _find_spec
+from pathlib import Path as _Path
 
-import torch as _torch  # which loads the libraries that the extension module needs
+import torch as _torch  # loads the libraries that the extension module needs
 
+_REINSTALL = "install gpipe again in an environment with this torch: pip install --no-build-isolation ."
+
+if _find_spec("gpipe._C") is None:
+    _package = _Path(__file__).resolve().parent
+    raise ImportError(
+        f"gpipe is not built: run pip install . in {_package.parents[1]}, then start Python outside {_package.parent} "
+        "and without that folder in PYTHONPATH"
+    )
 try:
     from gpipe import _C
 except ImportError as error:
-    raise ImportError(
-        f"gpipe cannot be loaded beside torch {_torch.__version__}: {error}. "
-        "Install it again, in an environment that has this torch: pip install --no-build-isolation ."
-    ) from error
+    raise ImportError(f"gpipe cannot be loaded with torch {_torch.__version__}: {error}; {_REINSTALL}") from error
 
 if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
     raise ImportError(
-        f"gpipe was built for torch {_C.torch_version}, but torch {_torch.__version__} is installed. "
-        "Install it again, in an environment that has this torch: pip install --no-build-isolation ."
+        f"gpipe was built for torch {_C.torch_version}, but torch {_torch.__version__} is installed; {_REINSTALL}"
     )
 
 from gpipe import balance, batchnorm, checkpoint, models, skip, snapshot
 from gpipe._C import Timeline, reuse_cpu_memory
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 from gpipe.pipeline import GPipe
-from gpipe.randomness import RandomScope, reference
+from gpipe.randomness import RandomScope
+from gpipe.reference_run import reference
 
 __all__ = [
     "GPipe",

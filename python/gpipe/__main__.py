@@ -68,13 +68,13 @@ def _parser() -> argparse.ArgumentParser:
 def _load(factory: str) -> tuple[nn.Sequential, Any]:
     module_name, colon, function_name = factory.partition(":")
     if not (module_name and colon and function_name):
-        raise SystemExit(f"error: '{factory}' is not MODULE:FUNCTION")
+        raise SystemExit(f"error: '{factory}' is not of the form MODULE:FUNCTION")
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"error: cannot load '{factory}': {error}") from None
-    made = function()
-    return made if isinstance(made, tuple) else (made, None)
+    result = function()
+    return result if isinstance(result, tuple) else (result, None)
 
 
 def _devices(text: str | None) -> list[str]:
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.input is not None:
         batch = torch.randn(options.input)
     if batch is None:
-        raise SystemExit(f"error: {options.factory} returns no mini-batch; give --input")
+        raise SystemExit(f"error: {options.factory} returns no mini-batch; give its shape with --input")
     devices = _devices(options.devices)
 
     def progress(part: float) -> None:

@@ -1,13 +1,13 @@
-"""Where to cut a model: measures what its layers cost, cuts it optimally, and says what a step will take.
+"""Finds where to cut a model. Measures its layers, computes the best balance and predicts the cost of a step.
 
     from gpipe.balance import balance_by_time
-    balance = balance_by_time(2, model, sample)          # the sample is one micro-batch
+    balance = balance_by_time(2, model, sample)          # the sample is a micro-batch
 
     from gpipe.balance import suggest
     best = suggest(model, batch, ["cuda:0", "cuda:1"]).best
     pipe = gpipe.GPipe(model, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
 
-A model is left as it was found: parameters, gradients, buffers, devices, modes and random state.
+All functions leave the model unchanged: its parameters, gradients, buffers, devices and modes, and the random state.
 """
 
 from __future__ import annotations
@@ -22,8 +22,17 @@ from torch import nn
 from gpipe import _C
 from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion
 from gpipe.batchnorm import DeferredBatchNorm
-from gpipe.checks import check_balance, check_checkpoint, check_chunks, check_devices, check_number, check_whole, place
-from gpipe.pipeline import layers_of, verify_module
+from gpipe.checks import (
+    check_balance,
+    check_checkpoint,
+    check_chunks,
+    check_devices,
+    check_number,
+    check_whole,
+    place_stages,
+)
+from gpipe.model_checks import verify_module
+from gpipe.partition import layers_of
 from gpipe.skip import verify_skippables
 from gpipe.structure import take_apart
 
@@ -57,23 +66,26 @@ def profile(
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
-    """Measures every layer of a model, in training mode, for micro-batches of the sample's size.
+    """Measures each layer of a model in training mode, for micro-batches of the sample's size.
 
     Args:
-        module: the model; it must not be used meanwhile.
-        sample: one micro-batch, as the pipeline's input.
-        device: where to measure; without, a GPU if there is one, else the CPU.
-        workers: stages that will run at the same time on that device: CPU stages slow each other.
-        intraop_threads: threads that one operator of a CPU layer may use; 0: an equal share, as in a pipeline.
-        seconds: after so many no further run is begun.
-        repeats: runs that count, at most.
-        param_scale: bytes that training needs for each byte of a parameter: 2 for plain SGD, 3 with momentum, 4 for
-            Adam.
-        progress: told what part of the work is done, from 0 to 1.
+        module: the model. Nothing else may use it during the measurement.
+        sample: one micro-batch, as for :meth:`gpipe.GPipe.forward`.
+        device: where to measure. Default: the first GPU, or the CPU if there is no GPU.
+        workers: number of stages that will run at once on this device. It matters because CPU stages slow each other.
+        intraop_threads: threads that one operator of a CPU layer may use; 0 for an equal share, as in a pipeline.
+        seconds: time limit in seconds; no run starts after it.
+        repeats: the most runs to measure.
+        param_scale: bytes that training needs per byte of a parameter: 2 for plain SGD, 3 with momentum, 4 for Adam.
+        progress: called with the completed share of the work, from 0 to 1.
+
+    Returns:
+        The measured costs.
 
     Raises:
-        ValueError: for options or a sample that make no sense.
-        RuntimeError: when a layer fails, which it names, or does not fit the device alone.
+        TypeError: if an argument has the wrong type, or the model is not a ``nn.Sequential`` of matching skips.
+        ValueError: if an option is out of range, or if the model or the sample cannot be used in a pipeline.
+        RuntimeError: if a layer fails or does not fit the device alone; the message names the layer.
     """
     options = _options(workers, intraop_threads, seconds, repeats, param_scale, progress)
     layers = _layers(module)
@@ -84,18 +96,22 @@ def profile(
 def balance_by_time(
     partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
-    """The balance whose slowest stage is fastest, where nothing is recomputed.
+    """Measures a model and returns the balance whose slowest stage is fastest, without checkpointing.
 
     Args:
-        partitions: the number of stages.
+        partitions: number of stages.
         module: the model.
-        sample: one micro-batch: its size moves the figures.
-        timeout: seconds that measuring may take, about.
-        device: where to measure; without, a GPU if there is one, else the CPU, with as many stages at once.
+        sample: one micro-batch. The times depend on its size.
+        timeout: approximate time limit for the measurement, in seconds.
+        device: where to measure. Default: the first GPU, or the CPU if there is no GPU. On the CPU, ``partitions``
+            stages run at once.
+
+    Returns:
+        The number of layers of each stage.
 
     Raises:
-        ValueError: for fewer layers than partitions.
-        RuntimeError: as :func:`profile`.
+        ValueError: unless ``partitions`` is between 1 and the number of layers.
+        TypeError, RuntimeError: as :func:`profile`.
     """
     partitions = _check_partitions(partitions, module)
     where = _device(device)
@@ -114,29 +130,32 @@ def balance_by_size(
     device: Device | None = None,
     checkpoint: str = "except_last",
 ) -> list[int]:
-    """The balance whose largest stage needs the fewest bytes, skips included.
+    """Measures a model and returns the balance whose largest stage needs the fewest bytes, skips included.
 
     Args:
-        partitions: the number of stages.
+        partitions: number of stages.
         module: the model.
         input: a mini-batch.
-        chunks: micro-batches that it is cut into.
-        param_scale: bytes that training needs for each byte of a parameter: 2 to 3 for SGD, 4 to 5 for Adam, 4 for
-            Adadelta, 3 for Adagrad, 3 to 5 for RMSprop.
-        device: where to measure; without, a GPU if there is one, else the CPU.
-        checkpoint: the mode of the pipeline.
+        chunks: number of micro-batches that the mini-batch is cut into.
+        param_scale: bytes that training needs per byte of a parameter: 2 to 3 for SGD, 4 to 5 for Adam, 4 for Adadelta,
+            3 for Adagrad, 3 to 5 for RMSprop.
+        device: where to measure. Default: the first GPU, or the CPU if there is no GPU.
+        checkpoint: the checkpoint mode of the pipeline.
+
+    Returns:
+        The number of layers of each stage.
 
     Raises:
-        ValueError: for fewer layers than partitions.
-        RuntimeError: as :func:`profile`.
+        ValueError: unless ``partitions`` is between 1 and the number of layers.
+        TypeError, RuntimeError: as :func:`profile`.
     """
     partitions = _check_partitions(partitions, module)
     chunks = check_chunks(chunks)
     checkpoint = check_checkpoint(checkpoint)
     tensors, structure = take_apart(input)
     parts = [tensor.chunk(chunks) for tensor in tensors]
-    sample = structure.build(of_tensor[0] for of_tensor in parts)
-    # What operators allocate depends on their threads: those that a stage will have.
+    sample = structure.build(pieces[0] for pieces in parts)
+    # The bytes that operators allocate depend on their number of threads, so use that of a stage.
     threads = max(1, torch.get_num_threads() // partitions)
     measured = profile(
         module, sample, device=device, intraop_threads=threads, seconds=0.0, repeats=1, param_scale=param_scale
@@ -153,21 +172,25 @@ def predict(
     bandwidth: float = 0.0,
     copies: bool = False,
 ) -> Prediction:
-    """What a step will cost: forward and backward of one mini-batch, simulated.
+    """Predicts the cost of a training step, the forward and backward of one mini-batch, by simulation.
 
     Args:
-        profile: of micro-batches of the size that ``chunks`` makes.
-        balance: how many layers each stage has.
-        chunks: micro-batches of a mini-batch.
-        checkpoint: the mode of the pipeline.
-        bandwidth: bytes a second between devices; 0: what is sent is there at once, as between CPU stages.
-        copies: what is sent is copied to the receiver's device, as between GPUs.
+        profile: costs for micro-batches of the size that ``chunks`` gives.
+        balance: number of layers of each stage.
+        chunks: number of micro-batches per mini-batch.
+        checkpoint: the checkpoint mode of the pipeline.
+        bandwidth: bytes per second between devices; 0 for transfers without delay, as between CPU stages.
+        copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
+
+    Returns:
+        The predicted seconds, bubble and bytes.
 
     Raises:
-        ValueError: for a balance that does not cut the profile's layers, or options that make no sense.
+        TypeError: if an argument has the wrong type.
+        ValueError: if the balance does not cut the profile's layers, or if an option is out of range.
     """
     if not isinstance(profile, Profile):
-        raise TypeError(f"expected a Profile, as gpipe.balance.profile() returns, but got {type(profile)}")
+        raise TypeError(f"profile must be a Profile, as gpipe.balance.profile() returns, but is {type(profile)}")
     options = _C.RunOptions(
         check_chunks(chunks), check_checkpoint(checkpoint), check_number(bandwidth, "bandwidth"), copies
     )
@@ -188,34 +211,34 @@ def suggest(
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Suggestion:
-    """Measures a model at several micro-batch sizes and searches balance, chunks and checkpoint mode for the fastest
-    way to train it.
+    """Measures a model at several micro-batch sizes. Searches for the balance, number of chunks and checkpoint mode
+    that train it fastest.
 
     Args:
         module: the model.
         sample: a mini-batch.
-        devices: one for each stage; it is measured on the first, to which the others are taken to be alike.
-        chunks: the numbers of chunks to try; without, 1, 2, 4, .. 32, as far as that is possible.
-        checkpoints: the modes to try.
-        memory_limit: the most bytes on one device, CPU stages counted as one each; 0: as many as it may take.
-        bandwidth: bytes a second between devices; 0: what is sent is there at once.
-        seconds: that all measuring may take, about.
+        devices: one per stage. The model is measured on the first; the others are assumed to be equally fast.
+        chunks: numbers of chunks to try. Default: 1, 2, 4, .. 32, up to the number of samples.
+        checkpoints: checkpoint modes to try.
+        memory_limit: the most bytes per device, where each CPU stage counts as a device; 0 for no limit.
+        bandwidth: bytes per second between devices; 0 for transfers without delay.
+        seconds: approximate time limit for all measurements, in seconds.
         intraop_threads, param_scale, progress: as for :func:`profile`.
 
     Returns:
-        The candidates, the best first; or why nothing fits: which device, how many bytes are missing, what would make
-        it fit.
+        The candidates, best first. If none fits: the device, the missing bytes and what would help.
 
     Raises:
-        ValueError: for options that make no sense, and for fewer layers than devices.
+        TypeError: if an argument has the wrong type.
+        ValueError: if an option is out of range, or if there are fewer layers than devices.
         RuntimeError: as :func:`profile`.
     """
     placed = check_devices(devices)
     if not placed:
-        raise ValueError("give at least one device")
+        raise ValueError("devices is empty; give at least one device")
     for name, listed in (("chunks", chunks), ("checkpoints", checkpoints)):
         if isinstance(listed, str) or not isinstance(listed, Iterable):
-            raise TypeError(f"{name} must be a list, of those to try, but is {listed!r}")
+            raise TypeError(f"{name} must be a list of values to try, but is {listed!r}")
     options = _options(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
     layers = _layers(module)
     with _training(module):
@@ -233,11 +256,9 @@ def suggest(
 
 def _check_partitions(partitions: object, module: nn.Sequential) -> int:
     number = check_whole(partitions, "partitions")
-    if number < 1:
-        raise ValueError(f"partitions must be a positive integer, but is {number}")
     verify_module(module)
-    if len(module) < number:
-        raise ValueError(f"sequence is shorter than intended partitions: {len(module)} layers, {number} partitions")
+    if not 1 <= number <= len(module):
+        raise ValueError(f"partitions must be between 1 and the number of layers, {len(module)}, but is {number}")
     return number
 
 
@@ -266,17 +287,18 @@ def _layers(module: nn.Sequential) -> list[Any]:
 
 
 def _device(device: Device | None) -> torch.device:
-    return place(None, 1)[0] if device is None else torch.device(device)
+    return place_stages(None, 1)[0] if device is None else torch.device(device)
 
 
 def _on(value: object, device: torch.device) -> Any:
+    """Returns an object with its tensors on a device."""
     tensors, structure = take_apart(value)
     return structure.build(tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 
 @contextmanager
 def _training(module: nn.Module) -> Iterator[None]:
-    """In training mode, which is undone. Tensors that layers replace by others come back."""
+    """Sets a model to training mode for a block. Restores modes, and parameters and buffers that layers replaced."""
     states = [(each, each.training, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
     module.train()
     try:
@@ -284,7 +306,7 @@ def _training(module: nn.Module) -> Iterator[None]:
     finally:
         for each, training, parameters, buffers in states:
             each.training = training
-            if not isinstance(each, torch.jit.ScriptModule):  # cannot replace them
+            if not isinstance(each, torch.jit.ScriptModule):  # a scripted module cannot replace them
                 each._parameters.update(parameters)
                 each._buffers.update(buffers)
             if isinstance(each, DeferredBatchNorm):

@@ -1,11 +1,13 @@
-"""Batch norm whose running statistics are those of whole mini-batches.
+"""Batch norm that updates its running statistics once per mini-batch.
 
-``GPipe(..., deferred_batch_norm=True)`` does this for all batch norms of a model and changes no module; the layer here
-is for models that use it by name.
+``GPipe(..., deferred_batch_norm=True)`` does this for all batch norms of a model without changing its modules. The
+layer here is for models that name it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -15,21 +17,21 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.checkpoint import is_recomputing
 
-__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]
+__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm", "one_mini_batch"]
 
 M = TypeVar("M", bound=nn.Module)
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Normalises each micro-batch by its own mean and variance, and updates its running statistics once a mini-batch,
-    with the mean and the unbiased variance of all of it.
+    """Normalizes each micro-batch by its own mean and variance. Updates its running statistics once per mini-batch,
+    with the mean and the unbiased variance of the whole mini-batch.
 
-    In a :class:`gpipe.GPipe` a mini-batch is what the pipeline is called with; elsewhere, ``chunks`` forwards in a row.
-    It counts what it sees, so a pipeline that has such layers is to be called by one thread at a time.
+    In a :class:`gpipe.GPipe`, a mini-batch is the input of one call. Elsewhere it is ``chunks`` consecutive forwards.
+    Not thread-safe: call a pipeline that has such layers from one thread at a time.
 
     Args:
         num_features, eps, momentum, affine: as for ``nn.BatchNorm2d``.
-        chunks: micro-batches of a mini-batch, outside pipelines.
+        chunks: number of micro-batches per mini-batch, outside pipelines.
     """
 
     def __init__(
@@ -41,25 +43,26 @@ class DeferredBatchNorm(_BatchNorm):
         self.reset()
 
     def reset(self) -> None:
-        """Forgets the micro-batches since the last update."""
+        """Discards the statistics of the micro-batches since the last update."""
         self.tracked = 0  # micro-batches
-        self.counter = 0.0  # values of each feature
-        # Chan, Golub, LeVeque: Algorithms for computing the sample variance (1983).
+        self.counter = 0.0  # values per feature
+        # As in Chan, Golub, LeVeque: Algorithms for computing the sample variance (1983).
         self._mean: Tensor | None = None
-        self._squares: Tensor | None = None  # sum of squared distances from the mean
+        self._squares: Tensor | None = None  # sum of squared differences from the mean
 
     def begin_mini_batch(self) -> None:
-        """A pipeline begins one: until its end nothing is committed but by :meth:`commit`."""
+        """Called by a pipeline. Until :meth:`end_mini_batch`, only :meth:`commit` updates the running statistics."""
         self.reset()
         self.in_pipeline = True
 
     def end_mini_batch(self) -> None:
+        """Called by a pipeline. Discards statistics that were not committed."""
         self.reset()
         self.in_pipeline = False
 
     def commit(self) -> None:
-        """Updates the running statistics and their count with the micro-batches since the last time, if there were any.
-        The statistics stay where those had no values."""
+        """Updates the running statistics with the micro-batches since the last update, if there are any. A mini-batch
+        without values is counted, but does not change the statistics."""
         if self.tracked == 0:
             return
         assert self.running_mean is not None and self.running_var is not None
@@ -68,7 +71,7 @@ class DeferredBatchNorm(_BatchNorm):
             self.num_batches_tracked += 1
             if self._mean is not None and self._squares is not None:
                 factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-                variance = self._squares / (self.counter - 1)  # batch norm refuses a single value
+                variance = self._squares / (self.counter - 1)  # batch norm raises for a single value
                 self.running_mean.lerp_(self._mean.to(self.running_mean), factor)
                 self.running_var.lerp_(variance.to(self.running_var), factor)
         self.reset()
@@ -103,29 +106,29 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
-            raise ValueError(f"expected at least 2 dimensions, but got {input.dim()}")
+            raise ValueError(f"the input must have at least 2 dimensions, but has {input.dim()}")
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any, **kwargs: Any) -> None:
-        for name in ("sum", "sum_squares"):  # of torchgpipe
+        for name in ("sum", "sum_squares"):  # saved by torchgpipe
             state_dict.pop(prefix + name, None)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     @classmethod
     def convert_deferred_batch_norm(cls, module: nn.Module, chunks: int = 1) -> nn.Module:
-        """As :func:`convert_deferred_batch_norm`."""
+        """Same as the function :func:`convert_deferred_batch_norm`."""
         return convert_deferred_batch_norm(module, chunks)
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Replaces every batch norm in a module, or the module itself, by a :class:`DeferredBatchNorm` that shares its
-    parameters and buffers. Those that keep no running statistics stay.
+    """Replaces each batch norm in a module by a :class:`DeferredBatchNorm` with the same parameters and buffers. Batch
+    norms without running statistics stay.
 
     Args:
-        module: whose children are replaced in place.
-        chunks: micro-batches of a mini-batch, outside pipelines.
+        module: a batch norm, or a module whose submodules are replaced in place.
+        chunks: number of micro-batches per mini-batch, outside pipelines.
 
     Returns:
-        The module, or what replaces it.
+        The module, or its replacement if it is a batch norm.
     """
     if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
         return module
@@ -140,3 +143,17 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
     for name, child in module.named_children():
         converted.add_module(name, convert_deferred_batch_norm(child, chunks))
     return converted
+
+
+@contextmanager
+def one_mini_batch(norms: Iterable[DeferredBatchNorm]) -> Iterator[None]:
+    """Treats all forwards in a block as one mini-batch. An error leaves the running statistics unchanged."""
+    for norm in norms:
+        norm.begin_mini_batch()
+    try:
+        yield
+        for norm in norms:
+            norm.commit()
+    finally:
+        for norm in norms:
+            norm.end_mini_batch()

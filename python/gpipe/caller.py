@@ -1,4 +1,4 @@
-"""What a pipeline's caller has set up around the call."""
+"""Modes of PyTorch that are active around the call of a pipeline."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from torch._C import _autograd, _TorchDispatchModeKey
 from torch.utils import checkpoint as _checkpoint
 
-__all__ = ["outside_checkpoints", "refuse_sharded_layers", "refuse_tracing"]
+__all__ = ["outside_checkpoints", "prepare_compilation", "refuse_sharded_layers", "refuse_tracing"]
 
 _TRACERS = {
     _TorchDispatchModeKey.PROXY: "make_fx",
@@ -21,8 +21,7 @@ _TRACERS = {
 
 
 def refuse_tracing() -> None:
-    """Raises NotImplementedError where the layers' operators are traced: they would run in threads that the trace does
-    not follow."""
+    """Raises NotImplementedError while PyTorch traces. A trace does not follow the pipeline's worker threads."""
     if torch.compiler.is_exporting():
         raise _refusal("torch.export")
     for key, tracer in _TRACERS.items():
@@ -32,16 +31,16 @@ def refuse_tracing() -> None:
 
 def _refusal(tracer: str) -> NotImplementedError:
     return NotImplementedError(
-        f"a pipeline cannot be traced ({tracer}): its layers run in threads of its own. Trace the unpartitioned model, "
-        "whose state has the same keys"
+        f"a pipeline cannot be traced ({tracer}) because its layers run in worker threads; trace the unpartitioned "
+        "model, whose state has the same keys"
     )
 
 
 def refuse_sharded_layers(stages: nn.Module) -> None:
-    """Raises RuntimeError for stages and layers that are sharded, which only the whole pipeline can be.
+    """Raises RuntimeError if a stage or a layer is sharded. Only the whole pipeline may be.
 
-    FSDP reduces a layer's gradients after each of its backwards, and there is one per micro-batch. And a thread that
-    has run operators of DTensors aborts the process when it ends (PyTorch 2.11).
+    FSDP reduces a layer's gradients after each of its backwards, and a pipeline runs one per micro-batch. And in
+    PyTorch 2.11, a thread that has run operators of DTensors aborts the process when it ends.
     """
     fsdp = sys.modules.get("torch.distributed.fsdp")
     tensors = sys.modules.get("torch.distributed.tensor")
@@ -55,23 +54,36 @@ def refuse_sharded_layers(stages: nn.Module) -> None:
         else:
             continue
         raise RuntimeError(
-            f"partitions.{name} is sharded ({how}), but stages and layers of a pipeline cannot be; shard the whole "
-            "pipeline by fully_shard(pipe), or wrap it in DistributedDataParallel"
+            f"partitions.{name} is sharded ({how}), but the stages and layers of a pipeline cannot be; shard the whole "
+            "pipeline with fully_shard(pipe), or wrap it in DistributedDataParallel"
         )
 
 
 @contextmanager
 def outside_checkpoints() -> Iterator[None]:
-    """Lifts the hooks by which torch.utils.checkpoint replaces the tensors that operators save. They would come along
-    to the pipeline's workers, whose backward would then run the pipeline anew. Hooks of others stay."""
-    lifted = []
+    """Removes the saved-tensor hooks of torch.utils.checkpoint for a block; other hooks stay.
+
+    The workers would inherit the hooks, and their backward would run the whole pipeline again.
+    """
+    removed = []
     while hooks := _autograd._top_saved_tensors_default_hooks(True):
         if getattr(hooks[0], "__module__", None) != _checkpoint.__name__:
             break
         _autograd._pop_saved_tensors_default_hooks()
-        lifted.append(hooks)
+        removed.append(hooks)
     try:
         yield
     finally:
-        for hooks in reversed(lifted):
+        for hooks in reversed(removed):
             _autograd._push_saved_tensors_default_hooks(*hooks)
+
+
+def prepare_compilation() -> None:
+    """Makes the calling thread the first that compiles, if layers are compiled.
+
+    On a machine without GPUs, the first thread that compiles leaves a device guard for all threads. The guard ends with
+    that thread, and the next compilation crashes (PyTorch 2.11). A worker must therefore not be the first.
+    """
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and dynamo.cached_backends:
+        torch._C._ensureCUDADeviceGuardSet()

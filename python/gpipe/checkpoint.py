@@ -1,4 +1,4 @@
-"""Tells a layer what its forward is run for."""
+"""Tells a layer whether its forward will be recomputed, or is a recompute."""
 
 from gpipe._C import is_checkpointing, is_recomputing
 

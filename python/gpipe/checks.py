@@ -1,4 +1,4 @@
-"""What callers give, checked: the right value, or an error in words."""
+"""Checks of arguments. Each function returns the value in its expected type, or raises."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import operator
 from collections.abc import Iterable
 
 import torch
+
+from gpipe import _C
 
 __all__ = [
     "BalanceError",
@@ -15,15 +17,12 @@ __all__ = [
     "check_devices",
     "check_number",
     "check_whole",
-    "place",
+    "place_stages",
 ]
-
-_CHECKPOINTS = ("always", "except_last", "never")
 
 _ADVICE = """
 
-If your model is still under development, its optimal balance would change frequently. In this case, let
-gpipe.balance find one:
+gpipe.balance finds a balance for a model that still changes:
 
   import gpipe
   from gpipe.balance import balance_by_time
@@ -34,11 +33,12 @@ gpipe.balance find one:
 
 
 class BalanceError(ValueError):
-    """A balance that does not cut the model."""
+    """A balance that does not cut the model into stages."""
 
 
 def check_whole(value: object, name: str) -> int:
-    """An integer, of any type that is one. Raises TypeError."""
+    """Returns an integer of any integer type as ``int``. Raises TypeError for other values; ``name`` is for its
+    message."""
     if not isinstance(value, bool):
         try:
             return operator.index(value)  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def check_whole(value: object, name: str) -> int:
 
 
 def check_number(value: object, name: str) -> float:
-    """A number. Raises TypeError."""
+    """Returns a number as ``float``. Raises TypeError for other values; ``name`` is for its message."""
     if not isinstance(value, (bool, str)):
         try:
             return float(value)  # type: ignore[arg-type]
@@ -58,46 +58,57 @@ def check_number(value: object, name: str) -> float:
 
 
 def check_chunks(chunks: object) -> int:
-    """A number of chunks; 2.0 is 2, as in torchgpipe. Raises TypeError, or ValueError unless it is positive."""
+    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does.
+
+    Raises:
+        TypeError: if it is not a whole number.
+        ValueError: if it is not positive.
+    """
     if isinstance(chunks, float) and chunks.is_integer():
         chunks = int(chunks)
-    whole = check_whole(chunks, "number of chunks")
-    if whole <= 0:
-        raise ValueError(f"number of chunks must be positive integer, but is {whole}")
-    return whole
+    number = check_whole(chunks, "chunks")
+    _C.check_chunks(number)
+    return number
 
 
 def check_checkpoint(checkpoint: object) -> str:
-    """A checkpoint mode. Raises TypeError, or ValueError."""
-    names = "'always', 'except_last', or 'never'"
-    if not isinstance(checkpoint, str):
-        raise TypeError(f"checkpoint must be one of {names}, but is {checkpoint!r}")
-    if checkpoint not in _CHECKPOINTS:
-        raise ValueError(f"checkpoint is not one of {names}, but {checkpoint!r}")
-    return str(checkpoint)
+    """Returns the name of a checkpoint mode.
+
+    Raises:
+        TypeError: if it is not a ``str``.
+        ValueError: if no mode has this name.
+    """
+    return _C.check_checkpoint(checkpoint)
 
 
 def check_balance(balance: object, layers: int) -> list[int]:
-    """A balance that cuts so many layers. Raises TypeError, ValueError."""
-    if balance is None:
-        raise ValueError("balance is required: the number of layers of each stage" + _ADVICE)
-    if not isinstance(balance, Iterable):
+    """Returns the balance of a model of ``layers`` layers. An empty model has the balance ``[]``.
+
+    Raises:
+        TypeError: if it is not an iterable of integers.
+        BalanceError: if it does not cut the model.
+    """
+    if balance is not None and not isinstance(balance, Iterable):
         raise TypeError(f"balance must be a list of the number of layers of each stage, but is {balance!r}" + _ADVICE)
-    checked = [check_whole(number, "each number of a balance") for number in balance]
-    if sum(checked) != layers:
-        raise BalanceError(
-            "module and sum of balance have different length "
-            f"(module: {layers}, sum of balance: {sum(checked)})" + _ADVICE
-        )
-    if any(number <= 0 for number in checked):
-        raise BalanceError(f"all balance numbers must be positive integer (balance: {checked})" + _ADVICE)
+    numbers = [] if balance is None else list(balance)
+    checked = [check_whole(number, "each number of a balance") for number in numbers]
+    if balance is None or checked or layers > 0:
+        try:
+            _C.check_balance(checked, layers)
+        except ValueError as error:
+            raise BalanceError(f"{error}{_ADVICE}") from None
     return checked
 
 
 def check_devices(devices: object) -> list[torch.device]:
-    """A list of devices. Raises TypeError, or RuntimeError for a name that PyTorch does not know."""
+    """Returns a list of devices.
+
+    Raises:
+        TypeError: if it is not a list of devices.
+        RuntimeError: if PyTorch does not know the name of a device.
+    """
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices must be a list, with a device for each stage, but is {devices!r}")
+        raise TypeError(f"devices must be a list with one device per stage, but is {devices!r}")
     listed = list(devices)
     for device in listed:
         if isinstance(device, bool):
@@ -105,19 +116,18 @@ def check_devices(devices: object) -> list[torch.device]:
     return [torch.device(device) for device in listed]
 
 
-def place(devices: object | None, stages: int) -> list[torch.device]:
-    """A device for each stage. Raises as :func:`check_devices`; IndexError for too few, or one that is not there."""
-    if devices is None:
-        gpus = torch.cuda.device_count()
-        devices = range(gpus) if gpus else ["cpu"] * stages
-    placed = check_devices(devices)
-    if len(placed) < stages:
-        raise IndexError(f"too few devices to hold given partitions (devices: {len(placed)}, partitions: {stages})")
-    placed = placed[:stages]
-    for device in placed:  # before any layer is moved
-        accelerator = torch.accelerator.current_accelerator()
-        ours = accelerator is not None and device.type == accelerator.type
-        count = 1 if device.type == "cpu" else torch.accelerator.device_count() if ours else 0
-        if device.type != "cpu" and (device.index or 0) >= count:
-            raise IndexError(f"device {device} is not there; this process sees {count} of its kind")
-    return placed
+def place_stages(devices: object | None, stages: int) -> list[torch.device]:
+    """Returns the device of each stage.
+
+    Args:
+        devices: the user's devices, or ``None`` for the default: the GPUs, or the CPU for each stage if there are none.
+        stages: the number of stages.
+
+    Raises:
+        TypeError, RuntimeError: as :func:`check_devices`.
+        IndexError: for fewer devices than stages, or a device that this process does not have.
+    """
+    given = [] if devices is None else [str(device) for device in check_devices(devices)]
+    if devices is not None and not given and stages > 0:
+        raise IndexError("devices is empty; give one device per stage, or None for the default")
+    return [torch.device(device) for device in _C.place_stages(given, stages)]

@@ -1,8 +1,8 @@
-"""Python's and NumPy's global generators, which a recompute must find as the forward found them.
+"""Makes recomputes repeat the draws of Python's and NumPy's global generators.
 
-Draws of PyTorch come from a :class:`gpipe.RandomScope`. ``random`` and ``numpy.random`` have one global generator each,
-which all stages draw from. A stage that draws from them runs its forwards and recomputes alone, under a lock: so a
-recompute repeats the draws of its forward.
+``random`` and ``numpy.random`` have one global generator each, which all stages share. A stage that draws from them
+runs its forwards and recomputes under a lock, and each recompute starts from the state that its forward started from.
+(PyTorch's draws come from a :class:`gpipe.RandomScope` instead.)
 """
 
 from __future__ import annotations
@@ -17,66 +17,74 @@ from typing import Any
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 
+__all__ = ["Draws", "without_turn"]
+
 _lock = threading.Lock()
 _thread = threading.local()
 
 
-def _state() -> tuple[Any, Any]:
-    """The states of both generators, comparable; None for NumPy's while it is not imported."""
-    numpy = sys.modules.get("numpy.random")
-    if numpy is None:
-        return random.getstate(), None
-    name, key, *rest = numpy.get_state()
-    return random.getstate(), (name, key.tobytes(), *rest)
-
-
-def _set_state(state: tuple[Any, Any]) -> None:
-    python, of_numpy = state
-    random.setstate(python)
-    if of_numpy is not None:
-        import numpy
-
-        name, key, *rest = of_numpy
-        numpy.random.set_state((name, numpy.frombuffer(key, dtype=numpy.uint32), *rest))
-
-
 @contextmanager
-def _alone() -> Iterator[None]:
+def _turn() -> Iterator[None]:
+    """Holds the lock for a block."""
     with _lock:
-        _thread.alone = True
+        _thread.has_turn = True
         try:
             yield
         finally:
-            _thread.alone = False
+            _thread.has_turn = False
 
 
 @contextmanager
-def shared() -> Iterator[None]:
-    """Lets other stages draw while this one waits, as for a pipeline inside one of its layers."""
-    if not getattr(_thread, "alone", False):
+def without_turn() -> Iterator[None]:
+    """Releases the lock for a block, if this thread holds it. For a stage that waits for a pipeline inside one of its
+    layers, whose stages may need the lock."""
+    if not getattr(_thread, "has_turn", False):
         yield
         return
-    _thread.alone = False
+    _thread.has_turn = False
     _lock.release()
     try:
         yield
     finally:
         _lock.acquire()
-        _thread.alone = True
+        _thread.has_turn = True
+
+
+class _State:
+    """The state of both generators."""
+
+    def __init__(self) -> None:
+        self.python = random.getstate()
+        numpy = sys.modules.get("numpy.random")  # None until something imports NumPy
+        self.numpy = None if numpy is None else numpy.get_state()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _State) and self._comparable() == other._comparable()
+
+    def _comparable(self) -> tuple[Any, Any]:
+        if self.numpy is None:
+            return self.python, None
+        name, key, *rest = self.numpy
+        return self.python, (name, key.tobytes(), *rest)
+
+    def restore(self) -> None:
+        random.setstate(self.python)
+        if self.numpy is not None:
+            sys.modules["numpy.random"].set_state(self.numpy)
 
 
 class Draws:
-    """Repeats a stage's draws from the global generators in its recomputes. Used by one thread at a time."""
+    """Repeats a stage's draws in its recomputes. Used by one thread at a time."""
 
     def __init__(self) -> None:
-        self._draws = False
-        self._first = True  # whether the next forward is the first of a mini-batch, which shows if the stage draws
+        self._draws = False  # whether the stage drew in its last forward under the lock
+        self._first = True  # whether the next forward is the first of a mini-batch, which always takes the lock
 
     def __call__(self, run: Callable[[Any], Any], input: Any) -> Any:
-        """Calls ``run(input)``, the layers of the stage.
+        """Calls ``run(input)``, which runs the layers of the stage.
 
         Raises:
-            RuntimeError: when a recompute drew other numbers than its forward.
+            RuntimeError: if a recompute drew other numbers than its forward.
         """
         if is_checkpointing():
             return self._forward(run, input)
@@ -85,33 +93,34 @@ class Draws:
     def _forward(self, run: Callable[[Any], Any], input: Any) -> Any:
         if not (self._draws or self._first):
             return run(input)
-        with _alone():
-            before = _state()
+        with _turn():
+            before = _State()
             output = run(input)
-            after = _state()
+            after = _State()
         self._first = False
         self._draws = after != before
         if self._draws:
-            _C.keep_for_recompute((before, after))
+            _C.save_for_recompute((before, after))
         return output
 
     def _recompute(self, run: Callable[[Any], Any], input: Any) -> Any:
         self._first = True
-        kept = _C.kept_for_recompute()
-        if kept is None:
+        saved = _C.saved_for_recompute()
+        if saved is None:
             return run(input)
-        before, after = kept
-        with _alone():
-            now = _state()
-            _set_state(before)
+        before, after = saved
+        with _turn():
+            now = _State()
+            before.restore()
             try:
                 output = run(input)
-                end = _state()
+                end = _State()
             finally:
-                _set_state(now)
-        if end not in (before, after):  # where the stage draws nothing, another thread drew during its forward
+                now.restore()
+        # A stage that draws nothing ends in `before`: then another thread drew during its forward, which is harmless.
+        if end not in (before, after):
             raise RuntimeError(
                 "a recompute drew other numbers from Python's or NumPy's global generator than its forward, because "
-                "other threads draw from it too: draw with torch instead, or use checkpoint='never'"
+                "other threads draw from it too; draw with torch instead, or use checkpoint='never'"
             )
         return output

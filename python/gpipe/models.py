@@ -1,10 +1,10 @@
-"""Models of skippable layers, flat: they can be cut between any two layers. The layers are C++ ones.
+"""Models that can be cut between any two layers. The layers are implemented in C++ and use skip connections.
 
     model = gpipe.models.unet(out_channels=1)
     pipe = gpipe.GPipe(model, gpipe.balance.balance_by_time(2, model, sample), chunks=4)
 
-Their states are those of the C++ programs: the same keys, the same shapes. A model can be copied by ``copy.deepcopy``;
-to keep one, save its ``state_dict()``.
+Their states have the keys and shapes of the C++ models. ``copy.deepcopy`` copies a model. A model cannot be pickled;
+save its ``state_dict()``.
 """
 
 from __future__ import annotations
@@ -18,17 +18,18 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import _C
-from gpipe.skip import Namespace, Skippable, native_namespace
+from gpipe.skip import Namespace, Skippable
+from gpipe.skip.namespace import native_namespace
 
 __all__ = ["NativeLayer", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
 
 
-# What a copy of a layer has by being made.
-_OWN = ("_native", "_namespaces", "_tensors", "_places", "_parameters", "_buffers", "_modules")
+# Attributes that the constructor of a copy sets.
+_CONSTRUCTED = ("_native", "_namespaces", "_tensors", "_places", "_parameters", "_buffers", "_modules")
 
 
 class NativeLayer(Skippable):
-    """A C++ layer as a module: its parameters and buffers are the layer's own."""
+    """A C++ layer as a module. It shares its parameters and buffers with the layer."""
 
     def __init__(self, native: _C.NativeLayer, namespaces: dict[str, Namespace]) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class NativeLayer(Skippable):
         self.stashable_names = frozenset(name for _, name in stashes)
         self.poppable_names = frozenset(name for _, name in pops)
         self._tensors: list[Tensor] = []
-        self._places: list[tuple[str, dict[str, Any], str]] = []  # of each: its path, where it stands, its name there
+        self._places: list[tuple[str, dict[str, Any], str]] = []  # for each: path, dict that holds it, key
         for path, tensor, is_parameter in native.tensors():
             *parents, name = path.split(".")
             owner: nn.Module = self
@@ -52,25 +53,25 @@ class NativeLayer(Skippable):
             self._tensors.append(tensor)
             self._places.append((path, owner._parameters if is_parameter else owner._buffers, name))
         self._namespaces = namespaces
-        self._tell_namespaces()
+        self._pass_namespaces()
 
     def forward(self, input: Any) -> Any:
         for tensor, (path, table, name) in zip(self._tensors, self._places):
             if table.get(name) is not tensor:
                 raise RuntimeError(
-                    f"{path} of the C++ layer '{self._native.name}' was replaced, which the layer does not see; copy "
-                    "into it instead: load_state_dict(..., assign=False), or parameter.data.copy_(...)"
+                    f"{path} of the C++ layer '{self._native.name}' was replaced, but the layer still has the old "
+                    "tensor; copy into it instead: load_state_dict(..., assign=False), or parameter.data.copy_(...)"
                 )
         self._native.train(self.training)
         return self._native.forward(input)
 
     def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> NativeLayer:
         super().isolate(ns, only=only)
-        self._tell_namespaces()
+        self._pass_namespaces()
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NativeLayer:
-        with torch.no_grad():  # the tensors stay the layer's
+        with torch.no_grad():  # keep the tensor objects, which the C++ layer shares
             for tensor in self._tensors:
                 tensor.data = fn(tensor.data)
                 if tensor.grad is not None:
@@ -84,17 +85,18 @@ class NativeLayer(Skippable):
             copied.requires_grad_(tensor.requires_grad)
             copied.grad = copy.deepcopy(tensor.grad, memo)
             memo[id(tensor)] = copied
-        for name, value in self.__dict__.items():  # hooks, and what the user has set
-            if name not in _OWN:
+        for name, value in self.__dict__.items():  # hooks and the user's attributes
+            if name not in _CONSTRUCTED:
                 twin.__dict__[name] = copy.deepcopy(value, memo)
         return twin
 
-    def _tell_namespaces(self) -> None:
+    def _pass_namespaces(self) -> None:
+        """Gives the C++ layer the namespaces of its skips."""
         for name in self.stashable_names | self.poppable_names:
             self._native.isolate(native_namespace(self.namespace_of(name)), name)
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a C++ layer cannot be pickled; save the model's state_dict()")
+        raise TypeError("a C++ layer cannot be pickled; save the model's state_dict() instead")
 
     def extra_repr(self) -> str:
         return self._native.describe()
@@ -124,16 +126,16 @@ def unet(
 
     Args:
         in_channels: channels of the input image.
-        out_channels: channels of the output, one a class: logits.
-        depth: how often the resolution is halved; the number of skips.
-        base_channels: channels at full resolution; they double with each halving.
-        convolutions: convolutions (3x3, batch norm, ReLU) in each block.
-        dropout: probability that a channel is dropped at the end of each block.
-        dims: 2 for inputs (N, C, H, W), 3 for (N, C, D, H, W). Any size of at least 1 will do.
-        upsampling: ``'transposed'`` convolutions, or ``'linear'`` interpolation.
+        out_channels: channels of the output: logits, one channel per class.
+        depth: number of times that the resolution is halved; also the number of skips.
+        base_channels: channels at full resolution; they double at each halving.
+        convolutions: number of convolutions (3x3, batch norm, ReLU) per block.
+        dropout: probability of dropping a channel at the end of each block.
+        dims: 2 for inputs (N, C, H, W), 3 for (N, C, D, H, W), of any size.
+        upsampling: ``'transposed'`` for transposed convolutions, ``'linear'`` for interpolation.
 
     Raises:
-        ValueError: which names the option and its value.
+        ValueError: if an option is out of range; the message names the option and its value.
     """
     return _sequential(
         _C.unet(in_channels, out_channels, depth, base_channels, convolutions, dropout, dims, upsampling)
@@ -145,15 +147,15 @@ def _resnet(depth: int, num_classes: int, in_channels: int, small_images: bool) 
 
 
 def resnet18(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
-    """A ResNet-18 (He et al., arXiv:1512.03385), as torchvision's, flat.
+    """A ResNet-18 (He et al., arXiv:1512.03385) with the architecture of torchvision's.
 
     Args:
-        num_classes: outputs: logits.
-        in_channels: channels of the input image, (N, C, H, W); any size of at least 1 will do.
-        small_images: keeps small images (MNIST, CIFAR) at full resolution in the stem.
+        num_classes: number of outputs, which are logits.
+        in_channels: channels of the input image (N, C, H, W), of any size.
+        small_images: whether the stem keeps the resolution, for small images such as MNIST and CIFAR.
 
     Raises:
-        ValueError: which names the option and its value.
+        ValueError: if an option is out of range; the message names the option and its value.
     """
     return _resnet(18, num_classes, in_channels, small_images)
 

@@ -8,28 +8,31 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpipe import _C
-from gpipe.checks import check_chunks
-from gpipe.structure import take_apart
 
-__all__ = ["RandomScope", "reference"]
+__all__ = ["RandomScope"]
 
 
 class RandomScope:
-    """Within it, random draws on this thread that name no generator (dropout, ``torch.rand``, ..) come from a stream
-    that depends on ``(seed, layer, micro_batch)`` alone. A pipeline opens one around each layer of each micro-batch, in
-    the forward and again in the recompute.
+    """A context manager in which this thread's random draws come from a stream that depends only on ``(seed, layer,
+    micro_batch)``. It affects all draws without an explicit generator, such as dropout and ``torch.rand``. A pipeline
+    enters a scope around each layer of each micro-batch, in the forward and again in the recompute.
 
         seed = RandomScope.draw_seed()
         with RandomScope(seed, layer=2, micro_batch=0):
             y = dropout(x)
 
-    ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.manual_seed`` then mean the scope's stream too, so
-    ``torch.utils.checkpoint`` inside a layer repeats the layer's draws.
+    Inside a scope, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.manual_seed`` apply to the scope's
+    stream, so that ``torch.utils.checkpoint`` in a layer repeats the layer's draws.
 
-    Scopes nest; each belongs to the thread that entered it.
+    Scopes nest. A scope belongs to the thread that entered it.
+
+    Args:
+        seed: the seed of a mini-batch, of 64 bits.
+        layer: index of the layer in the model.
+        micro_batch: index of the micro-batch in the mini-batch.
     """
 
     def __init__(self, seed: int, layer: int, micro_batch: int) -> None:
@@ -38,7 +41,7 @@ class RandomScope:
 
     @staticmethod
     def draw_seed() -> int:
-        """One draw of 64 bits from the default generator: the seed of a mini-batch."""
+        """Draws the seed of a mini-batch, of 64 bits, from the default generator."""
         return _C.draw_seed()
 
     def __enter__(self) -> RandomScope:
@@ -51,37 +54,11 @@ class RandomScope:
         self._scopes.pop().close()
 
 
-def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
-    """What a pipeline of the model computes, without one: runs the model micro-batch by micro-batch, with the random
-    numbers that the pipeline's layers would get.
-
-    Args:
-        module: the unpartitioned model.
-        input: as the pipeline's; dimension 0 of each tensor is the batch.
-        chunks: micro-batches that the mini-batch is cut into.
-
-    Returns:
-        What the last layer returns, joined along dimension 0.
-    """
-    chunks = check_chunks(chunks)
-    inputs, structure = take_apart(input)
-    seed = RandomScope.draw_seed()
-    outputs = []
-    for micro_batch, parts in enumerate(zip(*(tensor.chunk(chunks) for tensor in inputs), strict=True)):
-        value = structure.build(parts)
-        for index, layer in enumerate(module):
-            with RandomScope(seed, index, micro_batch):
-                value = layer(value)
-        outputs.append(take_apart(value))
-    if not outputs:
-        raise ValueError("there is no input tensor")
-    if any(made != outputs[0][1] for _, made in outputs):
-        raise RuntimeError(f"the last layer returned {' and '.join(repr(made) for _, made in outputs)}")
-    return outputs[0][1].build(torch.cat(pieces) for pieces in zip(*(tensors for tensors, _ in outputs), strict=True))
+# Inside a scope, PyTorch's functions for default generators apply to the scope's generators.
 
 
 def _redirect(function: Callable[..., Any], in_scope: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of PyTorch's that reads or writes a default generator, or inside a scope the scope's."""
+    """Returns a function that calls ``in_scope`` inside a scope, and ``function`` elsewhere."""
 
     @functools.wraps(function)
     def redirected(*args: Any, **kwargs: Any) -> Any:
@@ -97,20 +74,20 @@ def _generator(device: torch.device | int | str) -> torch.Generator:
     return generator
 
 
-def _get_state(device: torch.device | int | str = "cpu") -> Tensor:
+def _get_state(device: torch.device | int | str = "cuda") -> Tensor:
     return _generator(device).get_state()
 
 
-def _set_state(new_state: Tensor, device: torch.device | int | str = "cpu") -> None:
+def _set_state(new_state: Tensor, device: torch.device | int | str = "cuda") -> None:
     _generator(device).set_state(new_state)
 
 
-def _get_cuda_state(device: torch.device | int | str = "cuda") -> Tensor:
-    return _get_state(device)
+def _get_cpu_state() -> Tensor:
+    return _get_state("cpu")
 
 
-def _set_cuda_state(new_state: Tensor, device: torch.device | int | str = "cuda") -> None:
-    _set_state(new_state, device)
+def _set_cpu_state(new_state: Tensor) -> None:
+    _set_state(new_state, "cpu")
 
 
 def _seed(seed: int) -> torch.Generator:
@@ -119,9 +96,9 @@ def _seed(seed: int) -> torch.Generator:
     return _generator("cpu").manual_seed(int(seed))
 
 
-# torch.utils.checkpoint looks these up here.
-torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, _get_state)
-torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, _set_state)
+# torch.utils.checkpoint looks the functions up under these names.
+torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, _get_cpu_state)
+torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, _set_cpu_state)
 torch.manual_seed = torch.random.manual_seed = _redirect(torch.manual_seed, _seed)
-torch.cuda.get_rng_state = _redirect(torch.cuda.get_rng_state, _get_cuda_state)
-torch.cuda.set_rng_state = _redirect(torch.cuda.set_rng_state, _set_cuda_state)
+torch.cuda.get_rng_state = _redirect(torch.cuda.get_rng_state, _get_state)
+torch.cuda.set_rng_state = _redirect(torch.cuda.set_rng_state, _set_state)

@@ -1,4 +1,4 @@
-"""Objects that hold tensors, taken apart and built again."""
+"""Splits objects into tensors and structure, and rebuilds them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["Structure", "take_apart"]
 
 
 class Structure:
-    """What an object is made of but its tensors: tuples, named tuples, lists, dicts, and ``None``."""
+    """An object without its tensors: the tuples, named tuples, lists, dicts and ``None`` that it is made of."""
 
     def __init__(self, tree: TreeSpec, present: tuple[bool, ...]) -> None:
         self._tree = tree
-        self._present = present  # or None, of each leaf
+        self._present = present  # for each leaf: whether it is a tensor, not None
 
     def build(self, tensors: Iterable[Any]) -> Any:
-        """An object of this structure, with the tensors in the order in which they were taken out."""
-        left = iter(tensors)
-        return tree_unflatten([next(left) if present else None for present in self._present], self._tree)
+        """Returns an object of this structure with the given tensors, in the order of :func:`take_apart`."""
+        remaining = iter(tensors)
+        return tree_unflatten([next(remaining) if present else None for present in self._present], self._tree)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Structure) and self._present == other._present and self._tree == other._tree
@@ -32,13 +32,19 @@ class Structure:
 
 
 def take_apart(value: object) -> tuple[list[Tensor], Structure]:
-    """The tensors of an object, and its structure.
+    """Splits an object.
+
+    Args:
+        value: a tensor; or tensors and ``None`` in tuples, named tuples, lists, dicts and classes that are registered
+            with :mod:`torch.utils._pytree`.
+
+    Returns:
+        The tensors, and the structure.
 
     Raises:
-        TypeError: for anything but tensors, and tensors and ``None`` in tuples, named tuples, lists, dicts, and classes
-            that :mod:`torch.utils._pytree` was told of.
+        TypeError: for any other object.
     """
-    # The two tensors of a packed sequence do not share a dimension 0.
+    # A PackedSequence is not a container here: its two tensors have different sizes in dimension 0.
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
     for leaf in leaves:
         if not isinstance(leaf, Tensor) and (leaf is not None or leaf is value):

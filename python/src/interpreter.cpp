@@ -14,15 +14,15 @@ namespace {
 
 namespace py = pybind11;
 
-constexpr std::chrono::seconds kPatience{1};
+constexpr std::chrono::seconds kExitTimeout{1};
 
 struct Exiting : std::runtime_error {
-  Exiting() : std::runtime_error("[gpipe] the interpreter exits") {}
+  Exiting() : std::runtime_error("[gpipe] the Python interpreter is exiting") {}
 };
 
-// Of this process's one interpreter. A thread counts itself before it looks whether the interpreter exits, and exit
-// says so before it looks at the count: one of them sees the other.
-std::atomic<int> under_way = 0;
+// A new call increments the count, then reads the flag. Exit sets the flag, then reads the count. So at least one of
+// them sees the other.
+std::atomic<int> calls = 0;
 std::atomic<bool> exiting = false;
 
 #if PY_VERSION_HEX < 0x030D0000
@@ -33,17 +33,17 @@ bool finalizing() { return Py_IsFinalizing() != 0; }
 
 bool alive() { return Py_IsInitialized() != 0 && !finalizing(); }
 
-// Calls what asks for the lock.
+/// Calls f, which takes the interpreter's lock. Stops the thread if the interpreter has finished.
 template <typename F>
-auto ask(F f) {
+auto take_lock(F f) {
   try {
     return f();
-  } catch (abi::__forced_unwind&) {  // the interpreter has exited
+  } catch (abi::__forced_unwind&) {  // how a finished interpreter ends a thread
     sleep_for_good();
   }
 }
 
-// Calls f while exit waits for it; not at all once the interpreter exits.
+/// Calls f as a Call, or does nothing once exit has begun.
 template <typename F>
 void unless_exiting(F f) try {
   const Call call;
@@ -51,9 +51,9 @@ void unless_exiting(F f) try {
 } catch (const Exiting&) {
 }
 
-// Removes what threading.current_thread() has noted of a thread that Python had not made; unless a thread of Python's
-// has got the same number since.
-void forget_thread(unsigned long thread) try {
+/// Removes the entry that threading.current_thread() added for a thread of the library. A Python thread that has got
+/// the same number since keeps its entry.
+void remove_dummy_thread(unsigned long thread) try {
   const auto threading = py::module_::import("threading");
   const py::dict active = threading.attr("_active");
   const py::int_ key(thread);
@@ -66,43 +66,43 @@ void forget_thread(unsigned long thread) try {
 }  // namespace
 
 Call::Call() {
-  ++under_way;
+  ++calls;
   if (!exiting) return;
-  --under_way;
+  --calls;
   throw Exiting();
 }
 
-Call::~Call() { --under_way; }
+Call::~Call() { --calls; }
 
 void sleep_for_good() {
   for (;;) pause();
 }
 
 Released::~Released() {
-  ask([this] { PyEval_RestoreThread(state_); });
+  take_lock([this] { PyEval_RestoreThread(state_); });
 }
 
-Section::Section(Pending error) : state_(ask(PyGILState_Ensure)) {
-  if (error == Pending::kKeep) kept_.emplace();
-  PyErr_Clear();  // PyTorch's engine leaves the error of a failed backward on its thread
+Section::Section(Pending error) : state_(take_lock(PyGILState_Ensure)) {
+  if (error == Pending::kRestore) pending_.emplace();
+  PyErr_Clear();  // PyTorch's engine leaves the error of a failed backward set on its thread
 }
 
 Section::~Section() {
-  kept_.reset();
+  pending_.reset();
   PyGILState_Release(state_);
 }
 
 void await_calls_at_exit() {
   exiting = true;
   const Released released;
-  const auto end = std::chrono::steady_clock::now() + kPatience;
-  while (under_way > 0 && std::chrono::steady_clock::now() < end) {
+  const auto end = std::chrono::steady_clock::now() + kExitTimeout;
+  while (calls > 0 && std::chrono::steady_clock::now() < end) {
     std::this_thread::sleep_for(std::chrono::milliseconds(5));
   }
 }
 
-void forget_calls_in_forked_processes() {
-  pthread_atfork(nullptr, nullptr, [] { under_way = 0; });
+void reset_calls_after_fork() {
+  pthread_atfork(nullptr, nullptr, [] { calls = 0; });
 }
 
 Reference reference_to(PyObject* object) {
@@ -114,7 +114,7 @@ Reference reference_to(PyObject* object) {
       return;
     }
     unless_exiting([held] {
-      ask([held] {
+      take_lock([held] {
         const auto state = PyGILState_Ensure();
         Py_DECREF(held);
         PyGILState_Release(state);
@@ -123,32 +123,32 @@ Reference reference_to(PyObject* object) {
   });
 }
 
-// Python takes whoever deletes another thread's state to have none itself from then on: so a thread does it that has no
-// more to do.
+// Python treats a thread that deletes the state of another thread as having no state of its own from then on. So a
+// temporary thread deletes the states.
 ThreadStates::~ThreadStates() {
-  if (kept_.empty() || getpid() != process_ || !alive()) return;
+  if (states_.empty() || getpid() != process_ || !alive()) return;
   unless_exiting([this] {
-    std::thread undertaker([this] {
-      ask(PyGILState_Ensure);
-      for (const auto& kept : kept_) {
-        PyThreadState_Clear(kept.state);
-        PyThreadState_Delete(kept.state);
-        forget_thread(kept.thread);
+    std::thread cleaner([this] {
+      take_lock(PyGILState_Ensure);
+      for (const auto& [state, thread] : states_) {
+        PyThreadState_Clear(state);
+        PyThreadState_Delete(state);
+        remove_dummy_thread(thread);
       }
       PyThreadState_Clear(PyThreadState_Get());
       PyThreadState_DeleteCurrent();
     });
     std::optional<Released> released;
     if (PyGILState_Check() != 0) released.emplace();
-    undertaker.join();
+    cleaner.join();
   });
 }
 
-void ThreadStates::keep_for_this_thread() {
+void ThreadStates::create_for_this_thread() {
   if (PyGILState_GetThisThreadState() != nullptr) return;
   const Call call;
-  ask(PyGILState_Ensure);
-  kept_.push_back({PyThreadState_Get(), PyThread_get_thread_ident()});
+  take_lock(PyGILState_Ensure);
+  states_.push_back({PyThreadState_Get(), PyThread_get_thread_ident()});
   PyEval_SaveThread();
 }
 

@@ -11,12 +11,12 @@
 
 namespace gpipe::python {
 
-/// What a thread does that the interpreter, having exited, wants to end: it must not unwind what the process may still
-/// use.
+/// Stops the calling thread for the rest of the process. For threads that a finished interpreter would end: unwinding
+/// their stacks would destroy objects that the process still uses.
 [[noreturn]] void sleep_for_good();
 
-/// While one lives, exit waits: for a call that has released the interpreter's lock and will want it back.
-/// Errors: std::runtime_error once the interpreter exits.
+/// Counts a call that has released the interpreter's lock and will take it again. Exit waits for all calls to end.
+/// Errors: std::runtime_error once exit has begun.
 class Call {
  public:
   Call();
@@ -25,16 +25,18 @@ class Call {
   Call& operator=(const Call&) = delete;
 };
 
-/// Runs Python code on a thread of the library's own, or on one that has released the interpreter's lock: takes the
-/// lock for its lifetime. Once the interpreter has exited, it ends each thread that asks for the lock, which C++ frames
-/// do not survive; so exit waits, for a second, until no Section lives, and then there can be no more. A thread that
-/// takes longer sleeps for good when it asks; exit does not wait for it.
+/// Holds the interpreter's lock for its lifetime, on any thread, so that the thread can run Python code. A thread that
+/// asks a finished interpreter for the lock is ended, which C++ frames do not survive. Exit therefore waits up to one
+/// second for all sections to end. A thread that asks for the lock after that sleeps for the rest of the process.
 ///
-/// Errors: std::runtime_error once the interpreter exits.
+/// Errors: std::runtime_error once exit has begun.
 class Section {
  public:
-  /// An error of Python's that is set on this thread is dropped, or kept for the section's end.
-  enum class Pending { kDrop, kKeep };
+  /// What happens to a Python error that is already set on this thread.
+  enum class Pending {
+    kDrop,
+    kRestore,  ///< it is set again when the section ends
+  };
   explicit Section(Pending error = Pending::kDrop);
   ~Section();
   Section(const Section&) = delete;
@@ -43,10 +45,10 @@ class Section {
  private:
   const Call call_;
   PyGILState_STATE state_;
-  std::optional<pybind11::error_scope> kept_;
+  std::optional<pybind11::error_scope> pending_;
 };
 
-/// Releases the interpreter's lock, which the caller holds, for its lifetime.
+/// Releases the interpreter's lock for its lifetime. REQUIRES: the calling thread holds the lock.
 class Released {
  public:
   Released() : state_(PyEval_SaveThread()) {}
@@ -58,7 +60,7 @@ class Released {
   PyThreadState* state_;
 };
 
-/// Calls f() without the interpreter's lock, which the caller holds. Errors: those of f and of Call.
+/// Calls f() without the interpreter's lock. REQUIRES: the calling thread holds the lock. Errors: those of f and Call.
 template <typename F>
 auto released(F f) {
   const Call call;
@@ -66,18 +68,20 @@ auto released(F f) {
   return f();
 }
 
-/// Ends, at exit, what is under way: every Section that would begin throws.
+/// For exit: makes new calls and sections throw, and waits up to one second for the present ones to end.
 void await_calls_at_exit();
-/// In a forked process nothing is under way.
-void forget_calls_in_forked_processes();
 
-/// A reference that may be dropped on any thread, with the interpreter's lock or without; lost at exit.
+/// Makes forked processes start without calls to wait for.
+void reset_calls_after_fork();
+
+/// Owns a Python object. May be destroyed on any thread, with or without the interpreter's lock. After exit the object
+/// is leaked.
 using Reference = std::shared_ptr<PyObject>;
 Reference reference_to(PyObject* object);
 
-/// The Python thread states of a pipeline's workers. Each keeps its own for as long as this lives, so that
-/// threading.local and the like last from call to call. Destroyed, on any thread, when the workers have ended; in a
-/// forked process Python has freed the states itself.
+/// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that
+/// threading.local lasts. May be destroyed on any thread, after the workers have ended. In a forked process, Python has
+/// freed the states.
 class ThreadStates {
  public:
   ThreadStates() = default;
@@ -85,17 +89,17 @@ class ThreadStates {
   ThreadStates(const ThreadStates&) = delete;
   ThreadStates& operator=(const ThreadStates&) = delete;
 
-  /// Gives the calling thread a state, unless it has one. To be called without the interpreter's lock, before the
-  /// thread's first Section.
-  void keep_for_this_thread();
+  /// Creates a state for the calling thread, unless it has one. REQUIRES: the thread does not hold the interpreter's
+  /// lock and has had no Section yet.
+  void create_for_this_thread();
 
  private:
-  struct Kept {
+  struct ThreadState {
     PyThreadState* state;
     unsigned long thread;
   };
   const pid_t process_ = getpid();
-  std::vector<Kept> kept_;  // guarded by the interpreter's lock
+  std::vector<ThreadState> states_;  // guarded by the interpreter's lock
 };
 
 }  // namespace gpipe::python

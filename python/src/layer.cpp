@@ -22,7 +22,7 @@ std::vector<std::string> names_of(const std::vector<SkipKey>& keys) {
   return names;
 }
 
-/// Declares the skips of a Python module.
+/// The mirror of a Python module that declares skips.
 struct SkippableMirror : torch::nn::Module, Skippable {
   explicit SkippableMirror(const SkipNames& skips)
       : Skippable({.stash = names_of(skips.stashes), .pop = names_of(skips.pops)}) {
@@ -32,7 +32,8 @@ struct SkippableMirror : torch::nn::Module, Skippable {
   }
 };
 
-/// Counts as a call of Python's while it lives. Errors: RecursionError, for a module that contains itself.
+/// Counts as one level of Python recursion for its lifetime. Errors: RecursionError if the levels run out, as they do
+/// for a module that contains itself.
 class Recursion {
  public:
   Recursion() {
@@ -43,12 +44,12 @@ class Recursion {
   Recursion& operator=(const Recursion&) = delete;
 };
 
-/// Calls f(name, value) for each item of a module's dict of that name; what is None is left out.
+/// Calls f(name, value) for each item of one of a module's dicts, except those that are None.
 template <typename F>
 void for_each(PyObject* module, const char* dict_name, F f) {
   const auto named = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, dict_name));
   if (!named) throw py::error_already_set();
-  // A scripted module has something of its own there.
+  // A scripted module has its own mapping type here.
   const auto dict = py::isinstance<py::dict>(named) ? named : py::object(py::dict(named.attr("items")()));
   PyObject* name = nullptr;
   PyObject* value = nullptr;
@@ -77,19 +78,20 @@ ModuleTensors tensors_of(PyObject* module) {
 
 std::shared_ptr<torch::nn::Module> mirror(PyObject* module, const std::vector<SkipNames>& skips) {
   const Recursion recursion;
-  const auto of =
+  const auto declared =
       std::find_if(skips.begin(), skips.end(), [&](const auto& each) { return each.module.get() == module; });
-  const auto made = of == skips.end() ? std::make_shared<torch::nn::Module>() : std::make_shared<SkippableMirror>(*of);
+  const auto result =
+      declared == skips.end() ? std::make_shared<torch::nn::Module>() : std::make_shared<SkippableMirror>(*declared);
   const auto text = [](PyObject* name) { return py::reinterpret_borrow<py::str>(name).cast<std::string>(); };
   for_each(module, "_parameters", [&](PyObject* name, PyObject* value) {
     const auto& parameter = THPVariable_Unpack(value);
-    made->register_parameter(text(name), parameter, parameter.requires_grad());
+    result->register_parameter(text(name), parameter, parameter.requires_grad());
   });
   for_each(module, "_buffers",
-           [&](PyObject* name, PyObject* value) { made->register_buffer(text(name), THPVariable_Unpack(value)); });
+           [&](PyObject* name, PyObject* value) { result->register_buffer(text(name), THPVariable_Unpack(value)); });
   for_each(module, "_modules",
-           [&](PyObject* name, PyObject* child) { made->register_module(text(name), mirror(child, skips)); });
-  return made;
+           [&](PyObject* name, PyObject* child) { result->register_module(text(name), mirror(child, skips)); });
+  return result;
 }
 
 bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
@@ -175,7 +177,7 @@ std::vector<at::Tensor> PythonLayer::buffers() const {
 
 void PythonLayer::set_buffers(const std::vector<at::Tensor>& buffers) {
   const auto slots = this->slots();
-  if (slots->size() != buffers.size()) return;  // the module has got others since
+  if (slots->size() != buffers.size()) return;  // a refresh() found other buffers
   if (slots->empty()) return;
   const Section section;
   for (std::size_t i = 0; i < buffers.size(); ++i) {
@@ -189,9 +191,9 @@ void PythonLayer::set_buffers(const std::vector<at::Tensor>& buffers) {
 
 void PythonLayer::check_not_replaced() const {
   if (same(tensors_of(module_.get()).parameters, mirrored_.parameters)) return;
-  throw std::runtime_error("[gpipe] parameters of layer '" + name_ +
-                           "' were replaced between the forward and its backward, as by torch.func.functional_call, so "
-                           "that the forward cannot be recomputed; use checkpoint='never'");
+  throw std::runtime_error("[gpipe] the forward cannot be recomputed: parameters of layer '" + name_ +
+                           "' were replaced between the forward and its backward, as torch.func.functional_call does; "
+                           "use checkpoint='never'");
 }
 
 int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
@@ -203,7 +205,7 @@ int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
 }
 
 Value call(PyObject* callable, Value input, ThreadStates& states) {
-  states.keep_for_this_thread();
+  states.create_for_this_thread();
   const Section section;
   auto argument = py::reinterpret_steal<py::object>(to_python(input));
   input = Value();
@@ -211,7 +213,7 @@ Value call(PyObject* callable, Value input, ThreadStates& states) {
   try {
     output = py::reinterpret_steal<py::object>(PyObject_CallOneArg(callable, argument.ptr()));
   } catch (abi::__forced_unwind&) {
-    sleep_for_good();  // the interpreter has exited while the layer waited for something
+    sleep_for_good();  // the interpreter finished while the layer waited
   }
   if (!output) throw py::error_already_set();
   return to_value(output.ptr());

@@ -16,54 +16,54 @@
 
 namespace gpipe::python {
 
-/// The skips of a skippable module that is, or is nested in, a layer.
+/// The skips that a Python module declares. The module is a layer or nested in one.
 struct SkipNames {
   Reference module;
   std::vector<SkipKey> stashes;
   std::vector<SkipKey> pops;
 };
 
-/// Those of a module and of what is in it.
+/// The parameters and buffers of a Python module and its submodules.
 struct ModuleTensors {
   std::vector<at::Tensor> parameters;
   std::vector<at::Tensor> buffers;
 };
 
-/// A Python module as a layer. Among C++ modules its mirror stands for it: a tree of modules that hold the same
-/// parameters and buffers by the same names, as they were at the last refresh(), and declare the same skips. May be
-/// destroyed on any thread.
+/// A Python module as a layer. Its mirror represents it among C++ modules: a tree of modules with the same parameters,
+/// buffers and names, as they were at the last refresh(), and the same skips. May be destroyed on any thread.
 class PythonLayer : public Layer {
  public:
-  /// With the interpreter's lock.
+  /// REQUIRES: the interpreter's lock.
   PythonLayer(std::string name, PyObject* module, std::vector<SkipNames> skips, std::shared_ptr<ThreadStates> states);
 
-  /// Calls the module, on a thread without the interpreter's lock. Errors: pybind11::error_already_set.
+  /// Calls the module. REQUIRES: the thread does not hold the interpreter's lock. Errors:
+  /// pybind11::error_already_set.
   Value forward(Value input) override;
   const std::string& name() const override { return name_; }
-  /// The mirror. On any thread.
+  /// The mirror. Thread-safe.
   std::shared_ptr<torch::nn::Module> module() const override;
-  /// Of the Python module, by the names that it had at the last refresh(). On any thread.
+  /// The present values of the buffers that the Python module had at the last refresh(). Thread-safe.
   std::vector<at::Tensor> buffers() const override;
   void set_buffers(const std::vector<at::Tensor>& buffers) override;
 
-  /// Takes over what parameters and buffers the module has now: in a new mirror, for a forward or backward that is
-  /// under way reads the old one. Returns whether they are others than before. With the interpreter's lock.
+  /// Reads the module's parameters and buffers. If any has been replaced, makes a new mirror: a forward or backward in
+  /// progress continues with the old one. Returns whether it made one. REQUIRES: the interpreter's lock.
   bool refresh();
 
-  /// With the interpreter's lock. Errors: std::runtime_error when the module has other parameters than at the last
-  /// refresh().
+  /// Errors: std::runtime_error if a parameter of the module was replaced after the last refresh(). REQUIRES: the
+  /// interpreter's lock.
   void check_not_replaced() const;
 
-  /// Calls visit(object) for each reference to a Python object that this holds; until one returns other than 0, which
-  /// is the result.
+  /// Calls visit(object) for each Python object that the layer owns, until a call returns a value other than 0. Returns
+  /// that value, or 0.
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
 
  private:
-  /// Where a Python module keeps a buffer.
+  /// The place where a Python module stores a buffer.
   struct Slot {
-    Reference buffers;  ///< the dict of the module; none for a scripted module, which cannot replace the buffer
-    Reference name;
-    at::Tensor scripted;
+    Reference buffers;    ///< the module's dict of buffers; null for a scripted module, which cannot replace buffers
+    Reference name;       ///< the key in the dict
+    at::Tensor scripted;  ///< the buffer of a scripted module
   };
   using Slots = std::vector<Slot>;
 
@@ -80,7 +80,7 @@ class PythonLayer : public Layer {
   std::shared_ptr<const Slots> slots() const;
 };
 
-/// Calls a Python callable with a value, on a thread without the interpreter's lock.
+/// Calls a Python callable with a value. REQUIRES: the thread does not hold the interpreter's lock.
 Value call(PyObject* callable, Value input, ThreadStates& states);
 
 }  // namespace gpipe::python

@@ -19,7 +19,7 @@ namespace {
 
 namespace py = pybind11;
 
-/// A layer of a C++ model, for a Python module to wrap.
+/// A layer of a C++ model, to be wrapped by a Python module.
 class NativeLayer {
  public:
   NativeLayer(std::string name, torch::nn::AnyModule module)
@@ -31,21 +31,21 @@ class NativeLayer {
     return py::reinterpret_steal<py::object>(to_python(output));
   }
 
-  /// Of each parameter and buffer, what it is called, itself, and whether it is a parameter.
+  /// Returns a tuple (name, tensor, whether it is a parameter) for each parameter and buffer.
   std::vector<std::tuple<std::string, py::object, bool>> tensors() const {
-    std::vector<std::tuple<std::string, py::object, bool>> all;
+    std::vector<std::tuple<std::string, py::object, bool>> result;
     const auto parameter_type = py::module_::import("torch.nn").attr("Parameter");
     for (const auto& item : module_.ptr()->named_parameters()) {
       PyObject* wrapped = THPVariable_Wrap(item.value(), reinterpret_cast<PyTypeObject*>(parameter_type.ptr()));
-      all.emplace_back(item.key(), py::reinterpret_steal<py::object>(wrapped), true);
+      result.emplace_back(item.key(), py::reinterpret_steal<py::object>(wrapped), true);
     }
     for (const auto& item : module_.ptr()->named_buffers()) {
-      all.emplace_back(item.key(), py::reinterpret_steal<py::object>(to_python(item.value())), false);
+      result.emplace_back(item.key(), py::reinterpret_steal<py::object>(to_python(item.value())), false);
     }
-    return all;
+    return result;
   }
 
-  /// What it stashes and what it pops.
+  /// Returns the skips that the layer stashes and those that it pops.
   std::pair<std::vector<std::pair<Namespace, std::string>>, std::vector<std::pair<Namespace, std::string>>> skips()
       const {
     const auto* skippable = dynamic_cast<const Skippable*>(module_.ptr().get());
@@ -90,7 +90,7 @@ std::vector<NativeLayer> unet(std::int64_t in_channels, std::int64_t out_channel
                                                           {"linear", models::Upsampling::kLinear}};
   const auto way = ways.find(upsampling);
   if (way == ways.end()) {
-    throw std::invalid_argument("upsampling is not one of 'transposed' or 'linear', but '" + upsampling + "'");
+    throw std::invalid_argument("upsampling must be 'transposed' or 'linear', but is '" + upsampling + "'");
   }
   return layers_of(models::unet(models::UNetOptions()
                                     .in_channels(in_channels)

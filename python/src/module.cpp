@@ -3,10 +3,11 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/version.h>
 
+#include "python/src/checks.h"
 #include "python/src/interpreter.h"
 #include "python/src/pipeline.h"
 
-static_assert(PYBIND11_INTERNALS_VERSION == 11, "build with the pybind11 that comes with torch");
+static_assert(PYBIND11_INTERNALS_VERSION == 11, "use the pybind11 headers that come with torch");
 
 PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
@@ -22,6 +23,7 @@ PYBIND11_MODULE(_C, module) {
       raised.restore();
     }
   });
+  init_checks(module);
   init_skip(module);
   init_snapshot(module);
   init_randomness(module);
@@ -29,6 +31,6 @@ PYBIND11_MODULE(_C, module) {
   init_pipeline(module);
   init_balance(module);
   init_models(module);
-  forget_calls_in_forked_processes();
+  reset_calls_after_fork();
   py::module_::import("atexit").attr("register")(py::cpp_function(&await_calls_at_exit));
 }

@@ -16,33 +16,39 @@ namespace gpipe::python {
 /// A list, for the signature that Python shows.
 using Objects = pybind11::typing::List<pybind11::object>;
 
-/// A pipeline of Python modules. All methods are called with the interpreter's lock.
+/// A pipeline of Python modules. REQUIRES, for all methods: the interpreter's lock.
 class PythonPipeline {
  public:
-  /// `stages` has of each stage the module that runs it, and its layers: name, module, and of each of its
-  /// skippable modules that, what it stashes and what it pops, as (namespace, name). Errors: those of GPipe.
+  /// `stages` holds for each stage a tuple (module that runs the stage, list of its layers). See make_layers() for the
+  /// layers. Errors: those of GPipe.
   PythonPipeline(const Objects& stages, const std::vector<std::string>& devices, bool deferred_batch_norm);
   ~PythonPipeline();
 
-  /// Errors: those of GPipe; what layers raise, with a note that says where.
-  pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const std::string& checkpoint);
+  /// Runs a mini-batch. Errors: those of GPipe and to_checkpoint(); errors of layers, with a note that says where they
+  /// were raised.
+  pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const pybind11::object& checkpoint);
 
   void trace(std::optional<std::shared_ptr<Timeline>> timeline);
 
-  /// For Python's collector of cycles: visits what this alone keeps, nothing while a graph still needs the pipeline;
-  /// see PythonLayer::traverse(). And lets go of it, after which no other method may be called but this.
+  /// For the garbage collector. traverse() visits the Python objects that only this pipeline owns; none while a graph
+  /// still needs the pipeline. clear() drops them; afterwards only clear() and the destructor may be called.
+  /// See PythonLayer::traverse() for the result.
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
   void clear();
 
  private:
-  int calls_ = 0;  // of forward() that are under way; guarded by the interpreter's lock
+  int calls_ = 0;  // forward() calls in progress; guarded by the interpreter's lock
   std::vector<Reference> stages_;
-  std::vector<PythonLayer*> layers_;  // of the pipeline
+  std::vector<PythonLayer*> layers_;  // owned by pipe_
   GPipe pipe_{nullptr};
 };
 
-/// Layers of one stage, as PythonPipeline takes them.
+/// Makes the layers of one stage. Each item of `layers` is a tuple (name, module, skips). `skips` has a tuple
+/// (module, stashes, pops) for each skippable module that is the layer or nested in it; see to_keys().
 std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std::shared_ptr<ThreadStates>& states);
+
+/// Converts a list of tuples (Namespace, name).
+std::vector<SkipKey> to_keys(const pybind11::handle& names);
 
 void init_balance(pybind11::module_& module);
 void init_models(pybind11::module_& module);
@@ -51,8 +57,5 @@ void init_randomness(pybind11::module_& module);
 void init_skip(pybind11::module_& module);
 void init_snapshot(pybind11::module_& module);
 void init_trace(pybind11::module_& module);
-
-/// Errors: std::invalid_argument.
-Checkpoint to_checkpoint(const std::string& name);
 
 }  // namespace gpipe::python

@@ -12,7 +12,7 @@
 namespace gpipe::python {
 namespace {
 
-/// Ends at close(), which comes on the thread that made it.
+/// A random scope that ends at close(). REQUIRES: close() runs on the thread that made the object.
 class OpenScope {
  public:
   OpenScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
@@ -23,13 +23,13 @@ class OpenScope {
   std::optional<RandomScope> scope_;
 };
 
-/// The generator that stands for a device's default one on this thread, inside a scope.
+/// The generator that replaces a device's default generator in the calling thread's scope. None outside a scope.
 std::optional<at::Generator> scope_generator(const std::string& device) {
   auto* scope = RandomScope::current();
   if (scope == nullptr) return std::nullopt;
-  torch::Device of(device);
-  if (!of.is_cpu() && !of.has_index()) of = c10::impl::VirtualGuardImpl(of.type()).getDevice();
-  return scope->generator(of);
+  torch::Device place(device);
+  if (!place.is_cpu() && !place.has_index()) place = c10::impl::VirtualGuardImpl(place.type()).getDevice();
+  return scope->generator(place);
 }
 
 }  // namespace

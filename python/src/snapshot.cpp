@@ -1,4 +1,6 @@
 #include <pybind11/pybind11.h>
+#include <pybind11/typing.h>
+#include <torch/csrc/autograd/python_variable.h>
 
 #include <cerrno>
 #include <filesystem>
@@ -6,6 +8,7 @@
 #include <string>
 #include <system_error>
 #include <type_traits>
+#include <utility>
 
 #include "gpipe/snapshot/archive.h"
 #include "gpipe/snapshot/content.h"
@@ -18,7 +21,8 @@ namespace {
 
 namespace py = pybind11;
 
-/// What Python's pickle writes for a lone surrogate; and bytes of C++ that are not UTF-8, as Python decodes file names.
+/// Decodes text as Python's pickle does, which allows lone surrogates. Decodes text that is not UTF-8 as Python does for
+/// file names.
 py::object decoded(const std::string& text) {
   const auto size = static_cast<Py_ssize_t>(text.size());
   auto* result = PyUnicode_DecodeUTF8(text.data(), size, "surrogatepass");
@@ -59,6 +63,36 @@ py::object to_python(const Plain& plain) {
       plain.value);
 }
 
+std::string encoded(const py::handle& text) {
+  const auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass"));
+  if (!bytes) throw py::error_already_set();
+  return bytes;
+}
+
+/// REQUIRES: the value consists of the types of Plain.
+Plain to_plain(const py::handle& value) {
+  const auto items = [&] {
+    Plain::List list;
+    for (const auto& item : value) list.push_back(to_plain(item));
+    return list;
+  };
+  if (value.is_none()) return {};
+  if (py::isinstance<py::bool_>(value)) return {value.cast<bool>()};
+  if (py::isinstance<py::int_>(value)) return {value.cast<std::int64_t>()};
+  if (py::isinstance<py::float_>(value)) return {value.cast<double>()};
+  if (py::isinstance<py::str>(value)) return {encoded(value)};
+  if (THPVariable_Check(value.ptr())) return {THPVariable_Unpack(value.ptr())};
+  if (py::isinstance<py::tuple>(value)) return {Plain::Tuple{items()}};
+  if (py::isinstance<py::list>(value)) return {items()};
+  Plain::Dict dict;
+  for (const auto& [key, item] : value.cast<py::dict>()) dict.push_back({encoded(key), to_plain(item)});
+  return {std::move(dict)};
+}
+
+void check_snapshot(const py::typing::Dict<py::str, py::object>& content) {
+  static_cast<void>(from_content(to_plain(content)));
+}
+
 py::object read_snapshot(const py::object& path) {
   PyObject* encoded = nullptr;
   if (PyUnicode_FSConverter(path.ptr(), &encoded) == 0) throw py::error_already_set();
@@ -83,7 +117,9 @@ py::object read_snapshot(const py::object& path) {
 }  // namespace
 
 void init_snapshot(py::module_& module) {
-  module.def("read_snapshot", &read_snapshot, py::arg("path"), "The dict in a snapshot's file, checked.");
+  module.def("check_snapshot", &check_snapshot, py::arg("content"));
+  module.def("read_snapshot", &read_snapshot, py::arg("path"),
+             "Reads a snapshot file, checks it and returns its dict.");
 }
 
 }  // namespace gpipe::python

@@ -11,21 +11,27 @@ namespace py = pybind11;
 
 void init_trace(py::module_& module) {
   py::class_<Timeline, std::shared_ptr<Timeline>>(module, "Timeline",
-                                                  "What happened on a pipeline's workers, or is predicted to happen.")
+                                                  "The actions of a pipeline's workers, measured or simulated.")
       .def(py::init<>())
-      .def_readonly("workers", &Timeline::workers, "How many workers there were.")
-      .def("makespan", &Timeline::makespan, "Seconds from the first action's start to the last one's end.")
-      .def("bubble", &Timeline::bubble, "The share of the workers' time that none of them used.")
-      .def("peak_bytes", &Timeline::peak_bytes, "Of each worker, the most bytes in use for its cells at once.")
-      .def("to_chrome_json", &to_chrome_json, "Chrome's trace event format, which ui.perfetto.dev opens.")
-      .def("to_svg", &to_svg, "A drawing: a row for each worker, a box for each action.")
+      .def_readonly("workers", &Timeline::workers, "Number of workers.")
+      .def("makespan", &Timeline::makespan,
+           "Returns the seconds from the start of the first action to the end of the last.")
+      .def("bubble", &Timeline::bubble, "Returns the idle time as a share of the workers' total time, from 0 to 1.")
+      .def("peak_bytes", &Timeline::peak_bytes, "Returns for each worker the peak bytes in use for its cells.")
+      .def("to_chrome_json", &to_chrome_json,
+           "Returns the timeline in Chrome's trace event format, which ui.perfetto.dev opens.")
+      .def("to_svg", &to_svg, "Returns a drawing as SVG text: a row per worker, a box per action.")
       .def("_repr_svg_", &to_svg);
   module.def("reuse_cpu_memory", &reuse_cpu_memory, py::arg("on") = true,
-             R"(From now on, or with False no longer, CPU tensors of 64 KiB and more take their memory from a pool.
+             R"(Turns on, or off, a memory pool for CPU tensors of 64 KiB and more.
 
-The pool keeps what is freed for the next tensor of about that size: a training step then asks the system for no memory
-once the first few have run. It belongs to the process and never shrinks. Call this first, before tensors are made in
-other threads.)");
+Freed tensor memory is kept for reuse, so that after the first few steps, training does not allocate memory from the
+system. The pool belongs to the process and never shrinks.
+
+Call this at the start of the program, before other threads create tensors.
+
+Args:
+    on: whether new tensors take their memory from the pool.)");
 }
 
 }  // namespace gpipe::python

@@ -21,10 +21,10 @@ class PythonStructure : public Structure {
   explicit PythonStructure(PyObject* structure) : structure_(reference_to(structure)) {}
 
   bool equals(const Structure& other) const override {
-    const auto* of_python = dynamic_cast<const PythonStructure*>(&other);
-    if (of_python == nullptr) return false;
+    const auto* python = dynamic_cast<const PythonStructure*>(&other);
+    if (python == nullptr) return false;
     const Section section;
-    return py::handle(structure_.get()).equal(py::handle(of_python->structure_.get()));
+    return py::handle(structure_.get()).equal(py::handle(python->structure_.get()));
   }
 
   std::string describe() const override {
@@ -32,7 +32,7 @@ class PythonStructure : public Structure {
     return py::repr(structure_.get()).cast<std::string>();
   }
 
-  /// With the interpreter's lock. A new reference.
+  /// Returns a new reference. REQUIRES: the interpreter's lock.
   PyObject* build(const py::list& tensors) const {
     return py::handle(structure_.get()).attr("build")(tensors).release().ptr();
   }

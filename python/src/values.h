@@ -4,17 +4,17 @@
 
 #include "gpipe/autograd/value.h"
 
-// Between Python objects and values of the library. To be called with the interpreter's lock.
+// Conversions between Python objects and values of the library. REQUIRES: the interpreter's lock.
 
 namespace gpipe::python {
 
-/// The object that a value was taken from, with the value's tensors; a tuple for what C++ layers return, None for what
-/// is undefined. A new reference.
+/// Builds a Python object from a value. A value that came from a Python object gets that object's structure; a value
+/// of several tensors from C++ layers becomes a tuple; an undefined tensor becomes None. Returns a new reference.
 PyObject* to_python(const Value& value);
 PyObject* to_python(const at::Tensor& tensor);
 
-/// Of a tensor, or of tensors and None in tuples, named tuples, lists and dicts (see gpipe/structure.py).
-/// Errors: pybind11::error_already_set, TypeError for anything else.
+/// Takes the tensors and the structure of a Python object (see gpipe/structure.py). Errors: TypeError, as
+/// pybind11::error_already_set, for objects that hold anything but tensors and None.
 Value to_value(PyObject* object);
 
 }  // namespace gpipe::python

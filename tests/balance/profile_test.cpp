@@ -183,7 +183,8 @@ TEST(ProfileTest, RefusesInvalidArguments) {
               HasSubstr("from 2 (parameter and gradient) to 1000, but is 1"));
   EXPECT_THAT(refusal([&] { profile(model, x, ProfileOptions().param_scale(1e300)); }), HasSubstr("but is 1e+300"));
   EXPECT_THAT(refusal([&] { profile(model, torch::randn({0, 6})); }), HasSubstr("the sample is empty"));
-  EXPECT_THAT(refusal([&] { profile(model, Value(std::vector<torch::Tensor>())); }), HasSubstr("the input has no tensors"));
+  EXPECT_THAT(refusal([&] { profile(model, Value(std::vector<torch::Tensor>())); }),
+              HasSubstr("the input has no tensors"));
   EXPECT_THAT(refusal([&] { balance_by_time(3, model, x); }), HasSubstr("between 1 and the number of layers, 2"));
   EXPECT_THAT(refusal([&] { balance_by_size(0, model, x); }), HasSubstr("but is 0"));
   EXPECT_THAT(refusal([&] { suggest(model, x, {torch::kCPU}, SuggestOptions().checkpoints({})); }),

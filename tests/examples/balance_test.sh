@@ -60,16 +60,16 @@ refuse 'is not a profile of resnet18' cut --model resnet18 --batch-size 8 --stag
 refuse 'no-such-file' cut "${model[@]}" --profile no-such-file
 refuse '--model' profile --model vgg
 refuse '--stages is 1000, but unet has 71 layers' cut "${model[@]}" --stages 1000 --batch-size 2
-refuse "'0x0' is not a size" profile --size 0x0
+refuse "error: --size must be a size such as 192x128, but is '0x0'" profile --size 0x0
 refuse 'subcommand' --json
-refuse "error: --chunks: '0' is not a whole number from 1 to 1048576" cut --chunks 0
-refuse "error: --chunks: '0' is not a whole number from 1 to 1048576" sweep --chunks 2,0
-refuse "error: --channels: '-1' is not a whole number from 1 to 4096" profile --channels -1
-refuse "error: --seconds: 'nan' is not a finite number of at least 0" profile --seconds nan
-refuse "error: --bandwidth: 'inf' is not a finite number of at least 0" cut --bandwidth inf
-refuse "error: --param-scale: 'nan' is not a number from 2 to 100" profile --param-scale nan
-refuse "error: --refine: '101' is not a whole number from 0 to 100" suggest --refine 101
-refuse "error: --near: '-1' is not a whole number from 0 to 1000" sweep --near -1
+refuse "error: --chunks must be at least 1, but is 0" cut --chunks 0
+refuse "error: --chunks must be at least 1, but is 0" sweep --chunks 2,0
+refuse "error: --channels must be at least 1, but is -1" profile --channels -1
+refuse "error: --seconds must be a finite number, but is 'nan'" profile --seconds nan
+refuse "error: --bandwidth must be a finite number, but is 'inf'" cut --bandwidth inf
+refuse "error: --param-scale must be a finite number, but is 'nan'" profile --param-scale nan
+refuse "error: --refine must be at most 100, but is 101" suggest --refine 101
+refuse "error: --near must be at least 0, but is -1" sweep --near -1
 refuse 'error: --memory-limit: ' sweep --memory-limit -5GB
 refuse 'error: --memory-limit: ' sweep --memory-limit nan
 [[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 200 ]] || fail "the error is too long"

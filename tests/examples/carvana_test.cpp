@@ -59,13 +59,13 @@ TEST_F(CarvanaTest, PairsImagesWithMasksInOrder) {
   EXPECT_EQ(samples[2].mask, c_mask);
 }
 
-TEST_F(CarvanaTest, AMissingDirectoryIsNamed) {
+TEST_F(CarvanaTest, MissingFolderIsNamed) {
   image("a.jpg");
   std::filesystem::remove(directory_ / "masks");
   EXPECT_THAT(message(), AllOf(HasSubstr((directory_ / "masks").string()), HasSubstr("No such file")));
 }
 
-TEST_F(CarvanaTest, AnEmptyDirectoryIsNamed) {
+TEST_F(CarvanaTest, EmptyFolderIsNamed) {
   EXPECT_THAT(message(), AllOf(HasSubstr((directory_ / "imgs").string()), HasSubstr("no .jpg")));
 }
 
@@ -83,26 +83,26 @@ TEST_F(CarvanaTest, MasksWithoutImagesAreNamed) {
   EXPECT_THAT(message(), AllOf(HasSubstr("no image"), HasSubstr("alone"), Not(HasSubstr("more"))));
 }
 
-TEST_F(CarvanaTest, AMaskWithoutItsSuffixIsNamed) {
+TEST_F(CarvanaTest, MaskWithoutSuffixIsNamed) {
   image("a.jpg");
   const auto path = mask("a.gif");
   EXPECT_THAT(message(), AllOf(HasSubstr(path.string()), HasSubstr("_mask.gif")));
 }
 
-TEST_F(CarvanaTest, TwoFilesOfOneStemAreNamed) {
+TEST_F(CarvanaTest, FilesWithTheSameStemAreNamed) {
   const auto jpg = image("a.jpg");
   const auto png = image("a.png");
   mask("a_mask.gif");
   EXPECT_THAT(message(), AllOf(HasSubstr(jpg.string()), HasSubstr(png.string())));
 }
 
-TEST_F(CarvanaTest, SizesThatDifferNameBothFiles) {
+TEST_F(CarvanaTest, DifferentSizesNameBothFiles) {
   const auto a = image("a.jpg", {32, 24});
   const auto a_mask = mask("a_mask.gif", {32, 25});
   EXPECT_THAT(message(), AllOf(HasSubstr(a.string() + " is 32x24"), HasSubstr(a_mask.string() + " is 32x25")));
 }
 
-TEST_F(CarvanaTest, AFileThatIsNoImageIsNamed) {
+TEST_F(CarvanaTest, FileThatIsNotAnImageIsNamed) {
   const auto path = image("a.jpg");
   mask("a_mask.gif");
   write_text(path, "not a picture");
@@ -121,7 +121,7 @@ std::vector<std::string> names(const std::vector<Sample>& samples) {
   return result;
 }
 
-TEST(SplitTest, EverySampleIsInOnePart) {
+TEST(SplitTest, EachSampleIsInOnePart) {
   const auto parts = split(numbered(50), 10, 1);
   EXPECT_EQ(parts.validation.size(), 5u);
   EXPECT_EQ(parts.training.size(), 45u);
@@ -137,22 +137,22 @@ TEST(SplitTest, DependsOnTheSeedOnly) {
   EXPECT_NE(names(split(samples, 20, 3).validation), names(split(samples, 20, 4).validation));
 }
 
-TEST(SplitTest, NeitherPartIsEmpty) {
+TEST(SplitTest, NoPartIsEmpty) {
   EXPECT_EQ(split(numbered(2), 1, 0).validation.size(), 1u);
   EXPECT_EQ(split(numbered(3), 99, 0).training.size(), 1u);
 }
 
-TEST(SplitTest, ZeroPercentTrainsOnAll) {
+TEST(SplitTest, ZeroPercentKeepsAllForTraining) {
   const auto parts = split(numbered(1), 0, 0);
   EXPECT_EQ(parts.training.size(), 1u);
   EXPECT_TRUE(parts.validation.empty());
 }
 
-TEST(SplitTest, RefusesWhatCannotBe) {
+TEST(SplitTest, RefusesInvalidArguments) {
   EXPECT_THAT(error_of<std::invalid_argument>([] { split(numbered(1), 10, 0); }), HasSubstr("cannot split 1 sample"));
   for (const double percent : {-1.0, 100.0}) {
     EXPECT_THAT(error_of<std::invalid_argument>([&] { split(numbered(9), percent, 0); }),
-                HasSubstr("validation percent"));
+                HasSubstr("the validation percentage must be at least 0 and below 100"));
   }
 }
 

@@ -21,28 +21,41 @@ Pixels crop(const Image& picture, int left, int top, int width, int height) {
   return pixels;
 }
 
-// Cells end at the picture's right and lower edge, each a line behind the one before.
+// Finds the cells by their distance from the picture's right and lower edges.
 class Cells {
  public:
   Cells(const Counts& counts, int classes) : classes_(classes), picture_(draw_confusion(counts, classes)) {}
 
-  int margin() const { return at(0); }
   int side() const { return pitch() - 1; }
 
-  Pixels cell(int row, int column) const { return crop(picture_, at(column), at(row), side(), side()); }
+  Pixels cell(int row, int column) const { return crop(picture_, left(column), top(row), side(), side()); }
   Pixels inside(int row, int column) const {
-    return crop(picture_, at(column) + 1, at(row) + 1, side() - 2, side() - 2);
+    return crop(picture_, left(column) + 1, top(row) + 1, side() - 2, side() - 2);
   }
   int brightness(int row, int column) const { return cell(row, column).front(); }
   bool written(int row, int column) const {
     const auto pixels = cell(row, column);
     return std::set(pixels.begin(), pixels.end()).size() > 1;
   }
-  Pixels row_label(int row) const { return crop(picture_, 0, at(row), margin() - 1, side()); }
-  Pixels column_label(int column) const { return crop(picture_, at(column), 0, side(), margin() - 1); }
+  Pixels row_label(int row) const { return crop(picture_, left(0) - kLabelBar, top(row), kLabelBar - 1, side()); }
+  Pixels column_label(int column) const {
+    return crop(picture_, left(column), top(0) - kLabelBar, side(), kLabelBar - 1);
+  }
+  Pixels title() const { return crop(picture_, 0, 0, picture_.width, kTitleBar); }
+  Pixels axis_names() const {
+    auto names = crop(picture_, 0, top(0), left(0) - kLabelBar - 1, top(classes_ - 1) - top(0) + side());
+    const auto above = crop(picture_, left(0), kTitleBar, picture_.width - left(0), top(0) - kLabelBar - kTitleBar);
+    names.insert(names.end(), above.begin(), above.end());
+    return names;
+  }
 
  private:
-  int at(int cell) const { return picture_.width - (classes_ - cell) * pitch(); }
+  static constexpr int kLabelBar = 28;
+  static constexpr int kTitleBar = 34;
+  static constexpr int kBorder = 12;
+
+  int left(int column) const { return picture_.width - kBorder - (classes_ - column) * pitch(); }
+  int top(int row) const { return picture_.height - kBorder - (classes_ - row) * pitch(); }
 
   int classes_;
   Image picture_;
@@ -51,16 +64,16 @@ class Cells {
 int lightest(const Pixels& pixels) { return *std::max_element(pixels.begin(), pixels.end()); }
 int darkest(const Pixels& pixels) { return *std::min_element(pixels.begin(), pixels.end()); }
 
-TEST(ConfusionTest, ACellIsAsBrightAsItsShareOfTheRow) {
+TEST(ConfusionTest, BrightnessShowsTheShareOfTheRow) {
   const Cells cells({0, 7, 0, 75, 0, 25, 0, 0, 0}, 3);
   EXPECT_EQ(cells.brightness(0, 1), 255);
   EXPECT_EQ(cells.brightness(0, 0), 0);
-  EXPECT_EQ(cells.brightness(1, 0), 221) << "the root of three quarters";
-  EXPECT_EQ(cells.brightness(1, 2), 128) << "the root of one quarter";
+  EXPECT_EQ(cells.brightness(1, 0), 221) << "the square root of three quarters";
+  EXPECT_EQ(cells.brightness(1, 2), 128) << "the square root of one quarter";
   for (int column = 0; column < 3; ++column) EXPECT_EQ(cells.brightness(2, column), 0) << "a class without images";
 }
 
-TEST(ConfusionTest, RowsAndColumnsShowTheirClass) {
+TEST(ConfusionTest, RowsAndColumnsAreLabelled) {
   const Cells cells(Counts(144), 12);
   std::set<Pixels> rows;
   std::set<Pixels> columns;
@@ -75,7 +88,7 @@ TEST(ConfusionTest, RowsAndColumnsShowTheirClass) {
   EXPECT_EQ(columns.size(), 12u);
 }
 
-TEST(ConfusionTest, NumbersStandOutFromTheirCell) {
+TEST(ConfusionTest, CountsContrastWithTheirCell) {
   const Cells cells({999, 1, 30, 70}, 2);
   EXPECT_LT(darkest(cells.cell(0, 0)), cells.brightness(0, 0) - 150);
   EXPECT_GT(lightest(cells.cell(0, 1)), cells.brightness(0, 1) + 150);
@@ -83,7 +96,7 @@ TEST(ConfusionTest, NumbersStandOutFromTheirCell) {
   EXPECT_LT(darkest(cells.cell(1, 1)), cells.brightness(1, 1) - 150);
 }
 
-TEST(ConfusionTest, ACellShowsItsCount) {
+TEST(ConfusionTest, CellsShowTheirCount) {
   std::set<Pixels> numbers;
   const Counts counts = {1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 42, 11111, 88888, 99999};
   for (const auto count : counts) {
@@ -97,14 +110,22 @@ TEST(ConfusionTest, ACellShowsItsCount) {
   EXPECT_EQ(numbers.size(), counts.size());
 }
 
-TEST(ConfusionTest, NothingIsWrittenWhereNothingIsOrTheCountHasNoRoom) {
+TEST(ConfusionTest, ZeroAndCountsThatDoNotFitAreNotWritten) {
   const Cells cells({100000000, 0, 0, 5}, 2);
   EXPECT_FALSE(cells.written(0, 0));
   EXPECT_FALSE(cells.written(0, 1));
   EXPECT_TRUE(cells.written(1, 1));
 }
 
-TEST(ConfusionTest, RefusesWhatIsNoMatrix) {
+TEST(ConfusionTest, TitleTellsTheAccuracyAndAxesAreNamed) {
+  const Cells half({5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5, 5}, 4);
+  const Cells all({5, 0, 0, 0, 0, 5, 0, 0, 0, 0, 5, 0, 0, 0, 0, 5}, 4);
+  EXPECT_NE(half.title(), all.title());
+  EXPECT_EQ(half.axis_names(), all.axis_names());
+  EXPECT_GT(lightest(all.axis_names()) - darkest(all.axis_names()), 150);
+}
+
+TEST(ConfusionTest, RefusesWhatIsNotAMatrix) {
   EXPECT_THROW(draw_confusion({}, 0), std::invalid_argument);
   EXPECT_THROW(draw_confusion({1, 2, 3}, 2), std::invalid_argument);
   EXPECT_THROW(draw_confusion({1, 0, -1, 1}, 2), std::invalid_argument);

@@ -17,13 +17,13 @@ using ::testing::HasSubstr;
 
 constexpr size_t kPixels = 28 * 28;
 
-TEST(DigitsTest, AreTheSameOnEveryMachine) {
+TEST(DigitsTest, PixelsAreTheSameOnEveryMachine) {
   const auto set = draw_digits(100, 1, Part::kTraining);
   EXPECT_EQ(fingerprint(set.pixels), 2883634152341579613u);
   EXPECT_EQ(fingerprint(set.labels), 9382960813641777166u);
 }
 
-TEST(DigitsTest, ADigitDependsOnSeedAndPlaceAlone) {
+TEST(DigitsTest, DigitDependsOnlyOnSeedAndPosition) {
   const auto few = draw_digits(5, 3, Part::kTraining);
   const auto many = draw_digits(9, 3, Part::kTraining);
   EXPECT_EQ(few.size, kDigitSize);
@@ -34,7 +34,7 @@ TEST(DigitsTest, ADigitDependsOnSeedAndPlaceAlone) {
   EXPECT_NE(draw_digits(5, 3, Part::kTest).pixels, few.pixels);
 }
 
-TEST(DigitsTest, NoTwoImagesAreEqual) {
+TEST(DigitsTest, ImagesDiffer) {
   std::set<std::vector<uint8_t>> images;
   for (const Part part : {Part::kTraining, Part::kTest}) {
     const auto set = draw_digits(1000, 0, part);
@@ -43,14 +43,14 @@ TEST(DigitsTest, NoTwoImagesAreEqual) {
   EXPECT_EQ(images.size(), 2000u);
 }
 
-TEST(DigitsTest, AllDigitsAreAboutAsOften) {
+TEST(DigitsTest, DigitsAreEquallyFrequent) {
   const auto set = draw_digits(5000, 0, Part::kTraining);
   for (uint8_t digit = 0; digit < 10; ++digit) {
     EXPECT_NEAR(std::count(set.labels.begin(), set.labels.end(), digit), 500, 100) << int{digit};
   }
 }
 
-TEST(DigitsTest, ADigitLiesInsideItsImage) {
+TEST(DigitsTest, DigitLiesInsideItsImage) {
   for (int i = 0; i < 2000; ++i) {
     Random random(static_cast<uint64_t>(i));
     const Image image = draw_digit(random, i % 10);
@@ -69,7 +69,7 @@ TEST(DigitsTest, ADigitLiesInsideItsImage) {
   }
 }
 
-// The share of `test` that lies nearest to the mean image of its own digit in `training`.
+// The share of `test` whose nearest mean image of `training` is that of its own digit.
 double nearest_mean_accuracy(const LabelledImages& training, const LabelledImages& test) {
   std::array<std::array<double, kPixels>, 10> means{};
   std::array<double, 10> counts{};
@@ -96,15 +96,15 @@ double nearest_mean_accuracy(const LabelledImages& training, const LabelledImage
   return right / static_cast<double>(test.count());
 }
 
-TEST(DigitsTest, AreNotToldApartByTheirMeans) {
+TEST(DigitsTest, NearestMeanDoesNotClassifyThem) {
   const double accuracy =
       nearest_mean_accuracy(draw_digits(5000, 0, Part::kTraining), draw_digits(1000, 0, Part::kTest));
   RecordProperty("nearest_mean_accuracy", std::to_string(accuracy));
   EXPECT_LT(accuracy, 0.9);
-  EXPECT_GT(accuracy, 0.3) << "nor are they noise";
+  EXPECT_GT(accuracy, 0.3) << "not noise either";
 }
 
-TEST(DigitsTest, WritesFilesThatAreReadBack) {
+TEST(DigitsTest, WrittenFilesAreReadBack) {
   const TemporaryDirectory directory;
   write_digits(directory / "made", 30, 20, 5);
   const auto training = read_idx(training_files(directory / "made"));
@@ -113,7 +113,7 @@ TEST(DigitsTest, WritesFilesThatAreReadBack) {
   EXPECT_EQ(read_idx(test_files(directory / "made")).pixels, draw_digits(20, 5, Part::kTest).pixels);
 }
 
-TEST(DigitsTest, RefusesWhatCannotBe) {
+TEST(DigitsTest, RefusesInvalidArguments) {
   const TemporaryDirectory directory;
   EXPECT_THROW(write_digits(directory / "none", 0, 1, 5), std::invalid_argument);
   EXPECT_THROW(write_digits(directory / "none", 1, 0, 5), std::invalid_argument);

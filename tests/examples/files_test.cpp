@@ -11,7 +11,7 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST(FilesTest, MakesAWritableDirectoryAndLeavesItEmpty) {
+TEST(FilesTest, CheckCreatesAnEmptyWritableFolder) {
   const TemporaryDirectory directory;
   const auto path = directory / "a" / "b";
   check_writable_directory(path);
@@ -20,7 +20,7 @@ TEST(FilesTest, MakesAWritableDirectoryAndLeavesItEmpty) {
   EXPECT_NO_THROW(check_writable_directory(path));
 }
 
-TEST(FilesTest, NamesADirectoryThatCannotBe) {
+TEST(FilesTest, UnusableFolderIsNamed) {
   const TemporaryDirectory directory;
   write_text(directory / "file", "x");
   for (const auto& path : {directory / "file", directory / "file" / "below"}) {
@@ -29,19 +29,33 @@ TEST(FilesTest, NamesADirectoryThatCannotBe) {
   }
 }
 
-TEST(FilesTest, ReplacesAFile) {
+TEST(FilesTest, OnlyEmptyFoldersOfThisProcessAreRemoved) {
+  const TemporaryDirectory directory;
+  std::filesystem::create_directory(directory / "older");
+  make_directory(directory / "older");
+  make_directory(directory / "older" / "a" / "b");
+  make_directory(directory / "full" / "c");
+  make_directory(directory / "full" / "d");
+  write_text(directory / "full" / "c" / "file", "x");
+  remove_empty_directories();
+  EXPECT_TRUE(std::filesystem::exists(directory / "older"));
+  EXPECT_FALSE(std::filesystem::exists(directory / "older" / "a"));
+  EXPECT_TRUE(std::filesystem::exists(directory / "full" / "c" / "file"));
+}
+
+TEST(FilesTest, WriteReplacesTheFile) {
   const TemporaryDirectory directory;
   write_file(directory / "a", "abc");
   write_file(directory / "a", std::vector<uint8_t>{4});
   EXPECT_EQ(read_bytes(directory / "a"), (std::vector<uint8_t>{4}));
 }
 
-TEST(FilesTest, ADiskThatIsFullIsAnError) {
+TEST(FilesTest, FullDiskIsAnError) {
   if (!std::filesystem::exists("/dev/full")) GTEST_SKIP() << "there is no /dev/full";
   EXPECT_THAT(error_of([] { write_file("/dev/full", "x"); }), AllOf(HasSubstr("/dev/full"), HasSubstr("No space")));
 }
 
-TEST(FilesTest, AFileThatCanBeWrittenStaysAsItIs) {
+TEST(FilesTest, CheckLeavesAWritableFileAsItIs) {
   const TemporaryDirectory directory;
   const auto path = directory / "a" / "file";
   check_writable_file(path);
@@ -51,7 +65,7 @@ TEST(FilesTest, AFileThatCanBeWrittenStaysAsItIs) {
   EXPECT_EQ(read_bytes(path), (std::vector<uint8_t>{'a', 'b', 'c'}));
 }
 
-TEST(FilesTest, AFileThatCannotBeWrittenIsNamed) {
+TEST(FilesTest, UnwritableFileIsNamed) {
   const TemporaryDirectory directory;
   write_text(directory / "file", "x");
   EXPECT_THAT(error_of([&] { check_writable_file(directory.path()); }),
@@ -62,7 +76,7 @@ TEST(FilesTest, AFileThatCannotBeWrittenIsNamed) {
   EXPECT_THAT(error_of([&] { OutputFile(directory / "none" / "file"); }), HasSubstr("No such file"));
 }
 
-TEST(FilesTest, ARenamedFileGrowsOn) {
+TEST(FilesTest, RenamedFileCanGrow) {
   const TemporaryDirectory directory;
   write_text(directory / "b", "old");
   OutputFile file(directory / "a");

@@ -26,7 +26,7 @@ std::string text_of(const std::filesystem::path& path) {
   return {bytes.begin(), bytes.end()};
 }
 
-TEST(HistoryTest, EachLineIsOnDiskAtOnce) {
+TEST(HistoryTest, LinesAreOnDiskAtOnce) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
   write_text(path, "of an older run");
@@ -38,7 +38,7 @@ TEST(HistoryTest, EachLineIsOnDiskAtOnce) {
   EXPECT_THAT(text_of(path), HasSubstr("\n2,1e-07,2000.5\n"));
 }
 
-TEST(HistoryTest, WholeNumbersAreWrittenInFull) {
+TEST(HistoryTest, IntegersAreWrittenInFull) {
   const TemporaryDirectory directory;
   History history(directory / "history.csv", kColumns);
   history.add({1234567, -20000000, 1234567.25});
@@ -46,7 +46,7 @@ TEST(HistoryTest, WholeNumbersAreWrittenInFull) {
   EXPECT_EQ(text_of(directory / "history.csv"), kHeader + std::string("1234567,-20000000,1.23457e+06\n0,nan,1e+300\n"));
 }
 
-TEST(HistoryTest, EveryColumnHasAValue) {
+TEST(HistoryTest, LinesHaveAValuePerColumn) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
   History history(path, kColumns);
@@ -82,7 +82,7 @@ TEST(HistoryTest, UnwritablePathIsNamed) {
   EXPECT_THAT(error_of([&] { History history(path, kColumns); }), HasSubstr(path.string()));
 }
 
-TEST(HistoryTest, BeginsWithTheLinesOfARunBefore) {
+TEST(HistoryTest, StartsWithTheGivenLines) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
   History history(path, kColumns, {{1, 0.5, 2}, {2, 0.25, 3}});
@@ -90,15 +90,16 @@ TEST(HistoryTest, BeginsWithTheLinesOfARunBefore) {
   EXPECT_EQ(text_of(path), kHeader + std::string("1,0.5,2\n2,0.25,3\n3,0.125,4\n"));
 }
 
-TEST(HistoryTest, AnOlderFileStaysUntilTheNewOneIsComplete) {
+TEST(HistoryTest, OlderFileStaysUntilTheNewOneIsComplete) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
   write_text(path, "of an older run");
   EXPECT_THROW(History(path, kColumns, {{1, 2}}), std::invalid_argument);
   EXPECT_EQ(text_of(path), "of an older run");
+  EXPECT_FALSE(std::filesystem::exists(temporary_history(path)));
 }
 
-TEST(HistoryTest, KnowsWhetherAFileHasLines) {
+TEST(HistoryTest, HasLinesLooksBehindTheHeader) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
   EXPECT_FALSE(has_lines(path));
@@ -108,8 +109,8 @@ TEST(HistoryTest, KnowsWhetherAFileHasLines) {
   EXPECT_TRUE(has_lines(path));
 }
 
-// A file of limited size fails as a full disk does.
-TEST(HistoryTest, AFileThatCannotGrowIsAnError) {
+// A limit of the file size fails like a full disk.
+TEST(HistoryTest, FileThatCannotGrowIsAnError) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
   History history(path, kColumns);

@@ -37,7 +37,7 @@ class IdxTest : public ::testing::Test {
   const IdxFiles files_ = training_files(directory_.path());
 };
 
-TEST_F(IdxTest, TheBytesAreThoseOfMnist) {
+TEST_F(IdxTest, FormatIsThatOfMnist) {
   EXPECT_EQ(read_bytes(directory_ / "train-labels-idx1-ubyte"),
             (std::vector<uint8_t>{0, 0, 8, 1, 0, 0, 0, 3, 7, 0, 9}));
   const auto images = read_bytes(directory_ / "train-images-idx3-ubyte");
@@ -46,7 +46,7 @@ TEST_F(IdxTest, TheBytesAreThoseOfMnist) {
             (std::vector<uint8_t>{0, 0, 8, 3, 0, 0, 0, 3, 0, 0, 0, 3, 0, 0, 0, 2, 0, 15}));
 }
 
-TEST_F(IdxTest, ReadsWhatItWrote) {
+TEST_F(IdxTest, WrittenFilesAreReadBack) {
   const auto set = read_idx(files_);
   EXPECT_EQ(set.size, (Size{2, 3}));
   EXPECT_EQ(set.count(), 3u);
@@ -54,13 +54,13 @@ TEST_F(IdxTest, ReadsWhatItWrote) {
   EXPECT_EQ(set.labels, three_images().labels);
 }
 
-TEST_F(IdxTest, PartsHaveNamesOfTheirOwn) {
+TEST_F(IdxTest, PartsHaveSeparateFiles) {
   const auto test = test_files(directory_.path());
   EXPECT_EQ(test.images, directory_ / "t10k-images-idx3-ubyte");
   EXPECT_EQ(test.labels, directory_ / "t10k-labels-idx1-ubyte");
 }
 
-TEST_F(IdxTest, NamesAFileOfAnotherKind) {
+TEST_F(IdxTest, FileOfAnotherKindIsNamed) {
   patch(files_.images, 3, {1});
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("0x00000801"), HasSubstr("0x00000803")));
   write_idx(files_, three_images());
@@ -68,28 +68,29 @@ TEST_F(IdxTest, NamesAFileOfAnotherKind) {
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.labels.string()), HasSubstr("labels"), HasSubstr("0x00000d01")));
 }
 
-TEST_F(IdxTest, NamesAFileThatIsCutShort) {
+TEST_F(IdxTest, TruncatedFileIsNamed) {
   for (const size_t length : {33u, 16u}) {
     cut(files_.images, length);
-    EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("cut short"),
-                                 HasSubstr(std::to_string(length - 16) + " bytes after the header, which says 18")));
+    EXPECT_THAT(message(),
+                AllOf(HasSubstr(files_.images.string()), HasSubstr("truncated"),
+                      HasSubstr(std::to_string(length - 16) + " bytes after the header, which announces 18")));
   }
   cut(files_.images, 15);
-  EXPECT_THAT(message(), AllOf(HasSubstr("cut short: 15 bytes"), HasSubstr("header alone has 16")));
+  EXPECT_THAT(message(), AllOf(HasSubstr("truncated: 15 bytes"), HasSubstr("header alone has 16")));
   cut(files_.images, 0);
   EXPECT_THAT(message(), HasSubstr("empty"));
 }
 
-TEST_F(IdxTest, NamesAFileThatIsTooLong) {
+TEST_F(IdxTest, TooLongFileIsNamed) {
   auto bytes = read_bytes(files_.labels);
   bytes.push_back(1);
   write_file(files_.labels, bytes);
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.labels.string()), HasSubstr("too long")));
 }
 
-TEST_F(IdxTest, ImpossibleSizesAreRefusedBeforeAnyMemoryIsTaken) {
+TEST_F(IdxTest, ImpossibleSizesAreRefusedBeforeAllocating) {
   patch(files_.images, 4, {255, 255, 255, 255});
-  EXPECT_THAT(message(), HasSubstr("cut short"));
+  EXPECT_THAT(message(), HasSubstr("truncated"));
   patch(files_.images, 8, {255, 255, 255, 255, 255, 255, 255, 255});
   EXPECT_THAT(message(), HasSubstr("4294967295 rows"));
   patch(files_.images, 8, {0, 0, 0, 0});
@@ -98,15 +99,15 @@ TEST_F(IdxTest, ImpossibleSizesAreRefusedBeforeAnyMemoryIsTaken) {
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("no items")));
 }
 
-TEST_F(IdxTest, TheProductOfSizesDoesNotWrap) {
+TEST_F(IdxTest, ProductOfSizesDoesNotOverflow) {
   patch(files_.images, 4, {255, 255, 255, 255, 0, 0, 16, 0, 0, 0, 16, 0});
-  EXPECT_THAT(message(), HasSubstr("18 bytes after the header, which says 72057594021150720"));
+  EXPECT_THAT(message(), HasSubstr("18 bytes after the header, which announces 72057594021150720"));
   patch(files_.images, 4, {0x80, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 1});
-  EXPECT_THAT(message(), HasSubstr("18 bytes after the header, which says 4294967296"));
+  EXPECT_THAT(message(), HasSubstr("18 bytes after the header, which announces 4294967296"));
 }
 
-// The files are sparse: they cost nothing to make, and more than any memory to read.
-TEST_F(IdxTest, AFileIsReadOnlyWhereItsLengthIsRight) {
+// The files are sparse: they take no space, and are larger than any memory.
+TEST_F(IdxTest, FileOfTheWrongLengthIsNotRead) {
   std::filesystem::resize_file(files_.images, std::uintmax_t{1} << 42);
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("too long: 4398046511088 bytes")));
   write_idx(files_, three_images());
@@ -114,25 +115,25 @@ TEST_F(IdxTest, AFileIsReadOnlyWhereItsLengthIsRight) {
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.labels.string()), HasSubstr("too long")));
 }
 
-TEST_F(IdxTest, AnEndlessFileIsRefused) {
+TEST_F(IdxTest, EndlessFileIsRefused) {
   std::filesystem::remove(files_.images);
   std::filesystem::create_symlink("/dev/zero", files_.images);
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("cannot be opened")));
 }
 
-TEST_F(IdxTest, CountsThatDifferNameBothFiles) {
+TEST_F(IdxTest, DifferentCountsNameBothFiles) {
   write_file(files_.labels, {0, 0, 8, 1, 0, 0, 0, 2, 7, 0});
-  EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string() + " holds 3 images"),
-                               HasSubstr(files_.labels.string() + " 2 labels")));
+  EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string() + " has 3 images"),
+                               HasSubstr(files_.labels.string() + " has 2 labels")));
 }
 
-TEST_F(IdxTest, ALabelIsAClass) {
+TEST_F(IdxTest, LabelsMustBeClasses) {
   patch(files_.labels, 9, {10});
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.labels.string()), HasSubstr("label 1 is 10")));
   EXPECT_NO_THROW(read_idx(files_, 11));
 }
 
-TEST_F(IdxTest, NamesAMissingFileAndOneStillCompressed) {
+TEST_F(IdxTest, MissingAndCompressedFilesAreNamed) {
   write_file(directory_ / "train-labels-idx1-ubyte", {0x1f, 0x8b, 8, 0, 0});
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.labels.string()), HasSubstr("gunzip")));
   std::filesystem::rename(files_.labels, files_.labels.string() + ".gz");
@@ -143,7 +144,7 @@ TEST_F(IdxTest, NamesAMissingFileAndOneStillCompressed) {
   EXPECT_THAT(message(), AllOf(HasSubstr(files_.images.string()), HasSubstr("directory")));
 }
 
-TEST_F(IdxTest, RefusesToWriteWhatDoesNotFit) {
+TEST_F(IdxTest, RefusesToWriteMismatchedParts) {
   auto set = three_images();
   set.labels.pop_back();
   EXPECT_THAT(error_of<std::invalid_argument>([&] { write_idx(files_, set); }),

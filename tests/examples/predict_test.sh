@@ -20,7 +20,7 @@ mkdir empty
 cp -r $data fewer
 rm fewer/imgs/0000.jpg fewer/masks/0000_mask.gif
 
-# What TensorBoard makes of the events that the training left.
+# What TensorBoard reads from the events of the training.
 "$python" - <<'END' || fail "TensorBoard reads something else"
 import csv, sys
 try:
@@ -30,21 +30,26 @@ except ImportError:
 events = EventAccumulator("two").Reload()
 with open("two/history.csv") as file:
     rows = list(csv.DictReader(file))
-for column in rows[0].keys() - {"epoch"}:
-    scalars = events.Scalars(column)
+tags = {"train_loss": "loss/train", "val_loss": "loss/val", "val_dice": "dice/val", "val_iou": "iou/val"}
+tags |= {column: f"training/{column}" for column in ("learning_rate", "images_per_second")}
+assert tags.keys() == rows[0].keys() - {"epoch"} and set(events.Tags()["scalars"]) == {*tags.values(), "loss/train_step"}
+for column, tag in tags.items():
+    scalars = events.Scalars(tag)
     assert [scalar.step for scalar in scalars] == list(range(1, 31)), column
     for scalar, row in zip(scalars, rows):
         assert abs(scalar.value - float(row[column])) <= 1e-5 * abs(scalar.value), (column, scalar, row)
-image = events.Images("validation")[-1]
-assert image.encoded_image_string == open("two/epoch_030.png", "rb").read() and image.width == 3 * 32 + 4
+steps = EventAccumulator("two", size_guidance={"scalars": 0}).Reload().Scalars("loss/train_step")
+assert [step.step for step in steps] == list(range(1, 30 * 4 + 1))  # 14 images in mini-batches of 4
+image = events.Images("predictions/val")[-1]
+assert image.encoded_image_string == open("two/epoch_030.png", "rb").read() and image.width == 3 * 256 + 8
 END
 
-# Any cut finds the same masks, at the size of each image.
+# Masks do not depend on the cut, and have the size of their image.
 program=$predict
 common=(--model two/best.snapshot)
 for stages in 1 2 3; do
   run "masks$stages" --input $data/imgs odd.png --stages "$stages" --probabilities --overlay
-  [[ $(ls "masks$stages" | wc -l) == 51 ]] || fail "not three pictures an image"
+  [[ $(ls "masks$stages" | wc -l) == 51 ]] || fail "not three files per image"
   ! grep -q $'\r' "masks$stages.log" || fail "a progress bar in a file"
 done
 run cut --input $data/imgs odd.png --balance 5,34 --chunks 3 --batch-size 5 --workers 0 --devices cpu
@@ -72,7 +77,8 @@ mask, probability = load("masks1/odd_mask.png"), load("masks1/odd_probability_1.
 assert mask.shape == (51, 37), mask.shape
 assert set(numpy.unique(mask)) <= {0, 255} and ((probability > 128) <= (mask == 255)).all()
 image, overlay = load("odd.png"), load("masks1/odd_overlay.png")
-assert (overlay[mask == 0] == image[mask == 0]).all() and (overlay[mask == 255][:, 0] >= 127).all()
+colours = {tuple(colour) for colour in overlay.reshape(-1, 3)}
+assert overlay.shape == image.shape and (overlay != image).any() and {(0, 0, 0), (255, 255, 255)} <= colours
 assert share("high") < share("masks1") < share("low"), "--threshold"
 assert any((load(f"fine/{n:04}_mask.png") != load(f"masks1/{n:04}_mask.png")).any() for n in range(16)), "--scale"
 palette = {(0, 0, 0), (128, 0, 0), (0, 128, 0), (128, 128, 0)}
@@ -82,7 +88,7 @@ three = [load(f"coloured/0000_probability_{k}.png") for k in (1, 2, 3)]
 assert 0 < sum(three).max() <= 257 and not os.path.exists("coloured/0000_probability_0.png")
 END
 
-# The scores are those of the masks.
+# The scores match the masks.
 program=$evaluate
 for stages in 1 2 3; do
   run "scores$stages" --data $data --stages "$stages"
@@ -126,7 +132,7 @@ terminal() {
 terminal evaluate "'$evaluate' --data $data"
 terminal predict "'$predict' -i $data/imgs"
 
-# What both refuse; $@: what they are to work on.
+# What both programs refuse. $1: a name, the rest: their input.
 refuse_both() {
   refuse "$1-missing-model" 'no-such-file' "${@:2}" --model no-such-file
   refuse "$1-foreign-model" 'two.log' "${@:2}" --model two.log
@@ -135,9 +141,9 @@ refuse_both() {
   refuse "$1-cut" 'sums to 3' "${@:2}" --balance 1,2
   refuse "$1-stages" 'layers' "${@:2}" --stages 99
   refuse "$1-device" 'cuda:63' "${@:2}" --stages 2 --devices cpu,cuda:63
-  refuse "$1-scale" "--scale: 'nan' is not a number from 0.001 to 1" "${@:2}" --scale nan
-  refuse "$1-workers" "--workers: '-1' is not a whole number from 0 to 256" "${@:2}" --workers -1
-  refuse "$1-chunks" "--chunks: '0' is not a whole number from 1 to 1048576" "${@:2}" --chunks 0
+  refuse "$1-scale" "--scale must be a finite number, but is 'nan'" "${@:2}" --scale nan
+  refuse "$1-workers" "--workers must be at least 0, but is -1" "${@:2}" --workers -1
+  refuse "$1-chunks" "--chunks must be at least 1, but is 0" "${@:2}" --chunks 0
   refuse "$1-unwritable" 'two.log/output' "${@:2}" --output two.log/output
 }
 "$python" - <<'END'
@@ -152,19 +158,19 @@ refuse evaluate-no-data 'no-such-folder' --data no-such-folder
 refuse evaluate-data-missing '--data is required'
 refuse evaluate-part '--part' --data $data --part half
 refuse evaluate-other-data 'give --part all' --data fewer --part validation
-refuse evaluate-classes 'is none of 4 classes' --data $data --model four/best.snapshot
+refuse evaluate-classes 'is not that of any of 4 classes' --data $data --model four/best.snapshot
 program=$predict
 refuse_both predict --input $data/imgs
-refuse predict-other-program 'does not say --classes' --input odd.jpg --model other-program
+refuse predict-other-program 'does not store --classes' --input odd.jpg --model other-program
 refuse predict-no-input 'no-such-image' --input no-such-image
 refuse predict-input-missing '--input is required'
 refuse predict-empty 'empty: no .jpg' --input empty
 refuse predict-not-an-image 'two.log' --input odd.jpg two.log
-refuse predict-same-name 'two images have one name' --input odd.jpg odd.png
-refuse predict-onto-itself 'give a directory of its own' --input odd.jpg --output .
-for value in nan inf 2 -1; do
-  refuse predict-threshold "--threshold: '$value' is not a number from 0 to 1" --input odd.jpg --threshold $value
-done
+refuse predict-same-name 'two images have the same name' --input odd.jpg odd.png
+refuse predict-onto-itself 'give another folder' --input odd.jpg --output .
+refuse predict-threshold "--threshold must be a finite number, but is 'nan'" --input odd.jpg --threshold nan
+refuse predict-threshold "--threshold must be at most 1, but is 2" --input odd.jpg --threshold 2
+refuse predict-threshold "--threshold must be at least 0, but is -1" --input odd.jpg --threshold -1
 head -c 600 $data/imgs/0003.jpg >short.jpg
 refuse predict-truncated 'short.jpg' --input short.jpg
 for program in "$predict" "$evaluate"; do

@@ -1,16 +1,17 @@
-# For the tests of programs, which source it with their own arguments: PROGRAM FOLDER [argument...]. They then work in
-# the folder, emptied, and call:
+# Sourced by the tests of programs with their own arguments: PROGRAM FOLDER [argument...]. Empties the folder and changes
+# into it. The tests call:
 #   fail TEXT...               ends the test
-#   run NAME FLAG...           the program with `common` and these flags must succeed; its output goes to NAME.log
-#   try NAME FLAG...           the same, and the snapshots are removed, which can be large
-#   refuse NAME TEXT FLAG...   it must end with one line of error that contains TEXT, before any training
+#   run NAME FLAG...           runs the program with `common` and these flags; it must succeed. Its output is NAME.log
+#   try NAME FLAG...           the same, then removes the snapshots, which can be large
+#   refuse NAME TEXT FLAG...   the program must fail with one line of error that contains TEXT, before any training, and
+#                              leave no empty folder
 #   refuse_value FLAG VALUE TEXT
-#                              it must end with the line "FLAG: 'VALUE' is not TEXT", before anything is written
-#   written NAME               all files that NAME.log says were written are there
-#   column NAME LIST           columns of NAME/history.csv, such as 2 or 1-5, without their names
-#   near A B TOLERANCE         two columns of numbers, one a line, agree
+#                              it must fail with the line "FLAG must be TEXT, but is VALUE", before it writes anything
+#   written NAME               checks that all files listed in NAME.log exist
+#   column NAME LIST           prints columns of NAME/history.csv, such as 2 or 1-5, without their names
+#   near A B TOLERANCE         compares two columns of numbers, one per line
 set -euo pipefail
-export OMP_NUM_THREADS=1 # as many threads at any number of stages, so that sums are the same; and little at a time
+export OMP_NUM_THREADS=1 # the same number of threads at any number of stages, so that sums are the same
 program=$1
 work=$2
 shift 2
@@ -41,11 +42,14 @@ refuse() {
   if "$program" "${common[@]}" --output "$name" "$@" >"$name.log" 2>"$name.err"; then fail "$name was accepted"; fi
   grep -qF -- "$text" "$name.err" || { cat "$name.err" >&2; fail "$name does not say '$text'"; }
   [[ $(wc -l <"$name.err") == 1 ]] || { cat "$name.err" >&2; fail "$name says more than a line"; }
+  [[ ! -d $name || -n $(find "$name" -type f -print -quit) ]] || fail "$name leaves an empty folder"
   ! grep -q '^epoch 1/' "$name.log" || fail "$name trained before it failed"
 }
 
 refuse_value() {
-  refuse refused "error: $1: '$2' is not $3" "$1" "$2"
+  local value=$2
+  [[ $value != \'*\' ]] || value=${value:1:-1} # the program prints the quotes
+  refuse refused "error: $1 must be $3, but is $2" "$1" "$value"
   [[ ! -e refused ]] || fail "$1 $2 is refused after something was written"
 }
 
@@ -65,54 +69,67 @@ near() {
     awk -v tolerance="$3" 'NF != 2 {exit 1} {d = $1 - $2; if (d > tolerance || -d > tolerance) exit 1}'
 }
 
-# What every training program refuses: $1 is its data, $2 the number of its layers.
+# What every training program refuses. $1: its data, $2: the number of its layers.
 refuse_training_flags() {
   local data=$1 layers=$2
   refuse no-data 'no-such-folder' --data no-such-folder
   refuse cut 'sums to 3' --data "$data" --balance 1,2
-  refuse cut-zero "'0' is neither auto" --data "$data" --balance 0,23
-  refuse cut-huge "'9223372036854775807' is neither auto" --balance 9223372036854775807,9223372036854775807,41
-  refuse cut-text "'half' is neither auto" --data "$data" --balance half,23
+  refuse cut-zero "--balance must be auto, by-time, by-size or layers per stage such as 20,35, but has '0'" --balance 0,23
+  refuse cut-huge "but has '9223372036854775807'" --balance 9223372036854775807,9223372036854775807,41
+  refuse cut-text "but has 'half'" --data "$data" --balance half,23
   refuse stages-and-cut '--stages is 3' --data "$data" --balance 5,18 --stages 3
   refuse too-many-stages "$layers layers" --data "$data" --stages $((layers + 1))
-  refuse device "'gpu' is not a device" --data "$data" --devices gpu
+  refuse device "--devices must be cpu, cuda or cuda:N, but has 'gpu'" --data "$data" --devices gpu
   refuse device-missing 'cuda:63' --data "$data" --devices cpu,cuda:63
-  refuse device-few '--devices: has 2 for 3 stages' --data "$data" --stages 3 --devices cpu,cpu
+  refuse device-few '--devices must be one per stage, or one for all, but there are 2 for 3 stages' --data "$data" --stages 3 --devices cpu,cpu
   refuse trace-folder 'cannot write .: Is a directory' --data "$data" --trace .
   refuse trace-unwritable '/proc/trace' --data "$data" --trace /proc/trace/1.json
   refuse mode '--checkpoint' --data "$data" --checkpoint sometimes
   refuse schedule '--schedule' --data "$data" --schedule never
   refuse trace-long 'too long' --data "$data" --trace "$(printf '%0300d' 0)"
   local flag value
-  for value in 0 -1 1e3 x 99999999999999999999; do
-    refuse_value --epochs $value 'a whole number from 1 to 1000000'
-    refuse_value --batch-size $value 'a whole number from 1 to 1048576'
-    refuse_value --chunks $value 'a whole number from 1 to 1048576'
-    refuse_value --stages $value 'a whole number from 1 to 1024'
+  for flag in --epochs --batch-size --chunks --stages; do
+    for value in 0 -1; do refuse_value $flag $value 'at least 1'; done
+    refuse_value $flag "'1e3'" 'a whole number'
   done
-  for value in -1 18446744073709551616 nan; do
-    refuse_value --seed $value 'a whole number from 0 to 18446744073709551615'
+  value=99999999999999999999
+  refuse_value --epochs $value 'at most 1000000'
+  refuse_value --batch-size $value 'at most 1048576'
+  refuse_value --chunks $value 'at most 1048576'
+  refuse_value --stages $value 'at most 1024'
+  refuse_value --seed -1 'at least 0'
+  refuse_value --seed 18446744073709551616 'at most 18446744073709551615'
+  refuse_value --seed "'nan'" 'a whole number'
+  for value in "'nan'" "'inf'" "'x'"; do
+    refuse_value --clip $value 'a finite number'
+    refuse_value --learning-rate $value 'a finite number'
   done
-  for value in nan inf -1 x; do
-    refuse_value --clip $value 'a finite number of at least 0'
-    refuse_value --learning-rate $value 'a finite number above 0'
-  done
-  for flag in --output --resume --load --trace; do refuse_value $flag '' 'a path'; done
+  refuse_value --clip -1 'at least 0'
+  for value in -1 0; do refuse_value --learning-rate $value 'above 0'; done
+  for flag in --output --resume --load --trace; do refuse_value $flag "''" 'a path'; done
   refuse flag '--no-such-flag' --data "$data" --no-such-flag
   refuse value '--chunks' --data "$data" --chunks
   echo 'no snapshot' >foreign
   refuse foreign-resume 'foreign' --data "$data" --resume foreign
   refuse foreign-load 'foreign' --data "$data" --load foreign
   for flag in --resume --load; do
-    refuse missing-snapshot 'no-such-file' $flag no-such-file
-    [[ ! -e missing-snapshot ]] || fail "$flag no-such-file is found after data is drawn"
+    for value in no-such-file foreign; do
+      refuse bad-snapshot "$value" $flag $value
+      [[ ! -e bad-snapshot && ! -s bad-snapshot.log ]] || fail "$flag $value is found after something slow"
+    done
   done
+  refuse late-failure 'no-such-folder' --output late-failure/a/b --data no-such-folder
+  [[ ! -e late-failure ]] || fail "folders of a failed run stay"
+  mkdir -p existing/kept
+  refuse late-failure 'no-such-folder' --output existing/kept/new --data no-such-folder
+  [[ -d existing/kept && ! -e existing/kept/new ]] || fail "a failed run removes a folder that it did not create"
+  rm -r existing
   refuse output-below-file 'foreign/output' --data "$data" --output foreign/output
   refuse unwritable '/proc/output' --data "$data" --output /proc/output
 }
 
-# The effects of the flags that every training program has: $1 is the name of a run of 2 epochs with seed 0, and the
-# other arguments are flags that all runs need.
+# The effects of the flags that every training program has. $1: the name of a run of 2 epochs with seed 0; the other
+# arguments are flags that all runs need.
 check_training_flags() {
   local base=$1 losses first
   shift
@@ -139,7 +156,7 @@ check_training_flags() {
   try resumed "$@" --schedule plateau --resume part/latest.snapshot
   rm part/*.snapshot
   diff <(column resumed "1-$rate_column") <(column whole "1-$rate_column") || fail "--resume goes another way"
-  # So low a rate that only batch norm's statistics change, and soon not even they.
+  # The rate is so low that only the statistics of batch norm change, and soon not even those.
   try flat "$@" --schedule plateau -l 1e-9 -e "$plateau_epochs"
   paste <(column flat 3) <(column flat "$rate_column") | awk '
     BEGIN {rate = 1e-9; best = -1}
@@ -152,51 +169,58 @@ check_training_flags() {
     END {if (drops < 1) exit 1}' || fail "--schedule plateau does not follow the score"
 }
 
-# An earlier training, the run $1, is not overwritten unasked. The other arguments are flags that all runs need.
+# An earlier training, the run $1, is only overwritten with --overwrite. The other arguments are flags that all runs need.
 check_overwriting() {
   local base=$1 before all="latest.snapshot, best.snapshot, history.csv"
   shift
   before=$(find "$base" -type f -printf '%p %s %T@\n' | sort)
-  refuse "$base" "$base holds an earlier training ($all); give --resume $base/latest.snapshot to go on" "$@"
-  grep -qF -- '--overwrite to replace it' "$base.err" || fail "the way out is not told"
+  refuse "$base" "$base holds an earlier training ($all); give --resume $base/latest.snapshot to continue it" "$@"
+  grep -qF -- '--overwrite to replace it' "$base.err" || fail "--overwrite is not suggested"
   mkdir elsewhere
   cp "$base/latest.snapshot" elsewhere
   refuse "$base" 'holds an earlier training' "$@" -e 3 --resume elsewhere/latest.snapshot
   rm -r elsewhere
   refuse "$base" 'epochs already, and --epochs is 1: nothing is left to train' "$@" -e 1 --resume "$base/latest.snapshot"
   [[ $(find "$base" -type f -printf '%p %s %T@\n' | sort) == "$before" ]] || fail "a refused run changes $base"
+  echo mine | tee "$base/notes.txt" "$base/epoch_mine.png" "$base/events.out.tfevents.1.other" >/dev/null
+  touch "$base/history.csv.tmp"
   run "$base" "$@" -e 1 --overwrite
   [[ $(column "$base" 1) == 1 ]] || fail "--overwrite leaves the earlier history"
+  [[ $(ls "$base"/events.out.tfevents.*.gpipe | wc -l) == 1 ]] || fail "--overwrite leaves earlier event files"
+  [[ $(ls "$base"/*_[0-9]*.png | wc -l) == 1 ]] || fail "--overwrite leaves earlier pictures"
+  [[ ! -e $base/history.csv.tmp ]] || fail "--overwrite leaves history.csv.tmp"
+  [[ $(cat "$base"/{notes.txt,epoch_mine.png,events.out.tfevents.1.other}) == $'mine\nmine\nmine' ]] ||
+    fail "--overwrite removes other files"
   rm "$base/latest.snapshot"
-  refuse "$base" "(best.snapshot, history.csv); give --resume $base/best.snapshot to go on" "$@"
+  refuse "$base" "(best.snapshot, history.csv); give --resume $base/best.snapshot to continue it" "$@"
   rm "$base/best.snapshot"
   refuse "$base" "$base holds an earlier training (history.csv); give --overwrite" "$@"
 }
 
-# What cannot be written is told, with its path, and the exit code is not 0. $@: flags that all runs need.
+# A file that cannot be written is named, and the exit code is not 0. $@: flags that all runs need.
 check_write_errors() {
   local status
   if "$program" "${common[@]}" --output full "$@" --trace /dev/full >full.log 2>full.err; then fail "a full disk"; fi
-  grep -qx 'error: cannot write /dev/full: No space left on device' full.err || fail "the trace's error is not told"
-  ! grep -q '^wrote' full.log || fail "a trace that was not written is named"
+  grep -qx 'error: cannot write /dev/full: No space left on device' full.err || fail "the error of the trace is not printed"
+  ! grep -q '^wrote' full.log || fail "a trace that was not written is listed"
   status=0
   (ulimit -f 2 -c 0 && exec "$program" "${common[@]}" --output limited "$@" >/dev/null 2>limited.err) || status=$?
-  ((status == 1)) || fail "exit code $status where files are limited"
-  grep -qE "^error: cannot write .*limited/.*: File too large$" limited.err || fail "the limit of files is not told"
+  ((status == 1)) || fail "exit code $status with a limit of the file size"
+  grep -qE "^error: cannot write .*limited/.*: File too large$" limited.err || fail "the limit of the file size is not printed"
   if "$program" "${common[@]}" --output said "$@" -e 1 >/dev/full 2>said.err; then fail "a full standard output"; fi
-  grep -qx 'error: cannot write to standard output' said.err || fail "the standard output's error is not told"
+  grep -qx 'error: cannot write to standard output' said.err || fail "the error of the standard output is not printed"
   rm -rf full limited said
 }
 
-# A terminal gets a bar and then the same ends as a pipe. $@: flags.
+# A terminal gets a progress bar, and the same list of files as a pipe. $@: flags.
 check_terminal() {
   script -qec "'$program' ${common[*]} -e 1 --output terminal $*" terminal.log >/dev/null || fail "in a terminal"
   rm terminal/*.snapshot
   grep -q $'\repoch 1  \[' terminal.log || fail "no progress bar in a terminal"
-  grep -q '  terminal/history.csv' terminal.log || fail "a terminal does not learn what was written"
+  grep -q '  terminal/history.csv' terminal.log || fail "a terminal gets no list of files"
 }
 
-# Every option with a value shows what it is without: all but those that then do nothing.
+# Every option with a value shows its default, except those that do nothing by default.
 check_help() {
   "$program" --help >help.log
   ! grep -E '^  (-[a-z],)?--[a-z-]+ [A-Z]+' help.log | grep -vE -- '--(resume|load|trace|balance|devices) ' |

@@ -17,7 +17,7 @@ class ProgressTest : public ::testing::Test {
   double now_ = 100;
 };
 
-TEST_F(ProgressTest, ABarIsRedrawnInPlace) {
+TEST_F(ProgressTest, BarIsRedrawnInPlace) {
   {
     Progress progress(out_, true, "Epoch 1/5", 48, clock());
     now_ += 2;
@@ -33,7 +33,7 @@ TEST_F(ProgressTest, ABarIsRedrawnInPlace) {
   EXPECT_EQ(out_.str(), "\rEpoch 1/5  [########################]  48/48  loss 0.2500  6.0 images/s  in 0:08 \n");
 }
 
-TEST_F(ProgressTest, AnUnfinishedBarEndsItsLine) {
+TEST_F(ProgressTest, UnfinishedBarEndsItsLine) {
   {
     Progress progress(out_, true, "Epoch 1/5", 48, clock());
     now_ += 1;
@@ -42,7 +42,7 @@ TEST_F(ProgressTest, AnUnfinishedBarEndsItsLine) {
   EXPECT_EQ(out_.str().back(), '\n');
 }
 
-TEST_F(ProgressTest, PlainLinesComeNowAndThen) {
+TEST_F(ProgressTest, PlainLinesAppearEveryTenSeconds) {
   {
     Progress progress(out_, false, "Epoch 2/5", 100, clock());
     for (int i = 0; i < 10; ++i) {
@@ -56,14 +56,14 @@ TEST_F(ProgressTest, PlainLinesComeNowAndThen) {
             "Epoch 2/5  100/100  loss 0.1000  3.3 images/s  in 0:30\n");
 }
 
-TEST_F(ProgressTest, NoTimePassedIsNoSpeed) {
+TEST_F(ProgressTest, SpeedIsZeroBeforeTimePasses) {
   Progress progress(out_, false, "Epoch 1/1", 4, clock());
   progress.add(4, 2);
   EXPECT_EQ(progress.images_per_second(), 0);
   EXPECT_EQ(out_.str(), "Epoch 1/1  4/4  loss 2.0000  0.0 images/s  in 0:00\n");
 }
 
-TEST_F(ProgressTest, TheRealClockRuns) {
+TEST_F(ProgressTest, DefaultClockRuns) {
   Progress progress(out_, false, "Epoch 1/1", 4);
   progress.add(4, 2);
   EXPECT_GE(progress.seconds(), 0);

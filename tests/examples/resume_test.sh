@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# A training that is stopped and goes on at another balance, checkpoint mode and chunk count ends with the weights of
-# one that was not: resume_test.sh PROGRAM FOLDER [PYTHON with torch]
+# A training that is stopped and resumed at another balance, checkpoint mode and number of chunks ends with the weights
+# of an uninterrupted one: resume_test.sh PROGRAM FOLDER [PYTHON with torch]
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 python=${1:-}
 
-# 28 images to train and 4 to validate: mini-batches of 4, which 2 chunks and 3 chunks cut alike, into 2 and 2.
+# 28 images for training and 4 for validation. 2 chunks and 3 chunks cut mini-batches of 4 alike, into 2 and 2.
 common=(--samples 32 --validation 12.5 --epochs 40 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 1 --augment)
 run whole
 
-# equal A B: the weights that two runs ended with are the same.
+# equal A B: compares the final weights of two runs.
 equal() {
   [[ -z $python ]] || "$python" - "$@" <<'END' || fail "other weights: $*"
 import sys, torch
@@ -21,7 +21,7 @@ END
 
 for signal in TERM INT; do
   rm -rf halves
-  # A job in the background of a script ignores SIGINT from its start, and Ctrl-C would be no test.
+  # A background job of a script starts with SIGINT ignored; `trap - INT` undoes that.
   (trap - INT && exec "$program" "${common[@]}" --output halves) >first.log &
   pid=$!
   until [[ -e halves/history.csv && $(wc -l <halves/history.csv) -ge 4 ]]; do
@@ -32,7 +32,7 @@ for signal in TERM INT; do
   status=0
   wait $pid || status=$?
   ((status == 128 + $(kill -l $signal))) || fail "exit code $status after SIG$signal"
-  grep -q -- '--resume halves/latest.snapshot' first.log || fail "it does not say how to go on"
+  grep -q -- '--resume halves/latest.snapshot' first.log || fail "it does not say how to continue"
 
   run halves --stages 3 --chunks 3 --checkpoint always --resume halves/latest.snapshot
   [[ $(wc -l <halves/history.csv) == 41 ]] || fail "the history has holes"
@@ -40,7 +40,7 @@ for signal in TERM INT; do
   equal whole halves
 done
 
-# More epochs than the first run was to have.
+# More epochs than the first run had.
 run five --schedule plateau --epochs 5
 run three --schedule plateau --epochs 3
 run three --schedule plateau --epochs 5 --resume three/latest.snapshot

@@ -1,4 +1,3 @@
-// Classes of pixels: as colours in files, as a network's output, as a snapshot's options.
 #include "examples/unet/segmentation.h"
 
 #include <gmock/gmock.h>
@@ -9,6 +8,7 @@
 #include "examples/unet/carvana.h"
 #include "examples/unet/classes.h"
 #include "examples/unet/model.h"
+#include "examples/unet/overlay.h"
 #include "examples/unet/scene.h"
 #include "examples/unet/synthetic.h"
 #include "tests/examples/fixtures.h"
@@ -24,7 +24,7 @@ std::vector<int> color_of(int label) {
   return {color.red, color.green, color.blue};
 }
 
-TEST(ClassesTest, HaveTheColoursOfPascalVoc) {
+TEST(ClassesTest, ColoursAreThoseOfPascalVoc) {
   EXPECT_EQ(color_of(0), (std::vector<int>{0, 0, 0}));
   EXPECT_EQ(color_of(1), (std::vector<int>{128, 0, 0}));
   EXPECT_EQ(color_of(2), (std::vector<int>{0, 128, 0}));
@@ -32,6 +32,23 @@ TEST(ClassesTest, HaveTheColoursOfPascalVoc) {
   EXPECT_EQ(color_of(8), (std::vector<int>{64, 0, 0}));
   EXPECT_EQ(color_of(15), (std::vector<int>{192, 128, 128}));
   EXPECT_EQ(color_of(20), (std::vector<int>{0, 64, 128}));
+}
+
+TEST(OverlayTest, OutlineIsVisibleOnAnyColour) {
+  Image labels({40, 30}, 1);
+  for (int y = 10; y < 20; ++y) std::fill_n(labels.at(10, y), 20, uint8_t{1});
+  for (const uint8_t grey : {0, 128, 255}) {
+    Image image({40, 30}, 3);
+    std::fill(image.pixels.begin(), image.pixels.end(), grey);
+    const Image result = overlay(image, labels, 2);
+    const auto pixel = [&](int x, int y) { return std::vector<int>(result.at(x, y), result.at(x, y) + 3); };
+    EXPECT_EQ(pixel(10, 15), (std::vector<int>{255, 255, 255})) << "inside";
+    EXPECT_EQ(pixel(9, 15), (std::vector<int>{0, 0, 0})) << "outside";
+    EXPECT_EQ(pixel(20, 10), (std::vector<int>{255, 255, 255}));
+    EXPECT_EQ(pixel(20, 9), (std::vector<int>{0, 0, 0}));
+    EXPECT_EQ(pixel(2, 2), (std::vector<int>{grey, grey, grey})) << "the background keeps its colour";
+    EXPECT_GT(pixel(20, 15)[0], pixel(20, 15)[1]) << "the inside is tinted red";
+  }
 }
 
 class MaskFileTest : public ::testing::Test {
@@ -44,7 +61,7 @@ class MaskFileTest : public ::testing::Test {
   const TemporaryDirectory directory_;
 };
 
-TEST_F(MaskFileTest, ReadsBackWhatIsPainted) {
+TEST_F(MaskFileTest, PaintedLabelsAreReadBack) {
   for (const int classes : {2, 3, 21, kMaxClasses}) {
     Image labels({kMaxClasses, 3}, 1);
     for (size_t i = 0; i < labels.pixels.size(); ++i) labels.pixels[i] = static_cast<uint8_t>(i % classes);
@@ -61,7 +78,7 @@ TEST_F(MaskFileTest, GreyLevelsAreClasses) {
   EXPECT_THAT(error_of([&] { read_labels(write(grey), 4); }), AllOf(HasSubstr("mask.png"), HasSubstr("4,4,4")));
 }
 
-TEST(SceneClassesTest, PartsOfACarAreClassesOfTheirOwn) {
+TEST(SceneClassesTest, PartsOfACarHaveTheirOwnClasses) {
   for (int classes = 2; classes <= kSceneClasses; ++classes) {
     Random random(3);
     const Scene scene = draw_scene(random, {192, 128}, classes);
@@ -75,7 +92,7 @@ TEST(SceneClassesTest, PartsOfACarAreClassesOfTheirOwn) {
   EXPECT_THROW(draw_scene(random, {192, 128}, kSceneClasses + 1), std::invalid_argument);
 }
 
-TEST(SceneClassesTest, AreWrittenInColour) {
+TEST(SceneClassesTest, MasksAreWrittenInColour) {
   const TemporaryDirectory directory;
   write_synthetic(directory.path(), 2, {96, 64}, 9, 3);
   const auto samples = list_samples(directory.path());
@@ -83,7 +100,7 @@ TEST(SceneClassesTest, AreWrittenInColour) {
   EXPECT_EQ(read_labels(samples.at(1).mask, 3).pixels, draw_scene(random, {96, 64}, 3).mask.pixels);
 }
 
-TEST(SegmentationLossTest, IsCrossEntropyAndDice) {
+TEST(SegmentationLossTest, LossIsCrossEntropyAndDice) {
   torch::manual_seed(1);
   const auto logits = torch::randn({2, 4, 5, 6});
   const auto labels = torch::randint(4, {2, 1, 5, 6}).to(torch::kByte);
@@ -109,7 +126,7 @@ TEST(SegmentationLossTest, IsCrossEntropyAndDice) {
   EXPECT_NEAR(segmentation_loss(logits, labels).item<double>(), cross_entropy + 1 - dice, 1e-5);
 }
 
-TEST(SegmentationLossTest, OfTwoClassesIsThatOfALogitAndItsOpposite) {
+TEST(SegmentationLossTest, TwoClassesEqualASoftmaxOfTwoLogits) {
   // softmax([0, x]) is [1 - sigmoid(x), sigmoid(x)]
   torch::manual_seed(2);
   const auto logit = torch::randn({3, 1, 4, 4});
@@ -133,7 +150,7 @@ TEST(SegmentationTest, PaintsClassesInTheirColours) {
   EXPECT_TRUE(torch::equal(paint(share), torch::full({1, 3, 1, 1}, 0.25)));
 }
 
-TEST(ModelOptionsTest, SurviveAsFlags) {
+TEST(ModelOptionsTest, OptionsAreStoredAsFlags) {
   const ModelOptions options{.classes = 5, .depth = 2, .channels = 6, .bilinear = true};
   auto flags = to_flags(options);
   EXPECT_EQ(to_flags(from_flags(flags)), flags);

@@ -31,9 +31,9 @@ refuse() {
 }
 refuse --devices --devices cpu
 refuse nonsense --devices cpu,nonsense
-refuse "error: --splits: '0' is not a whole number from 1 to 1048576" --splits 0
-refuse "error: --runs: '-1' is not a whole number from 1 to 1048576" --runs -1
-refuse "error: --image: 'nan' is not a whole number from 1 to 10000" --image nan
+refuse "error: --splits must be at least 1, but is 0" --splits 0
+refuse "error: --runs must be at least 1, but is -1" --runs -1
+refuse "error: --image must be a whole number, but is 'nan'" --image nan
 refuse 'out/runs.csv exists from an earlier study; give --overwrite to replace it' --output out
 refuse 'two replicas split it equally; give an even number' --batch-size 5
 refuse "--splits contains 9, which is more than the mini-batch's 4 images" --batch-size 4 --splits 2,9

@@ -18,14 +18,14 @@ namespace {
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 
-TEST(SceneTest, IsTheSameOnEveryMachine) {
+TEST(SceneTest, PixelsAreTheSameOnEveryMachine) {
   Random random(1);
   const Scene scene = draw_scene(random, {96, 64});
   EXPECT_EQ(fingerprint(scene.image.pixels), 4190423306004087299u);
   EXPECT_EQ(fingerprint(scene.mask.pixels), 713552495761474279u);
 }
 
-TEST(SceneTest, ShowsACarOfReasonableSize) {
+TEST(SceneTest, CarHasAReasonableSize) {
   for (uint64_t seed = 0; seed < 200; ++seed) {
     Random random(seed);
     const Scene scene = draw_scene(random, {96, 64});
@@ -35,7 +35,7 @@ TEST(SceneTest, ShowsACarOfReasonableSize) {
   }
 }
 
-TEST(SceneTest, AnySizeWorks) {
+TEST(SceneTest, AcceptsAnySizeFromSixteenPixels) {
   for (const Size size : {Size{16, 16}, Size{17, 200}, Size{400, 20}, Size{640, 480}}) {
     Random random(5);
     EXPECT_EQ(draw_scene(random, size).image.size(), size);
@@ -44,7 +44,7 @@ TEST(SceneTest, AnySizeWorks) {
   EXPECT_THROW(draw_scene(random, {15, 64}), std::invalid_argument);
 }
 
-TEST(SyntheticTest, WritesSamplesThatAreReadBack) {
+TEST(SyntheticTest, WrittenSamplesAreReadBack) {
   const TemporaryDirectory directory;
   write_synthetic(directory.path(), 3, {96, 64}, 9);
   const auto samples = list_samples(directory.path());
@@ -60,7 +60,7 @@ TEST(SyntheticTest, WritesSamplesThatAreReadBack) {
   }
 }
 
-TEST(SyntheticTest, TheSeedAloneFixesASample) {
+TEST(SyntheticTest, SampleDependsOnlyOnSeedAndPosition) {
   const TemporaryDirectory directory;
   write_synthetic(directory / "a", 2, {64, 48}, 9);
   write_synthetic(directory / "b", 4, {64, 48}, 9);
@@ -71,7 +71,7 @@ TEST(SyntheticTest, TheSeedAloneFixesASample) {
   EXPECT_NE(read_bytes(directory / "a/imgs/0000.jpg"), read_bytes(directory / "a/imgs/0001.jpg"));
 }
 
-TEST(SyntheticTest, DoesNotMixWithOtherFiles) {
+TEST(SyntheticTest, RefusesFoldersWithOtherFiles) {
   const TemporaryDirectory directory;
   write_synthetic(directory.path(), 3, {64, 48}, 9);
   EXPECT_NO_THROW(write_synthetic(directory.path(), 3, {64, 48}, 10));
@@ -81,13 +81,13 @@ TEST(SyntheticTest, DoesNotMixWithOtherFiles) {
               AllOf(HasSubstr(directory.path().string()), HasSubstr("0002.jpg")));
 }
 
-TEST(SyntheticTest, RefusesWhatCannotBe) {
+TEST(SyntheticTest, RefusesInvalidArguments) {
   const TemporaryDirectory directory;
   EXPECT_THROW(write_synthetic(directory.path(), 0, {64, 48}, 1), std::invalid_argument);
   EXPECT_THROW(write_synthetic(directory.path(), 1, {4, 4}, 1), std::invalid_argument);
 }
 
-// The best mean Dice of "value of the pixel above (or at most) a fixed threshold", over all thresholds and both ways.
+// The best mean Dice of predicting a car where a pixel's value is above, or not above, a fixed threshold.
 double best_threshold_dice(const std::vector<Scene>& scenes, const std::function<int(const uint8_t*)>& value) {
   using Histogram = std::array<int64_t, 256>;
   std::array<double, 512> sums{};

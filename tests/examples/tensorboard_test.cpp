@@ -15,7 +15,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 // From RFC 3720, appendix B.4, and the check value of the CRC catalogue.
-TEST(Crc32cTest, HasTheKnownValues) {
+TEST(Crc32cTest, MatchesTheKnownValues) {
   std::string ascending(32, '\0');
   std::iota(ascending.begin(), ascending.end(), '\0');
   EXPECT_EQ(crc32c(""), 0u);
@@ -26,7 +26,7 @@ TEST(Crc32cTest, HasTheKnownValues) {
   EXPECT_EQ(crc32c(std::string(ascending.rbegin(), ascending.rend())), 0x113fdb5cu);
 }
 
-// What TensorBoard itself reads from such files is tested in tensorboard/.
+// tensorboard/ tests what TensorBoard reads from such files.
 TEST(EventFileTest, RecordsAreFramed) {
   const TemporaryDirectory directory;
   EventFile file(directory / "new" / "runs");
@@ -37,9 +37,11 @@ TEST(EventFileTest, RecordsAreFramed) {
   EXPECT_THAT(std::string(bytes.begin(), bytes.end()), HasSubstr("\x1a\x0d"
                                                                  "brain.Event:2"));
   EXPECT_THAT(file.path().filename().string(), HasSubstr("tfevents"));
+  EXPECT_TRUE(is_event_file(file.path().filename().string()));
+  EXPECT_FALSE(is_event_file("events.out.tfevents.1700000000.other"));
 }
 
-TEST(EventFileTest, FlushPutsRecordsOnDisk) {
+TEST(EventFileTest, FlushWritesRecordsToDisk) {
   const TemporaryDirectory directory;
   EventFile file(directory.path());
   const auto before = std::filesystem::file_size(file.path());
@@ -48,14 +50,14 @@ TEST(EventFileTest, FlushPutsRecordsOnDisk) {
   EXPECT_GT(std::filesystem::file_size(file.path()), before);
 }
 
-TEST(EventFileTest, FilesOfEarlierRunsStayAndComeFirst) {
+TEST(EventFileTest, FilesOfEarlierRunsStayAndSortFirst) {
   const TemporaryDirectory directory;
   const EventFile first(directory.path());
   const EventFile second(directory.path());
   EXPECT_LT(first.path(), second.path());
 }
 
-TEST(EventFileTest, NamesAPathThatCannotBeWritten) {
+TEST(EventFileTest, UnwritablePathIsNamed) {
   const TemporaryDirectory directory;
   write_text(directory / "file", "x");
   EXPECT_THAT(error_of([&] { EventFile(directory / "file" / "runs"); }),

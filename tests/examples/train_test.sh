@@ -8,7 +8,7 @@ rate_column=6
 plateau_epochs=40
 tiny=(--data synthetic --samples 12 -s 0.25)
 
-# The same training whatever the number of stages; each file that it names is there.
+# Training does not depend on the number of stages. All listed files exist.
 for stages in 1 2 3; do
   run "stages$stages" "${tiny[@]}" --stages "$stages" --trace "trace$stages.json"
   written "stages$stages"
@@ -22,18 +22,23 @@ check_terminal "${tiny[@]}"
 run reuse "${tiny[@]}" --reuse-memory
 diff <(column reuse 1-6) <(column stages1 1-6) || fail "--reuse-memory changes what is learnt"
 
-grep -q '^22 *head ' stages2.log || fail "no profile"
-grep -q '^step: .*, bubble ' stages2.log || fail "no prediction"
-grep -q '^a step, forward and backward, took .*; predicted were ' stages2.log || fail "measured and predicted differ unsaid"
-grep -q '^most in use by its stages, .*iB, .*iB; predicted were .*iB, .*iB$' stages2.log || fail "bytes unsaid"
+! grep -q '^22 *head ' stages2.log || fail "a profile without --profile"
+grep -q '^plan: balance [0-9]*,[0-9]* (by-time), 2 micro-batches, checkpoint except_last$' stages2.log || fail "no plan"
+grep -q '^stage 1: .*; predicted: .*s per micro-batch, .*iB$' stages2.log || fail "no prediction per stage"
+grep -q '^predicted step: .*, bubble ' stages2.log || fail "no prediction"
+grep -q '^measured step, forward and backward: .*; predicted: ' stages2.log || fail "no comparison of times"
+grep -q '^peak memory per stage, .*iB, .*iB; predicted: .*iB, .*iB$' stages2.log || fail "no comparison of bytes"
+try profile "${tiny[@]}" --epochs 1 --profile
+grep -q '^22 *head ' profile.log || fail "--profile prints no profile"
 for how in by-size auto; do
-  try $how "${tiny[@]}" --balance $how
+  try $how "${tiny[@]}" --balance $how --profile
   [[ $(grep -c "^stage .* layers, .* parameters, on cpu" $how.log) == 2 ]] || fail "--balance $how"
 done
-grep -q '^ways to run it' auto.log || fail "--balance auto does not say what it compared"
+grep -q '^plans compared' auto.log || fail "--balance auto does not print the plans that it compared"
+grep -q '^plan: .* (auto: the fastest of [0-9]* plans)' auto.log || fail "--balance auto does not print its choice"
 diff <(column by-size 1-6) <(column stages1 1-6) || fail "--balance by-size changes what is learnt"
 
-# Files that were already there, in another checkpoint mode, uneven batches.
+# Existing files, another checkpoint mode, uneven batches.
 data=stages1/synthetic_12_192x128_2
 run again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunks 3 -v 25
 grep -q '9 images to train, 3 to validate, at 48x32, 2 classes' again.log || fail "--validation or --scale"
@@ -57,14 +62,17 @@ grep -q '4 classes' classes.log || fail "--classes has no effect"
 
 refuse_training_flags "$data" 23
 refuse single-image 'choose --batch-size and --chunks' --samples 4 --size 16x16 --scale 0.125 -b 2 --chunks 2
-for value in 2 0 nan inf; do refuse_value --scale $value 'a number from 0.001 to 1'; done
-for value in 100 0 nan; do refuse_value --validation $value 'a number from 0.01 to 99'; done
-refuse_value --classes 1 'a whole number from 2 to 64'
-refuse_value --workers -1 'a whole number from 0 to 256'
-refuse_value --samples 1 'a whole number from 2 to 9999'
-refuse_value --depth 17 'a whole number from 1 to 16'
-refuse_value --channels 0 'a whole number from 1 to 4096'
-refuse_value --size big 'a size; give it as 192x128'
+refuse_value --scale 2 'at most 1'
+refuse_value --scale 0 'at least 0.001'
+refuse_value --validation 100 'at most 99'
+refuse_value --validation 0 'at least 0.01'
+for flag in --scale --validation; do refuse_value $flag "'nan'" 'a finite number'; done
+refuse_value --classes 1 'at least 2'
+refuse_value --workers -1 'at least 0'
+refuse_value --samples 1 'at least 2'
+refuse_value --depth 17 'at most 16'
+refuse_value --channels 0 'at least 1'
+refuse_value --size "'big'" 'a size such as 192x128'
 refuse size-small '8x8' --size 8x8
 refuse scene-classes '2 to 4 classes' --classes 5
 refuse other-batch '--batch-size 4, not 5' --data "$data" --scale 0.25 --batch-size 5 --resume stages2/latest.snapshot
@@ -75,7 +83,7 @@ refuse damaged-snapshot 'damaged' --data "$data" --scale 0.25 --resume damaged
 refuse ended 'has 2 epochs already, and --epochs is 2: nothing is left to train' \
   --data "$data" --scale 0.25 --resume stages2/latest.snapshot
 
-# More epochs: the rate goes on along the curve of all of them.
+# With more epochs, the learning rate follows the curve of all of them.
 run further --data "$data" --scale 0.25 --epochs 3 --resume stages2/latest.snapshot
 grep -q '^note: the learning rate now falls towards 0 after epoch 3; .* --epochs 2$' further.log || fail "no note"
 diff <(column further 1-6 | head -2) <(column stages2 1-6) || fail "--resume changes the history"
@@ -84,7 +92,7 @@ diff <(column further 1-6 | head -2) <(column stages2 1-6) || fail "--resume cha
 check_write_errors --data "$data" --scale 0.25
 check_overwriting stages2 --data "$data" --scale 0.25
 
-# damage NAME TEXT COMMAND...: the data set with one thing wrong.
+# damage NAME TEXT COMMAND...: a copy of the data with one defect.
 damage() {
   local name=$1 text=$2
   shift 2
@@ -99,17 +107,17 @@ damage empty-file '0006_mask.gif' bash -c ': >masks/0006_mask.gif'
 damage no-folder 'masks' rm -r masks
 damage other-size '0007' cp ../stages1/epoch_001.png imgs/0007.jpg
 
-# A file cut short behind its header shows when it is decoded.
+# A file that is truncated after its header fails when it is decoded.
 cp -r "$data" data-short
 head -c 1500 "$data/imgs/0008.jpg" >data-short/imgs/0008.jpg
-if "$program" "${common[@]}" --data data-short --scale 0.25 --output short >short.log 2>&1; then fail "a truncated JPEG"; fi
+if "$program" "${common[@]}" --data data-short --scale 0.25 --output short >short.log 2>&1; then fail "a truncated JPEG is accepted"; fi
 grep -q 'error: .*0008.jpg' short.log || { cat short.log >&2; fail "a truncated JPEG is not named"; }
 
-# A mask with colours of no class.
+# A mask with colours that are not those of classes.
 if "$program" "${common[@]}" --data classes/synthetic_12_192x128_4 --classes 3 --output colour >colour.log 2>&1; then
-  fail "a mask with too many colours"
+  fail "a mask with too many colours is accepted"
 fi
-grep -q 'error: .*_mask.png: the colour 128,128,0 is none of 3 classes' colour.log || fail "the colour is not named"
+grep -q 'error: .*_mask.png: the colour 128,128,0 is not that of any of 3 classes' colour.log || fail "the colour is not named"
 
 check_help
 echo "all passed"

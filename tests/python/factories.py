@@ -1,4 +1,4 @@
-"""Models for python -m gpipe."""
+"""Models for the command line, python -m gpipe."""
 
 import torch
 from torch import nn

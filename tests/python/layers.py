@@ -1,9 +1,30 @@
-"""Layers that the tests make models of."""
+"""Layers and models for the tests."""
 
 import torch
 from torch import nn
 
 from gpipe.skip import pop, skippable, stash
+
+
+def make_linears(layers=4):
+    """Returns a model of linear layers of width 3."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+
+
+def make_dropouts():
+    """Returns a model of three layers of width 4 with dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)))
+
+
+def training_step(pipe, x):
+    """Returns the output of a training step and the gradients of all parameters."""
+    torch.manual_seed(1)
+    pipe.zero_grad()
+    y = pipe(x)
+    y.sum().backward()
+    return [y.detach(), *(parameter.grad.clone() for parameter in pipe.parameters())]
 
 
 class Double(nn.Module):
@@ -12,7 +33,7 @@ class Double(nn.Module):
 
 
 class Fail(nn.Module):
-    """Raises in its forward: the error given, or one of its own."""
+    """Raises an error in its forward."""
 
     def __init__(self, error=None):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Programs that end in a way of their own."""
+"""Runs Python programs in processes of their own."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ _IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch im
 
 
 def run(program, *arguments, seconds=60):
-    """Runs a program in a process of its own; returns its exit code and what it printed."""
+    """Runs a program. Returns its exit code and its output."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", _IMPORTS + textwrap.dedent(program), *arguments],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The C++ programs of a build, for tests that compare with them."""
+"""Runs the C++ programs of a build, for tests that compare with them."""
 
 import os
 import subprocess
@@ -8,10 +8,10 @@ import pytest
 
 
 def run(name, *flags):
-    """Runs one, such as "unet/unet_train"; where there is none, the test is skipped."""
+    """Runs a program, such as "unet/unet_train". Skips the test if the program is not built."""
     build = os.environ.get("GPIPE_BUILD_DIR")
     if not build:
-        pytest.skip("GPIPE_BUILD_DIR names no build of the C++ programs")
+        pytest.skip("GPIPE_BUILD_DIR is not set to a build of the C++ programs")
     program = Path(build) / "examples" / name
     if not program.exists():
         pytest.skip(f"{program} is not built")

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Installs the package into a new virtual environment, with the libraries of a build folder, and tests it there: types,
-# stubs, pytest.
+# Installs the package with the libraries of a build folder into a new virtual environment. Checks types and stubs there,
+# and runs pytest.
 #   run.sh CMAKE BUILD_FOLDER WORK_FOLDER PYTHON [pytest argument...]
-# PYTHON has torch and what else the tests need; the environment borrows its packages.
+# PYTHON has torch and the other packages that the tests need. The new environment can import them.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 cmake=$1 build=$2 work=$3 python=$4
@@ -23,7 +23,7 @@ venv=$work/venv/bin/python
 
 (cd "$root/examples/python" &&
   "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" unet_train.py resnet18_mnist.py)
-cd "$root/tests/python" # where there is no gpipe but the installed one
+cd "$root/tests/python" # no folder here shadows the installed gpipe
 export GPIPE_BUILD_DIR=$build
 "$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"
 diff -u "$root/python/gpipe/_C.pyi" "$work/stubs/gpipe/_C.pyi"

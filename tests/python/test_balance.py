@@ -1,4 +1,4 @@
-"""Measuring, cutting, predicting."""
+"""Profiles, balances, predictions and suggestions."""
 
 import copy
 
@@ -20,35 +20,35 @@ def model():
     )
 
 
-def test_by_time():
+def test_the_balance_by_time_gives_slow_layers_their_own_stage():
     layers = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2048), nn.Linear(2048, 2048), nn.Linear(2048, 64), Double())
     assert balance.balance_by_time(3, layers, torch.rand(64, 64), timeout=0.5) == [2, 1, 2]
 
 
-def test_by_size():
+def test_the_balance_by_size_gives_large_layers_their_own_stage():
     layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 1000))
     assert balance.balance_by_size(2, layers, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]
 
 
 @pytest.mark.parametrize("function", [balance.balance_by_time, balance.balance_by_size])
-def test_refuses(function):
-    with pytest.raises(ValueError, match="partitions must be a positive integer"):
+def test_a_wrong_number_of_partitions_is_refused(function):
+    with pytest.raises(ValueError, match="partitions must be between 1 and the number of layers, 7, but is 0"):
         function(0, model(), torch.rand(4, 64))
-    with pytest.raises(ValueError, match="sequence is shorter than intended partitions"):
+    with pytest.raises(ValueError, match="partitions must be between 1 and the number of layers, 7, but is 8"):
         function(8, model(), torch.rand(4, 64))
 
 
-def test_refuses_chunks():
-    with pytest.raises(ValueError, match="number of chunks must be positive integer"):
+def test_a_wrong_number_of_chunks_is_refused():
+    with pytest.raises(ValueError, match="chunks must be positive, but is 0"):
         balance.balance_by_size(2, model(), torch.rand(4, 64), chunks=0)
 
 
-class Doubling(nn.Sequential):
+class DoublesItsResult(nn.Sequential):
     def forward(self, x):
         return super().forward(x) * 2
 
 
-def test_refuses_what_a_pipeline_refuses():
+def test_models_and_samples_that_a_pipeline_refuses():
     batch = torch.rand(4, 64)
     calls = (
         lambda layers, sample: balance.profile(layers, sample, seconds=0),
@@ -62,10 +62,10 @@ def test_refuses_what_a_pipeline_refuses():
         with pytest.raises(TypeError, match="module must be nn.Sequential"):
             call(nn.Linear(64, 64), batch)
         with pytest.raises(TypeError, match="has a forward of its own"):
-            call(Doubling(nn.Linear(64, 64)), batch)
+            call(DoublesItsResult(nn.Linear(64, 64)), batch)
         with pytest.raises(ValueError, match="has a forward hook"):
             call(hooked, batch)
-        with pytest.raises(ValueError, match="is not initialised yet"):
+        with pytest.raises(ValueError, match="of a lazy layer is not initialized"):
             call(nn.Sequential(nn.LazyLinear(3)), batch)
         with pytest.raises(TypeError, match="expected Tensor, but got <class 'int'>"):
             call(model(), [1, 2])
@@ -76,8 +76,8 @@ def test_refuses_what_a_pipeline_refuses():
     [
         (lambda x, _: balance.balance_by_time(2.5, model(), x), "partitions must be an integer, but is 2.5"),
         (lambda x, _: balance.balance_by_size("2", model(), x), "partitions must be an integer, but is '2'"),
-        (lambda x, _: balance.balance_by_size(1, model(), x, chunks=2.5), "number of chunks must be .*2.5"),
-        (lambda x, _: balance.balance_by_size(1, model(), x, checkpoint=None), "checkpoint must be one of .*None"),
+        (lambda x, _: balance.balance_by_size(1, model(), x, chunks=2.5), "chunks must be an integer, but is 2.5"),
+        (lambda x, _: balance.balance_by_size(1, model(), x, checkpoint=None), "checkpoint must be .*, but is None"),
         (lambda x, _: balance.balance_by_size(1, model(), x, param_scale="4"), "param_scale must be a number, .*'4'"),
         (lambda x, _: balance.profile(model(), x, workers=1.5), "workers must be an integer, but is 1.5"),
         (lambda x, _: balance.profile(model(), x, seconds="1"), "seconds must be a number, but is '1'"),
@@ -86,12 +86,12 @@ def test_refuses_what_a_pipeline_refuses():
         (lambda x, _: balance.suggest(model(), x, ["cpu"], checkpoints="never"), "checkpoints must be a list.*'never'"),
         (lambda x, _: balance.suggest(model(), x, ["cpu"], memory_limit="6GB"), "memory_limit must be .*'6GB'"),
         (lambda x, profile: balance.predict(profile, 7, 2), "balance must be a list .*, but is 7"),
-        (lambda x, profile: balance.predict(profile, [7], 2.5), "number of chunks must be .*2.5"),
-        (lambda x, profile: balance.predict(profile, [7], 2, None), "checkpoint must be one of .*None"),
-        (lambda x, profile: balance.predict(None, [7], 2), "expected a Profile.*NoneType"),
+        (lambda x, profile: balance.predict(profile, [7], 2.5), "chunks must be an integer, but is 2.5"),
+        (lambda x, profile: balance.predict(profile, [7], 2, None), "checkpoint must be .*, but is None"),
+        (lambda x, profile: balance.predict(None, [7], 2), "profile must be a Profile.*NoneType"),
     ],
 )
-def test_refuses_arguments_of_another_type(call, message, measured):
+def test_arguments_of_another_type_are_refused(call, message, measured):
     with pytest.raises(TypeError, match=message):
         call(torch.rand(4, 64), measured)
 
@@ -101,7 +101,7 @@ def measured():
     return balance.profile(model(), torch.rand(4, 64), seconds=0)
 
 
-def test_leaves_no_trace():
+def test_a_profile_leaves_the_model_unchanged():
     layers = model()
     x = torch.rand(8, 64)
     layers[6].eval()
@@ -121,7 +121,7 @@ def test_leaves_no_trace():
     assert "BatchNorm" not in str(measured) and str(measured)
 
 
-def test_leaves_other_layers_as_they_were():
+def test_a_balance_leaves_cpp_models_and_deferred_batch_norm_unchanged():
     unet = gpipe.models.unet(base_channels=2, depth=1, dropout=0.5).eval()
     x = torch.rand(2, 3, 8, 8)
     expected = unet(x)
@@ -132,7 +132,7 @@ def test_leaves_other_layers_as_they_were():
     assert int(norm[0].num_batches_tracked) == 0 and norm[0].tracked == 0
 
 
-def test_predict():
+def test_a_prediction_has_times_and_bytes_of_each_stage():
     measured = balance.profile(model(), torch.rand(8, 64), seconds=0)
     prediction = balance.predict(measured, [3, 4], 4, "always")
     assert prediction.balance == [3, 4]
@@ -141,11 +141,11 @@ def test_predict():
     assert prediction.timeline.workers == 2
     with pytest.raises(ValueError):
         balance.predict(measured, [3, 3], 4)
-    with pytest.raises(ValueError, match="checkpoint is not one of"):
+    with pytest.raises(ValueError, match="checkpoint must be .*, but is 'sometimes'"):
         balance.predict(measured, [3, 4], 4, "sometimes")
 
 
-def test_suggest():
+def test_a_suggestion_can_be_run():
     suggestion = balance.suggest(model(), torch.rand(8, 64), ["cpu", "cpu"], chunks=[1, 2], seconds=1)
     assert suggestion.fits and len(suggestion.candidates) == 6
     best = suggestion.best
@@ -159,13 +159,13 @@ def test_suggest():
         balance.suggest(model(), torch.rand(8, 64), [])
 
 
-def test_a_layer_that_fails():
+def test_an_error_of_a_layer_names_it():
     with pytest.raises(RuntimeError, match=r"layer '1' failed in its forward: .*from the layer") as raised:
         balance.profile(nn.Sequential(Double(), Fail()), torch.rand(8, 64), seconds=0)
     assert isinstance(raised.value.__cause__, ValueError)
 
 
-def test_tensors_that_a_layer_replaces_come_back():
+def test_tensors_that_a_layer_replaces_are_restored():
     class Replaces(nn.Module):
         def __init__(self):
             super().__init__()
@@ -189,7 +189,7 @@ def test_tensors_that_a_layer_replaces_come_back():
     assert layer.weight is weight and torch.equal(weight, values)
 
 
-def test_interrupted():
+def test_an_exception_in_progress_ends_the_measurement():
     def interrupt(part):
         raise KeyboardInterrupt
 
@@ -197,7 +197,7 @@ def test_interrupted():
         balance.profile(model(), torch.rand(8, 64), seconds=0, progress=interrupt)
 
 
-def test_namespaces():
+def test_isolated_skips_are_measured():
     namespace = Namespace()
     layers = nn.Sequential(Stash().isolate(namespace), Double(), Add().isolate(namespace))
     assert len(balance.profile(layers, torch.rand(4, 8, requires_grad=True), seconds=0).skips) == 1

@@ -1,4 +1,4 @@
-"""Running statistics of whole mini-batches."""
+"""Batch norm with running statistics of whole mini-batches."""
 
 import copy
 
@@ -19,12 +19,12 @@ def make_pipe(model, how, **options):
 @pytest.mark.parametrize("how", ["option", "convert"])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_as_batch_norm(how, checkpoint, momentum):
+def test_statistics_equal_those_of_the_whole_mini_batch(how, checkpoint, momentum):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU())
     plain = copy.deepcopy(model)
     pipe = make_pipe(model, how, chunks=4, checkpoint=checkpoint)
-    for batch in (8, 3, 8):  # of which one makes three micro-batches only
+    for batch in (8, 3, 8):  # a batch of 3 makes only three micro-batches
         x = torch.rand(batch, 3, 8, 8)
         pipe(x).sum().backward()
         plain(x)
@@ -36,7 +36,7 @@ def test_as_batch_norm(how, checkpoint, momentum):
     assert list(pipe.state_dict()) == list(plain.state_dict())
 
 
-def test_far_from_zero():
+def test_the_variance_is_accurate_for_a_large_mean():
     torch.manual_seed(0)
     x = torch.randn(64, 2) + 1e4
     deferred = DeferredBatchNorm(2, chunks=2, momentum=1.0)
@@ -46,7 +46,7 @@ def test_far_from_zero():
 
 
 @pytest.mark.parametrize("momentum", [0.1, None])
-def test_empty_batches(momentum):
+def test_micro_batches_without_values(momentum):
     deferred = DeferredBatchNorm(2, momentum=momentum, chunks=2)
     plain = nn.BatchNorm1d(2, momentum=momentum)
     empty = torch.rand(0, 2)
@@ -59,7 +59,7 @@ def test_empty_batches(momentum):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_reduced_types(dtype):
+def test_statistics_of_half_precision_inputs(dtype):
     x = (torch.randn(64, 2) * 300 + 600).to(dtype)
     deferred = DeferredBatchNorm(2, chunks=2, momentum=1.0)
     for part in x.chunk(2):
@@ -67,7 +67,7 @@ def test_reduced_types(dtype):
     torch.testing.assert_close(deferred.running_var.double(), x.double().var(0), rtol=1e-5, atol=0)
 
 
-def test_a_single_value_is_refused_and_forgotten():
+def test_a_refused_micro_batch_does_not_count():
     deferred = DeferredBatchNorm(2, chunks=2, momentum=1.0)
     with pytest.raises(ValueError, match="more than 1 value"):
         deferred(torch.full((1, 2), 1e6))
@@ -77,7 +77,7 @@ def test_a_single_value_is_refused_and_forgotten():
     torch.testing.assert_close(deferred.running_mean, x.mean(0))
 
 
-def test_convert():
+def test_converting_shares_parameters_and_buffers():
     norm = nn.BatchNorm1d(2).eval()
     converted = convert_deferred_batch_norm(norm, chunks=2)
     assert isinstance(converted, DeferredBatchNorm) and not converted.training
@@ -89,7 +89,7 @@ def test_convert():
     assert isinstance(convert_deferred_batch_norm(nested)[0][0], DeferredBatchNorm)
 
 
-def test_failed_forward():
+def test_a_failed_forward_does_not_update_the_statistics():
     class Sometimes(nn.Module):
         def forward(self, x):
             if fail:
@@ -106,7 +106,7 @@ def test_failed_forward():
     assert int(pipe[0].num_batches_tracked) == 1
 
 
-def test_torchgpipe_state():
+def test_states_saved_by_torchgpipe_can_be_loaded():
     pipe = gpipe.GPipe(nn.Sequential(nn.Sequential(nn.BatchNorm2d(2))), [1], deferred_batch_norm=True)
     state = {f"partitions.0.{key}": value for key, value in pipe.state_dict().items()}
     state["partitions.0.0.0.sum"] = state["partitions.0.0.0.sum_squares"] = torch.zeros(2)

@@ -1,4 +1,4 @@
-"""What layers raise comes out as it was; a pipeline that failed works on."""
+"""Errors of layers are raised unchanged, and the pipeline works after them."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ def notes(error):
     return getattr(error, "__notes__", [])
 
 
-def test_forward():
+def test_an_error_in_a_forward_gets_a_note_of_its_place():
     error = ValueError("from the layer")
     pipe = gpipe.GPipe(nn.Sequential(Double(), nn.Sequential(Double(), Fail(error))), [1, 1], chunks=2)
     for _ in range(2):
@@ -24,7 +24,7 @@ def test_forward():
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_backward(checkpoint):
+def test_an_error_in_a_backward_gets_a_note_of_its_place(checkpoint):
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailBackward()), [1, 1], chunks=2, checkpoint=checkpoint)
     for _ in range(2):
         y = pipe(torch.zeros(4, 1))
@@ -35,7 +35,7 @@ def test_backward(checkpoint):
     assert torch.equal(pipe(torch.ones(2, 1)), pipe[0](torch.ones(2, 1)))
 
 
-def test_backward_after_a_failed_one():
+def test_a_backward_works_after_a_failed_one():
     class Square(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
@@ -62,7 +62,7 @@ def test_backward_after_a_failed_one():
     assert torch.equal(good.grad, torch.full((2, 1), 2.0))
 
 
-def test_recompute():
+def test_an_error_in_a_recompute_gets_a_note_of_its_place():
     class FailLater(nn.Module):
         def forward(self, x):
             if gpipe.is_recomputing():
@@ -75,7 +75,7 @@ def test_recompute():
     assert notes(raised.value) == ["[gpipe] in the recompute of micro-batch 0 on stage 1, layer '1'"]
 
 
-def test_what_layers_pass_on():
+def test_only_tensors_cross_a_cut():
     class Collect(nn.Module):
         def forward(self, x):
             return {x, x}
@@ -87,11 +87,11 @@ def test_what_layers_pass_on():
     with pytest.raises(TypeError, match="expected Tensor, but got <class 'set'>") as raised:
         gpipe.GPipe(nn.Sequential(Collect(), First()), [1, 1])(torch.zeros(1))
     assert "on stage 0" in notes(raised.value)[0]
-    # Within a stage it is nobody else's business.
+    # Within a stage, layers may pass any object.
     assert gpipe.GPipe(nn.Sequential(Collect(), First()), [2])(torch.zeros(1)).shape == (1,)
 
 
-def test_passes():
+def test_layers_learn_whether_they_are_recomputed():
     seen = []
 
     class Note(nn.Module):
@@ -111,13 +111,13 @@ def test_passes():
     assert not gpipe.is_checkpointing() and not gpipe.is_recomputing()
 
 
-def test_torch_errors():
+def test_an_error_of_an_operator_gets_a_note_of_its_place():
     with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as raised:
         gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3)), [1, 1])(torch.zeros(1, 2))
     assert notes(raised.value) == ["[gpipe] in the forward of micro-batch 0 on stage 1, layer '1'"]
 
 
-def test_twice_backward():
+def test_a_second_backward_needs_retain_graph():
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])
     loss = pipe(torch.ones(1, 1)).sum()
     loss.backward(retain_graph=True)
@@ -128,8 +128,8 @@ def test_twice_backward():
 
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_what_the_pipeline_refuses(checkpoint):
-    """In a recompute the same type and the same note as in a forward."""
+def test_errors_of_the_pipeline_itself_get_a_note_of_their_place(checkpoint):
+    """The error has the same type and note in a recompute as in a forward."""
     foreign = torch.ones(1, requires_grad=True)
 
     class Use(nn.Module):
@@ -137,7 +137,8 @@ def test_what_the_pipeline_refuses(checkpoint):
             return x * foreign
 
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Use()), [1, 1], chunks=2, checkpoint=checkpoint)
-    with pytest.raises(ValueError, match="neither a parameter of the layer nor an input") as raised:
+    with pytest.raises(ValueError, match="parameter.* nor an input") as raised:
         pipe(torch.zeros(4, 1)).sum().backward()
-    what = "forward" if checkpoint == "never" else "recompute"  # of the second cell: the first may have made the leaf
+    # Of the second cell: the first cell could have made the leaf itself.
+    what = "forward" if checkpoint == "never" else "recompute"
     assert notes(raised.value)[-1].startswith(f"[gpipe] in the {what} of micro-batch 1 on stage 1")

@@ -1,4 +1,4 @@
-"""Programs that prepare a model for a loop of their own."""
+"""Frameworks that wrap a model for their own training loop."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ def train(model, optimizer, loader, backward, clip):
         optimizer.step()
 
 
-def trained_without():
+def trained_without_framework():
     model = make_model()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
 
@@ -37,11 +37,11 @@ def trained_without():
     return model.state_dict()
 
 
-def copy_of(state):
+def copy_state(state):
     return {key: value.clone() for key, value in state.items()}
 
 
-def test_accelerate(tmp_path):
+def test_accelerate_trains_the_same_and_restores_a_state(tmp_path):
     accelerate = pytest.importorskip("accelerate")
     accelerator = accelerate.Accelerator(cpu=True)
     pipe = gpipe.GPipe(make_model(), [1, 2], chunks=2)
@@ -51,15 +51,15 @@ def test_accelerate(tmp_path):
         accelerator.clip_grad_norm_(model.parameters(), 0.1)
 
     train(model, optimizer, loader, accelerator.backward, clip)
-    state = copy_of(accelerator.get_state_dict(model))
-    torch.testing.assert_close(state, dict(trained_without()))
+    state = copy_state(accelerator.get_state_dict(model))
+    torch.testing.assert_close(state, dict(trained_without_framework()))
     accelerator.save_state(tmp_path)
     train(model, optimizer, loader, accelerator.backward, clip)
     accelerator.load_state(tmp_path)
     torch.testing.assert_close(dict(pipe.state_dict()), state, rtol=0, atol=0)
 
 
-def test_lightning_fabric(tmp_path):
+def test_lightning_fabric_trains_the_same_and_restores_a_state(tmp_path):
     fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
     pipe = gpipe.GPipe(make_model(), [1, 2], chunks=2)
     model, optimizer = fabric.setup(pipe, torch.optim.Adam(pipe.parameters(), 0.01))
@@ -69,8 +69,8 @@ def test_lightning_fabric(tmp_path):
         fabric.clip_gradients(model, optimizer, max_norm=0.1)
 
     train(model, optimizer, loader, fabric.backward, clip)
-    state = copy_of(pipe.state_dict())
-    torch.testing.assert_close(state, dict(trained_without()))
+    state = copy_state(pipe.state_dict())
+    torch.testing.assert_close(state, dict(trained_without_framework()))
     saved = {"model": model, "optimizer": optimizer}
     fabric.save(tmp_path / "checkpoint", saved)
     train(model, optimizer, loader, fabric.backward, clip)

@@ -1,4 +1,4 @@
-"""python -m gpipe."""
+"""The command line: python -m gpipe."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def run(*arguments):
     )
 
 
-def test_suggest():
+def test_suggest_prints_a_table_or_json():
     done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "1,2", "--seconds", "0")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
@@ -45,10 +45,10 @@ def test_layers():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["factories"], "is not MODULE:FUNCTION"),
+        (["factories"], "is not of the form MODULE:FUNCTION"),
         (["factories:unknown"], "cannot load 'factories:unknown'"),
         (["unknown:model"], "cannot load 'unknown:model'"),
-        (["factories:model"], "give --input"),
+        (["factories:model"], "returns no mini-batch; give its shape with --input"),
         (["factories:model", "--input", "8,x"], "argument --input"),
         (["factories:model", "--input", "8,16", "--memory-limit", "lots"], "argument --memory-limit"),
         (["factories:model", "--input", "8,16", "--devices", "cpu,cpu,cpu,cpu"], "error: "),
@@ -56,7 +56,7 @@ def test_layers():
         (["factories:model", "--input", "8,16", "--memory-limit", "1KB", "--seconds", "0"], "nothing fits into"),
     ],
 )
-def test_misuse(arguments, message):
+def test_wrong_arguments_are_refused_without_a_traceback(arguments, message):
     done = run("suggest", *arguments)
     assert done.returncode != 0
     assert message in done.stderr + done.stdout and "Traceback" not in done.stderr

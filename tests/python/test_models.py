@@ -1,4 +1,4 @@
-"""C++ models as modules."""
+"""The C++ models as Python modules."""
 
 import copy
 import pickle
@@ -10,7 +10,7 @@ import gpipe
 from gpipe import models
 
 
-def test_unet():
+def test_a_unet_trains_in_a_pipeline():
     torch.manual_seed(0)
     model = models.unet(base_channels=4, depth=2, dropout=0.1)
     assert all(isinstance(parameter, torch.nn.Parameter) for parameter in model.parameters())
@@ -30,14 +30,14 @@ def test_unet():
     assert not torch.allclose(pipe(x), expected)
 
 
-def test_resnet():
+def test_a_resnet_has_torchvisions_parameters():
     model = models.resnet18(10, small_images=True)
     assert sum(parameter.numel() for parameter in model.parameters()) == 11173962
     assert model(torch.rand(2, 3, 8, 8)).shape == (2, 10)
     assert "layer2_0_stash.downsample.0.weight" in model.state_dict()
 
 
-def test_copies():
+def test_models_can_be_copied_but_not_pickled():
     model = models.resnet18(10, small_images=True)
     twin = copy.deepcopy(model)
     x = torch.rand(2, 3, 8, 8)
@@ -56,27 +56,27 @@ def test_copies():
         pickle.dumps(model)
 
 
-def test_two_in_one():
+def test_two_models_in_one_pipeline():
     first, second = models.unet(base_channels=2, depth=1), models.unet(in_channels=1, base_channels=2, depth=1)
     layers = {f"{i}_{name}": layer for i, model in enumerate((first, second)) for name, layer in model.named_children()}
     pipe = gpipe.GPipe(torch.nn.Sequential(*layers.values()), [3, len(layers) - 3])
     assert pipe(torch.rand(2, 3, 8, 8)).shape == (2, 1, 8, 8)
 
 
-def test_refuses():
+def test_wrong_options_are_refused():
     with pytest.raises(ValueError, match="depth"):
         models.unet(depth=-1)
     with pytest.raises(ValueError, match="upsampling"):
         models.unet(upsampling="nearest")
 
 
-def test_profile():
+def test_a_model_can_be_balanced():
     model = models.unet(base_channels=2, depth=1)
     balance = gpipe.balance.balance_by_time(2, model, torch.rand(2, 3, 8, 8), timeout=0.1)
     assert sum(balance) == len(model)
 
 
-def test_what_the_layer_does_not_see_is_refused():
+def test_replaced_parameters_are_refused():
     model = models.unet(base_channels=2, depth=1)
     pipe = gpipe.GPipe(model, [3, len(model) - 3])
     x = torch.rand(2, 3, 8, 8)

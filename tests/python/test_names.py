@@ -1,4 +1,4 @@
-"""A pipeline's parameters go by the unpartitioned model's names; and it can be sharded as a whole."""
+"""Parameters, buffers and states have the names of the unpartitioned model."""
 
 import copy
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +10,7 @@ from torch.distributed.checkpoint import state_dict as dcp
 from torch.func import functional_call
 
 import gpipe
+from layers import make_linears
 from processes import run
 
 
@@ -18,7 +19,7 @@ def make_model():
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def test_names():
+def test_parameters_and_buffers_have_the_names_of_the_unpartitioned_model():
     model = make_model()
     names = [name for name, _ in model.named_parameters()], [name for name, _ in model.named_buffers()]
     pipe = gpipe.GPipe(model, [1, 3])
@@ -37,8 +38,48 @@ def scaled(state):
     return {key: (value * 1.5 if value.is_floating_point() else value).detach().clone() for key, value in state.items()}
 
 
+def test_states_have_the_names_of_the_unpartitioned_model():
+    layers = make_linears()
+    keys = list(layers.state_dict())
+    pipe = gpipe.GPipe(layers, [1, 3])
+    state = pipe.state_dict()
+    assert list(state) == keys
+    assert set(state._metadata) >= set(layers.state_dict()._metadata)
+    other = gpipe.GPipe(make_linears(), [2, 2])
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    other.load_state_dict(state)
+    assert all(torch.equal(other.state_dict()[key], state[key]) for key in keys)
+
+    cut_otherwise = {f"partitions.{0 if i < 3 else 1}.{key}": state[key] for i, key in enumerate(keys)}
+    other[0].weight.data.zero_()
+    other.load_state_dict(cut_otherwise)
+    assert torch.equal(other[0].weight, pipe[0].weight)
+
+    assert list(pipe.state_dict(None, "x.")) == [f"x.{key}" for key in keys]
+    nested = nn.ModuleDict({"pipe": pipe})
+    assert list(nested.state_dict()) == [f"pipe.{key}" for key in keys]
+    nested.load_state_dict(nested.state_dict())
+
+    missing = dict(state)
+    del missing["0.weight"]
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "0\.weight"'):
+        other.load_state_dict(missing)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "extra\.weight"'):
+        other.load_state_dict({**state, "extra.weight": torch.zeros(1)})
+
+
+def test_loading_reads_the_version_of_each_layers_state():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [1, 1])
+    for state in (pipe.state_dict(), nn.Sequential(*copy.deepcopy(list(pipe))).state_dict()):
+        del state["1.num_batches_tracked"]  # which a state of that version cannot lack
+        with pytest.raises(RuntimeError, match=r'"1\.num_batches_tracked"'):
+            pipe.load_state_dict(state)
+
+
 @pytest.mark.parametrize("strict", [False, True])
-def test_functional_call(strict):
+def test_functional_call_computes_the_same_with_a_pipeline(strict):
     model, pipe = make_model().double(), gpipe.GPipe(make_model().double(), [2, 2], checkpoint="never")
     before = copy.deepcopy(pipe.state_dict())
     x = torch.rand(6, 3, dtype=torch.float64)
@@ -54,8 +95,8 @@ def test_functional_call(strict):
     assert pipe[0].weight.grad is None
 
 
-def test_functional_call_cannot_be_recomputed():
-    """The layers have their own parameters again when the backward comes."""
+def test_functional_call_with_a_recompute_is_an_error():
+    """When the backward runs, the layers have their own parameters again."""
     pipe = gpipe.GPipe(make_model().requires_grad_(False), [2, 2], checkpoint="always")
     state = scaled(pipe.state_dict())
     state["3.weight"].requires_grad_()
@@ -68,8 +109,8 @@ def test_functional_call_cannot_be_recomputed():
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2]])
-def test_distributed_checkpoint(balance):
-    """States are the unpartitioned model's, of the optimizer too, and pass both ways."""
+def test_distributed_checkpoints_are_those_of_the_unpartitioned_model(balance):
+    """Model and optimizer states pass in both directions."""
     torch.manual_seed(1)
     x = torch.rand(6, 3)
     model, pipe = make_model(), gpipe.GPipe(make_model(), balance)
@@ -131,7 +172,7 @@ SHARDED = """
 """
 
 
-def test_sharded(tmp_path):
+def test_a_whole_pipeline_can_be_sharded_but_not_its_layers(tmp_path):
     with ThreadPoolExecutor() as pool:
         ends = list(pool.map(lambda rank: run(SHARDED, str(rank), str(tmp_path / "store"), seconds=300), range(2)))
     assert ends == [(0, "done\n")] * 2

@@ -1,4 +1,4 @@
-"""What a recompute must find as the forward found it: buffers, random numbers, layers that checkpoint themselves."""
+"""A recompute repeats its forward: the same buffers, the same random numbers."""
 
 import contextlib
 import random
@@ -15,13 +15,13 @@ MODES = ["never", "except_last", "always"]
 
 
 def step(make, mode, *, stages=2, chunks=3, steps=2):
-    """Gradients and buffers after some steps."""
+    """Returns gradients and buffers after some steps."""
     torch.manual_seed(0)
     random.seed(0)
     numpy.random.seed(0)
     model = make()
-    each = len(model) // stages
-    balance = [each] * (stages - 1) + [len(model) - each * (stages - 1)]
+    size = len(model) // stages
+    balance = [size] * (stages - 1) + [len(model) - size * (stages - 1)]
     pipe = gpipe.GPipe(model, balance, chunks=chunks, checkpoint=mode)
     torch.manual_seed(1)
     for _ in range(steps):
@@ -33,8 +33,8 @@ def same(results, expected):
     return len(results) == len(expected) and all(map(torch.equal, results, expected))
 
 
-class Inner(nn.Module):
-    """A block with dropout before, in and behind a part that it may recompute itself."""
+class Checkpoints(nn.Module):
+    """A block with dropout before, in and after a part that it may checkpoint itself."""
 
     def __init__(self, reentrant, **options):
         super().__init__()
@@ -54,32 +54,34 @@ class Inner(nn.Module):
         return nn.functional.dropout(x, 0.3)
 
 
-def inner_model(reentrant):
-    return lambda: nn.Sequential(nn.Linear(8, 8), Inner(reentrant), Inner(reentrant), nn.Linear(8, 8))
+def checkpointing_model(reentrant):
+    return lambda: nn.Sequential(nn.Linear(8, 8), Checkpoints(reentrant), Checkpoints(reentrant), nn.Linear(8, 8))
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_checkpoint_themselves_draw_the_same_numbers_again(reentrant, mode):
-    # A reentrant one adds to .grad itself, micro-batch by micro-batch: the same sum in the first step only.
+def test_layers_that_checkpoint_repeat_their_draws(reentrant, mode):
+    # A reentrant checkpoint adds to .grad per micro-batch, so the sums are bit-equal in the first step only.
     steps = 1 if reentrant else 2
-    assert same(step(inner_model(reentrant), mode, steps=steps), step(inner_model(None), mode, steps=steps))
+    assert same(
+        step(checkpointing_model(reentrant), mode, steps=steps), step(checkpointing_model(None), mode, steps=steps)
+    )
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_layers_that_checkpoint_themselves_leave_the_default_generator_alone(reentrant):
+def test_layers_that_checkpoint_do_not_change_the_default_generator(reentrant):
     def state(make):
         step(make, "always")
         return torch.get_rng_state()
 
-    assert torch.equal(state(inner_model(reentrant)), state(inner_model(None)))
+    assert torch.equal(state(checkpointing_model(reentrant)), state(checkpointing_model(None)))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_the_reference_draws_the_same_numbers_again(reentrant):
+def test_layers_that_checkpoint_repeat_their_draws_in_the_reference(reentrant):
     def gradients(reentrant):
         torch.manual_seed(0)
-        model = inner_model(reentrant)()
+        model = checkpointing_model(reentrant)()
         gpipe.reference(model, torch.randn(6, 8), chunks=3).square().sum().backward()
         return [p.grad for p in model.parameters()]
 
@@ -92,19 +94,19 @@ class Seeding(nn.Module):
         return x * torch.rand(8)
 
 
-def test_a_layer_may_seed_its_own_draws():
+def test_a_layer_that_seeds_affects_only_its_own_draws():
     pipe = gpipe.GPipe(nn.Sequential(Seeding(), nn.Dropout(0.5)), [1, 1], chunks=2)
     x = torch.ones(4, 8)
     torch.manual_seed(0)
     first, second = pipe(x), pipe(x)
-    assert not torch.equal(first, second)  # the layer did not seed what others draw
+    assert not torch.equal(first, second)  # the seed does not affect the dropout
     torch.manual_seed(7)
     drawn = torch.rand(8)
     assert all(torch.equal(row[row != 0], (drawn * 2)[row != 0]) for row in first)
 
 
 class Counts(nn.Module):
-    """Replaces its buffers: a count, a moving average that its output depends on, and one that it makes at first."""
+    """Replaces its buffers: a count, a moving average, and a table that the first forward makes."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +123,7 @@ class Counts(nn.Module):
         return self.linear(x) * self.average + self.table * self.count
 
 
-def test_buffers_that_a_forward_replaces():
+def test_recomputes_use_the_buffers_before_their_forward_replaced_them():
     def make():
         return nn.Sequential(nn.Linear(8, 8), Counts(), Counts(), nn.Linear(8, 8))
 
@@ -138,7 +140,7 @@ class Fails(nn.Module):
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_failed_forward_loses_no_buffer(mode):
+def test_a_failed_forward_restores_buffers(mode):
     counts = Counts()
     pipe = gpipe.GPipe(nn.Sequential(counts, Fails()), [1, 1], chunks=2, checkpoint=mode)
     with pytest.raises(ArithmeticError):
@@ -149,7 +151,7 @@ def test_a_failed_forward_loses_no_buffer(mode):
 
 
 class Codebook(nn.Module):
-    """Changes state that it reads, without a trace in version counters."""
+    """Changes a buffer that it reads, without changing its version counter."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +162,7 @@ class Codebook(nn.Module):
         return x * self.codes[:4].mean(0)
 
 
-def test_state_that_a_forward_reads_and_changes():
+def test_recomputes_use_the_buffers_before_their_forward_changed_them():
     def make():
         spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
         old_spectral = nn.utils.spectral_norm(nn.Linear(8, 8))
@@ -173,7 +175,7 @@ def test_state_that_a_forward_reads_and_changes():
 
 
 class Draws(nn.Module):
-    """Drops itself at random, by Python's generator and by NumPy's."""
+    """Scales its output with draws of Python's and NumPy's generators."""
 
     def __init__(self):
         super().__init__()
@@ -186,7 +188,7 @@ class Draws(nn.Module):
         return self.linear(x) * numbers[0] + numbers[1]
 
 
-def test_python_and_numpy_draw_the_same_numbers_again():
+def test_draws_of_python_and_numpy_are_repeated():
     model = nn.Sequential(Draws(), Draws(), nn.Linear(8, 8), Draws())
     pipe = gpipe.GPipe(model, [1, 1, 1, 1], chunks=4, checkpoint="always")
     for _ in range(3):
@@ -198,15 +200,15 @@ def test_python_and_numpy_draw_the_same_numbers_again():
         assert len(set(forwards)) == 12
 
 
-def test_draws_in_a_pipeline_in_a_pipeline_end_in_an_error_at_worst():
+def test_draws_in_nested_pipelines_do_not_deadlock():
     inner = gpipe.GPipe(nn.Sequential(Draws(), Draws()), [1, 1], chunks=2, checkpoint="always")
     outer = gpipe.GPipe(nn.Sequential(Draws(), inner, Draws()), [1, 1, 1], chunks=2, checkpoint="always")
     loss = outer(torch.randn(8, 8)).sum()
-    with contextlib.suppress(RuntimeError):  # the order of the inner stages' draws may differ
+    with contextlib.suppress(RuntimeError):  # the inner stages may have drawn in another order
         loss.backward()
 
 
-def test_draws_that_cannot_be_repeated_are_an_error():
+def test_a_recompute_that_draws_other_numbers_is_an_error():
     class Disturbed(nn.Module):
         def forward(self, x):
             if not gpipe.is_recomputing():
@@ -218,7 +220,7 @@ def test_draws_that_cannot_be_repeated_are_an_error():
         pipe(torch.randn(8, 8)).sum().backward()
 
 
-def test_hooks_of_parameters_without_gradient_are_not_called():
+def test_hooks_of_parameters_without_a_gradient_are_not_called():
     class HalfUsed(nn.Module):
         def __init__(self):
             super().__init__()

@@ -1,4 +1,4 @@
-"""Skips: declared, verified, routed."""
+"""Skip connections: declaring, verifying, stashing and popping."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from layers import Add, Double, Stash, YieldAdd, YieldStash
 @pytest.mark.parametrize("first, last", [(Stash, Add), (YieldStash, YieldAdd), (Stash, YieldAdd), (YieldStash, Add)])
 @pytest.mark.parametrize("balance", [None, [3], [1, 2], [2, 1], [1, 1, 1]])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-def test_values(first, last, balance, checkpoint):
+def test_skips_reach_their_layer(first, last, balance, checkpoint):
     model = nn.Sequential(first(), Double(), last())
     if balance is not None:
         model = gpipe.GPipe(model, balance, chunks=2, checkpoint=checkpoint)
@@ -29,7 +29,7 @@ def test_values(first, last, balance, checkpoint):
 @pytest.mark.parametrize("balance", [[3], [1, 1, 1]])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
 @pytest.mark.parametrize("what", ["integers", "unused", "none"])
-def test_without_gradient(balance, checkpoint, what):
+def test_stashed_values_without_a_gradient(balance, checkpoint, what):
     @skippable(stash=["a"])
     class First(nn.Module):
         def forward(self, x):
@@ -48,7 +48,7 @@ def test_without_gradient(balance, checkpoint, what):
     assert pipe[1].weight.grad is not None
 
 
-def test_declaration():
+def test_the_decorator_returns_a_subclass_with_the_names():
     @skippable(stash="name", pop=("a", "b"))
     class Layer(nn.Linear):
         """Text."""
@@ -72,12 +72,12 @@ def test_declaration():
 @pytest.mark.parametrize(
     "forward, message",
     [
-        (lambda self, x: x, "'a' must be stashed but have not"),
-        (lambda self, x: stash("b", x), "'b' has not been declared as stashable"),
-        (lambda self, x: pop("a"), "'a' has not been declared as poppable"),
+        (lambda self, x: x, "a layer of class Layer declares the skip 'a' but did not stash it in this forward"),
+        (lambda self, x: stash("b", x), "'b' was stashed by a layer that does not declare it; it declares 'a'"),
+        (lambda self, x: pop("a"), "'a' was popped by a layer that does not declare it; it declares none"),
     ],
 )
-def test_misuse(forward, message):
+def test_a_forward_that_breaks_its_declaration_is_an_error(forward, message):
     Layer = skippable(stash=["a"])(type("Layer", (nn.Module,), {"forward": forward}))
     with pytest.raises(RuntimeError, match=message):
         Layer()(torch.zeros(1))
@@ -85,47 +85,49 @@ def test_misuse(forward, message):
         gpipe.GPipe(nn.Sequential(Layer(), skippable(pop=["a"])(nn.Identity)()), [1, 1])(torch.zeros(1))
 
 
-def test_not_stashed():
+def test_a_pop_without_a_stash_is_an_error():
     with pytest.raises(RuntimeError, match="'skip'.* stashed"):
         Add()(torch.zeros(1))
 
 
-def test_not_a_command():
+def test_a_generator_that_yields_anything_else_is_an_error():
     @skippable()
     class Layer(nn.Module):
         def forward(self, x):
             yield x
             return x
 
-    with pytest.raises(TypeError, match="is not a command from @skippable"):
+    with pytest.raises(TypeError, match="yielded tensor.*yield only stash\\(...\\) and pop\\(...\\)"):
         Layer()(torch.zeros(1))
 
 
-def test_outside():
-    with pytest.raises(RuntimeError, match="no forward of a @skippable layer"):
+def test_stash_outside_a_forward_is_an_error():
+    with pytest.raises(RuntimeError, match=r"stash\('a'\) was called outside the forward of a @skippable layer"):
         stash("a", torch.zeros(1))
     with pytest.raises(TypeError, match="must be a Tensor or None"):
         stash("a", 1)
 
 
-def test_verify():
+def test_skips_that_do_not_match_are_all_listed():
     verify_skippables(nn.Sequential(Stash(), Add()))
     with pytest.raises(TypeError) as raised:
         both = skippable(stash=["x"], pop=["x"])(nn.Identity)
         verify_skippables(nn.Sequential(Stash(), Stash(), both(), nn.Sequential(skippable(pop=["y"])(nn.Identity)())))
     message = str(raised.value)
-    assert message.startswith("one or more pairs of stash and pop do not match:\n\n* ")
-    assert "* '1' redeclared 'skip' as stashable but not isolated by namespace" in message
-    assert "* '2' declared 'x' both as stashable and as poppable" in message
-    assert "* '3.0' declared 'y' as poppable but it was not stashed" in message
-    assert "* no module declared 'skip' as poppable but stashed" in message
-    with pytest.raises(TypeError, match="'0' declared 'skip' as poppable but it was not stashed"):
+    assert message.startswith("one or more pairs of stash and pop do not match:\n  * ")
+    assert "* layer '1' (1) stashes 'skip', as layer '0' (0) does: isolate one of them" in message
+    assert "* layer '2' (2) pops 'x', which no earlier layer stashes: layer '2' (2) does" in message
+    assert "* layer '3.0' (3) pops 'y', which no earlier layer stashes" in message
+    assert "* layer '0' (0) stashes 'skip', which no layer pops" in message
+    with pytest.raises(
+        TypeError, match=r"layer '0' \(0\) pops 'skip', which no earlier layer stashes: layer '1' \(1\) does"
+    ):
         verify_skippables(nn.Sequential(Add(), Stash()))
     with pytest.raises(TypeError, match="do not match"):
         gpipe.GPipe(nn.Sequential(Stash()), [1])
 
 
-def test_isolate():
+def test_isolated_layers_use_the_same_names():
     a, b = Namespace(), Namespace()
     layers = [Stash().isolate(a), Stash().isolate(b, only=["skip"]), Add().isolate(a), Add().isolate(b)]
     model = nn.Sequential(*layers)
@@ -137,7 +139,7 @@ def test_isolate():
         Stash().isolate(a, only=["unknown"])
 
 
-def test_namespaces():
+def test_namespaces_are_ordered_and_equal_their_copies():
     a, b = Namespace(), Namespace()
     assert a != b and (a < b) != (b < a)
     assert copy.deepcopy(a) == a == pickle.loads(pickle.dumps(a))
@@ -145,7 +147,7 @@ def test_namespaces():
     assert isinstance(None, Namespace) and isinstance(a, Namespace) and not isinstance(1, Namespace)
 
 
-def test_copies_of_skippables():
+def test_copies_share_their_namespaces():
     model = copy.deepcopy(nn.Sequential(Stash().isolate(Namespace()), nn.Linear(1, 1), Add()))
     with pytest.raises(TypeError):
         verify_skippables(model)
@@ -155,7 +157,7 @@ def test_copies_of_skippables():
     assert torch.equal(twin(x), pipe(x))
 
 
-def test_a_child_called_module():
+def test_a_skippable_layer_can_have_a_child_named_module():
     @skippable(stash=["a"])
     class Layer(nn.Module):
         def __init__(self, inner):
@@ -173,7 +175,7 @@ def test_a_child_called_module():
     assert isinstance(layer.module, nn.Identity)
 
 
-def test_stashed_twice():
+def test_a_name_stashed_twice_in_one_forward_is_an_error():
     @skippable(stash=["a"])
     class Layer(nn.Module):
         def forward(self, x):
@@ -186,13 +188,13 @@ def test_stashed_twice():
 
 
 @pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]])
-def test_nested(balance):
+def test_skippable_layers_can_be_nested(balance):
     model = nn.Sequential(nn.Sequential(Double(), Stash()), Double(), nn.Sequential(Add(), Double()))
     x = torch.ones(4, 1)
     assert torch.equal(gpipe.GPipe(model, balance, chunks=2)(x), 12 * x)
 
 
-def test_torchgpipe_states():
+def test_states_saved_by_torchgpipe_can_be_loaded():
     inner = nn.Sequential(nn.Linear(2, 2))
 
     @skippable(stash=["a"])

@@ -1,4 +1,4 @@
-"""Snapshots: what is written comes back, and nothing else does."""
+"""Snapshots: writing, reading, capturing and restoring a training state."""
 
 import fcntl
 import io
@@ -17,7 +17,7 @@ import programs
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
 
-# Options, and what LibTorch's classes keep of each parameter with them.
+# Optimizers with options, and the names of the state that LibTorch's classes hold per parameter.
 OPTIMIZERS = [
     (Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"step", "sum"}),
     (Adam, {"betas": (0.5, 0.75)}, {"step", "exp_avg", "exp_avg_sq"}),
@@ -46,7 +46,7 @@ def groups_of(model):
     named = dict(model.state_dict(keep_vars=True))
     weights = [named["3.weight"], named["0.weight"]]
     rest = [named["0.bias"], named["1.weight"], named["1.bias"]]
-    return [{"params": weights}, {"params": rest, "lr": 1}]  # a whole number too
+    return [{"params": weights}, {"params": rest, "lr": 1}]  # an integer learning rate must work too
 
 
 def train(model, optimizer, steps):
@@ -89,7 +89,7 @@ def same(a, b):
     return bool(a == b)
 
 
-def test_everything_comes_back(tmp_path):
+def test_a_written_snapshot_reads_back_equal(tmp_path):
     saved = make_snapshot()
     snapshot.write(tmp_path / "latest", saved)
     read = snapshot.read(tmp_path / "latest")
@@ -101,7 +101,7 @@ def test_everything_comes_back(tmp_path):
     assert snapshot.read(tmp_path / "empty") == Snapshot()
 
 
-def test_tensors_are_saved_alone(tmp_path):
+def test_views_are_saved_without_the_rest_of_their_storage(tmp_path):
     large = torch.arange(100000.0, requires_grad=True)
     model = {"part": large[10:13], "parameter": nn.Parameter(torch.ones(2)), "turned": torch.arange(6).view(2, 3).t()}
     snapshot.write(tmp_path / "file", Snapshot(model=model))
@@ -112,16 +112,16 @@ def test_tensors_are_saved_alone(tmp_path):
     assert torch.equal(read["turned"], model["turned"])
 
 
-@pytest.mark.parametrize("kind, options, kept", OPTIMIZERS)
-def test_optimizer(kind, options, kept, tmp_path):
+@pytest.mark.parametrize("kind, options, state_names", OPTIMIZERS)
+def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_path):
     pipe, optimizer = trained(kind, **options)
     state = snapshot.capture_optimizer(optimizer, pipe)
     assert state["type"] == kind.__name__
     assert state["param_groups"][0]["params"] == ["3.weight", "0.weight"]
     for group in state["param_groups"]:
         assert {name: type(group[name]) for name in group if name != "params"} == LIBTORCH_OPTIONS[kind]
-    assert set().union(*state["state"].values()) == kept
-    assert len(state["state"]) == (5 if kept else 0)
+    assert set().union(*state["state"].values()) == state_names
+    assert len(state["state"]) == (5 if state_names else 0)
     snapshot.write(tmp_path / "file", Snapshot(model=pipe.state_dict(), optimizer=state))
     saved = snapshot.read(tmp_path / "file")
 
@@ -134,19 +134,19 @@ def test_optimizer(kind, options, kept, tmp_path):
     assert same(again["state"], state["state"])
     for group, expected in zip(again["param_groups"], state["param_groups"], strict=True):
         assert same(group | {"params": sorted(group["params"])}, expected | {"params": sorted(expected["params"])})
-    # What torch.optim keeps of a parameter has its own types too.
+    # The state has the types that torch.optim uses.
     names = {id(tensor): name for name, tensor in pipe.state_dict(keep_vars=True).items()}
-    kept_by_twin = {name: other.state.get(tensor) for name, tensor in twin.state_dict(keep_vars=True).items()}
+    states_of_twin = {name: other.state.get(tensor) for name, tensor in twin.state_dict(keep_vars=True).items()}
     for tensor, values in optimizer.state.items():
         values = {key: value for key, value in values.items() if value is not None}
-        assert same(values, dict(kept_by_twin[names[id(tensor)]] or {}))
+        assert same(values, dict(states_of_twin[names[id(tensor)]] or {}))
 
     train(pipe, optimizer, 2)
     train(twin, other, 2)
     assert same(dict(twin.state_dict()), dict(pipe.state_dict()))
 
 
-def test_restored_state_is_a_copy():
+def test_restoring_copies_the_state():
     pipe, optimizer = trained()
     state = snapshot.capture_optimizer(optimizer, pipe)
     before = state["state"]["0.weight"]["exp_avg"].clone()
@@ -165,7 +165,7 @@ def damaged(change):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda state: state.update(type="SGD"), "it is SGD, but this one is AdamW"),
+        (lambda state: state.update(type="SGD"), "it is of class SGD, but this one is of class AdamW"),
         (lambda state: state["param_groups"].pop(), "it has 1 groups of parameters, but this one has 2"),
         (lambda state: state["param_groups"][0]["params"].pop(), "group 0 lacks '0.weight'"),
         (lambda state: state["param_groups"][1]["params"].append("5.bias"), "group 1 also has '5.bias'"),
@@ -180,10 +180,10 @@ def damaged(change):
         (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(4).double()), "torch.float64 .*, not a"),
         (lambda state: state["state"]["0.bias"].update(exp_avg=1), "is 1, not a tensor"),
         (lambda state: state["state"]["0.bias"].update(step=1.5), "its 'step' of '0.bias' is 1.5, not an int"),
-        (lambda state: state["state"].update({"1.running_mean": {}}), "it has state of '1.running_mean'"),
+        (lambda state: state["state"].update({"1.running_mean": {}}), "it has the state of '1.running_mean'"),
     ],
 )
-def test_a_refused_optimizer_is_as_it_was(change, message):
+def test_a_refused_restore_leaves_the_optimizer_unchanged(change, message):
     pipe, optimizer = trained(lr=0.5, amsgrad=True)
     before = snapshot.capture_optimizer(optimizer, pipe)
     with pytest.raises(ValueError, match=message):
@@ -191,7 +191,7 @@ def test_a_refused_optimizer_is_as_it_was(change, message):
     assert same(snapshot.capture_optimizer(optimizer, pipe), before)
 
 
-def test_optimizers_that_cannot_be_captured():
+def test_other_optimizers_cannot_be_captured():
     pipe = gpipe.GPipe(make_model(), [2, 2])
     with pytest.raises(TypeError, match="NAdam.*use one of torch.optim's Adagrad, Adam, AdamW, RMSprop, SGD"):
         snapshot.capture_optimizer(NAdam(pipe.parameters()), pipe)
@@ -203,15 +203,15 @@ def test_optimizers_that_cannot_be_captured():
         snapshot.capture_optimizer(Adam(pipe.parameters(), decoupled_weight_decay=True), pipe)
 
 
-def test_a_refused_model_is_as_it_was():
+def test_a_refused_restore_leaves_the_model_unchanged():
     saved = snapshot.capture_model(make_model())
     model = make_model()
     nn.init.zeros_(model[0].weight)
     before = snapshot.capture_model(model)
     without = {name: tensor for name, tensor in saved.items() if name != "3.weight"}
     for wrong, message in [
-        (without, "'3.weight' is not there in the snapshot"),
-        (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and not there in this model"),
+        (without, "'3.weight' is missing in the snapshot"),
+        (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and missing in this model"),
         (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
         (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
         (saved | {"3.weight": saved["3.weight"].to_sparse()}, "torch.sparse_coo in the snapshot"),
@@ -225,7 +225,7 @@ def test_a_refused_model_is_as_it_was():
     assert same(snapshot.capture_model(model), saved)
 
 
-def test_a_model_that_cannot_be_written_is_as_it_was():
+def test_a_model_that_cannot_be_written_in_place_is_unchanged():
     with torch.inference_mode():
         made_in_inference_mode = torch.zeros(2)
     for tensor, message in [
@@ -246,23 +246,27 @@ def test_a_model_that_cannot_be_written_is_as_it_was():
     [
         ({"position": {"seed": 2**63}}, ValueError, r"position\['seed'\] is 9223372036854775808"),
         ({"options": {"a": {1, 2}}}, TypeError, r"options\['a'\] is <class 'set'>"),
-        ({"options": {"a": 1}}, TypeError, "'options' has <class 'int'> for 'a', not str"),
+        ({"options": {"a": 1}}, TypeError, r"'options'\['a'\] is of type int, not str"),
         ({"history": {3: [0.5]}}, TypeError, "history has the key 3"),
         ({"model": {"a": torch.ones(2).to_sparse()}}, ValueError, "a tensor of torch.float32 and torch.sparse_coo"),
         ({"model": {"a": torch.ones(2, dtype=torch.float8_e5m2)}}, ValueError, "a tensor of torch.float8_e5m2"),
         ({"model": {"a": torch.ones(2, device="meta")}}, ValueError, "on meta"),
-        ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": [{}]}}}}, TypeError, "a dict in 'b'"),
-        ({"model": {"a": [1.0]}}, TypeError, "'model' has <class 'list'> for 'a', not Tensor"),
-        ({"epoch": "1"}, TypeError, "'epoch' is <class 'str'>, not int"),
+        (
+            {"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": [{}]}}}},
+            TypeError,
+            "is of type dict, not a number",
+        ),
+        ({"model": {"a": [1.0]}}, TypeError, r"'model'\['a'\] is of type list, not Tensor"),
+        ({"epoch": "1"}, TypeError, "'epoch' is of type str, not int"),
     ],
 )
-def test_what_cannot_be_read_is_not_written(fields, error, message, tmp_path):
+def test_a_snapshot_that_could_not_be_read_is_not_written(fields, error, message, tmp_path):
     with pytest.raises(error, match=message):
         snapshot.write(tmp_path / "file", Snapshot(**fields))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_write_that_fails_leaves_the_file(tmp_path):
+def test_a_failed_write_leaves_the_previous_file(tmp_path):
     path = tmp_path / "latest"
     snapshot.write(path, Snapshot(epoch=1))
     before = path.read_bytes()
@@ -275,9 +279,9 @@ def test_a_write_that_fails_leaves_the_file(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list(tmp_path.iterdir()) == [path]
     with open(f"{path}.tmp", "w") as other:
-        other.write("of a process that was killed" * 10000)
+        other.write("left by a killed process" * 10000)
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(BlockingIOError, match="another writer is writing it"):
+        with pytest.raises(BlockingIOError, match="another writer is writing this file"):
             snapshot.write(path, Snapshot(epoch=2))
     assert path.read_bytes() == before
     snapshot.write(path, Snapshot(epoch=3))
@@ -286,7 +290,7 @@ def test_a_write_that_fails_leaves_the_file(tmp_path):
         snapshot.write(tmp_path / "no-folder" / "latest", Snapshot())
 
 
-def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch):
+def test_a_file_is_flushed_before_it_replaces_another(tmp_path, monkeypatch):
     path = tmp_path / "latest"
     snapshot.write(path, Snapshot(epoch=1))
     calls = []
@@ -306,7 +310,7 @@ def test_a_file_is_on_the_disk_before_it_replaces_another(tmp_path, monkeypatch)
     assert calls == ["fsync", "replace 1 by 2", "fsync"]
 
 
-def test_damage(tmp_path):
+def test_damaged_files_are_refused_or_read_equal(tmp_path):
     path = tmp_path / "latest"
     saved = make_snapshot()
     snapshot.write(path, saved)
@@ -336,7 +340,7 @@ class Touch:
         return Path.touch, (self.path,)
 
 
-def test_foreign_files(tmp_path):
+def test_files_that_are_not_snapshots_are_refused(tmp_path):
     path = tmp_path / "file"
     plain = {"format": "gpipe snapshot", "version": 1} | vars(Snapshot(model={"weight": torch.ones(2)}))
     touched = tmp_path / "touched"
@@ -364,7 +368,7 @@ CORPUS = Path(__file__).parents[1] / "fuzz" / "corpus"
 
 
 def files_of_corpus():
-    """Whole files; and pickles, with the records that tests/fuzz/snapshot.cpp gives them."""
+    """Yields whole files, and pickles with the records that tests/fuzz/snapshot.cpp adds."""
     for path in sorted(CORPUS.glob("zip/*")):
         yield pytest.param(path.read_bytes(), path.name.startswith("accepted"), id=f"zip/{path.name}")
     for path in sorted(CORPUS.glob("snapshot/*")):
@@ -376,7 +380,7 @@ def files_of_corpus():
 
 
 @pytest.mark.parametrize("content, accepted", list(files_of_corpus()))
-def test_hostile_files(content, accepted, tmp_path):
+def test_files_of_the_fuzz_corpus(content, accepted, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(content)
     if accepted:
@@ -386,7 +390,7 @@ def test_hostile_files(content, accepted, tmp_path):
             snapshot.read(path)
 
 
-def test_what_is_not_a_regular_file(tmp_path):
+def test_other_than_regular_files_are_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with open(tmp_path / "sparse", "wb") as file:
         file.write(b"PK\3\4")
@@ -402,21 +406,21 @@ def test_what_is_not_a_regular_file(tmp_path):
         snapshot.read("a\0b")
 
 
-def test_strings_and_numbers_of_any_value(tmp_path):
+def test_strings_and_integers_of_any_value(tmp_path):
     options = {"path": os.fsdecode(b"\xff/\xc3\xa4"), "nul": "\0"}
     saved = Snapshot(options=options, position={"a": 2**63 - 1, "b": -(2**63)})
     snapshot.write(tmp_path / "file", saved)
     assert snapshot.read(tmp_path / "file") == saved
 
 
-def test_conjugated_tensors(tmp_path):
+def test_conjugated_tensors_are_saved_with_their_values(tmp_path):
     tensor = torch.tensor([1 + 2j, 3 - 1j])
     snapshot.write(tmp_path / "file", Snapshot(model={"conjugate": tensor.conj(), "imaginary": tensor.conj().imag}))
     read = snapshot.read(tmp_path / "file").model
     assert torch.equal(read["conjugate"], tensor.conj()) and torch.equal(read["imaginary"], torch.tensor([-2.0, 1]))
 
 
-def test_a_folder_that_cannot_be_flushed_leaves_the_new_file(tmp_path, monkeypatch):
+def test_if_the_folder_cannot_be_flushed_the_file_is_the_new_one(tmp_path, monkeypatch):
     path = tmp_path / "latest"
     snapshot.write(path, Snapshot(epoch=1))
     fsync = os.fsync
@@ -432,7 +436,7 @@ def test_a_folder_that_cannot_be_flushed_leaves_the_new_file(tmp_path, monkeypat
     assert snapshot.read(path).epoch == 2
 
 
-def test_a_snapshot_of_the_cpp_program(tmp_path):
+def test_snapshots_of_cpp_and_python_are_equal(tmp_path):
     flags = ["--samples", 8, "--scale", 0.25, "--batch-size", 4, "--depth", 1, "--channels", 4, "--epochs", 1]
     programs.run("unet/unet_train", *flags, "--balance", "11,12", "--output", tmp_path)
     path = tmp_path / "latest.snapshot"
@@ -450,7 +454,7 @@ def test_a_snapshot_of_the_cpp_program(tmp_path):
     saved.random = torch.get_rng_state()
     again = tmp_path / "again.snapshot"
     snapshot.write(again, saved)
-    # Bit for bit what it was, but for the order of keys.
+    # Equal bit by bit, except the order of keys.
     assert same(plain_of(again), plain_of(path))
 
     data = tmp_path / "synthetic_8_192x128_2"

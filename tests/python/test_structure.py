@@ -1,4 +1,4 @@
-"""What layers pass on crosses a cut as what it is."""
+"""Tuples, lists, dicts and None keep their types across a cut."""
 
 import collections
 from typing import NamedTuple
@@ -24,7 +24,7 @@ class PairOfClass(collections.namedtuple("PairOfClass", ["a", "b"])):
 
 
 class Map(nn.Module):
-    """Applies a function that is no module, and notes the type of what it gets."""
+    """Applies a function, and records the types of its inputs."""
 
     def __init__(self, function):
         super().__init__()
@@ -37,7 +37,7 @@ class Map(nn.Module):
         return self.function(x, self.weight)
 
 
-# What makes an object of a tensor, and what makes a tensor of the object.
+# For each kind: a function that makes an object from a tensor, and one that makes a tensor from the object.
 KINDS = {
     "named tuple": (lambda x, w: Pair(x * w, x + w), lambda p, w: p.first * p.second),
     "default of a named tuple": (lambda x, w: Pair(x * w), lambda p, w: p.first if p.second is None else None),
@@ -65,7 +65,7 @@ def step(run, model, x):
 
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_crosses_a_cut(kind, checkpoint):
+def test_an_object_between_stages_keeps_its_type(kind, checkpoint):
     make, use = KINDS[kind]
     model = nn.Sequential(Double(), Map(make), nn.Identity(), Map(use))
     x = torch.rand(4, 3)
@@ -77,7 +77,7 @@ def test_crosses_a_cut(kind, checkpoint):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_is_the_result(kind):
+def test_a_result_keeps_its_type(kind):
     make, use = KINDS[kind]
     model = nn.Sequential(Double(), Map(make))
     pipe = gpipe.GPipe(model, [1, 1], chunks=2)
@@ -90,7 +90,7 @@ def test_is_the_result(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_is_the_input(kind):
+def test_an_input_keeps_its_type(kind):
     make, use = KINDS[kind]
     model = nn.Sequential(Map(use), Double())
     pipe = gpipe.GPipe(model, [1, 1], chunks=2)
@@ -101,18 +101,18 @@ def test_is_the_input(kind):
     assert balance.balance_by_size(2, model, value, chunks=2) == [1, 1]
 
 
-def test_unequal_batch_sizes_within_an_object():
+def test_unequal_batch_sizes_in_an_object_are_refused():
     with pytest.raises(ValueError, match="unequal batch sizes"):
         gpipe.GPipe(nn.Sequential(nn.Identity()), [1])({"a": torch.zeros(4), "b": [torch.zeros(3)]})
 
 
-def test_nothing_but_none():
+def test_inputs_without_tensors_are_refused():
     for nothing in ((), [], {}, (None,), [None, {}]):
-        with pytest.raises(ValueError, match="there is no input tensor"):
+        with pytest.raises(ValueError, match="no tensors|no input tensor"):
             gpipe.GPipe(nn.Sequential(nn.Identity()), [1])(nothing)
 
 
-def test_micro_batches_that_differ():
+def test_results_of_different_structure_are_an_error():
     parts = iter([lambda x: Pair(x, x), lambda x: Pair(x), lambda x: [x], lambda x: {"a": x}])
     pipe = gpipe.GPipe(nn.Sequential(Map(lambda x, w: next(parts)(x))), [1], chunks=2, checkpoint="never")
     with pytest.raises(
@@ -131,14 +131,14 @@ class Odd(tuple):
     "make",
     [lambda x: Odd([x]), lambda x: {x}, lambda x: (x, 1), lambda x: [x, "a"], lambda x: None, lambda x: [x.shape]],
 )
-def test_refuses(make):
+def test_objects_of_other_types_are_refused_between_stages(make):
     model = nn.Sequential(Map(lambda x, w: make(x)), Map(lambda made, w: torch.zeros(1)))
     with pytest.raises(TypeError, match="expected Tensor, but got <class"):
         gpipe.GPipe(model, [1, 1])(torch.zeros(1))
     gpipe.GPipe(model, [2])(torch.zeros(1))  # within a stage any object may be passed on
 
 
-def test_refuses_packed_sequences():
-    """Their parts do not share a dimension 0, along which they could be joined."""
+def test_packed_sequences_are_refused():
+    """Their tensors have different sizes in dimension 0."""
     with pytest.raises(TypeError, match="expected Tensor, but got <class 'torch.nn.utils.rnn.PackedSequence'>"):
         gpipe.GPipe(nn.Sequential(Double()), [1])(pack_sequence([torch.zeros(2, 2)]))

@@ -1,1 +1,1 @@
-"""What the training programs share: flags, plan, loop, history."""
+"""Shared by the training programs: flags, plan, training loop, history."""

@@ -10,23 +10,29 @@ from common.files import writing
 
 
 class History:
-    """A CSV file with a header and a line an epoch, each on the disk as soon as it is added.
+    """A CSV file with a header and one line per epoch. Each line is on disk as soon as it is added.
 
     Args:
-        lines: what it begins with. An older file is there until the new one is complete.
+        lines: the first lines. They are written to a temporary file first, so an older file stays until the new one is
+            complete.
     """
 
     def __init__(self, path: Path, columns: Sequence[str], lines: Iterable[Sequence[float]] = ()) -> None:
         self._path = path
-        temporary = path.with_name(f"{path.name}.tmp")
+        temporary = temporary_history(path)
         with writing(path):
             self._file = temporary.open("w", newline="")
-            self._writer = csv.writer(self._file, lineterminator="\n")
-            self._writer.writerow(columns)
-            for line in lines:
-                self._writer.writerow(map(_to_cell, line))
-            self._file.flush()
-            temporary.replace(path)
+            try:
+                self._writer = csv.writer(self._file, lineterminator="\n")
+                self._writer.writerow(columns)
+                for line in lines:
+                    self._writer.writerow(map(_to_cell, line))
+                self._file.flush()
+                temporary.replace(path)
+            except BaseException:
+                self._file.close()
+                temporary.unlink(missing_ok=True)
+                raise
 
     def add(self, values: Sequence[float]) -> None:
         with writing(self._path):
@@ -34,8 +40,13 @@ class History:
             self._file.flush()
 
 
+def temporary_history(path: Path) -> Path:
+    """The file that a History writes before it replaces `path`."""
+    return path.with_name(f"{path.name}.tmp")
+
+
 def has_lines(path: Path) -> bool:
-    """Whether there is such a file that has a line besides its header."""
+    """Whether the file exists and has a line after its header."""
     if not path.exists():
         return False
     with path.open() as file:

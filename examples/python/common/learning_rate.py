@@ -10,15 +10,16 @@ _PLATEAU_FACTOR = 0.1
 
 
 def factor(schedule: str, epoch: int, epochs: int, scores: Sequence[float]) -> float:
-    """What to multiply the learning rate with in an epoch, from 1 on, after epochs with such scores. It depends on
-    nothing else, so that a snapshot needs to say nothing about it."""
+    """What to multiply the learning rate with in an epoch, counted from 1, given the scores of the epochs before. It
+    depends on nothing else, so a snapshot does not need to save a schedule's state. `schedule` is "cosine" or
+    "plateau"."""
     if schedule == "plateau":
-        return _PLATEAU_FACTOR ** _drops(scores)
+        return _PLATEAU_FACTOR ** _plateaus(scores)
     return (1 + math.cos(math.pi * (epoch - 1) / epochs)) / 2
 
 
-def _drops(scores: Sequence[float]) -> int:
-    """How often a tenth has been taken: whenever the score had not risen for so many epochs."""
+def _plateaus(scores: Sequence[float]) -> int:
+    """How often the score has failed to rise for _PATIENCE epochs in a row."""
     count, waited, best = 0, 0, -math.inf
     for score in scores:
         waited = 0 if score > best else waited + 1

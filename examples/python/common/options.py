@@ -1,4 +1,4 @@
-"""Flags: those of examples/common's programs."""
+"""The flags of the training programs, the same as in C++."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ import numpy as np
 import torch
 
 import gpipe
+from common.files import remove_empty_directories
 
-
-_MAX_COUNT = 1 << 20  # more than anybody needs
+_MAX_COUNT = 1 << 20  # the upper limit of several flags
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses in one line, which begins as those of the C++ programs do."""
+    """Prints errors in one line, as the C++ programs do. A message that begins with "must" continues the flag's name."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {re.sub('^argument (-./)?', '', message)}\n")
+        message = re.sub("^argument (-./)?", "", message).replace(": must ", " must ", 1)
+        self.exit(2, f"error: {message}\n")
 
 
 def make_parser(description: str) -> Parser:
@@ -36,86 +37,90 @@ def make_parser(description: str) -> Parser:
 
 
 def add_training_options(parser: Parser, **defaults: Any) -> None:
-    """What every training program can be told."""
+    """The flags of every training program."""
     add = parser.add_argument
     default = "(default: %(default)s)"
-    add("-b", "--batch-size", type=integer(1, _MAX_COUNT), metavar="N", help=f"images in a mini-batch {default}")
-    add("-o", "--output", type=path_name, metavar="DIR", help=f"directory for what the run writes {default}")
+    add("-b", "--batch-size", type=integer(1, _MAX_COUNT), metavar="N", help=f"images per mini-batch {default}")
+    add("-o", "--output", type=path_name, metavar="DIR", help=f"folder for the output files {default}")
     add(
         "--overwrite",
         action="store_true",
-        help="replace an earlier training in --output; without it that is refused",
+        help="replace an earlier training in --output; otherwise it is refused",
     )
     add("-e", "--epochs", type=integer(1, 1_000_000), metavar="N", help=f"passes over the training images {default}")
-    add("-l", "--learning-rate", type=positive, metavar="X", help=f"of Adam, at the start {default}")
+    add("-l", "--learning-rate", type=positive, metavar="X", help=f"learning rate of Adam at the start {default}")
     add(
         "--schedule",
         choices=("cosine", "plateau"),
         default="cosine",
-        help="of the learning rate, by epoch: cosine, falling towards 0 after the last; plateau, a tenth whenever the "
-        f"validation score has not risen for 5 {default}",
+        help="learning rate by epoch: cosine falls towards 0 after the last epoch; plateau divides by 10 whenever the "
+        f"validation score has not risen for 5 epochs {default}",
     )
-    add("--clip", type=non_negative, default=0.0, metavar="X", help=f"largest norm of the gradient; 0 for any {default}")
+    add("--clip", type=non_negative, default=0.0, metavar="X", help=f"largest norm of the gradient; 0 for no limit {default}")
     add("--amp", action="store_true", help="compute in bfloat16 where that is safe (autocast)")
     add(
         "--seed",
         type=integer(0, 2**64 - 1),
         default=0,
         metavar="N",
-        help=f"of weights, order and what is drawn {default}",
+        help=f"seed of weights, order and drawn data {default}",
     )
     add(
         "--resume",
         type=path_name,
         metavar="FILE",
-        help="snapshot to go on from, as if it had never stopped; --epochs may be more",
+        help="snapshot to continue from, as if the run had never stopped; --epochs can be higher",
     )
     add(
         "-f",
         "--load",
         type=path_name,
         metavar="FILE",
-        help="snapshot to take the weights of, when there is none to resume",
+        help="snapshot to take the weights from; ignored with --resume",
     )
     add = parser.add_argument_group("pipeline").add_argument
     add(
         "--stages",
         type=integer(1, 1024),
         metavar="N",
-        help="parts that the model is cut into, one a device (default: 2)",
+        help="number of stages that the model is cut into, one per device (default: 2)",
     )
     add(
         "--balance",
         default="by-time",
         metavar="HOW",
-        help="by-time, by-size: stages of equal time or memory, as measured; auto: the fastest of all balances, chunks "
-        f"and checkpoint modes; or layers in each stage, as 20,35 {default}",
+        help="how to cut: by-time or by-size, into stages of equal measured time or memory; auto, the fastest of all "
+        f"balances, chunks and checkpoint modes; or layers per stage, such as 20,35 {default}",
     )
-    add("--chunks", type=integer(1, _MAX_COUNT), default=2, metavar="N", help=f"micro-batches in a mini-batch {default}")
+    add("--chunks", type=integer(1, _MAX_COUNT), default=2, metavar="N", help=f"micro-batches per mini-batch {default}")
     add(
         "--devices",
         metavar="LIST",
-        help="one a stage, as cuda:0,cuda:1, or one for all; without it the GPUs in turn, or the CPU",
+        help="one per stage, such as cuda:0,cuda:1, or one for all; by default the GPUs in turn, or the CPU",
     )
     add(
         "--checkpoint",
         choices=("never", "except_last", "always"),
         default="except_last",
-        help=f"micro-batches that recompute instead of storing {default}",
+        help=f"which micro-batches recompute their activations instead of storing them {default}",
     )
-    add("--reuse-memory", action="store_true", help="keep the memory of CPU tensors for the next")
-    add("--trace", type=path_name, metavar="FILE", help="write the timeline of one training step, for ui.perfetto.dev")
+    add("--reuse-memory", action="store_true", help="keep freed memory of CPU tensors for reuse")
+    add("--trace", type=path_name, metavar="FILE", help="file for the timeline of one training step, for ui.perfetto.dev")
+    add("--profile", action="store_true", help="print the measured costs of each layer, and all plans that were compared")
     parser.set_defaults(**defaults)
 
 
 def parse(parser: Parser) -> argparse.Namespace:
-    """The command line, with ``layers`` of each stage, if given, and a list of ``devices``."""
+    """Parses the command line. Adds the ``layers`` per stage, if given, and the list of ``devices``."""
     options = parser.parse_args()
     try:
         options.layers = None if options.balance in ("by-time", "by-size", "auto") else _layers(options.balance)
         cuts = len(options.layers) if options.layers else options.stages or 2
         if options.stages not in (None, cuts):
-            raise ValueError(f"--balance: has {cuts} stages, but --stages is {options.stages}; give one of them")
+            raise ValueError(
+                f"--balance must have as many stages as --stages, but has {cuts}, and --stages is {options.stages}; "
+                "give one of the two"
+            )
         options.stages = cuts
         options.devices = _devices(options.devices, cuts)
     except ValueError as error:
@@ -124,26 +129,29 @@ def parse(parser: Parser) -> argparse.Namespace:
 
 
 def run_program(train: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Runs what returns the exit code. Errors become a line."""
+    """Runs a program, which returns its exit code. Errors become one line on standard error and a non-zero exit code. A
+    program that fails leaves no empty folders behind."""
     gpipe.reuse_cpu_memory(options.reuse_memory)
     try:
         code = train(options)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        remove_empty_directories()
         return 130
     except (IndexError, OSError, RuntimeError, ValueError) as error:
         text = str(error)
         if isinstance(error, OSError) and error.filename:
             text = f"{error.strerror}: '{error.filename}'"
-        if "in DataLoader worker process" in text:  # and a traceback
+        if "in DataLoader worker process" in text:  # the message is a traceback
             text = text.strip().splitlines()[-1].partition(": ")[2] or text
     print(f"error: {text}", file=sys.stderr)
+    remove_empty_directories()
     return 1
 
 
 def to_flag(value: float) -> str:
-    """A number as the C++ programs write it: all its digits, in the shorter notation."""
+    """A number as the C++ programs write it: with all its digits, in the shorter notation."""
     fixed = np.format_float_positional(value, trim="-")
     return min(fixed, np.format_float_scientific(value, trim="-", exp_digits=2), key=len)
 
@@ -152,9 +160,14 @@ def integer(low: int, high: int) -> Callable[[str], int]:
     """A whole number from low to high."""
 
     def parse_integer(text: str) -> int:
-        if text.isascii() and text.isdecimal() and low <= int(text) <= high:
-            return int(text)
-        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number from {low} to {high}")
+        if not re.fullmatch("-?[0-9]+", text):
+            raise _refusal("a whole number", f"'{text}'")
+        value = int(text[:40])  # enough digits to compare
+        if text.startswith("-") or value < low:
+            raise _refusal(f"at least {low}", text)
+        if value > high:
+            raise _refusal(f"at most {high}", text)
+        return value
 
     return parse_integer
 
@@ -164,47 +177,61 @@ def real(low: float, high: float) -> Callable[[str], float]:
 
     def parse_real(text: str) -> float:
         value = _to_number(text)
-        if low <= value <= high:
-            return value
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number from {low:g} to {high:g}")
+        if value < low:
+            raise _refusal(f"at least {low:g}", text)
+        if value > high:
+            raise _refusal(f"at most {high:g}", text)
+        return value
 
     return parse_real
 
 
 def positive(text: str) -> float:
+    """A finite number above 0."""
     value = _to_number(text)
-    if 0 < value < math.inf:
+    if value > 0:
         return value
-    raise argparse.ArgumentTypeError(f"'{text}' is not a finite number above 0")
+    raise _refusal("above 0", text)
 
 
 def non_negative(text: str) -> float:
+    """A finite number of at least 0."""
     value = _to_number(text)
-    if 0 <= value < math.inf:
+    if value >= 0:
         return value
-    raise argparse.ArgumentTypeError(f"'{text}' is not a finite number of at least 0")
+    raise _refusal("at least 0", text)
 
 
 def path_name(text: str) -> Path:
+    """The path of a file or a folder."""
     if text:
         return Path(text)
-    raise argparse.ArgumentTypeError("'' is not a path")
+    raise _refusal("a path", "''")
+
+
+def image_size_text(text: str) -> tuple[int, int]:
+    """Width and height."""
+    found = re.fullmatch(r"([1-9][0-9]{0,4})x([1-9][0-9]{0,4})", text)
+    if found:
+        return int(found[1]), int(found[2])
+    raise _refusal("a size such as 192x128", f"'{text}'")
+
+
+def _refusal(requirement: str, value: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"must be {requirement}, but is {value}")
 
 
 def _to_number(text: str) -> float:
-    """Not a number for any other text."""
-    try:
+    if re.fullmatch(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?", text) and math.isfinite(float(text)):
         return float(text)
-    except ValueError:
-        return math.nan
+    raise _refusal("a finite number", f"'{text}'")
 
 
 def _layers(text: str) -> list[int]:
     for part in text.split(","):
         if not (part.isascii() and part.isdecimal() and 1 <= int(part) <= _MAX_COUNT):
             raise ValueError(
-                f"--balance: '{part}' is neither auto, by-time or by-size nor a number of layers from 1 to "
-                f"{_MAX_COUNT}; give those as 20,35"
+                f"--balance must be auto, by-time, by-size or layers per stage such as 20,35, but has '{part}'"
             )
     return [int(part) for part in text.split(",")]
 
@@ -218,9 +245,11 @@ def _devices(text: str | None, stages: int) -> list[torch.device]:
         try:
             devices.append(torch.device(part))
         except RuntimeError:
-            raise ValueError(f"--devices: '{part}' is not a device; give cpu, cuda or cuda:N") from None
+            raise ValueError(f"--devices must be cpu, cuda or cuda:N, but has '{part}'") from None
     if len(devices) == 1:
         devices *= stages
     if len(devices) != stages:
-        raise ValueError(f"--devices: has {len(devices)} for {stages} stages; give one a stage, or one for all")
+        raise ValueError(
+            f"--devices must be one per stage, or one for all, but there are {len(devices)} for {stages} stages"
+        )
     return devices

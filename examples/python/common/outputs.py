@@ -1,28 +1,32 @@
-"""What a training writes into its output directory."""
+"""The files that a training writes into its output folder."""
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from pathlib import Path
 
 from common.files import check_writable_directory, check_writable_file
-from common.history import has_lines
+from common.history import has_lines, temporary_history
 
 HISTORY = "history.csv"
 LATEST = "latest.snapshot"
 BEST = "best.snapshot"
+EVENT_SUFFIX = ".gpipe"  # of event files that the training programs write
+
+_PICTURE = re.compile(r"(epoch|confusion)_\d{3,}\.png")  # of an epoch, such as epoch_001.png
 
 
 def check_outputs(options: Namespace) -> None:
-    """Tries all that a run will write, so that nothing fails for it after hours.
+    """Checks that the output files can be written, so that a run does not fail for that after hours.
 
     Raises:
-        OSError: for what cannot be written.
-        ValueError: for an earlier training that the run neither goes on with nor may overwrite.
+        OSError: for a path that cannot be written.
+        ValueError: for an earlier training in the output folder, unless the run resumes or overwrites it.
     """
     names = _earlier_training(options.output)
-    if names and not options.overwrite and not _goes_on(options):
-        resume = "" if names[0] == HISTORY else f"--resume {options.output / names[0]} to go on with it, "
+    if names and not options.overwrite and not _resumes_in_place(options):
+        resume = "" if names[0] == HISTORY else f"--resume {options.output / names[0]} to continue it, "
         raise ValueError(
             f"{options.output} holds an earlier training ({', '.join(names)}); give {resume}--overwrite to replace it, "
             "or another --output"
@@ -33,18 +37,28 @@ def check_outputs(options: Namespace) -> None:
 
 
 def remove_earlier_training(options: Namespace) -> None:
-    """Its snapshots and its history, unless the run goes on with it."""
-    if _goes_on(options):
+    """With --overwrite, removes what an earlier training wrote: snapshots, history, event files and pictures. Other
+    files and drawn data stay. Does nothing if the run resumes the earlier training."""
+    if not options.overwrite or _resumes_in_place(options):
         return
-    for name in (LATEST, BEST, HISTORY):
-        (options.output / name).unlink(missing_ok=True)
+    for path in list(options.output.iterdir()):
+        if _is_output(path.name) and not path.is_dir():
+            path.unlink()
 
 
-def _goes_on(options: Namespace) -> bool:
-    """Whether the snapshot to resume is in the output directory."""
+def _is_output(name: str) -> bool:
+    return (
+        name in (LATEST, BEST, HISTORY, temporary_history(Path(HISTORY)).name)
+        or (name.startswith("events.out.tfevents.") and name.endswith(EVENT_SUFFIX))
+        or _PICTURE.fullmatch(name) is not None
+    )
+
+
+def _resumes_in_place(options: Namespace) -> bool:
+    """Whether the snapshot to resume is in the output folder."""
     return options.resume is not None and options.resume.parent.resolve() == options.output.resolve()
 
 
-def _earlier_training(directory: Path) -> list[str]:
-    names = [name for name in (LATEST, BEST) if (directory / name).exists()]
-    return names + [HISTORY] * has_lines(directory / HISTORY)
+def _earlier_training(folder: Path) -> list[str]:
+    names = [name for name in (LATEST, BEST) if (folder / name).exists()]
+    return names + [HISTORY] * has_lines(folder / HISTORY)

@@ -6,20 +6,40 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
+from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-_LINE = 2  # pixels
-_LINE_GREY = 96 / 255
+# In pixels.
+_SMALLEST_TILE = 256
+_TITLE_BAR = 36
+_TITLE = 20
+_GAP = 4
+
+_PAPER = 48  # grey
 
 
-def draw_picture(columns: Sequence[Tensor]) -> Image.Image:
-    """A picture with a row a sample and a column a tensor, thin lines between.
+def draw_picture(columns: Sequence[tuple[str, Tensor]]) -> Image.Image:
+    """Draws a table with one row per sample and one titled column per tensor, such as image, mask and prediction. Small
+    tiles are enlarged by a whole number, so that the longer side has at least 256 pixels.
 
     Args:
-        columns: of shape (N, 3, H, W) each, values 0 to 1.
+        columns: titles, and tensors of shape (N, 3, H, W) with values 0 to 1.
     """
-    lined = [F.pad(column.float().cpu(), (0, _LINE, 0, _LINE), value=_LINE_GREY) for column in columns]
-    pixels = torch.cat([torch.cat(row, dim=-1) for row in zip(*lined, strict=True)], dim=-2)
-    pixels = pixels[:, :-_LINE, :-_LINE].clamp(0, 1).mul(255).round().byte()
-    return Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    height, width = columns[0][1].shape[2:]
+    factor = -(-_SMALLEST_TILE // max(height, width))
+    padding = (0, _GAP, 0, _GAP)
+    padded = [F.pad(_enlarged(tiles, factor), padding, value=_PAPER / 255) for _, tiles in columns]
+    pixels = torch.cat([torch.cat(row, dim=-1) for row in zip(*padded, strict=True)], dim=-2)
+    pixels = pixels[:, :-_GAP, :-_GAP].clamp(0, 1).mul(255).round().byte()
+    table = Image.fromarray(pixels.permute(1, 2, 0).contiguous().numpy())
+    picture = Image.new("RGB", (table.width, table.height + _TITLE_BAR), (_PAPER, _PAPER, _PAPER))
+    picture.paste(table, (0, _TITLE_BAR))
+    draw, font = ImageDraw.Draw(picture), ImageFont.load_default(_TITLE)
+    for number, (title, _) in enumerate(columns):
+        middle = number * (width * factor + _GAP) + width * factor / 2
+        draw.text((middle, _TITLE_BAR / 2), title, fill="white", font=font, anchor="mm")
+    return picture
+
+
+def _enlarged(tiles: Tensor, factor: int) -> Tensor:
+    return tiles.float().cpu().repeat_interleave(factor, dim=2).repeat_interleave(factor, dim=3)

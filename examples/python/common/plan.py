@@ -1,4 +1,4 @@
-"""How a model is to be cut and run, and what a step is predicted to cost."""
+"""How to cut and run a model, and the predicted cost of a step."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import nn
 import gpipe
 from common.autocast import autocast
 from common.progress import show_percent
+from common.units import bytes_to_text, seconds_to_text
 from gpipe.balance import Prediction, Profile, Suggestion, predict, profile, suggest
 
-# That measuring may take.
+# The time that profiling takes.
 _SECONDS = 5.0
 _AUTO_SECONDS = 40.0
 
-_ADAM = 4.0  # bytes that training needs for each byte of a parameter
+_ADAM = 4.0  # bytes that training needs per byte of a parameter
 
 
 @dataclass
@@ -28,11 +29,16 @@ class Plan:
     checkpoint: str
     profile: Profile
     prediction: Prediction | None  # none for micro-batches of a single image, which are measured as two
-    suggestion: Suggestion | None = None  # what was compared, if anything
+    suggestion: Suggestion | None = None  # the plans that --balance auto compared
+    choice: str = "auto"  # how the balance was chosen, such as "by-time"
 
 
 def check_pipeline(model: nn.Sequential, options: Namespace) -> None:
-    """Refuses, before anything is written or measured, what a pipeline would refuse."""
+    """Checks devices, stages and layers as a pipeline does, before anything is written or measured.
+
+    Raises:
+        ValueError: for what a pipeline refuses.
+    """
     if options.stages > len(model):
         raise ValueError(f"--stages is {options.stages}, but the model has {len(model)} layers")
     if options.layers and sum(options.layers) != len(model):
@@ -42,8 +48,8 @@ def check_pipeline(model: nn.Sequential, options: Namespace) -> None:
 
 
 def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[int]) -> Plan:
-    """Measures the model for images (C, H, W) and plans. The options' chunks and checkpoint mode are kept, unless the
-    balance is "auto"."""
+    """Measures the model for images of shape (C, H, W), and plans. Keeps the options' chunks and checkpoint mode, unless
+    the balance is "auto"."""
     devices = options.devices
     copies = len(set(devices)) > 1
     with autocast(options.amp, devices[:1]):
@@ -55,10 +61,11 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
             best = suggestion.best
             measured = suggestion.profile_of(best)
             predicted = predict(measured, best.balance, best.chunks, best.checkpoint, copies=copies)
-            return Plan(best.balance, best.chunks, best.checkpoint, measured, predicted, suggestion)
+            choice = f"auto: the fastest of {len(suggestion.candidates)} plans"
+            return Plan(best.balance, best.chunks, best.checkpoint, measured, predicted, suggestion, choice)
 
         sizes = [len(part) for part in torch.empty(options.batch_size).chunk(options.chunks)]
-        samples = max(2, sizes[0])  # batch norm may need two
+        samples = max(2, sizes[0])  # batch norm can need two
         sample = torch.full((samples, *image_shape), 0.5)
         measured = profile(
             model,
@@ -77,28 +84,37 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
     prediction = None
     if samples == sizes[0]:
         prediction = predict(measured, balance, len(sizes), options.checkpoint, copies=copies)
-    return Plan(balance, len(sizes), options.checkpoint, measured, prediction)
+    choice = "as given" if options.layers else options.balance
+    return Plan(balance, len(sizes), options.checkpoint, measured, prediction, choice=choice)
 
 
 def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPipe:
-    """The pipeline that was planned."""
+    """The pipeline of a plan."""
     return gpipe.GPipe(model, plan.balance, devices=options.devices, chunks=plan.chunks, checkpoint=plan.checkpoint)
 
 
-def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan) -> None:
-    """The profile, what was compared if anything, the cut, the prediction."""
-    print(f"each layer, for a micro-batch of {plan.profile.samples} on {plan.profile.device}:")
-    print(plan.profile.table(plan.balance), end="")
-    if plan.suggestion:
-        print(f"ways to run it, as predicted:\n{plan.suggestion}", end="")
+def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
+    """Prints the plan: balance, micro-batches, checkpoint mode, and the predicted time and memory per stage. With
+    `details` it also prints the costs of each layer, and all plans that were compared."""
+    if details:
+        print("costs of each layer:")
+        print(plan.profile.table(plan.balance), end="")
+        if plan.suggestion:
+            print(f"plans compared, as predicted:\n{plan.suggestion}", end="")
+    balance = ",".join(map(str, plan.balance))
+    print(f"plan: balance {balance} ({plan.choice}), {plan.chunks} micro-batches, checkpoint {plan.checkpoint}")
     print(f"model: {name}, {len(pipe)} layers, {_count(pipe)} parameters")
     for number, (stage, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
-        print(f"stage {number}: {pipe.balance[number]} layers, {_count(stage)} parameters, on {device}")
-    if plan.prediction is None:
-        print("no prediction for micro-batches of a single image", flush=True)
-        return
-    print(f"prediction, for {plan.chunks} micro-batches, checkpoint {plan.checkpoint}:")
-    print(plan.prediction, end="", flush=True)
+        line = f"stage {number}: {pipe.balance[number]} layers, {_count(stage)} parameters, on {device}"
+        if plan.prediction:
+            seconds, size = plan.prediction.stages[number], plan.prediction.bytes[number]
+            line += f"; predicted: {seconds_to_text(seconds)} per micro-batch, {bytes_to_text(size)}"
+        print(line)
+    if plan.prediction:
+        bubble = f"bubble {100 * plan.prediction.bubble:.0f} %"
+        print(f"predicted step: {seconds_to_text(plan.prediction.seconds)}, {bubble}", flush=True)
+    else:
+        print("no prediction: a micro-batch has a single image", flush=True)
 
 
 def _count(module: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""How far some work is, for people."""
+"""The progress of work, shown on standard output."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _LINE_PERIOD = 10.0
 
 
 class Progress:
-    """One pass over images: on a terminal a bar that is redrawn in place, elsewhere a line every ten seconds; in both,
-    a line at the end."""
+    """Shows the progress of one pass over images: on a terminal as a bar that is redrawn in place, at most ten times a
+    second; elsewhere as a line every ten seconds. Both end with a line."""
 
     def __init__(self, label: str, images: int) -> None:
         self._label = label
@@ -30,7 +30,7 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._terminal and 0 < self._done < self._images:
-            print(flush=True)  # so that what comes next starts on a line of its own
+            print(flush=True)  # so that the next output starts on a new line
 
     def add(self, images: int, loss: float) -> None:
         self._done += images
@@ -58,6 +58,6 @@ class Progress:
 
 
 def show_percent(part: float) -> None:
-    """What part of measuring is done, from 0 to 1: on a terminal, in a line that is wiped at the end."""
+    """Shows on a terminal how much of the measuring is done, from 0 to 1, in a line that is erased at the end."""
     if sys.stdout.isatty():
         print(f"\rmeasuring {part:4.0%}" if part < 1 else "\r\033[K", end="", flush=True)

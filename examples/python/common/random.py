@@ -1,4 +1,4 @@
-"""Random numbers that the C++ programs draw too, so that both split, shuffle and augment alike."""
+"""The random numbers of the C++ programs, so that both split, shuffle and augment alike."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _MASK = 2**64 - 1
 
 
 class Random:
-    """SplitMix64. Different streams of one seed are independent."""
+    """A SplitMix64 generator. Different streams of one seed are independent."""
 
     def __init__(self, seed: int, stream: int = 0) -> None:
         self._state = seed
@@ -22,10 +22,11 @@ class Random:
         return z ^ (z >> 31)
 
     def between(self, low: int, high: int) -> int:
-        """From low to high, both included."""
+        """A number from low to high, both included."""
         return low + ((self.next() >> 32) * (high - low + 1) >> 32)
 
     def chance(self, percent: int) -> bool:
+        """True in `percent` of 100 cases."""
         return self.between(1, 100) <= percent
 
     def shuffle(self, items: list[Any]) -> None:

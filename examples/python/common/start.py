@@ -1,10 +1,12 @@
-"""What a training begins from."""
+"""The snapshot that a training starts from."""
 
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from common.options import to_flag
@@ -13,8 +15,8 @@ from gpipe.snapshot import Snapshot
 
 
 def make_identity(own: dict[str, str], options: Namespace) -> dict[str, str]:
-    """What a run is, by flag: the program's own, and the options that change the course of any training. A snapshot
-    keeps it: a run with others would not go on but begin something else."""
+    """The flags, with their values, that decide the result of a training: the program's own, and those of every
+    training. A snapshot stores them: a run with other values cannot continue it."""
     return own | {
         "--batch-size": str(options.batch_size),
         "--seed": str(options.seed),
@@ -27,35 +29,71 @@ def make_identity(own: dict[str, str], options: Namespace) -> dict[str, str]:
 
 
 def check_identity(identity: dict[str, str], saved: Snapshot, path: Path) -> None:
-    """That a snapshot is of such a run, of as many epochs or others."""
-    course = {flag: value for flag, value in identity.items() if flag != "--epochs"}
-    for flag in course:
+    """Checks that a snapshot is of this training, of any number of epochs.
+
+    Raises:
+        ValueError: for the first flag that is missing or differs.
+    """
+    flags = sorted(flag for flag in identity if flag != "--epochs")
+    for flag in flags:
         if flag not in saved.options:
-            raise ValueError(f"{path} is not of this program: it does not say {flag}")
-    for flag, value in course.items():
-        if saved.options[flag] != value:
+            raise _refusal(path, f"it does not store {flag}")
+    for flag in flags:
+        if saved.options[flag] != identity[flag]:
             raise ValueError(
-                f"{path} was made with {flag} {saved.options[flag]}, not {value}; give the same, or start afresh"
+                f"{path} was made with {flag} {saved.options[flag]}, not {identity[flag]}; give the same value, or "
+                "train without --resume"
             )
 
 
-def read_start(options: Namespace, identity: dict[str, str], model: nn.Module) -> Snapshot | None:
-    """Gives the model the weights of the snapshot to resume or to load, if there is one. Returns the one to resume.
+def read_start(options: Namespace, identity: dict[str, str], columns: Sequence[str]) -> Snapshot | None:
+    """Reads the snapshot of --resume, or otherwise of --load; None if neither is given. Needs no model and no data, so
+    that a wrong file is found before anything slow.
+
+    Args:
+        columns: those of history.csv.
 
     Raises:
-        OSError, ValueError: for a snapshot that is missing, damaged, not of such a run or not of such a model, or that
-            has no epochs left to train.
+        OSError, ValueError: for a file that is missing, damaged or not a snapshot; of --resume also for a snapshot of
+            another training, without a position in its epoch, or with no epochs left to train.
     """
     if not options.resume:
-        if options.load:
-            snapshot.restore_model(model, snapshot.read(options.load).model)
-        return None
+        return snapshot.read(options.load) if options.load else None
     saved = snapshot.read(options.resume)
     check_identity(identity, saved, options.resume)
+    _check_progress(saved, columns, options.resume)
     if saved.epoch >= options.epochs:
         raise ValueError(
             f"{options.resume} has {saved.epoch} epochs already, and --epochs is {options.epochs}: nothing is left to "
             "train; give more --epochs"
         )
-    snapshot.restore_model(model, saved.model)
     return saved
+
+
+def restore_start(options: Namespace, saved: Snapshot, model: nn.Module) -> None:
+    """Gives the model the snapshot's weights. With --resume it also checks the state of the optimizer and of the random
+    number generator.
+
+    Raises:
+        ValueError: for a snapshot of another model.
+    """
+    snapshot.restore_model(model, saved.model)
+    if not options.resume:
+        return
+    snapshot.restore_optimizer(torch.optim.Adam(model.parameters()), model, saved.optimizer)
+    if saved.random is None:
+        raise _refusal(options.resume, "it does not store the random number generator")
+    torch.set_rng_state(saved.random)
+
+
+def _check_progress(saved: Snapshot, columns: Sequence[str], path: Path) -> None:
+    """Without the history and the position in the epoch, a training cannot continue."""
+    for column in columns:
+        if len(saved.history.get(column, [])) != saved.epoch or column not in saved.history:
+            raise _refusal(path, f"its history does not have {saved.epoch} epochs of {column}")
+    if len(saved.history.get("loss_sum", [])) != 1 or not {"batch", "images"} <= saved.position.keys():
+        raise _refusal(path, "it does not store its position in the epoch")
+
+
+def _refusal(path: Path, why: str) -> ValueError:
+    return ValueError(f"{path} is not a snapshot of this program: {why}")

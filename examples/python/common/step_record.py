@@ -1,60 +1,69 @@
-"""What training steps take."""
+"""The cost of training steps."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import gpipe
 from common.files import writing
+from common.units import bytes_to_text, seconds_to_text
 from gpipe.balance import Prediction
 
-_WARM = 2  # the first steps still warm memory and caches
+_WARM_STEPS = 2
 
 
 class StepRecord:
-    """Measures the steps of a process, forward and backward, and traces one of them."""
+    """Measures the steps of this process, forward and backward, and traces one of them. The first two steps are not
+    measured, because they warm up memory and caches.
+
+    Args:
+        trace: file for the timeline of the traced step.
+    """
 
     def __init__(self, trace: Path | None) -> None:
-        self.count = 0
-        self.traced = False
         self._trace = trace
-        self._seconds: list[float] = []  # of whole mini-batches
-        self._bytes: list[int] = []  # by stage, the most of such a step
+        self._count = 0
+        self._traced = False
+        self._seconds: list[float] = []
+        self._bytes: list[int] = []  # per stage, the most of the traced step
 
     @contextmanager
     def step(self, pipe: gpipe.GPipe, whole: bool, last: bool) -> Iterator[None]:
-        """Measures what is done within: `whole` mini-batches count; the `last` step is traced if none was."""
-        timed = whole and self.count >= _WARM
-        timeline = gpipe.Timeline() if not self.traced and (timed or last) else None
+        """Measures the block as a step. Only steps of `whole` mini-batches are measured. The `last` step is traced if no
+        other was."""
+        timed = whole and self._count >= _WARM_STEPS
+        timeline = gpipe.Timeline() if not self._traced and (timed or last) else None
         pipe.trace(timeline)
         start = time.perf_counter()
         yield
-        self.count += 1
+        self._count += 1
         if timeline is None:
             self._seconds += [time.perf_counter() - start] * timed
             return
-        self.traced = True
+        self._traced = True
         if whole:
             self._bytes = timeline.peak_bytes()
         if self._trace:
             with writing(self._trace):
                 self._trace.write_text(timeline.to_chrome_json())
 
-    def print_beside(self, prediction: Prediction | None) -> None:
-        """What a step took, and what was predicted."""
+    @property
+    def wrote_trace(self) -> bool:
+        return self._traced and self._trace is not None
+
+    def print(self, prediction: Prediction | None) -> None:
+        """Prints what a step took, next to the prediction."""
         if self._seconds:
-            took = f"{statistics.median(self._seconds) * 1e3:.3g} ms (median of {len(self._seconds)})"
-            predicted = f"; predicted were {prediction.seconds * 1e3:.3g} ms" if prediction else ""
-            print(f"a step, forward and backward, took {took}{predicted}", flush=True)
+            took = f"{seconds_to_text(statistics.median(self._seconds))} (median of {len(self._seconds)})"
+            predicted = f"; predicted: {seconds_to_text(prediction.seconds)}" if prediction else ""
+            print(f"measured step, forward and backward: {took}{predicted}", flush=True)
         if self._bytes:
-            predicted = f"; predicted were {_mebibytes(prediction.timeline.peak_bytes())}" if prediction else ""
-            used = _mebibytes(self._bytes)
-            print(f"most in use by its stages, beside model and optimizer: {used}{predicted}", flush=True)
-
-
-def _mebibytes(counts: Sequence[int]) -> str:
-    return ", ".join(f"{count / 2**20:.3g} MiB" for count in counts)
+            used = ", ".join(map(bytes_to_text, self._bytes))
+            predicted = ""
+            if prediction:
+                predicted = f"; predicted: {', '.join(map(bytes_to_text, prediction.timeline.peak_bytes()))}"
+            print(f"peak memory per stage, without model and optimizer: {used}{predicted}", flush=True)

@@ -1,17 +1,24 @@
-"""What is to be learnt: the part of a training program that is its own."""
+"""What is learnt: the part of a training program that is its own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from PIL import Image
 from torch import Tensor
 
 import gpipe
 
-# Shows a picture: what it is, the file's name, TensorBoard's tag.
+# Writes a picture: the picture, the file's name, TensorBoard's tag.
 Show = Callable[[Image.Image, str, str], None]
+
+
+class ScoreName(NamedTuple):
+    """A validation score: its column in history.csv and its tag in TensorBoard."""
+
+    column: str
+    tag: str
 
 
 class Task(Protocol):
@@ -19,13 +26,18 @@ class Task(Protocol):
     def training_images(self) -> int: ...
 
     @property
-    def score_names(self) -> Sequence[str]:
-        """What validate() returns; the first tells by its height which epoch is best."""
+    def scores(self) -> Sequence[ScoreName]:
+        """The scores that validate() returns. The epoch with the highest first score is the best."""
 
     def training(self, epoch: int, first: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """An epoch's mini-batches, input and target, from number `first` on; the same for the same epoch."""
+        """An epoch's mini-batches, input and target, from number `first` on. They depend on the epoch alone."""
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor: ...
 
     def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
         """Called in evaluation mode, without gradients."""
+
+
+def history_columns(scores: Sequence[ScoreName]) -> list[str]:
+    """The columns of history.csv for a task with these scores."""
+    return ["epoch", "train_loss", *(score.column for score in scores), "learning_rate", "images_per_second"]

@@ -18,23 +18,23 @@ from common.autocast import autocast
 from common.files import writing
 from common.history import History
 from common.interrupt import Interrupt
-from common.outputs import BEST, HISTORY, LATEST, remove_earlier_training
+from common.outputs import BEST, EVENT_SUFFIX, HISTORY, LATEST, remove_earlier_training
 from common.progress import Progress
-from common.start import check_identity
 from common.step_record import StepRecord
-from common.task import Task
+from common.task import Task, history_columns
 from gpipe import snapshot
 from gpipe.balance import Prediction
 from gpipe.snapshot import Snapshot
 
 
 class Trainer:
-    """Trains a pipeline on a task and leaves in options.output: history.csv, TensorBoard's events, latest.snapshot and
-    best.snapshot. After SIGINT or SIGTERM it ends the step, or the validation, writes latest.snapshot and returns. A
-    run that goes on from a snapshot ends with the weights of one that never stopped.
+    """Trains a pipeline on a task. Writes into options.output: history.csv, a TensorBoard event file, latest.snapshot
+    and best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and
+    returns. A resumed run ends with the weights of an uninterrupted one.
 
     Args:
-        start: the snapshot to go on from, whose weights the pipeline has already.
+        start: the snapshot to resume; the pipeline has its weights already.
+        prediction: of a step, to compare with the measured steps.
     """
 
     def __init__(
@@ -52,13 +52,13 @@ class Trainer:
         self.identity = identity
         self.prediction = prediction
         self.optimizer = torch.optim.Adam(pipe.parameters(), lr=options.learning_rate)
-        self.columns = ["epoch", "train_loss", *task.score_names, "learning_rate", "images_per_second"]
+        self.columns = history_columns(task.scores)
         self.files: dict[Path, None] = {}  # written so far, in order
 
-        # Where the training is; all of it goes into a snapshot.
-        self.epoch = 0  # completed
-        self.batch = 0  # done of the next one
-        self.seen = 0  # images of the next one
+        # The position of the training, which snapshots store.
+        self.epoch = 0  # completed epochs
+        self.batch = 0  # completed mini-batches of the current epoch
+        self.seen = 0  # images in them
         self.loss_sum = 0.0  # over those images
         self.history: dict[str, list[float]] = {column: [] for column in self.columns}
 
@@ -69,12 +69,8 @@ class Trainer:
 
     def run(self) -> int:
         """Returns the signal that ended it early, or 0."""
-        self.try_smallest()
-        remove_earlier_training(self.options)
-        rows = zip(*(self.history[column] for column in self.columns), strict=True)
-        self.history_file = History(self.path(HISTORY), self.columns, rows)
-        self.events = SummaryWriter(str(self.options.output))
-        self.files[max(self.options.output.glob("events.out.tfevents.*"), key=lambda path: path.stat().st_mtime)] = None
+        self.check_smallest_micro_batch()
+        self.open_files()
         print(
             f"training: {self.options.epochs - self.epoch} epochs, mini-batches of {self.options.batch_size} as "
             f"{self.pipe.chunks} micro-batches, checkpoint {self.pipe.checkpoint}, learning rate "
@@ -88,28 +84,22 @@ class Trainer:
                 else:
                     self.save(LATEST)
         self.events.close()
-        self.record.print_beside(self.prediction)
-        if self.options.trace and self.record.traced:
+        self.record.print(self.prediction)
+        if self.record.wrote_trace:
             self.files[self.options.trace] = None
         if self.epoch == self.options.epochs:
             return 0
         latest = self.options.output / LATEST
-        print(f"stopped; to go on, give the same flags and --resume {latest}", flush=True)
+        print(f"stopped; to continue, give the same flags and --resume {latest}", flush=True)
         return interrupt.signal
 
     def resume(self, saved: Snapshot) -> None:
-        check_identity(self.identity, saved, self.options.resume)
-        for column in self.columns:
-            if column not in saved.history or len(saved.history[column]) != saved.epoch:
-                raise ValueError(f"{self.options.resume} is not of this program: its history has no {column}")
-        loss_sum = saved.history.pop("loss_sum", [])
-        if saved.random is None or len(loss_sum) != 1 or not {"batch", "images"} <= saved.position.keys():
-            raise ValueError(f"{self.options.resume} does not say where in an epoch it was made")
         snapshot.restore_optimizer(self.optimizer, self.pipe, saved.optimizer)
+        assert saved.random is not None  # restore_start() checks it
         torch.set_rng_state(saved.random)
-        self.batch, self.seen, self.loss_sum = saved.position["batch"], saved.position["images"], loss_sum[0]
-        self.epoch = saved.epoch
-        self.history = saved.history
+        self.epoch, self.batch, self.seen = saved.epoch, saved.position["batch"], saved.position["images"]
+        self.history = dict(saved.history)
+        (self.loss_sum,) = self.history.pop("loss_sum")
         epochs = saved.options.get("--epochs")
         if self.options.schedule == "cosine" and epochs not in (None, str(self.options.epochs)):
             print(
@@ -117,8 +107,16 @@ class Trainer:
                 f"with --epochs {epochs}"
             )
 
+    def open_files(self) -> None:
+        remove_earlier_training(self.options)
+        rows = zip(*(self.history[column] for column in self.columns), strict=True)
+        self.history_file = History(self.path(HISTORY), self.columns, rows)
+        self.events = SummaryWriter(str(self.options.output), flush_secs=10, filename_suffix=EVENT_SUFFIX)
+        written = self.options.output.glob(f"events.out.tfevents.*{EVENT_SUFFIX}")
+        self.files[max(written, key=lambda path: path.stat().st_mtime)] = None
+
     def train(self, epoch: int, interrupt: Interrupt) -> bool:
-        """One epoch from `batch` on; false when a signal ended it."""
+        """Trains an epoch from `batch` on. Returns false if a signal ended it."""
         self.pipe.train()
         scores = self.history[self.columns[2]]
         rate = self.options.learning_rate * learning_rate.factor(
@@ -126,10 +124,12 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
+        batches = -(-self.task.training_images // self.options.batch_size)
         with Progress(f"epoch {epoch}", max(1, self.task.training_images - self.seen)) as progress:
             for input, target in self.task.training(epoch, self.batch):
                 loss = self.step(input, target)
                 progress.add(len(input), loss)
+                self.events.add_scalar("loss/train_step", loss, self.epoch * batches + self.batch)
                 if interrupt.signal:
                     return False
         self.images_per_second = progress.images_per_second
@@ -157,9 +157,9 @@ class Trainer:
         self.batch += 1
         return value
 
-    def try_smallest(self) -> None:
-        """Batch norm in training mode refuses one value a channel, which an epoch's last mini-batch may bring about;
-        better to know before anything is written than after an epoch."""
+    def check_smallest_micro_batch(self) -> None:
+        """Batch norm in training mode refuses a single value per channel. An epoch's last mini-batch can lead to that,
+        so this is tried before anything is written."""
         rest = self.task.training_images % self.options.batch_size
         batches = [self.options.batch_size] + [rest] * (rest > 0)
         if all(len(torch.empty(batch).chunk(self.pipe.chunks)[-1]) > 1 for batch in batches):
@@ -171,8 +171,10 @@ class Trainer:
             with torch.no_grad():
                 self.pipe(input[:1])
         except (RuntimeError, ValueError) as error:
-            advice = "choose --batch-size and --chunks so that all have more"
-            raise ValueError(f"some micro-batch would be a single image, and {error}; {advice}") from error
+            raise ValueError(
+                f"a micro-batch would have a single image, which the model refuses: {error}; choose --batch-size and "
+                "--chunks so that each has at least two"
+            ) from error
         snapshot.restore_model(self.pipe, model)
         torch.set_rng_state(random)
 
@@ -186,12 +188,14 @@ class Trainer:
         row = [float(epoch), self.loss_sum / self.seen, *scores, rate, self.images_per_second]
         for column, value in zip(self.columns, row, strict=True):
             self.history[column].append(value)
-            if column != "epoch":
-                self.events.add_scalar(column, value, epoch)
+        tags = [score.tag for score in self.task.scores]
+        tags = ["loss/train", *tags, "training/learning_rate", "training/images_per_second"]
+        for tag, value in zip(tags, row[1:], strict=True):
+            self.events.add_scalar(tag, value, epoch)
         self.events.flush()
         self.epoch, self.batch, self.seen, self.loss_sum = epoch, 0, 0, 0.0
 
-        # The latest snapshot is the last: a run that is killed before it repeats the epoch, with all that it writes.
+        # latest.snapshot is written last: a run that is killed before it repeats the epoch and all that the epoch writes.
         self.history_file.add(row)
         *before, score = self.history[self.columns[2]]
         if all(score > other for other in before):
@@ -221,14 +225,15 @@ class Trainer:
         snapshot.write(self.path(name), saved)
 
     def path(self, name: str) -> Path:
-        """Of a file that is written now."""
+        """The path of a file that is written now."""
         path: Path = self.options.output / name
         self.files[path] = None
         return path
 
 
 def run_and_report(trainer: Trainer, drawn: Path | None) -> int:
-    """Runs it, names what it wrote, after the directory of drawn data if any, and returns the program's exit code."""
+    """Runs the trainer and lists the files that it wrote, after the folder of drawn data if there is one. Returns the
+    program's exit code."""
     signal = trainer.run()
     print("wrote")
     for path in [*([f"{drawn}/"] if drawn else []), *trainer.files]:

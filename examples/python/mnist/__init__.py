@@ -1,1 +1,1 @@
-"""What the ResNet learns: digits, loss and scores."""
+"""What the ResNet learns: data, loss and scores of digits."""

@@ -9,6 +9,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
+from common.files import make_directory
 from common.random import Random
 from mnist.idx import write_idx
 
@@ -16,14 +17,14 @@ _SIDE = 28
 
 
 def write_digits(directory: Path, training_count: int, test_count: int, seed: int) -> None:
-    """Writes both parts as MNIST's files. Simpler than what the C++ program draws: printed, in one font."""
-    directory.mkdir(parents=True, exist_ok=True)
+    """Writes both parts as MNIST's files. The digits are simpler than those of the C++ program: printed, in one font."""
+    make_directory(directory)
     for part, count, first_stream in (("train", training_count, 0), ("t10k", test_count, 1 << 32)):
         write_idx(directory, part, *draw_digits(count, seed, first_stream))
 
 
 def draw_digits(count: int, seed: int, first_stream: int) -> tuple[Tensor, Tensor]:
-    """Images, uint8 of shape (N, 1, 28, 28), light on dark, and labels of shape (N,). Item i is the same whatever
+    """Returns images, uint8 of shape (N, 1, 28, 28), light on dark, and labels of shape (N,). Digit i does not depend on
     `count`."""
     images, labels = [], []
     for number in range(count):
@@ -34,7 +35,7 @@ def draw_digits(count: int, seed: int, first_stream: int) -> tuple[Tensor, Tenso
 
 
 def _draw_digit(random: Random, digit: int) -> np.ndarray:
-    """Turned, of some size, place, thickness and light, with noise."""
+    """The rotation, size, place, thickness, brightness and noise are random."""
     image = Image.new("L", (_SIDE, _SIDE))
     center = _SIDE / 2 + random.between(-3, 3), _SIDE / 2 + random.between(-3, 3)
     font = ImageFont.load_default(random.between(16, 24))

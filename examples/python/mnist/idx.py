@@ -1,4 +1,4 @@
-"""MNIST's files: bytes in three dimensions, and labels, in the IDX format."""
+"""MNIST's files in the IDX format: bytes in three dimensions, and labels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from common.files import writing
 
-# Two zero bytes, the type (8: bytes), the number of dimensions.
+# Two zero bytes, the type (8 for bytes), the number of dimensions.
 _IMAGES_MAGIC = 0x00000803
 _LABELS_MAGIC = 0x00000801
 _LARGEST_SIDE = 4096
@@ -21,17 +21,18 @@ _NAMES = ("{}-images-idx3-ubyte", "{}-labels-idx1-ubyte")
 
 
 def read_idx(directory: Path, part: str, classes: int = 10) -> tuple[Tensor, Tensor]:
-    """The part "train" or "t10k": images, uint8 of shape (N, 1, H, W), and labels, int64 of shape (N,).
+    """Reads the part "train" or "t10k": images, uint8 of shape (N, 1, H, W), and labels, int64 of shape (N,). Allocates
+    nothing for a file whose length does not match its header.
 
     Raises:
         OSError: for a file that is missing.
-        ValueError: which names the file and the reason: still compressed, of another kind, empty, shorter or longer
-            than it says, a label that is not below `classes`, or counts that differ.
+        ValueError: with the file's name and the reason, for a file that is compressed, of another kind, empty, truncated
+            or too long, for a label that is not below `classes`, and for counts that differ.
     """
     images_path, labels_path = (directory / name.format(part) for name in _NAMES)
     images, labels = _read(images_path, _IMAGES_MAGIC), _read(labels_path, _LABELS_MAGIC)
     if len(images) != len(labels):
-        raise ValueError(f"{images_path} holds {len(images)} images, but {labels_path} {len(labels)} labels")
+        raise ValueError(f"{images_path} has {len(images)} images, but {labels_path} has {len(labels)} labels")
     if len(wrong := (labels >= classes).nonzero()):
         index = int(wrong[0])
         raise ValueError(f"{labels_path}: label {index} is {labels[index]}; it must be below {classes}")
@@ -52,8 +53,8 @@ def write_idx(directory: Path, part: str, images: Tensor, labels: Tensor) -> Non
 def _read(path: Path, magic: int) -> Tensor:
     compressed = path.with_name(f"{path.name}.gz")
     if not path.exists() and compressed.exists():
-        raise ValueError(f"{path}: missing, but {compressed} is there; run gunzip on it")
-    if not path.stat().st_size:  # also of a pipe, which is not opened
+        raise ValueError(f"{path}: missing, but {compressed} exists; run gunzip on it")
+    if not path.stat().st_size:  # 0 also for a pipe, which would block
         raise ValueError(f"{path}: the file is empty")
     with path.open("rb") as file:
         shape = _read_shape(path, file, magic)
@@ -63,8 +64,8 @@ def _read(path: Path, magic: int) -> Tensor:
             content = bytearray(file.read(expected))
             length = len(content)
     if length != expected:
-        what = "cut short" if length < expected else "too long"
-        raise ValueError(f"{path}: {what}: {length} bytes after the header, which says {expected}")
+        what = "truncated" if length < expected else "too long"
+        raise ValueError(f"{path}: {what}: {length} bytes after the header, which announces {expected}")
     return torch.frombuffer(content, dtype=torch.uint8).view(shape)
 
 
@@ -76,12 +77,12 @@ def _read_shape(path: Path, file: BinaryIO, magic: int) -> tuple[int, ...]:
     if len(header) >= 4 and int.from_bytes(header[:4], "big") != magic:
         kind = "images" if magic == _IMAGES_MAGIC else "labels"
         start = f"0x{header[:4].hex()} instead of 0x{magic:08x}"
-        raise ValueError(f"{path}: no IDX file of {kind}: it starts with {start}")
+        raise ValueError(f"{path}: not an IDX file of {kind}: it starts with {start}")
     if len(header) < size:
-        raise ValueError(f"{path}: cut short: {len(header)} bytes, but the header alone has {size}")
+        raise ValueError(f"{path}: truncated: {len(header)} bytes, but the header alone has {size}")
     shape = struct.unpack(f">{magic & 0xFF}I", header[4:])
     if shape[0] == 0:
-        raise ValueError(f"{path}: it holds no items")
+        raise ValueError(f"{path}: the file has no items")
     if any(not 1 <= side <= _LARGEST_SIDE for side in shape[1:]):
         raise ValueError(
             f"{path}: images of {shape[1]} rows and {shape[2]} columns; 1 to {_LARGEST_SIDE} are supported"

@@ -1,4 +1,4 @@
-"""Learning to tell labelled images apart."""
+"""Learns to classify images."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from torch import Tensor
 
 import gpipe
 from common.random import Random
-from common.task import Show
+from common.task import ScoreName, Show
 from mnist.confusion import draw_confusion
 
 Labelled = tuple[Tensor, Tensor]  # images, uint8 of shape (N, 1, H, W), and labels, int64 of shape (N,)
 
 
-class ClassificationTask:
-    """A :class:`common.task.Task` over images in memory. Draws the confusion matrix of each epoch."""
+SCORES = (ScoreName("accuracy", "accuracy/test"), ScoreName("test_loss", "loss/test"))
 
-    score_names = ("accuracy", "test_loss")
+
+class ClassificationTask:
+    """A :class:`common.task.Task` for images in memory. Draws the confusion matrix of each epoch."""
+
+    scores = SCORES
 
     def __init__(self, training: Labelled, test: Labelled, classes: int, batch_size: int, seed: int) -> None:
         self._training = training[0].float() / 255, training[1]
@@ -47,6 +50,6 @@ class ClassificationTask:
             loss_sum += self.loss(logits, labels).item() * len(images)
             pairs = labels * self._classes + logits.argmax(1)
             counts += torch.bincount(pairs, minlength=self._classes**2).view_as(counts)
-        show(draw_confusion(counts), f"confusion_{epoch:03}.png", "confusion")
+        show(draw_confusion(counts), f"confusion_{epoch:03}.png", "confusion/test")
         count = len(self._test[0])
         return [counts.trace().item() / count, loss_sum / count]

@@ -1,1 +1,1 @@
-"""What the U-Net learns: pictures and masks, loss and scores."""
+"""What the U-Net learns: images and masks, loss and scores."""

@@ -1,4 +1,4 @@
-"""Other pictures of the same things."""
+"""Random changes of training images."""
 
 from __future__ import annotations
 
@@ -6,19 +6,20 @@ import numpy as np
 
 from common.random import Random
 
-_SHIFT = 8  # a side's share, inverted
-_CONTRAST = 20  # percent around the middle grey
+_SHIFT = 8  # the largest shift is 1/8 of a side
+_CONTRAST = 20  # percent, around middle grey
 _BRIGHTNESS = 25  # of 255
-_TINT = 10  # percent a channel
+_TINT = 10  # percent, per channel
 
 
 def augment(image: np.ndarray, mask: np.ndarray, random: Random) -> tuple[np.ndarray, np.ndarray]:
-    """In half of the cases mirrored left to right, shifted by up to an eighth of each side (what comes in repeats the
-    edge), the image with other contrast, brightness and tint: what the C++ program draws from the same numbers.
+    """Mirrors the image and its mask left to right in half of the cases, and shifts them by up to an eighth of each side,
+    repeating the edge. Changes the contrast, brightness and tint of the image. The C++ program makes the same changes
+    from the same random numbers.
 
     Args:
         image: uint8 of shape (H, W, 3).
-        mask: uint8 of shape (H, W), which moves along.
+        mask: uint8 of shape (H, W).
     """
     height, width = mask.shape
     mirror = random.chance(50)

@@ -13,8 +13,8 @@ from PIL import Image, UnidentifiedImageError
 from common.random import Random
 
 _MASK_SUFFIX = "_mask"
-_FEW_PIXELS = 1 << 20  # are read from a file of any length
-_PIXELS_PER_BYTE = {"JPEG": 512, "PNG": 8256, "GIF": 2730}  # no encoder fits more into a byte; MPO is JPEG
+_FEW_PIXELS = 1 << 20  # read from a file of any length
+_PIXELS_PER_BYTE = {"JPEG": 512, "PNG": 8256, "GIF": 2730}  # no encoder fits more into a byte
 
 
 class Sample(NamedTuple):
@@ -23,13 +23,12 @@ class Sample(NamedTuple):
 
 
 def list_samples(directory: Path) -> list[Sample]:
-    """The samples of a directory, sorted by name. It reads the headers of all files; damage behind a header shows on
-    decoding.
+    """The samples of a folder, sorted by name. Reads the headers of all files; damage after a header shows on decoding.
 
     Raises:
         OSError: for a folder that is missing.
-        ValueError: where there are no images, an image has no mask or a mask no image, or a file is no image or has
-            another size than its mask; the message names them.
+        ValueError: which names the files, if there are no images, an image has no mask, a mask has no image, a file is
+            not an image, or an image and its mask differ in size.
     """
     images = _by_stem(directory / "imgs", (".jpg", ".jpeg", ".png"))
     masks = {}
@@ -52,9 +51,10 @@ def list_samples(directory: Path) -> list[Sample]:
 
 
 def split(samples: Sequence[Sample], validation_percent: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """Draws so many of the samples for validation, the same ones as the C++ programs do: training, validation."""
+    """Draws `validation_percent` of the samples for validation, the same ones as the C++ programs. Returns those for
+    training and those for validation."""
     if len(samples) < 2:
-        raise ValueError(f"cannot split {len(samples)} sample into training and validation; it takes two")
+        raise ValueError(f"cannot split {len(samples)} sample into training and validation; give at least two")
     wanted = int(len(samples) * validation_percent / 100 + 0.5)
     order = list(range(len(samples)))
     Random(seed).shuffle(order)
@@ -77,12 +77,13 @@ def scaled(size: tuple[int, int], scale: float) -> tuple[int, int]:
 
 
 def read_image(path: Path, size: tuple[int, int]) -> np.ndarray:
-    """Red, green and blue, uint8 of shape (H, W, 3), resized.
+    """Red, green and blue, uint8 of shape (H, W, 3), resized. Alpha channels and transparency are ignored: each pixel has
+    the colour that the file gives it.
 
     Raises:
         OSError: for a file that cannot be opened.
-        ValueError: which names the file and the reason, for one of another kind, damaged or cut short. It refuses more
-            pixels than Pillow does (179 million), and more than the file is long enough for.
+        ValueError: with the file's name and the reason, for a file of another kind, damaged or truncated. Images with
+            more pixels than Pillow accepts (179 million), or than the file is long enough for, are refused.
     """
     with _open(path) as image:
         image.draft("RGB", size)  # a JPEG is decoded no larger than needed
@@ -90,15 +91,15 @@ def read_image(path: Path, size: tuple[int, int]) -> np.ndarray:
 
 
 def read_pixels(path: Path) -> np.ndarray:
-    """Red, green and blue, uint8 of shape (H, W, 3), as they are in the file."""
+    """Red, green and blue, uint8 of shape (H, W, 3), at full size."""
     return read_image(path, image_size(path))
 
 
 @contextmanager
 def _open(path: Path) -> Iterator[Image.Image]:
-    """The image; only its header is read. Decoding errors become ValueErrors that name the file."""
+    """Reads the header of an image. Turns decoding errors into ValueErrors that name the file."""
     length = path.stat().st_size
-    if not length:  # also of a pipe, which is not opened
+    if not length:  # 0 also for a pipe, which would block
         raise ValueError(f"{path}: the file is empty")
     with path.open("rb") as file:
         try:
@@ -118,7 +119,7 @@ def _by_stem(directory: Path, extensions: Sequence[str]) -> dict[str, Path]:
         if path.suffix.lower() not in extensions:
             continue
         if path.stem in files:
-            raise ValueError(f"two files have one stem: {files[path.stem]} and {path}")
+            raise ValueError(f"two files have the same stem: {files[path.stem]} and {path}")
         files[path.stem] = path
     return files
 

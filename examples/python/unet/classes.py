@@ -1,7 +1,7 @@
-"""What a mask tells apart. Class 0 is all else.
+"""The classes of a mask's pixels. Class 0 is the background; classes 1 and up are the things to find.
 
-A mask file of two classes is black and white. One of more has, for class k, the k-th colour of the map of PASCAL VOC's
-masks (black, maroon, green, olive, navy, ...), or the grey level k.
+A mask file of two classes is black and white. With more classes, class k has the k-th colour of PASCAL VOC's masks
+(black, maroon, green, olive, navy, ...), or the grey level k.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ MAX_CLASSES = 64
 
 
 def class_color(label: int) -> tuple[int, int, int]:
-    """Three bits of the class at a time, from the lowest, are the next lower bit of red, green and blue."""
+    """The colour of a class in masks of more than two classes. Each three bits of the class, from the lowest, give the
+    next lower bit of red, green and blue."""
     red = green = blue = 0
     for bit in range(7, -1, -1):
         red |= (label & 1) << bit
@@ -31,7 +32,7 @@ def read_labels(path: Path, classes: int, size: tuple[int, int]) -> np.ndarray:
     """The class of each pixel, uint8 of shape (H, W), resized by the nearest pixel.
 
     Raises:
-        ValueError: which names the file, for one that cannot be decoded or has a colour of no such class.
+        ValueError: with the file's name, if it cannot be decoded or has a colour that is not of these classes.
     """
     pixels = read_pixels(path).astype(np.int32)
     labels = _black_and_white(pixels) if classes == 2 else _colored(pixels, classes, path)
@@ -53,5 +54,5 @@ def _colored(pixels: np.ndarray, classes: int, path: Path) -> np.ndarray:
     index = np.searchsorted(codes_known, codes).clip(max=len(known) - 1)
     if (wrong := codes_known[index] != codes).any():
         color = ",".join(map(str, pixels[wrong][0]))
-        raise ValueError(f"{path}: the colour {color} is none of {classes} classes")
+        raise ValueError(f"{path}: the colour {color} is not that of any of {classes} classes")
     return np.asarray(labels[index])

@@ -1,7 +1,8 @@
-"""What a U-Net's output means. With two classes it has one channel, the logit of class 1; with more, one a class.
+"""The meaning of a U-Net's output. With two classes it has one channel, the logit of class 1; with more classes, one
+channel per class.
 
     logits         (N, 1 or classes, H, W)
-    probabilities  (N, classes, H, W), which sum to 1 over the classes
+    probabilities  (N, classes, H, W); they sum to 1 over the classes
     labels         (N, 1, H, W), uint8: the class of each pixel
 """
 
@@ -19,8 +20,8 @@ def output_channels(classes: int) -> int:
 
 
 def segmentation_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy plus 1 - Dice, where Dice is the mean over images and classes but 0 of what the probabilities
-    overlap with the labels, one pixel more in each count, so that what is nowhere can be predicted well."""
+    """Cross-entropy plus 1 - Dice. Dice is the overlap of the probabilities with the labels, as the mean over images and
+    all classes except 0. Each count is one pixel higher, so that a class that is absent can have a Dice of 1."""
     logits = logits.float()
     channels = logits.shape[1]
     if channels == 1:
@@ -55,15 +56,16 @@ def one_hot(labels: Tensor, classes: int) -> Tensor:
 
 
 def paint(probabilities: Tensor) -> Tensor:
-    """Colours (N, 3, H, W), 0 to 1: each class's (white for class 1 of two), as much as it is probable."""
+    """Colours of shape (N, 3, H, W) with values 0 to 1: the mean of the classes' colours, weighted by their probability.
+    Class 1 of two is white."""
     classes = probabilities.shape[1]
     colors = [(0, 0, 0), (255, 255, 255)] if classes == 2 else [class_color(label) for label in range(classes)]
     return torch.einsum("nkhw,kc->nchw", probabilities, torch.tensor(colors) / 255)
 
 
 class Metrics:
-    """Dice and IoU of class 1 and on, over the pixels of all images together; both are 1 where a class is neither in
-    the masks nor predicted."""
+    """Dice and IoU of all classes except 0, over the pixels of all images together. Both are 1 for a class that is
+    neither in the masks nor predicted."""
 
     def __init__(self, classes: int) -> None:
         self._pairs = torch.zeros(classes, classes, dtype=torch.long)  # predicted, true

@@ -1,4 +1,4 @@
-"""Drawn cars in streets, as files."""
+"""Drawn scenes: cars in streets."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
-from common.files import writing
+from common.files import make_directory, writing
 from common.random import Random
 from unet.classes import class_color
 
 _SCENE_CLASSES = 4
 _SMALLEST = 16
 
-# In thousandths of a car's length and height, from the front's foot: outline, then windows.
+# Outlines and windows of cars that face right. x is in thousandths of the length from the rear, y of the height from
+# the ground.
 _BODIES = [
     (
         [(0, 180), (5, 480), (60, 570), (230, 600), (340, 960), (400, 1000), (600, 1000), (660, 950), (770, 600)]
@@ -32,30 +33,30 @@ _BODIES = [
 
 
 def check_scene(size: tuple[int, int], classes: int) -> None:
-    """Raises ValueError for a size or classes that cannot be drawn."""
+    """Raises ValueError for a size or a number of classes that cannot be drawn."""
     if min(size) < _SMALLEST:
-        raise ValueError(f"a scene of {size[0]}x{size[1]} is too small; it takes at least {_SMALLEST}x{_SMALLEST}")
+        raise ValueError(f"a scene of {size[0]}x{size[1]} is too small; give at least {_SMALLEST}x{_SMALLEST}")
     if classes > _SCENE_CLASSES:
         raise ValueError(f"a scene has 2 to {_SCENE_CLASSES} classes, not {classes}")
 
 
 def write_synthetic(directory: Path, count: int, size: tuple[int, int], seed: int, classes: int) -> None:
-    """Writes so many scenes, simpler than the C++ program's: a car, its windows (class 2) and wheels (class 3) before
-    things that are no car. Sample i is the same whatever `count`.
+    """Writes `count` scenes that are simpler than those of the C++ program: a car (class 1) with windows (class 2) and
+    wheels (class 3) in front of other things. Sample i does not depend on `count`.
 
     Raises:
-        ValueError: for a size or classes that cannot be drawn, or folders that hold any other file.
+        ValueError: for a size or a number of classes that cannot be drawn, or for folders that hold other files.
     """
     check_scene(size, classes)
     suffix = ".gif" if classes == 2 else ".png"
     images = [directory / "imgs" / f"{number:04}.jpg" for number in range(count)]
     masks = [directory / "masks" / f"{number:04}_mask{suffix}" for number in range(count)]
     for files in (images, masks):
-        files[0].parent.mkdir(parents=True, exist_ok=True)
+        make_directory(files[0].parent)
         if others := set(files[0].parent.iterdir()) - set(files):
             raise ValueError(
                 f"cannot write synthetic data: {files[0].parent} holds another file, {min(others).name}; remove it or "
-                "choose another directory"
+                "choose another folder"
             )
     for number, (image_path, mask_path) in enumerate(zip(images, masks, strict=True)):
         image, labels = draw_scene(Random(seed, number), size)
@@ -66,7 +67,7 @@ def write_synthetic(directory: Path, count: int, size: tuple[int, int], seed: in
 
 
 def draw_scene(random: Random, size: tuple[int, int]) -> tuple[Image.Image, Image.Image]:
-    """A picture, and the class of each pixel in a picture of one channel."""
+    """Returns the image, and the class of each pixel as an image of one channel."""
     width, height = size
     image, labels = Image.new("RGB", size), Image.new("L", size)
     on_image, on_labels = ImageDraw.Draw(image), ImageDraw.Draw(labels)
@@ -110,14 +111,14 @@ def _color(random: Random, low: int, high: int) -> tuple[int, int, int]:
 
 
 def _lit(image: Image.Image, random: Random) -> Image.Image:
-    """With another exposure, and noise."""
+    """Changes the exposure and adds noise."""
     noise = np.random.default_rng(random.next()).normal(0, random.between(2, 9), (image.height, image.width, 1))
     pixels = np.asarray(image) * (random.between(75, 112) / 100) + noise
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))
 
 
 def _paint_labels(labels: Image.Image, classes: int) -> Image.Image:
-    """As a mask's file has them; parts that have no class of their own are car."""
+    """Colours the labels as in a mask file. Classes from `classes` on become car."""
     known = labels.point([label if label < classes else 1 for label in range(256)])
     if classes == 2:
         return known.point([0] + [255] * 255).convert("1")

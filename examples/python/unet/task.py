@@ -1,4 +1,4 @@
-"""Learning to mask what pictures show."""
+"""Learns to segment images."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import gpipe
 from common.picture import draw_picture
 from common.random import Random
-from common.task import Show
+from common.task import ScoreName, Show
 from unet.augment import augment
 from unet.carvana import Sample, read_image
 from unet.classes import read_labels
@@ -33,10 +33,10 @@ class Loading(NamedTuple):
 
 
 class Pictures(Dataset[tuple[Tensor, Tensor]]):
-    """Images, float of shape (3, H, W), 0 to 1, each with the classes of its pixels, uint8 of shape (1, H, W).
+    """Images, float of shape (3, H, W) with values 0 to 1, each with the classes of its pixels, uint8 of shape (1, H, W).
 
     Args:
-        epoch: to augment for; 0: not at all.
+        epoch: the epoch to augment for; 0: do not augment.
     """
 
     def __init__(self, samples: Sequence[Sample], loading: Loading, epoch: int = 0) -> None:
@@ -55,17 +55,23 @@ class Pictures(Dataset[tuple[Tensor, Tensor]]):
         return torch.tensor(image).permute(2, 0, 1).float() / 255, torch.tensor(mask)[None]
 
 
+def segmentation_scores(classes: int) -> list[ScoreName]:
+    """The scores of a validation: Dice, IoU and loss; with more than two classes also the Dice of each."""
+    scores = [ScoreName("val_dice", "dice/val"), ScoreName("val_iou", "iou/val"), ScoreName("val_loss", "loss/val")]
+    if classes > 2:
+        scores += [ScoreName(f"val_dice_{label}", f"dice/val_{label}") for label in range(1, classes)]
+    return scores
+
+
 class SegmentationTask:
-    """A :class:`common.task.Task` over files. Draws the first validation images each epoch."""
+    """A :class:`common.task.Task` for image files. Each epoch it draws a picture of the first validation images."""
 
     def __init__(self, training: Sequence[Sample], validation: Sequence[Sample], loading: Loading) -> None:
         self._training = training
         self._validation = validation
         self._loading = loading
         self.training_images = len(training)
-        self.score_names = ["val_dice", "val_iou", "val_loss"]
-        if loading.classes > 2:
-            self.score_names += [f"val_dice_{label}" for label in range(1, loading.classes)]
+        self.scores = segmentation_scores(loading.classes)
 
     def training(self, epoch: int, first: int) -> Iterable[tuple[Tensor, Tensor]]:
         samples = list(self._training)
@@ -85,9 +91,10 @@ class SegmentationTask:
             probabilities = to_probabilities(logits)
             metrics.add(to_labels(probabilities), labels)
             if number == 0:
-                columns = [images, paint(one_hot(labels, self._loading.classes)), paint(probabilities)]
-                picture = draw_picture([column[:_PICTURE_ROWS] for column in columns])
-                show(picture, f"epoch_{epoch:03}.png", "validation")
+                masks = paint(one_hot(labels, self._loading.classes))
+                columns = [("image", images), ("mask", masks), ("prediction", paint(probabilities))]
+                picture = draw_picture([(title, tiles[:_PICTURE_ROWS]) for title, tiles in columns])
+                show(picture, f"epoch_{epoch:03}.png", "predictions/val")
         dice, iou = metrics.dice_and_iou()
         scores = [statistics.fmean(dice), statistics.fmean(iou), loss_sum / len(self._validation)]
         return scores + dice if self._loading.classes > 2 else scores
@@ -99,10 +106,10 @@ class SegmentationTask:
             sampler=range(first, len(pictures)),
             num_workers=self._loading.workers,
             worker_init_fn=_ignore_interrupts,
-            generator=torch.Generator(),  # a loader draws a seed, which must not come from the training's numbers
+            generator=torch.Generator(),  # the loader draws a seed, which must not change the training's random numbers
         )
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C goes to all processes, but how to end is the trainer's affair."""
+    """Ctrl-C reaches all processes. The trainer decides how to stop."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

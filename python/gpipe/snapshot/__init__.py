@@ -1,4 +1,4 @@
-"""All that a training needs to go on as if it had never stopped, in one file: the one that the C++ programs write.
+"""Saves a training state in a file and restores it, so that training continues as if it had not stopped.
 
     snapshot.write("latest.snapshot", snapshot.Snapshot(
         model=snapshot.capture_model(pipe),
@@ -12,9 +12,9 @@
     snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
     torch.set_rng_state(saved.random)
 
-Everything goes by the names that the unpartitioned model gives its parameters, so that a snapshot fits the model at any
-balance, in Python and in C++. The file is a zip pickle of a plain dict, with a key for each field of :class:`Snapshot`:
-``torch.load(path, weights_only=True)`` reads it without this package.
+Parameters have the names of the unpartitioned model, so a snapshot fits the model at any balance. Python and C++ read
+and write the same files. A file is a zip archive with a pickled dict that has a key for each field of
+:class:`Snapshot`; ``torch.load(path, weights_only=True)`` reads it without this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic replacement of files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,16 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: str) -> Iterator[BinaryIO]:
-    """A new file that takes the path's place once it is on the disk, if nothing was raised."""
+    """Opens a temporary file. At the end of the block, flushes it to the disk and renames it to ``path``. If the block
+    raises, removes it and leaves ``path`` unchanged.
+
+    Raises:
+        BlockingIOError: if another writer is writing the same path.
+        OSError: with the path and the reason.
+    """
     temporary = f"{path}.tmp"
     try:
-        with open(temporary, "ab") as file:  # which does not empty it: it may be another writer's
+        with open(temporary, "ab") as file:  # append mode does not truncate: another writer may own it
             _lock(file, temporary)
             try:
                 file.truncate(0)
@@ -28,7 +34,7 @@ def replacing(path: str) -> Iterator[BinaryIO]:
                 raise
         _flush_folder(os.path.dirname(path) or ".")
     except BlockingIOError as error:
-        raise BlockingIOError(error.errno, "cannot write: another writer is writing it", path) from None
+        raise BlockingIOError(error.errno, "cannot write: another writer is writing this file", path) from None
     except OSError as error:
         raise OSError(error.errno, f"cannot write: {error.strerror}", path) from error
 
@@ -38,20 +44,20 @@ def _lock(file: BinaryIO, path: str) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # some file systems have no locks
+    except OSError:  # the file system has no locks
         return
-    # A writer that was just finishing may have renamed it.
+    # Another writer may have renamed the file after we opened it.
     if not os.path.exists(path) or not os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
         raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
 
 
 def _flush_folder(folder: str) -> None:
-    """A rename is on the disk when its folder is."""
+    """Flushes a folder, so that renames in it are on the disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # some file systems cannot flush a folder
+        if error.errno != errno.EINVAL:  # the file system cannot flush folders
             raise
     finally:
         os.close(descriptor)

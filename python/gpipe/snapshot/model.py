@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model."""
+"""Captures and restores the parameters and buffers of a model."""
 
 from __future__ import annotations
 
@@ -9,27 +9,31 @@ from torch import Tensor, nn
 
 
 def capture_model(model: nn.Module) -> dict[str, Tensor]:
-    """Copies a model's parameters and buffers to the CPU, by the names that ``state_dict()`` gives them.
+    """Copies a model's parameters and buffers to the CPU.
+
+    Returns:
+        The copies, by their names in ``state_dict()``.
 
     Raises:
-        TypeError: for a model that keeps something else in its state, as by ``get_extra_state``.
+        TypeError: if the model's state holds anything but tensors, for example from ``get_extra_state``.
     """
     return {name: copied(tensor) for name, tensor in _tensors_of(model).items()}
 
 
 def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Copies tensors into a model's own, on their devices.
+    """Copies captured tensors into a model's parameters and buffers, on their devices.
 
     Raises:
-        ValueError: for a name that only one of them has, or whose shape, dtype or layout differs, and for a tensor of
-            the model that cannot be written in place; the model is then as it was.
+        TypeError: as :func:`capture_model`.
+        ValueError: if the names, shapes, dtypes or layouts differ, or if a tensor of the model cannot be written in
+            place. The model is then unchanged.
     """
     tensors = _tensors_of(model)
     for name in [*tensors, *saved]:
-        here, there = (kind_of(of[name]) if name in of else "not there" for of in (tensors, saved))
-        if here != there:
+        ours, theirs = (kind_of(side[name]) if name in side else "missing" for side in (tensors, saved))
+        if ours != theirs:
             raise ValueError(
-                f"the snapshot is of another model: '{name}' is {there} in the snapshot and {here} in this model"
+                f"the snapshot is of another model: '{name}' is {theirs} in the snapshot and {ours} in this model"
             )
         _check_writable(name, tensors[name])
     model.load_state_dict(saved)
@@ -51,18 +55,18 @@ def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
     state: dict[str, Tensor] = model.state_dict()
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"'{name}' of the model's state is {type(value)}; a snapshot keeps tensors")
+            raise TypeError(f"'{name}' of the model's state is {type(value)}; a snapshot holds only tensors of a model")
     return state
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A copy on the CPU."""
+    """Returns a copy on the CPU."""
     return tensor.detach().to("cpu", copy=True)
 
 
 def kind_of(value: object) -> str:
-    """A tensor's dtype and shape, and its layout where that is not the common one. Where two tensors' kinds are equal,
-    one can be copied into the other."""
+    """Describes a tensor by its dtype and shape, and its layout if it is not strided. A tensor can be copied into
+    another if their descriptions are equal. Describes any other object by its type."""
     if not isinstance(value, Tensor):
         return str(type(value))
     kind = f"{value.dtype} of shape {tuple(value.shape)}"

@@ -1,4 +1,4 @@
-"""The options and state of an optimizer, by the names of LibTorch's classes and Python's."""
+"""Captures and restores the options and state of an optimizer."""
 
 from __future__ import annotations
 
@@ -12,8 +12,13 @@ from gpipe.snapshot.model import copied, kind_of
 
 
 class OptimizerState(TypedDict):
-    """An optimizer with its parameters by name: its class, the names and options of each group, and the state of each
-    parameter that has any; options and state are called as LibTorch's classes and Python's call them."""
+    """An optimizer's options and state. They have the names that LibTorch and Python share.
+
+    Attributes:
+        type: the class, such as ``'AdamW'``; empty for no optimizer.
+        param_groups: for each group of parameters, its options, and under ``'params'`` the names of its parameters.
+        state: the state of each parameter that has any, by name.
+    """
 
     type: str
     param_groups: list[dict[str, Any]]
@@ -21,10 +26,12 @@ class OptimizerState(TypedDict):
 
 
 class _Layout(NamedTuple):
+    """The options and state of an optimizer class."""
+
     options: dict[str, type]
-    # State of a parameter's shape, and whether it must be there: maybe only with some option.
+    # Tensors of a parameter's shape. The value says whether each is required, or names the option that requires it.
     tensors: dict[str, bool | str]
-    counts: bool = True  # the steps, of each parameter
+    counts: bool = True  # whether the state of a parameter has the number of steps
 
 
 _ADAM = _Layout(
@@ -44,25 +51,28 @@ _LAYOUTS: dict[type[Optimizer], _Layout] = {
     ),
     SGD: _Layout(
         {"lr": float, "momentum": float, "dampening": float, "weight_decay": float, "nesterov": bool},
-        {"momentum_buffer": False},  # the first step makes it
+        {"momentum_buffer": False},  # created by the first step
         counts=False,
     ),
 }
 
 
 def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
-    """Copies an optimizer's options and state, to the CPU.
+    """Copies an optimizer's options and state to the CPU.
 
-    What only Python's classes have, such as ``foreach`` or ``capturable``, is not captured: it says how an optimizer
-    computes, not what.
+    Options that only Python's classes have and that do not change the result, such as ``foreach`` and ``capturable``,
+    are not captured.
 
     Args:
-        optimizer: of the class ``torch.optim.Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``.
-        model: names its parameters: a :class:`gpipe.GPipe` or the unpartitioned model.
+        optimizer: a ``torch.optim.Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``.
+        model: a :class:`gpipe.GPipe` or the unpartitioned model, for the names of the parameters.
+
+    Returns:
+        The copy.
 
     Raises:
-        TypeError: for an optimizer of any other class.
-        ValueError: for a parameter that is not the model's, or an option that LibTorch's class does not have.
+        TypeError: if the optimizer is of another class.
+        ValueError: if a parameter does not belong to the model, or for an option that LibTorch's class does not have.
     """
     layout = _layout_of(optimizer)
     captured: OptimizerState = {"type": type(optimizer).__name__, "param_groups": [], "state": {}}
@@ -72,26 +82,30 @@ def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
         captured["param_groups"].append({"params": names, **options})
         for name, parameter in zip(names, group["params"], strict=True):
             state = optimizer.state.get(parameter, {})
-            kept: dict[str, Any] = {}
-            kept.update((key, copied(state[key])) for key in layout.tensors if isinstance(state.get(key), Tensor))
+            copies: dict[str, Any] = {}
+            copies.update((key, copied(state[key])) for key in layout.tensors if isinstance(state.get(key), Tensor))
             if layout.counts and "step" in state:
-                kept["step"] = int(state["step"])
-            if kept:
-                captured["state"][name] = kept
+                copies["step"] = int(state["step"])
+            if copies:
+                captured["state"][name] = copies
     return captured
 
 
 def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerState) -> None:
-    """Makes an optimizer what a captured one was: of the same class, over the same groups of parameters, in any order
-    within a group. Tensors go to their parameters' devices. An optimizer that is refused is left as it was.
+    """Restores captured options and state. Copies tensors to the devices of their parameters.
+
+    Args:
+        optimizer: an optimizer of the captured class, with the same groups of parameters, in any order within a group.
+        model: a :class:`gpipe.GPipe` or the unpartitioned model, for the names of the parameters.
+        state: the result of :func:`capture_optimizer`.
 
     Raises:
-        TypeError: for an optimizer of a class that cannot be captured.
-        ValueError: where the two differ: class, groups, names, shapes, or types.
+        TypeError: if the optimizer is of a class that cannot be captured.
+        ValueError: if the class, groups, names, shapes or types differ. The optimizer is then unchanged.
     """
     layout = _layout_of(optimizer)
     if state["type"] != type(optimizer).__name__:
-        _refuse(f"it is {state['type'] or 'none'}, but this one is {type(optimizer).__name__}")
+        _refuse(f"it is of class {state['type'] or 'none'}, but this one is of class {type(optimizer).__name__}")
     groups = _names(optimizer, model)
     for group in optimizer.param_groups:
         _check_expressible(optimizer, group)
@@ -110,7 +124,7 @@ def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerSt
             if name in state["state"]:
                 restored["state"][number] = _state(state["state"][name], name, parameter, options, layout)
     if surplus := state["state"].keys() - {name for names in groups for name in names}:
-        _refuse(f"it has state of '{min(surplus)}', which this one does not have")
+        _refuse(f"it has the state of '{min(surplus)}', which is not a parameter of this one")
     optimizer.load_state_dict(restored)
 
 
@@ -119,24 +133,24 @@ def _layout_of(optimizer: Optimizer) -> _Layout:
     if layout is None:
         known = ", ".join(sorted(kind.__name__ for kind in _LAYOUTS))
         raise TypeError(
-            f"cannot capture or restore an optimizer of {type(optimizer)}: use one of torch.optim's {known}"
+            f"cannot capture or restore an optimizer of {type(optimizer)}; use one of torch.optim's {known}"
         )
     return layout
 
 
 def _check_expressible(optimizer: Optimizer, group: dict[str, Any]) -> None:
-    """LibTorch's optimizers minimise, and its Adam couples weight decay."""
+    """Raises ValueError for options that LibTorch's classes lack and that change the result."""
     unknown = ["maximize"] + ["decoupled_weight_decay"] * (type(optimizer) is Adam)
     for option in unknown:
         if group.get(option):
             advice = "negate the loss" if option == "maximize" else "use AdamW"
             raise ValueError(
-                f"cannot capture or restore {option}={group[option]}, which LibTorch's optimizers lack: {advice}"
+                f"cannot capture or restore {option}={group[option]}, which LibTorch's optimizers lack; {advice}"
             )
 
 
 def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
-    """The names of the optimizer's parameters, group by group."""
+    """Returns for each group the names of its parameters."""
     names: dict[int, str] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), name)
@@ -147,7 +161,7 @@ def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
             if id(parameter) not in names:
                 raise ValueError(
                     f"parameter {len(groups[-1])} in group {len(groups) - 1} of the optimizer does not belong to the "
-                    "model: make the optimizer of the model's parameters"
+                    "model; create the optimizer with the model's parameters"
                 )
             groups[-1].append(names[id(parameter)])
     return groups
@@ -191,7 +205,7 @@ def _state(
     if layout.counts:
         if type(saved.get("step")) is not int:
             _refuse(f"its 'step' of '{owner}' is {saved.get('step')!r}, not an int")
-        # Of the type that torch.optim makes.
+        # torch.optim uses these dtypes.
         wide = torch.get_default_dtype() == torch.float64
         state["step"] = torch.tensor(float(saved["step"]), dtype=torch.float64 if wide else torch.float32)
     return state

@@ -1,6 +1,6 @@
-"""Reads with TensorBoard's own package what write_events wrote: run.py WRITE_EVENTS FOLDER
+"""Reads the files of write_events with TensorBoard's own package: run.py WRITE_EVENTS FOLDER
 
-Exit status 77 means that this Python has no such package.
+Exit status 77 means that this Python does not have the package.
 """
 
 import io
@@ -48,7 +48,7 @@ for image in images:
     for x, y in ((0, 0), (299, 19), (40, 7)):
         assert pixels.getpixel((x, y)) == (x % 256, 10 * y, x * y % 256), (x, y, pixels.getpixel((x, y)))
 
-# A record whose bytes changed is noticed: the checksums count.
+# A record with changed bytes fails its checksum.
 (path,) = folder.glob("*tfevents*")
 data = bytearray(path.read_bytes())
 data[60] ^= 1

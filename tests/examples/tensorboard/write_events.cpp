@@ -1,4 +1,4 @@
-// Writes what run.py expects: an event file, and beside it the PNG that the file holds.
+// Writes what run.py expects: an event file, and the PNG that the event file holds.
 
 #include <cstdint>
 #include <filesystem>

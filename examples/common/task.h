@@ -1,0 +1,56 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "examples/common/image.h"
+#include "examples/common/tensorboard.h"
+#include "gpipe/gpipe.h"
+
+namespace gpipe::examples {
+
+struct Example {
+  torch::Tensor input;
+  torch::Tensor target;
+};
+
+/// Returns the mini-batches in order, then std::nullopt.
+using Examples = std::function<std::optional<Example>()>;
+
+/// A validation score: its column in history.csv and its tag in TensorBoard.
+struct ScoreName {
+  std::string column;
+  std::string tag;
+};
+
+/// What is learnt: the part of a training program that is its own.
+class Task {
+ public:
+  virtual ~Task() = default;
+
+  virtual std::int64_t training_images() const = 0;
+  /// An epoch's mini-batches from number `first` on. They depend on the epoch alone.
+  virtual Examples training(int epoch, std::int64_t first) = 0;
+  virtual torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) = 0;
+
+  /// The scores that validate() returns. The epoch with the highest first score is the best.
+  virtual std::vector<ScoreName> scores() const = 0;
+  /// Called in evaluation mode, without gradients. Adds its pictures to `events`, and the paths of its files to `files`.
+  virtual std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
+                                       std::vector<std::filesystem::path>& files) = 0;
+};
+
+/// The columns of history.csv for a task with these scores.
+std::vector<std::string> history_columns(const std::vector<ScoreName>& scores);
+
+/// Writes an epoch's picture as a PNG. Adds it to `events` under the tag, and its path to `files`.
+void show_picture(const Image& picture, const std::filesystem::path& path, const std::string& tag, int epoch,
+                  EventFile& events, std::vector<std::filesystem::path>& files);
+
+}  // namespace gpipe::examples

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+// Checks of GPipe's arguments. Bindings call them before they change a model.
+
+namespace gpipe {
+
+/// Errors: std::invalid_argument for a model without layers, or a balance that is not positive or does not sum to the
+/// number of layers.
+void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers);
+
+/// Errors: std::invalid_argument unless `chunks` is positive.
+void check_chunks(std::int64_t chunks);
+
+/// Returns one device per worker: the first of `wanted`; if that is empty, the GPUs, or the CPU for every worker where
+/// there are none. An accelerator without an index means its first device. Errors: std::out_of_range for fewer devices
+/// than workers, or a device that does not exist.
+std::vector<torch::Device> place_workers(const std::vector<torch::Device>& wanted, std::size_t workers);
+
+}  // namespace gpipe

@@ -1,0 +1,65 @@
+"""The stages of a pipeline as modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe import _C
+from gpipe.generators import Draws
+from gpipe.skip.namespace import native_keys
+from gpipe.skip.verify import skippables_in
+
+__all__ = ["Partition", "Stages", "layers_of", "split"]
+
+
+class Partition(nn.Sequential):
+    """The layers of one stage. A pipeline calls it on the stage's worker thread."""
+
+    def forward(self, input: Any) -> Any:
+        draws: Draws = self.__dict__.setdefault("_draws", Draws())
+        return draws(self._run, input)
+
+    def _run(self, input: Any) -> Any:
+        for index, layer in enumerate(self):
+            _C.begin_layer(self, index)
+            input = layer(input)
+        return input
+
+
+class Stages(nn.ModuleList):
+    """The stages of a pipeline. torch.distributed.checkpoint leaves their numbers out of parameter names."""
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {f"stage {index}": str(index) for index in range(len(self))}
+
+
+def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Iterator[Partition]:
+    """Yields the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage."""
+    layers = iter(module.named_children())
+    for count, device in zip(balance, devices):
+        partition = Partition()
+        for _ in range(count):
+            partition.add_module(*next(layers))
+        partition.to(device)
+        partition.training = module.training
+        yield partition
+
+
+def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
+    """Returns the layers of a model or stage as the extension module takes them: tuples (name, module, skips), where
+    ``skips`` has a tuple (module, stashes, pops) for each skippable module that is the layer or nested in it."""
+    return [
+        (
+            name,
+            layer,
+            [
+                (skippable, native_keys(skippable.stashable()), native_keys(skippable.poppable()))
+                for _, skippable in skippables_in(layer, name)
+            ],
+        )
+        for name, layer in module.named_children()
+    ]

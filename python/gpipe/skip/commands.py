@@ -1,0 +1,159 @@
+"""``stash`` and ``pop``, and the forward of a skippable layer that they belong to."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
+
+from gpipe import _C
+from gpipe.skip.namespace import native_namespace
+
+if TYPE_CHECKING:
+    from gpipe.skip.layer import Skippable
+
+
+class _Stash(NamedTuple):
+    name: str
+    tensor: Tensor | None
+
+
+class _Pop(NamedTuple):
+    name: str
+
+
+class _Forward:
+    """One forward of a skippable layer, with the names that it has stashed and popped."""
+
+    def __init__(self, layer: Skippable) -> None:
+        self.layer = layer
+        self.generates = False  # whether the forward is a generator, which yields its commands
+        self.stashed: set[str] = set()
+        self.popped: set[str] = set()
+
+    def execute(self, command: _Stash | _Pop) -> Tensor | None:
+        """Executes a command. Returns the popped tensor."""
+        if isinstance(command, _Pop):
+            return self._pop(command.name)
+        self._stash(command.name, command.tensor)
+        return None
+
+    def _stash(self, name: str, tensor: Tensor | None) -> None:
+        if name not in self.layer.stashable_names:
+            raise _undeclared(name, "stashed", self.layer.stashable_names)
+        if name in self.stashed:
+            raise RuntimeError(f"skip '{name}' was stashed twice in one forward; stash and pop each skip once")
+        _C.stash(native_namespace(self.layer.namespace_of(name)), name, tensor)
+        self.stashed.add(name)
+
+    def _pop(self, name: str) -> Tensor | None:
+        if name not in self.layer.poppable_names:
+            raise _undeclared(name, "popped", self.layer.poppable_names)
+        tensor: Tensor | None = _C.pop(native_namespace(self.layer.namespace_of(name)), name)
+        self.popped.add(name)
+        return tensor
+
+    def drive(self, generator: Generator[Any, Any, Any]) -> Any:
+        """Executes the commands that a generator yields. Returns the generator's result."""
+        self.generates = True
+        answer: Tensor | None = None
+        try:
+            while True:
+                command = generator.send(answer)
+                if not isinstance(command, (_Stash, _Pop)):
+                    raise TypeError(
+                        f"the forward of a @skippable layer yielded {command!r}: yield only stash(...) and pop(...)"
+                    )
+                answer = self.execute(command)
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            generator.close()
+
+    def check_complete(self) -> None:
+        """Raises RuntimeError unless the forward has stashed and popped all names that its layer declares."""
+        for declared, used, verb, advice in (
+            (self.layer.stashable_names, self.stashed, "stash", "; stash None if there is no tensor"),
+            (self.layer.poppable_names, self.popped, "pop", ""),
+        ):
+            for name in sorted(declared - used):
+                raise RuntimeError(
+                    f"a layer of class {type(self.layer).__name__} declares the skip '{name}' but did not {verb} it in "
+                    f"this forward{advice}"
+                )
+
+
+def _undeclared(name: str, what: str, declared: frozenset[str]) -> RuntimeError:
+    names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
+    return RuntimeError(f"'{name}' was {what} by a layer that does not declare it; it declares {names}")
+
+
+_thread = threading.local()
+
+
+def run_forward(layer: Skippable, forward: Callable[[], Any]) -> Any:
+    """Calls ``forward``, which is the forward of a layer, and executes its commands.
+
+    Raises:
+        RuntimeError: if it does not stash and pop exactly the names that the layer declares.
+        TypeError: if it is a generator and yields anything but commands.
+    """
+    current = _Forward(layer)
+    outer = getattr(_thread, "forward", None)
+    _thread.forward = current
+    try:
+        output = forward()
+        if isinstance(output, Generator):
+            output = current.drive(output)
+    finally:
+        _thread.forward = outer
+    current.check_complete()
+    return output
+
+
+def _run(command: _Stash | _Pop) -> Any:
+    current: _Forward | None = getattr(_thread, "forward", None)
+    if current is None:
+        what = "stash" if isinstance(command, _Stash) else "pop"
+        raise RuntimeError(
+            f"{what}('{command.name}') was called outside the forward of a @skippable layer; call it in the forward of "
+            "a layer that declares the name"
+        )
+    return command if current.generates else current.execute(command)
+
+
+def stash(name: str, tensor: Tensor | None) -> Any:
+    """Stores a tensor, or ``None``, for the layer that pops the name.
+
+    Call it in the ``forward`` of a layer that declares the name. In a generator, write ``yield stash(name, tensor)``.
+
+    Args:
+        name: a name that the layer declares in ``@skippable(stash=[...])``.
+        tensor: the tensor to store. It must not be changed in place before it is popped in another stage.
+
+    Raises:
+        TypeError: if ``tensor`` is neither a tensor nor ``None``.
+        RuntimeError: if the layer does not declare the name as one that it stashes, or stashes it twice.
+    """
+    if tensor is not None and not isinstance(tensor, Tensor):
+        raise TypeError(f"'{name}' must be a Tensor or None to be stashed, but is {type(tensor)}")
+    return _run(_Stash(name, tensor))
+
+
+def pop(name: str) -> Any:
+    """Takes the tensor, or ``None``, that an earlier layer stashed under a name.
+
+    Call it in the ``forward`` of a layer that declares the name. In a generator, write ``x = yield pop(name)``.
+
+    Args:
+        name: a name that the layer declares in ``@skippable(pop=[...])``.
+
+    Returns:
+        The stashed tensor, on the device of the layer's stage.
+
+    Raises:
+        RuntimeError: if the layer does not declare the name as one that it pops, or if it was not stashed.
+    """
+    return _run(_Pop(name))

@@ -1,0 +1,146 @@
+"""A pipeline trains like its model, with PyTorch's tools around it."""
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+import processes
+from layers import Double
+
+
+def same(a, b):
+    return all((x is None) == (y is None) and (x is None or torch.allclose(x, y)) for x, y in zip(a, b, strict=True))
+
+
+def test_autograd_grad_returns_the_models_gradients():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=4)
+    model = nn.Sequential(*copy.deepcopy(list(pipe)))
+    x = torch.rand(8, 2)
+    ours = torch.autograd.grad(pipe(x).sum(), list(pipe.parameters()))
+    theirs = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    assert same(ours, theirs)
+
+
+def test_autocast_and_grad_modes_reach_the_layers():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), Double()), [1, 1], chunks=2)
+    for dtype in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            assert pipe(torch.rand(4, 2)).dtype == dtype
+    assert pipe(torch.rand(4, 2)).dtype == torch.float32
+    with torch.no_grad():
+        assert not pipe(torch.rand(4, 2)).requires_grad
+    with torch.inference_mode():
+        assert pipe(torch.rand(4, 2)).is_inference()
+
+
+def test_optimizer_grad_scaler_and_clipping_train_the_same():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
+    twin = copy.deepcopy(model)
+    pipe = gpipe.GPipe(model, [2, 2])
+    x = torch.rand(16, 4).double()
+    for module in (pipe, twin):
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
+        scaler = torch.amp.GradScaler("cpu")
+        for _ in range(5):
+            optimizer.zero_grad()
+            scaler.scale(module(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+    states = pipe.state_dict(), twin.state_dict()
+    assert all(torch.allclose(states[0][key], states[1][key]) for key in states[1])
+
+
+def test_parameters_can_be_replaced():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2, bias=False), Double()), [1, 1])
+    pipe(torch.rand(2, 2)).sum().backward()
+    pipe[0].weight = nn.Parameter(torch.eye(2))
+    x = torch.rand(2, 2)
+    y = pipe(x)
+    assert torch.equal(y, 2 * x)
+    y.sum().backward()
+    assert pipe[0].weight.grad is not None
+
+
+DDP = """
+    import torch.distributed as dist
+    rank, path = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    pipe = gpipe.GPipe(model, [2, 1], chunks=2)
+    ddp = nn.parallel.DistributedDataParallel(pipe)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    for step in range(3):
+        x = torch.full((4, 2), float(rank + step))
+        optimizer.zero_grad()
+        ddp(x).mean().backward()
+        optimizer.step()
+    torch.save(pipe.state_dict(), f"{path}.{rank}")
+    dist.destroy_process_group()
+"""
+
+
+def test_distributed_data_parallel_trains_the_same(tmp_path):
+    path = str(tmp_path / "store")
+    with ThreadPoolExecutor() as pool:
+        for code, text in pool.map(lambda rank: processes.run(DDP, rank, path), ["0", "1"]):
+            assert code == 0, text
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(torch.tensor([step, step + 1.0]).repeat_interleave(4)[:, None].expand(8, 2)).mean().backward()
+        optimizer.step()
+    for rank in range(2):
+        torch.testing.assert_close(torch.load(f"{path}.{rank}"), model.state_dict())
+
+
+@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
+def test_the_result_equals_the_reference(balance):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
+    x = torch.rand(7, 4)
+    torch.manual_seed(1)
+    expected = gpipe.reference(model, x, chunks=3)
+    torch.manual_seed(1)
+    assert torch.equal(gpipe.GPipe(model, balance, chunks=3)(x), expected)
+
+
+def test_shallow_copies_recompute_with_their_own_draws():
+    """Two pipelines share the layers. A recompute uses the draws of its own forward."""
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), [2, 1], checkpoint="always")
+    other = copy.copy(pipe)
+    x = torch.rand(8, 4)
+
+    def gradient(*, use_other):
+        torch.manual_seed(0)
+        pipe.zero_grad()
+        y = pipe(x)
+        if use_other:
+            other(x)
+        y.sum().backward()
+        return pipe[0].weight.grad.clone()
+
+    assert torch.equal(gradient(use_other=False), gradient(use_other=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
+def test_scripted_layers_train_the_same():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), nn.Linear(4, 1))
+    scripted = nn.Sequential(torch.jit.script(copy.deepcopy(model[0])), copy.deepcopy(model[1]))
+    x = torch.rand(8, 4)
+    pipes = [gpipe.GPipe(each, [1, 1], chunks=2, checkpoint="always") for each in (model, scripted)]
+    for pipe in pipes:
+        pipe(x).sum().backward()
+    for ours, theirs in zip(pipes[1].state_dict().values(), pipes[0].state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    for ours, theirs in zip(pipes[1].parameters(), pipes[0].parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
