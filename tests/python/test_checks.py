@@ -33,7 +33,7 @@ from layers import Double, make_linears
             ValueError,
             r"every stage needs at least one layer, but balance is \{4, 0\}(.|\n)*gpipe\.balance",
         ),
-        ({"devices": ["cpu"]}, IndexError, "too few devices: 2 stages, but 1 devices"),
+        ({"devices": ["cpu"]}, IndexError, "too few devices: 2 workers, but 1 devices"),
         ({"devices": "cpu"}, TypeError, "devices must be a list with one device per stage, but is 'cpu'"),
         ({"devices": torch.device("cpu")}, TypeError, r"devices must be a list.* but is device\(type='cpu'\)"),
         ({"devices": [True, True]}, TypeError, "a device must be .*, but is True"),
