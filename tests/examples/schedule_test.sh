@@ -1,0 +1,52 @@
+# gpipe-schedule: output of each verb, schedules from files, and errors.
+program=$1
+work=$2
+rm -rf "$work"
+mkdir -p "$work"
+cd "$work"
+set -euo pipefail
+
+fail() {
+  echo "FAILED: $*" >&2
+  exit 1
+}
+
+refuse() {
+  local text=$1
+  shift
+  if "$program" "$@" >out.log 2>err.log; then fail "$* was accepted"; fi
+  grep -qF -- "$text" err.log || { cat err.log >&2; fail "$* does not say '$text'"; }
+}
+
+"$program" print 1f1b --workers 2 --chunks 3 >1f1b.txt
+[[ $(<1f1b.txt) == $'0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2' ]] || fail "print 1f1b"
+"$program" print @1f1b.txt >again.txt
+cmp 1f1b.txt again.txt || fail "a printed schedule is not read as it was"
+"$program" print gpipe --chunks 1 --checkpoint always | grep -q '0F0 0R0 0B0' || fail "print --checkpoint"
+
+"$program" verify interleaved_1f1b --workers 2 --stages 4 --chunks 8 --skip 0:3 >verify.log
+grep -q '^The schedule runs: 64 actions, 2 workers, 4 stages, 8 micro-batches\.$' verify.log || fail "verify"
+grep -q '^skip 0:3, stage 0 to 3: capacity ' verify.log || fail "verify does not list the skip"
+echo "0F0 0B0
+1B0 1F0" >wrong.txt
+refuse "1B0 stands before 1F0" verify @wrong.txt
+refuse "the schedule deadlocks" verify gpipe --chunks 4 --workers 2 --stages 4 --capacity 1
+
+"$program" simulate 1f1b --workers 4 --chunks 8 --graph-bytes 100 --json >simulate.json
+for text in '"makespan": 33.0' '"peak_bytes": [' '"least_capacity": '; do
+  grep -qF "$text" simulate.json || fail "simulate --json lacks $text"
+done
+"$program" simulate 1f1b --workers 4 --chunks 8 --graph-bytes 100 >simulate.log
+grep -qE '^ +0 +4 +400$' simulate.log || fail "simulate: worker 0 holds four cells of 100 bytes"
+"$program" draw looped_bfs --workers 2 --stages 4 >drawing.svg
+grep -q '</svg>' drawing.svg || fail "draw"
+
+refuse "unknown schedule '1f1f'" print 1f1f
+refuse "one stage per worker" print 1f1b --workers 2 --stages 4
+refuse "cannot read missing.txt" print @missing.txt
+echo "0F0 0X0" >malformed.txt
+refuse "malformed.txt: line 1, column 5: '0X0' is not an action" print @malformed.txt
+refuse "--skip 1:0" verify gpipe --workers 2 --skip 1:0
+refuse "--chunks" print gpipe --chunks 0
+[[ $(wc -c <err.log) -lt 300 ]] || fail "the message for --chunks 0 is long"
+if "$program" print gpipe --chunks 60000 >/dev/full 2>err.log; then fail "a full disk was ignored"; fi
