@@ -2,7 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <limits>
+#include <set>
+#include <vector>
 
 #include "absl/strings/str_format.h"
 
@@ -84,6 +87,30 @@ void add_axis(std::string& svg, double seconds, double height) {
   }
 }
 
+/// The order of stages on each worker: a later stage of a worker is drawn paler.
+class Tones {
+ public:
+  explicit Tones(const Timeline& timeline) : stages_(timeline.workers) {
+    for (const Span& span : timeline.spans) stages_[span.worker].insert(span.action.stage);
+  }
+
+  /// An SVG attribute; empty for the first stage of a worker.
+  std::string of(const Span& span) const {
+    const auto& stages = stages_[span.worker];
+    const auto place = std::distance(stages.begin(), stages.find(span.action.stage));
+    if (place == 0) return "";
+    return StrFormat(" fill-opacity=\"%.2f\"",
+                     1 - 0.7 * static_cast<double>(place) / static_cast<double>(stages.size()));
+  }
+
+  bool any() const {
+    return std::any_of(stages_.begin(), stages_.end(), [](const auto& stages) { return stages.size() > 1; });
+  }
+
+ private:
+  std::vector<std::set<int>> stages_;  // per worker
+};
+
 }  // namespace
 
 std::string to_svg(const Timeline& timeline) {
@@ -97,6 +124,8 @@ std::string to_svg(const Timeline& timeline) {
     add_legend(svg, timeline);
     add_axis(svg, seconds, height);
   }
+  const Tones tones(timeline);
+  if (tones.any()) add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage of the worker");
   double start = std::numeric_limits<double>::infinity();
   for (const Span& span : timeline.spans) start = std::min(start, span.start);
   const auto row = [](int worker) { return kTop + kGap / 2 + (kRow + kGap) * worker; };
@@ -111,9 +140,9 @@ std::string to_svg(const Timeline& timeline) {
     const double y = row(span.worker);
     StrAppendFormat(&svg,
                     "<g><title>%s of micro-batch %d on stage %d: %s</title><rect x=\"%.2f\" y=\"%.1f\" width=\"%.2f\" "
-                    "height=\"%.0f\" fill=\"%s\" stroke=\"#444\" stroke-width=\"0.5\"/>",
+                    "height=\"%.0f\" fill=\"%s\"%s stroke=\"#444\" stroke-width=\"0.5\"/>",
                     look.name, span.action.micro_batch, span.action.stage, time_text(span.end - span.start), x, y,
-                    width, kRow, look.fill);
+                    width, kRow, look.fill, tones.of(span));
     const auto label = StrFormat("%d", span.action.micro_batch);
     if (width > kDigit * static_cast<double>(label.size()) + 4) {
       StrAppendFormat(&svg, "<text x=\"%.2f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>", x + width / 2,

@@ -45,5 +45,13 @@ TEST(Drawing, DrawsEmptyAndZeroLengthTimelines) {
   EXPECT_THAT(to_svg({1, {}, {{0, action("0F0"), 1, 1}}}), Not(HasSubstr("nan")));
 }
 
+TEST(Drawing, DrawsLaterStagesOfAWorkerPaler) {
+  Timeline timeline{.workers = 1, .spans = {{0, {Kind::F, 0, 0}, 0, 1}, {0, {Kind::F, 1, 0}, 1, 2}}};
+  EXPECT_THAT(to_svg(timeline), HasSubstr("fill-opacity=\"0.65\""));
+  EXPECT_THAT(to_svg(timeline), HasSubstr("paler: later stage of the worker"));
+  timeline.spans.pop_back();
+  EXPECT_THAT(to_svg(timeline), Not(HasSubstr("fill-opacity")));
+}
+
 }  // namespace
 }  // namespace gpipe
