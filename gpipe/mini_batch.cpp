@@ -56,9 +56,9 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
     pipeline_->shared_buffers().after_forward();
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
   } catch (...) {
+    cells_.clear();  // first, because a cell between its R and its B restores buffers of the middle of the step
     for (auto& saved : buffers) saved.restore_after_error();
     draw.undo();
-    cells_.clear();
     throw;
   }
 }

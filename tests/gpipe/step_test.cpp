@@ -255,6 +255,36 @@ TEST(Step, ErrorsLeaveEverythingAsItWas) {
   }
 }
 
+// An error between the R and the B of a cell, among other places.
+TEST(Step, ErrorsInRecomputesAndBackwardsRestoreBuffers) {
+  struct FailingImpl : nn::Module {
+    explicit FailingImpl(int* countdown) : countdown(countdown) {}
+    Tensor forward(Tensor x) {
+      x = x * 1;
+      if (x.requires_grad()) {
+        x.register_hook([countdown = countdown](const Tensor&) {
+          if (--*countdown == 0) throw std::domain_error("backward");
+        });
+      }
+      return x;
+    }
+    int* countdown;
+  };
+  for (const auto& schedule : kSchedules) {
+    for (int failing = 1; failing <= 4; ++failing) {
+      torch::manual_seed(1);
+      int countdown = failing;
+      nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Linear(6, 6), nn::BatchNorm1d(6));
+      model->push_back(std::make_shared<FailingImpl>(&countdown));
+      GPipe pipe(model, {2, 3}, options(schedule).checkpoint(Checkpoint::kAlways));
+      std::vector<Tensor> buffers;
+      for (const auto& buffer : model->buffers()) buffers.push_back(buffer.clone());
+      EXPECT_THROW(pipe->step(torch::randn({8, 6}), torch::randn({8, 6}), kMse), std::domain_error);
+      for (std::size_t i = 0; i < buffers.size(); ++i) EXPECT_TRUE(torch::equal(model->buffers()[i], buffers[i]));
+    }
+  }
+}
+
 TEST(Step, RefusesWhatItCannotDo) {
   auto model = small_model();
   GPipe pipe(model, {2, 3}, options("1f1b"));
