@@ -95,6 +95,8 @@ class Pipeline {
     friend bool operator==(const Key&, const Key&) = default;
   };
   Program make_program(const Key& key) const;
+  /// Returns null if the program is not cached.
+  std::shared_ptr<const Program> find_program(const Key& key);
 
   std::vector<Stage> stages_;
   const ScheduleSource schedules_;

@@ -357,6 +357,20 @@ TEST(Step, RunsASchedulesFromAFileOrAFunction) {
 
   GPipe wrong(model, {2, 3}, options("gpipe").schedule_function([](const Layout& of, Checkpoint) { return fill(of); }));
   EXPECT_THAT([&] { wrong->step(x, y, kMse); }, ThrowsMessage<std::invalid_argument>(HasSubstr("no backward")));
+
+  GPipe early(model, {5}, options("gpipe", 2).schedule_function([](const Layout&, Checkpoint) {
+    return parse_schedule("0F0 0R0 0F1 0B0 0B1")->schedule;
+  }));
+  EXPECT_THAT([&] { early->step(x, y, kMse); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("has 0F1 between 0R0 and its B")));
+
+  GPipe* calling = nullptr;
+  GPipe calls(model, {5}, options("gpipe").schedule_function([&](const Layout& of, Checkpoint checkpoint) {
+    EXPECT_FALSE((*calling)->last_error());
+    return make_schedule("gpipe", of, checkpoint);
+  }));
+  calling = &calls;
+  calls->step(x, y, kMse);
   std::filesystem::remove(path);
 }
 
