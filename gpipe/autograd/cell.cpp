@@ -177,6 +177,7 @@ void Cell::recompute(bool retain_graph) {
 }
 
 std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {
+  if (inputs_) inputs_->check_before_backward();
   edge_list roots;
   Gradients root_gradients;
   for (std::size_t p = 0; p < roots_.size(); ++p) {

@@ -49,6 +49,7 @@ class Cell {
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
   /// those of the parameters to `sums`. Unless `retain_graph`, uses up the graph.
+  /// Errors: what the layers' backwards throw; those of StoredInputs::check_before_backward().
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
   /// Drops a graph that recompute() can build again.

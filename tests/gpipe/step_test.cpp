@@ -2,16 +2,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
-#include <filesystem>
 #include "gpipe/gpipe.h"
 #include "gpipe/schedule/schedule_text.h"
 #include "gpipe/schedule/schedules.h"
+#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
@@ -282,6 +285,40 @@ TEST(Step, ErrorsInRecomputesAndBackwardsRestoreBuffers) {
       EXPECT_THROW(pipe->step(torch::randn({8, 6}), torch::randn({8, 6}), kMse), std::domain_error);
       for (std::size_t i = 0; i < buffers.size(); ++i) EXPECT_TRUE(torch::equal(model->buffers()[i], buffers[i]));
     }
+  }
+}
+
+// Stage 1 changes the tensor that stage 0 has passed on, while stage 0 recomputes from it.
+TEST(Step, RecomputesFromACopyOfAnInputThatALaterStageChangesInPlace) {
+  std::atomic<bool> recomputing = false;
+  std::atomic<bool> changed = false;
+  const auto wait_for = [](const std::atomic<bool>& flag) {
+    while (!flag) std::this_thread::yield();
+  };
+  nn::Sequential model;
+  model->push_back(function_layer([&](std::vector<Tensor> in) -> std::vector<Tensor> {
+    if (is_recomputing()) {
+      recomputing = true;
+      wait_for(changed);
+    }
+    return {torch::tanh(in[0] + in[1]), in[1]};
+  }));
+  model->push_back(function_layer([&](std::vector<Tensor> in) -> Tensor {
+    if (!is_recomputing()) wait_for(recomputing);
+    in[1].mul_(2);
+    changed = true;
+    return in[0] + in[1];
+  }));
+  const auto a = torch::randn({8, 6}, torch::kDouble).requires_grad_();
+  const auto b = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 6}, torch::kDouble);
+  const auto expected = torch::autograd::grad({torch::mse_loss(torch::tanh(a + b) + 2 * b, y)}, {a}).front();
+  GPipe pipe(model, {1, 1}, options("gpipe", 1).checkpoint(Checkpoint::kAlways));
+  for (int step = 0; step < 3; ++step) {
+    recomputing = changed = false;
+    a.mutable_grad().reset();
+    pipe->step(std::vector<Tensor>{a, b.clone()}, y, kMse);
+    EXPECT_TRUE(torch::allclose(a.grad(), expected, 1e-12, 1e-12)) << step;
   }
 }
 
