@@ -40,7 +40,7 @@ Mutex& Pipeline::turn() {
 
 namespace {
 
-// A user's schedule may be any that the verifier accepts.
+// The verifier accepts more schedules than step() can run.
 void check_runs_steps(const Schedule& schedule) {
   bool has_backward = false;
   for (const auto& list : schedule) {

@@ -153,7 +153,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
   }
-  if (tail_) sources.push_back(false);  // sends other outputs than without a tail
+  if (tail_) sources.push_back(false);  // the outputs of a tail are learned separately
   auto& flow = stage_.gradient_flow;
   const bool known = flow.knows(sources);
   auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
