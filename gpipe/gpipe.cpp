@@ -6,7 +6,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
-#include <cmath>
 #include <stdexcept>
 #include <utility>
 
@@ -15,6 +14,7 @@
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
 #include "gpipe/refuse.h"
+#include "gpipe/runtime/transfer.h"
 #include "gpipe/stages.h"
 
 namespace gpipe {
@@ -36,24 +36,6 @@ void check_options(const GPipeOptions& options) {
   if (options.intraop_threads() < 0) {
     refuse("intraop_threads must be positive, or 0 for an equal share, but is " +
            std::to_string(options.intraop_threads()));
-  }
-}
-
-void check_target(const Value& target, std::int64_t samples) {
-  if (const auto targets = batch_size(target); targets != samples) {
-    refuse("the target has " + std::to_string(targets) + " samples, but the input has " + std::to_string(samples));
-  }
-  for (const auto& tensor : target.tensors()) {
-    if (tensor.requires_grad()) refuse("a target requires grad, but step() gives it no gradient; detach it");
-  }
-}
-
-void check_step_options(const StepOptions& options) {
-  if (!std::isfinite(options.scale()) || options.scale() <= 0) {
-    refuse("scale must be finite and positive, but is " + std::to_string(options.scale()));
-  }
-  if (options.count() && options.reduction() == Reduction::kSum) {
-    refuse("count weights a mean, but reduction is the sum; leave one of them out");
   }
 }
 
@@ -238,8 +220,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   refuse_transforms(input, pipeline_->stages());
   const auto samples = batch_size(input);
   const auto sizes = micro_batch_sizes(samples, options_.chunks(), options_.split_size());
-  check_target(target, samples);
-  check_step_options(options);
+  check_loss_arguments(loss, target, samples, options);
   LossOfMiniBatch parts{.function = loss, .targets = scatter(target, sizes), .scale = options.scale()};
   parts.keep_outputs = options.return_output();
   parts.weights = loss_weights(options, sizes, parts.targets);
@@ -255,9 +236,16 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   if (std::none_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
     return result;
   }
-  auto hand_out = [gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming,
-                                                           bool retain_graph) mutable {
+  // The backward may run on another thread, which has other streams.
+  std::vector<std::pair<torch::Device, StreamEvent>> ready;
+  for (const auto& on : {devices_, devices_of(input)}) {
+    for (const auto device : on) ready.emplace_back(device, record_event(device));
+  }
+  auto hand_out = [gradients = std::move(gradients), ready = std::move(ready), unit](std::vector<at::Tensor> incoming,
+                                                                                     bool retain_graph) mutable {
     auto handed = retain_graph ? gradients : std::move(gradients);
+    for (const auto& [device, event] : ready) wait(event, device);
+    for (const auto& gradient : handed) use_on_current_stream(gradient);
     // step() itself asks for the gradients as they are.
     if (unit && incoming.front().is_same(*unit)) return handed;
     for (auto& gradient : handed) {

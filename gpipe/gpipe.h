@@ -26,16 +26,18 @@ namespace gpipe {
 
 /// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
-  /// One device per worker; surplus ones are ignored. A device may appear more than once. Empty: the GPUs, or the CPU for
-  /// all workers if there is no GPU.
+  /// One device per worker. A device can appear more than once. Surplus devices are ignored if stages_per_worker is 1, and
+  /// refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
   /// The schedule of step(): "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b" (see schedule/schedules.h), or "@FILE" with
   /// one line of actions per worker. forward() and its backward always fill and drain.
   TORCH_ARG(std::string, schedule) = "gpipe";
-  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule from a file has a
-  /// placement of its own.
+  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule from a file implies its own
+  /// placement instead.
   TORCH_ARG(int, stages_per_worker) = 1;
-  /// Generates the schedules of step() instead of `schedule`.
+  /// Generates the schedules of step() instead of `schedule`. Called on the threads that call step() and program(), once
+  /// per number of micro-batches while the result is cached. Each R must come directly before its B among its stage's
+  /// actions.
   TORCH_ARG(ScheduleFunction, schedule_function);
   /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
   /// there may be fewer. 1 is plain model parallelism.
@@ -71,12 +73,12 @@ struct GPipeOptions {
 /// which cells are recomputed. In eval mode with gradients enabled, every graph is stored. Without gradients nothing is
 /// stored.
 ///
-/// Thread safety: forward and backward may be called on any thread except the pipeline's workers; concurrent calls take
-/// turns. Do not change parameters or the training mode during a call, nor, if cells are recomputed, between a forward
+/// Thread safety: forward, backward and step may be called on any thread except the pipeline's workers; concurrent calls
+/// take turns. Do not change parameters or the training mode during a call, nor, if cells are recomputed, between a forward
 /// and its backward.
 ///
-/// Errors: a forward or backward throws the object that a layer threw; see last_error(). Gradients, buffers and the
-/// default generator are then as before the call, and the next call works. A parameter that a layer itself changes in its
+/// Errors: a call throws the object that a layer threw; see last_error(). Gradients, buffers and the default generator are
+/// then as before the call, and the next call works. A parameter that a layer itself changes in its
 /// forward stays changed. A recompute that throws an object other than a std::exception becomes a std::runtime_error,
 /// because PyTorch's engine supports no other type.
 class GPipeImpl : public torch::nn::Module {
@@ -101,41 +103,42 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<torch::Tensor> forward(std::vector<torch::Tensor> input);
   /// For any form of input and result: Value(std::make_tuple(a, b)) gives the first layer a tuple.
   Value forward(Value input);
-  /// The same with other chunks and another checkpoint mode than the options', also in eval mode.
+  /// The same, with these chunks and this checkpoint mode instead of the options', also in eval mode.
   Value forward(Value input, std::int64_t chunks, Checkpoint checkpoint);
 
-  /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule, and adds the gradients to
-  /// `.grad` of the parameters, and of inputs that require grad. Hooks run once, as in a backward. Zero the gradients
-  /// before; repeated steps accumulate.
+  /// Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients to
+  /// `.grad` of the parameters and of inputs that require grad. Each hook runs once, as in a backward. Zero the gradients
+  /// first, because repeated steps accumulate.
   ///
   ///   auto result = pipe->step(x, y, gpipe::tensor_loss([](auto out, auto y) { return torch::mse_loss(out, y); }));
   ///
   /// `target` is cut as the input is, and may be on any device. The last stage computes the loss of each micro-batch. Under
-  /// autocast, forwards and recomputes run in it; backwards do not. REQUIRES: the loss decomposes over samples (see
+  /// autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over samples (see
   /// check_loss()).
   ///
   /// Errors: those of forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
-  /// std::runtime_error in eval mode or without grad mode. After an error no gradient has been added.
+  /// std::runtime_error in eval mode or without grad mode. After an error no gradient has been added, unless a hook threw
+  /// it.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
-  /// As step(), but returns the loss with an autograd node that holds the gradients, and adds nothing to `.grad`. So a
-  /// module whose forward returns it can stand inside DistributedDataParallel, and autograd::grad works. The gradients are
-  /// computed already: a backward of the loss only hands them out, times its incoming gradient.
+  /// As step(), but adds nothing to `.grad`. Returns the loss with an autograd node that holds the gradients. A backward of
+  /// the loss only multiplies them by its incoming gradient and hands them out. Serves autograd::grad, and modules inside
+  /// DistributedDataParallel that return the loss.
   torch::Tensor loss(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
   const std::vector<std::int64_t>& balance() const { return balance_; }
-  /// One per worker.
+  /// The device of each worker.
   const std::vector<torch::Device>& devices() const { return devices_; }
   /// The worker of each stage.
   const std::vector<int>& placement() const { return pipeline_->placement(); }
   const GPipeOptions& options() const { return options_; }
 
-  /// Returns where the last forward or backward failed; std::nullopt if it succeeded or failed outside of an action.
+  /// Returns where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an action.
   std::optional<ErrorInfo> last_error() const;
 
-  /// Makes later forwards and their backwards append their actions to the timeline. nullptr ends this for later
-  /// forwards.
+  /// Makes later forwards, with their backwards, and later steps append their actions to the timeline. nullptr ends this
+  /// for later calls.
   ///
   ///   auto timeline = std::make_shared<gpipe::Timeline>();
   ///   pipe->trace(timeline);
@@ -149,8 +152,8 @@ class GPipeImpl : public torch::nn::Module {
   /// Whether no mini-batch and no graph uses the pipeline.
   bool idle() const { return pipeline_.use_count() == 1; }
 
-  /// Returns the program of a step() with the schedule, to simulate or draw. Errors: std::invalid_argument for a number that
-  /// is not positive, more than kMostCells cells, or one that the schedule does not fit.
+  /// Returns the program of step() for a number of micro-batches, to simulate or draw. Errors: std::invalid_argument for a
+  /// number that is not positive, more than kMostCells cells, or a number that the schedule does not fit.
   std::shared_ptr<const Program> program(int micro_batches) const;
 
   /// Loads the state of the unpartitioned model, saved from any device. Parameters and buffers stay on their devices.

@@ -7,11 +7,11 @@
 
 namespace gpipe {
 
-/// Brings tensors of the caller to the device of a stage: the inputs to the first stage, the targets to the last.
+/// Copies tensors of the caller to the device of a stage: the inputs to the first stage, the targets to the last.
 class Inlet {
  public:
-  /// Takes one parcel per micro-batch. Their tensors are complete behind the work that the calling thread has enqueued on
-  /// their devices.
+  /// Takes one parcel per micro-batch. Reads their tensors after the work that the calling thread's current streams have
+  /// enqueued on their devices.
   Inlet(std::vector<Parcel> parcels, c10::Device device);
 
   /// Returns a micro-batch's parcel, once. Call on the stage's worker.

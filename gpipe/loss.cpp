@@ -14,16 +14,35 @@
 namespace gpipe {
 namespace {
 
+[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
+
 Value value_of(const Parcel& parcel) { return {parcel.form, parcel.tensors}; }
 
 double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
   const double count = options.count()(value_of(target));
   if (std::isfinite(count) && count >= 0) return count;
-  throw std::invalid_argument("[gpipe] count returned " + std::to_string(count) + " for micro-batch " +
-                              std::to_string(micro_batch) + "; return a finite number that is not negative");
+  refuse("count returned " + std::to_string(count) + " for micro-batch " + std::to_string(micro_batch) +
+         "; return a finite number that is not negative");
 }
 
 }  // namespace
+
+void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
+                          const StepOptions& options) {
+  if (!loss) refuse("the loss function is empty; pass one");
+  if (const auto targets = batch_size(target); targets != samples) {
+    refuse("the target has " + std::to_string(targets) + " samples, but the input has " + std::to_string(samples));
+  }
+  for (const auto& tensor : target.tensors()) {
+    if (tensor.requires_grad()) refuse("a target requires grad, but step() gives it no gradient; detach it");
+  }
+  if (!std::isfinite(options.scale()) || options.scale() <= 0) {
+    refuse("scale must be finite and positive, but is " + std::to_string(options.scale()));
+  }
+  if (options.count() && options.reduction() == Reduction::kSum) {
+    refuse("count weights a mean, but reduction is the sum; leave one of them out");
+  }
+}
 
 std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
                                  const std::vector<Parcel>& targets) {
@@ -34,31 +53,34 @@ std::vector<double> loss_weights(const StepOptions& options, const std::vector<s
   }
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
   if (total == 0) {
-    throw std::invalid_argument(
-        options.count()
-            ? "[gpipe] count returned 0 for every micro-batch, so the loss has no mean; skip this mini-batch"
-            : "[gpipe] the mini-batch has no samples, so the loss has no mean; skip it");
+    refuse(options.count() ? "count returned 0 for every micro-batch, so the loss has no mean; skip this mini-batch"
+                           : "the mini-batch has no samples, so the loss has no mean; skip it");
   }
   for (auto& weight : weights) weight /= total;
   return weights;
 }
 
-at::Tensor call_loss(const LossFunction& function, const Value& output, const Value& target) {
-  auto loss = function(output, target);
-  if (!loss.defined()) throw std::invalid_argument("[gpipe] the loss function returned an undefined tensor");
+at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
+  auto loss = function(output, value_of(target));
+  if (target.changed()) {
+    throw std::runtime_error(
+        "[gpipe] the loss function changed its target in place, so its recompute would get another target; change a "
+        "clone instead");
+  }
+  if (!loss.defined()) refuse("the loss function returned an undefined tensor; return a floating-point scalar");
   if (loss.dim() != 0 || !loss.is_floating_point()) {
     std::ostringstream message;
-    message << "[gpipe] the loss function returned a tensor of shape " << loss.sizes() << " and type " << loss.dtype()
+    message << "the loss function returned a tensor of shape " << loss.sizes() << " and type " << loss.dtype()
             << "; return a floating-point scalar";
-    throw std::invalid_argument(message.str());
+    refuse(message.str());
   }
   const auto& tensors = output.tensors();
   const bool differentiable =
       std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.defined() && t.requires_grad(); });
   if (at::GradMode::is_enabled() && differentiable && !loss.requires_grad()) {
-    throw std::invalid_argument(
-        "[gpipe] the loss does not depend on the model's output in a differentiable way; compute it from the output "
-        "without detach() or no_grad");
+    refuse(
+        "the loss does not depend on the model's output in a differentiable way; compute it from the output without "
+        "detach() or no_grad");
   }
   return loss;
 }
@@ -76,14 +98,16 @@ at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options) {
   at::NoGradGuard no_grad;
-  const auto sizes = micro_batch_sizes(batch_size(output), chunks, /*split_size=*/0);
+  const auto samples = batch_size(output);
+  check_loss_arguments(loss, target, samples, options);
+  const auto sizes = micro_batch_sizes(samples, chunks, /*split_size=*/0);
   const auto outputs = scatter(output, sizes);
   const auto targets = scatter(target, sizes);
   std::vector<at::Tensor> losses;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    losses.push_back(call_loss(loss, value_of(outputs[i]), value_of(targets[i])));
+    losses.push_back(call_loss(loss, value_of(outputs[i]), targets[i]));
   }
-  const auto whole = call_loss(loss, output, target);
+  const auto whole = call_loss(loss, output, scatter(target, {samples}).front());
   return {whole.item<double>(), join_losses(losses, loss_weights(options, sizes, targets)).item<double>()};
 }
 

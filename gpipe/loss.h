@@ -13,12 +13,12 @@
 
 namespace gpipe {
 
-/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its device's
-/// stream, once in the forward and again in a recompute. Random draws inside are those of a layer after the last. A loss
-/// with parameters must be a layer of the model instead.
+/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream: once in
+/// the forward and again in a recompute. Draws random numbers as a layer after the last does. REQUIRES: it does not change
+/// the target in place, and has no parameters; a loss with parameters must be a layer of the model.
 using LossFunction = std::function<at::Tensor(const Value& output, const Value& target)>;
 
-/// Makes a LossFunction of a function of two tensors, for models and targets of one tensor.
+/// Makes a LossFunction from a function of two tensors, for models and targets of one tensor.
 template <typename F>
 LossFunction tensor_loss(F function) {
   return [function = std::move(function)](const Value& output, const Value& target) -> at::Tensor {
@@ -26,7 +26,7 @@ LossFunction tensor_loss(F function) {
   };
 }
 
-/// How the losses of the micro-batches make the loss of the mini-batch.
+/// How the losses of the micro-batches are joined to the loss of the mini-batch.
 enum class Reduction {
   kMean,  ///< weighted by their share of samples, or of StepOptions::count; for losses that are means
   kSum,   ///< for losses that are sums
@@ -34,8 +34,8 @@ enum class Reduction {
 
 struct StepOptions {
   TORCH_ARG(Reduction, reduction) = Reduction::kMean;
-  /// With kMean: what a micro-batch's loss is the mean over, such as the number of targets that are not ignored. Called on
-  /// the caller's thread with each micro-batch's target. Empty: the number of samples.
+  /// With kMean: returns the number of elements that a micro-batch's loss is the mean of, such as the targets that are not
+  /// ignored. Called on the caller's thread with each micro-batch's target. Empty: the number of samples.
   TORCH_ARG(std::function<double(const Value& target)>, count);
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;
@@ -57,14 +57,19 @@ struct LossOfMiniBatch {
   bool keep_outputs = false;
 };
 
+/// Errors: std::invalid_argument for an empty function, a target that requires grad or has another number of samples, a
+/// scale that is not finite and positive, or a count with Reduction::kSum.
+void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
+                          const StepOptions& options);
+
 /// Returns the weights of the micro-batches. Errors: std::invalid_argument for a count that is negative or not finite, or
 /// if all are 0.
 std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
                                  const std::vector<Parcel>& targets);
 
-/// Calls a loss function. Errors: std::invalid_argument unless it returns a floating-point scalar, with a graph if the
-/// output has one.
-at::Tensor call_loss(const LossFunction& function, const Value& output, const Value& target);
+/// Calls a loss function on one micro-batch. Errors: std::invalid_argument unless it returns a floating-point scalar, with
+/// a graph if the output has one; std::runtime_error if it changes the target in place.
+at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target);
 
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
@@ -75,9 +80,9 @@ struct LossCheck {
   double from_micro_batches = 0;
 };
 
-/// Compares a loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that does
-/// not decompose over samples, such as Dice over the batch or a contrastive loss: step() is wrong for these. Errors:
-/// std::invalid_argument as for step().
+/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that
+/// does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such a
+/// loss. Errors: as for step().
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options = {});
 

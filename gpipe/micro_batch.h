@@ -31,7 +31,7 @@ struct Gathered {
   std::vector<std::vector<std::int64_t>> sizes;  ///< per tensor: the sizes of its parts along dimension 0
 };
 
-/// Joins the parts along dimension 0, output by output. A single part is not copied, except tensors that share memory
+/// Joins the parts along dimension 0, output by output. Does not copy a single part, except its tensors that share memory
 /// with another output or an input. Errors: std::runtime_error when the parts differ in form or number of tensors, or
 /// have no dimension 0.
 Gathered gather(const std::vector<Parcel>& parts);

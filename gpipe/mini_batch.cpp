@@ -33,7 +33,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       outputs_(micro_batches_),
       losses_(micro_batches_) {}
 
-// Runs the first part of a mini-batch's life. On an error restores what the layers may have changed.
+// Runs a forward or a step. On an error, restores the buffers and the default generator.
 void MiniBatch::begin(absl::FunctionRef<void()> run) {
   MutexLock turn(pipeline_->turn());
   forward_state_.emplace();
@@ -56,9 +56,9 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
     pipeline_->shared_buffers().after_forward();
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
   } catch (...) {
+    cells_.clear();  // first, because a cell between its R and its B restores buffers too: those of the R's begin
     for (auto& saved : buffers) saved.restore_after_error();
     draw.undo();
-    cells_.clear();
     throw;
   }
 }
@@ -76,7 +76,7 @@ MiniBatch::StepOutcome MiniBatch::step() {
   StepOutcome outcome;
   begin([&] {
     {
-      // The engine takes over the thread's state. Backwards run without grad mode and autocast.
+      // PyTorch runs a backward with the state of the thread that calls it: here without grad mode and autocast.
       const at::NoGradGuard no_grad;
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       backward_state_.emplace();
@@ -155,7 +155,7 @@ void MiniBatch::stop_counting(const std::vector<at::Tensor>& tensors) {
 }
 
 void MiniBatch::perform(Part part) {
-  pipeline_->set_error(std::nullopt);  // again: another thread's call may have failed while this one waited
+  pipeline_->set_error(std::nullopt);  // again: another thread's call may have failed while this call waited
   state_.emplace();
   begin_.clear();
   for (int w = 0; w < pipeline_->workers(); ++w) begin_.push_back(record_event(pipeline_->device_of_worker(w)));
@@ -167,7 +167,7 @@ void MiniBatch::perform(Part part) {
   if (failure->action) pipeline_->set_error(describe(*failure->action, failure->error));
   try {
     wait_for_workers();
-  } catch (...) {  // a device in an error state; the first error says more
+  } catch (...) {  // the device is in an error state; the first error says more
   }
   std::rethrow_exception(failure->error);
 }
@@ -235,8 +235,7 @@ Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) :
 
 Tail MiniBatch::tail(int stage, int micro_batch) {
   if (!loss_.function || stage + 1 != pipeline_->count()) return {};
-  auto target = targets_.receive(micro_batch);
-  return [this, micro_batch, target = Value(target.form, std::move(target.tensors))](Value output) -> Value {
+  return [this, micro_batch, target = targets_.receive(micro_batch)](Value output) -> Value {
     if (loss_.keep_outputs && !is_recomputing()) {
       auto& kept = outputs_[micro_batch];
       kept.form = output.form();

@@ -20,11 +20,11 @@
 
 namespace gpipe {
 
-/// One mini-batch in flight: runs its program's actions on its cells. Made by a forward, and kept alive by the graph of its
-/// outputs until their backward; or made by a step.
+/// One mini-batch in flight: runs its program's actions on its cells. A forward makes one, which the graph of its outputs
+/// keeps alive until their backward. A step makes one for its duration.
 ///
-/// Thread safety: forward(), backward() and step() take the pipeline's turn. A cell belongs to the worker of its stage; what
-/// passes between stages goes through the Transport.
+/// Thread safety: forward(), backward() and step() take the pipeline's turn. Only the worker of its stage uses a cell.
+/// Parcels and gradients pass between stages through the Transport.
 class MiniBatch : public Cells {
  public:
   struct Options {
@@ -36,7 +36,7 @@ class MiniBatch : public Cells {
   /// backward needs.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, LossOfMiniBatch loss = {});
 
-  /// Runs the forwards. After an error buffers and the default generator are as before the call, and no cell is left.
+  /// Runs the forwards. After an error, buffers and the default generator are as before the call, and no cell is left.
   Gathered forward();
 
   struct BackwardResult {
@@ -52,7 +52,7 @@ class MiniBatch : public Cells {
     Gathered output;  ///< if the loss keeps outputs
     BackwardResult gradients;
   };
-  /// Runs forwards, losses and backwards in the order of the pipeline's schedule. Errors leave everything as forward()'s.
+  /// Runs forwards, losses and backwards in the order of the pipeline's schedule. After an error, as after forward().
   StepOutcome step();
 
   /// Valid after forward() or step().
@@ -90,7 +90,7 @@ class MiniBatch : public Cells {
   const std::shared_ptr<const Program> program_;
   const Pipeline::Recording recording_;
   std::shared_ptr<ByteCounter> counter_;  // null unless bytes are recorded
-  /// The caller's state at forward(), which every recompute gets again.
+  /// The caller's state in forward() or step(). Every recompute runs with it.
   std::optional<at::ThreadLocalState> forward_state_;
   std::uint64_t seed_ = 0;
   std::vector<ParameterSinks> sinks_;        // per stage
@@ -103,11 +103,11 @@ class MiniBatch : public Cells {
   std::vector<Parcel> outputs_;     // per micro-batch
   std::vector<at::Tensor> losses_;  // per micro-batch, of step()
 
-  // The run under way.
+  // The present run.
   std::optional<at::ThreadLocalState> state_;
   std::optional<at::ThreadLocalState> backward_state_;  // of step()
   std::vector<StreamEvent> begin_;                      // per worker: the caller's work on its device
-  std::vector<StreamEvent> end_;                        // per worker: its work
+  std::vector<StreamEvent> end_;                        // per worker: the worker's own work
   bool retain_graph_ = false;
   bool counted_ = false;
   std::vector<Gradients> output_gradients_;  // per micro-batch

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
 #include <stdexcept>
 #include <utility>
 
@@ -39,7 +40,7 @@ Mutex& Pipeline::turn() {
 
 namespace {
 
-// A user's schedule may be any that the verifier accepts.
+// The verifier accepts more schedules than step() can run.
 void check_runs_steps(const Schedule& schedule) {
   bool has_backward = false;
   for (const auto& list : schedule) {
@@ -53,6 +54,24 @@ void check_runs_steps(const Schedule& schedule) {
   if (!has_backward) throw std::invalid_argument("[gpipe] the schedule has no backward; give each cell a B");
 }
 
+// From R to B a stage's buffers are those of the recompute, so no other F or R of the stage may stand between.
+void check_recomputes(const Schedule& schedule) {
+  for (const auto& list : schedule) {
+    std::map<int, Action> recomputed;  // by stage: the R whose B has not come
+    for (const auto& action : list) {
+      const auto found = recomputed.find(action.stage);
+      if (action.kind == Kind::B) {
+        if (found != recomputed.end() && found->second.micro_batch == action.micro_batch) recomputed.erase(found);
+      } else if (found != recomputed.end()) {
+        throw std::invalid_argument("[gpipe] the schedule has " + to_string(action) + " between " +
+                                    to_string(found->second) + " and its B; put each R directly before its B");
+      } else if (action.kind == Kind::R) {
+        recomputed.emplace(action.stage, action);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 Program Pipeline::make_program(const Key& key) const {
@@ -60,23 +79,31 @@ Program Pipeline::make_program(const Key& key) const {
   auto schedule = key.use == Use::kForward              ? fill(layout)
                   : key.use == Use::kForwardAndBackward ? fill_drain(layout, key.checkpoint)
                                                         : schedules_.make(layout, key.checkpoint);
-  if (key.use == Use::kStep) check_runs_steps(schedule);
+  if (key.use == Use::kStep) {
+    check_runs_steps(schedule);
+    check_recomputes(schedule);
+  }
   return gpipe::make_program(std::move(layout), edges_, std::move(schedule));
+}
+
+std::shared_ptr<const Program> Pipeline::find_program(const Key& key) {
+  MutexLock lock(mutex_);
+  const auto found =
+      std::find_if(programs_.begin(), programs_.end(), [&](const auto& known) { return known.first == key; });
+  if (found == programs_.end()) return nullptr;
+  std::rotate(found, found + 1, programs_.end());
+  return programs_.back().second;
 }
 
 std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, Use use) {
   const Key key{micro_batches, checkpoint, use};
+  if (auto known = find_program(key)) return known;
+  // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
+  auto made = std::make_shared<const Program>(make_program(key));
   MutexLock lock(mutex_);
-  const auto found =
-      std::find_if(programs_.begin(), programs_.end(), [&](const auto& known) { return known.first == key; });
-  if (found != programs_.end()) {
-    std::rotate(found, found + 1, programs_.end());
-  } else {
-    auto made = std::make_shared<const Program>(make_program(key));
-    if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
-    programs_.emplace_back(key, std::move(made));
-  }
-  return programs_.back().second;
+  if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
+  programs_.emplace_back(key, made);
+  return made;
 }
 
 void Pipeline::set_error(std::optional<ErrorInfo> error) {

@@ -22,15 +22,15 @@
 
 namespace gpipe {
 
-/// The functions by which a binding for another language takes part in a pipeline. Each may be empty.
+/// The functions that a binding for another language adds to a pipeline. Each can be empty.
 struct LanguageBinding {
   /// Runs the layers of a stage, one function per stage. Empty: the pipeline calls Layer::forward().
   std::vector<RunLayers> run_layers = {};
   /// Calls a function while this thread holds the lock that the layers' objects need. Must be reentrant.
   std::function<void(absl::FunctionRef<void()>)> lock = {};
-  /// Called on each worker before its part of a forward or backward.
+  /// Called on each worker before its part of a forward, backward or step.
   std::function<void()> enter_worker = {};
-  /// Called at intervals on the thread that waits in a forward or backward. What it throws ends the call.
+  /// Called at intervals on the thread that waits in a call. An exception from it ends the call.
   std::function<void()> poll = {};
   /// Called on the worker with each error that ends an action. May throw another error instead.
   std::function<void(const ErrorInfo&, const std::exception_ptr&)> on_error = {};
@@ -69,10 +69,11 @@ class Pipeline {
   /// A mini-batch holds it during its forward and during its backward. Errors: those of Executor::check_caller().
   Mutex& turn();
 
-  /// What a program is for: the forward of an inference, forward() and its backward in two parts, or step().
+  /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
   enum class Use { kForward, kForwardAndBackward, kStep };
 
-  /// Returns the verified program: the fill; fill and drain; or the pipeline's schedule. Caches the 16 last used.
+  /// Returns the verified program: fill, fill and drain, or the pipeline's schedule. Caches the 16 last used programs.
+  /// Errors: std::invalid_argument for a schedule that cannot run.
   std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, Use use);
 
   void set_error(std::optional<ErrorInfo> error);
@@ -84,7 +85,7 @@ class Pipeline {
     std::shared_ptr<Timeline> timeline;
     int step = 0;
   };
-  /// Where a mini-batch that begins now records its spans, and its step number there.
+  /// Returns where a mini-batch that begins now records its spans, and its step number there.
   Recording next_recording();
 
  private:
@@ -95,6 +96,8 @@ class Pipeline {
     friend bool operator==(const Key&, const Key&) = default;
   };
   Program make_program(const Key& key) const;
+  /// Returns null if the program is not cached.
+  std::shared_ptr<const Program> find_program(const Key& key);
 
   std::vector<Stage> stages_;
   const ScheduleSource schedules_;

@@ -15,9 +15,9 @@
 
 namespace gpipe {
 
-/// The steps that make stages of a model. GPipe's constructor takes them in this order.
+/// The steps that make stages from a model. GPipe's constructor calls them in this order.
 
-/// Errors: std::invalid_argument for a module that stands in two places.
+/// Errors: std::invalid_argument for a module that is a layer twice.
 void check_distinct(const std::vector<std::unique_ptr<Layer>>& layers);
 
 /// `devices` has one entry per stage.
@@ -31,7 +31,7 @@ void check_parameters(const std::vector<Stage>& stages);
 /// for other shared buffers.
 SharedBuffers find_shared_buffers(const std::vector<Stage>& stages);
 
-/// Returns the edges between the stages, and tells each stage the skips at its ends, in the order of the edges.
+/// Returns the edges between the stages, and sets each stage's skips and receivers, in the order of the edges.
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
                                  const std::vector<SkipLink>& skips);
 

@@ -9,8 +9,8 @@
 namespace gpipe {
 
 /// Carries the parcels and gradients of one mini-batch from stage to stage. There is one slot per edge, direction and
-/// micro-batch. What is received lies on the receiver's device; copies run on the edge's copy streams, behind the
-/// sender's work. Stages of one worker share its stream, so nothing is copied or waited for between them.
+/// micro-batch. Received tensors are on the receiver's device. Copies run on the edge's copy streams, after the sender's
+/// work. Stages of one worker share its device and stream, so nothing is copied or waited for between them.
 ///
 /// Thread safety: each function runs on the worker of the stage that it serves. Slots need no lock, because the
 /// executor orders each edge's put before its take.

@@ -18,8 +18,8 @@ class CallerStateScope {
   at::ThreadLocalStateGuard guard_;
 };
 
-/// Prepares a worker's thread for its part of a mini-batch, for its lifetime: the caller's state, the worker's stream,
-/// its number of intra-op threads, its count of bytes, no autocast cache.
+/// Prepares a worker's thread for its part of a mini-batch, for its lifetime: sets the caller's state, the worker's stream,
+/// the number of intra-op threads and the byte counter, and turns the autocast cache off.
 class WorkerScope {
  public:
   /// `counter` may be null.

@@ -32,7 +32,7 @@ Case generate(const CaseOptions& options) {
   const int stages = options.stages == 0 ? options.workers : options.stages;
   if (stages < options.workers) {
     throw std::invalid_argument(
-        absl::StrFormat("%d workers need at least as many stages, but --stages is %d", options.workers, stages));
+        absl::StrFormat("--stages is %d, but --workers is %d; give each worker a stage", stages, options.workers));
   }
   Layout layout{stages, options.chunks, looped_placement(options.workers, stages)};
   auto schedule = make_schedule(options.schedule, layout, checkpoints().at(options.checkpoint));

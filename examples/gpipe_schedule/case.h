@@ -31,13 +31,14 @@ struct Case {
   std::vector<Edge> edges;
 };
 
-/// Errors: std::invalid_argument for options that do not fit together, or a file that is not a schedule.
+/// Returns the case of a command line. Errors: std::invalid_argument for options that do not fit together, or a file that is
+/// not a schedule.
 Case make_case(const CaseOptions& options);
 
-/// Errors: std::invalid_argument, with the blocked actions, if the schedule cannot run.
+/// Returns the program of a case. Errors: std::invalid_argument, with the blocked actions, if the schedule cannot run.
 Program verified(const Case& made);
 
-/// Equal costs on every stage.
+/// Returns the options' costs, the same for every stage.
 Costs costs_of(const Case& made, const CaseOptions& options);
 
 }  // namespace gpipe::examples

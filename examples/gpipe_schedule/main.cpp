@@ -126,7 +126,7 @@ int run(int argc, char** argv) {
   bool as_json = false;
   auto* print_verb = app.add_subcommand("print", "write the lists of actions, one line per worker");
   auto* draw_verb = app.add_subcommand("draw", "write an SVG drawing");
-  auto* verify_verb = app.add_subcommand("verify", "prove that the schedule runs; write the least capacities");
+  auto* verify_verb = app.add_subcommand("verify", "check that the schedule runs; write the least capacities");
   auto* simulate_verb = app.add_subcommand("simulate", "write makespan, bubble, peak cells and bytes");
   for (auto* verb : {print_verb, draw_verb, verify_verb, simulate_verb}) {
     add_layout(*verb, options);

@@ -153,7 +153,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
   }
-  if (tail_) sources.push_back(false);  // sends other outputs than without a tail
+  if (tail_) sources.push_back(false);  // the outputs of a tail are learned separately
   auto& flow = stage_.gradient_flow;
   const bool known = flow.knows(sources);
   auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
@@ -177,6 +177,7 @@ void Cell::recompute(bool retain_graph) {
 }
 
 std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {
+  if (inputs_) inputs_->check_before_backward();
   edge_list roots;
   Gradients root_gradients;
   for (std::size_t p = 0; p < roots_.size(); ++p) {

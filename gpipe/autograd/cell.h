@@ -27,7 +27,7 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
-/// What runs after a stage's last layer, in F and in R: the loss of step().
+/// Runs after a stage's last layer, in F and in R: the loss of step().
 using Tail = std::function<Value(Value)>;
 
 /// One (stage, micro-batch) of a mini-batch: its inputs and its graph. Destroying it frees its activations. Used by one
@@ -37,18 +37,20 @@ class Cell {
   /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's. `tail` may be empty.
   Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
 
-  /// F. `in` holds the activation, then the skips in the stage's order; so does the result.
+  /// F. `in` holds the activation, then the skips in the stage's order. So does the result.
   /// Errors: what the layers throw; those of SkipRoutes, SharedMemory::check(), StoredInputs::check_after_forward() and
   /// ParameterSinks::redirect().
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
-  /// R. Runs the layers with the inputs and buffers of F. The layers have their present buffers and parameters again
-  /// after the backward, or when the cell is destroyed. Unless `retain_graph`, uses up the stored inputs.
+  /// R. Runs the layers with the inputs and buffers of F. The backward, or the destruction of the cell, restores the
+  /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
+  /// up the stored inputs.
   /// Errors: those of forward(), StoredInputs::take() and GradientFlow::check().
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
   /// those of the parameters to `sums`. Unless `retain_graph`, uses up the graph.
+  /// Errors: what the layers' backwards throw; those of StoredInputs::check_before_backward().
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
   /// Drops a graph that recompute() can build again.

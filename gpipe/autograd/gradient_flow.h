@@ -10,15 +10,15 @@ namespace gpipe {
 /// stage's first forward builds its graph, and later forwards use its answer. Used by one thread at a time.
 class GradientFlow {
  public:
-  /// Whether learn() was called with the same sources. `sources` says of each parameter and input whether it wants a
+  /// Whether the last learn() had the same sources. `sources` tells for each parameter and input whether it wants a
   /// gradient.
   bool knows(const std::vector<bool>& sources) const { return sources == sources_ && !wanted_.empty(); }
   /// Learns from the result of a forward that built its graph.
   void learn(std::vector<bool> sources, const std::vector<Parcel>& out);
   /// Sets `wants_gradient` in the result of a forward without a graph.
   void apply(std::vector<Parcel>& out) const;
-  /// Compares the result of a recompute with what the forward sent. Errors: std::runtime_error when a tensor needs a
-  /// gradient but was sent without that wish. From then on every floating-point output is taken to need one.
+  /// Compares the result of a recompute with `sent`, the wants_gradient of the forward's parcels. Errors: std::runtime_error
+  /// when a tensor needs a gradient but was not sent so. From then on every floating-point output is taken to need one.
   void check(const std::vector<std::vector<bool>>& sent, const std::vector<Parcel>& recomputed);
 
  private:

@@ -8,8 +8,8 @@
 
 namespace gpipe {
 
-/// The state that a checkpointed cell's layers read and write, so that its recompute finds what its forward found. Used
-/// by one thread at a time.
+/// The buffers and parameters that a checkpointed cell's layers write to. Gives its recompute the values that its forward
+/// found. Used by one thread at a time.
 class RecomputeState {
  public:
   /// Saves the stage's buffers. Call before the forward. Both arguments must outlive this.
@@ -22,11 +22,11 @@ class RecomputeState {
   /// Call after the forward. Errors: see SavedBuffers::learn().
   void learn_habits() { before_forward_->learn(stage_.habits); }
 
-  /// Gives the layers the forward's buffers, and remembers the present ones and the parameters that layers write to.
+  /// Saves the present buffers, and the parameters that layers write to. Then gives the layers the forward's buffers.
   /// Unless `retain_graph`, this is the last recompute.
   void begin_recompute(bool retain_graph);
-  /// Restores what begin_recompute() remembered. Call after the backward: a graph may have saved what the recompute made
-  /// of the buffers. Does nothing unless a recompute has begun.
+  /// Restores the values that begin_recompute() saved. Call after the backward, because the graph may use the buffers as
+  /// the recompute left them. Does nothing unless a recompute has begun.
   void end_recompute();
 
  private:

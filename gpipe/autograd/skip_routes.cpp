@@ -29,7 +29,7 @@ bool changed(const at::Tensor& tensor, std::uint32_t version) { return version_o
 }
 
 [[noreturn]] void fail_unused(const SkipKey& key, const std::string& what) {
-  fail(key, "is declared to be " + what + " in every forward, but was not in this one");
+  fail(key, "is declared to be " + what + " in every forward, but was not " + what + " in this one");
 }
 
 }  // namespace

@@ -14,14 +14,14 @@
 
 namespace gpipe {
 
-/// Routes stash() and pop() during one run of a cell's layers: to the skips that enter and leave the stage, or, where
-/// both ends lie inside the stage, to each other. Used by one thread.
+/// Connects stash() and pop() during one run of a cell's layers: with the skips that leave and enter the stage, and with
+/// each other for a skip inside the stage. Used by one thread.
 class SkipRoutes : public SkipContext {
  public:
   /// `entering[k]` is the tensor of the stage's k-th skip in. `stage` must outlive this.
   SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering);
 
-  /// Errors, of both: std::runtime_error for a skip that is stashed or popped twice, popped before it is stashed, or
+  /// Errors of both: std::runtime_error for a skip that is stashed or popped twice, popped before it is stashed, or
   /// changed in place between.
   void stash(const SkipKey& key, at::Tensor tensor) override;
   at::Tensor pop(const SkipKey& key) override;

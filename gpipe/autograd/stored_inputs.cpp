@@ -34,36 +34,42 @@ bool changed(const std::vector<Parcel>& parcels) {
 }  // namespace
 
 StoredInputs::StoredInputs(Stage& stage, const std::vector<Parcel>& inputs)
-    : stage_(stage), stored_(stage.in_place == InPlace::kNo ? inputs : copies_of(inputs)) {
-  if (stage.in_place == InPlace::kUnknown) originals_ = inputs;
+    : stage_(stage),
+      stores_copies_(stage.in_place != InPlace::kNo),
+      stored_(stores_copies_ ? copies_of(inputs) : inputs) {
+  for (const auto& parcel : inputs) {
+    for (const auto& tensor : parcel.tensors) {
+      if (!tensor.defined() || tensor.is_inference()) continue;
+      originals_.push_back({tensor.unsafeGetTensorImpl()->version_counter(), version_of(tensor)});
+    }
+  }
 }
 
 void StoredInputs::check_after_forward(const std::vector<Parcel>& inputs) {
   if (!changed(inputs)) return;
-  const bool stores_copies = stage_.in_place != InPlace::kNo;
   stage_.in_place = InPlace::kYes;
-  if (!stores_copies) fail(stage_, "by one of its layers");
-}
-
-void StoredInputs::observe_originals() {
-  if (originals_.empty()) return;
-  // A later stage may have changed what this one passed on.
-  if (changed(originals_)) {
-    stage_.in_place = InPlace::kYes;
-  } else if (stage_.in_place == InPlace::kUnknown) {
-    stage_.in_place = InPlace::kNo;
-  }
-  originals_.clear();
+  if (!stores_copies_) fail(stage_, "by one of its layers");
 }
 
 std::vector<Parcel> StoredInputs::take(bool retain_graph) {
-  observe_originals();
   if (changed(stored_)) {
     stage_.in_place = InPlace::kYes;
     fail(stage_, "between its forward and its recompute");
   }
   if (!retain_graph) return std::move(stored_);
   return stage_.in_place == InPlace::kNo ? stored_ : copies_of(stored_);
+}
+
+void StoredInputs::check_before_backward() {
+  const auto originals = std::exchange(originals_, {});
+  const bool changed = std::any_of(originals.begin(), originals.end(),
+                                   [](const auto& it) { return it.counter.current_version() != it.before; });
+  if (changed) {
+    stage_.in_place = InPlace::kYes;
+    if (!stores_copies_) fail(stage_, "during its recompute");
+  } else if (stage_.in_place == InPlace::kUnknown) {
+    stage_.in_place = InPlace::kNo;
+  }
 }
 
 }  // namespace gpipe

@@ -1,5 +1,8 @@
 #pragma once
 
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
 #include <vector>
 
 #include "gpipe/autograd/parcel.h"
@@ -8,7 +11,7 @@
 namespace gpipe {
 
 /// The inputs of a checkpointed cell, stored from its forward until its recompute. Stores copies where the stage, or a
-/// later one that gets the same memory, changes its inputs in place, and until the first recompute has shown that none
+/// later one that gets the same memory, changes its inputs in place, and until the first backward has shown that none
 /// does. Used by one thread at a time.
 class StoredInputs {
  public:
@@ -23,12 +26,21 @@ class StoredInputs {
   /// were changed in place since the forward.
   std::vector<Parcel> take(bool retain_graph);
 
+  /// Call before the backward, when all later stages have run their forward of the micro-batch. Their forwards may run
+  /// during the recompute. Errors: std::runtime_error when the inputs of the recompute were changed in place meanwhile.
+  void check_before_backward();
+
  private:
-  void observe_originals();
+  /// The version counter of a tensor, without its memory.
+  struct Version {
+    c10::VariableVersion counter;
+    std::uint32_t before;
+  };
 
   Stage& stage_;
+  const bool stores_copies_;
   std::vector<Parcel> stored_;
-  std::vector<Parcel> originals_;  // while it is unknown whether the stage changes them; stored_ holds copies
+  std::vector<Version> originals_;  // until the first backward
 };
 
 }  // namespace gpipe

@@ -6,14 +6,15 @@
 
 namespace gpipe {
 
-/// Capacities with which no put ever waits, so that a schedule runs over these edges, and any further skips, if it runs
-/// over edges without bounds. A micro-batch lies on an edge only while its cell in the sending stage is between its F and
-/// its B or I, in both directions. So the most such cells at once, in the order of the sender's list, is enough; without a
-/// backward it is the number of micro-batches. Says nothing of schedules that verify() refuses by its rules 1 to 3.
+/// Returns capacities with which no put waits. So a schedule that runs over edges of unlimited capacity runs over these
+/// edges too. A micro-batch lies on an edge, in either direction, only while its cell in the sending stage is between its F
+/// and its B or I. The largest number of such cells at once, in the order of the sender's list, is therefore enough.
+/// Without a backward it is the number of micro-batches. REQUIRES: the schedule satisfies rules 1 to 3 of verify();
+/// otherwise the result has no meaning.
 std::vector<int> sufficient_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
-/// The least capacity of each edge with which the schedule does not deadlock while all other edges have their
-/// sufficient capacity. REQUIRES: the schedule runs with sufficient_capacities().
+/// Returns the least capacity of each edge with which the schedule does not deadlock while all other edges have their
+/// sufficient capacities. REQUIRES: the schedule runs with sufficient_capacities().
 std::vector<int> least_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
 }  // namespace gpipe

@@ -26,12 +26,11 @@ std::string to_string(Checkpoint checkpoint);
 Schedule fill(const Layout& layout);
 
 /// GPipe's schedule (Huang et al., arXiv:1811.06965): fill, then drain from micro-batch m-1 to 0, stages descending.
-/// The R of a checkpointed cell stands directly before its B. An R takes no gradient, so a worker recomputes while it
-/// would otherwise wait for one, and it holds at most one recomputed cell.
+/// Adds the R's of with_recomputes(), so a worker holds at most one recomputed cell.
 Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 
-/// Inserts an R directly before the B or I of each cell that recomputes. An R waits for nothing, so a worker recomputes
-/// while it would wait for gradients.
+/// Inserts an R directly before the B or I of each cell that recomputes. An R takes no gradient, so a worker recomputes
+/// while it would otherwise wait for one.
 Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
 
 /// Binds a schedule to edges and gives each edge the capacity at which no put waits (see capacity.h). Errors:

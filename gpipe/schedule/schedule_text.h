@@ -18,9 +18,8 @@ struct ParsedSchedule {
 /// forward, micro-batch 0) separated by spaces. Kinds are those of to_char(Kind).
 std::string to_text(const Schedule& schedule);
 
-/// Parses the text form. Commas may separate actions too. Empty lines and the rest of a line after '#' are skipped. The
-/// layout has the stages, micro-batches and workers that occur. Whether the schedule can run is for Program::make() to
-/// say. Errors: InvalidArgument, with line and column, for text that is not of this form, or a stage on two workers.
+/// Parses the text form. Commas separate actions too. Empty lines and the rest of a line after '#' are skipped. The layout
+/// has the stages, micro-batches and workers that occur. Does not check that the schedule can run; Program::make() does. Errors: InvalidArgument, with line and column, for text that is not of this form, or a stage on two workers.
 absl::StatusOr<ParsedSchedule> parse_schedule(std::string_view text);
 
 }  // namespace gpipe

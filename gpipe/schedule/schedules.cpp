@@ -24,7 +24,7 @@ std::string needs_one_stage_per_worker(const Layout& layout) {
 }
 
 std::string needs_loops(const Layout& layout) {
-  return is_looped(layout) ? "" : "stage s on worker s mod the number of workers, equally many stages on each";
+  return is_looped(layout) ? "" : "stage s on worker s mod the number of workers, the same number of stages on each";
 }
 
 Schedule fill_and_drain(const Layout& layout) { return fill_drain(layout, Checkpoint::kNever); }
@@ -43,8 +43,8 @@ Schedule one_f_one_b(const Layout& layout) {
   return lists;
 }
 
-// The sizes of the rounds of micro-batches that a worker runs through one stage before the next. Rounds are as equal as
-// can be, larger ones first: other orders can deadlock.
+// The sizes of the rounds. A worker runs all micro-batches of a round through one of its stages before the next stage.
+// Sizes differ by one at most, larger ones first, because other sizes can deadlock.
 std::vector<int> round_sizes(int workers, int micro_batches) {
   const int rounds = std::max(1, micro_batches / workers);
   std::vector<int> sizes(rounds, micro_batches / rounds);
@@ -86,7 +86,7 @@ Schedule interleaved_1f1b(const Layout& layout) {
 constexpr ScheduleRule kRules[] = {
     {"gpipe", "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", fits_any_layout,
      fill_and_drain},
-    {"1f1b", "one forward, one backward in turn: memory for p instead of m micro-batches (PipeDream, arXiv:2006.09503)",
+    {"1f1b", "one forward, then one backward: at most p of m micro-batches in memory (PipeDream, arXiv:2006.09503)",
      needs_one_stage_per_worker, one_f_one_b},
     {"looped_bfs", "gpipe with several stages per worker: a smaller bubble (Breadth-First, arXiv:2211.05953)",
      needs_loops, fill_and_drain},
@@ -121,9 +121,8 @@ Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint c
   if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
   if (const auto needed = rule.misfit(layout); !needed.empty()) {
     throw std::invalid_argument(
-        absl::StrFormat("[gpipe] schedule '%s' needs %s, but the layout has %d stages on workers "
-                        "%s",
-                        std::string(name), needed, layout.stages, absl::StrJoin(layout.placement, ", ")));
+        absl::StrFormat("[gpipe] schedule '%s' needs %s, but the layout has %d stages on workers %s", std::string(name),
+                        needed, layout.stages, absl::StrJoin(layout.placement, ", ")));
   }
   return with_recomputes(rule.generate(layout), checkpoint, layout.micro_batches);
 }

@@ -18,7 +18,7 @@ struct ScheduleRule {
   std::string_view name;
   /// One line for help texts: what it does, and its source.
   std::string_view summary;
-  /// Returns what the rule lacks in a layout, such as "one stage per worker"; empty if it fits.
+  /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout fits.
   std::string (*misfit)(const Layout& layout);
   /// Returns lists of F and B. REQUIRES: misfit() is empty.
   Schedule (*generate)(const Layout& layout);

@@ -2,16 +2,19 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <atomic>
+#include <filesystem>
 #include <fstream>
 #include <limits>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
-#include <filesystem>
 #include "gpipe/gpipe.h"
 #include "gpipe/schedule/schedule_text.h"
 #include "gpipe/schedule/schedules.h"
+#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
@@ -255,6 +258,70 @@ TEST(Step, ErrorsLeaveEverythingAsItWas) {
   }
 }
 
+// An error between the R and the B of a cell, among other places.
+TEST(Step, ErrorsInRecomputesAndBackwardsRestoreBuffers) {
+  struct FailingImpl : nn::Module {
+    explicit FailingImpl(int* countdown) : countdown(countdown) {}
+    Tensor forward(Tensor x) {
+      x = x * 1;
+      if (x.requires_grad()) {
+        x.register_hook([countdown = countdown](const Tensor&) {
+          if (--*countdown == 0) throw std::domain_error("backward");
+        });
+      }
+      return x;
+    }
+    int* countdown;
+  };
+  for (const auto& schedule : kSchedules) {
+    for (int failing = 1; failing <= 4; ++failing) {
+      torch::manual_seed(1);
+      int countdown = failing;
+      nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Linear(6, 6), nn::BatchNorm1d(6));
+      model->push_back(std::make_shared<FailingImpl>(&countdown));
+      GPipe pipe(model, {2, 3}, options(schedule).checkpoint(Checkpoint::kAlways));
+      std::vector<Tensor> buffers;
+      for (const auto& buffer : model->buffers()) buffers.push_back(buffer.clone());
+      EXPECT_THROW(pipe->step(torch::randn({8, 6}), torch::randn({8, 6}), kMse), std::domain_error);
+      for (std::size_t i = 0; i < buffers.size(); ++i) EXPECT_TRUE(torch::equal(model->buffers()[i], buffers[i]));
+    }
+  }
+}
+
+// Stage 1 changes the tensor that stage 0 has passed on, while stage 0 recomputes from it.
+TEST(Step, RecomputesFromACopyOfAnInputThatALaterStageChangesInPlace) {
+  std::atomic<bool> recomputing = false;
+  std::atomic<bool> changed = false;
+  const auto wait_for = [](const std::atomic<bool>& flag) {
+    while (!flag) std::this_thread::yield();
+  };
+  nn::Sequential model;
+  model->push_back(function_layer([&](std::vector<Tensor> in) -> std::vector<Tensor> {
+    if (is_recomputing()) {
+      recomputing = true;
+      wait_for(changed);
+    }
+    return {torch::tanh(in[0] + in[1]), in[1]};
+  }));
+  model->push_back(function_layer([&](std::vector<Tensor> in) -> Tensor {
+    if (!is_recomputing()) wait_for(recomputing);
+    in[1].mul_(2);
+    changed = true;
+    return in[0] + in[1];
+  }));
+  const auto a = torch::randn({8, 6}, torch::kDouble).requires_grad_();
+  const auto b = torch::randn({8, 6}, torch::kDouble);
+  const auto y = torch::randn({8, 6}, torch::kDouble);
+  const auto expected = torch::autograd::grad({torch::mse_loss(torch::tanh(a + b) + 2 * b, y)}, {a}).front();
+  GPipe pipe(model, {1, 1}, options("gpipe", 1).checkpoint(Checkpoint::kAlways));
+  for (int step = 0; step < 3; ++step) {
+    recomputing = changed = false;
+    a.mutable_grad().reset();
+    pipe->step(std::vector<Tensor>{a, b.clone()}, y, kMse);
+    EXPECT_TRUE(torch::allclose(a.grad(), expected, 1e-12, 1e-12)) << step;
+  }
+}
+
 TEST(Step, RefusesWhatItCannotDo) {
   auto model = small_model();
   GPipe pipe(model, {2, 3}, options("1f1b"));
@@ -327,6 +394,20 @@ TEST(Step, RunsASchedulesFromAFileOrAFunction) {
 
   GPipe wrong(model, {2, 3}, options("gpipe").schedule_function([](const Layout& of, Checkpoint) { return fill(of); }));
   EXPECT_THAT([&] { wrong->step(x, y, kMse); }, ThrowsMessage<std::invalid_argument>(HasSubstr("no backward")));
+
+  GPipe early(model, {5}, options("gpipe", 2).schedule_function([](const Layout&, Checkpoint) {
+    return parse_schedule("0F0 0R0 0F1 0B0 0B1")->schedule;
+  }));
+  EXPECT_THAT([&] { early->step(x, y, kMse); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("has 0F1 between 0R0 and its B")));
+
+  GPipe* calling = nullptr;
+  GPipe calls(model, {5}, options("gpipe").schedule_function([&](const Layout& of, Checkpoint checkpoint) {
+    EXPECT_FALSE((*calling)->last_error());
+    return make_schedule("gpipe", of, checkpoint);
+  }));
+  calling = &calls;
+  calls->step(x, y, kMse);
   std::filesystem::remove(path);
 }
 

@@ -55,8 +55,8 @@ mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "?
        "? stored_ : stored_" InPlace.*)
 mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/recompute_state.cpp "  present_->buffers.restore();\n" ""
        Recompute.*)
-mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp "if (!stores_copies) fail"
-       "if (false) fail" InPlace.*)
+mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp
+       "if (!stores_copies_) fail(stage_, \"by" "if (false) fail(stage_, \"by" InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" InPlace.*)
 mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp
