@@ -35,9 +35,9 @@ struct ResNetOptions {
 ///   avgpool, flatten, fc
 ///
 /// The first block of a group can project its shortcut by a 1x1 convolution and batch norm. The projection is on the
-/// side of the skip where the tensor to store and send is smaller. It is in the stash where it halves the tensor (groups
-/// 2 to 4, "layer2_0_stash.downsample.0.weight"), and in the join where it enlarges the tensor four times (group 1 of
-/// the bottlenecks, "layer1_0_join.downsample.0.weight").
+/// side of the skip where the tensor to store and send is smaller. It is in the stash where it halves the tensor
+/// (groups 2 to 4, "layer2_0_stash.downsample.0.weight"), and in the join where it enlarges the tensor four times
+/// (group 1 of the bottlenecks, "layer1_0_join.downsample.0.weight").
 ///
 /// Errors: std::invalid_argument with the option and its value.
 torch::nn::Sequential resnet18(const ResNetOptions& options = {});

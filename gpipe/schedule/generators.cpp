@@ -68,7 +68,7 @@ Schedule fill_drain(const Layout& layout, Checkpoint checkpoint) {
 }
 
 Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward) {
-  Layout layout{stages, micro_batches, std::vector<int>(std::clamp(stages, 0, kMostCells))};  // make() refuses others
+  Layout layout{stages, micro_batches, std::vector<int>(std::clamp(stages, 0, kMostCells))};  // fill() refuses others
   std::iota(layout.placement.begin(), layout.placement.end(), 0);
   for (auto& edge : edges) edge.capacity = micro_batches;
   auto schedule = backward ? fill_drain(layout, checkpoint) : fill(layout);

@@ -15,23 +15,22 @@ enum class Checkpoint {
   kAlways,
 };
 
-/// All modes by name: "never", "except_last", "always".
+/// Returns all modes by name: "never", "except_last", "always".
 std::map<std::string, Checkpoint> checkpoints();
 std::string to_string(Checkpoint checkpoint);
 
-// Generators are pure functions of the layout. They do not check that the edges have enough capacity: Program::make
-// does. Errors: std::invalid_argument for an invalid layout.
+// Generators are pure functions of the layout. Whether the edges have enough capacity is checked by Program::make, not
+// here. Errors: std::invalid_argument for an invalid layout.
 
-/// The forwards alone: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending.
+/// Forwards only: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending.
 Schedule fill(const Layout& layout);
 
 /// GPipe's schedule (Huang et al., arXiv:1811.06965): fill, then drain from micro-batch m-1 to 0, stages descending.
-/// The R of a checkpointed cell stands directly before its B. An R takes no gradient, so a worker recomputes while it
-/// would otherwise wait for one, and it holds at most one recomputed cell.
+/// The R of a checkpointed cell stands directly before its B, so a worker holds at most one recomputed cell.
 Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 
-/// GPipe's program with one stage per worker and edges that hold a whole mini-batch: fill_drain(), or fill() if
-/// `backward` is false. Errors: std::invalid_argument for invalid numbers or edges.
+/// GPipe's program with one stage per worker: fill_drain(), or fill() if `backward` is false. Sets the capacity of each
+/// edge to `micro_batches`. Errors: std::invalid_argument for invalid numbers or edges.
 Program gpipe_program(int stages, int micro_batches, std::vector<Edge> edges, Checkpoint checkpoint, bool backward);
 
 }  // namespace gpipe

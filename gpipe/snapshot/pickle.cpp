@@ -73,8 +73,8 @@ void check_keys(const Plain& plain) {
   if (twice != keys.end()) refuse("has a dict with the key '" + std::string(*twice) + "' twice");
 }
 
-/// Interprets the opcodes of pickle protocol 2 that LibTorch and torch.save use. The comments in Python's pickletools.py
-/// describe them.
+/// Interprets the opcodes of pickle protocol 2 that LibTorch and torch.save use. The comments in Python's
+/// pickletools.py describe them.
 class Unpickler {
  public:
   Unpickler(std::string_view pickle, const ZipRecords& records)
@@ -196,8 +196,8 @@ class Unpickler {
     }
   }
 
-  /// Whether the pickle can use the item again. It cannot use a list or dict again: these can still grow and could come to
-  /// contain themselves. It cannot use a tuple of tuples again: the size could double with each level.
+  /// Whether the pickle can use the item again. It cannot use a list or dict again: these can still grow and could come
+  /// to contain themselves. It cannot use a tuple of tuples again: the size could double with each level.
   static bool is_reusable(const Item& item) {
     if (std::holds_alternative<Arguments>(item.what)) return false;
     return item.depth == 0 || (item.depth == 1 && item.plain<Plain::Tuple>() != nullptr);

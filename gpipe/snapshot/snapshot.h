@@ -39,8 +39,8 @@ struct OptimizerState {
   std::map<std::string, Fields> state;  ///< by parameter; only parameters that had a gradient so far
 };
 
-/// Everything that a training run needs to continue as if it had never stopped. It shares no memory with the model, so it
-/// can be written while training goes on.
+/// Everything that a training run needs to continue as if it had never stopped. It shares no memory with the model, so
+/// it can be written while training goes on.
 struct Snapshot {
   NamedTensors model = NamedTensors("Tensor");  ///< parameters and buffers
   OptimizerState optimizer;
@@ -59,13 +59,14 @@ struct Snapshot {
 ///
 /// The path always names a complete snapshot: the previous one until this one is on the disk (see AtomicFile).
 /// Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or not of a type that
-/// LibTorch and Python save in the same way: bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of the
-/// last two. The path then names the previous file, or the new one if only flushing the folder after the rename failed.
+/// LibTorch and Python save in the same way: bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of
+/// the last two. The path then names the previous file, or the new one if only flushing the folder after the rename
+/// failed.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
 /// Reads a file from write_snapshot(), from Python's gpipe.snapshot.write, or from torch.save of an equal dict that
-/// contains no list or dict object twice. Executes nothing from the file. Time and memory are proportional to the file's
-/// size.
+/// contains no list or dict object twice. Executes nothing from the file. Time and memory are proportional to the
+/// file's size.
 /// Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file, damaged,
 /// truncated, not a snapshot, or of a newer version.
 Snapshot read_snapshot(const std::filesystem::path& path);
@@ -73,9 +74,9 @@ Snapshot read_snapshot(const std::filesystem::path& path);
 /// Copies the parameters and buffers to the CPU.
 NamedTensors capture_model(const torch::nn::Module& model);
 
-/// Copies the tensors into the model's tensors, on their devices. Errors: std::invalid_argument for a name that only the
-/// model or only the snapshot has, for different shapes, types or layouts, and for a tensor of the model that cannot be
-/// written in place. The model is then unchanged.
+/// Copies the tensors into the model's tensors, on their devices. Errors: std::invalid_argument for a name that only
+/// the model or only the snapshot has, for different shapes, types or layouts, and for a tensor of the model that
+/// cannot be written in place. The model is then unchanged.
 void restore_model(torch::nn::Module& model, const NamedTensors& saved);
 
 /// Copies an optimizer's options and state; the parameters' names are the model's. Errors: std::invalid_argument for an
@@ -89,8 +90,8 @@ void restore_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Modu
 /// Returns the state of the default CPU generator.
 at::Tensor capture_random();
 
-/// Sets the state of the default CPU generator. Errors: std::invalid_argument for a tensor that is not such a state. The
-/// generator is then unchanged.
+/// Sets the state of the default CPU generator. Errors: std::invalid_argument for a tensor that is not such a state.
+/// The generator is then unchanged.
 void restore_random(const at::Tensor& saved);
 
 }  // namespace gpipe

@@ -1,5 +1,5 @@
-// The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and fails
-// the test.
+// The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and
+// fails the test.
 #include "gpipe/runtime/event_count.h"
 
 #include <gtest/gtest.h>
@@ -64,8 +64,8 @@ void let_others_run(int times) {
   for (int i = 0; i < times; ++i) std::this_thread::yield();
 }
 
-/// Waits until holds() is true. Lets other threads run after each check, so that the condition often changes between the
-/// check and the sleep.
+/// Waits until holds() is true. Lets other threads run after each check, so that the condition often changes between
+/// the check and the sleep.
 void wait_slowly(EventCount& event, bool with_limit, int yields, absl::FunctionRef<bool()> holds) {
   wait(event, with_limit, [&] {
     const bool is = holds();
