@@ -10,27 +10,28 @@
 
 namespace gpipe {
 
-/// One skip of a model, by the indices of the layers that hold its ends (from <= to).
+/// One skip of a model: the indices of the layers that stash and pop it (from <= to).
 struct SkipLink {
   SkipKey key;
   int from = 0;
   int to = 0;
 };
 
-/// A layer as the user named it, for messages.
+/// A layer, and its name for messages.
 struct NamedLayer {
   std::string name;
   std::shared_ptr<torch::nn::Module> module;
 };
 
-/// The skips of a model, in the order of their stashing layers. Skippable layers nested in a layer count as that
-/// layer's and run in the order in which they were registered, as in a Sequential; where one of a skip's ends is nested
-/// in the layer that holds the other, the order is that layer's own affair. Errors: std::invalid_argument that lists
-/// every fault, each with layer and name: a name stashed or popped twice, popped without or before its stash, stashed
-/// and never popped.
+/// Returns the skips of a model, in the order of their stashing layers. A skip of a nested layer counts as a skip of
+/// its outer layer. Nested layers are taken to run in the order in which they were registered, as in a Sequential. The
+/// order is not checked if one end of a skip is nested in the layer with the other end.
+///
+/// Errors: std::invalid_argument that lists every fault with its layer and name: a name that is stashed twice, popped
+/// twice, popped without or before its stash, or never popped.
 std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers);
 
-/// Checks a model's skips as GPipe does when it is made. Errors: as skip_links().
+/// Checks a model's skips, as the constructor of GPipe does. Errors: as skip_links().
 void verify_skippables(const torch::nn::Sequential& model);
 
 }  // namespace gpipe
