@@ -41,7 +41,7 @@ struct Projection {
   nn::Sequential make() const { return nn::Sequential(conv(in, out, 1, stride), nn::BatchNorm2d(out)); }
 };
 
-/// The beginning of a block: stashes its input or a projection of it, and passes the input on.
+/// Stashes a block's input, or a projection of it, and returns the input.
 class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
  public:
   StashImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
@@ -64,7 +64,7 @@ class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
 };
 TORCH_MODULE(Stash);
 
-/// The end of a block: adds the skip, or a projection of it, to its input.
+/// Adds the skip, or a projection of it, to its input.
 class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
  public:
   JoinImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)

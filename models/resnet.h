@@ -12,7 +12,7 @@
 namespace gpipe::models {
 
 struct ResNetOptions {
-  /// Outputs, one per class: logits, without a final activation.
+  /// Number of outputs, one per class: logits, without a final activation.
   TORCH_ARG(std::int64_t, num_classes) = 1000;
   /// Channels of the input image.
   TORCH_ARG(std::int64_t, in_channels) = 3;
@@ -35,9 +35,9 @@ struct ResNetOptions {
 ///   avgpool, flatten, fc
 ///
 /// The first block of a group can project its shortcut by a 1x1 convolution and batch norm. The projection is on the
-/// side of the skip where the tensor to store and send is smaller. It is in the stash where it halves the tensor (groups
-/// 2 to 4, "layer2_0_stash.downsample.0.weight"), and in the join where it enlarges the tensor four times (group 1 of
-/// the bottlenecks, "layer1_0_join.downsample.0.weight").
+/// side of the skip where the tensor to store and send is smaller. It is in the stash where it halves the tensor
+/// (groups 2 to 4, "layer2_0_stash.downsample.0.weight"), and in the join where it enlarges the tensor four times
+/// (group 1 of the bottlenecks, "layer1_0_join.downsample.0.weight").
 ///
 /// Errors: std::invalid_argument with the option and its value.
 torch::nn::Sequential resnet18(const ResNetOptions& options = {});
@@ -54,19 +54,18 @@ torch::nn::Sequential resnet152(const ResNetOptions& options = {});
 ///   other keys                       unchanged
 std::string from_torchvision(const std::string& key);
 
-/// Copies the state of torchvision's ResNet of the same depth into a model, or a pipeline of one: load_torchvision(
-/// *model, state). Values are converted to the model's devices and types. Older states have no batch counters
-/// (num_batches_tracked): these become 0.
+/// Copies the state of torchvision's ResNet of the same depth into a model or into a pipeline of it:
+/// `load_torchvision(*model, state)`. Converts values to the model's devices and types. Sets batch counters
+/// (num_batches_tracked) to 0 if the state is of an older version without them.
 ///
 /// Errors: std::invalid_argument with the first key that is unexpected, missing or has another shape. The model is then
 /// unchanged.
 void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
 
 /// The same from a file written in Python by `torch.save(dict(model.state_dict()), path)`. Without `dict` the file
-/// contains an OrderedDict, which is refused. The file is read as in gpipe/snapshot: damaged and hostile files are
-/// errors, and nothing in them is executed.
+/// contains an OrderedDict, which is refused. Executes nothing from the file.
 ///
-/// Errors: also std::runtime_error with the path and the reason if the file cannot be read.
+/// Errors: also std::runtime_error with the path and the reason for a file that is missing, damaged or not such a dict.
 void load_torchvision(torch::nn::Module& model, const std::filesystem::path& path);
 
 }  // namespace gpipe::models

@@ -44,7 +44,7 @@ struct Nd<3> {
   using Linear = torch::enumtype::kTrilinear;
 };
 
-/// Stashes its input and passes it on.
+/// Stashes its input and returns it.
 class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
  public:
   StashImpl(const std::string& skip, Namespace ns)
@@ -93,7 +93,7 @@ class Builder {
       block(name, channels, channels_at(level));
       channels = channels_at(level);
       add(name + "_stash", Stash(skip_at(level), skips_));
-      // Rounding up keeps at least one pixel, and doubling then gives at least the size of the skip.
+      // Rounding up keeps at least one pixel. Doubling then gives at least the size of the skip.
       add(name + "_pool", typename Nd<D>::MaxPool(nn::MaxPoolOptions<D>(2).ceil_mode(true)));
     }
     block("bottom", channels, 2 * channels);
@@ -139,7 +139,7 @@ class Builder {
       add(name + "_upsample", typename Nd<D>::ConvTranspose(nn::ConvTransposeOptions<D>(in, out, 2).stride(2)));
       return;
     }
-    // A 1x1 convolution commutes with interpolation. Before it, it costs a quarter (2D) or an eighth (3D).
+    // A 1x1 convolution commutes with interpolation. Done first, it costs a quarter (2D) or an eighth (3D).
     add(name + "_reduce", conv(in, out, 1));
     add(name + "_upsample", nn::Upsample(nn::UpsampleOptions()
                                              .scale_factor(std::vector<double>(D, 2.0))

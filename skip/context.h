@@ -8,7 +8,7 @@
 
 namespace gpipe {
 
-/// Identifies a skip.
+/// Identifies a skip by its namespace and name.
 struct SkipKey {
   Namespace ns = Namespace::global();
   std::string name;
@@ -16,11 +16,11 @@ struct SkipKey {
   friend auto operator<=>(const SkipKey&, const SkipKey&) = default;
 };
 
-/// For messages: "'name'", or "'name' (namespace 3)" for an isolated name.
+/// Returns "'name'", or "'name' (namespace 3)" for an isolated name.
 std::string to_string(const SkipKey& key);
 
-/// Implements stash() and pop() of the calling thread. A pipeline sets one around each cell. Outside a pipeline each
-/// thread has a default context, so that skippable layers also work in a plain Sequential.
+/// Implements stash() and pop() for the calling thread. A pipeline sets a context for each cell. Outside a pipeline
+/// each thread has a default context, so that skippable layers also work in a plain Sequential.
 ///
 /// The default context keeps a stashed tensor until it is popped or until the same key is stashed again, so a failed
 /// forward does not affect the next one. Its pop() throws std::runtime_error if nothing is stashed under the key.
@@ -31,7 +31,7 @@ class SkipContext {
   virtual void stash(const SkipKey& key, at::Tensor tensor) = 0;
   virtual at::Tensor pop(const SkipKey& key) = 0;
 
-  /// The calling thread's context.
+  /// Returns the calling thread's context.
   static SkipContext& current();
 };
 

@@ -10,11 +10,11 @@
 namespace gpipe {
 namespace {
 
-/// A layer's stash or pop of a name.
+/// One end of a skip: a layer's stash or pop.
 struct End {
   SkipKey key;
   int layer = 0;
-  int order = 0;     // of its module, over the whole model
+  int order = 0;     // position of its module among all modules of the model
   std::string path;  // "layer", or "layer.child" for a module nested in it
 };
 
@@ -36,23 +36,23 @@ Ends find_ends(const std::vector<SkipDeclaration>& declarations) {
 
 std::string to_string(const End& end) { return "layer '" + end.path + "' (" + std::to_string(end.layer) + ")"; }
 
-bool holds(const End& outer, const End& inner) {
+bool contains(const End& outer, const End& inner) {
   return outer.layer == inner.layer && inner.path.starts_with(outer.path + ".");
 }
 
 bool in_order(const End& stash, const End& pop) {
-  return stash.order < pop.order || holds(stash, pop) || holds(pop, stash);
+  return stash.order < pop.order || contains(stash, pop) || contains(pop, stash);
 }
 
-/// The first end of each key, and a fault for each further one.
+/// Returns the first end of each key. Adds a fault for each further one.
 std::map<SkipKey, const End*> index(const std::vector<End>& ends, const std::string& verb,
                                     std::vector<std::string>& faults) {
   std::map<SkipKey, const End*> first;
   for (const auto& end : ends) {
-    const auto [at, fresh] = first.emplace(end.key, &end);
-    if (fresh) continue;
-    faults.push_back(to_string(end) + " " + verb + " " + to_string(end.key) + ", as " + to_string(*at->second) +
-                     " does: isolate one of them by a Namespace");
+    const auto [earlier, added] = first.emplace(end.key, &end);
+    if (added) continue;
+    faults.push_back(to_string(end) + " " + verb + " " + to_string(end.key) + ", which " + to_string(*earlier->second) +
+                     " already " + verb + ": isolate one of them with a Namespace");
   }
   return first;
 }

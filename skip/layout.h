@@ -10,14 +10,14 @@
 
 namespace gpipe {
 
-/// One skip of a model, by the indices of the layers that hold its ends (from <= to).
+/// One skip of a model: the indices of the layers that stash and pop it (from <= to).
 struct SkipLink {
   SkipKey key;
   int from = 0;
   int to = 0;
 };
 
-/// A layer as the user named it, for messages.
+/// A layer, and its name for messages.
 struct NamedLayer {
   std::string name;
   std::shared_ptr<torch::nn::Module> module;
@@ -41,7 +41,7 @@ std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declaratio
 /// were registered, as in a Sequential. Errors: as match_skips().
 std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers);
 
-/// Checks a model's skips as GPipe does when it is made. Errors: as skip_links().
+/// Checks a model's skips, as the constructor of GPipe does. Errors: as skip_links().
 void verify_skippables(const torch::nn::Sequential& model);
 
 }  // namespace gpipe

@@ -4,15 +4,15 @@
 
 namespace gpipe {
 
-/// Distinguishes skips of the same name: a skip is identified by (namespace, name). The default constructor makes a new
-/// namespace; a copy equals its original. Construction and comparison are thread-safe.
+/// Distinguishes skips of the same name. The default constructor makes a new namespace; a copy equals its original.
+/// Construction and comparison are thread-safe.
 class Namespace {
  public:
   Namespace();
 
   friend auto operator<=>(const Namespace&, const Namespace&) = default;
 
-  /// The namespace of names that were never isolated.
+  /// The namespace of names that are not isolated.
   static Namespace global() { return Namespace(0); }
 
   std::uint64_t id() const { return id_; }

@@ -35,13 +35,13 @@ class Skippable {
 
   virtual ~Skippable() = default;
 
-  /// Moves the names of this layer and of Skippable layers nested in it into a namespace, including names isolated
-  /// before, so that a model can contain the same layers twice. If `only` is not empty, moves only those names.
+  /// Moves the names of this layer and of its nested Skippable layers into a namespace, so that a model can contain the
+  /// same layers twice. Also moves names isolated before. If `only` is not empty, moves only those names.
   /// REQUIRES: called before the model becomes a pipeline.
-  /// Errors: std::invalid_argument if `only` contains a name that none of the layers declares. Nothing is moved then.
+  /// Errors: std::invalid_argument if `only` contains a name that none of the layers declares. Then no name is moved.
   void isolate(Namespace ns, const std::vector<std::string>& only = {});
 
-  /// The declared names with their current namespaces, in the order given.
+  /// The declared names with their current namespaces, in the order of the declaration.
   const std::vector<SkipKey>& stashes() const { return stashes_; }
   const std::vector<SkipKey>& pops() const { return pops_; }
 
@@ -62,7 +62,7 @@ class Skippable {
   std::vector<SkipKey> pops_;
 };
 
-/// The same for every Skippable in a module.
+/// The same for a module and its submodules: isolates every Skippable among them.
 void isolate(torch::nn::Module& module, Namespace ns, const std::vector<std::string>& only = {});
 
 }  // namespace gpipe

@@ -10,16 +10,17 @@
 
 namespace gpipe {
 
-/// Receives a report of each tensor allocation, on every device, from PyTorch's allocators. Reports come from each
-/// thread on which the listener is installed, and from threads that take over such a thread's at::ThreadLocalState.
+/// Receives a report of each allocation and each freeing of tensor memory, on all devices, from PyTorch's allocators.
+/// Reports come from each thread on which the listener is installed, and from threads that take over such a thread's
+/// at::ThreadLocalState.
 ///
-/// PyTorch has one place per thread for a profiler and casts what it finds there to ProfilerStateBase.
+/// PyTorch has one slot per thread for a profiler and casts its content to ProfilerStateBase.
 ///
 /// Thread safety: allocated() and freed() are called on several threads at once.
 class AllocationListener : public torch::profiler::impl::ProfilerStateBase {
  public:
-  /// Installs a listener on this thread for its lifetime. Installs nothing if the listener is null or if the thread
-  /// already has a profiler or listener, which would no longer receive reports.
+  /// Installs a listener on this thread for a scope. Installs nothing if the listener is null, or if the thread already
+  /// has a profiler or listener, which would lose its reports.
   class Scope {
    public:
     explicit Scope(std::shared_ptr<AllocationListener> listener);
@@ -36,9 +37,9 @@ class AllocationListener : public torch::profiler::impl::ProfilerStateBase {
   torch::profiler::impl::ActiveProfilerType profilerType() final;
 
  private:
-  /// `bytes` > 0. The address may be one whose freeing was not reported.
+  /// `bytes` > 0. An earlier block at this address may have been freed without a report.
   virtual void allocated(const void* data, std::int64_t bytes) = 0;
-  /// `bytes` > 0. The allocation itself may not have been reported.
+  /// `bytes` > 0. The allocation may not have been reported.
   virtual void freed(const void* data, std::int64_t bytes) = 0;
 };
 

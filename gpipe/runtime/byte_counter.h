@@ -17,8 +17,8 @@ class ByteCounter : public AllocationListener {
  public:
   explicit ByteCounter(int workers) : counts_(workers) {}
 
-  /// Assigns this thread's allocations to a worker for its lifetime. Allocations of other threads are not counted. The
-  /// counter may be null. Workers of nested pipelines nest: the innermost counts.
+  /// Assigns this thread's allocations to a worker for a scope. Allocations of threads without a worker are not
+  /// counted. The counter may be null. Scopes of nested pipelines nest: the innermost counts.
   class Worker {
    public:
     Worker(const ByteCounter* counter, int worker);
@@ -27,16 +27,16 @@ class ByteCounter : public AllocationListener {
     Worker& operator=(const Worker&) = delete;
 
    private:
-    const Worker* const outer_;
     friend class ByteCounter;
+    const Worker* const outer_;
     const ByteCounter* const counter_;
     const int worker_;
   };
 
-  /// The worker's live bytes, and their peak since the last call.
+  /// Returns the worker's live bytes, and their peak since the last call.
   Bytes count(int worker);
 
-  /// Stops counting the tensor's memory, which now belongs to the caller.
+  /// Stops counting the tensor's memory: it now belongs to the pipeline's caller.
   void release(const at::Tensor& tensor);
 
  private:

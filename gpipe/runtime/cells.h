@@ -14,21 +14,21 @@ struct Bytes {
 };
 
 /// The cells of one mini-batch, as the executor calls them. The executor decides when an action runs; this class runs
-/// it. Implementations pass data between cells without locks, because an edge's put happens before its take.
+/// it. Implementations can pass data between cells without locks, because an edge's put happens before its take.
 class Cells {
  public:
   virtual ~Cells() = default;
 
   /// Called once per run on each worker's thread. Sets up the thread (device, stream, grad mode), calls run_actions()
-  /// exactly once, which runs the worker's actions and does not throw, and restores the thread. Can throw.
+  /// exactly once, and restores the thread. run_actions() runs the worker's actions and does not throw. Can throw.
   virtual void work(int worker, absl::FunctionRef<void()> run_actions) = 0;
 
-  /// Performs one action on its worker's thread. Its edges have been taken before; the executor puts its edges when
-  /// this returns. Can throw.
+  /// Performs one action on its worker's thread. The executor takes the action's edges before this call and puts its
+  /// edges after it. Can throw.
   virtual void run(const Action& action) = 0;
 
-  /// Returns what a worker has allocated. Called on the worker's thread before and after each action of a run with a
-  /// timeline.
+  /// Returns the bytes that a worker has allocated. Called on the worker's thread before and after each action of a run
+  /// with a timeline.
   virtual Bytes bytes(int /*worker*/) { return {}; }
 };
 

@@ -8,8 +8,8 @@
 namespace gpipe {
 
 /// One direction of one edge during one run: tracks which micro-batches have been put and not yet taken. It carries no
-/// data. The producer writes the data before put(), and the consumer reads it after take(); the put happens before the
-/// take.
+/// data. A micro-batch's put() happens before its take(), so the producer writes the data before put() and the consumer
+/// reads it after take().
 ///
 /// Thread safety: one producer thread puts, one consumer thread takes (they can be the same), any thread cancels.
 /// Invariants:
@@ -25,6 +25,7 @@ class Channel {
   bool put(int micro_batch);
   /// Waits until the micro-batch has been put. Returns false if cancelled.
   bool take(int micro_batch);
+  /// Wakes all waiting calls.
   void cancel();
 
  private:

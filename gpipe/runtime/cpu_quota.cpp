@@ -18,7 +18,7 @@ namespace {
 
 constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 
-/// Both arguments are in microseconds; the quota is per period. The quotas "max" and -1 mean no limit.
+/// Both arguments are in microseconds; the quota is per period. "max" and -1 mean no limit.
 double cpus(absl::string_view quota, absl::string_view period) {
   std::int64_t quota_us = 0;
   std::int64_t period_us = 0;
@@ -39,8 +39,8 @@ double quota_v1(const std::string& folder, const ReadFile& read) {
   return quota && period ? cpus(*quota, *period) : kUnlimited;
 }
 
-/// The minimum quota of a group and its ancestors, up to the mount point. In a container the path can be the host's
-/// while only the container's own group is mounted. Then only the mount point has files.
+/// The minimum quota of a group and its ancestors, up to the mount point. In a container the group's path can be the
+/// host's although only the container's own group is mounted. Then only the mount point has files.
 template <typename Quota>
 double min_quota(const std::string& mount, std::string group, const ReadFile& read, Quota quota) {
   double result = quota(mount, read);

@@ -52,13 +52,13 @@ bool EventCount::await_for(int spins, std::chrono::milliseconds time, absl::Func
 void EventCount::announce() {
   if (sleepers_ == 0) return;
   { MutexLock lock(mutex_); }
-  changed_.notify_all();  // not under the mutex, because the woken thread takes it
+  changed_.notify_all();  // not under the mutex, because a woken thread locks it
 }
 
 int spins_for(int threads, double cpu_quota) {
   cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof cores, &cores) != 0)
-    return 0;  // fails if there are more cores than cpu_set_t can hold
+  // Fails if there are more cores than cpu_set_t can hold.
+  if (sched_getaffinity(0, sizeof cores, &cores) != 0) return 0;
   return threads <= CPU_COUNT(&cores) && threads <= cpu_quota ? kSpins : 0;
 }
 

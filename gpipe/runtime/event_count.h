@@ -20,12 +20,11 @@ namespace gpipe {
 ///      So no wake-up is lost in between.
 class EventCount {
  public:
-  /// Returns when the condition holds. Checks it up to `spins` times, with a pause in between, before it sleeps.
-  /// Spinning is much faster than being woken, but on a shared core it delays the thread we wait for, so it yields at
-  /// intervals.
+  /// Returns when the condition holds. Checks it up to `spins` times before it sleeps, with pauses and occasional
+  /// yields in between.
   void await(int spins, absl::FunctionRef<bool()> condition);
 
-  /// The same, but sleeps at most for `time`. Returns whether the condition holds.
+  /// The same, but sleeps for at most `time`. Returns whether the condition holds.
   bool await_for(int spins, std::chrono::milliseconds time, absl::FunctionRef<bool()> condition);
 
   /// Wakes the sleepers, which check their conditions again.
@@ -37,9 +36,8 @@ class EventCount {
   CondVar changed_;
 };
 
-/// Returns how often to spin before sleeping: for about half a millisecond, which covers the usual wait between cells
-/// of unequal length. Returns 0 if the process has fewer cores than `threads` busy threads, or a smaller `cpu_quota`
-/// (in CPUs).
+/// Returns how often to spin before sleeping: enough for about half a millisecond, or 0 if the process has fewer cores
+/// than `threads`, the number of busy threads, or a `cpu_quota` (in CPUs) below it.
 int spins_for(int threads, double cpu_quota);
 
 }  // namespace gpipe

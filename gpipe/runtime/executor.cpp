@@ -27,7 +27,7 @@ double now() { return std::chrono::duration<double>(std::chrono::steady_clock::n
 
 }  // namespace
 
-/// One run, shared by its workers; lives on the stack of Executor::run().
+/// One run, shared by the workers. Lives on the stack of Executor::run().
 /// Invariants:
 ///   1. failure_ and failed_ are set together, at most once, and never cleared. Every channel is cancelled afterwards,
 ///      so that each worker notices at its next wait, or at the check before its next action.
@@ -217,13 +217,12 @@ bool Executor::forked() const { return getpid() != process_; }
 void Executor::check_caller() const {
   if (on_worker()) {
     throw std::logic_error(
-        "[gpipe] a pipeline was called on one of its own workers, which would wait for itself; a pipeline cannot "
-        "contain "
-        "itself");
+        "[gpipe] a pipeline was called on one of its own workers, which would wait for itself: "
+        "a pipeline cannot contain itself");
   }
   if (forked()) {
     throw std::logic_error(
-        "[gpipe] this process was forked after the pipeline was made, and has none of its threads; make the pipeline "
+        "[gpipe] this process was forked after the pipeline was made, and has none of its threads: make the pipeline "
         "in the process that uses it");
   }
 }

@@ -15,12 +15,12 @@
 
 namespace gpipe {
 
-/// Which part of each worker's list a run executes. kForward and kBackward need Program::two_phase(): no edge may be
-/// put in one part and taken in the other.
+/// Which part of each worker's list a run executes. kForward and kBackward need Program::two_phase(), so that no edge
+/// is put in one part and taken in the other.
 enum class Part {
   kAll,
   kForward,   ///< the leading forwards
-  kBackward,  ///< everything after them
+  kBackward,  ///< all actions after them
 };
 
 /// The first error of a run.
@@ -30,20 +30,20 @@ struct Failure {
   std::optional<Action> action;
 };
 
-/// Persistent worker threads that run programs. Does not use torch: it goes through each worker's list, waits on
-/// channels and calls Cells.
+/// Persistent worker threads that run programs. Each goes through its list of actions, waits on channels and calls
+/// Cells.
 ///
-/// Rules of a run: an action takes its edges, is performed, then puts its edges, each in ascending order. An F takes the
-/// stage's in-edges and puts its out-edges. A B or I takes the gradients of the out-edges and puts the gradients of the
-/// in-edges. R and W exchange nothing. The first error cancels every channel, each worker stops before its next action,
-/// and run() returns when all workers are idle.
+/// Rules of a run: an action takes its edges, is performed, then puts its edges, each in ascending order. An F takes
+/// the stage's in-edges and puts its out-edges. A B or I takes the gradients of the out-edges and puts the gradients of
+/// the in-edges. R and W exchange nothing. The first error cancels every channel and each worker stops before its next
+/// action.
 ///
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads. While run() waits for them, it calls `poll`, unless that is null, at intervals on its own
-  /// thread. An exception from `poll` is an error of the run.
-  /// Errors: std::invalid_argument for less than one worker; std::system_error.
+  /// Starts the threads. While run() waits for them, it calls `poll`, unless that is null, on the caller's thread every
+  /// 50 ms. An exception from `poll` is an error of the run.
+  /// Errors: std::invalid_argument for fewer than one worker; std::system_error if a thread cannot be started.
   explicit Executor(int workers, std::function<void()> poll = nullptr);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
@@ -51,19 +51,19 @@ class Executor {
   Executor& operator=(const Executor&) = delete;
 
   int workers() const { return static_cast<int>(workers_.size()); }
-  /// Whether the calling thread is one of this executor's workers. run() would then wait for itself.
+  /// Whether the calling thread is one of this executor's workers. There, run() would wait for itself.
   bool on_worker() const;
   /// Whether this process was forked from the one that made the executor. It then has no worker threads.
   bool forked() const;
 
-  /// Errors: std::logic_error if on_worker() or forked(): run() cannot work there.
+  /// Checks that run() can be called here. Errors: std::logic_error if on_worker() or forked().
   void check_caller() const;
 
-  /// Runs a part of the program on the cells and returns when all workers are idle: the first failure, or std::nullopt.
-  /// With a timeline, appends the actions that ran, with times in seconds of std::chrono::steady_clock and the given
-  /// step, and sets the timeline's workers and edges. Without one, reads no clock.
-  /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of
-  /// workers, or if the part is not kAll and the program is not two_phase().
+  /// Runs a part of the program on the cells. Returns when all workers are idle: with the first failure, or with
+  /// std::nullopt. With a timeline, appends the actions that ran, with the given step and times in seconds of
+  /// std::chrono::steady_clock, and sets the timeline's workers and edges. Without one, reads no clock.
+  /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of workers
+  /// than the executor, or if the part is not kAll and the program is not two_phase().
   std::optional<Failure> run(const Program& program, Part part, Cells& cells, Timeline* timeline = nullptr,
                              int step = 0);
 

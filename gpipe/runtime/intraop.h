@@ -2,8 +2,8 @@
 
 namespace gpipe {
 
-/// Sets how many threads an operator called on this thread uses. Unlike at::set_num_threads, this does not affect other
-/// threads, including those started later.
+/// Sets the number of threads that operators called on this thread use. Unlike at::set_num_threads, this does not
+/// affect other threads, including those started later.
 void set_intraop_threads_of_this_thread(int threads);
 
 }  // namespace gpipe

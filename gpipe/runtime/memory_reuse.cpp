@@ -27,14 +27,14 @@ constexpr std::size_t kMostAddresses = std::size_t{4} << 40;
 
 std::size_t round_up(std::size_t bytes, std::size_t to) { return (bytes + to - 1) / to * to; }
 
-// All blocks of a size class are interchangeable. With eight classes per octave at most a ninth is wasted.
+// The block size for a tensor. Eight sizes per power of two waste at most a ninth of a block.
 std::size_t size_class(std::size_t bytes) { return round_up(bytes, std::bit_floor(bytes) / 8); }
 
-// A reserved range of addresses. The part before end_ is usable memory.
+// A reserved range of addresses. The part from begin_ to end_ is usable memory.
 class Arena {
  public:
   Arena() {
-    // If the process's address space is limited, reserves half of what is available.
+    // If the process's address space is limited, reserves half of the available part.
     for (auto length = kMostAddresses; length >= kGrowth; length /= 2) {
       void* range = mmap(nullptr, length, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
       if (range == MAP_FAILED) continue;
@@ -94,8 +94,8 @@ class Arena {
   std::map<char*, std::size_t> free_;  // free ranges: start and size
 };
 
-// Allocates blocks of at least kSmallest; the previous allocator handles the rest. Freed memory is recognised by its
-// address, because PyTorch frees raw memory with the current allocator, whichever one allocated it.
+// Allocates blocks of at least kSmallest; the previous allocator, rest_, handles other sizes. Freed memory is
+// recognised by its address, because PyTorch frees raw memory with the current allocator, whichever one allocated it.
 //
 // A freed block is reused for the same size class, last in, first out. If no block is free, one is cut from the arena.
 // If the arena has no free range and less than half of it is in use, as after a change of shapes, all free blocks
@@ -127,7 +127,7 @@ class Pool : public c10::Allocator {
 
  private:
   struct Block {
-    std::size_t bytes = 0;  // asked for
+    std::size_t bytes = 0;  // as requested
     bool reported = false;
   };
   struct SizeClass {

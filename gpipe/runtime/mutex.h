@@ -8,8 +8,7 @@
 
 namespace gpipe {
 
-/// std::mutex with clang's thread-safety annotations. Not absl::Mutex, because distributions ship it without
-/// instrumentation, and ThreadSanitizer then reports false races.
+/// std::mutex with clang's thread-safety annotations.
 class ABSL_LOCKABLE Mutex {
  public:
   Mutex() = default;
@@ -44,7 +43,7 @@ class CondVar {
     condition_.wait(lock);
     lock.release();
   }
-  /// The same, but waits at most for `time`.
+  /// The same, but waits for at most `time`.
   void wait_for(Mutex& mutex, std::chrono::milliseconds time) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
     std::unique_lock<std::mutex> lock(mutex.mutex_, std::adopt_lock);
     condition_.wait_for(lock, time);

@@ -12,7 +12,7 @@
 namespace gpipe {
 
 // Streams, events and copies for any accelerator, through c10's device-generic interface. On the CPU these functions do
-// nothing. They do not block the host, except copies between the host and a device.
+// nothing. Only copies between the host and a device block the host.
 
 /// An event on a device's stream; null on the CPU.
 using StreamEvent = std::shared_ptr<c10::Event>;
@@ -26,7 +26,7 @@ void wait(const StreamEvent& event, c10::Device device);
 /// Tells the allocator that the current stream of the tensor's device also uses the tensor's memory.
 void use_on_current_stream(const at::Tensor& tensor);
 
-/// For a scope, makes a stream the current one of its device, and that device the current one of the thread. Does
+/// Makes a stream the current one of its device, and the device the current one of the thread, for a scope. Does
 /// nothing for std::nullopt.
 class OptionalStreamScope {
  public:
@@ -43,16 +43,17 @@ class OptionalStreamScope {
 /// Returns a stream from the device's pool; std::nullopt on the CPU.
 std::optional<c10::Stream> new_stream(c10::Device device);
 
-/// The copy streams of one directed link between two devices, from their pools.
+/// The copy streams of one directed link between two devices.
 struct Link {
   std::optional<c10::Stream> source;
   std::optional<c10::Stream> target;
 };
+/// Takes the streams from the devices' pools. The link of a device to itself has none.
 Link new_link(c10::Device from, c10::Device to);
 
-/// Replaces each tensor by a copy on a device, for use on the device's current stream. The copy starts after `ready` and
-/// runs on the link's streams, so that it overlaps with computation. Tensors that are already on the device, and
-/// undefined tensors, are left as they are.
+/// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
+/// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Tensors
+/// already on the device and undefined tensors are not replaced.
 void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10::Device to, const Link& link);
 
 }  // namespace gpipe

@@ -11,7 +11,7 @@ enum class Kind : std::uint8_t {
   R,  ///< recompute: runs the forward again from the stored inputs and builds the graph
   B,  ///< full backward: input and weight gradients
   I,  ///< input gradient only
-  W,  ///< weight gradient, after I
+  W,  ///< weight gradient, which follows I
 };
 
 /// One step of a worker: what it does to the cell (stage, micro-batch).
@@ -26,8 +26,8 @@ struct Action {
 /// "F", "R", "B", "I" or "W".
 char to_char(Kind kind);
 
-/// Stage, kind, micro-batch, in the notation of torch.distributed.pipelining: "2F0" is the forward of micro-batch 0 on
-/// stage 2.
+/// Returns stage, kind and micro-batch in the notation of torch.distributed.pipelining: "2F0" is the forward of
+/// micro-batch 0 on stage 2.
 std::string to_string(const Action& action);
 
 }  // namespace gpipe

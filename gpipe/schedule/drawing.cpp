@@ -22,9 +22,9 @@ constexpr double kPlot = 880;
 constexpr double kRow = 34;
 constexpr double kGap = 6;
 constexpr double kBottom = 40;
-constexpr double kDigit = 8;  // width of a label's digit
+constexpr double kDigit = 8;  // approximate width of a character
 
-constexpr int kTicks = 8;  // approximate number on the time axis
+constexpr int kTicks = 8;  // approximate number of ticks on the time axis
 
 struct Look {
   Kind kind;
@@ -64,9 +64,9 @@ void add_text(std::string& svg, double x, double y, const char* anchor, const st
 void add_legend(std::string& svg, const Timeline& timeline) {
   double x = kLeft;
   for (const auto& look : kLooks) {
-    const bool there = std::any_of(timeline.spans.begin(), timeline.spans.end(),
-                                   [&](const Span& span) { return span.action.kind == look.kind; });
-    if (!there) continue;
+    const bool occurs = std::any_of(timeline.spans.begin(), timeline.spans.end(),
+                                    [&](const Span& span) { return span.action.kind == look.kind; });
+    if (!occurs) continue;
     StrAppendFormat(&svg, "<rect x=\"%.1f\" y=\"14\" width=\"14\" height=\"14\" fill=\"%s\" stroke=\"#444\"/>\n", x,
                     look.fill);
     add_text(svg, x + 20, 26, "start", look.name);

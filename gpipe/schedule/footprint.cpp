@@ -22,7 +22,7 @@ struct CellSpans {
   Span* ends = nullptr;   ///< B or W
 };
 
-/// The bytes that one worker has in use over time.
+/// The bytes of one worker over time.
 class Usage {
  public:
   void add(std::int64_t bytes, double from, double to) {
@@ -120,7 +120,7 @@ class Step {
 void check(const Span& span, std::size_t stages) {
   if (static_cast<std::size_t>(span.action.stage) < stages) return;
   throw std::invalid_argument(
-      absl::StrFormat("the timeline has stage %d, but bytes are given for %d stages only: give one per stage",
+      absl::StrFormat("the timeline has stage %d, but bytes are given for %d stages: give bytes for each stage",
                       span.action.stage, stages));
 }
 

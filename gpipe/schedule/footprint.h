@@ -14,16 +14,16 @@ struct Held {
   static constexpr int kNeverFreed = -2;  ///< not freed within the step
 
   std::int64_t bytes = 0;
-  /// The kind of that action. I stands for the action that sends gradients and W for the cell's last action; both are B
-  /// if the backward is not split.
+  /// The kind of the action that frees the bytes. I stands for the action that sends gradients and W for the cell's
+  /// last action; both are B if the backward is not split.
   Kind until = Kind::W;
-  int stage = 0;
+  int stage = 0;  ///< of the action that frees the bytes, or one of the values above
 };
 
 /// Bytes that one action allocates.
 struct ActionBytes {
   std::int64_t extra = 0;  ///< peak while it runs, relative to the bytes before it
-  std::vector<Held> held;  ///< what it leaves allocated when it has run
+  std::vector<Held> held;  ///< what it leaves allocated
 
   /// The sum of `held`.
   std::int64_t kept() const;
@@ -34,7 +34,7 @@ struct CellBytes {
   ActionBytes forward;    ///< an F that builds its graph
   ActionBytes stored;     ///< an F whose cell is recomputed
   ActionBytes recompute;  ///< R
-  ActionBytes backward;   ///< B, or I
+  ActionBytes backward;   ///< B, or I; W has the same `extra`
   /// Peak of the stage's first backward, which allocates the gradient sums, relative to the bytes before it. Used if it
   /// is more than backward.extra.
   std::int64_t first_backward_extra = 0;
@@ -43,8 +43,8 @@ struct CellBytes {
 };
 
 /// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate.
-/// Errors: std::invalid_argument for fewer stages than the timeline has, and for bytes held until an action of a stage
-/// that does not exist.
+/// Errors: std::invalid_argument if the timeline has a stage without bytes, or if bytes are held until an action of a
+/// stage that does not exist.
 void account(Timeline& timeline, const std::vector<CellBytes>& stages);
 
 }  // namespace gpipe

@@ -15,14 +15,14 @@ enum class Checkpoint {
   kAlways,
 };
 
-/// All modes by name: "never", "except_last", "always".
+/// Returns all modes by name: "never", "except_last", "always".
 std::map<std::string, Checkpoint> checkpoints();
 std::string to_string(Checkpoint checkpoint);
 
-// Generators are pure functions of the layout. They do not check that the edges have enough capacity: Program::make
-// does. Errors: std::invalid_argument for an invalid layout.
+// Generators are pure functions of the layout. Whether the edges have enough capacity is checked by Program::make, not
+// here. Errors: std::invalid_argument for an invalid layout.
 
-/// The forwards alone: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending.
+/// Forwards only: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending.
 Schedule fill(const Layout& layout);
 
 /// GPipe's schedule (Huang et al., arXiv:1811.06965): fill, then drain from micro-batch m-1 to 0, stages descending.

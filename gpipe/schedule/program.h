@@ -29,7 +29,8 @@ struct LayerLink {
 };
 
 /// Returns for each stage of a balance the index one past its last layer. The last value is the number of layers.
-/// Errors: std::invalid_argument for a number that is not positive, or if the number of layers does not fit an int.
+/// Errors: std::invalid_argument for a number that is not positive, or if the number of layers does not fit into an
+/// int.
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the links
@@ -54,8 +55,8 @@ struct Layout {
   int workers() const;
 };
 
-/// The edges at each stage, and from them the edges that each action takes and puts. The verifier, the simulator and
-/// the executor share this rule: F moves data along the edges, B and I move gradients back, R and W exchange nothing.
+/// The edges of each stage, and the edges that each action takes and puts: F moves data along the edges, B and I move
+/// gradients back, R and W exchange nothing. The verifier, the simulator and the executor share these rules.
 struct Wiring {
   Wiring() = default;
   /// REQUIRES: the edges' stages are in 0..stages-1.

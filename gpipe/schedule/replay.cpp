@@ -23,7 +23,7 @@ struct Channel {
   std::vector<double> takes;
 };
 
-/// How far a worker has come: its current action, and how many of that action's edges it has taken and put.
+/// A worker's position: its current action, and how many of that action's edges it has taken and put.
 struct Progress {
   std::size_t next = 0;  ///< index of the current action in the worker's list
   std::size_t taken = 0;
@@ -32,6 +32,8 @@ struct Progress {
   double clock = 0;
 };
 
+/// Advances the workers in any order, each as far as possible. No event queue is needed, because a worker's times
+/// depend only on its own list and on its exchanges.
 class Replayer {
  public:
   Replayer(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,

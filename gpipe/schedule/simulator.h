@@ -9,13 +9,13 @@
 
 namespace gpipe {
 
-/// What the actions and edges of a program cost.
+/// The costs of a program's actions and edges.
 struct Costs {
   /// Seconds per stage, indexed by Kind.
   std::vector<std::array<double, 5>> actions;
-  /// Seconds per edge, in either direction, from the put until the consumer can start. The producer does not wait.
+  /// Seconds per edge, in either direction, from a put until the consumer can take. Delays only the consumer.
   std::vector<double> edges;
-  /// Per stage. If empty, the timeline has no bytes.
+  /// Bytes per stage. If empty, the timeline has no bytes.
   std::vector<CellBytes> bytes = {};
   /// Seconds per stage of an F whose cell is recomputed. If empty, such an F costs the same as any other.
   std::vector<double> stored = {};
@@ -25,8 +25,8 @@ struct Simulation {
   Timeline timeline;
   double makespan = 0;  ///< seconds, from 0 to the last end
   double bubble = 0;    ///< idle time / (workers x makespan), in [0, 1)
-  /// Per worker: the largest number of cells, over its stages, that are alive at once. A cell lives from its F to its
-  /// last backward action. 1 for a program without a backward.
+  /// Per worker: the largest number of cells alive at once, over all its stages. A cell lives from its F to its last
+  /// backward action. 1 for a program without a backward.
   std::vector<int> peak_cells;
 };
 

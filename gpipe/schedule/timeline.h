@@ -11,8 +11,8 @@
 
 namespace gpipe {
 
-/// Bytes in use that a worker has allocated for its cells, on any device: before an action, the peak while it ran, and
-/// after it. All zero if bytes were not counted.
+/// Bytes that a worker has allocated for its cells and that are in use, on all devices: before an action, at the peak
+/// while it ran, and after it. All zero if bytes were not counted.
 struct Footprint {
   std::int64_t before = 0;
   std::int64_t peak = 0;
@@ -25,7 +25,7 @@ struct Span {
   Action action;
   double start = 0;  ///< seconds
   double end = 0;    ///< seconds
-  int step = 0;      ///< index of the mini-batch; a forward and its backward have the same
+  int step = 0;      ///< index of the mini-batch, the same for a forward and its backward
   Footprint bytes = {};
 };
 
@@ -50,8 +50,8 @@ struct Timeline {
 std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const Timeline& timeline);
 
 /// Returns the timeline in Chrome's trace event format, which Perfetto (ui.perfetto.dev) opens: one track per worker,
-/// one slice per action, one arrow per edge and micro-batch of a step, forward and backward, and, if bytes were
-/// counted, one graph of bytes per worker. Times are microseconds since the first start.
+/// one slice per action, and one arrow per edge, direction, micro-batch and step. If bytes were counted, it also has
+/// one graph of bytes per worker. Times are microseconds since the first start.
 std::string to_chrome_json(const Timeline& timeline);
 
 }  // namespace gpipe

@@ -8,7 +8,7 @@
 
 namespace gpipe {
 
-/// Upper bounds that follow from the order of the lists alone and so hold for any timing.
+/// Upper bounds that hold for any timing: they follow from the order of the lists.
 struct Peaks {
   /// Per stage: the largest number of cells alive at once. A cell lives from its F to its last backward action. 1 for a
   /// schedule without a backward.
@@ -18,7 +18,7 @@ struct Peaks {
   std::vector<int> graphs;
 };
 
-/// Checks the part of rule 1 below that concerns the layout.
+/// Checks the layout and its placement: a part of rule 1 below.
 absl::Status verify(const Layout& layout);
 
 /// Proves that a schedule can be executed:
@@ -28,8 +28,7 @@ absl::Status verify(const Layout& layout);
 ///   3. Within a cell the order is F, R, B or F, R, I, W.
 ///   4. Every action is reached when the lists run by the executor's rules: an action takes its edges, runs, then puts
 ///      its edges, waiting while an edge is at capacity.
-/// Rule 4 is checked by a replay. Its outcome does not depend on the order in which the workers advance, because every
-/// edge has one producer and one consumer in each direction.
+/// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction.
 /// Takes time linear in the number of actions and exchanges. Errors: as Program::make.
 absl::StatusOr<Peaks> verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 

@@ -47,7 +47,7 @@ at::Tensor saveable_tensor(const at::Tensor& tensor) {
 /// A file open for reading.
 class File {
  public:
-  /// O_NONBLOCK: opening a pipe does not wait for its other end.
+  /// O_NONBLOCK: opening a pipe does not wait for a writer.
   explicit File(const std::filesystem::path& path)
       : descriptor_(::open(path.c_str(), O_RDONLY | O_NONBLOCK | O_NOCTTY | O_CLOEXEC)) {
     if (descriptor_ < 0) throw_errno();
@@ -87,7 +87,7 @@ class File {
 std::string read_file(const std::filesystem::path& path) {
   const File file(path);
   const auto size = file.size();
-  // Checks the ends before reading the whole file, because a sparse file can be larger than the memory.
+  // Checks both ends first, because a sparse file can be larger than the memory.
   const auto end = std::min(size, kZipEndSize);
   check_zip_ends(file.read(0, kZipSignatureSize), file.read(size - end, end));
   return file.read(0, size);
@@ -98,7 +98,7 @@ std::string read_file(const std::filesystem::path& path) {
 c10::IValue saveable(const c10::IValue& value) {
   if (value.isTensor()) return value.toTensor().defined() ? saveable_tensor(value.toTensor()) : c10::IValue();
   if (value.isGenericDict()) {
-    // Uses Any as key and value type, so that the pickler writes no type tags: Python would refuse those.
+    // Any as key and value type: otherwise the pickler writes type tags, which Python refuses.
     c10::impl::GenericDict dict(c10::AnyType::get(), c10::AnyType::get());
     for (const auto& item : value.toGenericDict()) dict.insert(item.key(), saveable(item.value()));
     return dict;

@@ -11,17 +11,17 @@ namespace gpipe {
 // An archive is a file in the format of torch.save: a zip archive with a pickle of dicts, lists, tuples, tensors,
 // strings and numbers. Python reads it with torch.load(weights_only=True), LibTorch with torch::pickle_load.
 
-/// Returns the value in the form in which it is written: tensors on the CPU, without gradients, each with only the part
+/// Converts a value to the form in which it is written: tensors are on the CPU and detached, and each has only the part
 /// of its storage that it uses.
 /// Errors: std::runtime_error, without the path, for a value that read_archive() could not read.
 c10::IValue saveable(const c10::IValue& value);
 
-/// Writes a value from saveable() to the file, atomically (see AtomicFile).
+/// Writes a value from saveable() to a file, atomically (see AtomicFile).
 /// Errors: std::runtime_error with the path and the reason.
 void write_archive(const std::filesystem::path& path, const c10::IValue& value);
 
-/// Reads an archive; tensors are on the CPU. Verifies all checksums and bounds. Executes nothing: the pickle can only
-/// make plain values.
+/// Reads an archive into CPU tensors and other plain values. Verifies all checksums and bounds. Executes nothing from
+/// the file.
 /// Errors, without the path: std::system_error if the file cannot be read; std::runtime_error if it is not a regular
 /// file, not an archive, or damaged.
 Plain read_archive(const std::filesystem::path& path);

@@ -16,7 +16,7 @@ namespace {
 std::error_code last_error() { return {errno, std::generic_category()}; }
 
 /// Locks the temporary file. Fails with operation_would_block if another writer has locked it, or has renamed it since
-/// it was opened here.
+/// it was opened here. Ignores file systems that cannot lock.
 std::error_code lock(int file, const std::filesystem::path& path) {
   if (::flock(file, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK) return last_error();
   struct stat opened;

@@ -46,7 +46,7 @@ IValue plain(const NamedTensors& tensors) {
   return dict;
 }
 
-/// Whether from_content() can read the value: it contains no dict, and its tuples and lists are not nested too deeply.
+/// Whether from_content() can read the value: it contains no dict, and is not nested too deeply.
 bool is_option(const IValue& value, int depth = 0) {
   const auto is_part = [depth](const IValue& each) { return is_option(each, depth + 1); };
   if (depth > 16 || value.isGenericDict()) return false;
@@ -79,7 +79,7 @@ IValue plain(const OptimizerState& optimizer) {
 
 [[noreturn]] void refuse_content(const std::string& what) { throw std::runtime_error("not a snapshot: " + what); }
 
-/// The place of a value in the file, for messages: a value of a dict, or an item of a list.
+/// The place of a value in the file, for messages: an entry of a dict, or an item of a list.
 struct Where {
   std::string_view key;
   const Where* whole = nullptr;
@@ -162,7 +162,7 @@ const Plain& find(const Plain::Dict& dict, const std::string& key, const std::st
   refuse_content(where + " has no '" + key + "'");
 }
 
-/// Reads one value of a dict.
+/// Reads one entry of a dict.
 template <class Value>
 void read(const Plain& from, const Where& where, const std::string& key, Value& to) {
   read(find(dict(from, where), key, where.text()), {key, &where}, to);

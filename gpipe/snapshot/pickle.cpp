@@ -27,8 +27,9 @@ using pickle::refuse;
 
 /// Limit on lists, dicts and tuples nested in each other. A snapshot has six levels.
 constexpr int kMaxDepth = 32;
-/// Limit on the total size of repeated strings and tuples, relative to the size of the pickle.
-constexpr std::uint64_t kMaxRepetition = 16;
+/// Limit on the total size of the strings and tuples that are put into the memo and taken from it, relative to the size
+/// of the pickle. Each time makes a copy.
+constexpr std::uint64_t kMaxCopies = 16;
 
 constexpr char kOrderedDict[] = "collections.OrderedDict";
 constexpr char kRebuildTensor[] = "torch._utils._rebuild_tensor_v2";
@@ -51,7 +52,7 @@ std::vector<std::int64_t> integers(const Item& item) {
   return values;
 }
 
-/// The size of a value that counts as a repetition when the pickle uses it again.
+/// The approximate size of a value that can be in the memo.
 std::uint64_t weight(const Plain& plain) {
   if (const auto* text = std::get_if<std::string>(&plain.value)) return 1 + text->size();
   std::uint64_t sum = 1;
@@ -72,12 +73,12 @@ void check_keys(const Plain& plain) {
   if (twice != keys.end()) refuse("has a dict with the key '" + std::string(*twice) + "' twice");
 }
 
-/// Interprets the opcodes of pickle protocol 2 that LibTorch and torch.save use. The comments in Python's pickletools.py
-/// describe them.
+/// Interprets the opcodes of pickle protocol 2 that LibTorch and torch.save use. The comments in Python's
+/// pickletools.py describe them.
 class Unpickler {
  public:
   Unpickler(std::string_view pickle, const ZipRecords& records)
-      : input_(pickle), tensors_(records), repetition_left_(kMaxRepetition * pickle.size()) {}
+      : input_(pickle), tensors_(records), copies_left_(kMaxCopies * pickle.size()) {}
 
   Plain run() {
     if (input_.take(2) != "\x80\x02") refuse("is not of protocol 2");
@@ -195,24 +196,34 @@ class Unpickler {
     }
   }
 
-  /// Whether the pickle can use the item again. Not a list or dict: it can still grow and could come to contain itself.
-  /// Not a tuple that contains tuples: the size could double with each level.
+  /// Whether the pickle can use the item again. It cannot use a list or dict again: these can still grow and could come
+  /// to contain themselves. It cannot use a tuple of tuples again: the size could double with each level.
   static bool is_reusable(const Item& item) {
     if (std::holds_alternative<Arguments>(item.what)) return false;
     return item.depth == 0 || (item.depth == 1 && item.plain<Plain::Tuple>() != nullptr);
   }
+  /// Counts a copy of the item.
+  void charge(const Item& item) {
+    const auto* value = std::get_if<Plain>(&item.what);
+    if (value == nullptr) return;
+    const auto size = weight(*value);
+    if (size > copies_left_) refuse("repeats its strings too often");
+    copies_left_ -= size;
+  }
   void put(std::uint64_t index) {
-    memo_.insert_or_assign(index, is_reusable(stack_.top()) ? std::optional(stack_.top()) : std::nullopt);
+    const auto& item = stack_.top();
+    if (!is_reusable(item)) {
+      memo_.insert_or_assign(index, std::nullopt);
+      return;
+    }
+    charge(item);
+    memo_.insert_or_assign(index, item);
   }
   void get(std::uint64_t index) {
     const auto found = memo_.find(index);
     if (found == memo_.end()) malformed();
     if (!found->second) refuse("contains a list, a dict or a nested tuple twice; save a copy instead");
-    if (const auto* value = std::get_if<Plain>(&found->second->what)) {
-      const auto size = weight(*value);
-      if (size > repetition_left_) refuse("repeats its strings too often");
-      repetition_left_ -= size;
-    }
+    charge(*found->second);
     stack_.push(*found->second);
   }
 
@@ -259,7 +270,7 @@ class Unpickler {
   pickle::Input input_;
   pickle::Stack stack_;
   StoredTensors tensors_;
-  std::uint64_t repetition_left_;
+  std::uint64_t copies_left_;
   std::unordered_map<std::uint64_t, std::optional<Item>> memo_;  // std::nullopt for an item that is not reusable
 };
 

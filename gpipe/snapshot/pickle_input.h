@@ -27,7 +27,7 @@ class Input {
     return taken;
   }
 
-  /// An unsigned little-endian number.
+  /// Reads an unsigned little-endian number of `size` <= 8 bytes.
   std::uint64_t number(std::size_t size) {
     const auto bytes = take(size);
     std::uint64_t value = 0;
@@ -37,7 +37,7 @@ class Input {
     return value;
   }
 
-  /// A signed little-endian number, after one byte with its size.
+  /// Reads one byte with a size, then a signed little-endian number of that size.
   std::int64_t long_integer() {
     const auto size = number(1);
     if (size > 8) refuse("has an integer of more than 64 bits; save it as a str");
@@ -46,14 +46,14 @@ class Input {
     return static_cast<std::int64_t>(number(size) << unused) >> unused;
   }
 
-  /// A big-endian double.
+  /// Reads a big-endian double.
   double real() {
     std::uint64_t bits = 0;
     for (const char byte : take(8)) bits = bits << 8 | static_cast<unsigned char>(byte);
     return std::bit_cast<double>(bits);
   }
 
-  /// The text up to the next newline, which is skipped.
+  /// Reads the text up to the next newline, which is skipped.
   std::string line() {
     const auto end = rest_.find('\n');
     if (end == rest_.npos) malformed();

@@ -20,7 +20,7 @@ struct Global {
 /// The hooks of a tensor: an empty OrderedDict.
 struct Hooks {};
 struct Item;
-/// A tuple that contains items other than plain values: the arguments of a storage or of a tensor.
+/// A tuple with items that are not plain values: the arguments of a storage or a tensor.
 struct Arguments {
   std::vector<Item> items;
 };
@@ -30,7 +30,7 @@ struct Item {
   std::variant<Plain, Global, Stored, Hooks, Arguments> what;
   int depth = 0;  ///< levels of nested lists, dicts and tuples
 
-  /// Returns the plain value if it is of this type, else null.
+  /// Returns the plain value if it is a Value, else null.
   template <class Value>
   const Value* plain() const {
     const auto* value = std::get_if<Plain>(&what);
@@ -38,7 +38,7 @@ struct Item {
   }
 };
 
-/// The stack of a pickle, with marks. Items below the last mark cannot be reached. Errors: std::runtime_error for a
+/// The stack of a pickle, with marks. Items below the last mark cannot be accessed. Errors: std::runtime_error for a
 /// malformed pickle.
 class Stack {
  public:
@@ -72,7 +72,7 @@ class Stack {
     if (items_.size() == bottom()) malformed();
     return items_.back();
   }
-  /// Returns the top item, which must be a Plain::List or Plain::Dict, as given.
+  /// Returns the list or dict on top. Container is Plain::List or Plain::Dict.
   template <class Container>
   Container& top_container() {
     if (std::holds_alternative<Hooks>(top().what)) refuse("contains an OrderedDict; convert it to a dict first");

@@ -27,7 +27,7 @@ struct Plain::Entry {
   Plain value;
 };
 
-/// The name of the value's type in Python, such as "dict".
+/// Returns the name of the value's type in Python, such as "dict".
 inline const char* type_of(const Plain& plain) {
   constexpr const char* kNames[] = {"None", "bool", "int", "float", "str", "Tensor", "tuple", "list", "dict"};
   static_assert(std::size(kNames) == std::variant_size_v<decltype(Plain::value)>);

@@ -36,16 +36,16 @@ struct OptimizerState {
   };
   std::string type;  ///< the class, such as "AdamW"
   std::vector<Group> param_groups;
-  std::map<std::string, Fields> state;  ///< by parameter; only parameters that had a gradient so far
+  std::map<std::string, Fields> state;  ///< by parameter; only those that had a gradient so far
 };
 
-/// Everything that a training run needs to continue as if it had never stopped. It shares no memory with the model, so it
-/// can be written while training goes on.
+/// The state that a training run needs to continue as if it had never stopped. The capture functions below copy
+/// tensors, so a snapshot can be written while training continues.
 struct Snapshot {
   NamedTensors model = NamedTensors("Tensor");  ///< parameters and buffers
   OptimizerState optimizer;
   std::int64_t epoch = 0;                              ///< epochs completed
-  std::map<std::string, std::int64_t> position;        ///< in the epoch, in the data loader's own terms
+  std::map<std::string, std::int64_t> position;        ///< in the epoch, as defined by the data loader
   at::Tensor random;                                   ///< state of the default CPU generator, the source of all seeds
   std::map<std::string, std::string> options;          ///< the program's options
   std::map<std::string, std::vector<double>> history;  ///< losses and scores so far
@@ -59,13 +59,14 @@ struct Snapshot {
 ///
 /// The path always names a complete snapshot: the previous one until this one is on the disk (see AtomicFile).
 /// Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or not of a type that
-/// LibTorch and Python save in the same way: bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of the
-/// last two. The path then names the previous file, or the new one if only flushing the folder after the rename failed.
+/// LibTorch and Python save in the same way: bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of
+/// the last two. The path then names the previous file, or the new one if only flushing the folder after the rename
+/// failed.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
 /// Reads a file from write_snapshot(), from Python's gpipe.snapshot.write, or from torch.save of an equal dict that
-/// contains no list or dict object twice. Executes nothing from the file. Time and memory are proportional to the file's
-/// size.
+/// contains no list or dict object twice. Executes nothing from the file. Time and memory are proportional to the
+/// file's size.
 /// Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file, damaged,
 /// truncated, not a snapshot, or of a newer version.
 Snapshot read_snapshot(const std::filesystem::path& path);
@@ -73,24 +74,26 @@ Snapshot read_snapshot(const std::filesystem::path& path);
 /// Copies the parameters and buffers to the CPU.
 NamedTensors capture_model(const torch::nn::Module& model);
 
-/// Copies the tensors into the model's tensors, on their devices. Errors: std::invalid_argument for a name that only the
-/// model or only the snapshot has, for different shapes, types or layouts, and for a tensor of the model that cannot be
-/// written in place. The model is then unchanged.
+/// Copies the tensors into the model's tensors, on their devices. Errors: std::invalid_argument for a name that only
+/// the model or only the snapshot has, for different shapes, types or layouts, and for a tensor of the model that
+/// cannot be written in place. The model is then unchanged.
 void restore_model(torch::nn::Module& model, const NamedTensors& saved);
 
-/// Copies an optimizer's options and state; the parameters' names are the model's. Errors: std::invalid_argument for an
-/// optimizer that is not LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD, or has a parameter that is not the model's.
+/// Copies an optimizer's options and state to the CPU. Parameters are named as in the model. Errors:
+/// std::invalid_argument for an optimizer that is not LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD, or has a
+/// parameter that is not the model's.
 OptimizerState capture_optimizer(const torch::optim::Optimizer& optimizer, const torch::nn::Module& model);
 
-/// Sets an optimizer's options and state. Errors: std::invalid_argument if the saved optimizer is of another class or
-/// has other groups of parameters, or if a parameter's state is incomplete. The optimizer is then unchanged.
+/// Sets an optimizer's options and state, on the parameters' devices. Errors: std::invalid_argument if the saved
+/// optimizer is of another class or has other groups of parameters, or if an option or a parameter's state is missing
+/// or does not fit. The optimizer is then unchanged.
 void restore_optimizer(torch::optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved);
 
 /// Returns the state of the default CPU generator.
 at::Tensor capture_random();
 
-/// Sets the state of the default CPU generator. Errors: std::invalid_argument for a tensor that is not such a state. The
-/// generator is then unchanged.
+/// Sets the state of the default CPU generator. Errors: std::invalid_argument for a tensor that is not such a state.
+/// The generator is then unchanged.
 void restore_random(const at::Tensor& saved);
 
 }  // namespace gpipe

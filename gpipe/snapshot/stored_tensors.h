@@ -15,14 +15,14 @@
 
 namespace gpipe {
 
-/// Whether a snapshot can contain tensors of this type: LibTorch and Python pickle it in the same way.
+/// Whether a snapshot can contain tensors of this type. LibTorch and Python pickle these types in the same way.
 bool is_saveable(c10::ScalarType type);
 
 /// Returns the element type of a storage class as a pickle names it, such as "torch.FloatStorage"; std::nullopt for any
 /// other name.
 std::optional<c10::ScalarType> element_type(std::string_view storage_class);
 
-/// A copy of a record, and the type of its elements.
+/// A record's storage, and the type of its elements.
 struct Stored {
   at::Storage storage;
   c10::ScalarType type;
@@ -34,8 +34,8 @@ class StoredTensors {
   /// `records` must outlive this object.
   explicit StoredTensors(const ZipRecords& records) : records_(records) {}
 
-  /// Returns the record "data/KEY". Errors: std::runtime_error if there is no such record, or if it does not have
-  /// exactly `count` elements.
+  /// Returns a copy of the record "data/KEY", which later calls share. Errors: std::runtime_error if there is no such
+  /// record, or if it does not have exactly `count` elements.
   Stored get(const std::string& key, c10::ScalarType type, std::int64_t count);
 
  private:

@@ -174,7 +174,7 @@ TEST(ResNet, EveryParameterGetsAGradient) {
 // In evaluation mode, because in training mode each micro-batch is normalised separately.
 TEST(ResNet, PipelineEqualsTheBareModelAtEveryCut) {
   torch::manual_seed(1);
-  // Stages of five layers put cuts at every kind of place.
+  // Cuts after every fifth layer fall on every kind of layer.
   const auto fives = [](const Sequential& model) {
     const auto layers = static_cast<std::int64_t>(model->size());
     std::vector<std::int64_t> balance(layers / 5, 5);
@@ -208,7 +208,7 @@ TEST(ResNet, PipelineEqualsTheBareModelAtEveryCut) {
   }
 }
 
-// Cuts before each kind of layer that works in place. The cells are recomputed from their inputs.
+// Cuts before each kind of layer that changes its input in place. Recomputes must still start from the original inputs.
 TEST(ResNet, RecomputingPipelineHasTheSameGradients) {
   auto model = resnet18(small());
   const auto names = layer_names(model);

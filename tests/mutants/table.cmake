@@ -32,7 +32,7 @@ mutant(replay_ignores_latency core_tests gpipe/schedule/replay.cpp "clock + chan
 mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
        "std::max(before + extra, after)" "before + extra" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
-       "if (other.worker == span.worker) continue;" "" Timeline*)
+       "if (other.worker == span.worker) continue;" "" MostOverlapped.*)
 mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
        "!costs.stored.empty() && program.recomputes(action.stage, action.micro_batch)" "!costs.stored.empty()"
        Simulator.*)

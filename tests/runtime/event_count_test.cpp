@@ -1,5 +1,5 @@
-// The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and fails
-// the test.
+// The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and
+// fails the test.
 #include "gpipe/runtime/event_count.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@ constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 constexpr milliseconds kLong = std::chrono::hours(24);
 constexpr int kRounds = 400;
 
-/// Ends a test that makes no more progress: sets stuck() and announces.
+/// Ends a test that stops making progress: sets stuck() and announces.
 class Watchdog {
  public:
   Watchdog(EventCount& event, const std::atomic<int>& progress)
@@ -35,18 +35,18 @@ class Watchdog {
   bool stuck() const { return stuck_; }
 
  private:
-  // Counts its own turns, not time, because on a busy machine the other threads are as slow as this one.
+  // Counts iterations, not time, because a busy machine delays this thread as much as the others.
   void watch(EventCount& event, const std::atomic<int>& progress) {
     int seen = progress;
     for (int idle = 0; !done_; std::this_thread::sleep_for(milliseconds(10))) {
       idle = std::exchange(seen, progress.load()) == seen ? idle + 1 : 0;
-      if (idle < kIdleTurns) continue;
+      if (idle < kIdleIterations) continue;
       stuck_ = true;
       event.announce();
     }
   }
 
-  static constexpr int kIdleTurns = 500;
+  static constexpr int kIdleIterations = 500;
   std::atomic<bool> done_ = false;
   std::atomic<bool> stuck_ = false;
   std::thread thread_;  // last, because the thread uses the other members
@@ -64,8 +64,8 @@ void let_others_run(int times) {
   for (int i = 0; i < times; ++i) std::this_thread::yield();
 }
 
-/// Waits until holds() is true. Lets other threads run after each check, so that the condition often changes between the
-/// check and the sleep.
+/// Waits until holds() is true. Lets other threads run after each check, so that the condition often changes between
+/// the check and the sleep.
 void wait_slowly(EventCount& event, bool with_limit, int yields, absl::FunctionRef<bool()> holds) {
   wait(event, with_limit, [&] {
     const bool is = holds();
@@ -149,7 +149,7 @@ TEST_P(EventCountStress, SleeperIsCountedBeforeItsLastCheck) {
   EXPECT_FALSE(watchdog.stuck()) << "announce() did not see the sleeper";
 }
 
-TEST(EventCount, AwaitForEndsAfterItsTimeAndTellsWhetherTheConditionHolds) {
+TEST(EventCount, AwaitForEndsAfterItsTimeAndReturnsWhetherTheConditionHolds) {
   EventCount event;
   EXPECT_FALSE(event.await_for(/*spins=*/0, milliseconds(1), [] { return false; }));
   EXPECT_FALSE(event.await_for(/*spins=*/10, milliseconds(0), [] { return false; }));

@@ -4,8 +4,6 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <future>
 #include <set>
 #include <stdexcept>
@@ -183,19 +181,22 @@ TEST(ExecutorFailure, IsReportedUnlessTheSetUpRunsTheActionsOnce) {
   }
 }
 
-TEST(ExecutorFailure, IncludesExceptionsOfThePoll) {
+TEST(ExecutorFailure, CanComeFromThePoll) {
   const auto program = gpipe_program(2, 4);
-  std::atomic<int> polls = 0;
+  int polls = 0;
   std::set<std::thread::id> threads;
   Executor executor(2, [&] {
     threads.insert(std::this_thread::get_id());
     if (++polls == 2) throw Fault{};
   });
   FakeCells cells(program);
+  // 0F1 ends after the failure was recorded: worker 1 waits for 0F1 until then.
+  std::promise<void> failed;
+  cells.after = [&](int worker) {
+    if (worker == 1) failed.set_value();
+  };
   cells.on_action = [&](const Action& it) {
-    if (it != action("0F1")) return;
-    while (polls < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));  // until the second poll's exception is recorded
+    if (it == action("0F1")) failed.get_future().wait();
   };
   const auto failure = executor.run(program, Part::kAll, cells);
   ASSERT_TRUE(failure);

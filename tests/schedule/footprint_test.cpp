@@ -17,7 +17,7 @@ using ::testing::ElementsAre;
 using ::testing::HasSubstr;
 using testing::straight;
 
-/// Each kind of bytes has a decimal digit of its own: forward 1,000, stored 100, recomputed 900, sent 10, parameters 1.
+/// Each kind of bytes has its own decimal digit: forward 1,000, stored 100, recomputed 900, sent 10, parameters 1.
 CellBytes cells(int stage) {
   return {.forward = {1005, {{1000, Kind::W, stage}}},
           .stored = {305, {{100, Kind::W, stage}}},
@@ -26,6 +26,7 @@ CellBytes cells(int stage) {
           .parameters = 1};
 }
 
+/// Makes `bytes` of each forward outputs, which the caller takes.
 CellBytes handing_over(CellBytes last, std::int64_t bytes) {
   for (ActionBytes* forward : {&last.forward, &last.stored}) {
     forward->held.front().bytes -= bytes;
@@ -119,9 +120,9 @@ TEST(Footprint, RefusesBytesOfOtherStages) {
     return "";
   };
   EXPECT_THAT(message({cells(0)}), HasSubstr("got bytes for 1 stages, but the program has 2 stages"));
-  auto strange = cells(1);
-  strange.backward.held = {{10, Kind::I, 2}};
-  EXPECT_THAT(message({cells(0), strange}), HasSubstr("held until I of stage 2, but there are 2 stages"));
+  auto bad = cells(1);
+  bad.backward.held = {{10, Kind::I, 2}};
+  EXPECT_THAT(message({cells(0), bad}), HasSubstr("held until I of stage 2, but there are 2 stages"));
 }
 
 }  // namespace

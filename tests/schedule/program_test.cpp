@@ -87,7 +87,7 @@ TEST(Wiring, GivesEachActionItsEdges) {
   }
 }
 
-TEST(Program, TellsEdgesAndPhases) {
+TEST(Program, KnowsItsEdgesAndPhases) {
   const auto program = testing::make(straight(3, 2), with_skips(chain(3, 2), {{0, 2}}, 2),
                                      fill_drain(straight(3, 2), Checkpoint::kExceptLast));
   EXPECT_EQ(program.workers(), 3);

@@ -142,10 +142,10 @@ inline Parts random_parts(std::mt19937& random) {
   }
   std::shuffle(parts.edges.begin(), parts.edges.end(), random);
 
-  // Lists each cell's actions in order, then repeatedly draws a cell and appends its next action. If `informed`, only
-  // cells are drawn whose next action has its data, so that the schedule could run with unlimited capacity.
+  // Lists each cell's actions in order, then repeatedly draws a cell and appends its next action. If `data_first`,
+  // draws only cells whose next action has its data, so that the schedule could run with unlimited capacity.
   const bool backward = pick(0, 5) != 0;
-  const bool informed = pick(0, 3) != 0;
+  const bool data_first = pick(0, 3) != 0;
   std::vector<std::vector<Action>> cells;
   for (int s = 0; s < stages; ++s) {
     for (int m = 0; m < micro_batches; ++m) {
@@ -179,7 +179,7 @@ inline Parts random_parts(std::mt19937& random) {
   while (true) {
     std::vector<std::size_t> open;
     for (std::size_t c = 0; c < cells.size(); ++c) {
-      if (next[c] < cells[c].size() && (!informed || ready(cells[c][next[c]]))) open.push_back(c);
+      if (next[c] < cells[c].size() && (!data_first || ready(cells[c][next[c]]))) open.push_back(c);
     }
     if (open.empty()) return parts;
     // Prefers the first open cell, so that the lists resemble real schedules.

@@ -259,12 +259,13 @@ TEST(VerifySkippables, ListsAllFaultsInOneError) {
   model->push_back("fine", popping("fine"));
   EXPECT_THAT(
       [&] { verify_skippables(model); },
-      ThrowsMessage<std::invalid_argument>(
-          AllOf(HasSubstr("\n  * layer 'two' (2) stashes 'twice', as layer 'one' (1) does: isolate one of them"),
-                HasSubstr("\n  * layer 'four' (4) pops 'twice', as layer 'three' (3) does: isolate one of them"),
-                HasSubstr("\n  * layer 'lost' (5) stashes 'never', which no layer pops"),
-                HasSubstr("\n  * layer 'early' (0) pops 'late', which no earlier layer stashes: layer 'late' (6) does"),
-                Not(HasSubstr("fine")))));
+      ThrowsMessage<std::invalid_argument>(AllOf(
+          HasSubstr(
+              "\n  * layer 'two' (2) stashes 'twice', which layer 'one' (1) already stashes: isolate one of them"),
+          HasSubstr("\n  * layer 'four' (4) pops 'twice', which layer 'three' (3) already pops: isolate one of them"),
+          HasSubstr("\n  * layer 'lost' (5) stashes 'never', which no layer pops"),
+          HasSubstr("\n  * layer 'early' (0) pops 'late', which no earlier layer stashes: layer 'late' (6) does"),
+          Not(HasSubstr("fine")))));
 }
 
 TEST(VerifySkippables, DoesNotMatchNamesInDifferentNamespaces) {

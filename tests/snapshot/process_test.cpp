@@ -34,7 +34,7 @@ using ::testing::HasSubstr;
 
 constexpr int kSkipped = 77;
 
-/// A snapshot in which every value depends on the number, so that a mixture of two snapshots is noticed.
+/// A snapshot in which every value depends on `number`, so that a mixture of two snapshots is detected.
 Snapshot numbered(std::int64_t number, std::int64_t elements = 30000) {
   Snapshot snapshot;
   for (const auto* name : {"first", "second", "third"}) snapshot.model.insert(name, torch::full({elements}, number));
@@ -120,7 +120,7 @@ TEST(SnapshotProcess, FullDiskLeavesThePreviousSnapshot) {
   std::filesystem::create_directory(folder / "disk");
   const auto disk = folder / "disk";
   const auto status = wait_for(start([&] {
-    // In a mount namespace, so that the disk disappears with the process. Without root, that needs a user namespace.
+    // Uses a mount namespace, so that the disk disappears with the process. Without root, this needs a user namespace.
     const bool own = ::unshare(CLONE_NEWNS) == 0 || ::unshare(CLONE_NEWUSER | CLONE_NEWNS) == 0;
     if (!own || ::mount("none", "/", nullptr, MS_REC | MS_PRIVATE, nullptr) != 0 ||
         ::mount("snapshots", disk.c_str(), "tmpfs", 0, "size=4m") != 0) {

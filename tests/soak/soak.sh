@@ -24,17 +24,17 @@ fail() {
   exit 1
 }
 
-# A random number from 0 to $1 - 1.
+# Prints a random number from 0 to $1 - 1.
 random() { echo $(((RANDOM * 32768 + RANDOM) % $1)); }
 
 train=("$program" --data data/synthetic_16_64x64_2 --scale 0.5 --batch-size 4 --chunks 2 --depth 2 --channels 16
   --balance 20,19 --workers 1 --schedule plateau)
 begun=2 epochs=8
 
-# The columns of the history that do not depend on the clock.
+# Prints the columns of a history that do not depend on the clock.
 history() { cut -d, -f1-6 "$1/history.csv"; }
 
-# Checks how a disturbed run ended: its exit code, $1, must not be a signal's, and an error must be one line.
+# Checks how a disturbed run ended: its exit code $1 must not be a signal's, and an error must be one short line.
 check_end() {
   (($1 < 128)) || { cat err.log >&2; fail "signal $(($1 - 128)) ended the run"; }
   (($1 == 0)) && return
@@ -106,15 +106,15 @@ file_size() { limited ulimit -f $(($(random $((snapshot_bytes / 1024 + 8))) + 1)
 open_files() { limited ulimit -n $(($(random 40) + 4)); }
 memory() { limited ulimit -v $((needed_kib + $(random 400000))); }
 
-# Limits do not apply to root's threads, so root runs the training as a user that has no other threads.
+# Limits the number of threads. Root has no such limit, so it runs the training as a user without other threads.
 threads() {
   local status=0 count=$(($(random 6) + 1))
-  event="$count threads"
-  prepare
   if ((EUID != 0)); then
     limited ulimit -u $(($(ps -L -u "$USER" --no-headers | wc -l) + count))
     return
   fi
+  event="$count threads"
+  prepare
   chmod -R a+rwX "$work"
   (setpriv --reuid=$other --regid=$other --clear-groups prlimit --nproc=$count \
     "${train[@]}" --epochs $epochs --output run "${start[@]}" >out.log 2>err.log) || status=$?

@@ -9,7 +9,7 @@
 
 namespace gpipe {
 
-/// A directory for one test. The destructor removes it and its contents.
+/// A new directory for one test. The destructor removes it and its contents.
 class TemporaryDirectory {
  public:
   TemporaryDirectory() {
@@ -31,7 +31,7 @@ class TemporaryDirectory {
   std::filesystem::path path_;
 };
 
-/// The message of the Error that the call throws; empty if it throws nothing. Other types pass through.
+/// Returns the message of the Error that the call throws, or "" if it throws nothing. Other exceptions pass through.
 template <class Error = std::runtime_error, class Call>
 std::string error_of(Call call) {
   try {
