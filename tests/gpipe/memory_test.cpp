@@ -114,7 +114,7 @@ TEST_F(StepMemory, HoldsOnlyGradientsAfterAStep) {
   }
 }
 
-TEST_F(StepMemory, IsNotCountedUnderAProfilerOfTheCallers) {
+TEST_F(StepMemory, IsNotCountedUnderTheCallersProfiler) {
   auto pipe = make(Checkpoint::kAlways, 2);
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);

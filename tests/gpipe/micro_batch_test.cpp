@@ -22,7 +22,7 @@ TEST(MicroBatch, SizesAreEqualExceptForTheLast) {
   EXPECT_EQ(micro_batch_sizes(10, 1, 4), (Sizes{4, 4, 2})) << "samples per micro-batch are given";
 }
 
-TEST(MicroBatch, SizesFollowFromPositiveNumbersOnly) {
+TEST(MicroBatch, SizesRequirePositiveNumbers) {
   EXPECT_THAT([] { micro_batch_sizes(4, 0, 0); },
               throws<std::invalid_argument>("4 samples cannot be cut into 0 micro-batches"));
   EXPECT_THAT([] { micro_batch_sizes(4, 1, -2); }, throws<std::invalid_argument>("micro-batches of -2 samples"));
