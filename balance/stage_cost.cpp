@@ -33,7 +33,7 @@ class HeldBytes {
 /// The bytes in use while a stage's layers run one after the other.
 class Replay {
  public:
-  /// Runs a layer whose peak is `extra` above the bytes before, and that changes them by `change`.
+  /// Runs a layer. `extra` is its peak above the bytes before it; `change` is added to these bytes.
   void run(std::int64_t extra, std::int64_t change) {
     peak_ = std::max(peak_, now_ + extra);
     now_ += change;

@@ -66,7 +66,7 @@ TEST_F(ProfileJson, RefusesTextThatIsNotJson) {
   const auto good = profile_to_json(two_layers());
   EXPECT_THAT(refusal(good.substr(0, good.size() / 2)), AllOf(HasSubstr("not a profile: "), HasSubstr("line 3")));
   EXPECT_THAT(refusal(""), HasSubstr("not a profile: "));
-  EXPECT_THAT(refusal("[]"), HasSubstr("the text is array, but must be an object"));
+  EXPECT_THAT(refusal("[]"), HasSubstr("the text is a list, but must be an object"));
   EXPECT_THAT(refusal("17"), HasSubstr("the text is 17, but must be an object"));
 }
 

@@ -26,7 +26,7 @@ namespace nn = torch::nn;
 
 constexpr std::int64_t kSize = 6;
 
-/// Changes its parameter, its buffer or itself in each forward.
+/// Calls `change` on itself in each forward.
 struct ChangesImpl : nn::Module {
   explicit ChangesImpl(std::function<void(ChangesImpl&)> change) : change(std::move(change)) {
     weight = register_parameter("weight", torch::randn({kSize}));

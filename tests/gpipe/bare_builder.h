@@ -1,4 +1,4 @@
-// Builds a model for a pipeline, or the same model as a plain one, whose layers use nothing of the library.
+// Builds a model for a pipeline, or the same model with layers that use nothing of the library.
 #pragma once
 
 #include <torch/torch.h>

@@ -16,7 +16,7 @@ using Sizes = std::vector<std::int64_t>;
 
 TEST(MicroBatch, SizesAreEqualExceptForTheLast) {
   EXPECT_EQ(micro_batch_sizes(10, 4, 0), (Sizes{3, 3, 3, 1}));
-  EXPECT_EQ(micro_batch_sizes(9, 4, 0), (Sizes{3, 3, 3})) << "there may be fewer than chunks";
+  EXPECT_EQ(micro_batch_sizes(9, 4, 0), (Sizes{3, 3, 3})) << "there may be fewer micro-batches than chunks";
   EXPECT_EQ(micro_batch_sizes(2, 5, 0), (Sizes{1, 1}));
   EXPECT_EQ(micro_batch_sizes(0, 5, 0), (Sizes{0}));
   EXPECT_EQ(micro_batch_sizes(10, 1, 4), (Sizes{4, 4, 2})) << "samples per micro-batch are given";
