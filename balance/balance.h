@@ -8,8 +8,8 @@
 
 namespace gpipe {
 
-// Profile a model on the sample's device, then cut it. Errors: those of profile(), and std::invalid_argument for fewer
-// layers than partitions.
+// Profile a model on the sample's device, then cut it. Errors: those of profile(), and std::invalid_argument for
+// partitions < 1, for more partitions than layers, and for chunks < 1.
 
 /// Returns the balance whose slowest stage is fastest, without checkpointing. The sample is one micro-batch: its size
 /// affects the times. On the CPU, ProfileOptions::workers is ignored: `partitions` stages are measured at once.
@@ -19,7 +19,7 @@ std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, co
 /// Returns the balance whose largest stage needs the fewest bytes in a step. The sample is a mini-batch, which is split
 /// into `chunks` micro-batches. `param_scale` is as in ProfileOptions.
 ///
-/// Stages are taken to share one memory, as on the CPU. For several GPUs call profile() and then the overload in
+/// Assumes that all stages use one memory, as on the CPU. For several GPUs call profile() and then the overload in
 /// balance/cut.h with RunOptions::copies.
 std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks = 1,
                                           double param_scale = 2, Checkpoint checkpoint = Checkpoint::kExceptLast);

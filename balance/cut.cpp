@@ -46,8 +46,8 @@ std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions
   return balance;
 }
 
-// StageCost::bytes() is slow, so stages whose lower bound exceeds a limit are skipped. A best balance within the limit
-// is the best of all. Otherwise the limit is raised and the search repeated.
+// StageCost::bytes() is slow, so stages whose lower bound exceeds a limit are skipped. If the best balance of the other
+// stages is within the limit, it is the best of all. Otherwise the limit is raised and the search repeated.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options) {
   const StageCost stage(profile);
   stage.check(options);

@@ -9,7 +9,7 @@
 
 namespace gpipe {
 
-/// Base of layers that wrap another layer and change what its forward does. Passes everything else on to it.
+/// Base class of layers that wrap another layer. Derived classes replace forward(); other calls go to the wrapped layer.
 class LayerDecorator : public Layer {
  public:
   explicit LayerDecorator(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}

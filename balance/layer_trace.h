@@ -22,10 +22,10 @@
 namespace gpipe {
 
 /// Records when each layer's part of an action begins inside a pipeline. Where installed as an allocation listener, it
-/// also records what that part allocates and frees. Thread-safe.
+/// also records the memory that this part allocates and frees. Thread-safe.
 ///
-/// Puts an identity node between any two layers of a graph. In the backward this node marks where one layer's part ends
-/// and the previous layer's begins, because the engine runs all nodes of a layer before those of earlier layers.
+/// Puts an identity node between consecutive layers of a graph. In the backward, one layer's part ends and the previous
+/// layer's begins at this node, because the engine runs all nodes of a layer before those of earlier layers.
 class LayerTrace : public AllocationListener, public std::enable_shared_from_this<LayerTrace> {
  public:
   /// `recomputes`: the pipeline checkpoints every micro-batch. The layers run on `device`.
@@ -77,7 +77,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     enum class End { kNone, kPart, kCaller } end = End::kNone;
     Part freed_by;
   };
-  /// Watches a tensor's version counter without keeping its memory alive.
+  /// A tensor's version counter and its value at construction. Does not keep the tensor's memory alive.
   struct Version {
     c10::VariableVersion counter;
     std::uint32_t was;

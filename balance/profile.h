@@ -43,13 +43,13 @@ struct LayerProfile {
   friend bool operator==(const LayerProfile&, const LayerProfile&) = default;
 };
 
-/// Memory that a layer allocates in its forward or backward of one micro-batch, and that outlives it.
+/// Memory that a layer's forward or backward of one micro-batch allocates and does not free.
 struct Block {
   std::int64_t bytes = 0;
-  /// The F or B, and its layer, that allocates the memory.
+  /// Kind (F or B) and layer of the pass that allocates the memory.
   Kind born = Kind::F;
   int layer = 0;
-  /// The F or B, and its layer, that frees the memory. Instead of a layer: Held::kForwards, Held::kNeverFreed.
+  /// Kind and layer of the pass that frees the memory. Held::kForwards or Held::kNeverFreed may take the layer's place.
   Kind until = Kind::B;
   int freed_by = 0;
   /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns it.
@@ -74,9 +74,9 @@ struct SkipProfile {
 /// Costs of a model's layers for micro-batches of one size. Enough to predict a step for every balance.
 struct Profile {
   std::int64_t samples = 0;  ///< per micro-batch
-  std::string device = {};   ///< it was measured on, e.g. "cpu" or "cuda:0"
-  int workers = 1;           ///< stages that ran at once while it was measured
-  int intraop_threads = 1;   ///< per CPU stage while it was measured
+  std::string device = {};   ///< where it was measured, e.g. "cpu" or "cuda:0"
+  int workers = 1;           ///< stages that ran at once during the measurement
+  int intraop_threads = 1;   ///< per CPU stage during the measurement
   std::vector<LayerProfile> layers = {};
   std::vector<Block> blocks = {};
   std::vector<SkipProfile> skips = {};

@@ -85,7 +85,9 @@ Json write(const Of& of) {
 [[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[profile] not a profile: " + what); }
 
 [[noreturn]] void refuse_value(const Json& json, const std::string& path, const std::string& wanted) {
-  const auto found = json.is_structured() ? json.type_name() : json.dump(-1, ' ', /*ensure_ascii=*/true);
+  const auto found = json.is_object()  ? "an object"
+                     : json.is_array() ? "a list"
+                                       : json.dump(-1, ' ', /*ensure_ascii=*/true);
   refuse(absl::StrFormat("%s is %.40s, but must be %s", path.empty() ? "the text" : path, found, wanted));
 }
 

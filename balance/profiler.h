@@ -19,7 +19,7 @@ struct ProfileOptions {
   /// Time budget: no further run begins after this many seconds. The first ten or so steps, of a few micro-batches each,
   /// always run.
   TORCH_ARG(double, seconds) = 10;
-  /// Most measured runs; warm-up runs are not counted.
+  /// Maximum number of measured runs; warm-up runs do not count.
   TORCH_ARG(int, repeats) = 9;
   /// Bytes in training per byte of a parameter that requires grad: the parameter, its gradient and the optimizer's
   /// state. 2 for plain SGD, 3 with momentum, 4 for Adam.

@@ -96,9 +96,9 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
 std::string prediction_table(const Prediction& prediction) {
   const auto ends = stage_ends(prediction.balance);
   if (prediction.stages.size() != ends.size() || prediction.bytes.size() != ends.size()) {
-    throw std::invalid_argument(
-        absl::StrFormat("[balance] the prediction's fields differ in their stages: balance %d, seconds %d, bytes %d",
-                        ends.size(), prediction.stages.size(), prediction.bytes.size()));
+    throw std::invalid_argument(absl::StrFormat(
+        "[balance] the prediction's fields have different numbers of stages: balance %d, seconds %d, bytes %d",
+        ends.size(), prediction.stages.size(), prediction.bytes.size()));
   }
   Table table({"stage", "layers", "micro-batch", "memory"});
   int first = 0;
@@ -110,7 +110,7 @@ std::string prediction_table(const Prediction& prediction) {
   return absl::StrFormat(
       "%sstep: %s, bubble %.0f %%\n"
       "micro-batch: a stage's work for one micro-batch. memory: peak of a stage. step: forward and backward of one "
-      "mini-batch. bubble: share of the step that workers wait.\n",
+      "mini-batch. bubble: share of the step during which workers wait.\n",
       table.text(), seconds_to_text(prediction.seconds), 100 * prediction.bubble);
 }
 
@@ -134,7 +134,7 @@ std::string candidate_table(const std::vector<Candidate>& candidates, const std:
   if (unpartitioned) add(*unpartitioned, unpartitioned->fits ? "one device" : "one device, ");
   return absl::StrCat(
       table.text(),
-      "step: forward and backward of one mini-batch. bubble: share of the step that workers wait. memory: "
+      "step: forward and backward of one mini-batch. bubble: share of the step during which workers wait. memory: "
       "peak of the largest stage.",
       unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n");
 }

@@ -45,7 +45,7 @@ struct RestoreModule::Saved {
   std::string name;
   at::Tensor tensor;
   at::Tensor memory;  ///< alias of the tensor's memory at that time
-  at::Tensor copy;    ///< of the values in `memory`, if the module changes them or may do so
+  at::Tensor copy;    ///< of the values in `memory`, if the module changes or may change them
   at::Tensor gradient;
   std::uint32_t version = 0;
   bool requires_grad = false;

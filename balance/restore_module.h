@@ -23,7 +23,7 @@ class RestoreModule {
  public:
   /// REQUIRES: a std::shared_ptr holds the module.
   explicit RestoreModule(const torch::nn::Module& module);
-  /// Does not throw. Whatever cannot be restored, e.g. after a device failure, is skipped.
+  /// Does not throw. Skips what cannot be restored, e.g. after a device failure.
   ~RestoreModule();
   RestoreModule(const RestoreModule&) = delete;
   RestoreModule& operator=(const RestoreModule&) = delete;

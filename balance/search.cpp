@@ -91,7 +91,7 @@ int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t lim
   return stages.back();
 }
 
-/// `smallest` needs the fewest bytes of the candidates, none of which fits.
+/// Explains why no candidate fits. `smallest` is the candidate that needs the fewest bytes.
 std::string why_not(const Candidate& smallest, const Profile& profile, const SearchOptions& options) {
   const auto [device, most] = fullest(smallest.bytes, options);
   const auto reason = StrFormat(

@@ -13,7 +13,7 @@
 namespace gpipe {
 namespace {
 
-/// Sums the bytes that an action leaves allocated, by the action that frees them. There are few of those.
+/// Sums the bytes that an action leaves allocated, by the action that frees them. Searches linearly: there are few.
 class HeldBytes {
  public:
   void add(std::int64_t bytes, Kind until, int stage) {
@@ -33,7 +33,7 @@ class HeldBytes {
 /// The bytes in use while a stage's layers run one after the other.
 class Replay {
  public:
-  /// Runs a layer whose peak is `extra` above the bytes before, and that changes them by `change`.
+  /// Runs a layer. `extra` is its peak above the bytes before it; `change` is added to these bytes.
   void run(std::int64_t extra, std::int64_t change) {
     peak_ = std::max(peak_, now_ + extra);
     now_ += change;
@@ -49,7 +49,7 @@ class Replay {
 constexpr double kMinSeconds = 1e-9;                           // of an action, so that actions have an order in time
 constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
 
-/// Small multiples of it still fit into 64 bits.
+/// Limit on sums of bytes. Small multiples of it still fit into 64 bits.
 constexpr double kMaxBytes = std::int64_t{1} << 58;
 
 double all_bytes(const Profile& profile) {

@@ -32,7 +32,7 @@ class StageCost {
 
   int layers() const { return layers_; }
 
-  /// Whether a stage may begin at a layer: not if the cut would separate layers that share a parameter.
+  /// Whether a stage may begin at a layer: false if the cut would separate layers that share a parameter.
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
   /// Returns the valid balances that differ from `balance` in one cut, moved by at most `layers` layers. Errors: those of
   /// ends().

@@ -29,7 +29,7 @@ Value on(const Value& sample, torch::Device device) {
   return Value(sample.form(), std::move(tensors));
 }
 
-/// The numbers of micro-batches that these numbers of chunks make, without duplicates.
+/// The numbers of micro-batches that result from these numbers of chunks, without duplicates.
 std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   if (chunks.empty()) {
     for (int power = 1; power <= 32; power *= 2) chunks.push_back(power);
@@ -70,7 +70,7 @@ void synchronize(const std::vector<torch::Device>& devices) {
   }
 }
 
-/// Makes the profiles of one suggest(), which share its seconds and its progress.
+/// Makes the profiles of one call of suggest(). They share its time budget and its progress.
 class Profiling {
  public:
   Profiling(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
@@ -82,14 +82,14 @@ class Profiling {
     profiles_ = static_cast<double>(counts.size()) + (has_whole_ ? 0 : 1);
   }
 
-  /// For micro-batches of a mini-batch of `chunks`, while the other CPU stages run too.
+  /// Profiles the micro-batches of a mini-batch of `chunks`, with all CPU stages running at once.
   Profile of_stages(int chunks) const {
     const auto sizes = micro_batch_sizes(batch_size(sample_), chunks, /*split_size=*/0);
     auto options = options_;
     return run(first_micro_batch(sample_, sizes), options.workers(cpu_stages_));
   }
 
-  /// For the whole mini-batch, with nothing else running.
+  /// Profiles the whole mini-batch, with nothing else running.
   Profile of_whole() const {
     auto options = options_;
     if (device_.is_cpu()) options.intraop_threads(0);
@@ -98,6 +98,9 @@ class Profiling {
 
   /// Whether of_stages(1) is the same as of_whole().
   bool has_whole() const { return has_whole_; }
+
+  /// Whether the caller's progress function has thrown, to stop suggest().
+  bool stopped() const { return stopped_; }
 
   void finish() const {
     if (options_.progress() && done_ < profiles_) options_.progress()(1);
@@ -108,7 +111,11 @@ class Profiling {
     const double done = done_++;
     options.seconds(options_.seconds() / profiles_);
     if (options_.progress()) {
-      options.progress([&](double part) { options_.progress()((done + part) / profiles_); });
+      options.progress([&](double part) {
+        stopped_ = true;
+        options_.progress()((done + part) / profiles_);
+        stopped_ = false;
+      });
     }
     return profile(model_, on(micro_batch, device_), options);
   }
@@ -119,20 +126,22 @@ class Profiling {
   const ProfileOptions options_;
   int cpu_stages_ = 1;
   bool has_whole_ = false;
-  double profiles_ = 0;  // in all
+  double profiles_ = 0;  // to be made
   mutable double done_ = 0;
+  mutable bool stopped_ = false;
 };
 
 std::optional<Candidate> unpartitioned(const Profiling& profiling, const std::vector<ChunkedProfile>& profiles,
                                        const SuggestOptions& options) {
   try {
     const auto& first = profiles.front();
-    if (profiling.has_whole() && first.chunks != 1) return std::nullopt;  // it has failed
+    if (profiling.has_whole() && first.chunks != 1) return std::nullopt;  // that profile failed
     const auto whole = profiling.has_whole() ? first.profile : profiling.of_whole();
     return make_candidate(whole, {static_cast<std::int64_t>(whole.layers.size())},
                           {.chunks = 1, .checkpoint = Checkpoint::kNever},
                           {.stages = 1, .memory_limit = options.memory_limit()});
   } catch (const std::runtime_error&) {
+    if (profiling.stopped()) throw;
     return std::nullopt;
   }
 }
@@ -158,7 +167,7 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
     } catch (const std::runtime_error&) {
       // Chunks that the caller did not ask for may give micro-batches too large for the device, or too small for batch
       // norm, which needs two values per channel.
-      if (!options.chunks().empty()) throw;
+      if (profiling.stopped() || !options.chunks().empty()) throw;
       if (!profiles.empty()) break;
       if (!first_error) first_error = std::current_exception();
     }

@@ -19,11 +19,11 @@ struct SuggestOptions {
   TORCH_ARG(std::int64_t, memory_limit) = 0;
   /// Bandwidth between devices in bytes per second. 0: transfers take no time.
   TORCH_ARG(double, bandwidth) = 0;
-  /// How profiles are made. Its `seconds` and `progress` are for all of them together; its `workers` is ignored.
+  /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };
 
-/// Whether stages on these devices send copies: whether any two neighbours differ. For RunOptions::copies.
+/// The value of RunOptions::copies for stages on these devices: whether any two consecutive devices differ.
 bool copies_between(const std::vector<torch::Device>& devices);
 
 /// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one stage per device:

@@ -111,7 +111,7 @@ int main(int argc, char** argv) {
   add_model_flag(app, options);
   add_balance_flag(app, options);
   bool sweeps = false;
-  app.add_flag("--sweep", sweeps, "instead: time of the choice of suggest(), relative to the best candidate near it")
+  app.add_flag("--sweep", sweeps, "instead: time of suggest()'s choice, relative to the best candidate near it")
       ->excludes("--balance");
   return run_program(app, argc, argv, [&] {
     if (!sweeps) return for_each_row(options, [&](const Row& row) { measure(row, options); });

@@ -1,5 +1,6 @@
-// Speed of a pipeline with one core per stage over the unpartitioned model on one core. Also prints the bound: the speed
-// of the simulated program whose actions take as long as they do while other stages run, and nothing else takes time.
+// Speed-up of a pipeline with one core per stage over the unpartitioned model on one core. Also prints the bound: the
+// speed-up of the simulated program, in which each action takes as long as while the other stages run and nothing else
+// takes time.
 
 #include <CLI/CLI.hpp>
 #include <iostream>

@@ -24,7 +24,7 @@ const std::map<std::string, torch::nn::Sequential (*)(const models::ResNetOption
     {"resnet101", models::resnet101}, {"resnet152", models::resnet152},
 };
 
-/// The file's text. Reads no more than a profile may have.
+/// Returns the file's text. Reads no further than the size limit of a profile.
 std::string read_profile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::string text(kMaxProfileJson + 1, '\0');

@@ -100,7 +100,7 @@ int run(Options options) {
       hardware(experiment.devices) +
       absl::StrFormat(
           "runs: %d per variant, in turn, after a warm-up mini-batch; %d mini-batches of %d images of %d x %d\n"
-          "predictions: the median of %d\n",
+          "profiles per variant: %d; the median prediction is used\n",
           options.runs, options.batches, experiment.batch_size, experiment.image, experiment.image,
           experiment.predictions);
   std::cout << about << std::flush;

@@ -25,8 +25,8 @@ PUBLISHED = {"model parallel": 1.07, 20: 1 / 1.49, 12: 1 / 1.54}
 ABOUT = """\
 Measured by [resnet50_study](../../examples/resnet50_study/main.cpp), drawn by its plot.py. Training uses one-hot
 targets over 1000 classes, mean squared error and SGD, without checkpointing. Freed tensor memory is kept for reuse. The
-variants take turns. Predictions are of forward and backward only, made from profiles before the runs. Published results
-are those of PyTorch's tutorial "Single-Machine Model Parallel Best Practices".
+variants take turns. Predictions cover forward and backward only. They were made from profiles before the runs. Published
+results are those of PyTorch's tutorial "Single-Machine Model Parallel Best Practices".
 
 A percentage is given only if the runs support it: at least {runs} runs of both variants, standard deviations of at most
 {spread:.0f} % of the mean, and means that differ by more than twice the standard error of their difference.
@@ -35,8 +35,7 @@ A percentage is given only if the runs support it: at least {runs} runs of both 
 MIN_RUNS = 3
 MAX_SPREAD = 0.15
 
-
-# How predictions are drawn: as diamonds, unlike the error bars of measurements.
+# Predictions are drawn as diamonds, to tell them from the error bars of measurements.
 PREDICTED: dict[str, Any] = {
     "linestyle": "none",
     "marker": "D",

@@ -11,7 +11,7 @@ namespace {
 
 torch::Tensor full(double value) { return torch::full({2, 3}, value); }
 
-TEST(GradientSums, StayApartThatBeganWithOneTensor) {
+TEST(GradientSums, StayApartIfTheyBeganWithOneTensor) {
   for (const bool viewed : {false, true}) {
     GradientSums sums(2);
     const auto shared = full(1);

@@ -150,10 +150,10 @@ TEST(RandomScope, CatchesEveryRandomOperator) {
   }
 }
 
-// Random operators that no test above calls must be listed here. A new one in a later version of PyTorch fails this
+// Random operators that calls() lacks must be listed here. A new one in a later version of PyTorch fails this
 // test until a maintainer has checked how it draws.
 TEST(RandomScope, KnowsEveryOperatorTaggedAsRandom) {
-  // These call operators that the tests above call.
+  // These call operators of calls().
   const std::set<std::string> composites = {"aten::alpha_dropout_",   "aten::feature_alpha_dropout_",
                                             "aten::feature_dropout_", "aten::gru",
                                             "aten::rnn_relu",         "aten::rnn_tanh"};

@@ -61,7 +61,7 @@ void expect_optimal(const Cost& cost, int count, int parts) {
   ASSERT_DOUBLE_EQ(worst(cost, sizes), best);
 }
 
-TEST(PartitionTest, SumsMatchBruteForce) {
+TEST(BestPartition, OfSumsMatchesBruteForce) {
   std::mt19937 random(1);
   for (int trial = 0; trial < 2000; ++trial) {
     std::vector<double> costs(1 + random() % 9);
@@ -75,7 +75,7 @@ TEST(PartitionTest, SumsMatchBruteForce) {
   }
 }
 
-TEST(PartitionTest, AnyCostsMatchBruteForce) {
+TEST(BestPartition, OfAnyCostsMatchesBruteForce) {
   std::mt19937 random(2);
   for (int trial = 0; trial < 3000; ++trial) {
     const int count = 1 + static_cast<int>(random() % 9);
@@ -88,11 +88,11 @@ TEST(PartitionTest, AnyCostsMatchBruteForce) {
   }
 }
 
-TEST(PartitionTest, TiesGoToLongEarlyParts) {
+TEST(BestPartition, PrefersLongEarlyPartsAmongEquals) {
   EXPECT_EQ(best_partition({1, 1, 1, 1, 1}, 3), (std::vector<std::int64_t>{2, 2, 1}));
 }
 
-TEST(PartitionTest, RefusesInvalidArguments) {
+TEST(BestPartition, RefusesInvalidArguments) {
   EXPECT_THROW(best_partition({1, 2}, 0), std::invalid_argument);
   EXPECT_THROW(best_partition({1, 2}, 3), std::invalid_argument);
   EXPECT_THROW(best_partition({1, -2}, 1), std::invalid_argument);

@@ -53,7 +53,7 @@ Profile chain(const std::vector<double>& seconds) {
   return profile;
 }
 
-TEST(PlanTest, LayersThatShareAParameterStayTogether) {
+TEST(Cut, KeepsLayersThatShareAParameterTogether) {
   auto profile = chain({1, 1, 1, 1});
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));
   profile.layers[2].shares_with = 1;
@@ -63,7 +63,7 @@ TEST(PlanTest, LayersThatShareAParameterStayTogether) {
               HasSubstr("4 partitions would separate layers that share a parameter"));
 }
 
-TEST(PlanTest, BandwidthMovesTheCut) {
+TEST(Cut, DependsOnBandwidth) {
   // A skip from the first to the third of equal layers: a cut after the third sends fewer bytes.
   auto profile = chain({1, 1, 1, 0.9});
   profile.skips = {{"skip", 0, 2, 4000}};
@@ -74,7 +74,7 @@ TEST(PlanTest, BandwidthMovesTheCut) {
   EXPECT_LT(fast.seconds, slow.seconds) << "the skip's transfer takes longer than the difference between the stages";
 }
 
-TEST(PlanTest, BalancesBySizeWithSkips) {
+TEST(Cut, BalancesBySizeWithSkips) {
   auto profile = chain({1, 1, 1, 1});
   profile.layers[3].parameters = profile.layers[3].gradients = 100;
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(3, 1));
@@ -84,7 +84,7 @@ TEST(PlanTest, BalancesBySizeWithSkips) {
   EXPECT_THAT(balance_by_size(profile, 2), ElementsAre(1, 3));
 }
 
-TEST(PlanTest, BalancesBySizeOptimally) {
+TEST(Cut, BalancesBySizeOptimally) {
   std::mt19937 random(3);
   for (int trial = 0; trial < 300; ++trial) {
     const int layers = 2 + static_cast<int>(random() % 6);
@@ -119,7 +119,7 @@ TEST(PlanTest, BalancesBySizeOptimally) {
   }
 }
 
-TEST(PlanTest, CopiesCountForTheReceiver) {
+TEST(Predict, CountsCopiesForTheReceiver) {
   const auto profile = chain({1, 1, 1, 1});
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
     RunOptions run{.chunks = 3, .checkpoint = checkpoint};
@@ -135,7 +135,7 @@ TEST(PlanTest, CopiesCountForTheReceiver) {
   }
 }
 
-TEST(PlanTest, NearBalancesDifferInOneCut) {
+TEST(StageCost, NearBalancesDifferInOneCut) {
   auto profile = chain({1, 1, 1, 1, 1});
   profile.layers[2].shares_with = 1;
   const StageCost stage(profile);
@@ -143,7 +143,7 @@ TEST(PlanTest, NearBalancesDifferInOneCut) {
   EXPECT_THAT(stage.near({5}, 4), IsEmpty());
 }
 
-TEST(PlanTest, PredictsAStep) {
+TEST(Predict, SimulatesAStep) {
   const auto profile = chain({1, 1});
   const auto never = predict(profile, {1, 1}, {.chunks = 3, .checkpoint = Checkpoint::kNever});
   EXPECT_DOUBLE_EQ(never.seconds, (3 + 1) * 3);
@@ -151,8 +151,8 @@ TEST(PlanTest, PredictsAStep) {
   EXPECT_THAT(never.stages, ElementsAre(3, 3));
   const auto always = predict(profile, {1, 1}, {.chunks = 3, .checkpoint = Checkpoint::kAlways});
   EXPECT_THAT(always.stages, ElementsAre(4, 4));
-  // The first stage's outputs live until the second stage's backwards. Its own backwards each leave a gradient for the
-  // caller.
+  // The first stage's outputs live until the second stage's backwards. Each of its own backwards leaves a gradient for
+  // the caller.
   EXPECT_EQ(never.bytes[0], 30);
   EXPECT_THAT(error_of<std::invalid_argument>([&] {
                 predict(profile, {1, 2});
@@ -164,7 +164,7 @@ TEST(PlanTest, PredictsAStep) {
   EXPECT_THROW(balance_by_time(profile, 2, {.bandwidth = -1}), std::invalid_argument);
 }
 
-TEST(PlanTest, RefusesNumbersThatOverflow) {
+TEST(StageCost, RefusesNumbersThatOverflow) {
   constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
   constexpr int kManyChunks = std::numeric_limits<int>::max();
   auto profile = chain({1, 1, 1, 1});
@@ -188,7 +188,7 @@ TEST(PlanTest, RefusesNumbersThatOverflow) {
   EXPECT_THAT(refusal([&] { profile_from_json(profile_to_json(profile)); }), HasSubstr("/layers/0/parameters"));
 }
 
-TEST(PlanTest, RefusesDifferentNumbersOfStages) {
+TEST(Predict, RefusesDifferentNumbersOfStages) {
   const auto profile = chain({1, 1, 1});
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
   EXPECT_THAT(refusal([&] {
@@ -200,7 +200,7 @@ TEST(PlanTest, RefusesDifferentNumbersOfStages) {
   EXPECT_THAT(refusal([&] { prediction_table(prediction); }), HasSubstr("balance 2, seconds 2, bytes 1"));
 }
 
-TEST(PlanTest, SearchesBalanceChunksAndCheckpoint) {
+TEST(Search, FindsBalanceChunksAndCheckpoint) {
   const auto whole = chain({4, 4, 4, 4});
   const auto halves = chain({2, 2, 2, 2});
   const auto suggestion = search({{1, whole}, {2, halves}}, {.stages = 2});
@@ -214,7 +214,7 @@ TEST(PlanTest, SearchesBalanceChunksAndCheckpoint) {
   EXPECT_THROW(search({{1, whole}}, {.stages = 5}), std::invalid_argument);
 }
 
-TEST(PlanTest, ALimitMovesTheCutOrTheCheckpoint) {
+TEST(Search, FitsIntoTheMemoryLimit) {
   auto profile = chain({1, 1, 1, 1});
   profile.layers[0].parameters = 1000;
   const auto free = search({{2, profile}}, {.stages = 2});
@@ -225,7 +225,7 @@ TEST(PlanTest, ALimitMovesTheCutOrTheCheckpoint) {
   EXPECT_GE(limited.best().seconds, free.best().seconds);
 }
 
-TEST(PlanTest, ExplainsWhyNothingFits) {
+TEST(Search, ExplainsWhyNothingFits) {
   auto profile = chain({1, 1, 1, 1});
   for (auto& layer : profile.layers) layer.parameters = 10 << 20;
   const auto needs_more = search({{2, profile}}, {.stages = 2, .memory_limit = 15 << 20});
@@ -238,14 +238,14 @@ TEST(PlanTest, ExplainsWhyNothingFits) {
   EXPECT_THAT(too_large.reason, HasSubstr("layer 'l0' alone needs 10.0 MiB"));
 }
 
-TEST(PlanTest, TablesExplainTheirColumns) {
+TEST(Report, TablesExplainTheirColumns) {
   const auto profile = chain({1, 1});
   EXPECT_THAT(profile_table(profile), HasSubstr("Per micro-batch of 4 samples, measured on cpu with 1 stage at once."));
   EXPECT_THAT(profile_table(profile, {1, 1}), AllOf(HasSubstr("stage 1"), HasSubstr("saved: bytes kept for")));
   EXPECT_THAT(prediction_table(predict(profile, {1, 1})), AllOf(HasSubstr("\nstep: "), HasSubstr("bubble: share of")));
 }
 
-TEST(PlanTest, CandidatesAreComparedWithOneDevice) {
+TEST(Report, ComparesCandidatesWithOneDevice) {
   const Candidate pipeline{.balance = {1, 1}, .chunks = 4, .seconds = 1, .bytes = {100, 300}};
   const Candidate whole{
       .balance = {2}, .checkpoint = Checkpoint::kNever, .seconds = 1.5, .bytes = {900}, .fits = false};

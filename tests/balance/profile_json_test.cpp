@@ -30,7 +30,7 @@ Profile two_layers() {
           .skips = {{.name = "a \"name\"", .from = 0, .to = 1, .bytes = 40, .changed = true}}};
 }
 
-class ProfileJsonTest : public ::testing::Test {
+class ProfileJson : public ::testing::Test {
  protected:
   static std::string refusal(const std::string& text) {
     return error_of<std::invalid_argument>([&] { profile_from_json(text); });
@@ -48,34 +48,34 @@ class ProfileJsonTest : public ::testing::Test {
   }
 };
 
-TEST_F(ProfileJsonTest, RoundTrip) { EXPECT_EQ(profile_from_json(profile_to_json(two_layers())), two_layers()); }
+TEST_F(ProfileJson, RoundTrips) { EXPECT_EQ(profile_from_json(profile_to_json(two_layers())), two_layers()); }
 
-TEST_F(ProfileJsonTest, NamesMayContainAnyBytes) {
+TEST_F(ProfileJson, NamesMayContainAnyBytes) {
   auto profile = two_layers();
   profile.layers[0].name = "caf\xe9";
   EXPECT_THAT(profile_from_json(profile_to_json(profile)).layers[0].name, HasSubstr("caf"));
 }
 
-TEST_F(ProfileJsonTest, SecondsMayBeIntegers) {
+TEST_F(ProfileJson, SecondsMayBeIntegers) {
   auto json = Json::parse(profile_to_json(two_layers()));
   json["layers"][0]["forward"] = 3;
   EXPECT_EQ(profile_from_json(json.dump()).layers[0].forward, 3);
 }
 
-TEST_F(ProfileJsonTest, RefusesTextThatIsNotJson) {
+TEST_F(ProfileJson, RefusesTextThatIsNotJson) {
   const auto good = profile_to_json(two_layers());
   EXPECT_THAT(refusal(good.substr(0, good.size() / 2)), AllOf(HasSubstr("not a profile: "), HasSubstr("line 3")));
   EXPECT_THAT(refusal(""), HasSubstr("not a profile: "));
-  EXPECT_THAT(refusal("[]"), HasSubstr("the text is array, but must be an object"));
+  EXPECT_THAT(refusal("[]"), HasSubstr("the text is a list, but must be an object"));
   EXPECT_THAT(refusal("17"), HasSubstr("the text is 17, but must be an object"));
 }
 
-TEST_F(ProfileJsonTest, ErrorsDoNotRepeatLongText) {
+TEST_F(ProfileJson, ErrorsDoNotRepeatLongText) {
   EXPECT_THAT(refusal("{\"" + std::string(10000, 'x') + "\xff\":1}"), SizeIs(::testing::Lt(300)));
   EXPECT_THAT(refusal("/layers/0/forward", std::string(10000, 'x')), SizeIs(::testing::Lt(300)));
 }
 
-TEST_F(ProfileJsonTest, NamesAMissingField) {
+TEST_F(ProfileJson, NamesAMissingField) {
   auto json = Json::parse(profile_to_json(two_layers()));
   json["layers"][1].erase("forward");
   EXPECT_THAT(refusal(json.dump()), HasSubstr("/layers/1/forward is missing"));
@@ -83,12 +83,12 @@ TEST_F(ProfileJsonTest, NamesAMissingField) {
   EXPECT_THAT(refusal(json.dump()), HasSubstr("/version is missing"));
 }
 
-TEST_F(ProfileJsonTest, RefusesOtherVersions) {
+TEST_F(ProfileJson, RefusesOtherVersions) {
   EXPECT_THAT(refusal("/version", 2), HasSubstr("/version is 2, but only version 1 is supported"));
   expect_refused("/version", {1.5, "1", nullptr, std::uint64_t{1} << 32 | 1});
 }
 
-TEST_F(ProfileJsonTest, IndicesAreIntegersInRange) {
+TEST_F(ProfileJson, IndicesAreIntegersInRange) {
   const auto wraps = (std::int64_t{1} << 32) + 1;
   expect_refused("/layers/1/shares_with", {0.5, 1.0, true, "1", nullptr, Json::array(), -1, 2, wraps});
   expect_refused("/blocks/0/layer", {0.5, -1, 2, wraps});
@@ -101,14 +101,14 @@ TEST_F(ProfileJsonTest, IndicesAreIntegersInRange) {
   expect_refused("/intraop_threads", {0.5, -1, wraps});
 }
 
-TEST_F(ProfileJsonTest, SkipsLeadForward) {
+TEST_F(ProfileJson, SkipsLeadForward) {
   auto json = Json::parse(profile_to_json(two_layers()));
   json["skips"][0]["from"] = 1;
   json["skips"][0]["to"] = 0;
   EXPECT_THAT(refusal(json.dump()), HasSubstr("/skips/0/to is 0, but must be from 1 to 1"));
 }
 
-TEST_F(ProfileJsonTest, BytesAreIntegersInRange) {
+TEST_F(ProfileJson, BytesAreIntegersInRange) {
   const std::vector<Json> wrong = {
       0.5, -1, 1e30, true, "1", nullptr, (std::int64_t{1} << 53) + 1, std::numeric_limits<std::uint64_t>::max()};
   for (const auto* name : {"parameters", "gradients", "late_gradients", "optimizer", "buffers", "output", "saved",
@@ -121,12 +121,12 @@ TEST_F(ProfileJsonTest, BytesAreIntegersInRange) {
   expect_refused("/samples", {0});
 }
 
-TEST_F(ProfileJsonTest, SumOfBytesIsLimited) {
+TEST_F(ProfileJson, SumOfBytesIsLimited) {
   const auto most = std::int64_t{1} << 53;
   EXPECT_THAT(refusal("/blocks/0/bytes", most), HasSubstr("/blocks/0/bytes: the bytes sum to more than"));
 }
 
-TEST_F(ProfileJsonTest, SecondsAreFiniteAndNotNegative) {
+TEST_F(ProfileJson, SecondsAreFiniteAndNotNegative) {
   for (const auto* name : {"forward", "stored", "recompute", "backward"}) {
     expect_refused(std::string("/layers/0/") + name, {-1, -1e-9, 2e9, 1e308, true, "1", nullptr});
   }
@@ -136,7 +136,7 @@ TEST_F(ProfileJsonTest, SecondsAreFiniteAndNotNegative) {
   EXPECT_THAT(refusal(text), HasSubstr("not a profile: "));
 }
 
-TEST_F(ProfileJsonTest, TypesAreNotConverted) {
+TEST_F(ProfileJson, TypesAreNotConverted) {
   expect_refused("/device", {1, nullptr});
   expect_refused("/layers/0/changes_input", {1, "true"});
   expect_refused("/skips/0/changed", {0});
@@ -146,11 +146,11 @@ TEST_F(ProfileJsonTest, TypesAreNotConverted) {
   expect_refused("/layers/1", {"l0", 2, Json::array()});
 }
 
-TEST_F(ProfileJsonTest, RefusesAnEmptyProfile) {
+TEST_F(ProfileJson, RefusesAnEmptyProfile) {
   EXPECT_THAT(refusal("/layers", Json::array()), HasSubstr("/layers is empty"));
 }
 
-TEST_F(ProfileJsonTest, RefusesDeepAndLongTexts) {
+TEST_F(ProfileJson, RefusesDeepAndLongTexts) {
   EXPECT_THAT(refusal(std::string(1000000, '[')), HasSubstr("the text nests deeper than 8 levels"));
   EXPECT_THAT(refusal(std::string(kMaxProfileJson + 1, ' ')), HasSubstr("16777217 bytes, but the limit is 16777216"));
 }

@@ -25,7 +25,7 @@ namespace nn = torch::nn;
 
 ProfileOptions brief() { return ProfileOptions().seconds(0).repeats(1); }
 
-TEST(ProfileTest, RestoresTheModel) {
+TEST(Profiler, RestoresTheModel) {
   auto model = models::unet(models::UNetOptions().depth(2).base_channels(4).dropout(0.1));
   model->eval();
   model[3]->train();
@@ -63,7 +63,7 @@ struct LazyImpl : nn::Module {
 };
 TORCH_MODULE(Lazy);
 
-TEST(ProfileTest, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
+TEST(Profiler, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
   nn::Sequential model(nn::Linear(6, 6), Lazy(), nn::Linear(6, 6));
   model->eval();
   const torch::NoGradGuard no_grad;
@@ -74,7 +74,7 @@ TEST(ProfileTest, IgnoresTheCallersGradModeAndAcceptsLazyLayers) {
   EXPECT_FALSE(model[1]->is_training());
 }
 
-TEST(ProfileTest, MeasuresEachLayer) {
+TEST(Profiler, MeasuresEachLayer) {
   auto model = models::unet(models::UNetOptions().depth(1).base_channels(4));
   std::vector<double> progress;
   const auto of = profile(model, torch::rand({2, 3, 16, 16}),
@@ -112,7 +112,7 @@ TEST(ProfileTest, MeasuresEachLayer) {
   EXPECT_EQ(progress.back(), 1);
 }
 
-TEST(ProfileTest, LowBandwidthMakesACutSendFewerBytes) {
+TEST(Cut, SendsFewerBytesAtLowBandwidth) {
   auto model = models::unet(models::UNetOptions().depth(2).base_channels(4));
   auto of = profile(model, torch::rand({2, 3, 32, 32}), brief());
   for (auto& layer : of.layers) layer.forward = layer.stored = layer.recompute = layer.backward = 1;
@@ -124,7 +124,7 @@ TEST(ProfileTest, LowBandwidthMakesACutSendFewerBytes) {
   EXPECT_LT(moved(by_time_and_transfer), moved(by_time));
 }
 
-TEST(ProfileTest, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
+TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
   const auto tuple = Value(std::make_tuple(torch::randn({4, 6}), torch::randint(0, 5, {4})));
   const auto of_tuples = profile(tuple_model(), tuple, brief().workers(2));
   EXPECT_TRUE(of_tuples.layers[1].changes_input);
@@ -132,7 +132,7 @@ TEST(ProfileTest, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
   EXPECT_EQ(of_skips.skips.size(), 5U);
 }
 
-TEST(ProfileTest, TiedLayersStayTogether) {
+TEST(Cut, KeepsTiedLayersTogether) {
   nn::Linear tied(6, 6);
   nn::Sequential model(nn::Linear(6, 6), NestedSequential(tied), nn::ReLU(), NestedSequential(tied), nn::Linear(6, 6));
   const auto balance = balance_by_time(3, model, torch::randn({4, 6}), brief());
@@ -140,7 +140,7 @@ TEST(ProfileTest, TiedLayersStayTogether) {
   EXPECT_EQ(balance_by_size(2, model, torch::randn({4, 6}), 2).size(), 2U);
 }
 
-TEST(ProfileTest, AcceptsFrozenModels) {
+TEST(Profiler, AcceptsFrozenModels) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
   for (auto& parameter : model[0]->parameters()) parameter.set_requires_grad(false);
   const auto half = profile(model, torch::randn({4, 6}), brief());
@@ -157,7 +157,7 @@ struct ThrowsBackwardImpl : nn::Module {
 };
 TORCH_MODULE(ThrowsBackward);
 
-TEST(ProfileTest, NamesAFailingLayer) {
+TEST(Profiler, NamesAFailingLayer) {
   nn::Sequential model({{"first", nn::Linear(6, 6)}, {"second", nn::Linear(5, 6)}, {"third", nn::Linear(6, 6)}});
   EXPECT_THAT(error_of([&] {
                 profile(model, torch::randn({4, 6}), brief().workers(2));
@@ -173,7 +173,7 @@ TEST(ProfileTest, NamesAFailingLayer) {
   for (const auto& parameter : backward->parameters()) EXPECT_FALSE(parameter.grad().defined());
 }
 
-TEST(ProfileTest, RefusesInvalidArguments) {
+TEST(Profiler, RefusesInvalidArguments) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU());
   const auto x = torch::randn({4, 6});
   const auto refusal = [](auto call) { return error_of<std::invalid_argument>(call); };
@@ -222,7 +222,7 @@ nn::Sequential large_model(const std::shared_ptr<Live>& live) {
   return model;
 }
 
-TEST(ProfileTest, ProfilesLayerByLayerIfTheModelIsTooLarge) {
+TEST(Profiler, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   const auto live = std::make_shared<Live>();
   auto model = large_model(live);
   model->eval();
@@ -258,7 +258,7 @@ TEST(ProfileTest, ProfilesLayerByLayerIfTheModelIsTooLarge) {
   }
 }
 
-TEST(ProfileTest, NamesALayerThatIsTooLarge) {
+TEST(Profiler, NamesALayerThatIsTooLarge) {
   const auto live = std::make_shared<Live>();
   live->now = 4;
   nn::Sequential model(nn::Linear(6, 6), Large(live));
@@ -278,7 +278,7 @@ struct OnceImpl : nn::Module {
 };
 TORCH_MODULE(Once);
 
-TEST(ProfileTest, ProgressNeverFallsBack) {
+TEST(Profiler, ProgressNeverFallsBack) {
   Once once;
   nn::Sequential model(nn::Linear(6, 6), once);
   std::vector<double> progress;
@@ -290,7 +290,7 @@ TEST(ProfileTest, ProgressNeverFallsBack) {
   EXPECT_TRUE(std::is_sorted(progress.begin(), progress.end()));
 }
 
-TEST(ProfileTest, FirstMicroBatchRequiresGradLikeTheBatch) {
+TEST(FirstMicroBatch, RequiresGradLikeTheBatch) {
   const auto x = torch::arange(10.).view({5, 2}).requires_grad_();
   const auto first = first_micro_batch(Value(std::vector<torch::Tensor>{x, torch::arange(5)}), {3, 2});
   EXPECT_TRUE(torch::equal(first.tensors()[0], x.narrow(0, 0, 3)));
@@ -299,7 +299,7 @@ TEST(ProfileTest, FirstMicroBatchRequiresGradLikeTheBatch) {
   EXPECT_FALSE(first.tensors()[1].requires_grad());
 }
 
-/// Fails for more samples.
+/// Fails for more than `most` samples.
 struct RefusesMoreThanImpl : nn::Module {
   explicit RefusesMoreThanImpl(std::int64_t most) : most(most) {}
   torch::Tensor forward(const torch::Tensor& x) {
@@ -310,7 +310,7 @@ struct RefusesMoreThanImpl : nn::Module {
 };
 TORCH_MODULE(RefusesMoreThan);
 
-TEST(ProfileTest, SuggestionComparesWithTheUnpartitionedModel) {
+TEST(Suggest, ComparesWithTheUnpartitionedModel) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
   const auto x = torch::randn({8, 6});
   for (const auto& chunks : {std::vector<int>{1, 2}, std::vector<int>{2}}) {
@@ -331,7 +331,7 @@ TEST(ProfileTest, SuggestionComparesWithTheUnpartitionedModel) {
   }
 }
 
-TEST(ProfileTest, AnUnpartitionedModelThatFailsIsLeftOut) {
+TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
   nn::Sequential model(nn::Linear(6, 6), RefusesMoreThan(4), nn::Linear(6, 6));
   const auto suggestion =
       suggest(model, torch::randn({8, 6}), {torch::kCPU, torch::kCPU}, SuggestOptions().chunks({4}).profile(brief()));
@@ -339,7 +339,21 @@ TEST(ProfileTest, AnUnpartitionedModelThatFailsIsLeftOut) {
   EXPECT_FALSE(suggestion.unpartitioned);
 }
 
-class BytesTest : public testing::Test {
+TEST(Suggest, StopsWhenItsProgressFunctionThrows) {
+  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
+  const auto x = torch::randn({8, 6});
+  for (const double last : {0.0, 0.3, 0.9}) {  // in the first profile, in a later one, in the unpartitioned model's
+    const auto profiling = brief().progress([&](double part) {
+      if (part >= last) throw std::runtime_error("enough");
+    });
+    EXPECT_EQ(error_of([&] {
+                suggest(model, x, {torch::kCPU, torch::kCPU}, SuggestOptions().profile(profiling));
+              }),
+              "enough");
+  }
+}
+
+class ProfiledBytes : public testing::Test {
  protected:
   /// Compares the profile's bytes with the counted bytes of a real step. Uses the timeline of that step, so that waiting
   /// times do not matter.
@@ -372,20 +386,20 @@ class BytesTest : public testing::Test {
   }
 };
 
-TEST_F(BytesTest, UNet) {
+TEST_F(ProfiledBytes, UNet) {
   expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {26, 29});
   expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {55});
   expect_close(models::unet(models::UNetOptions().depth(2).base_channels(8).dropout(0.1)), torch::rand({2, 3, 48, 48}),
                {11, 20, 13});
 }
 
-TEST_F(BytesTest, ResNet) {
+TEST_F(ProfiledBytes, ResNet) {
   const auto model = models::resnet18(models::ResNetOptions().num_classes(10));
   expect_close(model, torch::rand({2, 3, 32, 32}), {46, 25});
   expect_close(model, torch::rand({2, 3, 32, 32}), {13, 20, 38});
 }
 
-TEST_F(BytesTest, LinearLayers) {
+TEST_F(ProfiledBytes, LinearLayers) {
   nn::Sequential model;
   for (int i = 0; i < 6; ++i) {
     model->push_back(nn::Linear(192, 192));

@@ -26,7 +26,7 @@ namespace nn = torch::nn;
 
 constexpr std::int64_t kSize = 6;
 
-/// Changes its parameter, its buffer or itself in each forward.
+/// Calls `change` on itself in each forward.
 struct ChangesImpl : nn::Module {
   explicit ChangesImpl(std::function<void(ChangesImpl&)> change) : change(std::move(change)) {
     weight = register_parameter("weight", torch::randn({kSize}));
@@ -102,7 +102,7 @@ std::vector<NamedChange> changes() {
   };
 }
 
-TEST(RestoreTest, RestoresWhatLayersChange) {
+TEST(RestoreModule, RestoresWhatLayersChange) {
   for (const auto& [name, change] : changes()) {
     SCOPED_TRACE(name);
     Changes layer(change);
@@ -136,7 +136,7 @@ TEST(RestoreTest, RestoresWhatLayersChange) {
   }
 }
 
-TEST(RestoreTest, RestoresABufferThatGrows) {
+TEST(RestoreModule, RestoresABufferThatGrows) {
   Changes layer([](ChangesImpl& of) { of.buffer.resize_({of.buffer.size(0) + kSize}).fill_(1); });
   const auto before = layer->buffer.clone();
   {
@@ -147,7 +147,7 @@ TEST(RestoreTest, RestoresABufferThatGrows) {
   EXPECT_TRUE(torch::equal(layer->buffer, before));
 }
 
-TEST(RestoreTest, RestoresAfterAFailedForward) {
+TEST(RestoreModule, RestoresAfterAFailedForward) {
   Changes layer([](ChangesImpl& of) {
     of.weight.mul_(2);
     throw std::runtime_error("tired");
@@ -163,7 +163,7 @@ TEST(RestoreTest, RestoresAfterAFailedForward) {
   weight.expect(layer->weight);
 }
 
-TEST(RestoreTest, AFailedRestoreDoesNotStopTheRest) {
+TEST(RestoreModule, GoesOnAfterAFailure) {
   Changes layer([](ChangesImpl&) {});
   nn::Sequential model(nn::Dropout(), layer, nn::Dropout());
   model->eval();
@@ -191,13 +191,14 @@ struct Counter : AllocationListener {
   void freed(const void*, std::int64_t bytes) override { live -= bytes; }
 };
 
-TEST(RestoreTest, KeepsNoCopiesOfUnchangedParameters) {
+TEST(RestoreModule, KeepsNoCopiesOfUnchangedParameters) {
   constexpr std::int64_t kLarge = 1000;
   nn::Sequential model;
   for (int i = 0; i < 4; ++i) model->push_back(nn::Linear(nn::LinearOptions(kLarge, kLarge).bias(false)));
   const auto bytes = kLarge * kLarge * 4;
   const auto counter = std::make_shared<Counter>();
   const AllocationListener::Scope scope(counter);
+  ASSERT_TRUE(scope.installed());
   const torch::NoGradGuard no_grad;
   const RestoreModule restore(*model);
   auto layers = restore.watch(make_layers(*model));
@@ -206,7 +207,7 @@ TEST(RestoreTest, KeepsNoCopiesOfUnchangedParameters) {
   EXPECT_LT(counter->live, bytes);
 }
 
-TEST(ProfileTest, RefusesALayerThatChangesParametersLater) {
+TEST(Profiler, RefusesALayerThatChangesParametersLater) {
   Changes layer([](ChangesImpl& of) {
     if (of.forwards > 1 && !is_checkpointing() && !is_recomputing()) of.weight.mul_(2);
   });
@@ -217,7 +218,7 @@ TEST(ProfileTest, RefusesALayerThatChangesParametersLater) {
               HasSubstr("parameter '1.weight' was changed after its layer's first forwards"));
 }
 
-TEST(ProfileTest, RefineDoesNotChangeTheSample) {
+TEST(Refine, DoesNotChangeTheSample) {
   nn::Sequential model(nn::ReLU(nn::ReLUOptions(true)), nn::Linear(kSize, kSize));
   const auto x = torch::randn({4, kSize});
   const auto before = x.clone();
@@ -233,7 +234,7 @@ nn::Sequential renormalising_model() {
                         nn::ReLU(), nn::Linear(kSize, kSize));
 }
 
-TEST(ProfileTest, RestoresWeightsAfterAFailedProfile) {
+TEST(Profiler, RestoresWeightsAfterAFailedProfile) {
   auto model = renormalising_model();
   model->push_back(Changes([](ChangesImpl&) { throw std::runtime_error("tired"); }));
   const Seen table(model[0]->parameters()[0]);
@@ -241,7 +242,7 @@ TEST(ProfileTest, RestoresWeightsAfterAFailedProfile) {
   table.expect(model[0]->parameters()[0]);
 }
 
-TEST(ProfileTest, RestoresWeightsThatTheirLayerRenormalises) {
+TEST(Profiler, RestoresWeightsThatTheirLayerRenormalises) {
   auto model = renormalising_model();
   std::vector<Seen> before;
   for (const auto& parameter : model->parameters()) before.emplace_back(parameter);

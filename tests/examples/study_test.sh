@@ -21,7 +21,7 @@ variants=$'data parallel,0\nmodel parallel,0\npipeline,2\npipeline,3\nsingle,0'
 [[ $(tail -n +2 out/runs.csv | cut -d, -f1,2 | sort -u) == "$variants" ]] || fail "variants of runs.csv"
 [[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv does not have 5 variants with 2 runs each"
 [[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/runs.csv) == 10 ]] || fail "times of runs.csv"
-grep -q '^predictions: the median of 1$' out/hardware.txt || fail "hardware.txt"
+grep -q '^profiles per variant: 1; the median prediction is used$' out/hardware.txt || fail "hardware.txt"
 
 refuse() {
   local text=$1

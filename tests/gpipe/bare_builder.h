@@ -1,4 +1,4 @@
-// Builds a model for a pipeline, or the same model as a plain one, whose layers use nothing of the library.
+// Builds a model for a pipeline, or the same model with layers that use nothing of the library.
 #pragma once
 
 #include <torch/torch.h>
@@ -25,12 +25,12 @@ struct SkipPort {
 /// The skips of a plain model.
 using PlainSkips = std::map<std::string, torch::Tensor>;
 
-/// With `plain`, layers keep their skips there. With nullptr, they are the library's Skippables.
+/// Makes layers that keep their skips in `plain` or, if that is nullptr, Skippable layers of the library.
 class Builder {
  public:
   explicit Builder(PlainSkips* plain) : plain_(plain) {}
 
-  /// A tensor or module that the next layer will own.
+  /// Makes or adds a tensor or module that the next layer will own.
   torch::Tensor parameter(torch::IntArrayRef shape, bool requires_grad = true) {
     parameters_.emplace_back(torch::randn(shape) / 2, requires_grad);
     return parameters_.back().first;

@@ -89,7 +89,7 @@ Spec generate(std::mt19937_64& random) {
   return spec;
 }
 
-/// Whether the pipeline may refuse the model: it may change a tensor in place that shares memory with another one.
+/// Whether the pipeline may refuse the model: it may change a tensor in place that shares memory with another tensor.
 bool may_be_refused(const Spec& spec) {
   const auto any = [&](bool Unit::*what) {
     return std::any_of(spec.uses.begin(), spec.uses.end(), [&](const Use& use) { return use.unit->*what; });
@@ -229,7 +229,7 @@ Outcome compare(const Spec& spec) {
       expected.push_back(call(model, spec, number, [&](const Tensors& in) { return forward_bare(model, spec, in); }));
     }
   } catch (const std::exception& error) {
-    return {Verdict::kNoModel, text_of(error)};  // PyTorch refuses to change in place what a backward needs
+    return {Verdict::kNoModel, text_of(error)};  // PyTorch refuses in-place changes of tensors that a backward needs
   }
   try {
     const auto model = build(spec, nullptr);
@@ -312,7 +312,7 @@ TEST_F(Bare, ModelsEqualPipelines) {
   }
   print(seeds, seen);
   std::cout << refused << " refused" << std::endl;
-  EXPECT_LE(refused * 10, seeds.count) << "more than a tenth of the cases is refused";
+  EXPECT_LE(refused * 10, seeds.count) << "more than a tenth of the cases are refused";
   if (seeds.count >= 500) EXPECT_EQ(seen.size(), bare::units().size()) << "a unit never occurred";
 }
 

@@ -59,7 +59,7 @@ void base_and_view(Builder& b, int variant, bool change) {
   b.add([](Pair in) { return std::get<0>(in) + torch::cat({std::get<1>(in), std::get<1>(in)}, 1).sin(); });
 }
 
-// Its output depends on an average over the micro-batches so far.
+// The output depends on a moving average over the micro-batches so far.
 void ema(Builder& b, int variant, const std::string&) {
   const auto mean = b.buffer(torch::zeros({kWidth}));
   b.add([mean, variant](Tensor x) {

@@ -22,7 +22,7 @@ class Cuda : public ::testing::Test {
   }
 };
 
-TEST_F(Cuda, UNetTrainsTheFunctionOfTheBareModel) {
+TEST_F(Cuda, UNetComputesTheSameAsTheUnpartitionedModel) {
   torch::manual_seed(1);
   auto model = models::unet(models::UNetOptions().depth(2).base_channels(4));
   model->to(torch::kFloat64);

@@ -210,7 +210,7 @@ TEST(DeferredBatchNorm, NeedsTwoValuesPerChannel) {
   pipe->forward(torch::full({1, kChannels}, 5.0));
   EXPECT_TRUE(same(bare->running_mean, torch::zeros({kChannels})));
   EXPECT_TRUE(same(bare->running_var, torch::ones({kChannels})));
-  // Two micro-batches of one value each make two values, which have a variance.
+  // Two micro-batches of one value each have a variance together.
   const auto batch = torch::randn({2, kChannels});
   pipe->forward(batch);
   const Statistics expected(batch);

@@ -1,4 +1,4 @@
-// Errors of a call: what is thrown, what last_error() tells, and what is put back.
+// Errors of a call: the exception, last_error(), and the state that is restored.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -102,7 +102,7 @@ TEST(Errors, OfARefusedCallClearTheLastError) {
   EXPECT_FALSE(pipe->last_error().has_value());
 }
 
-TEST(Errors, OfTorchGainTheStage) {
+TEST(Errors, OfTorchNameTheStage) {
   GPipe pipe(Sequential(Linear(6, 6), Linear(5, 5)), {1, 1}, GPipeOptions().chunks(2));
   EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); }, throws<c10::Error>("stage 1"));
   EXPECT_EQ(pipe->last_error()->layer, 1);
@@ -130,7 +130,7 @@ TEST(Errors, OfJoiningOutputsLeaveNoTrace) {
   EXPECT_TRUE(same(generator_state(), state));
 }
 
-TEST(Errors, PutBackABufferThatChangedItsShape) {
+TEST(Errors, RestoreABufferThatChangedItsShape) {
   struct GrowImpl : torch::nn::Module {
     GrowImpl() : seen(register_buffer("seen", torch::zeros({1}))) {}
     Tensor forward(Tensor x) {
@@ -150,7 +150,7 @@ TEST(Errors, PutBackABufferThatChangedItsShape) {
   EXPECT_EQ(grow->seen.size(0), 3) << "once per micro-batch";
 }
 
-TEST(Errors, LeaveAParameterThatALayerChanged) {
+TEST(Errors, DoNotUndoALayersChangeOfItsParameter) {
   torch::manual_seed(1);
   auto table = torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 6).max_norm(0.5));
   GPipe pipe(Sequential(table, Linear(5, 5)), {1, 1});

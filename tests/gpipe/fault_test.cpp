@@ -114,7 +114,7 @@ TEST(Fault, LeavesNothingBehind) {
   for (const auto checkpoint : kModes) {
     for (const bool deferred : {false, true}) {
       Trainee trainee(checkpoint, deferred);
-      trainee.result_of_step(2);  // the first step allocates what later ones keep
+      trainee.result_of_step(2);  // the first step allocates memory that stays in use
       const auto expected = trainee.result_of_step(2);
       int allocations[2];  // in a forward, in a backward
       memory.fuse.count();

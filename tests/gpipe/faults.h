@@ -68,7 +68,7 @@ class Fuse {
 };
 
 /// Wraps the CPU's allocator: counts the live blocks and passes a fuse in each allocation. PyTorch may free a raw block
-/// with another allocator than it was made with, so blocks are told apart by their addresses.
+/// through another allocator than the one that made it, so blocks are identified by their addresses.
 class FaultyAllocator : public c10::Allocator {
  public:
   /// Never destroyed, because tensors may outlive every other object.

@@ -55,7 +55,7 @@ TEST(GPipe, RecomputesNothingInEvalMode) {
   EXPECT_TRUE(torch::allclose(gradient, torch::autograd::grad({model->forward(x).pow(2).sum()}, {x})[0]));
   calls = 0;
   pipe->forward(Value(x), 2, Checkpoint::kAlways).tensor().sum().backward();
-  EXPECT_EQ(calls, 4) << "a checkpoint mode given to the call holds in eval mode too";
+  EXPECT_EQ(calls, 4) << "a checkpoint mode given to the call also holds in eval mode";
 }
 
 TEST(GPipe, RunsBackwardsInAnyOrder) {

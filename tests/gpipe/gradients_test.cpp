@@ -153,7 +153,11 @@ TEST(Gradients, RefuseATensorKeptFromAnotherMicroBatch) {
                      return y;
                    }));
   GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
-  EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); }, throws<std::invalid_argument>("detach"));
+  EXPECT_THAT(
+      [&] {
+        pipe->forward(torch::randn({4, 6}));
+      },
+      throws<std::invalid_argument>("detach tensors that a layer keeps between calls"));
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// What the tests of whole pipelines share.
+// Shared by the tests of whole pipelines.
 #pragma once
 
 #include <gmock/gmock.h>

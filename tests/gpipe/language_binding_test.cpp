@@ -1,4 +1,4 @@
-// What a program in another language adds to a pipeline.
+// LanguageBinding: the functions by which another language runs layers, receives errors and polls.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

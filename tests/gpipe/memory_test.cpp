@@ -79,7 +79,7 @@ TEST_F(StepMemory, IsAtMostWhatTheSimulatorPredicts) {
         EXPECT_LE(span.bytes.peak, accounted.spans[i].bytes.peak) << to_string(span.action);
         EXPECT_LE(span.bytes.after, accounted.spans[i].bytes.after) << to_string(span.action);
       }
-      // One stage is far slower than its neighbour, so that everything that can wait for it does.
+      // Make one stage far slower than its neighbours, so that everything that can wait for it does.
       const auto program = make(checkpoint, chunks)->program(chunks);
       std::vector<std::int64_t> simulated(3);
       for (const int slowest : {0, 2}) {
@@ -114,7 +114,7 @@ TEST_F(StepMemory, HoldsOnlyGradientsAfterAStep) {
   }
 }
 
-TEST_F(StepMemory, IsNotCountedUnderAProfilerOfTheCallers) {
+TEST_F(StepMemory, IsNotCountedUnderTheCallersProfiler) {
   auto pipe = make(Checkpoint::kAlways, 2);
   const auto timeline = std::make_shared<Timeline>();
   pipe->trace(timeline);

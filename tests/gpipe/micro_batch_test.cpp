@@ -16,13 +16,13 @@ using Sizes = std::vector<std::int64_t>;
 
 TEST(MicroBatch, SizesAreEqualExceptForTheLast) {
   EXPECT_EQ(micro_batch_sizes(10, 4, 0), (Sizes{3, 3, 3, 1}));
-  EXPECT_EQ(micro_batch_sizes(9, 4, 0), (Sizes{3, 3, 3})) << "there may be fewer than chunks";
+  EXPECT_EQ(micro_batch_sizes(9, 4, 0), (Sizes{3, 3, 3})) << "there may be fewer micro-batches than chunks";
   EXPECT_EQ(micro_batch_sizes(2, 5, 0), (Sizes{1, 1}));
   EXPECT_EQ(micro_batch_sizes(0, 5, 0), (Sizes{0}));
   EXPECT_EQ(micro_batch_sizes(10, 1, 4), (Sizes{4, 4, 2})) << "samples per micro-batch are given";
 }
 
-TEST(MicroBatch, SizesFollowFromPositiveNumbersOnly) {
+TEST(MicroBatch, SizesRequirePositiveNumbers) {
   EXPECT_THAT([] { micro_batch_sizes(4, 0, 0); },
               throws<std::invalid_argument>("4 samples cannot be cut into 0 micro-batches"));
   EXPECT_THAT([] { micro_batch_sizes(4, 1, -2); }, throws<std::invalid_argument>("micro-batches of -2 samples"));

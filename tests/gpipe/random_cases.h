@@ -45,7 +45,7 @@ inline int draw(std::mt19937_64& random, int low, int high) {
   return low + static_cast<int>(random() % static_cast<std::uint64_t>(high - low + 1));
 }
 
-/// Cuts the layers into that many stages, or into one per layer if there are fewer layers.
+/// Draws a cut of the layers into `stages` stages, or into one per layer if there are fewer layers.
 inline std::vector<std::int64_t> draw_balance(std::uint64_t seed, int stages, std::size_t layers) {
   std::mt19937_64 random(seed);
   std::vector<std::int64_t> balance(std::min(static_cast<std::size_t>(stages), layers), 1);
@@ -54,7 +54,7 @@ inline std::vector<std::int64_t> draw_balance(std::uint64_t seed, int stages, st
   return balance;
 }
 
-/// All ways to leave out one part and the parts that `belong` to it.
+/// All ways to leave out one part and the parts that belong to it, by `belong(part, part left out)`.
 template <class Part, class Belong>
 std::vector<std::vector<Part>> each_left_out(const std::vector<Part>& parts, Belong belong) {
   std::vector<std::vector<Part>> results;

@@ -1,4 +1,4 @@
-// What a recompute finds as its forward found it, and what it leaves unchanged.
+// A recompute sees the buffers, parameters and random numbers of its forward, and changes none of them.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -181,7 +181,7 @@ TEST(Recompute, MustReturnAsManyTensorsAsItsForward) {
   EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("in its recompute"));
 }
 
-TEST(Recompute, IsKnownToLayers) {
+TEST(Recompute, CanBeDetectedByLayers) {
   std::vector<std::string> seen;
   Sequential model(Functional([&seen](Tensor x) {
     seen.push_back(is_checkpointing() ? "checkpointing" : is_recomputing() ? "recomputing" : "plain");

@@ -1,4 +1,4 @@
-// A seed determines every bit of a training step, whatever the order in which threads run.
+// A seed determines every bit of a training step, independently of the order in which threads run.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -50,7 +50,7 @@ TEST(Repeat, AHundredRunsOfOneSeedHaveOneHash) {
   EXPECT_FALSE(hashes.contains(hash_of_run(3)));
 }
 
-TEST(Repeat, ForwardsAfterASeedFollowOneAnotherAlike) {
+TEST(Repeat, OneSeedRepeatsASequenceOfForwards) {
   Sequential model(Linear(6, 6), torch::nn::Dropout(0.4), torch::nn::Tanh(), Linear(6, 6), torch::nn::Dropout(0.4));
   GPipe pipe(model, {2, 2, 1}, GPipeOptions().chunks(4));
   const auto x = torch::randn({8, 6});

@@ -17,7 +17,7 @@ TEST(SharedBuffers, OfBatchNormAreRefused) {
   EXPECT_NO_THROW(GPipe(Sequential(one, two), {2}));
 }
 
-/// Multiplies by a table, which it may change, visibly or behind the version counter.
+/// Multiplies by a table, which it may change. Hidden writes leave the version counter as it is.
 struct PositionsImpl : torch::nn::Module {
   enum Writes { kNone, kPlain, kHidden };
 

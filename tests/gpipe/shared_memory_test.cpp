@@ -1,4 +1,4 @@
-// Tensors that cross a cut and share memory: an in-place change that would be lost is refused; the rest works.
+// Tensors that cross a cut and share memory: an in-place change that would be lost is refused; others work.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -78,7 +78,7 @@ TEST(SharedMemory, MayBeChangedWhereTensorsDoNotOverlap) {
   }
 }
 
-TEST(SharedMemory, IsSeenThroughStagesThatPassTensorsOn) {
+TEST(SharedMemory, IsTrackedThroughStagesThatPassTensorsOn) {
   Sequential model(Linear(6, 6), function_layer([](Tensor x) { return Pair(x, x); }),
                    function_layer([](Pair in) { return in; }), function_layer(change_first),
                    function_layer([](Pair in) { return std::get<0>(in) + std::get<1>(in); }));
@@ -131,7 +131,7 @@ TEST(SharedMemory, OfAnInputGivenTwiceMayNotBeChanged) {
   EXPECT_TRUE(same(pipe->forward(Value(std::make_tuple(x.clone(), x))).tensor(), torch::full({4, 6}, 3.0)));
 }
 
-TEST(SharedMemory, IsNotThatOfTwoOutputsOrOfAnInput) {
+TEST(SharedMemory, OutputsShareNoneWithEachOtherOrWithAnInput) {
   GPipe pipe(Sequential(function_layer([](Tensor x) { return Pair(x, x.slice(1, 0, 3)); })), {1});
   const auto x = torch::ones({4, 6});
   const auto out = pipe->forward(Value(x)).tensors();

@@ -1,4 +1,4 @@
-// Skips across stages: their edges, what they carry, and what is refused.
+// Skips across stages: their edges, their gradients, and their errors.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 

@@ -62,10 +62,10 @@ TEST(Threads, BeginAndEndWithThePipeline) {
     GPipe pipe(mlp(), {2, 1, 1}, GPipeOptions().intraop_threads(1));
     EXPECT_EQ(thread_count(), threads + 3);
     pipe->forward(torch::randn({4, 6})).sum().backward();
-    EXPECT_EQ(torch::get_num_threads(), intraop) << "the caller's setting stays";
+    EXPECT_EQ(torch::get_num_threads(), intraop) << "the caller's setting must not change";
     int elsewhere = 0;
     std::thread([&] { elsewhere = torch::get_num_threads(); }).join();
-    EXPECT_EQ(elsewhere, intraop) << "the setting of new threads stays";
+    EXPECT_EQ(elsewhere, intraop) << "the setting of new threads must not change";
   }
   EXPECT_EQ(thread_count(), threads);
 }

@@ -1,6 +1,6 @@
 # cmake -DFROM=source -DTO=copy -DTEXT=... -DINSTEAD=... -P mutate.cmake
 #
-# Copies a source file and replaces TEXT, which must occur exactly once, by INSTEAD.
+# Copies a source file and replaces TEXT, which must occur exactly once, with INSTEAD.
 file(READ ${FROM} source)
 string(REPLACE "${TEXT}" "" rest "${source}")
 foreach(part IN ITEMS source rest TEXT)

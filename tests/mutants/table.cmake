@@ -76,6 +76,6 @@ mutant(isolates_every_name gpipe_tests skip/skippable.cpp
 mutant(reads_damaged_records gpipe_tests gpipe/snapshot/zip_records.cpp "checksum(data) != crc" "false" *Damage*)
 mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
-       "prediction.bytes[prediction.stages.size()] += stage.static_bytes(first, end);" "" PlanTest.*)
+       "prediction.bytes[prediction.stages.size()] += stage.static_bytes(first, end);" "" Predict.*:Search.*)
 mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
-       "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" PlanTest.*)
+       "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" Cut.*)
