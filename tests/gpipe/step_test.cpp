@@ -336,6 +336,9 @@ TEST(Step, RefusesWhatItCannotDo) {
   EXPECT_THAT(with_loss([](const Tensor& out, const Tensor&) { return out.detach().sum(); }),
               refused("does not depend on the model's output"));
   EXPECT_THAT(with_loss([](const Tensor&, const Tensor&) { return Tensor(); }), refused("undefined"));
+  EXPECT_THAT(with_loss([](const Tensor& out, Tensor t) { return torch::mse_loss(out, t.mul_(2)); }),
+              ThrowsMessage<std::runtime_error>(HasSubstr("changed its target in place")));
+  EXPECT_THAT([&] { pipe->step(x, y, LossFunction()); }, refused("the loss function is empty"));
   EXPECT_THAT([&] { pipe->step(x, y.slice(0, 1), kMse); }, refused("the target has 7 samples, but the input has 8"));
   EXPECT_THAT([&] { pipe->step(x, y.clone().requires_grad_(), kMse); }, refused("a target requires grad"));
   EXPECT_THAT([&] { pipe->step(x, y, kMse, StepOptions().scale(0)); }, refused("scale must be finite and positive"));
@@ -362,7 +365,7 @@ TEST(Step, RefusesWhatItCannotDo) {
   EXPECT_THAT(make({2, 3}, options("@/nowhere")), refused("cannot read the schedule '/nowhere'"));
 }
 
-TEST(Step, RunsASchedulesFromAFileOrAFunction) {
+TEST(Step, RunsSchedulesFromAFileOrAFunction) {
   auto model = small_model();
   const auto x = torch::randn({8, 6}, torch::kDouble);
   const auto y = torch::randn({8, 5}, torch::kDouble);
@@ -491,6 +494,11 @@ TEST(Step, CheckLossTellsWhetherALossDecomposes) {
       tensor_loss([](const Tensor& a, const Tensor& b) { return 1 - 2 * (a * b).sum() / (a.sum() + b.sum()); });
   const auto joined = check_loss(dice, out, target, 4);
   EXPECT_GT(std::abs(joined.whole - joined.from_micro_batches), 1e-4);
+  EXPECT_THAT(
+      [&] {
+        check_loss(kMse, out, torch::rand({9, 5}, torch::kDouble), 4);
+      },
+      ThrowsMessage<std::invalid_argument>(HasSubstr("the target has 9 samples")));
 }
 
 }  // namespace
