@@ -41,7 +41,7 @@ void check_options(const GPipeOptions& options) {
 
 void check_devices_hold(std::size_t stages, std::size_t devices, int stages_per_worker) {
   if (const auto held = devices * stages_per_worker; held != stages) {
-    refuse("balance has " + std::to_string(stages) + " stages, but " + std::to_string(devices) + " devices with " +
+    refuse("balance has " + std::to_string(stages) + " stages, but " + std::to_string(devices) + " device(s) with " +
            std::to_string(stages_per_worker) + " stages_per_worker hold " + std::to_string(held));
   }
 }

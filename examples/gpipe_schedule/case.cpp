@@ -1,31 +1,21 @@
 #include "examples/gpipe_schedule/case.h"
 
 #include <cstdio>
-#include <fstream>
-#include <sstream>
 #include <stdexcept>
+#include <utility>
 
 #include "absl/strings/str_format.h"
 #include "gpipe/schedule/capacity.h"
-#include "gpipe/schedule/schedule_text.h"
+#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe::examples {
 namespace {
 
-std::string read_file(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (file) text << file.rdbuf();
-  if (!file) throw std::invalid_argument("cannot read " + path);
-  return text.str();
-}
-
 Case parse_file(const std::string& path) {
-  auto parsed = parse_schedule(read_file(path));
-  if (!parsed.ok()) throw std::invalid_argument(path + ": " + std::string(parsed.status().message()));
-  return {std::move(parsed->layout), std::move(parsed->schedule), {}};
+  auto parsed = read_schedule(path);
+  return {std::move(parsed.layout), std::move(parsed.schedule), {}};
 }
 
 Case generate(const CaseOptions& options) {

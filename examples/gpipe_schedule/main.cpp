@@ -4,6 +4,7 @@
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <stdexcept>
 #include <string>
 
 #include "absl/strings/str_format.h"
@@ -118,6 +119,15 @@ void add_costs(CLI::App& verb, CaseOptions& options) {
   verb.add_option("--input-bytes", options.input_bytes, "bytes that a recomputed cell stores")->check(bytes);
 }
 
+/// A file has a layout of its own.
+void check_layout_is_used(const CLI::App& verb, const CaseOptions& options) {
+  if (!options.schedule.starts_with('@')) return;
+  for (const char* flag : {"--workers", "--stages", "--chunks", "--checkpoint"}) {
+    if (verb.count(flag) > 0)
+      throw std::invalid_argument(std::string(flag) + " does not apply to a schedule from a file");
+  }
+}
+
 int run(int argc, char** argv) {
   CLI::App app("Prints, draws, verifies and simulates pipeline schedules.", "gpipe-schedule");
   app.require_subcommand(1);
@@ -137,6 +147,7 @@ int run(int argc, char** argv) {
   simulate_verb->add_flag("--json", as_json, "write JSON, with the least capacity of each edge");
   try {
     app.parse(argc, argv);
+    check_layout_is_used(*app.get_subcommands().front(), options);
     if (print_verb->parsed()) print(options);
     if (draw_verb->parsed()) draw(options);
     if (verify_verb->parsed()) verify(options);

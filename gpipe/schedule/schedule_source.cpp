@@ -1,27 +1,16 @@
 #include "gpipe/schedule/schedule_source.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <fstream>
-#include <sstream>
 #include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "gpipe/schedule/schedule_text.h"
 #include "gpipe/schedule/schedules.h"
 
 namespace gpipe {
 namespace {
-
-ParsedSchedule read_schedule(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::ostringstream text;
-  if (file) text << file.rdbuf();
-  if (!file) throw std::invalid_argument("[gpipe] cannot read the schedule '" + path + "'");
-  auto parsed = parse_schedule(std::move(text).str());
-  if (!parsed.ok()) throw std::invalid_argument("[gpipe] " + path + ": " + std::string(parsed.status().message()));
-  return *std::move(parsed);
-}
 
 bool has_recomputes(const Schedule& schedule) {
   return std::any_of(schedule.begin(), schedule.end(), [](const auto& list) {
@@ -50,6 +39,21 @@ ScheduleSource from_file(const std::string& path, int stages) {
 }
 
 }  // namespace
+
+ParsedSchedule read_schedule(const std::string& path) {
+  constexpr std::size_t kLargest = std::size_t{64} << 20;
+  std::ifstream file(path, std::ios::binary);
+  std::string text(kLargest + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (!file.eof()) {
+    throw std::invalid_argument("[gpipe] cannot read the schedule '" + path + "'" +
+                                (file ? ": it is larger than 64 MiB" : ""));
+  }
+  text.resize(file.gcount());
+  auto parsed = parse_schedule(text);
+  if (!parsed.ok()) throw std::invalid_argument("[gpipe] " + path + ": " + std::string(parsed.status().message()));
+  return *std::move(parsed);
+}
 
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker) {
   if (schedule.starts_with('@')) return from_file(schedule.substr(1), stages);

@@ -6,6 +6,7 @@
 
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
+#include "gpipe/schedule/schedule_text.h"
 
 namespace gpipe {
 
@@ -18,10 +19,13 @@ struct ScheduleSource {
   ScheduleFunction make;
 };
 
-/// Returns the source for `schedule`: a name (see schedules.h), on the looped placement; or @FILE, a file in the text form
-/// of schedules, on the placement that its lines imply. A schedule from a file without any R gets those of the checkpoint
-/// mode. Errors: std::invalid_argument for
-/// an unknown name, a file that is missing or malformed, a file for another number of stages, or stages that
+/// Reads a file in the text form of schedules (see schedule_text.h). Errors: std::invalid_argument, with the path, for a
+/// file that cannot be read, is larger than 64 MiB, or is malformed.
+ParsedSchedule read_schedule(const std::string& path);
+
+/// Returns the source for `schedule`: a name (see schedules.h), on the looped placement; or @FILE, on the placement that
+/// the file's lines imply. A schedule from a file without any R gets those of the checkpoint mode. Errors: those of
+/// read_schedule(); std::invalid_argument for an unknown name, a file for another number of stages, or stages that
 /// `stages_per_worker` does not divide.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker);
 

@@ -43,7 +43,10 @@ grep -q '</svg>' drawing.svg || fail "draw"
 
 refuse "unknown schedule '1f1f'" print 1f1f
 refuse "one stage per worker" print 1f1b --workers 2 --stages 4
-refuse "cannot read missing.txt" print @missing.txt
+refuse "cannot read the schedule 'missing.txt'" print @missing.txt
+refuse "cannot read the schedule '.'" print @.
+refuse "larger than 64 MiB" print @/dev/zero
+refuse "--chunks does not apply to a schedule from a file" print @1f1b.txt --chunks 3
 echo "0F0 0X0" >malformed.txt
 refuse "malformed.txt: line 1, column 5: '0X0' is not an action" print @malformed.txt
 refuse "--skip 1:0" verify gpipe --workers 2 --skip 1:0

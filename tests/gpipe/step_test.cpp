@@ -360,7 +360,7 @@ TEST(Step, RefusesWhatItCannotDo) {
               refused("balance has 3 stages, which stages_per_worker = 2 does not divide"));
   EXPECT_THAT(make({2, 2, 1, 0}, options("gpipe").stages_per_worker(2)), refused("at least one layer"));
   EXPECT_THAT(make({2, 1, 1, 1}, options("gpipe").stages_per_worker(2).devices({torch::kCPU})),
-              refused("balance has 4 stages, but 1 devices with 2 stages_per_worker hold 2"));
+              refused("balance has 4 stages, but 1 device(s) with 2 stages_per_worker hold 2"));
   EXPECT_THAT(make({2, 1, 1, 1}, options("1f1b").stages_per_worker(2)), refused("one stage per worker"));
   EXPECT_THAT(make({2, 3}, options("@/nowhere")), refused("cannot read the schedule '/nowhere'"));
 }
