@@ -93,7 +93,7 @@ def _show_examples(app: Any, what: str, name: str, obj: Any, options: Any, lines
 
 
 def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any) -> Any:
-    """Replaces the names of the extension module by the package's public names."""
+    """Replaces names of private modules by the package's public names."""
     public = [
         text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: f"{PUBLIC[found[1]]}.{found[1]}", text)
         for text in (signature, returns)
