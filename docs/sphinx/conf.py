@@ -93,11 +93,12 @@ def _show_examples(app: Any, what: str, name: str, obj: Any, options: Any, lines
 
 
 def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any) -> Any:
-    """Replaces the names of the extension module by the package's public names."""
+    """Replaces names of private modules by the package's public names."""
     public = [
         text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: f"{PUBLIC[found[1]]}.{found[1]}", text)
         for text in (signature, returns)
     ]
+    public = [text and re.sub(r"\bgpipe\.skip\.[a-z]\w*\.(?=[A-Z])", "gpipe.skip.", text) for text in public]
     public = [text and text.replace("<factory>", "...") for text in public]  # a dataclass default
     return tuple(text and re.sub(r"\(self: [\w.]+(, )?", "(", text) for text in public)
 
