@@ -1,5 +1,6 @@
 #include "gpipe/checks.h"
 
+#include <ATen/Context.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <stdexcept>
@@ -15,6 +16,8 @@ namespace {
 
 int device_count(c10::DeviceType type) {
   if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  // On a machine without GPUs, PyTorch's compiler registers a guard that claims one.
+  if (type == c10::kCUDA && !at::globalContext().hasCUDA()) return 0;
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 

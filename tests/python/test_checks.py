@@ -31,7 +31,7 @@ from layers import Double, make_linears
         (
             {"balance": [4, 0]},
             ValueError,
-            r"every stage needs at least one layer, but balance is \{4, 0\}(.|\n)*gpipe\.balance",
+            r"balance is \{4, 0\}, but every stage needs at least one layer(.|\n)*gpipe\.balance",
         ),
         ({"devices": ["cpu"]}, IndexError, "too few devices: 2 workers, but 1 devices"),
         ({"devices": "cpu"}, TypeError, "devices must be a list with one device per stage, but is 'cpu'"),
