@@ -115,7 +115,7 @@ def test_skips_that_do_not_match_are_all_listed():
         verify_skippables(nn.Sequential(Stash(), Stash(), both(), nn.Sequential(skippable(pop=["y"])(nn.Identity)())))
     message = str(raised.value)
     assert message.startswith("one or more pairs of stash and pop do not match:\n  * ")
-    assert "* layer '1' (1) stashes 'skip', as layer '0' (0) does: isolate one of them" in message
+    assert "* layer '1' (1) stashes 'skip', which layer '0' (0) already stashes: isolate one of them" in message
     assert "* layer '2' (2) pops 'x', which no earlier layer stashes: layer '2' (2) does" in message
     assert "* layer '3.0' (3) pops 'y', which no earlier layer stashes" in message
     assert "* layer '0' (0) stashes 'skip', which no layer pops" in message
