@@ -31,7 +31,8 @@ void init_checks(py::module_& module) {
       "place_stages",
       [](const std::vector<std::string>& devices, std::size_t stages) {
         std::vector<std::string> names;
-        for (const auto& device : place_workers({devices.begin(), devices.end()}, stages)) names.push_back(device.str());
+        for (const auto& device : place_workers({devices.begin(), devices.end()}, stages))
+          names.push_back(device.str());
         return names;
       },
       py::arg("devices"), py::arg("stages"));

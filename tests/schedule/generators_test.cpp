@@ -61,8 +61,7 @@ TEST(Generators, RefuseTooManyCells) {
   }
   EXPECT_THROW(fill(straight(2, kMost)), std::invalid_argument);
   EXPECT_THROW(fill_drain(straight(2, kMost), Checkpoint::kNever), std::invalid_argument);
-  EXPECT_THAT([] { make_program({-1, 1, {}}, {}, {}); },
-              ThrowsMessage<std::invalid_argument>(HasSubstr("-1 stages")));
+  EXPECT_THAT([] { make_program({-1, 1, {}}, {}, {}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("-1 stages")));
 }
 
 TEST(Generators, RefuseInvalidLayouts) {

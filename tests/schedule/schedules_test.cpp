@@ -187,7 +187,8 @@ TEST(Schedules, RefuseWhatDoesNotFit) {
                   "on workers 0, 1, 0, 1")));
   EXPECT_THAT(make("interleaved_1f1b", {4, 2, {0, 1, 1, 0}}),
               ThrowsMessage<std::invalid_argument>(HasSubstr("needs stage s on worker s mod the number of workers")));
-  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}), ThrowsMessage<std::invalid_argument>(HasSubstr("equally many")));
+  EXPECT_THAT(make("looped_bfs", {3, 2, {0, 1, 0}}),
+              ThrowsMessage<std::invalid_argument>(HasSubstr("the same number of stages")));
   EXPECT_THROW(make("gpipe", {2, 0, {0, 1}})(), std::invalid_argument);
   EXPECT_THROW(looped_placement(0, 2), std::invalid_argument);
 }
