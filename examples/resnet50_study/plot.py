@@ -92,8 +92,8 @@ def bars(folder: Path, name: str, results: list[Result], title: str) -> None:
     places = range(len(results))
     deviations = [r.deviation for r in results]
     axes.bar(places, [r.mean for r in results], yerr=deviations, capsize=4, color="#8fb3d4", label="mean ± std. dev.")
-    beside = [place + 0.25 for place in places]  # so that it hides no error bar
-    axes.plot(beside, [r.predicted for r in results], label="predicted", **PREDICTED)
+    shifted = [place + 0.25 for place in places]  # does not hide the error bars
+    axes.plot(shifted, [r.predicted for r in results], label="predicted", **PREDICTED)
     slanted = {"rotation": 40, "ha": "right"} if len(results) > 3 else {}
     axes.set_xticks(places, [r.label for r in results], **slanted)
     axes.set_ylabel("seconds per run")

@@ -1,24 +1,7 @@
 # gpipe-balance: output of each verb, profiles read from files, and errors.
-program=$1
-work=$2
-rm -rf "$work"
-mkdir -p "$work"
-cd "$work"
-set -euo pipefail
+source "$(dirname "$0")/tool.sh"
 export OMP_NUM_THREADS=1
 model=(--model unet --channels 4 --size 32x32 --batch-size 8 --stages 2 --seconds 0)
-
-fail() {
-  echo "FAILED: $*" >&2
-  exit 1
-}
-
-refuse() {
-  local text=$1
-  shift
-  if "$program" "$@" >out.log 2>err.log; then fail "$* was accepted"; fi
-  grep -qF -- "$text" err.log || { cat err.log >&2; fail "$* does not say '$text'"; }
-}
 
 "$program" profile "${model[@]}" --output profile.json >profile.log
 grep -q '^70 *head ' profile.log || fail "profile does not list the last layer"

@@ -1,22 +1,5 @@
 # gpipe-schedule: output of each verb, schedules from files, and errors.
-program=$1
-work=$2
-rm -rf "$work"
-mkdir -p "$work"
-cd "$work"
-set -euo pipefail
-
-fail() {
-  echo "FAILED: $*" >&2
-  exit 1
-}
-
-refuse() {
-  local text=$1
-  shift
-  if "$program" "$@" >out.log 2>err.log; then fail "$* was accepted"; fi
-  grep -qF -- "$text" err.log || { cat err.log >&2; fail "$* does not say '$text'"; }
-}
+source "$(dirname "$0")/tool.sh"
 
 "$program" print 1f1b --workers 2 --chunks 3 >1f1b.txt
 [[ $(<1f1b.txt) == $'0F0 0F1 0B0 0F2 0B1 0B2\n1F0 1B0 1F1 1B1 1F2 1B2' ]] || fail "print 1f1b"
