@@ -18,6 +18,7 @@
 #include "gpipe/gpipe.h"
 #include "skip/layout.h"
 #include "tests/models/resnets.h"
+#include "tests/models/sequentials.h"
 
 namespace gpipe::models {
 namespace {
@@ -25,23 +26,13 @@ namespace {
 using testing::architectures;
 using testing::cpus;
 using ::testing::HasSubstr;
+using testing::layer_names;
+using testing::parameter_count;
 using testing::small;
 using testing::torchvision_keys;
 using testing::warm_up;
 using torch::Tensor;
 using torch::nn::Sequential;
-
-std::int64_t parameter_count(const Sequential& model) {
-  std::int64_t count = 0;
-  for (const auto& parameter : model->parameters()) count += parameter.numel();
-  return count;
-}
-
-std::vector<std::string> layer_names(const Sequential& model) {
-  std::vector<std::string> names;
-  for (const auto& child : model->named_children()) names.push_back(child.key());
-  return names;
-}
 
 std::vector<std::string> state_keys(const Sequential& model) {
   auto keys = model->named_parameters().keys();

@@ -15,19 +15,16 @@
 #include <vector>
 
 #include "skip/layout.h"
+#include "tests/models/sequentials.h"
 
 namespace gpipe::models {
 namespace {
 
-using testing::HasSubstr;
+using ::testing::HasSubstr;
+using testing::layer_names;
+using testing::parameter_count;
 
 UNetOptions tiny() { return UNetOptions().base_channels(2).depth(2); }
-
-std::int64_t parameter_count(const torch::nn::Sequential& model) {
-  std::int64_t count = 0;
-  for (const auto& parameter : model->parameters()) count += parameter.numel();
-  return count;
-}
 
 /// The number of parameters that follows from the layer list of unet().
 std::int64_t expected_count(const UNetOptions& o) {
@@ -46,12 +43,6 @@ std::int64_t expected_count(const UNetOptions& o) {
     out *= 2;
   }
   return count + block(in, out) + o.base_channels() * o.out_channels() + o.out_channels();
-}
-
-std::vector<std::string> layer_names(const torch::nn::Sequential& model) {
-  std::vector<std::string> names;
-  for (const auto& child : model->named_children()) names.push_back(child.key());
-  return names;
 }
 
 torch::Tensor image(const UNetOptions& options, std::vector<std::int64_t> spatial, std::int64_t batch = 2) {
@@ -80,7 +71,7 @@ TEST(UNet, LayerNamesAreAsDocumented) {
                                       "up1_dropout", "head"}));
   const auto names = layer_names(unet(tiny().depth(4)));
   EXPECT_EQ(names.size(), 4 * 8 + 6 + 4 * 8 + 1);
-  EXPECT_THAT(names, testing::IsSupersetOf({"down4_conv2", "up4_upsample", "up3_norm2"}));
+  EXPECT_THAT(names, ::testing::IsSupersetOf({"down4_conv2", "up4_upsample", "up3_norm2"}));
 }
 
 TEST(UNet, SkipsConnectEachLevelWithItsDecoder) {
@@ -90,9 +81,9 @@ TEST(UNet, SkipsConnectEachLevelWithItsDecoder) {
   for (const auto& child : model->named_children()) layers.push_back({child.key(), child.value()});
   std::vector<std::pair<std::string, std::string>> ends;
   for (const auto& link : skip_links(layers)) ends.emplace_back(layers[link.from].name, layers[link.to].name);
-  EXPECT_THAT(ends,
-              testing::ElementsAre(testing::Pair("down1_stash", "up1_join"), testing::Pair("down2_stash", "up2_join"),
-                                   testing::Pair("down3_stash", "up3_join")));
+  EXPECT_THAT(ends, ::testing::ElementsAre(::testing::Pair("down1_stash", "up1_join"),
+                                           ::testing::Pair("down2_stash", "up2_join"),
+                                           ::testing::Pair("down3_stash", "up3_join")));
 }
 
 TEST(UNet, JoinsConcatenateTheSkipAndTheUpsampledTensor) {
@@ -113,7 +104,7 @@ TEST(UNet, JoinsConcatenateTheSkipAndTheUpsampledTensor) {
   EXPECT_TRUE(stashed.defined() && upsampled.defined());
 }
 
-class UNetVariants : public testing::TestWithParam<std::tuple<std::int64_t, Upsampling, double>> {
+class UNetVariants : public ::testing::TestWithParam<std::tuple<std::int64_t, Upsampling, double>> {
  protected:
   UNetOptions options() const {
     const auto [dims, upsampling, dropout] = GetParam();
@@ -146,9 +137,9 @@ TEST_P(UNetVariants, EveryParameterGetsAGradient) {
 }
 
 INSTANTIATE_TEST_SUITE_P(, UNetVariants,
-                         testing::Combine(testing::Values(2, 3),
-                                          testing::Values(Upsampling::kTransposed, Upsampling::kLinear),
-                                          testing::Values(0.0, 0.25)));
+                         ::testing::Combine(::testing::Values(2, 3),
+                                            ::testing::Values(Upsampling::kTransposed, Upsampling::kLinear),
+                                            ::testing::Values(0.0, 0.25)));
 
 TEST(UNet, DropoutIsActiveOnlyInTraining) {
   const auto options = tiny().dropout(0.5);
@@ -197,7 +188,7 @@ TEST(UNet, ErrorsNameTheOptionAndItsValue) {
   };
   for (const auto& [options, name, value] : cases) {
     const auto build = [&bad = options] { unet(bad); };
-    EXPECT_THAT(build, testing::ThrowsMessage<std::invalid_argument>(HasSubstr(name + " is " + value)));
+    EXPECT_THAT(build, ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr(name + " is " + value)));
   }
 }
 
