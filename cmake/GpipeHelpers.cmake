@@ -1,23 +1,3 @@
-# gpipe_join_sources(target folder...): under GPIPE_UNITY_BUILD, the target's sources in each of these folders compile as
-# one unit. Parsing torch's headers takes most of the time of a build, and each unit parses them once.
-function(gpipe_join_sources target)
-  if(NOT GPIPE_UNITY_BUILD)
-    return()
-  endif()
-  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP)
-  get_target_property(sources ${target} SOURCES)
-  foreach(folder IN LISTS ARGN)
-    set(joined ${sources})
-    if(folder STREQUAL ".")
-      list(FILTER joined EXCLUDE REGEX "/")
-    else()
-      list(FILTER joined INCLUDE REGEX "^${folder}/[^/]+$")
-    endif()
-    string(MAKE_C_IDENTIFIER "${target}_${folder}" unit)
-    set_source_files_properties(${joined} PROPERTIES UNITY_GROUP ${unit})
-  endforeach()
-endfunction()
-
 # gpipe_program(name [LIGHT] SOURCES file... LIBRARIES target...): a program, with the precompiled torch.h. LIGHT leaves
 # that out: loading it costs two seconds a file, which those with few torch headers do not win back.
 function(gpipe_program name)

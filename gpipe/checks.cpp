@@ -12,8 +12,6 @@
 namespace gpipe {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
-
 int device_count(c10::DeviceType type) {
   if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
   // On a machine without GPUs, PyTorch's compiler registers a guard that claims one.
@@ -23,20 +21,22 @@ int device_count(c10::DeviceType type) {
 
 }  // namespace
 
+void refuse_argument(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
+
 void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
-  if (layers == 0) refuse("the model has no layers");
+  if (layers == 0) refuse_argument("the model has no layers");
   if (balance.empty()) {
-    refuse("balance is empty; give the number of layers of each stage, such as {" + std::to_string(layers) +
-           "} for one stage");
+    refuse_argument("balance is empty; give the number of layers of each stage, such as {" + std::to_string(layers) +
+                    "} for one stage");
   }
   if (const auto sum = static_cast<std::size_t>(stage_ends(balance).back()); sum != layers) {
-    refuse("balance {" + absl::StrJoin(balance, ", ") + "} sums to " + std::to_string(sum) + ", but the model has " +
-           std::to_string(layers) + " layers");
+    refuse_argument("balance {" + absl::StrJoin(balance, ", ") + "} sums to " + std::to_string(sum) +
+                    ", but the model has " + std::to_string(layers) + " layers");
   }
 }
 
 void check_chunks(std::int64_t chunks) {
-  if (chunks <= 0) refuse("chunks must be positive, but is " + std::to_string(chunks));
+  if (chunks <= 0) refuse_argument("chunks must be positive, but is " + std::to_string(chunks));
 }
 
 std::vector<torch::Device> place_workers(const std::vector<torch::Device>& wanted, std::size_t workers) {

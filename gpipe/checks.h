@@ -4,11 +4,15 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 // Checks of GPipe's arguments. Bindings call them before they change a model.
 
 namespace gpipe {
+
+/// Throws std::invalid_argument with "[gpipe] " before `what`.
+[[noreturn]] void refuse_argument(const std::string& what);
 
 /// Errors: std::invalid_argument for a model without layers, or a balance that is not positive or does not sum to the
 /// number of layers.

@@ -22,33 +22,33 @@ namespace {
 
 using Layers = std::vector<std::unique_ptr<Layer>>;
 
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
-
 void check_options(const GPipeOptions& options) {
   check_chunks(options.chunks());
   if (options.split_size() < 0) {
-    refuse("split_size must be positive, or 0 for none, but is " + std::to_string(options.split_size()));
+    refuse_argument("split_size must be positive, or 0 for none, but is " + std::to_string(options.split_size()));
   }
   if (options.split_size() > 0 && options.chunks() != 1) {
-    refuse("chunks (" + std::to_string(options.chunks()) + ") and split_size (" + std::to_string(options.split_size()) +
-           ") exclude each other; set only one of them");
+    refuse_argument("chunks (" + std::to_string(options.chunks()) + ") and split_size (" +
+                    std::to_string(options.split_size()) + ") exclude each other; set only one of them");
   }
   if (options.intraop_threads() < 0) {
-    refuse("intraop_threads must be positive, or 0 for an equal share, but is " +
-           std::to_string(options.intraop_threads()));
+    refuse_argument("intraop_threads must be positive, or 0 for an equal share, but is " +
+                    std::to_string(options.intraop_threads()));
   }
 }
 
 void check_devices_hold(std::size_t stages, std::size_t devices, int stages_per_worker) {
   if (const auto held = devices * stages_per_worker; held != stages) {
-    refuse("balance has " + std::to_string(stages) + " stages, but " + std::to_string(devices) + " device(s) with " +
-           std::to_string(stages_per_worker) + " stages_per_worker hold " + std::to_string(held));
+    refuse_argument("balance has " + std::to_string(stages) + " stages, but " + std::to_string(devices) +
+                    " device(s) with " + std::to_string(stages_per_worker) + " stages_per_worker hold " +
+                    std::to_string(held));
   }
 }
 
 ScheduleSource source_of_schedules(const GPipeOptions& options, std::size_t stages) {
   if (options.schedule_function() && options.schedule() != "gpipe") {
-    refuse("schedule ('" + options.schedule() + "') and schedule_function exclude each other; set only one of them");
+    refuse_argument("schedule ('" + options.schedule() +
+                    "') and schedule_function exclude each other; set only one of them");
   }
   auto source = schedule_source(options.schedule(), static_cast<int>(stages), options.stages_per_worker());
   if (options.schedule_function()) source.make = options.schedule_function();
@@ -263,7 +263,7 @@ std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error
 void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->set_timeline(std::move(timeline)); }
 
 std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
-  if (micro_batches <= 0) refuse("micro_batches must be positive, but is " + std::to_string(micro_batches));
+  if (micro_batches <= 0) refuse_argument("micro_batches must be positive, but is " + std::to_string(micro_batches));
   return pipeline_->program(micro_batches, options_.checkpoint(), Pipeline::Use::kStep);
 }
 

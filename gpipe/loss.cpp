@@ -9,38 +9,38 @@
 #include <stdexcept>
 #include <string>
 
+#include "gpipe/checks.h"
 #include "gpipe/micro_batch.h"
 
 namespace gpipe {
 namespace {
-
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
 
 Value value_of(const Parcel& parcel) { return {parcel.form, parcel.tensors}; }
 
 double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
   const double count = options.count()(value_of(target));
   if (std::isfinite(count) && count >= 0) return count;
-  refuse("count returned " + std::to_string(count) + " for micro-batch " + std::to_string(micro_batch) +
-         "; return a finite number that is not negative");
+  refuse_argument("count returned " + std::to_string(count) + " for micro-batch " + std::to_string(micro_batch) +
+                  "; return a finite number that is not negative");
 }
 
 }  // namespace
 
 void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
                           const StepOptions& options) {
-  if (!loss) refuse("the loss function is empty; pass one");
+  if (!loss) refuse_argument("the loss function is empty; pass one");
   if (const auto targets = batch_size(target); targets != samples) {
-    refuse("the target has " + std::to_string(targets) + " samples, but the input has " + std::to_string(samples));
+    refuse_argument("the target has " + std::to_string(targets) + " samples, but the input has " +
+                    std::to_string(samples));
   }
   for (const auto& tensor : target.tensors()) {
-    if (tensor.requires_grad()) refuse("a target requires grad, but step() gives it no gradient; detach it");
+    if (tensor.requires_grad()) refuse_argument("a target requires grad, but step() gives it no gradient; detach it");
   }
   if (!std::isfinite(options.scale()) || options.scale() <= 0) {
-    refuse("scale must be finite and positive, but is " + std::to_string(options.scale()));
+    refuse_argument("scale must be finite and positive, but is " + std::to_string(options.scale()));
   }
   if (options.count() && options.reduction() == Reduction::kSum) {
-    refuse("count weights a mean, but reduction is the sum; leave one of them out");
+    refuse_argument("count weights a mean, but reduction is the sum; leave one of them out");
   }
 }
 
@@ -53,8 +53,9 @@ std::vector<double> loss_weights(const StepOptions& options, const std::vector<s
   }
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
   if (total == 0) {
-    refuse(options.count() ? "count returned 0 for every micro-batch, so the loss has no mean; skip this mini-batch"
-                           : "the mini-batch has no samples, so the loss has no mean; skip it");
+    refuse_argument(options.count()
+                        ? "count returned 0 for every micro-batch, so the loss has no mean; skip this mini-batch"
+                        : "the mini-batch has no samples, so the loss has no mean; skip it");
   }
   for (auto& weight : weights) weight /= total;
   return weights;
@@ -67,18 +68,19 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
         "[gpipe] the loss function changed its target in place, so its recompute would get another target; change a "
         "clone instead");
   }
-  if (!loss.defined()) refuse("the loss function returned an undefined tensor; return a floating-point scalar");
+  if (!loss.defined())
+    refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");
   if (loss.dim() != 0 || !loss.is_floating_point()) {
     std::ostringstream message;
     message << "the loss function returned a tensor of shape " << loss.sizes() << " and type " << loss.dtype()
             << "; return a floating-point scalar";
-    refuse(message.str());
+    refuse_argument(message.str());
   }
   const auto& tensors = output.tensors();
   const bool differentiable =
       std::any_of(tensors.begin(), tensors.end(), [](const auto& t) { return t.defined() && t.requires_grad(); });
   if (at::GradMode::is_enabled() && differentiable && !loss.requires_grad()) {
-    refuse(
+    refuse_argument(
         "the loss does not depend on the model's output in a differentiable way; compute it from the output without "
         "detach() or no_grad");
   }

@@ -10,11 +10,9 @@
 namespace gpipe {
 namespace {
 
-[[noreturn]] void refuse(const std::string& what) { throw std::invalid_argument("[gpipe] " + what); }
-
 [[noreturn]] void refuse_shared(int first, int second, const std::string& what) {
-  refuse("stages " + std::to_string(first) + " and " + std::to_string(second) + " share " + what +
-         "; put the layers that share it into one stage");
+  refuse_argument("stages " + std::to_string(first) + " and " + std::to_string(second) + " share " + what +
+                  "; put the layers that share it into one stage");
 }
 
 }  // namespace
@@ -24,8 +22,8 @@ void check_distinct(const std::vector<std::unique_ptr<Layer>>& layers) {
   for (const auto& layer : layers) {
     const auto [first, inserted] = seen.emplace(layer->module().get(), layer->name());
     if (!inserted) {
-      refuse("layers '" + first->second + "' and '" + layer->name() +
-             "' are the same module; use a copy, because each layer belongs to one place");
+      refuse_argument("layers '" + first->second + "' and '" + layer->name() +
+                      "' are the same module; use a copy, because each layer belongs to one place");
     }
   }
 }

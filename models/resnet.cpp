@@ -42,9 +42,9 @@ struct Projection {
 };
 
 /// Stashes a block's input, or a projection of it, and returns the input.
-class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
+class StashShortcutImpl : public nn::Cloneable<StashShortcutImpl>, public Skippable {
  public:
-  StashImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
+  StashShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
       : Cloneable("gpipe::models::Stash"), Skippable({.stash = {skip}}), skip_(skip), projection_(projection) {
     isolate(ns);
     reset();
@@ -62,12 +62,12 @@ class StashImpl : public nn::Cloneable<StashImpl>, public Skippable {
   std::optional<Projection> projection_;
   nn::Sequential downsample_{nullptr};
 };
-TORCH_MODULE(Stash);
+TORCH_MODULE(StashShortcut);
 
 /// Adds the skip, or a projection of it, to its input.
-class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
+class AddShortcutImpl : public nn::Cloneable<AddShortcutImpl>, public Skippable {
  public:
-  JoinImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
+  AddShortcutImpl(const std::string& skip, Namespace ns, std::optional<Projection> projection)
       : Cloneable("gpipe::models::Join"), Skippable({.pop = {skip}}), skip_(skip), projection_(projection) {
     isolate(ns);
     reset();
@@ -87,13 +87,13 @@ class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
   std::optional<Projection> projection_;
   nn::Sequential downsample_{nullptr};
 };
-TORCH_MODULE(Join);
+TORCH_MODULE(AddShortcut);
 
 enum class Block { kBasic, kBottleneck };
 
-class Builder {
+class ResNetBuilder {
  public:
-  Builder(Block block, const ResNetOptions& options) : block_(block), options_(options) {}
+  ResNetBuilder(Block block, const ResNetOptions& options) : block_(block), options_(options) {}
 
   nn::Sequential build(const std::array<int, 4>& blocks) {
     stem();
@@ -141,7 +141,7 @@ class Builder {
       const bool grows = channels_ > in * stride * stride;
       (grows ? after : before) = Projection{in, channels_, stride};
     }
-    add(prefix + "stash", Stash(skip, skips_, before));
+    add(prefix + "stash", StashShortcut(skip, skips_, before));
     if (block_ == Block::kBasic) {
       convolution(prefix, 1, conv(in, width, 3, stride));
       convolution(prefix, 2, conv(width, width, 3));
@@ -150,7 +150,7 @@ class Builder {
       convolution(prefix, 2, conv(width, width, 3, stride));
       convolution(prefix, 3, conv(width, channels_, 1));
     }
-    add(prefix + "join", Join(skip, skips_, after));
+    add(prefix + "join", AddShortcut(skip, skips_, after));
     add_relu(prefix + "relu" + std::to_string(convolutions()));
   }
 
@@ -178,7 +178,7 @@ nn::Sequential resnet(Block block, const std::array<int, 4>& blocks, const ResNe
   };
   require_positive("num_classes", options.num_classes());
   require_positive("in_channels", options.in_channels());
-  return Builder(block, options).build(blocks);
+  return ResNetBuilder(block, options).build(blocks);
 }
 
 std::string shape(const torch::Tensor& tensor) { return tensor.defined() ? c10::str(tensor.sizes()) : "none"; }

@@ -82,9 +82,9 @@ class JoinImpl : public nn::Cloneable<JoinImpl>, public Skippable {
 TORCH_MODULE(Join);
 
 template <int D>
-class Builder {
+class UNetBuilder {
  public:
-  explicit Builder(const UNetOptions& options) : options_(options) {}
+  explicit UNetBuilder(const UNetOptions& options) : options_(options) {}
 
   nn::Sequential build() {
     std::int64_t channels = options_.in_channels();
@@ -172,7 +172,7 @@ nn::Sequential unet(const UNetOptions& options) {
   require(options.dropout() >= 0 && options.dropout() < 1, "dropout", std::to_string(options.dropout()),
           "at least 0 and below 1");
   require(options.dims() == 2 || options.dims() == 3, "dims", std::to_string(options.dims()), "2 or 3");
-  return options.dims() == 2 ? Builder<2>(options).build() : Builder<3>(options).build();
+  return options.dims() == 2 ? UNetBuilder<2>(options).build() : UNetBuilder<3>(options).build();
 }
 
 }  // namespace gpipe::models
