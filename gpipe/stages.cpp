@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "gpipe/checks.h"
 
 namespace gpipe {
 namespace {
