@@ -9,19 +9,20 @@
 
 namespace gpipe {
 
-/// Predicted cost of a step: forward and backward of one mini-batch, without loss and optimizer.
+/// Predicted cost of a step: forward and backward of one mini-batch, without the time of the loss and the optimizer.
 struct Prediction {
   std::vector<std::int64_t> balance;
   double seconds = 0;               ///< of the whole step
   double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
   std::vector<double> stages = {};  ///< seconds per stage for one micro-batch: all its actions, without waiting
-  /// Peak bytes per stage: parameters, gradients, optimizer state, buffers and activations.
+  std::vector<int> placement;       ///< the worker of each stage
+  /// Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.
   std::vector<std::int64_t> bytes;
   Timeline timeline;  ///< of the simulation; its bytes exclude parameters, buffers and optimizer state
 };
 
 /// Simulates the program that GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance
-/// that does not sum to the number of layers, and for invalid options.
+/// that does not sum to the number of layers, for invalid options, and for a schedule that does not fit.
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options = {});
 
 }  // namespace gpipe

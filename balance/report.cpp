@@ -95,23 +95,31 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
 
 std::string prediction_table(const Prediction& prediction) {
   const auto ends = stage_ends(prediction.balance);
-  if (prediction.stages.size() != ends.size() || prediction.bytes.size() != ends.size()) {
+  const auto& placement = prediction.placement;
+  if (prediction.stages.size() != ends.size() || placement.size() != ends.size()) {
     throw std::invalid_argument(absl::StrFormat(
-        "[balance] the prediction's fields have different numbers of stages: balance %d, seconds %d, bytes %d",
-        ends.size(), prediction.stages.size(), prediction.bytes.size()));
+        "[balance] the prediction's fields have different numbers of stages: balance %d, seconds %d, placement %d",
+        ends.size(), prediction.stages.size(), placement.size()));
   }
-  Table table({"stage", "layers", "micro-batch", "memory"});
+  const bool shared = prediction.bytes.size() < ends.size();  // workers with several stages
+  Table table(shared ? std::vector<std::string>{"stage", "layers", "worker", "micro-batch", "memory"}
+                     : std::vector<std::string>{"stage", "layers", "micro-batch", "memory"});
   int first = 0;
   for (std::size_t stage = 0; stage < ends.size(); ++stage) {
-    table.add({absl::StrCat(stage), absl::StrCat(first, "-", ends[stage] - 1),
-               seconds_to_text(prediction.stages[stage]), bytes_to_text(prediction.bytes[stage])});
+    std::vector<std::string> cells = {absl::StrCat(stage), absl::StrCat(first, "-", ends[stage] - 1)};
+    if (shared) cells.push_back(absl::StrCat(placement[stage]));
+    cells.push_back(seconds_to_text(prediction.stages[stage]));
+    const auto first_of_worker = std::find(placement.begin(), placement.end(), placement[stage]) - placement.begin();
+    const bool names_worker = static_cast<std::size_t>(first_of_worker) == stage;
+    cells.push_back(names_worker ? bytes_to_text(prediction.bytes.at(placement[stage])) : "");
+    table.add(std::move(cells));
     first = ends[stage];
   }
   return absl::StrFormat(
       "%sstep: %s, bubble %.0f %%\n"
-      "micro-batch: a stage's work for one micro-batch. memory: peak of a stage. step: forward and backward of one "
+      "micro-batch: a stage's work for one micro-batch. memory: peak of a %s. step: forward and backward of one "
       "mini-batch. bubble: share of the step during which workers wait.\n",
-      table.text(), seconds_to_text(prediction.seconds), 100 * prediction.bubble);
+      table.text(), seconds_to_text(prediction.seconds), 100 * prediction.bubble, shared ? "worker" : "stage");
 }
 
 std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
@@ -135,7 +143,7 @@ std::string candidate_table(const std::vector<Candidate>& candidates, const std:
   return absl::StrCat(
       table.text(),
       "step: forward and backward of one mini-batch. bubble: share of the step during which workers wait. memory: "
-      "peak of the largest stage.",
+      "peak of the worker that needs the most.",
       unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n");
 }
 

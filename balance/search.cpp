@@ -15,17 +15,21 @@ namespace {
 
 using absl::StrFormat;
 
-void check_devices(const SearchOptions& options, int stages) {
-  if (options.devices.empty() || static_cast<int>(options.devices.size()) == stages) return;
+void check_devices(const SearchOptions& options, std::size_t workers) {
+  if (options.devices.empty() || options.devices.size() == workers) return;
   throw std::invalid_argument(
-      StrFormat("[suggest] %d devices for %d stages; give one device per stage", options.devices.size(), stages));
+      StrFormat("[suggest] %d devices for %d workers; give one device per worker", options.devices.size(), workers));
+}
+
+RunOptions run_options(int chunks, Checkpoint checkpoint, const SearchOptions& options) {
+  return {chunks, checkpoint, options.bandwidth, options.copies, options.scheduling};
 }
 
 /// The device with the most bytes, and their number.
 std::pair<std::string, std::int64_t> fullest(const std::vector<std::int64_t>& bytes, const SearchOptions& options) {
   std::map<std::string, std::int64_t> of_device;
-  for (std::size_t s = 0; s < bytes.size(); ++s) {
-    of_device[options.devices.empty() ? StrFormat("device %d", s) : options.devices[s]] += bytes[s];
+  for (std::size_t w = 0; w < bytes.size(); ++w) {
+    of_device[options.devices.empty() ? StrFormat("device %d", w) : options.devices[w]] += bytes[w];
   }
   return *std::max_element(of_device.begin(), of_device.end(),
                            [](const auto& a, const auto& b) { return a.second < b.second; });
@@ -99,7 +103,7 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
       "%s too much; ",
       bytes_to_text(options.memory_limit), smallest.chunks, to_string(smallest.checkpoint), bytes_to_text(most), device,
       bytes_to_text(most - options.memory_limit));
-  const RunOptions run{smallest.chunks, smallest.checkpoint, options.bandwidth, options.copies};
+  const auto run = run_options(smallest.chunks, smallest.checkpoint, options);
   const StageCost cost(profile);
   for (int layer = 0; layer < cost.layers(); ++layer) {
     const auto alone = cost.bytes(layer, layer + 1, run);
@@ -130,10 +134,17 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
 
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options) {
-  check_devices(options, static_cast<int>(balance.size()));
   auto prediction = predict(profile, balance, run);
+  check_devices(options, prediction.bytes.size());
   const bool fits = fullest(prediction.bytes, options).second <= limit_of(options);
-  return {balance, run.chunks, run.checkpoint, prediction.seconds, prediction.bubble, std::move(prediction.bytes),
+  return {balance,
+          run.chunks,
+          run.checkpoint,
+          run.scheduling.schedule,
+          std::move(prediction.placement),
+          prediction.seconds,
+          prediction.bubble,
+          std::move(prediction.bytes),
           fits};
 }
 
@@ -147,14 +158,13 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         StrFormat("[suggest] memory_limit and bandwidth must not be negative, but are %d and %g", options.memory_limit,
                   options.bandwidth));
   }
-  check_devices(options, options.stages);
   Suggestion suggestion;
   const Profile* of_smallest = nullptr;
   std::int64_t least = std::numeric_limits<std::int64_t>::max();
   Candidate smallest;
   for (const auto& [chunks, profile] : profiles) {
     for (const auto checkpoint : options.checkpoints) {
-      auto candidate = Search(profile, {chunks, checkpoint, options.bandwidth, options.copies}, options).best();
+      auto candidate = Search(profile, run_options(chunks, checkpoint, options), options).best();
       if (const auto most = fullest(candidate.bytes, options).second; most < least) {
         least = most;
         smallest = candidate;

@@ -15,9 +15,11 @@ struct Candidate {
   std::vector<std::int64_t> balance;
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kExceptLast;
+  std::string schedule;             ///< of step(); empty: forward() and its backward
+  std::vector<int> placement;       ///< the worker of each stage
   double seconds = 0;               ///< per step: forward and backward of the mini-batch
   double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
-  std::vector<std::int64_t> bytes;  ///< peak per stage
+  std::vector<std::int64_t> bytes;  ///< peak per worker
   bool fits = true;                 ///< into the memory limit
 };
 
@@ -32,11 +34,12 @@ struct SearchOptions {
   std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes per device; 0 for no limit.
   std::int64_t memory_limit = 0;
-  /// Device names, one per stage; empty: one device per stage. The bytes of stages on one device add up. Their times do
-  /// not: they are taken to run at once.
+  /// Device names, one per worker; empty: one device per worker. The bytes of workers on one device add up. Their times
+  /// do not: they are taken to run at once.
   std::vector<std::string> devices = {};
   double bandwidth = 0;  ///< as in RunOptions
   bool copies = false;   ///< as in RunOptions
+  Scheduling scheduling = {};
 };
 
 struct Suggestion {
@@ -64,7 +67,7 @@ struct Suggestion {
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
 /// Predicts one candidate. Errors: those of predict(), and std::invalid_argument if the number of devices is not the
-/// number of stages.
+/// number of workers.
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
 

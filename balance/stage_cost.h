@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "balance/profile.h"
@@ -10,6 +11,14 @@
 
 namespace gpipe {
 
+/// The order of a step's actions, and the workers of its stages.
+struct Scheduling {
+  /// The schedule of step(), as in GPipeOptions. Empty: forward() and its backward.
+  std::string schedule = {};
+  int stages_per_worker = 1;        ///< as in GPipeOptions
+  std::vector<int> placement = {};  ///< as in GPipeOptions
+};
+
 /// How a partitioned model runs.
 struct RunOptions {
   int chunks = 1;  ///< micro-batches of the profile's size
@@ -18,6 +27,7 @@ struct RunOptions {
   double bandwidth = 0;
   /// Parcels are copied to the receiver's device, as between GPUs. Otherwise the receiver uses the sender's memory.
   bool copies = false;
+  Scheduling scheduling = {};
 };
 
 /// Costs of stages of a profiled model, for any range of layers. The profile must outlive this object.

@@ -55,11 +55,11 @@ std::vector<torch::Device> with_index(std::vector<torch::Device> devices) {
   return devices;
 }
 
-/// Device names per stage; each CPU stage counts as a device.
+/// Device names per worker; each CPU worker counts as a device.
 std::vector<std::string> names(const std::vector<torch::Device>& devices) {
   std::vector<std::string> names;
   for (const auto& device : devices) {
-    names.push_back(device.is_cpu() ? absl::StrFormat("the CPU of stage %d", names.size()) : device.str());
+    names.push_back(device.is_cpu() ? absl::StrFormat("the CPU of worker %d", names.size()) : device.str());
   }
   return names;
 }
@@ -156,6 +156,9 @@ bool copies_between(const std::vector<torch::Device>& devices) {
 Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
                    const SuggestOptions& options) {
   check_devices(wanted);
+  if (const int stages = options.scheduling().stages_per_worker; stages < 1) {
+    throw std::invalid_argument(absl::StrFormat("[suggest] stages_per_worker must be positive, but is %d", stages));
+  }
   const auto devices = with_index(wanted);
   const auto counts = possible(options.chunks(), batch_size(sample));
   const Profiling profiling(model, sample, devices, options, counts);
@@ -173,12 +176,16 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
     }
   }
   if (profiles.empty()) std::rethrow_exception(first_error);
-  const SearchOptions search_options{.stages = static_cast<int>(devices.size()),
+  const auto& scheduling = options.scheduling();
+  const auto stages =
+      scheduling.placement.empty() ? devices.size() * scheduling.stages_per_worker : scheduling.placement.size();
+  const SearchOptions search_options{.stages = static_cast<int>(stages),
                                      .checkpoints = options.checkpoints(),
                                      .memory_limit = options.memory_limit(),
                                      .devices = names(devices),
                                      .bandwidth = options.bandwidth(),
-                                     .copies = copies_between(devices)};
+                                     .copies = copies_between(devices),
+                                     .scheduling = scheduling};
   auto suggestion = search(std::move(profiles), search_options);
   suggestion.unpartitioned = unpartitioned(profiling, suggestion.profiles, options);
   profiling.finish();
@@ -199,19 +206,17 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
   std::vector<Measured> measured;
   for (const auto& candidate : suggestion.candidates) {
     if (!candidate.fits || static_cast<int>(measured.size()) == candidates) break;
-    GPipe pipe(restore.watch(model.layers()), candidate.balance,
-               GPipeOptions()
-                   .devices(devices)
-                   .chunks(candidate.chunks)
-                   .checkpoint(candidate.checkpoint)
-                   .intraop_threads(intraop_threads));
+    auto pipe_options = GPipeOptions().devices(devices).intraop_threads(intraop_threads);
+    pipe_options.chunks(candidate.chunks).checkpoint(candidate.checkpoint).placement(candidate.placement);
+    if (!candidate.schedule.empty()) pipe_options.schedule(candidate.schedule);
+    GPipe pipe(restore.watch(model.layers()), candidate.balance, pipe_options);
     pipe->train();
     std::vector<double> seconds;
     for (int repeat = -1; repeat < repeats; ++repeat) {  // the first is a warm-up
       const auto batch = copy_of(sample);                // the first layer may change it in place
       synchronize(devices);
       const auto start = Clock::now();
-      trial_step(pipe, batch);
+      candidate.schedule.empty() ? trial_step(pipe, batch) : trial_schedule(pipe, batch);
       synchronize(devices);
       if (repeat >= 0) seconds.push_back(std::chrono::duration<double>(Clock::now() - start).count());
     }

@@ -15,18 +15,20 @@ struct SuggestOptions {
   /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, without those that the mini-batch or the model does not allow.
   TORCH_ARG(std::vector<int>, chunks);
   TORCH_ARG(std::vector<Checkpoint>, checkpoints) = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
-  /// Most bytes per device, where each CPU stage counts as a device; 0 for no limit.
+  /// Most bytes per device, where each CPU worker counts as a device; 0 for no limit.
   TORCH_ARG(std::int64_t, memory_limit) = 0;
   /// Bandwidth between devices in bytes per second. 0: transfers take no time.
   TORCH_ARG(double, bandwidth) = 0;
+  /// The schedule and the stages per worker of all candidates.
+  TORCH_ARG(Scheduling, scheduling);
   /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };
 
-/// The value of RunOptions::copies for stages on these devices: whether any two consecutive devices differ.
+/// The value of RunOptions::copies for workers on these devices: whether any two consecutive devices differ.
 bool copies_between(const std::vector<torch::Device>& devices);
 
-/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one stage per device:
+/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one worker per device:
 /// balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the unpartitioned model, so that the
 /// candidates can be compared with it.
 ///

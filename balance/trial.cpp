@@ -27,6 +27,17 @@ void trial_step(GPipe& pipe, const Value& batch) {
   torch::autograd::backward(roots, ones);
 }
 
+void trial_schedule(GPipe& pipe, const Value& batch) {
+  const auto sum = [](const Value& output, const Value&) {
+    at::Tensor sum;
+    for (const auto& tensor : output.tensors()) {
+      if (tensor.defined() && tensor.is_floating_point()) sum = sum.defined() ? sum + tensor.sum() : tensor.sum();
+    }
+    return sum;
+  };
+  pipe->loss(batch, at::zeros({batch_size(batch)}), sum, StepOptions().reduction(Reduction::kSum));
+}
+
 Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes) {
   auto first = scatter(batch, sizes).front();
   for (std::size_t i = 0; i < first.tensors.size(); ++i) first.tensors[i].set_requires_grad(first.wants_gradient[i]);

@@ -10,6 +10,9 @@ namespace gpipe {
 /// Runs a forward and a backward from gradients of ones. Leaves no gradients on parameters and runs no parameter hooks.
 void trial_step(GPipe& pipe, const Value& batch);
 
+/// The same in the order of the pipeline's schedule, with the sum of the outputs as the loss.
+void trial_schedule(GPipe& pipe, const Value& batch);
+
 /// Returns the first micro-batch of a mini-batch that is split into `sizes`. Its tensors require grad where the
 /// mini-batch's do.
 Value first_micro_batch(const Value& batch, const std::vector<std::int64_t>& sizes);

@@ -1,7 +1,5 @@
 #pragma once
 
-#include <torch/types.h>
-
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -20,10 +18,5 @@ void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers)
 
 /// Errors: std::invalid_argument unless `chunks` is positive.
 void check_chunks(std::int64_t chunks);
-
-/// Returns one device per worker: the first of `wanted`; if that is empty, the GPUs, or the CPU for every worker where
-/// there are none. An accelerator without an index means its first device. Errors: std::out_of_range for fewer devices
-/// than workers, or a device that does not exist.
-std::vector<torch::Device> place_workers(const std::vector<torch::Device>& wanted, std::size_t workers);
 
 }  // namespace gpipe

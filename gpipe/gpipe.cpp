@@ -16,6 +16,7 @@
 #include "gpipe/refuse.h"
 #include "gpipe/runtime/transfer.h"
 #include "gpipe/stages.h"
+#include "gpipe/workers.h"
 
 namespace gpipe {
 namespace {
@@ -35,24 +36,6 @@ void check_options(const GPipeOptions& options) {
     refuse_argument("intraop_threads must be positive, or 0 for an equal share, but is " +
                     std::to_string(options.intraop_threads()));
   }
-}
-
-void check_devices_hold(std::size_t stages, std::size_t devices, int stages_per_worker) {
-  if (const auto held = devices * stages_per_worker; held != stages) {
-    refuse_argument("balance has " + std::to_string(stages) + " stages, but " + std::to_string(devices) +
-                    " device(s) with " + std::to_string(stages_per_worker) + " stages_per_worker hold " +
-                    std::to_string(held));
-  }
-}
-
-ScheduleSource source_of_schedules(const GPipeOptions& options, std::size_t stages) {
-  if (options.schedule_function() && options.schedule() != "gpipe") {
-    refuse_argument("schedule ('" + options.schedule() +
-                    "') and schedule_function exclude each other; set only one of them");
-  }
-  auto source = schedule_source(options.schedule(), static_cast<int>(stages), options.stages_per_worker());
-  if (options.schedule_function()) source.make = options.schedule_function();
-  return source;
 }
 
 int share_of_threads(const std::vector<torch::Device>& devices) {
@@ -135,14 +118,10 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   std::vector<NamedLayer> named;
   for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
   const auto links = skip_links(named);
-  auto schedules = source_of_schedules(options_, balance_.size());
-  const auto workers = *std::max_element(schedules.placement.begin(), schedules.placement.end()) + 1;
-  if (const auto given = options_.devices().size(); options_.stages_per_worker() > 1 && given != 0) {
-    check_devices_hold(balance_.size(), given, options_.stages_per_worker());
-  }
-  devices_ = place_workers(options_.devices(), workers);
+  auto workers = arrange_workers(options_, balance_.size());
+  devices_ = std::move(workers.devices);
   std::vector<torch::Device> stage_devices;
-  for (const int worker : schedules.placement) stage_devices.push_back(devices_[worker]);
+  for (const int worker : workers.schedules.placement) stage_devices.push_back(devices_[worker]);
   auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
   check_parameters(stages);
   auto shared = find_shared_buffers(stages);
@@ -154,8 +133,8 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
     for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
-  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(schedules), std::move(shared),
-                                         threads, std::move(binding));
+  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),
+                                         std::move(shared), threads, std::move(binding));
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
@@ -219,14 +198,17 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   }
   refuse_transforms(input, pipeline_->stages());
   const auto samples = batch_size(input);
-  const auto sizes = micro_batch_sizes(samples, options_.chunks(), options_.split_size());
+  if (options.chunks() != 0) check_chunks(options.chunks());
+  const auto sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
+                                           : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
   check_loss_arguments(loss, target, samples, options);
-  LossOfMiniBatch parts{.function = loss, .targets = scatter(target, sizes), .scale = options.scale()};
-  parts.keep_outputs = options.return_output();
-  parts.weights = loss_weights(options, sizes, parts.targets);
+  auto targets = scatter(target, sizes);
+  auto weights = loss_weights(options, sizes, targets);
+  LossOfMiniBatch parts{loss, std::move(targets), std::move(weights), options.scale(), options.return_output()};
   auto mini_batch = std::make_shared<MiniBatch>(
       pipeline_, scatter(input, sizes),
-      MiniBatch::Options{Pipeline::Use::kStep, options_.checkpoint(), options_.deferred_batch_norm()},
+      MiniBatch::Options{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
+                         options_.deferred_batch_norm()},
       std::move(parts));
   auto outcome = mini_batch->step();
   auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input));

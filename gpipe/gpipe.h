@@ -18,6 +18,7 @@
 #include "gpipe/nested.h"
 #include "gpipe/pipeline.h"
 #include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/simulator.h"
 #include "skip/layout.h"
 #include "skip/skippable.h"
@@ -26,15 +27,17 @@ namespace gpipe {
 
 /// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
-  /// One device per worker. A device can appear more than once. Surplus devices are ignored if stages_per_worker is 1, and
-  /// refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
+  /// One device per worker. A device can appear more than once. Surplus devices are ignored if each worker has one stage,
+  /// and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
   /// The schedule of step(): "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b" (see schedule/schedules.h), or "@FILE" with
   /// one line of actions per worker. forward() and its backward always fill and drain.
-  TORCH_ARG(std::string, schedule) = "gpipe";
+  TORCH_ARG(std::string, schedule) = kFillAndDrain;
   /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule from a file implies its own
   /// placement instead.
   TORCH_ARG(int, stages_per_worker) = 1;
+  /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
+  TORCH_ARG(std::vector<int>, placement);
   /// Generates the schedules of step() instead of `schedule`. Called on the threads that call step() and program(), once
   /// per number of micro-batches while the result is cached. Each R must come directly before its B among its stage's
   /// actions.

@@ -5,11 +5,13 @@
 
 #include <cstdint>
 #include <functional>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/value.h"
+#include "gpipe/schedule/generators.h"
 
 namespace gpipe {
 
@@ -41,6 +43,10 @@ struct StepOptions {
   TORCH_ARG(double, scale) = 1;
   /// Also return the detached output of the model.
   TORCH_ARG(bool, return_output) = false;
+  /// Instead of the pipeline's chunks or split_size, for this step. 0: those of the pipeline.
+  TORCH_ARG(std::int64_t, chunks) = 0;
+  /// Instead of the pipeline's checkpoint mode, for this step.
+  TORCH_ARG(std::optional<Checkpoint>, checkpoint);
 };
 
 struct StepResult {

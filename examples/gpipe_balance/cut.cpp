@@ -16,6 +16,7 @@ namespace {
 void add_flags(CLI::App& app, Options& options) {
   add_chunks_flag(app, options);
   add_bandwidth_flag(app, options);
+  add_schedule_flags(app, options);
   add_layers_flag(app, options);
   app.add_option("--profile", options.profile, "file written by 'profile --output'; use it instead of measuring")
       ->check(CLI::ExistingFile)
@@ -34,11 +35,8 @@ int run(const Options& options) {
                                             : balance_by_size(profile, options.stages, run);
   const auto prediction = predict(profile, balance, run);
   if (options.json) {
-    std::cout << Json{{"balance", balance},
-                      {"seconds", prediction.seconds},
-                      {"bubble", prediction.bubble},
-                      {"stages", prediction.stages},
-                      {"bytes", prediction.bytes}}
+    std::cout << Json{{"balance", balance},          {"seconds", prediction.seconds},     {"bubble", prediction.bubble},
+                      {"stages", prediction.stages}, {"placement", prediction.placement}, {"bytes", prediction.bytes}}
               << "\n";
     return 0;
   }

@@ -9,8 +9,14 @@ namespace gpipe::examples::balance {
 using Json = nlohmann::ordered_json;
 
 inline Json to_json(const Candidate& candidate) {
-  return {{"balance", candidate.balance}, {"chunks", candidate.chunks}, {"checkpoint", to_string(candidate.checkpoint)},
-          {"seconds", candidate.seconds}, {"bubble", candidate.bubble}, {"bytes", candidate.bytes},
+  return {{"balance", candidate.balance},
+          {"chunks", candidate.chunks},
+          {"checkpoint", to_string(candidate.checkpoint)},
+          {"schedule", candidate.schedule},
+          {"placement", candidate.placement},
+          {"seconds", candidate.seconds},
+          {"bubble", candidate.bubble},
+          {"bytes", candidate.bytes},
           {"fits", candidate.fits}};
 }
 

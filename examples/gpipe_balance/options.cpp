@@ -2,6 +2,9 @@
 
 #include <CLI/CLI.hpp>
 
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "balance/suggest.h"
 #include "examples/common/flags.h"
 #include "examples/common/image.h"
@@ -10,17 +13,23 @@
 #include "examples/gpipe_balance/model.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/schedule/schedules.h"
 
 namespace gpipe::examples::balance {
 
 std::vector<std::int64_t> Options::sizes(int chunks) const { return micro_batch_sizes(batch_size, chunks, 0); }
 
 std::vector<torch::Device> Options::place() const {
-  return devices.empty() ? examples::place({.stages = stages}) : to_devices(devices, stages);
+  if (stages % stages_per_worker != 0) {
+    throw CLI::ValidationError(
+        absl::StrFormat("--stages-per-worker: %d does not divide --stages (%d)", stages_per_worker, stages));
+  }
+  const int workers = stages / stages_per_worker;
+  return devices.empty() ? examples::place({.stages = workers}) : to_devices(devices, workers);
 }
 
 RunOptions Options::run(int chunks, Checkpoint mode) const {
-  return {static_cast<int>(sizes(chunks).size()), mode, bandwidth * 1e9, copies_between(place())};
+  return {static_cast<int>(sizes(chunks).size()), mode, bandwidth * 1e9, copies_between(place()), scheduling()};
 }
 
 ProfileOptions Options::profiling() const { return profile_options(place()).seconds(seconds).param_scale(param_scale); }
@@ -32,9 +41,9 @@ void add_common_flags(CLI::App& app, Options& options) {
       ->transform(whole_number(1, 4096));
   app.add_option("--size", options.size, "width and height of the images, in pixels")->transform(image_size_text());
   app.add_option("-b,--batch-size", options.batch_size, "images per mini-batch")->transform(whole_number(1, kMaxCount));
-  app.add_option("--stages", options.stages, "number of stages, one per device")->transform(whole_number(1, 1024));
+  app.add_option("--stages", options.stages, "number of stages")->transform(whole_number(1, 1024));
   app.add_option("--devices", options.devices,
-                 "one per stage, e.g. cuda:0,cuda:1, or one for all; default: the GPUs in turn, or the CPU")
+                 "one per worker, e.g. cuda:0,cuda:1, or one for all; default: the GPUs in turn, or the CPU")
       ->always_capture_default(false);
   app.add_option("--seconds", options.seconds, "approximate time for measuring, in seconds")
       ->transform(non_negative_number());
@@ -66,6 +75,20 @@ void add_bandwidth_flag(CLI::App& app, Options& options) {
 void add_memory_limit_flag(CLI::App& app, Options& options) {
   app.add_option("--memory-limit", options.memory, "memory per device, e.g. 6GB or 6GiB; 0: no limit")
       ->transform(CLI::AsSizeValue(true));
+}
+
+void add_schedule_flags(CLI::App& app, Options& options) {
+  const auto names = absl::StrJoin(
+      schedule_rules(), ", ", [](std::string* out, const auto& rule) { absl::StrAppend(out, std::string(rule.name)); });
+  app.add_option("--schedule", options.schedule,
+                 "of step(): " + names + " or @FILE; default: a forward, then its backward")
+      ->check([](const std::string& name) {
+        if (!name.starts_with('@')) schedule_rule(name);
+        return "";
+      })
+      ->always_capture_default(false);
+  app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker, in turn")
+      ->transform(whole_number(1, 1024));
 }
 
 void add_layers_flag(CLI::App& app, Options& options) {

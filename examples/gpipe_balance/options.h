@@ -21,6 +21,8 @@ struct Options {
   int chunks = 4;
   std::vector<int> chunks_to_try;  ///< empty: the verb's default
   int stages = 2;
+  std::string schedule;  ///< of step(); empty: forward() and its backward
+  int stages_per_worker = 1;
   std::string devices;  ///< empty: the GPUs in turn, or the CPU
   Checkpoint checkpoint = Checkpoint::kExceptLast;
   std::string by = "time";
@@ -37,8 +39,9 @@ struct Options {
 
   /// Images per micro-batch, for a number of chunks.
   std::vector<std::int64_t> sizes(int chunks) const;
-  /// One device per stage.
+  /// One device per worker.
   std::vector<torch::Device> place() const;
+  Scheduling scheduling() const { return {schedule, stages_per_worker}; }
   RunOptions run(int chunks, Checkpoint mode) const;
   ProfileOptions profiling() const;
 };
@@ -52,6 +55,8 @@ void add_chunks_flag(CLI::App& app, Options& options);
 void add_chunks_list(CLI::App& app, Options& options, const std::string& by_default);
 void add_bandwidth_flag(CLI::App& app, Options& options);
 void add_memory_limit_flag(CLI::App& app, Options& options);
+/// --schedule and --stages-per-worker.
+void add_schedule_flags(CLI::App& app, Options& options);
 void add_layers_flag(CLI::App& app, Options& options);
 
 }  // namespace gpipe::examples::balance

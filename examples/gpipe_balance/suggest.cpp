@@ -24,6 +24,7 @@ void add_flags(CLI::App& app, Options& options) {
   add_chunks_list(app, options, "1, 2, 4, .. 32");
   add_bandwidth_flag(app, options);
   add_memory_limit_flag(app, options);
+  add_schedule_flags(app, options);
   add_layers_flag(app, options);
   app.add_option("--refine", options.refine, "number of the best candidates to run and time")
       ->transform(whole_number(0, 100));
@@ -45,14 +46,23 @@ std::string code_of(const torch::Device& device) {
   return device.is_cpu() ? "torch::kCPU" : absl::StrFormat("torch::Device(\"%s\")", device.str());
 }
 
+/// C++ of the options that differ from their defaults, on a line of its own.
+std::string code_of_schedule(const Candidate& candidate) {
+  std::string code;
+  if (!candidate.schedule.empty()) absl::StrAppend(&code, ".schedule(\"", candidate.schedule, "\")");
+  const auto stages_per_worker = candidate.placement.size() / candidate.bytes.size();
+  if (stages_per_worker > 1) absl::StrAppend(&code, ".stages_per_worker(", stages_per_worker, ")");
+  return code.empty() ? "" : "\n                      " + code;
+}
+
 /// C++ that makes the pipeline of a candidate.
 std::string code_of(const Candidate& candidate, const std::vector<torch::Device>& devices) {
   const auto append = [](std::string* text, const torch::Device& device) { absl::StrAppend(text, code_of(device)); };
   return absl::StrFormat(
       "gpipe::GPipe pipe(model, {%s},\n"
-      "                  gpipe::GPipeOptions().devices({%s}).chunks(%d).checkpoint(gpipe::Checkpoint::%s));\n",
+      "                  gpipe::GPipeOptions().devices({%s}).chunks(%d).checkpoint(gpipe::Checkpoint::%s)%s);\n",
       absl::StrJoin(candidate.balance, ", "), absl::StrJoin(devices, ", ", append), candidate.chunks,
-      code_of(candidate.checkpoint));
+      code_of(candidate.checkpoint), code_of_schedule(candidate));
 }
 
 Json to_json(const Suggestion& suggestion, const std::vector<Measured>& measured) {
@@ -89,6 +99,7 @@ int run(const Options& options) {
                              .chunks(options.chunks_to_try)
                              .memory_limit(options.memory)
                              .bandwidth(options.bandwidth * 1e9)
+                             .scheduling(options.scheduling())
                              .profile(options.profiling().progress([&](double part) { percent.show(part); })));
   }
   std::vector<Measured> measured;

@@ -19,6 +19,7 @@ void add_flags(CLI::App& app, Options& options) {
   add_chunks_list(app, options, "2, 4, 8");
   add_bandwidth_flag(app, options);
   add_memory_limit_flag(app, options);
+  add_schedule_flags(app, options);
   app.add_option("--near", options.near, "most layers by which a cut is moved")->transform(whole_number(0, 1000));
 }
 

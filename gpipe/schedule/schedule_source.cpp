@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
 #include "gpipe/schedule/schedules.h"
 
 namespace gpipe {
@@ -18,13 +19,18 @@ bool has_recomputes(const Schedule& schedule) {
   });
 }
 
-ScheduleSource from_file(const std::string& path, int stages) {
+ScheduleSource from_file(const std::string& path, int stages, const std::vector<int>& wanted) {
   auto parsed = read_schedule(path);
   if (parsed.layout.stages != stages) {
     throw std::invalid_argument(absl::StrFormat("[gpipe] the schedule '%s' has %d stages, but balance has %d", path,
                                                 parsed.layout.stages, stages));
   }
   auto placement = parsed.layout.placement;
+  if (!wanted.empty() && wanted != placement) {
+    throw std::invalid_argument(absl::StrFormat(
+        "[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out", path,
+        absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", ")));
+  }
   auto make = [path, parsed = std::move(parsed)](const Layout& layout, Checkpoint checkpoint) {
     if (layout.micro_batches != parsed.layout.micro_batches) {
       throw std::invalid_argument(
@@ -55,8 +61,9 @@ ParsedSchedule read_schedule(const std::string& path) {
   return *std::move(parsed);
 }
 
-ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker) {
-  if (schedule.starts_with('@')) return from_file(schedule.substr(1), stages);
+ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
+                               std::vector<int> placement) {
+  if (schedule.starts_with('@')) return from_file(schedule.substr(1), stages, placement);
   if (stages_per_worker < 1) {
     throw std::invalid_argument(
         absl::StrFormat("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker));
@@ -65,9 +72,14 @@ ScheduleSource schedule_source(const std::string& schedule, int stages, int stag
     throw std::invalid_argument(absl::StrFormat(
         "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker));
   }
-  ScheduleSource source{
-      looped_placement(stages / stages_per_worker, stages),
-      [schedule](const Layout& layout, Checkpoint checkpoint) { return make_schedule(schedule, layout, checkpoint); }};
+  if (!placement.empty() && stages_per_worker != 1) {
+    throw std::invalid_argument(absl::StrFormat(
+        "[gpipe] placement and stages_per_worker (%d) exclude each other; set only one of them", stages_per_worker));
+  }
+  if (placement.empty()) placement = looped_placement(stages / stages_per_worker, stages);
+  ScheduleSource source{std::move(placement), [schedule](const Layout& layout, Checkpoint checkpoint) {
+                          return make_schedule(schedule, layout, checkpoint);
+                        }};
   source.make({stages, 1, source.placement}, Checkpoint::kNever);  // refuses a name or placement now
   return source;
 }

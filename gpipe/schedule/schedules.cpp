@@ -84,7 +84,7 @@ Schedule interleaved_1f1b(const Layout& layout) {
 }
 
 constexpr ScheduleRule kRules[] = {
-    {"gpipe", "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", fits_any_layout,
+    {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", fits_any_layout,
      fill_and_drain},
     {"1f1b", "one forward, then one backward: at most p of m micro-batches in memory (PipeDream, arXiv:2006.09503)",
      needs_one_stage_per_worker, one_f_one_b},
@@ -102,6 +102,16 @@ std::vector<int> looped_placement(int workers, int stages) {
   }
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = s % workers;
+  return placement;
+}
+
+std::vector<int> v_placement(int stages) {
+  if (stages < 0 || stages % 2 != 0) {
+    throw std::invalid_argument(
+        absl::StrFormat("[gpipe] a V placement has two stages per worker, but there are %d stages", stages));
+  }
+  std::vector<int> placement(stages);
+  for (int s = 0; s < stages; ++s) placement[s] = std::min(s, stages - 1 - s);
   return placement;
 }
 

@@ -10,8 +10,15 @@
 
 namespace gpipe {
 
+/// The schedule of forward() and its backward, and the default of step().
+inline constexpr char kFillAndDrain[] = "gpipe";
+
 /// Stage s is on worker s mod `workers`.
 std::vector<int> looped_placement(int workers, int stages);
+
+/// Two stages on each of `stages` / 2 workers, so that the first and the last stage share a worker: stages 0 to p - 1 on
+/// workers 0 to p - 1, the others on workers p - 1 to 0. Errors: std::invalid_argument unless `stages` is even.
+std::vector<int> v_placement(int stages);
 
 /// A named rule that generates the schedules of a training step.
 struct ScheduleRule {

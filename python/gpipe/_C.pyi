@@ -2,7 +2,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'SkipProfile', 'Suggestion', 'Timeline', 'begin_layer', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet']
+__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'Timeline', 'arrange_workers', 'begin_layer', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -47,10 +47,17 @@ class Timeline:
         """
         Number of workers.
         """
+class StepOptions:
+    def __init__(self, count: typing.Any | None, reduction: typing.Any, scale: typing.SupportsFloat, return_output: bool, chunks: typing.SupportsInt, checkpoint: typing.Any) -> None:
+        ...
 class Pipeline:
-    def __init__(self, stages: list[typing.Any], devices: collections.abc.Sequence[str], deferred_batch_norm: bool) -> None:
+    def __init__(self, stages: list[typing.Any], devices: collections.abc.Sequence[str], schedule: str, placement: collections.abc.Sequence[typing.SupportsInt], deferred_batch_norm: bool) -> None:
         ...
     def forward(self, input: typing.Any, chunks: typing.SupportsInt, checkpoint: typing.Any) -> typing.Any:
+        ...
+    def loss(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> typing.Any:
+        ...
+    def step(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> tuple[typing.Any, typing.Any]:
         ...
     def trace(self, timeline: Timeline | None) -> None:
         ...
@@ -194,8 +201,11 @@ class Profile:
         """
         Number of stages that ran at once during the measurement.
         """
+class Scheduling:
+    def __init__(self, schedule: str, stages_per_worker: typing.SupportsInt, placement: collections.abc.Sequence[typing.SupportsInt]) -> None:
+        ...
 class RunOptions:
-    def __init__(self, chunks: typing.SupportsInt, checkpoint: typing.Any, bandwidth: typing.SupportsFloat, copies: bool) -> None:
+    def __init__(self, chunks: typing.SupportsInt, checkpoint: typing.Any, bandwidth: typing.SupportsFloat, copies: bool, scheduling: Scheduling) -> None:
         ...
 class Prediction:
     """
@@ -216,7 +226,12 @@ class Prediction:
     @property
     def bytes(self) -> list[int]:
         """
-        Peak bytes per stage: parameters, gradients, optimizer state, buffers and activations.
+        Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.
+        """
+    @property
+    def placement(self) -> list[int]:
+        """
+        The worker of each stage.
         """
     @property
     def seconds(self) -> float:
@@ -231,7 +246,7 @@ class Prediction:
     @property
     def timeline(self) -> Timeline:
         """
-        The simulated step. Its bytes do not include what the stage holds between steps.
+        The simulated step. Its bytes do not include what workers hold between steps.
         """
 class Candidate:
     """
@@ -250,7 +265,7 @@ class Candidate:
     @property
     def bytes(self) -> list[int]:
         """
-        Peak bytes per stage.
+        Peak bytes per worker.
         """
     @property
     def checkpoint(self) -> str:
@@ -266,6 +281,16 @@ class Candidate:
     def fits(self) -> bool:
         """
         Whether every device stays within the memory limit.
+        """
+    @property
+    def placement(self) -> list[int]:
+        """
+        The worker of each stage.
+        """
+    @property
+    def schedule(self) -> str:
+        """
+        The schedule of step(); empty for forward and backward.
         """
     @property
     def seconds(self) -> float:
@@ -328,6 +353,10 @@ class NativeLayer:
     @property
     def name(self) -> str:
         ...
+def arrange_workers(devices: collections.abc.Sequence[str], stages: typing.SupportsInt, schedule: str, stages_per_worker: typing.SupportsInt, placement: collections.abc.Sequence[typing.SupportsInt]) -> tuple[list[str], list[int]]:
+    """
+    Returns the device of each worker, and the worker of each stage.
+    """
 def begin_layer(stage: typing.Any, layer: typing.SupportsInt) -> None:
     ...
 def check_balance(balance: collections.abc.Sequence[typing.SupportsInt], layers: typing.SupportsInt) -> None:
@@ -335,6 +364,8 @@ def check_balance(balance: collections.abc.Sequence[typing.SupportsInt], layers:
 def check_checkpoint(name: typing.Any) -> str:
     ...
 def check_chunks(chunks: typing.SupportsInt) -> None:
+    ...
+def check_loss(loss: typing.Any, output: typing.Any, target: typing.Any, options: StepOptions) -> tuple[float, float]:
     ...
 def check_skips(declarations: list[typing.Any]) -> None:
     ...
@@ -350,8 +381,6 @@ def is_recomputing() -> bool:
     """
     Returns whether the calling layer's forward is a recompute, which precedes the cell's backward.
     """
-def place_stages(devices: collections.abc.Sequence[str], stages: typing.SupportsInt) -> list[str]:
-    ...
 def pop(arg0: Namespace, arg1: str) -> typing.Any:
     ...
 def predict(arg0: Profile, arg1: collections.abc.Sequence[typing.SupportsInt], arg2: RunOptions) -> Prediction:
@@ -384,8 +413,10 @@ def scope_generator(device: str) -> torch.Generator | None:
     ...
 def stash(arg0: Namespace, arg1: str, arg2: typing.Any) -> None:
     ...
-def suggest(arg0: list[typing.Any], arg1: typing.Any, arg2: collections.abc.Sequence[str], arg3: collections.abc.Sequence[typing.SupportsInt], arg4: collections.abc.Sequence[typing.Any], arg5: typing.SupportsInt, arg6: typing.SupportsFloat, arg7: ProfileOptions) -> Suggestion:
+def suggest(arg0: list[typing.Any], arg1: typing.Any, arg2: collections.abc.Sequence[str], arg3: collections.abc.Sequence[typing.SupportsInt], arg4: collections.abc.Sequence[typing.Any], arg5: typing.SupportsInt, arg6: typing.SupportsFloat, arg7: Scheduling, arg8: ProfileOptions) -> Suggestion:
     ...
 def unet(arg0: typing.SupportsInt, arg1: typing.SupportsInt, arg2: typing.SupportsInt, arg3: typing.SupportsInt, arg4: typing.SupportsInt, arg5: typing.SupportsFloat, arg6: typing.SupportsInt, arg7: str) -> list[NativeLayer]:
+    ...
+def v_placement(stages: typing.SupportsInt) -> list[int]:
     ...
 torch_version: str = '2.11.0'

@@ -1,8 +1,7 @@
 """Pipeline-parallel training with skip connections, for PyTorch.
 
-pipe = gpipe.GPipe(model, balance=[2, 2], chunks=8)
-loss = criterion(pipe(input), target)
-loss.backward()
+pipe = gpipe.GPipe(model, balance=[2, 2], chunks=8, schedule="1f1b")
+loss = pipe.step(input, target, criterion)
 """
 
 from importlib.metadata import version as _version
@@ -32,6 +31,7 @@ if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
 from gpipe import balance, batchnorm, checkpoint, models, skip, snapshot
 from gpipe._C import Timeline, reuse_cpu_memory
 from gpipe.checkpoint import is_checkpointing, is_recomputing
+from gpipe.losses import check_loss
 from gpipe.pipeline import GPipe
 from gpipe.randomness import RandomScope
 from gpipe.reference_run import reference
@@ -43,6 +43,7 @@ __all__ = [
     "__version__",
     "balance",
     "batchnorm",
+    "check_loss",
     "checkpoint",
     "is_checkpointing",
     "is_recomputing",

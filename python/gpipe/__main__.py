@@ -46,13 +46,17 @@ def _parser() -> argparse.ArgumentParser:
         "--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 64,3,224,224"
     )
     command.add_argument(
-        "--devices", metavar="LIST", help="one per stage, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU stages"
+        "--devices", metavar="LIST", help="one per worker, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU workers"
     )
     command.add_argument(
         "--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: 1, 2, 4, .. 32"
     )
     command.add_argument("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
     command.add_argument("--bandwidth", type=float, default=0.0, metavar="GB/S", help="between devices, in GB/s")
+    command.add_argument(
+        "--schedule", help="of step(): gpipe, 1f1b, ... or @FILE; default: a forward, then its backward"
+    )
+    command.add_argument("--stages-per-worker", type=int, default=1, metavar="N", help="default: 1")
     command.add_argument("--seconds", type=float, default=60.0, help="approximate time for measuring (default: 60)")
     command.add_argument(
         "--param-scale",
@@ -90,15 +94,18 @@ def _print(suggestion: Suggestion, devices: list[str], layers: bool) -> None:
         print(suggestion.profile_of(first).table(first.balance))
     print(suggestion, end="")
     if suggestion.fits:
+        schedule = f", schedule={first.schedule!r}" if first.schedule else ""
+        stages_per_worker = len(first.placement) // len(first.bytes)
+        schedule += f", stages_per_worker={stages_per_worker}" if stages_per_worker > 1 else ""
         print(
             f"\npipe = gpipe.GPipe(model, {first.balance}, devices={devices}, chunks={first.chunks}, "
-            f"checkpoint={first.checkpoint!r})"
+            f"checkpoint={first.checkpoint!r}{schedule})"
         )
 
 
 def _print_json(suggestion: Suggestion) -> None:
     def fields(candidate: Candidate) -> dict[str, Any]:
-        names = ("balance", "chunks", "checkpoint", "seconds", "bubble", "bytes", "fits")
+        names = ("balance", "chunks", "checkpoint", "schedule", "placement", "seconds", "bubble", "bytes", "fits")
         return {name: getattr(candidate, name) for name in names}
 
     unpartitioned = suggestion.unpartitioned
@@ -133,6 +140,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chunks=options.chunks,
             memory_limit=options.memory_limit,
             bandwidth=options.bandwidth * 1e9,
+            schedule=options.schedule,
+            stages_per_worker=options.stages_per_worker,
             seconds=options.seconds,
             param_scale=options.param_scale,
             progress=progress if sys.stderr.isatty() else None,

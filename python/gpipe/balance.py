@@ -23,13 +23,14 @@ from gpipe import _C
 from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.checks import (
+    arrange_workers,
     check_balance,
     check_checkpoint,
     check_chunks,
     check_devices,
     check_number,
+    check_scheduling,
     check_whole,
-    place_stages,
 )
 from gpipe.model_checks import verify_module
 from gpipe.partition import layers_of
@@ -171,6 +172,9 @@ def predict(
     *,
     bandwidth: float = 0.0,
     copies: bool = False,
+    schedule: str | None = None,
+    stages_per_worker: int = 1,
+    placement: Iterable[int] | str = "looped",
 ) -> Prediction:
     """Predicts the cost of a training step, the forward and backward of one mini-batch, by simulation.
 
@@ -181,6 +185,8 @@ def predict(
         checkpoint: the checkpoint mode of the pipeline.
         bandwidth: bytes per second between devices; 0 for transfers without delay, as between CPU stages.
         copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
+        schedule: the schedule of ``step``; ``None`` for a forward and its backward.
+        stages_per_worker, placement: as for :class:`gpipe.GPipe`.
 
     Returns:
         The predicted seconds, bubble and bytes.
@@ -191,10 +197,15 @@ def predict(
     """
     if not isinstance(profile, Profile):
         raise TypeError(f"profile must be a Profile, as gpipe.balance.profile() returns, but is {type(profile)}")
+    cut = check_balance(balance, len(profile.layers))
     options = _C.RunOptions(
-        check_chunks(chunks), check_checkpoint(checkpoint), check_number(bandwidth, "bandwidth"), copies
+        check_chunks(chunks),
+        check_checkpoint(checkpoint),
+        check_number(bandwidth, "bandwidth"),
+        copies,
+        _scheduling(schedule, stages_per_worker, placement, len(cut)),
     )
-    return _C.predict(profile, check_balance(balance, len(profile.layers)), options)
+    return _C.predict(profile, cut, options)
 
 
 def suggest(
@@ -206,6 +217,8 @@ def suggest(
     checkpoints: Sequence[str] = ("never", "except_last", "always"),
     memory_limit: int = 0,
     bandwidth: float = 0.0,
+    schedule: str | None = None,
+    stages_per_worker: int = 1,
     seconds: float = 60.0,
     intraop_threads: int = 0,
     param_scale: float = 2.0,
@@ -217,11 +230,13 @@ def suggest(
     Args:
         module: the model.
         sample: a mini-batch.
-        devices: one per stage. The model is measured on the first; the others are assumed to be equally fast.
+        devices: one per worker. The model is measured on the first; the others are assumed to be equally fast.
         chunks: numbers of chunks to try. Default: 1, 2, 4, .. 32, up to the number of samples.
         checkpoints: checkpoint modes to try.
-        memory_limit: the most bytes per device, where each CPU stage counts as a device; 0 for no limit.
+        memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
         bandwidth: bytes per second between devices; 0 for transfers without delay.
+        schedule: the schedule of ``step``; ``None`` for a forward and its backward.
+        stages_per_worker: as for :class:`gpipe.GPipe`.
         seconds: approximate time limit for all measurements, in seconds.
         intraop_threads, param_scale, progress: as for :func:`profile`.
 
@@ -230,7 +245,7 @@ def suggest(
 
     Raises:
         TypeError: if an argument has the wrong type.
-        ValueError: if an option is out of range, or if there are fewer layers than devices.
+        ValueError: if an option is out of range, or if there are fewer layers than stages.
         RuntimeError: as :func:`profile`.
     """
     placed = check_devices(devices)
@@ -250,8 +265,14 @@ def suggest(
             [check_checkpoint(mode) for mode in checkpoints],
             check_whole(memory_limit, "memory_limit"),
             check_number(bandwidth, "bandwidth"),
+            _scheduling(schedule, stages_per_worker, "looped", 0),
             options,
         )
+
+
+def _scheduling(schedule: object, stages_per_worker: object, placement: object, stages: int) -> _C.Scheduling:
+    name = "" if schedule is None else schedule
+    return _C.Scheduling(*check_scheduling(name, stages_per_worker, placement, stages))
 
 
 def _check_partitions(partitions: object, module: nn.Sequential) -> int:
@@ -287,7 +308,7 @@ def _layers(module: nn.Sequential) -> list[Any]:
 
 
 def _device(device: Device | None) -> torch.device:
-    return place_stages(None, 1)[0] if device is None else torch.device(device)
+    return arrange_workers(None, 1)[0][0] if device is None else torch.device(device)
 
 
 def _on(value: object, device: torch.device) -> Any:

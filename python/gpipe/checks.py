@@ -11,13 +11,14 @@ from gpipe import _C
 
 __all__ = [
     "BalanceError",
+    "arrange_workers",
     "check_balance",
     "check_checkpoint",
     "check_chunks",
     "check_devices",
     "check_number",
+    "check_scheduling",
     "check_whole",
-    "place_stages",
 ]
 
 _ADVICE = """
@@ -108,7 +109,7 @@ def check_devices(devices: object) -> list[torch.device]:
         RuntimeError: if PyTorch does not know the name of a device.
     """
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices must be a list with one device per stage, but is {devices!r}")
+        raise TypeError(f"devices must be a list with one device per worker, but is {devices!r}")
     listed = list(devices)
     for device in listed:
         if isinstance(device, bool):
@@ -116,18 +117,55 @@ def check_devices(devices: object) -> list[torch.device]:
     return [torch.device(device) for device in listed]
 
 
-def place_stages(devices: object | None, stages: int) -> list[torch.device]:
-    """Returns the device of each stage.
+def arrange_workers(
+    devices: object | None, stages: int, schedule: object = "gpipe", stages_per_worker: object = 1, placement: object = "looped"
+) -> tuple[list[torch.device], list[int]]:
+    """Returns the device of each worker, and the worker of each stage.
 
     Args:
-        devices: the user's devices, or ``None`` for the default: the GPUs, or the CPU for each stage if there are none.
+        devices: the user's devices, or ``None`` for the default: the GPUs, or the CPU for each worker if there are none.
         stages: the number of stages.
+        schedule, stages_per_worker, placement: as for :class:`gpipe.GPipe`.
 
     Raises:
-        TypeError, RuntimeError: as :func:`check_devices`.
-        IndexError: for fewer devices than stages, or a device that this process does not have.
+        TypeError: if an argument has the wrong type.
+        RuntimeError: if PyTorch does not know the name of a device.
+        ValueError: for a schedule that does not exist or does not fit, or arguments that contradict each other.
+        IndexError: for fewer devices than workers, or a device that this process does not have.
     """
     given = [] if devices is None else [str(device) for device in check_devices(devices)]
+    name, per_worker, workers = check_scheduling(schedule, stages_per_worker, placement, stages)
     if devices is not None and not given and stages > 0:
-        raise IndexError("devices is empty; give one device per stage, or None for the default")
-    return [torch.device(device) for device in _C.place_stages(given, stages)]
+        raise IndexError("devices is empty; give one device per worker, or None for the default")
+    if stages == 0:
+        return [], []
+    names, placed = _C.arrange_workers(given, stages, name, per_worker, workers)
+    return [torch.device(name) for name in names], placed
+
+
+def check_scheduling(
+    schedule: object, stages_per_worker: object, placement: object, stages: int
+) -> tuple[str, int, list[int]]:
+    """Returns the name or file of a schedule, the stages per worker, and the worker of each stage (``[]`` for
+    ``'looped'``).
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: for a placement that does not exist.
+    """
+    if not isinstance(schedule, str):
+        raise TypeError(f"schedule must be a name or '@' and the path of a file, but is {schedule!r}")
+    return schedule, check_whole(stages_per_worker, "stages_per_worker"), _placement(placement, stages)
+
+
+def _placement(placement: object, stages: int) -> list[int]:
+    """Returns the worker of each stage; an empty list for ``'looped'``."""
+    if placement == "looped":
+        return []
+    if placement == "v":
+        return _C.v_placement(stages)
+    if isinstance(placement, str):
+        raise ValueError(f"placement must be 'looped', 'v' or a list of workers, but is {placement!r}")
+    if not isinstance(placement, Iterable):
+        raise TypeError(f"placement must be 'looped', 'v' or a list of workers, but is {placement!r}")
+    return [check_whole(worker, "each worker of a placement") for worker in placement]

@@ -3,36 +3,42 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm, one_mini_batch
 from gpipe.caller import outside_checkpoints, prepare_compilation, refuse_sharded_layers, refuse_tracing
-from gpipe.checks import BalanceError, check_balance, check_checkpoint, check_chunks, place_stages
+from gpipe.checks import BalanceError, arrange_workers, check_balance, check_checkpoint, check_chunks
 from gpipe.generators import without_turn
 from gpipe.model_checks import verify_module
 from gpipe.names import UnpartitionedNames
 from gpipe.partition import Partition, Stages, layers_of, split
 from gpipe.placement import FixedPlacement
 from gpipe.skip import verify_skippables
+from gpipe.losses import check_scale, step_options
 from gpipe.structure import take_apart
 
 __all__ = ["BalanceError", "GPipe", "Partition"]
 
 
 class GPipe(UnpartitionedNames, FixedPlacement):
-    """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, each with a worker thread and
-    a device, and runs each mini-batch as micro-batches through them (GPipe, Huang et al., arXiv:1811.06965).
+    """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, places them on workers, each
+    with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, Huang et al.,
+    arXiv:1811.06965).
 
         model = nn.Sequential(a, b, c, d)
         pipe = gpipe.GPipe(model, balance=[1, 1, 1, 1], chunks=8)
-        loss = criterion(pipe(input), target)
-        loss.backward()
+        loss = pipe.step(input, target, criterion)  # fills .grad
+        optimizer.step()
+
+    :meth:`step` runs forwards, losses and backwards in the order of a schedule. ``criterion(pipe(input), target)`` and
+    ``backward()`` run all forwards, then all backwards.
 
     It computes the function of the unpartitioned model run micro-batch by micro-batch. Losses, optimizers, hooks,
     ``torch.autograd.grad``, autocast and ``DistributedDataParallel`` around it work as without a pipeline, except
@@ -45,14 +51,20 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         module: the model. Each layer is called with the output of the layer before it. Between stages, and as the
             result, pass tensors, alone or in tuples, named tuples, lists and dicts, which may hold ``None``.
         balance: the number of layers of each stage; see :mod:`gpipe.balance`.
-        devices: one per stage; surplus devices are ignored. A device may be given more than once. Default: the GPUs, or
-            the CPU for each stage if there are no GPUs.
+        devices: one per worker. A device may be given more than once. Surplus devices are ignored if each worker has
+            one stage. Default: the GPUs, or the CPU for each worker if there are no GPUs.
         chunks: the most micro-batches that a mini-batch is cut into, along dimension 0. Each but the last has
             ceil(samples / chunks) samples, so there may be fewer micro-batches.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch, with the mean and
             variance of all of it, instead of once per micro-batch.
+        schedule: the order in which :meth:`step` runs forwards and backwards: ``'gpipe'``, ``'1f1b'``,
+            ``'looped_bfs'``, ``'interleaved_1f1b'``, or ``'@'`` and the path of a file with one line of actions per
+            worker, such as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch.
+        stages_per_worker: stage ``s`` is on worker ``s % (stages / stages_per_worker)``.
+        placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, the first and the last on the
+            same; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file implies its own.
 
     Raises:
         TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match
@@ -60,15 +72,19 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         ValueError: if ``balance`` does not cut the model or an option is out of range; if a layer stands in two places,
             or a parameter in two layers; if ``module`` itself has hooks, parameters or buffers; if a parameter is not
             initialized.
-        IndexError: for fewer devices than stages, or a device that this process does not have.
+        IndexError: for fewer devices than workers, or a device that this process does not have.
 
     Attributes:
         balance: the number of layers of each stage.
-        devices: the device of each stage.
+        devices: the device of each worker.
+        schedule: the name or file of the schedule.
+        placement: the worker of each stage.
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`.
     """
 
     balance: list[int]
+    schedule: str
+    placement: list[int]
 
     def __init__(
         self,
@@ -79,6 +95,9 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
+        schedule: str = "gpipe",
+        stages_per_worker: int = 1,
+        placement: Iterable[int] | str = "looped",
     ) -> None:
         super().__init__()
         self._chunks = check_chunks(chunks)
@@ -86,9 +105,12 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         verify_module(module)
         verify_skippables(module)
         self.balance = check_balance(balance, len(module))
-        self.devices = place_stages(devices, len(self.balance))
+        self.devices, self.placement = arrange_workers(
+            devices, len(self.balance), schedule, stages_per_worker, placement
+        )
+        self.schedule = schedule
         self.deferred_batch_norm = bool(deferred_batch_norm)
-        self.partitions = Stages(split(module, self.balance, self.devices))
+        self.partitions = Stages(split(module, self.balance, [self.devices[worker] for worker in self.placement]))
         self.training = module.training
         self._core_lock = threading.RLock()
         self._core: _C.Pipeline | None = None
@@ -118,6 +140,9 @@ class GPipe(UnpartitionedNames, FixedPlacement):
     def extra_repr(self) -> str:
         devices = ", ".join(str(device) for device in self.devices)
         text = f"balance={self.balance}, devices=[{devices}], chunks={self.chunks}, checkpoint='{self.checkpoint}'"
+        text += f", schedule='{self.schedule}'"
+        if len(self.devices) < len(self.balance):
+            text += f", placement={self.placement}"
         return f"{text}, deferred_batch_norm=True" if self.deferred_batch_norm else text
 
     # A sequence of layers, not of stages.
@@ -161,6 +186,103 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self._chunks, checkpoint)
 
+    def step(
+        self,
+        input: Any,
+        target: Any,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        count: Callable[[Any], float] | None = None,
+        reduction: str = "mean",
+        scale: float | GradScaler = 1.0,
+        return_output: bool = False,
+    ) -> Any:
+        """Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients
+        to ``.grad`` of the parameters and of inputs that require grad. Each hook runs once, as in a backward.
+
+        ::
+
+            optimizer.zero_grad()
+            loss = pipe.step(input, target, nn.functional.cross_entropy)
+            optimizer.step()
+
+        Under autocast, forwards and recomputes use autocast; backwards do not.
+
+        Args:
+            input: as for :meth:`forward`.
+            target: tensors in any structure, on any device. It is cut along dimension 0 as the input is.
+            loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar. Called on the
+                last stage's worker, once in the forward and again in a recompute. It must decompose over samples; see
+                :func:`gpipe.check_loss`. It must not have parameters of its own: make such a loss the last layer. Draw
+                its random numbers with torch.
+            count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
+                as the targets that are not ignored, or the sum of their class weights. Default: the number of samples.
+            reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
+                adds them up.
+            scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
+                ``step(optimizer)`` and ``update()`` afterwards.
+            return_output: whether to return the model's output too.
+
+        Returns:
+            The detached loss of the mini-batch. With ``return_output``, a tuple of the loss and the detached output.
+
+        Raises:
+            RuntimeError: in evaluation mode or without grad mode; use :meth:`forward` there.
+            ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
+                has parameters, a count that is negative or 0 for all micro-batches, or invalid arguments.
+            TypeError, NotImplementedError: as :meth:`forward`.
+
+        An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
+        has been added then, unless a hook raised the exception.
+        """
+        result, output = self._run_step("step", input, target, loss, count, reduction, scale, return_output)
+        return (result, output) if return_output else result
+
+    def loss(
+        self,
+        input: Any,
+        target: Any,
+        loss: Callable[[Any, Any], Tensor],
+        *,
+        count: Callable[[Any], float] | None = None,
+        reduction: str = "mean",
+        scale: float | GradScaler = 1.0,
+    ) -> Tensor:
+        """Computes the loss and all gradients as :meth:`step`, but adds nothing to ``.grad``. The arguments are those of
+        :meth:`step`.
+
+        For a module that returns the loss, such as one inside ``DistributedDataParallel``, and for
+        ``torch.autograd.grad``.
+
+        Returns:
+            The loss with its graph. A backward of it hands out the gradients, times its incoming gradient.
+        """
+        result: Tensor = self._run_step("loss", input, target, loss, count, reduction, scale, False)
+        return result
+
+    def _run_step(
+        self,
+        method: str,
+        input: Any,
+        target: Any,
+        loss: Callable[[Any, Any], Tensor],
+        count: Callable[[Any], float] | None,
+        reduction: str,
+        scale: float | GradScaler,
+        return_output: bool,
+    ) -> Any:
+        refuse_tracing()
+        refuse_sharded_layers(self.partitions)
+        if not self.balance:
+            raise ValueError("the model has no layers, so it cannot be trained")
+        if not self.training:
+            raise RuntimeError(f"{method}() trains, so it needs training mode; use forward() to evaluate")
+        pipeline = self._pipeline()
+        factor = check_scale(scale, self.devices[self.placement[-1]])
+        options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint)
+        with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
+            return getattr(pipeline, method)(input, target, loss, options)
+
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Records the actions of each later mini-batch in a timeline.
 
@@ -195,6 +317,6 @@ class GPipe(UnpartitionedNames, FixedPlacement):
                 self._layers = layers
                 stages = [(partition, layers_of(partition)) for partition in self._stages()]
                 devices = [str(device) for device in self.devices]
-                self._core = _C.Pipeline(stages, devices, self.deferred_batch_norm)
+                self._core = _C.Pipeline(stages, devices, self.schedule, self.placement, self.deferred_batch_norm)
                 self._norms = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             return self._core

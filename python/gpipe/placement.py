@@ -16,7 +16,7 @@ class FixedPlacement(nn.Module):
     """A module whose parameters and buffers cannot be moved to other devices.
 
     Attributes:
-        devices: the device of each stage.
+        devices: the device of each worker.
     """
 
     devices: list[torch.device]
@@ -65,6 +65,6 @@ def _with_index(device: torch.device) -> torch.device:
 
 def _denied() -> TypeError:
     return TypeError(
-        "denied to move parameters and buffers: a pipeline keeps them on the devices of its stages; pass "
+        "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
         "GPipe(..., devices=[...]) instead"
     )

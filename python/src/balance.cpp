@@ -48,6 +48,13 @@ RunOptions run_options(int chunks, const py::object& checkpoint, double bandwidt
   return {chunks, to_checkpoint(checkpoint), bandwidth, copies};
 }
 
+RunOptions run_options_of_step(int chunks, const py::object& checkpoint, double bandwidth, bool copies,
+                               const Scheduling& scheduling) {
+  auto options = run_options(chunks, checkpoint, bandwidth, copies);
+  options.scheduling = scheduling;
+  return options;
+}
+
 auto cut_by(std::vector<std::int64_t> (*best)(const Profile&, int, const RunOptions&)) {
   return [best](const Profile& profile, int partitions, int chunks, const py::object& checkpoint, double bandwidth,
                 bool copies) { return best(profile, partitions, run_options(chunks, checkpoint, bandwidth, copies)); };
@@ -96,17 +103,24 @@ void init_balance(py::module_& module) {
                   "Reads the text that to_json() returns. Raises ValueError, with the place and the fault.",
                   py::arg("text"))
       .def("__str__", [](const Profile& profile) { return profile_table(profile); });
+  py::class_<Scheduling>(module, "Scheduling")
+      .def(py::init([](std::string schedule, int stages_per_worker, std::vector<int> placement) {
+             return Scheduling{std::move(schedule), stages_per_worker, std::move(placement)};
+           }),
+           py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"));
   py::class_<RunOptions>(module, "RunOptions")
-      .def(py::init(&run_options), py::arg("chunks"), py::arg("checkpoint"), py::arg("bandwidth"), py::arg("copies"));
+      .def(py::init(&run_options_of_step), py::arg("chunks"), py::arg("checkpoint"), py::arg("bandwidth"),
+           py::arg("copies"), py::arg("scheduling"));
   py::class_<Prediction>(module, "Prediction", "The predicted cost of a training step.")
       .def_readonly("balance", &Prediction::balance, "The balance of the pipeline.")
       .def_readonly("seconds", &Prediction::seconds, "Seconds per step.")
       .def_readonly("bubble", &Prediction::bubble, "Idle time as a share of the workers' total time, from 0 to 1.")
       .def_readonly("stages", &Prediction::stages, "Seconds per stage for one micro-batch, from forward to backward.")
       .def_readonly("bytes", &Prediction::bytes,
-                    "Peak bytes per stage: parameters, gradients, optimizer state, buffers and activations.")
+                    "Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.")
+      .def_readonly("placement", &Prediction::placement, "The worker of each stage.")
       .def_readonly("timeline", &Prediction::timeline,
-                    "The simulated step. Its bytes do not include what the stage holds between steps.")
+                    "The simulated step. Its bytes do not include what workers hold between steps.")
       .def("__str__", [](const Prediction& prediction) { return prediction_table(prediction); });
   py::class_<Candidate>(module, "Candidate", "A way to run a model, with its predicted cost.")
       .def_readonly("balance", &Candidate::balance, "Number of layers of each stage.")
@@ -116,7 +130,9 @@ void init_balance(py::module_& module) {
           "The checkpoint mode.")
       .def_readonly("seconds", &Candidate::seconds, "Seconds per step: forward and backward of a mini-batch.")
       .def_readonly("bubble", &Candidate::bubble, "Idle time as a share of the workers' total time, from 0 to 1.")
-      .def_readonly("bytes", &Candidate::bytes, "Peak bytes per stage.")
+      .def_readonly("bytes", &Candidate::bytes, "Peak bytes per worker.")
+      .def_readonly("schedule", &Candidate::schedule, "The schedule of step(); empty for forward and backward.")
+      .def_readonly("placement", &Candidate::placement, "The worker of each stage.")
       .def_readonly("fits", &Candidate::fits, "Whether every device stays within the memory limit.");
   py::class_<Suggestion>(module, "Suggestion", "Ways to run a model, best first.")
       .def_readonly("candidates", &Suggestion::candidates,
@@ -143,21 +159,23 @@ void init_balance(py::module_& module) {
     return released([&] { return profile(model, value, options); });
   });
   module.def("predict", &predict);
-  module.def("suggest", [](const Objects& layers, const py::object& sample, const std::vector<std::string>& devices,
-                           const std::vector<int>& chunks, const std::vector<py::object>& checkpoints,
-                           std::int64_t memory_limit, double bandwidth, const ProfileOptions& profiling) {
-    const auto model = to_model(layers);
-    const auto value = to_value(sample.ptr());
-    std::vector<Checkpoint> modes;
-    for (const auto& name : checkpoints) modes.push_back(to_checkpoint(name));
-    const auto options = SuggestOptions()
-                             .chunks(chunks)
-                             .checkpoints(modes)
-                             .memory_limit(memory_limit)
-                             .bandwidth(bandwidth)
-                             .profile(profiling);
-    return released([&] { return suggest(model, value, to_devices(devices), options); });
-  });
+  module.def("suggest",
+             [](const Objects& layers, const py::object& sample, const std::vector<std::string>& devices,
+                const std::vector<int>& chunks, const std::vector<py::object>& checkpoints, std::int64_t memory_limit,
+                double bandwidth, const Scheduling& scheduling, const ProfileOptions& profiling) {
+               const auto model = to_model(layers);
+               const auto value = to_value(sample.ptr());
+               std::vector<Checkpoint> modes;
+               for (const auto& name : checkpoints) modes.push_back(to_checkpoint(name));
+               const auto options = SuggestOptions()
+                                        .chunks(chunks)
+                                        .checkpoints(modes)
+                                        .memory_limit(memory_limit)
+                                        .bandwidth(bandwidth)
+                                        .scheduling(scheduling)
+                                        .profile(profiling);
+               return released([&] { return suggest(model, value, to_devices(devices), options); });
+             });
 }
 
 }  // namespace gpipe::python

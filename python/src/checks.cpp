@@ -4,9 +4,13 @@
 
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpipe/checks.h"
+#include "gpipe/gpipe.h"
+#include "gpipe/schedule/schedules.h"
+#include "gpipe/workers.h"
 
 namespace gpipe::python {
 namespace py = pybind11;
@@ -28,14 +32,18 @@ void init_checks(py::module_& module) {
   module.def(
       "check_checkpoint", [](const py::object& name) { return to_string(to_checkpoint(name)); }, py::arg("name"));
   module.def(
-      "place_stages",
-      [](const std::vector<std::string>& devices, std::size_t stages) {
+      "arrange_workers",
+      [](const std::vector<std::string>& devices, std::size_t stages, const std::string& schedule,
+         int stages_per_worker, const std::vector<int>& placement) {
+        auto options = GPipeOptions().schedule(schedule).stages_per_worker(stages_per_worker).placement(placement);
+        const auto workers = arrange_workers(options.devices({devices.begin(), devices.end()}), stages);
         std::vector<std::string> names;
-        for (const auto& device : place_workers({devices.begin(), devices.end()}, stages))
-          names.push_back(device.str());
-        return names;
+        for (const auto& device : workers.devices) names.push_back(device.str());
+        return std::make_pair(names, workers.schedules.placement);
       },
-      py::arg("devices"), py::arg("stages"));
+      py::arg("devices"), py::arg("stages"), py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"),
+      "Returns the device of each worker, and the worker of each stage.");
+  module.def("v_placement", &v_placement, py::arg("stages"));
 }
 
 }  // namespace gpipe::python

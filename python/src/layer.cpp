@@ -131,7 +131,7 @@ void PythonLayer::find_slots(PyObject* module, Slots& slots) {
   for_each(module, "_modules", [&](PyObject*, PyObject* child) { find_slots(child, slots); });
 }
 
-Value PythonLayer::forward(Value input) { return call(module_.get(), std::move(input), *states_); }
+Value PythonLayer::forward(Value input) { return call(module_.get(), {std::move(input)}, *states_); }
 
 std::shared_ptr<torch::nn::Module> PythonLayer::module() const {
   MutexLock lock(mutex_);
@@ -204,16 +204,18 @@ int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
   return 0;
 }
 
-Value call(PyObject* callable, Value input, ThreadStates& states) {
+Value call(PyObject* callable, std::vector<Value> arguments, ThreadStates& states) {
   states.create_for_this_thread();
   const Section section;
-  auto argument = py::reinterpret_steal<py::object>(to_python(input));
-  input = Value();
+  py::tuple converted(arguments.size());
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    converted[i] = py::reinterpret_steal<py::object>(to_python(std::exchange(arguments[i], {})));
+  }
   py::object output;
   try {
-    output = py::reinterpret_steal<py::object>(PyObject_CallOneArg(callable, argument.ptr()));
+    output = py::reinterpret_steal<py::object>(PyObject_CallObject(callable, converted.ptr()));
   } catch (abi::__forced_unwind&) {
-    sleep_for_good();  // the interpreter finished while the layer waited
+    sleep_for_good();  // the interpreter finished while the callable waited
   }
   if (!output) throw py::error_already_set();
   return to_value(output.ptr());

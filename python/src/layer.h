@@ -80,7 +80,7 @@ class PythonLayer : public Layer {
   std::shared_ptr<const Slots> slots() const;
 };
 
-/// Calls a Python callable with a value. REQUIRES: the thread does not hold the interpreter's lock.
-Value call(PyObject* callable, Value input, ThreadStates& states);
+/// Calls a Python callable with values. REQUIRES: the thread does not hold the interpreter's lock.
+Value call(PyObject* callable, std::vector<Value> arguments, ThreadStates& states);
 
 }  // namespace gpipe::python

@@ -28,6 +28,7 @@ PYBIND11_MODULE(_C, module) {
   init_snapshot(module);
   init_randomness(module);
   init_trace(module);
+  init_step(module);
   init_pipeline(module);
   init_balance(module);
   init_models(module);

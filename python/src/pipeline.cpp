@@ -63,7 +63,7 @@ RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> laye
     const auto outer = std::exchange(running, {stage.get(), &begin_layer, &memo});
     const absl::Cleanup restore = [&] { running = outer; };
     begin_layer(0);
-    return call(stage.get(), std::move(input), *states);
+    return call(stage.get(), {std::move(input)}, *states);
   };
 }
 
@@ -101,43 +101,65 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
   return result;
 }
 
-PythonPipeline::PythonPipeline(const Objects& stages, const std::vector<std::string>& devices,
-                               bool deferred_batch_norm) {
+PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::int64_t> balance;
-  const auto states = std::make_shared<ThreadStates>();
-  LanguageBinding binding{
-      .lock = lock, .enter_worker = [states] { states->create_for_this_thread(); }, .poll = poll, .on_error = on_error};
+  LanguageBinding binding{.lock = lock,
+                          .enter_worker = [states = states_] { states->create_for_this_thread(); },
+                          .poll = poll,
+                          .on_error = on_error};
   for (const auto& each : stages) {
     const auto stage = each.cast<py::tuple>();
     const auto stage_layers = py::reinterpret_borrow<Objects>(stage[1]);
     balance.push_back(static_cast<std::int64_t>(stage_layers.size()));
     std::vector<const PythonLayer*> in_stage;
-    for (auto& layer : make_layers(stage_layers, states)) {
+    for (auto& layer : make_layers(stage_layers, states_)) {
       layers_.push_back(static_cast<PythonLayer*>(layer.get()));
       in_stage.push_back(layers_.back());
       layers.push_back(std::move(layer));
     }
     stages_.push_back(reference_to(stage[0].cast<py::object>().ptr()));
-    binding.run_layers.push_back(run_stage(stages_.back(), std::move(in_stage), states));
+    binding.run_layers.push_back(run_stage(stages_.back(), std::move(in_stage), states_));
   }
-  std::vector<torch::Device> placed(devices.begin(), devices.end());
-  pipe_ = GPipe(std::move(layers), std::move(balance),
-                GPipeOptions().devices(std::move(placed)).deferred_batch_norm(deferred_batch_norm), std::move(binding));
+  pipe_ = GPipe(std::move(layers), std::move(balance), std::move(options), std::move(binding));
 }
 
 PythonPipeline::~PythonPipeline() { clear(); }
 
-py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const py::object& checkpoint) {
-  auto value = to_value(input.ptr());
-  const auto mode = to_checkpoint(checkpoint);
+template <typename F>
+auto PythonPipeline::run(F f) {
   for (auto* layer : layers_) {
     if (layer->refresh()) pipe_->replace_module(layer->name(), layer->module());
   }
   ++calls_;
   const absl::Cleanup end_call = [this] { --calls_; };
-  const auto output = released([&] { return pipe_->forward(std::move(value), chunks, mode); });
+  return released(std::move(f));
+}
+
+py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const py::object& checkpoint) {
+  auto value = to_value(input.ptr());
+  const auto mode = to_checkpoint(checkpoint);
+  const auto output = run([&] { return pipe_->forward(std::move(value), chunks, mode); });
   return py::reinterpret_steal<py::object>(to_python(output));
+}
+
+Pair PythonPipeline::step(const py::object& input, const py::object& target, const py::object& loss,
+                          const StepOptions& options) {
+  auto value = to_value(input.ptr());
+  auto wanted = to_value(target.ptr());
+  const auto function = to_loss(loss, states_);
+  const auto result = run([&] { return pipe_->step(std::move(value), std::move(wanted), function, options); });
+  auto output = options.return_output() ? py::reinterpret_steal<py::object>(to_python(result.output)) : py::none();
+  return py::make_tuple(py::reinterpret_steal<py::object>(to_python(result.loss)), output);
+}
+
+py::object PythonPipeline::loss(const py::object& input, const py::object& target, const py::object& loss,
+                                const StepOptions& options) {
+  auto value = to_value(input.ptr());
+  auto wanted = to_value(target.ptr());
+  const auto function = to_loss(loss, states_);
+  const auto result = run([&] { return pipe_->loss(std::move(value), std::move(wanted), function, options); });
+  return py::reinterpret_steal<py::object>(to_python(result));
 }
 
 int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
@@ -181,9 +203,17 @@ void init_pipeline(py::module_& module) {
   module.def("save_for_recompute", &save_for_recompute, py::arg("object"));
   module.def("saved_for_recompute", &saved_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
-      .def(py::init<const Objects&, const std::vector<std::string>&, bool>(), py::arg("stages"), py::arg("devices"),
+      .def(py::init([](const Objects& stages, const std::vector<std::string>& devices, const std::string& schedule,
+                       std::vector<int> placement, bool deferred_batch_norm) {
+             auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
+             options.devices({devices.begin(), devices.end()}).deferred_batch_norm(deferred_batch_norm);
+             return std::make_unique<PythonPipeline>(stages, std::move(options));
+           }),
+           py::arg("stages"), py::arg("devices"), py::arg("schedule"), py::arg("placement"),
            py::arg("deferred_batch_norm"))
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"))
+      .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
+      .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
       .def("trace", &PythonPipeline::trace, py::arg("timeline"));
   module.def("is_checkpointing", &is_checkpointing,
              "Returns whether the calling layer's forward will be recomputed. The graph of this forward is not kept.");

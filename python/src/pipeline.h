@@ -9,24 +9,34 @@
 #include <vector>
 
 #include "gpipe/gpipe.h"
+#include "gpipe/loss.h"
 #include "python/src/layer.h"
 
 namespace gpipe::python {
 
-/// A list, for the signature that Python shows.
+/// A list and a tuple, for the signatures that Python shows.
 using Objects = pybind11::typing::List<pybind11::object>;
+using Pair = pybind11::typing::Tuple<pybind11::object, pybind11::object>;
 
 /// A pipeline of Python modules. REQUIRES, for all methods: the interpreter's lock.
 class PythonPipeline {
  public:
   /// `stages` holds for each stage a tuple (module that runs the stage, list of its layers). See make_layers() for the
   /// layers. Errors: those of GPipe.
-  PythonPipeline(const Objects& stages, const std::vector<std::string>& devices, bool deferred_batch_norm);
+  PythonPipeline(const Objects& stages, GPipeOptions options);
   ~PythonPipeline();
 
   /// Runs a mini-batch. Errors: those of GPipe and to_checkpoint(); errors of layers, with a note that says where they
   /// were raised.
   pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const pybind11::object& checkpoint);
+
+  /// Trains on a mini-batch. `loss` is called with the output and the target of each micro-batch. Returns a tuple (detached
+  /// loss, output or None). Errors: those of GPipe's step(); errors of layers and of `loss`, with a note.
+  Pair step(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
+            const StepOptions& options);
+  /// As step(), but returns the loss with its graph. See GPipe's loss().
+  pybind11::object loss(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
+                        const StepOptions& options);
 
   void trace(std::optional<std::shared_ptr<Timeline>> timeline);
 
@@ -37,7 +47,12 @@ class PythonPipeline {
   void clear();
 
  private:
-  int calls_ = 0;  // forward() calls in progress; guarded by the interpreter's lock
+  /// Calls f() without the interpreter's lock, with layers that have the modules' present parameters and buffers.
+  template <typename F>
+  auto run(F f);
+
+  std::shared_ptr<ThreadStates> states_ = std::make_shared<ThreadStates>();
+  int calls_ = 0;  // calls of run() in progress; guarded by the interpreter's lock
   std::vector<Reference> stages_;
   std::vector<PythonLayer*> layers_;  // owned by pipe_
   GPipe pipe_{nullptr};
@@ -50,10 +65,14 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
 /// Converts a list of tuples (Namespace, name).
 std::vector<SkipKey> to_keys(const pybind11::handle& names);
 
+/// Makes a loss function of a Python callable. REQUIRES: the interpreter's lock.
+LossFunction to_loss(const pybind11::object& callable, std::shared_ptr<ThreadStates> states);
+
 void init_balance(pybind11::module_& module);
 void init_models(pybind11::module_& module);
 void init_pipeline(pybind11::module_& module);
 void init_randomness(pybind11::module_& module);
+void init_step(pybind11::module_& module);
 void init_skip(pybind11::module_& module);
 void init_snapshot(pybind11::module_& module);
 void init_trace(pybind11::module_& module);

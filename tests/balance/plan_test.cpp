@@ -194,10 +194,58 @@ TEST(Predict, RefusesDifferentNumbersOfStages) {
   EXPECT_THAT(refusal([&] {
                 make_candidate(profile, {1, 1, 1}, {}, {.devices = {"a", "b"}});
               }),
-              HasSubstr("2 devices for 3 stages"));
+              HasSubstr("2 devices for 3 workers"));
   auto prediction = predict(profile, {2, 1});
-  prediction.bytes.pop_back();
-  EXPECT_THAT(refusal([&] { prediction_table(prediction); }), HasSubstr("balance 2, seconds 2, bytes 1"));
+  prediction.placement.pop_back();
+  EXPECT_THAT(refusal([&] { prediction_table(prediction); }), HasSubstr("balance 2, seconds 2, placement 1"));
+}
+
+TEST(Predict, FollowsTheSchedule) {
+  const auto profile = chain({1, 1, 1, 1});
+  const auto of = [&](std::vector<std::int64_t> balance, Scheduling scheduling) {
+    return predict(profile, balance, {.chunks = 8, .checkpoint = Checkpoint::kNever, .scheduling = scheduling});
+  };
+  const auto plain = of({2, 2}, {});
+  const auto gpipe = of({2, 2}, {"gpipe"});
+  const auto alternating = of({2, 2}, {"1f1b"});
+  EXPECT_DOUBLE_EQ(gpipe.seconds, plain.seconds);
+  EXPECT_DOUBLE_EQ(alternating.seconds, plain.seconds);
+  EXPECT_LT(4 * alternating.bytes[1], gpipe.bytes[1] + 4 * 10) << "one cell at once instead of eight";
+  EXPECT_EQ(alternating.timeline.workers(), 2);
+  for (const auto& looped : {of({1, 1, 1, 1}, {"looped_bfs", 2}), of({1, 1, 1, 1}, {"interleaved_1f1b", 2})}) {
+    EXPECT_LT(looped.seconds, plain.seconds);
+    EXPECT_THAT(looped.placement, ElementsAre(0, 1, 0, 1));
+    EXPECT_EQ(looped.bytes.size(), 2U);
+    EXPECT_EQ(looped.stages.size(), 4U);
+    EXPECT_THAT(prediction_table(looped), AllOf(HasSubstr("worker"), ContainsRegex("2 +2-2 +0 +")));
+  }
+  EXPECT_THAT(of({1, 1, 1, 1}, {"gpipe", 1, {0, 1, 1, 0}}).placement, ElementsAre(0, 1, 1, 0));
+  const auto refusal = [&](Scheduling scheduling) {
+    return error_of<std::invalid_argument>([&] { of({2, 2}, scheduling); });
+  };
+  EXPECT_THAT(refusal({"1f1b", 2}), HasSubstr("one stage per worker"));
+  EXPECT_THAT(refusal({"gpipe", 3}), HasSubstr("which stages_per_worker = 3 does not divide"));
+}
+
+TEST(Predict, TransfersWithinAWorkerTakeNoTime) {
+  const auto profile = chain({1, 1, 1, 1});
+  const auto seconds = [&](std::vector<int> placement) {
+    RunOptions run{.chunks = 2, .checkpoint = Checkpoint::kNever, .bandwidth = 1};
+    run.scheduling.placement = std::move(placement);
+    return predict(profile, {1, 1, 1, 1}, run).seconds;
+  };
+  RunOptions run{.chunks = 2, .checkpoint = Checkpoint::kNever};
+  run.scheduling.placement = {0, 0, 0, 0};
+  EXPECT_DOUBLE_EQ(seconds({0, 0, 0, 0}), predict(profile, {1, 1, 1, 1}, run).seconds);
+  EXPECT_LT(seconds({0, 0, 1, 1}), seconds({0, 1, 0, 1}));
+}
+
+TEST(Search, KeepsTheSchedule) {
+  const auto suggestion =
+      search({{4, chain({1, 1, 1, 1})}}, {.stages = 4, .devices = {"a", "b"}, .scheduling = {"looped_bfs", 2}});
+  EXPECT_EQ(suggestion.best().schedule, "looped_bfs");
+  EXPECT_THAT(suggestion.best().placement, ElementsAre(0, 1, 0, 1));
+  EXPECT_EQ(suggestion.best().bytes.size(), 2U);
 }
 
 TEST(Search, FindsBalanceChunksAndCheckpoint) {

@@ -339,6 +339,24 @@ TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
   EXPECT_FALSE(suggestion.unpartitioned);
 }
 
+TEST(Suggest, RefinesWithTheSchedule) {
+  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh());
+  const auto x = torch::randn({8, 6});
+  const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
+  for (const auto& scheduling : {Scheduling{"1f1b"}, Scheduling{"interleaved_1f1b", 2}}) {
+    const auto suggestion =
+        suggest(model, x, devices, SuggestOptions().chunks({4}).scheduling(scheduling).profile(brief()));
+    EXPECT_EQ(suggestion.best().schedule, scheduling.schedule);
+    const auto measured = refine(model, x, devices, suggestion, /*candidates=*/1, /*repeats=*/1);
+    EXPECT_GT(measured.front().seconds, 0);
+    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+  }
+  EXPECT_THAT(error_of<std::invalid_argument>([&] {
+                suggest(model, x, devices, SuggestOptions().scheduling({"gpipe", 0}));
+              }),
+              HasSubstr("stages_per_worker must be positive, but is 0"));
+}
+
 TEST(Suggest, StopsWhenItsProgressFunctionThrows) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6));
   const auto x = torch::randn({8, 6});

@@ -3,11 +3,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <algorithm>
+#include <random>
 #include <sstream>
 #include <string>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/micro_batch.h"
+#include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/verifier.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
@@ -223,15 +226,24 @@ Order order_of(const Spec& spec) {
   return spec.schedule == "1f1b" || spec.schedule == "interleaved_1f1b" ? Order::kAscending : Order::kDescending;
 }
 
+/// Options for the stages of `workers` workers. Schedules that run on any placement get one at random.
+GPipeOptions options_for(const Spec& spec, int workers) {
+  auto options = GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1);
+  options.schedule(spec.schedule.empty() ? "gpipe" : spec.schedule);
+  if (options.schedule() != "gpipe") return options.stages_per_worker(spec.loops);
+  auto placement = looped_placement(workers, workers * spec.loops);
+  std::mt19937_64 random(spec.seed + 2);
+  std::shuffle(placement.begin(), placement.end(), random);
+  return options.placement(placement);
+}
+
 /// The first result that differs from the reference, or the text of an error; empty if there is none.
 std::string difference(const Spec& spec) try {
   torch::manual_seed(spec.seed);
   auto model = build(spec);
   const int workers = std::min(spec.workers, static_cast<int>(model->size()) / spec.loops);
   const auto balance = draw_balance(spec.seed + 1, workers * spec.loops, model->size());
-  auto options = GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1);
-  options.stages_per_worker(spec.loops).schedule(spec.schedule.empty() ? "gpipe" : spec.schedule);
-  GPipe pipe(model, balance, options);
+  GPipe pipe(model, balance, options_for(spec, workers));
   const auto x = torch::randn({spec.batch, kWidth}).requires_grad_();
   const auto sizes = micro_batch_sizes(spec.batch, spec.chunks, 0);
   const auto buffers = model->buffers();

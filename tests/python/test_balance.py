@@ -139,6 +139,13 @@ def test_a_prediction_has_times_and_bytes_of_each_stage():
     assert prediction.seconds > 0 and 0 <= prediction.bubble < 1
     assert len(prediction.stages) == len(prediction.bytes) == 2
     assert prediction.timeline.workers == 2
+    looped = balance.predict(measured, [2, 2, 2, 1], 4, "never", schedule="looped_bfs", stages_per_worker=2)
+    assert (looped.placement, len(looped.stages), len(looped.bytes)) == ([0, 1, 0, 1], 4, 2)
+    assert balance.predict(measured, [2, 2, 2, 1], 4, schedule="gpipe", placement="v").placement == [0, 1, 1, 0]
+    alternating = balance.predict(measured, [3, 4], 8, "never", schedule="1f1b")
+    assert alternating.bytes[1] < balance.predict(measured, [3, 4], 8, "never", schedule="gpipe").bytes[1]
+    with pytest.raises(ValueError, match="one stage per worker"):
+        balance.predict(measured, [2, 2, 2, 1], 4, schedule="1f1b", stages_per_worker=2)
     with pytest.raises(ValueError):
         balance.predict(measured, [3, 3], 4)
     with pytest.raises(ValueError, match="checkpoint must be .*, but is 'sometimes'"):
@@ -151,6 +158,10 @@ def test_a_suggestion_can_be_run():
     best = suggestion.best
     pipe = gpipe.GPipe(model(), best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
     pipe(torch.rand(8, 64)).sum().backward()
+    looped = balance.suggest(
+        model(), torch.rand(8, 64), ["cpu", "cpu"], chunks=[4], seconds=0, schedule="looped_bfs", stages_per_worker=2
+    ).best
+    assert (looped.schedule, looped.placement, len(looped.balance)) == ("looped_bfs", [0, 1, 0, 1], 4)
     too_small = balance.suggest(model(), torch.rand(8, 64), ["cpu"], chunks=[1], memory_limit=10, seconds=0)
     assert not too_small.fits and "nothing fits" in too_small.reason
     with pytest.raises(RuntimeError, match="nothing fits"):

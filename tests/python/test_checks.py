@@ -34,10 +34,10 @@ from layers import Double, make_linears
             r"balance is \{4, 0\}, but every stage needs at least one layer(.|\n)*gpipe\.balance",
         ),
         ({"devices": ["cpu"]}, IndexError, "too few devices: 2 workers, but 1 devices"),
-        ({"devices": "cpu"}, TypeError, "devices must be a list with one device per stage, but is 'cpu'"),
+        ({"devices": "cpu"}, TypeError, "devices must be a list with one device per worker, but is 'cpu'"),
         ({"devices": torch.device("cpu")}, TypeError, r"devices must be a list.* but is device\(type='cpu'\)"),
         ({"devices": [True, True]}, TypeError, "a device must be .*, but is True"),
-        ({"devices": []}, IndexError, "devices is empty; give one device per stage"),
+        ({"devices": []}, IndexError, "devices is empty; give one device per worker"),
         (
             {"devices": ["cuda:99"] * 2},
             IndexError,

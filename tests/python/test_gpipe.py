@@ -39,7 +39,7 @@ def test_repr_shows_options_and_layers():
     text = repr(gpipe.GPipe(make_linears(2), [1, 1], devices=CPUS, chunks=8, checkpoint="always"))
     first, options, *children = text.splitlines()
     assert first == "GPipe("
-    assert options == "  balance=[1, 1], devices=[cpu, cpu], chunks=8, checkpoint='always'"
+    assert options == "  balance=[1, 1], devices=[cpu, cpu], chunks=8, checkpoint='always', schedule='gpipe'"
     assert "(partitions)" in children[0] and text.count("Partition(") == 2
     assert text.count("Linear(in_features=3, out_features=3, bias=True)") == 2
     deferred = gpipe.GPipe(make_linears(), [2, 2], deferred_batch_norm=True)

@@ -28,6 +28,8 @@ def test_suggest_prints_a_table_or_json():
     assert re.fullmatch(
         r"pipe = gpipe\.GPipe\(model, \[\d, \d\], devices=\['.*'\], chunks=[12], checkpoint='\w+'\)", lines[-1]
     )
+    done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "2", "--seconds", "0", "--schedule", "1f1b")
+    assert done.stdout.rstrip().endswith(", schedule='1f1b')"), done.stderr
     done = run("suggest", "factories:model_and_batch", "--chunks", "2", "--seconds", "0", "--json")
     printed = json.loads(done.stdout)
     assert printed["unpartitioned"]["balance"] == [3]

@@ -24,9 +24,14 @@ class Spec:
     checkpoint: str
     calls: int = 3
     twice: bool = False
+    schedule: str = ""  # of step(); "" for forward() and backward()
+    stages_per_worker: int = 1
 
 
-def generate(rng, units):
+SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
+
+
+def generate(rng, units, steps):
     units = sorted(units)
     uses = [(rng.choice(units), rng.randrange(4), None) for _ in range(rng.randint(1, 6))]
     for skip in range(max(0, rng.randint(-1, 2))):
@@ -34,14 +39,18 @@ def generate(rng, units):
         uses.insert(first, (rng.choice(sorted(STASHES)), rng.randrange(4), skip))
         second = rng.randint(first + 1, len(uses))
         uses.insert(second, (rng.choice(sorted(POPS)), rng.randrange(4), skip))
+    schedule = rng.choice(SCHEDULES) if steps else ""
+    per_worker = rng.randint(1, 2) if schedule not in ("", "1f1b") else 1
     return Spec(
         seed=rng.randrange(2**31),
         uses=tuple(uses),
-        stages=rng.randint(1, 5),
+        stages=rng.randint(1, 5) * per_worker,
         batch=rng.randint(1, 9),
         chunks=rng.randint(1, 5),
         checkpoint=rng.choice(["never", "except_last", "always"]),
-        twice=rng.random() < 0.25,
+        twice=not steps and rng.random() < 0.25,
+        schedule=schedule,
+        stages_per_worker=per_worker,
     )
 
 
@@ -72,7 +81,8 @@ def build(spec, *, plain):
 
 def cut(spec, blocks):
     rng = random.Random(spec.seed)
-    cuts = sorted(rng.sample(range(1, len(blocks)), min(spec.stages, len(blocks)) - 1))
+    stages = min(spec.stages, len(blocks) // spec.stages_per_worker * spec.stages_per_worker)
+    cuts = sorted(rng.sample(range(1, len(blocks)), stages - 1))
     return [sum(blocks[a:b]) for a, b in zip([0, *cuts], [*cuts, len(blocks)], strict=True)]
 
 
@@ -87,8 +97,38 @@ def forward_plain(model, spec, x):
     return torch.cat(outputs)
 
 
-def calls(model, spec, forward):
-    """Returns the output, gradients, state and hook counts after each call, by name."""
+def gradient_of(y):
+    return torch.arange(y.numel()).double().sin().view_as(y)
+
+
+def backward(spec, forward):
+    """Returns a function that runs a forward and its backward, and returns the output."""
+
+    def run(x):
+        y = forward(x)
+        if y.requires_grad:
+            y.backward(gradient_of(y), retain_graph=spec.twice)
+            if spec.twice:
+                y.backward(gradient_of(y))
+        return y
+
+    return run
+
+
+def step(pipe):
+    """Returns a function that runs a step with the gradients of backward(), and returns the output."""
+
+    def run(x):
+        def product(output, target):
+            return (output * target).sum()
+
+        return pipe.step(x, gradient_of(x), product, reduction="sum", return_output=True)[1]
+
+    return run
+
+
+def calls(model, spec, run):
+    """Returns the output, gradients, state and hook counts after each call of ``run(x)``, by name."""
     hooks = Hooks(model)
     # A reentrant checkpoint runs its own backward with all hooks for each micro-batch.
     reentrant = any(name == "checkpoint" and variant % 2 for name, variant, _ in spec.uses)
@@ -97,13 +137,7 @@ def calls(model, spec, forward):
     for number in range(spec.calls):
         torch.manual_seed(spec.seed + number)
         x = torch.randn(spec.batch, WIDTH).requires_grad_()
-        y = forward(x)
-        result = {"the output": y.detach().clone()}
-        if y.requires_grad:
-            gradient = torch.arange(y.numel()).double().sin().view_as(y)
-            y.backward(gradient, retain_graph=spec.twice)
-            if spec.twice:
-                y.backward(gradient)
+        result = {"the output": run(x).detach().clone()}
         result["the gradient of the input"] = x.grad
         for name, parameter in model.named_parameters():
             result[f"the gradient of {name}"] = parameter.grad
@@ -146,13 +180,23 @@ def compare(spec, expect):
     """Returns what differs from ``expect(model, spec, x)`` on the plain model, or None."""
     model, _ = build(spec, plain=True)
     try:
-        expected = calls(model, spec, lambda x: expect(model, spec, x))
+        expected = calls(model, spec, backward(spec, lambda x: expect(model, spec, x)))
     except RuntimeError as error:
         raise NoModel from error
     layers, blocks = build(spec, plain=False)
-    pipe = gpipe.GPipe(layers, cut(spec, blocks), chunks=spec.chunks, checkpoint=spec.checkpoint)
+    if len(blocks) < spec.stages_per_worker:
+        raise NoModel
+    pipe = gpipe.GPipe(
+        layers,
+        cut(spec, blocks),
+        chunks=spec.chunks,
+        checkpoint=spec.checkpoint,
+        schedule=spec.schedule or "gpipe",
+        stages_per_worker=spec.stages_per_worker,
+    )
+    run = step(pipe) if spec.schedule else backward(spec, pipe)
     try:
-        return difference(calls(layers, spec, pipe), expected)
+        return difference(calls(layers, spec, run), expected)
     except (RuntimeError, ValueError) as error:
         if may_be_refused(spec) and "in place" in str(error):
             raise Refused from error
@@ -165,8 +209,8 @@ def smaller(spec):
         if rest:
             yield dataclasses.replace(spec, uses=rest)
     for field in ("batch", "chunks", "stages", "calls"):
-        if getattr(spec, field) > 1:
-            yield dataclasses.replace(spec, **{field: getattr(spec, field) - 1})
+        if getattr(spec, field) > (spec.stages_per_worker if field == "stages" else 1):
+            yield dataclasses.replace(spec, **{field: getattr(spec, field) - (spec.stages_per_worker if field == "stages" else 1)})
     if spec.twice:
         yield dataclasses.replace(spec, twice=False)
 
@@ -192,12 +236,12 @@ def in_float64():
     torch.set_num_threads(threads)
 
 
-def run_cases(cases, units, expect):
+def run_cases(cases, units, expect, *, steps=False):
     failures, refused, seen = [], 0, set()
     for seed in range(cases):
         rng = random.Random(seed)
         while True:
-            spec = generate(rng, units)
+            spec = generate(rng, units, steps)
             try:
                 found = compare(spec, expect)
             except NoModel:
@@ -220,6 +264,10 @@ def run_cases(cases, units, expect):
 
 def test_pipelines_equal_a_plain_loop():
     run_cases(CASES, UNITS, forward_plain)
+
+
+def test_steps_equal_a_plain_loop():
+    run_cases(CASES, UNITS, forward_plain, steps=True)
 
 
 def test_pipelines_with_dropout_equal_the_reference():

@@ -191,6 +191,12 @@ TEST(Schedules, RefuseWhatDoesNotFit) {
               ThrowsMessage<std::invalid_argument>(HasSubstr("the same number of stages")));
   EXPECT_THROW(make("gpipe", {2, 0, {0, 1}})(), std::invalid_argument);
   EXPECT_THROW(looped_placement(0, 2), std::invalid_argument);
+  EXPECT_THROW(v_placement(3), std::invalid_argument);
+}
+
+TEST(Placement, VSharesTheFirstWorkerWithTheLastStage) {
+  EXPECT_EQ(v_placement(6), (std::vector<int>{0, 1, 2, 2, 1, 0}));
+  EXPECT_EQ(v_placement(2), (std::vector<int>{0, 0}));
 }
 
 }  // namespace

@@ -1,0 +1,76 @@
+#include "gpipe/workers.h"
+
+#include <ATen/Context.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "gpipe/checks.h"
+
+namespace gpipe {
+namespace {
+
+int device_count(c10::DeviceType type) {
+  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  // On a machine without GPUs, PyTorch's compiler registers a guard that claims one.
+  if (type == c10::kCUDA && !at::globalContext().hasCUDA()) return 0;
+  return c10::impl::getDeviceGuardImpl(type)->deviceCount();
+}
+
+/// Returns one device per worker: the first of `devices`; if there are none, the GPUs, or the CPU for every worker.
+std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std::size_t workers) {
+  if (devices.empty()) {
+    const int gpus = device_count(torch::kCUDA);
+    if (gpus == 0) return std::vector<torch::Device>(workers, torch::kCPU);
+    for (int i = 0; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
+  }
+  if (devices.size() < workers) {
+    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(workers) + " workers, but " +
+                            std::to_string(devices.size()) + " devices; a device may be given more than once");
+  }
+  devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(workers), devices.end());
+  for (auto& device : devices) {
+    if (device.is_cpu()) {
+      device = torch::kCPU;
+      continue;
+    }
+    const int count = device.is_meta() ? 0 : device_count(device.type());
+    if (!device.has_index()) device.set_index(0);
+    if (device.index() >= count) {
+      throw std::out_of_range("[gpipe] device " + device.str() + " does not exist: this process sees " +
+                              std::to_string(count) + " " + c10::DeviceTypeName(device.type()) + " device" +
+                              (count == 1 ? "" : "s") + "; choose an existing one");
+    }
+  }
+  return devices;
+}
+
+ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
+  if (options.schedule_function() && options.schedule() != kFillAndDrain) {
+    refuse_argument("schedule ('" + options.schedule() +
+                    "') and schedule_function exclude each other; set only one of them");
+  }
+  auto source = schedule_source(options.schedule(), stages, options.stages_per_worker(), options.placement());
+  if (options.schedule_function()) source.make = options.schedule_function();
+  return source;
+}
+
+}  // namespace
+
+Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
+  auto schedules = source_of_schedules(options, static_cast<int>(stages));
+  const auto& placement = schedules.placement;
+  const auto workers = static_cast<std::size_t>(*std::max_element(placement.begin(), placement.end())) + 1;
+  if (const auto given = options.devices().size(); workers != stages && given != 0 && given != workers) {
+    refuse_argument("balance has " + std::to_string(stages) + " stages on " + std::to_string(workers) +
+                    " workers (stages_per_worker = " + std::to_string(options.stages_per_worker()) +
+                    "), but the number of devices is " + std::to_string(given) + "; give one device per worker");
+  }
+  auto devices = place_workers(options.devices(), workers);
+  return {std::move(schedules), std::move(devices)};
+}
+
+}  // namespace gpipe

@@ -1,0 +1,25 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "gpipe/gpipe.h"
+#include "gpipe/schedule/schedule_source.h"
+
+namespace gpipe {
+
+/// The workers of a pipeline: their stages, their devices, and where their schedules come from.
+struct Workers {
+  ScheduleSource schedules;
+  std::vector<torch::Device> devices;  ///< per worker; an accelerator without an index is its first device
+};
+
+/// Arranges the workers for a model of `stages` stages as the options say. Bindings call it before they move a model.
+///
+/// Errors: std::invalid_argument for a schedule that does not exist or does not fit, or options that contradict each
+/// other or the number of stages; std::out_of_range for fewer devices than workers, or a device that does not exist.
+Workers arrange_workers(const GPipeOptions& options, std::size_t stages);
+
+}  // namespace gpipe

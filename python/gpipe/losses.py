@@ -1,0 +1,75 @@
+"""Losses of :meth:`gpipe.GPipe.step`: arguments, and a check that a loss can be computed in parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from gpipe import _C
+from gpipe.checks import check_chunks, check_number
+
+__all__ = ["check_loss", "check_scale", "step_options"]
+
+
+def check_loss(
+    loss: Callable[[Any, Any], Tensor],
+    output: Any,
+    target: Any,
+    chunks: int,
+    *,
+    count: Callable[[Any], float] | None = None,
+    reduction: str = "mean",
+) -> tuple[float, float]:
+    """Computes the loss of a whole mini-batch, and the loss that :meth:`gpipe.GPipe.step` would join from its
+    micro-batches. They differ for a loss that does not decompose over samples, such as Dice over the batch or a contrastive
+    loss. Do not use ``step`` with such a loss.
+
+        whole, joined = gpipe.check_loss(criterion, pipe(input), target, chunks=3)
+
+    Args:
+        loss, target, count, reduction: as for :meth:`gpipe.GPipe.step`.
+        output: the model's output for the mini-batch, or any tensors like it.
+        chunks: the most micro-batches. Choose one that makes the last micro-batch smaller, because an even cut can hide
+            a wrong weight.
+
+    Returns:
+        A tuple: the loss of the whole mini-batch, and the joined loss.
+
+    Raises:
+        TypeError, ValueError: as :meth:`gpipe.GPipe.step`.
+    """
+    options = step_options(loss, count, reduction, 1.0, False, check_chunks(chunks), "never")
+    return _C.check_loss(loss, output, target, options)
+
+
+def check_scale(scale: object, device: torch.device) -> float:
+    """Returns the factor of the gradients. A GradScaler's scale is made on ``device`` at its first use."""
+    if isinstance(scale, GradScaler):
+        return float(scale.scale(torch.ones((), device=device)))
+    return check_number(scale, "scale")
+
+
+def step_options(
+    loss: object,
+    count: object,
+    reduction: object,
+    scale: float,
+    return_output: bool,
+    chunks: int,
+    checkpoint: str,
+) -> _C.StepOptions:
+    """Checks a loss function and its options."""
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of output and target, but is {loss!r}")
+    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
+        raise ValueError(
+            "the loss has parameters, which get no gradient from step(); make it the last layer of the model, and pass a "
+            "loss without parameters"
+        )
+    if count is not None and not callable(count):
+        raise TypeError(f"count must be a function of a target, but is {count!r}")
+    return _C.StepOptions(count, reduction, scale, bool(return_output), chunks, checkpoint)

@@ -1,0 +1,79 @@
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "gpipe/loss.h"
+#include "python/src/checks.h"
+#include "python/src/interpreter.h"
+#include "python/src/pipeline.h"
+#include "python/src/values.h"
+
+namespace gpipe::python {
+namespace {
+
+namespace py = pybind11;
+
+Reduction to_reduction(const py::object& name) {
+  if (py::isinstance<py::str>(name)) {
+    const auto text = name.cast<std::string>();
+    if (text == "mean") return Reduction::kMean;
+    if (text == "sum") return Reduction::kSum;
+  }
+  throw std::invalid_argument("[gpipe] reduction must be 'mean' or 'sum', but is " +
+                              py::repr(name).cast<std::string>());
+}
+
+/// Makes a StepOptions::count of a Python callable.
+std::function<double(const Value&)> to_count(const py::object& callable) {
+  return [function = reference_to(callable.ptr())](const Value& target) {
+    const Section section;
+    const auto argument = py::reinterpret_steal<py::object>(to_python(target));
+    const auto count = py::reinterpret_steal<py::object>(PyObject_CallOneArg(function.get(), argument.ptr()));
+    if (!count) throw py::error_already_set();
+    const auto number = py::reinterpret_steal<py::object>(PyNumber_Float(count.ptr()));
+    if (!number) throw py::error_already_set();
+    return number.cast<double>();
+  };
+}
+
+StepOptions make_options(const std::optional<py::object>& count, const py::object& reduction, double scale,
+                         bool return_output, std::int64_t chunks, const py::object& checkpoint) {
+  auto options = StepOptions().reduction(to_reduction(reduction)).scale(scale).return_output(return_output);
+  if (count) options.count(to_count(*count));
+  return options.chunks(chunks).checkpoint(to_checkpoint(checkpoint));
+}
+
+std::pair<double, double> compare_losses(const py::object& loss, const py::object& output, const py::object& target,
+                                         const StepOptions& options) {
+  const auto function = to_loss(loss, std::make_shared<ThreadStates>());
+  const auto whole_output = to_value(output.ptr());
+  const auto whole_target = to_value(target.ptr());
+  const auto check =
+      released([&] { return check_loss(function, whole_output, whole_target, options.chunks(), options); });
+  return {check.whole, check.from_micro_batches};
+}
+
+}  // namespace
+
+LossFunction to_loss(const py::object& callable, std::shared_ptr<ThreadStates> states) {
+  return
+      [function = reference_to(callable.ptr()), states = std::move(states)](const Value& output, const Value& target) {
+        const auto result = call(function.get(), {output, target}, *states);
+        if (result.form().kind == Value::Form::kTensor) return result.tensor();
+        throw std::invalid_argument("[gpipe] the loss function returned " + result.describe() +
+                                    "; return a floating-point scalar");
+      };
+}
+
+void init_step(py::module_& module) {
+  py::class_<StepOptions>(module, "StepOptions")
+      .def(py::init(&make_options), py::arg("count"), py::arg("reduction"), py::arg("scale"), py::arg("return_output"),
+           py::arg("chunks"), py::arg("checkpoint"));
+  module.def("check_loss", &compare_losses, py::arg("loss"), py::arg("output"), py::arg("target"), py::arg("options"));
+}
+
+}  // namespace gpipe::python
