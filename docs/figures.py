@@ -141,7 +141,7 @@ def draw_cut() -> None:
     for i in range(4):
         picture.box(20, 70 + 30 * i, 62, 26, BLUE, f"{3 - i}")
     picture.text(51, 50, "mini-batch")
-    picture.text(51, 215, "4 micro-batches", size=13)
+    picture.text(6, 215, "4 micro-batches", "start", size=13)
     picture.arrow(90, 128, 126, 128)
     names = ["linear", "relu", "linear", "relu", "linear", "relu", "linear"]
     x, first = 132.0, 0
@@ -231,14 +231,14 @@ def draw_memory() -> None:
     left, top, width, height = 80, 50, 790, 230
     picture = Picture(900, 340)
     step = 20
-    for size in range(0, int(most) + 1, step):
-        y = top + height * (1 - size / most)
+    for level in range(0, int(most) + 1, step):
+        y = top + height * (1 - level / most)
         picture.path(f"M{left} {y:g} L{left + width} {y:g}", FAINT, 1)
-        picture.text(left - 8, y + 5, f"{size} MiB", "end", size=13)
-    for i in range(0, int(end) + 1, 100):
-        x = left + width * i / end
+        picture.text(left - 8, y + 5, f"{level} MiB", "end", size=13)
+    for tick in range(0, int(end) + 1, 100):
+        x = left + width * tick / end
         picture.path(f"M{x:g} {top + height} L{x:g} {top + height + 5}", INK, 1)
-        picture.text(x, top + height + 22, f"{i} ms" if i else "0", size=13)
+        picture.text(x, top + height + 22, f"{tick} ms" if tick else "0", size=13)
     for i, (mode, color, line) in enumerate(modes):
         before = 0.0
         path = f"M{left} {top + height}"
@@ -309,8 +309,9 @@ def with_skip(svg: str, stages: int) -> str:
         f'<defs><marker id="{RED[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="5" markerHeight="5" '
         f'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="{RED}"/></marker></defs>\n'
     )
-    numbers = re.findall(r"<text [^>]*>\d+</text>(?=</g>)", svg)  # drawn again, on top of the arrows
-    return svg.replace("</svg>", head + "\n".join(picture.parts + numbers) + "\n</svg>")
+    number = re.compile(r"<text [^>]*>\d+</text>(?=</g>)")  # moved to the top of the arrows
+    parts = picture.parts + number.findall(svg)
+    return number.sub("", svg).replace("</svg>", head + "\n".join(parts) + "\n</svg>")
 
 
 def draw_steps(program: str) -> None:
