@@ -1,13 +1,16 @@
 """Draws the figures of the documentation into docs/figures. Run `python docs/figures.py` where gpipe is installed.
 
 The library simulates and draws the timelines, from a profile whose times are set here, and counts the bytes.
-`--trace` also draws a real step, which differs between machines and runs.
+`--trace` also draws a real step, which differs between machines and runs. `--schedules PROGRAM` also draws the schedules
+of docs/schedules.md, with the program gpipe-schedule.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import subprocess
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
@@ -138,7 +141,7 @@ def draw_cut() -> None:
     for i in range(4):
         picture.box(20, 70 + 30 * i, 62, 26, BLUE, f"{3 - i}")
     picture.text(51, 50, "mini-batch")
-    picture.text(51, 215, "4 micro-batches", size=13)
+    picture.text(6, 215, "4 micro-batches", "start", size=13)
     picture.arrow(90, 128, 126, 128)
     names = ["linear", "relu", "linear", "relu", "linear", "relu", "linear"]
     x, first = 132.0, 0
@@ -228,14 +231,14 @@ def draw_memory() -> None:
     left, top, width, height = 80, 50, 790, 230
     picture = Picture(900, 340)
     step = 20
-    for size in range(0, int(most) + 1, step):
-        y = top + height * (1 - size / most)
+    for level in range(0, int(most) + 1, step):
+        y = top + height * (1 - level / most)
         picture.path(f"M{left} {y:g} L{left + width} {y:g}", FAINT, 1)
-        picture.text(left - 8, y + 5, f"{size} MiB", "end", size=13)
-    for i in range(0, int(end) + 1, 100):
-        x = left + width * i / end
+        picture.text(left - 8, y + 5, f"{level} MiB", "end", size=13)
+    for tick in range(0, int(end) + 1, 100):
+        x = left + width * tick / end
         picture.path(f"M{x:g} {top + height} L{x:g} {top + height + 5}", INK, 1)
-        picture.text(x, top + height + 22, f"{i} ms" if i else "0", size=13)
+        picture.text(x, top + height + 22, f"{tick} ms" if tick else "0", size=13)
     for i, (mode, color, line) in enumerate(modes):
         before = 0.0
         path = f"M{left} {top + height}"
@@ -267,9 +270,60 @@ def draw_trace() -> None:
     (FOLDER / "trace.svg").write_text(timeline.to_svg())
 
 
+def timeline_of(program: str, schedule: str, stages: int, checkpoint: str = "never") -> str:
+    """Drawing of a step with four workers and eight micro-batches. A worker's work on one takes 10 ms and 20 ms."""
+    milliseconds = 10 * 4 / stages
+    layout = ["--workers", "4", "--stages", f"{stages}", "--chunks", "8", "--checkpoint", checkpoint]
+    costs = ["--forward", f"{milliseconds / 1000}", "--backward", f"{2 * milliseconds / 1000}"]
+    command = [program, "draw", schedule, *layout, "--skip", f"0:{stages - 1}", *costs]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def with_skip(svg: str, stages: int) -> str:
+    """Adds the way of micro-batch 0 along a skip from the first stage to the last, and that of its gradient back."""
+    picture = Picture(0, 0)
+
+    def cell(kind: str, stage: int) -> tuple[float, float, float, float]:
+        """Outlines an action of micro-batch 0. Returns its left edge, right edge, top and bottom."""
+        title = rf"<title>{kind} of micro-batch 0 on stage {stage}: [^<]*</title>"
+        found = re.search(title + r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', svg)
+        assert found
+        x, y, width, height = map(float, found.groups())
+        picture.path(f"M{x:g} {y:g} h{width:g} v{height:g} h{-width:g} z", RED, 2.2)
+        return x, x + width, y, y + height
+
+    def arrow(x1: float, y1: float, x2: float, y2: float, dash: str = "") -> None:
+        bend = 40 if y2 > y1 else -40
+        path = f"M{x1:g} {y1:g} C{x1:g} {y1 + bend:g} {x2:g} {y2 - bend:g} {x2:g} {y2:g}"
+        picture.path(path, "#ffffff", 5)
+        picture.path(path, RED, 2.2, arrow=True, dash=dash)
+
+    sender, receiver = cell("forward", 0), cell("forward", stages - 1)
+    arrow(sender[1] - 4, sender[3], receiver[0] + 4, receiver[2])
+    sender, receiver = cell("backward", stages - 1), cell("backward", 0)
+    arrow(sender[1] - 4, sender[2], receiver[0] + 4, receiver[3], dash="6 3")
+    for x, text, dash in ((270.0, "skip of micro-batch 0", ""), (460.0, "its gradient", "6 3")):
+        picture.path(f"M{x:g} 21 L{x + 28:g} 21", RED, 2.2, arrow=True, dash=dash)
+        picture.text(x + 34, 26, text, "start", size=13)
+    head = (
+        f'<defs><marker id="{RED[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="5" markerHeight="5" '
+        f'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="{RED}"/></marker></defs>\n'
+    )
+    number = re.compile(r"<text [^>]*>\d+</text>(?=</g>)")  # moved to the top of the arrows
+    parts = picture.parts + number.findall(svg)
+    return number.sub("", svg).replace("</svg>", head + "\n".join(parts) + "\n</svg>")
+
+
+def draw_steps(program: str) -> None:
+    for schedule, stages in (("gpipe", 4), ("1f1b", 4), ("looped_bfs", 8), ("interleaved_1f1b", 8)):
+        (FOLDER / f"schedule_{schedule}.svg").write_text(with_skip(timeline_of(program, schedule, stages), stages))
+    (FOLDER / "schedule_recompute.svg").write_text(timeline_of(program, "1f1b", 4, "always"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", action="store_true", help="also draw a real step")
+    parser.add_argument("--schedules", metavar="PROGRAM", help="also draw the schedules, with this gpipe-schedule")
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     draw_schedules()
@@ -280,6 +334,8 @@ def main() -> None:
     draw_memory()
     if options.trace:
         draw_trace()
+    if options.schedules:
+        draw_steps(options.schedules)
 
 
 if __name__ == "__main__":
