@@ -117,7 +117,7 @@ void init_balance(py::module_& module) {
       .def_readonly("bubble", &Prediction::bubble, "Idle time as a share of the workers' total time, from 0 to 1.")
       .def_readonly("stages", &Prediction::stages, "Seconds per stage for one micro-batch, from forward to backward.")
       .def_readonly("bytes", &Prediction::bytes,
-                    "Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.")
+                    "Peak bytes per worker, of parameters, gradients, optimizer state, buffers and activations.")
       .def_readonly("placement", &Prediction::placement, "The worker of each stage.")
       .def_readonly("timeline", &Prediction::timeline,
                     "The simulated step. Its bytes do not include what workers hold between steps.")
@@ -128,7 +128,7 @@ void init_balance(py::module_& module) {
       .def_property_readonly(
           "checkpoint", [](const Candidate& candidate) { return to_string(candidate.checkpoint); },
           "The checkpoint mode.")
-      .def_readonly("seconds", &Candidate::seconds, "Seconds per step: forward and backward of a mini-batch.")
+      .def_readonly("seconds", &Candidate::seconds, "Seconds per step, the forward and backward of a mini-batch.")
       .def_readonly("bubble", &Candidate::bubble, "Idle time as a share of the workers' total time, from 0 to 1.")
       .def_readonly("bytes", &Candidate::bytes, "Peak bytes per worker.")
       .def_readonly("schedule", &Candidate::schedule, "The schedule of step(); empty for forward and backward.")

@@ -34,10 +34,10 @@ py::object decoded(const std::string& text) {
   return py::reinterpret_steal<py::object>(result);
 }
 
-py::object to_python(const Plain& plain) {
+py::object convert(const Plain& plain) {
   const auto items = [](const std::vector<Plain>& plains) {
     py::list list;
-    for (const auto& each : plains) list.append(to_python(each));
+    for (const auto& each : plains) list.append(convert(each));
     return list;
   };
   return std::visit(
@@ -47,14 +47,14 @@ py::object to_python(const Plain& plain) {
         } else if constexpr (std::is_same_v<Value, std::string>) {
           return decoded(value);
         } else if constexpr (std::is_same_v<Value, at::Tensor>) {
-          return py::reinterpret_steal<py::object>(python::to_python(value));
+          return py::reinterpret_steal<py::object>(to_python(value));
         } else if constexpr (std::is_same_v<Value, Plain::Tuple>) {
           return py::tuple(items(value.items));
         } else if constexpr (std::is_same_v<Value, Plain::List>) {
           return items(value);
         } else if constexpr (std::is_same_v<Value, Plain::Dict>) {
           py::dict dict;
-          for (const auto& [key, item] : value) dict[decoded(key)] = to_python(item);
+          for (const auto& [key, item] : value) dict[decoded(key)] = convert(item);
           return dict;
         } else {
           return py::cast(value);
@@ -104,7 +104,7 @@ py::object read_snapshot(const py::object& path) {
       static_cast<void>(from_content(read));
       return read;
     });
-    return to_python(content);
+    return convert(content);
   } catch (const std::system_error& error) {
     errno = error.code().value();
     PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path.ptr());

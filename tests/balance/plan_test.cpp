@@ -211,7 +211,7 @@ TEST(Predict, FollowsTheSchedule) {
   EXPECT_DOUBLE_EQ(gpipe.seconds, plain.seconds);
   EXPECT_DOUBLE_EQ(alternating.seconds, plain.seconds);
   EXPECT_LT(4 * alternating.bytes[1], gpipe.bytes[1] + 4 * 10) << "one cell at once instead of eight";
-  EXPECT_EQ(alternating.timeline.workers(), 2);
+  EXPECT_EQ(alternating.timeline.workers, 2);
   for (const auto& looped : {of({1, 1, 1, 1}, {"looped_bfs", 2}), of({1, 1, 1, 1}, {"interleaved_1f1b", 2})}) {
     EXPECT_LT(looped.seconds, plain.seconds);
     EXPECT_THAT(looped.placement, ElementsAre(0, 1, 0, 1));

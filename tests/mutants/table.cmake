@@ -70,12 +70,24 @@ mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp
        "for (auto& saved : buffers) saved.restore_after_error();" "" DeferredBatchNorm*:Errors.*)
 mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.undo();" "" Errors.*)
 
+# Steps.
+mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
+       "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Step.*)
+mutant(weights_micro_batches_equally gpipe_tests gpipe/loss.cpp
+       "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);" Step.*)
+mutant(ignores_the_scale gpipe_tests gpipe/mini_batch.cpp "weight * loss_.scale" "weight" Step.*)
+mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/transport.cpp
+       "std::exchange(gradients_[slot(edge, micro_batch)], {})"
+       "std::exchange(gradients_[slot(edge, edge + 1 < pipeline_.count() ? micro_batch : 0)], {})" Generated*)
+mutant(commits_sums_after_an_error gpipe_tests gpipe/mini_batch.cpp "std::rethrow_exception(failure->error);"
+       "if (use_ != Pipeline::Use::kStep) std::rethrow_exception(failure->error);" Step.*)
+
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp
        "only.empty() || std::ranges::find(only, key.name) != only.end()" "true" Isolate*)
 mutant(reads_damaged_records gpipe_tests gpipe/snapshot/zip_records.cpp "checksum(data) != crc" "false" *Damage*)
 mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
-       "prediction.bytes[prediction.stages.size()] += stage.static_bytes(first, end);" "" Predict.*:Search.*)
+       "prediction.bytes[placement[prediction.stages.size()]] += stage.static_bytes(first, end);" "" Predict.*:Search.*)
 mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
        "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" Cut.*)

@@ -32,6 +32,7 @@ GIVEN = {
     "docs/python_and_cpp.md": {},
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
     "docs/convert_your_model.md": {},
+    "docs/schedules.md": {},
 }
 # Packages without which a page is skipped.
 NEEDED = {"docs/convert_your_model.md": ["torchvision", "timm", "transformers", "accelerate", "lightning_fabric"]}

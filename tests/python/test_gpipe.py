@@ -43,7 +43,7 @@ def test_repr_shows_options_and_layers():
     assert "(partitions)" in children[0] and text.count("Partition(") == 2
     assert text.count("Linear(in_features=3, out_features=3, bias=True)") == 2
     deferred = gpipe.GPipe(make_linears(), [2, 2], deferred_batch_norm=True)
-    assert repr(deferred).splitlines()[1].endswith("checkpoint='except_last', deferred_batch_norm=True")
+    assert repr(deferred).splitlines()[1].endswith("checkpoint='except_last', schedule='gpipe', deferred_batch_norm=True")
 
 
 def test_a_model_without_layers_returns_its_input():
