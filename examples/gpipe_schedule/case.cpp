@@ -4,7 +4,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/strings/numbers.h"
 #include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
 #include "gpipe/schedule/capacity.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"
@@ -18,13 +20,40 @@ Case parse_file(const std::string& path) {
   return {std::move(parsed.layout), std::move(parsed.schedule), {}};
 }
 
-Case generate(const CaseOptions& options) {
+std::vector<int> looped(const CaseOptions& options) {
   const int stages = options.stages == 0 ? options.workers : options.stages;
   if (stages < options.workers) {
     throw std::invalid_argument(
         absl::StrFormat("--stages is %d, but --workers is %d; give each worker a stage", stages, options.workers));
   }
-  Layout layout{stages, options.chunks, looped_placement(options.workers, stages)};
+  return looped_placement(options.workers, stages);
+}
+
+std::vector<int> v(const CaseOptions& options) {
+  if (options.stages != 0 && options.stages != 2 * options.workers) {
+    throw std::invalid_argument(absl::StrFormat(
+        "--stages is %d, but --placement v has two stages on each of --workers (%d)", options.stages, options.workers));
+  }
+  return v_placement(2 * options.workers);
+}
+
+std::vector<int> listed(const CaseOptions& options) {
+  std::vector<int> placement;
+  for (const auto worker : absl::StrSplit(options.placement, ',')) {
+    if (!absl::SimpleAtoi(worker, &placement.emplace_back())) {
+      throw std::invalid_argument(absl::StrFormat(
+          "--placement %s: give looped, v, or the worker of each stage, such as 0,1,1,0", options.placement));
+    }
+  }
+  return placement;
+}
+
+Case generate(const CaseOptions& options) {
+  auto placement = options.placement == "looped" ? looped(options)
+                   : options.placement == "v"    ? v(options)
+                                                 : listed(options);
+  const int stages = static_cast<int>(placement.size());
+  Layout layout{stages, options.chunks, std::move(placement)};
   auto schedule = make_schedule(options.schedule, layout, checkpoints().at(options.checkpoint));
   return {std::move(layout), std::move(schedule), {}};
 }

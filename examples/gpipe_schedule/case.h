@@ -13,7 +13,8 @@ namespace gpipe::examples {
 struct CaseOptions {
   std::string schedule;  ///< a name, or @FILE
   int workers = 2;
-  int stages = 0;  ///< 0: one per worker
+  int stages = 0;                    ///< 0: one per worker; two for "v"
+  std::string placement = "looped";  ///< "looped", "v", or the worker of each stage, such as "0,1,1,0"
   int chunks = 4;
   std::string checkpoint = "never";
   std::vector<std::string> skips;  ///< "FROM:TO", stages

@@ -1,6 +1,7 @@
 #include <CLI/CLI.hpp>
 #include <cstdio>
 #include <exception>
+#include <initializer_list>
 #include <iostream>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -93,6 +94,9 @@ void add_layout(CLI::App& verb, CaseOptions& options) {
       ->check(CLI::Range(1, kMost))
       ->capture_default_str();
   verb.add_option("--stages", options.stages, "number of stages; default: one per worker")->check(CLI::Range(1, kMost));
+  verb.add_option("--placement", options.placement,
+                  "looped, v, or the worker of each stage, such as 0,1,1,0, instead of --workers and --stages")
+      ->capture_default_str();
   verb.add_option("--chunks", options.chunks, "number of micro-batches")
       ->check(CLI::Range(1, kMost))
       ->capture_default_str();
@@ -119,12 +123,17 @@ void add_costs(CLI::App& verb, CaseOptions& options) {
   verb.add_option("--input-bytes", options.input_bytes, "bytes that a recomputed cell stores")->check(bytes);
 }
 
-/// A file has a layout of its own.
+/// A file has a layout of its own, and a list of workers has numbers of its own.
 void check_layout_is_used(const CLI::App& verb, const CaseOptions& options) {
-  if (!options.schedule.starts_with('@')) return;
-  for (const char* flag : {"--workers", "--stages", "--chunks", "--checkpoint"}) {
-    if (verb.count(flag) > 0)
-      throw std::invalid_argument(std::string(flag) + " does not apply to a schedule from a file");
+  const auto refuse = [&](std::initializer_list<const char*> flags, const std::string& why) {
+    for (const char* flag : flags) {
+      if (verb.count(flag) > 0) throw std::invalid_argument(std::string(flag) + " does not apply to " + why);
+    }
+  };
+  if (options.schedule.starts_with('@')) {
+    refuse({"--workers", "--stages", "--placement", "--chunks", "--checkpoint"}, "a schedule from a file");
+  } else if (options.placement != "looped" && options.placement != "v") {
+    refuse({"--workers", "--stages"}, "a list of workers as --placement");
   }
 }
 

@@ -24,6 +24,15 @@ grep -qE '^ +0 +4 +400$' simulate.log || fail "simulate: worker 0 holds four cel
 "$program" draw looped_bfs --workers 2 --stages 4 >drawing.svg
 grep -q '</svg>' drawing.svg || fail "draw"
 
+"$program" print gpipe --placement v --workers 2 --chunks 1 >v.txt
+[[ $(<v.txt) == $'0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0' ]] || fail "print --placement v"
+"$program" print gpipe --placement 0,1,1,0 --chunks 1 | cmp - v.txt || fail "a list of workers"
+refuse "--stages does not apply to a list of workers" print gpipe --placement 0,1 --stages 2
+refuse "--stages is 3, but --placement v has two stages on each" print gpipe --placement v --stages 3
+refuse "--placement 0,x: give looped, v, or" print gpipe --placement 0,x
+refuse "worker 0 has no stage" print gpipe --placement 1,1
+refuse "needs stage s on worker s mod" print looped_bfs --placement v
+
 refuse "unknown schedule '1f1f'" print 1f1f
 refuse "one stage per worker" print 1f1b --workers 2 --stages 4
 refuse "cannot read the schedule 'missing.txt'" print @missing.txt

@@ -1,7 +1,10 @@
 """Training steps: losses, schedules and placements."""
 
 import copy
+import os
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -445,3 +448,53 @@ def test_ctrl_c_ends_a_step():
         """
     )
     assert (code, text) == (0, "interrupted True None\nusable\n")
+
+
+PARALLEL = """
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import gpipe
+
+
+class Loss(nn.Module):
+    def __init__(self, pipe):
+        super().__init__()
+        self.pipe = pipe
+
+    def forward(self, x, y):
+        return self.pipe.loss(x, y, F.mse_loss)
+
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+whole = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+whole.load_state_dict(model.state_dict())
+pipe = gpipe.GPipe(model, [1, 2], devices=["cpu", "cpu"], chunks=3, schedule="1f1b", checkpoint="always")
+parallel = DistributedDataParallel(Loss(pipe))
+x, y = torch.randn(12, 4, dtype=torch.double), torch.randn(12, 2, dtype=torch.double)
+for _ in range(2):
+    parallel.zero_grad()
+    whole.zero_grad()
+    parallel(*(tensor.chunk(2)[dist.get_rank()] for tensor in (x, y))).backward()
+    F.mse_loss(whole(x), y).backward()
+    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+print("rank", dist.get_rank(), "averages")
+dist.destroy_process_group()
+"""
+
+
+def test_distributed_data_parallel_averages_the_gradients_of_a_loss(tmp_path):
+    (tmp_path / "train.py").write_text(PARALLEL)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.split("\n"))[-2:] == ["rank 0 averages", "rank 1 averages"]
