@@ -4,12 +4,12 @@
 
 #include "bench/measure.h"
 #include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/schedule/schedules.h"
 
 namespace gpipe::bench {
 
 void add_flags(CLI::App& app, Options& options) {
   app.option_defaults()->always_capture_default()->delimiter(',');
-  app.add_option("--stages", options.stages, "numbers of stages")->check(CLI::PositiveNumber);
   app.add_option("--chunks", options.chunks, "numbers of micro-batches per mini-batch")->check(CLI::PositiveNumber);
   app.add_option("--repeats", options.repeats, "measured repeats per row")->check(CLI::PositiveNumber);
   std::vector<std::string> names;
@@ -23,6 +23,17 @@ void add_flags(CLI::App& app, Options& options) {
 
 void add_model_flag(CLI::App& app, Options& options) {
   app.add_option("--model", options.models, "models to run")->check(CLI::IsMember(options.models));
+}
+
+void add_stages_flag(CLI::App& app, Options& options) {
+  app.add_option("--stages", options.stages, "numbers of stages")->check(CLI::PositiveNumber);
+}
+
+void add_schedule_flag(CLI::App& app, Options& options) {
+  std::vector<std::string> names;
+  for (const auto& rule : schedule_rules()) names.emplace_back(rule.name);
+  app.add_option("--schedule", options.schedule, "run step() with this schedule instead of forward() and backward()")
+      ->check(CLI::IsMember(names));
 }
 
 void add_steps_flag(CLI::App& app, Options& options) {

@@ -6,6 +6,7 @@
 
 #include <CLI/App.hpp>
 #include <algorithm>
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <exception>
@@ -21,8 +22,10 @@ namespace gpipe::bench {
 namespace {
 
 nlohmann::ordered_json to_json(const Row& row) {
-  return {
+  nlohmann::ordered_json json = {
       {"model", row.model}, {"stages", row.stages}, {"chunks", row.chunks}, {"checkpoint", to_string(row.checkpoint)}};
+  if (!row.schedule.empty()) json["schedule"] = row.schedule;
+  return json;
 }
 
 }  // namespace
@@ -47,11 +50,14 @@ void for_each_row(const Options& options, const std::function<void(const Row&)>&
   for (const auto& model : options.models) {
     for (const int stages : options.stages) {
       for (const int chunks : options.chunks) {
-        for (const auto checkpoint : options.checkpoints) measure({model, stages, chunks, checkpoint});
+        for (const auto checkpoint : options.checkpoints)
+          measure({model, stages, chunks, checkpoint, options.schedule});
       }
     }
   }
 }
+
+bool Measurement::passes() const { return !limit || median(values) <= *limit; }
 
 void print(std::ostream& out, const Measurement& measurement) {
   const double value = median(measurement.values);
@@ -66,6 +72,10 @@ void print(std::ostream& out, const Measurement& measurement) {
   if (measurement.bound) {
     line["bound"] = *measurement.bound;
     line["of_bound"] = value / *measurement.bound;
+  }
+  if (measurement.limit) {
+    line["limit"] = *measurement.limit;
+    line["passes"] = measurement.passes();
   }
   out << line << std::endl;
 }
@@ -88,6 +98,22 @@ std::vector<std::vector<double>> interleave(const std::vector<std::function<void
     }
   }
   return seconds;
+}
+
+std::vector<double> quotients(const std::vector<double>& values, const std::vector<double>& divisors) {
+  std::vector<double> quotients;
+  for (std::size_t i = 0; i < values.size(); ++i) quotients.push_back(values[i] / divisors[i]);
+  return quotients;
+}
+
+Costs costs_of(const Timeline& timeline, int stages) {
+  Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
+  for (const auto& [action, spans] : most_overlapped(timeline)) {
+    std::vector<double> seconds;
+    for (const Span* span : spans) seconds.push_back(span->end - span->start);
+    costs.actions[action.first][static_cast<std::size_t>(action.second)] = median(seconds);
+  }
+  return costs;
 }
 
 void pin_to_one_core() {

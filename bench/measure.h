@@ -8,6 +8,8 @@
 #include <vector>
 
 #include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/simulator.h"
+#include "gpipe/schedule/timeline.h"
 
 namespace CLI {
 class App;
@@ -21,6 +23,8 @@ struct Row {
   int stages = 2;
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kNever;
+  std::string schedule = {};  ///< of step(); empty: forward() and backward() instead
+  int stages_per_worker = 1;
 };
 
 /// The rows to measure, and how.
@@ -30,6 +34,7 @@ struct Options {
   std::vector<int> chunks;
   std::vector<Checkpoint> checkpoints;
   std::vector<std::int64_t> balance = {};  ///< layers per stage; empty: by measured times
+  std::string schedule = {};               ///< of step(); empty: forward() and backward() instead
   int repeats = 9;
   bool steps_only = false;  ///< print only each step of the pipeline, to compare with peers
 };
@@ -40,7 +45,10 @@ void add_flags(CLI::App& app, Options& options);
 
 // Flags that some programs have.
 void add_model_flag(CLI::App& app, Options& options);
+void add_stages_flag(CLI::App& app, Options& options);
+/// REQUIRES: add_stages_flag() was called.
 void add_balance_flag(CLI::App& app, Options& options);
+void add_schedule_flag(CLI::App& app, Options& options);
 void add_steps_flag(CLI::App& app, Options& options);
 
 /// Adds --short, which changes the options to fewer rows and repeats.
@@ -58,12 +66,15 @@ struct Measurement {
   std::string bench;
   Row row;
   std::string unit;
-  std::vector<double> values;   ///< one per repeat; not empty
-  std::optional<double> bound;  ///< of the simulated program, in the same unit
+  std::vector<double> values;        ///< one per repeat; not empty
+  std::optional<double> bound = {};  ///< of the simulated program, in the same unit
+  std::optional<double> limit = {};  ///< the largest median that passes
+
+  bool passes() const;
 };
 
-/// Prints one line with a JSON object: the row, "value" (the median), "unit", "min", "max", "repeats", and, if there is a
-/// bound, "bound" and "of_bound" (value / bound).
+/// Prints one line with a JSON object: the row, "value" (the median), "unit", "min", "max", "repeats"; if there is a
+/// bound, "bound" and "of_bound" (value / bound); if there is a limit, "limit" and "passes".
 void print(std::ostream& out, const Measurement& measurement);
 
 /// Prints the line of a run with steps_only: the row, and the values per step under `name`.
@@ -72,6 +83,13 @@ void print_steps(std::ostream& out, const Row& row, const std::string& name, con
 /// Calls each function once to warm up, then all of them in turn, `repeats` times, so that disturbances of the machine
 /// affect all of them. Returns the seconds per call, by function and repeat.
 std::vector<std::vector<double>> interleave(const std::vector<std::function<void()>>& functions, int repeats);
+
+/// Returns the quotient of each pair of values. REQUIRES: both have the same number of values.
+std::vector<double> quotients(const std::vector<double>& values, const std::vector<double>& divisors);
+
+/// Returns the time of each action while the other workers are busy: the median over the spans that overlapped their work
+/// most. Edges cost nothing. REQUIRES: the timeline is of training steps.
+Costs costs_of(const Timeline& timeline, int stages);
 
 /// Pins this process to one core. REQUIRES: no other thread has started.
 void pin_to_one_core();

@@ -43,30 +43,25 @@ double minor_faults() {
   return static_cast<double>(usage.ru_minflt);
 }
 
-GPipe pipe_of(const Subject& it, const Row& row, const Options& options) {
+GPipe balanced_pipe(const Subject& it, const Row& row, const Options& options) {
   auto balance = options.balance;
   if (balance.empty()) {
     const Value micro_batch(it.input.narrow(0, 0, it.split_size));
     balance = balance_by_time(row.stages, it.model, micro_batch, ProfileOptions().seconds(1));
   }
-  return GPipe(it.model, balance,
-               GPipeOptions().split_size(it.split_size).checkpoint(row.checkpoint).intraop_threads(1));
-}
-
-void clear_gradients(GPipe& pipe) {
-  for (auto& parameter : pipe->parameters()) parameter.mutable_grad().reset();
+  return make_pipe(it, balance, row);
 }
 
 void measure_peak(const Row& row, const Options& options) {
   const auto it = subject(row.model, row.chunks);
-  auto pipe = pipe_of(it, row, options);
-  for (int i = 0; i < 2; ++i) step(pipe, it.input);
-  Measurement line{"memory", row, "bytes", {}, {}};
+  auto pipe = balanced_pipe(it, row, options);
+  for (int i = 0; i < 2; ++i) step(pipe, it.input, row);
+  Measurement line{"memory", row, "bytes", {}};
   for (int i = 0; i < options.repeats; ++i) {
     clear_gradients(pipe);
     const auto live = std::make_shared<LiveBytes>();
     const AllocationListener::Scope scope(live);
-    step(pipe, it.input);
+    step(pipe, it.input, row);
     line.values.push_back(live->peak());
   }
   if (options.steps_only) return print_steps(std::cout, row, "bytes", line.values);
@@ -75,12 +70,12 @@ void measure_peak(const Row& row, const Options& options) {
 
 void measure_reuse(const Row& row, const Options& options) {
   const auto it = subject(row.model, row.chunks);
-  auto pipe = pipe_of(it, row, options);
+  auto pipe = balanced_pipe(it, row, options);
   std::vector<double> faults[2];
   const auto step_with = [&](bool reuse) {
     reuse_cpu_memory(reuse);
     const double before = minor_faults();
-    step(pipe, it.input);
+    step(pipe, it.input, row);
     faults[reuse].push_back(minor_faults() - before);
   };
   const auto run = [&](int repeats) {
@@ -89,11 +84,9 @@ void measure_reuse(const Row& row, const Options& options) {
   run(2);  // warm-up: three runs, with the one that interleave() adds
   for (auto& of_mode : faults) of_mode.clear();
   const auto seconds = run(options.repeats);
-  Measurement gain{"memory", row, "times faster with reuse", {}, {}};
-  for (int i = 0; i < options.repeats; ++i) gain.values.push_back(seconds[0][i] / seconds[1][i]);
-  print(std::cout, {"memory", row, "page faults/step", faults[false], {}});
-  print(std::cout, {"memory", row, "page faults/step with reuse", faults[true], {}});
-  print(std::cout, gain);
+  print(std::cout, {"memory", row, "page faults/step", faults[false]});
+  print(std::cout, {"memory", row, "page faults/step with reuse", faults[true]});
+  print(std::cout, {"memory", row, "times faster with reuse", quotients(seconds[0], seconds[1])});
 }
 
 }  // namespace
@@ -110,7 +103,9 @@ int main(int argc, char** argv) {
   add_flags(app, options);
   add_model_flag(app, options);
   add_steps_flag(app, options);
+  add_stages_flag(app, options);
   add_balance_flag(app, options);
+  add_schedule_flag(app, options);
   add_short_flag(app, options, {Checkpoint::kNever, Checkpoint::kAlways});
   return run_program(app, argc, argv, [&] {
     for_each_row(options, [&](const Row& row) { measure_peak(row, options); });

@@ -1,4 +1,5 @@
-// Overhead per cell: a pipeline of very small layers, compared with a loop that does the same work without a pipeline.
+// Overhead per cell: a pipeline of very small layers, compared with a loop that does the same work without a pipeline. Also
+// compares step() with forward() and backward().
 
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
@@ -8,6 +9,7 @@
 
 #include "balance/trial.h"
 #include "bench/measure.h"
+#include "bench/subject.h"
 #include "gpipe/gpipe.h"
 
 namespace gpipe::bench {
@@ -37,32 +39,56 @@ void plain_step(nn::Sequential& model, const torch::Tensor& input, int chunks, b
   }
 }
 
-void pipeline_step(GPipe& pipe, const torch::Tensor& input) { pipe->forward(input).sum().backward(); }
+// A step without clearing the gradients, as the plain loop does.
+std::function<void()> pipeline_step(const Row& row, const torch::Tensor& input) {
+  const Subject it{row.model, tiny_layers(), input, kRows};
+  auto pipe = make_pipe(it, std::vector<std::int64_t>(row.stages, kLayers / row.stages), row);
+  if (row.schedule.empty()) return [=]() mutable { pipe->forward(input).sum().backward(); };
+  return [=]() mutable { run_schedule(pipe, input); };
+}
+
+std::function<void()> repeated(int times, const std::function<void()>& function) {
+  return [=] {
+    for (int i = 0; i < times; ++i) function();
+  };
+}
 
 void measure(const Row& row, bool one_core, const Options& options) {
   torch::manual_seed(0);
   auto model = tiny_layers();
-  GPipe pipe(tiny_layers(), std::vector<std::int64_t>(row.stages, kLayers / row.stages),
-             GPipeOptions().chunks(row.chunks).checkpoint(row.checkpoint).intraop_threads(1));
   const auto input = torch::randn({row.chunks * kRows, kWidth});
   const auto plain = [&] { plain_step(model, input, row.chunks, row.checkpoint == Checkpoint::kAlways); };
   const double step = median(interleave({plain}, 9)[0]);
   const int steps = options.steps_only ? 1 : std::max(1, static_cast<int>(kSeconds / step));
-  const auto times = interleave({[&] {
-                                   for (int i = 0; i < steps; ++i) plain();
-                                 },
-                                 [&] {
-                                   for (int i = 0; i < steps; ++i) pipeline_step(pipe, input);
-                                 }},
-                                options.repeats);
-  Measurement cost{"overhead", row, "us/cell", {}, {}};
-  Measurement ratio{"overhead", row, "of the plain loop's time", {}, {}};
-  for (int repeat = 0; repeat < options.repeats; ++repeat) {
-    cost.values.push_back((times[1][repeat] - times[0][repeat]) / steps / (row.chunks * row.stages) * 1e6);
-    ratio.values.push_back(times[1][repeat] / times[0][repeat]);
+  std::vector<Row> rows = {row};
+  if (row.schedule.empty() && !options.steps_only) {
+    for (const char* schedule : {"gpipe", "1f1b"}) rows.emplace_back(row).schedule = schedule;
   }
-  if (options.steps_only) return print_steps(std::cout, row, "us_per_cell", cost.values);
-  print(std::cout, one_core ? cost : ratio);
+  std::vector<std::function<void()>> functions = {repeated(steps, plain)};
+  for (const auto& each : rows) functions.push_back(repeated(steps, pipeline_step(each, input)));
+  const auto times = interleave(functions, options.repeats);
+  const auto us_per_cell = [&](const std::vector<double>& seconds, const std::vector<double>& compared) {
+    std::vector<double> costs;
+    for (int repeat = 0; repeat < options.repeats; ++repeat) {
+      costs.push_back((seconds[repeat] - compared[repeat]) / steps / (row.chunks * row.stages) * 1e6);
+    }
+    return costs;
+  };
+  if (options.steps_only) return print_steps(std::cout, row, "us_per_cell", us_per_cell(times[1], times[0]));
+  for (std::size_t i = 0; i < rows.size(); ++i) {
+    const auto& seconds = times[i + 1];
+    if (!one_core) {
+      print(std::cout, {"overhead", rows[i], "of the plain loop's time", quotients(seconds, times[0])});
+      continue;
+    }
+    print(std::cout, {"overhead", rows[i], "us/cell", us_per_cell(seconds, times[0])});
+    if (i == 0) continue;
+    print(std::cout, {.bench = "overhead",
+                      .row = rows[i],
+                      .unit = "us/cell more than forward() and backward()",
+                      .values = us_per_cell(seconds, times[1]),
+                      .limit = 0});
+  }
 }
 
 }  // namespace
@@ -77,6 +103,8 @@ int main(int argc, char** argv) {
                   .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways},
                   .repeats = 41};
   add_flags(app, options);
+  add_stages_flag(app, options);
+  add_schedule_flag(app, options);
   add_steps_flag(app, options);
   bool one_core = true;
   app.add_flag("!--all-cores", one_core,

@@ -40,8 +40,8 @@ void measure(const Row& row, const Options& options) {
   auto pipe = make_pipe(it.model, balance, row.chunks, row.checkpoint);
   const auto seconds = [&] { return median(interleave({[&] { step(pipe, it.input); }}, kSteps)[0]); };
 
-  Measurement time{"prediction", row, "times the predicted seconds", {}, {}};
-  Measurement bytes{"prediction", row, "times the predicted bytes (per stage, without parameters)", {}, {}};
+  Measurement time{"prediction", row, "times the predicted seconds", {}};
+  Measurement bytes{"prediction", row, "times the predicted bytes (per stage, without parameters)", {}};
   double before = seconds();
   for (int repeat = 0; repeat < options.repeats; ++repeat) {
     const auto predicted = predict(profile_model(), balance, run);
@@ -94,9 +94,8 @@ void sweep(const std::string& model, int stages, const Options& options) {
   const auto times = interleave(steps, options.repeats);
   const auto best =
       *std::min_element(times.begin(), times.end(), [](const auto& a, const auto& b) { return median(a) < median(b); });
-  Measurement line{"suggestion", {model, stages, choice.chunks, choice.checkpoint}, "times the best", {}, {}};
-  for (int repeat = 0; repeat < options.repeats; ++repeat) line.values.push_back(times[0][repeat] / best[repeat]);
-  print(std::cout, line);
+  const Row row{model, stages, choice.chunks, choice.checkpoint};
+  print(std::cout, {"suggestion", row, "times the best", quotients(times[0], best)});
 }
 
 }  // namespace
@@ -109,6 +108,7 @@ int main(int argc, char** argv) {
       .models = kSubjects, .chunks = {2, 4, 8}, .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
   add_flags(app, options);
   add_model_flag(app, options);
+  add_stages_flag(app, options);
   add_balance_flag(app, options);
   bool sweeps = false;
   app.add_flag("--sweep", sweeps, "instead: time of suggest()'s choice, relative to the best candidate near it")

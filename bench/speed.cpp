@@ -15,40 +15,26 @@
 namespace gpipe::bench {
 namespace {
 
-// The time of each action while the other stage runs: the median over the spans that overlapped it most.
-Costs costs_of(const Timeline& timeline) {
-  const int stages = timeline.workers;
-  Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
-  for (const auto& [action, spans] : most_overlapped(timeline)) {
-    std::vector<double> seconds;
-    for (const Span* span : spans) seconds.push_back(span->end - span->start);
-    costs.actions[action.first][static_cast<std::size_t>(action.second)] = median(seconds);
-  }
-  return costs;
-}
-
 void measure(const Row& row, const Options& options) {
   auto it = subject(row.model, row.chunks);
   auto balance = options.balance;
   if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
-  const auto of_pipe = GPipeOptions().split_size(it.split_size).checkpoint(row.checkpoint).intraop_threads(1);
-  GPipe pipe(it.model, balance, of_pipe);
+  auto pipe = make_pipe(it, balance, row);
   if (options.steps_only) {
-    const auto times = interleave({[&] { step(pipe, it.input); }}, options.repeats);
+    const auto times = interleave({[&] { step(pipe, it.input, row); }}, options.repeats);
     return print_steps(std::cout, row, "seconds", times[0]);
   }
   // More micro-batches of the same size, so that the stages overlap.
   const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, it.input));
-  GPipe observed(it.model, balance, of_pipe);
-  step(observed, longer);
+  auto observed = make_pipe(it, balance, row);
+  step(observed, longer, row);
   const auto timeline = std::make_shared<Timeline>();
   observed->trace(timeline);
-  const auto times =
-      interleave({[&] { step(it.model, it.input); }, [&] { step(pipe, it.input); }, [&] { step(observed, longer); }},
-                 options.repeats);
-  Measurement line{"speed", row, "times one core", {}, {}};
-  for (int repeat = 0; repeat < options.repeats; ++repeat) line.values.push_back(times[0][repeat] / times[1][repeat]);
-  line.bound = median(times[0]) / simulate(*pipe->program(row.chunks), costs_of(*timeline)).makespan;
+  const auto times = interleave(
+      {[&] { step(it.model, it.input); }, [&] { step(pipe, it.input, row); }, [&] { step(observed, longer, row); }},
+      options.repeats);
+  Measurement line{"speed", row, "times one core", quotients(times[0], times[1])};
+  line.bound = median(times[0]) / simulate(*pipe->program(row.chunks), costs_of(*timeline, row.stages)).makespan;
   print(std::cout, line);
 }
 
@@ -64,7 +50,9 @@ int main(int argc, char** argv) {
   add_flags(app, options);
   add_model_flag(app, options);
   add_steps_flag(app, options);
+  add_stages_flag(app, options);
   add_balance_flag(app, options);
+  add_schedule_flag(app, options);
   add_short_flag(app, options, {gpipe::Checkpoint::kNever});
   return run_program(app, argc, argv, [&] { for_each_row(options, [&](const Row& row) { measure(row, options); }); });
 }

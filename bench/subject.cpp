@@ -58,7 +58,7 @@ TORCH_MODULE(FeedForward);
 }  // namespace
 
 const std::vector<std::string> kSubjects = {"mlp", "unet", "resnet18", "resnet50", "encoder"};
-const std::vector<std::string> kPeerSubjects = {"mlp", "unet", "resnet50"};
+const std::vector<std::string> kPeerSubjects = {"mlp", "unet", "resnet18", "resnet50"};
 
 Subject subject(const std::string& name, int chunks) {
   torch::manual_seed(0);
@@ -93,6 +93,28 @@ Subject subject(const std::string& name, int chunks) {
     return {name, model, torch::randn({32, 64, 256}), split(32)};
   }
   throw std::invalid_argument("unknown model '" + name + "'; give mlp, unet, resnet18, resnet50 or encoder");
+}
+
+GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row) {
+  auto options = GPipeOptions()
+                     .split_size(subject.split_size)
+                     .checkpoint(row.checkpoint)
+                     .intraop_threads(1)
+                     .stages_per_worker(row.stages_per_worker);
+  if (!row.schedule.empty()) options.schedule(row.schedule);
+  return GPipe(subject.model, balance, options);
+}
+
+void run_schedule(GPipe& pipe, const torch::Tensor& input) {
+  const auto sum = tensor_loss([](const torch::Tensor& output, const torch::Tensor&) { return output.sum(); });
+  const auto& target = input;  // step() needs one
+  pipe->step(input, target, sum, StepOptions().reduction(Reduction::kSum));
+}
+
+void step(GPipe& pipe, const torch::Tensor& input, const Row& row) {
+  if (row.schedule.empty()) return step(pipe, input);
+  clear_gradients(pipe);
+  run_schedule(pipe, input);
 }
 
 }  // namespace gpipe::bench

@@ -7,6 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "bench/measure.h"
+#include "gpipe/gpipe.h"
+
 namespace gpipe::bench {
 
 /// A model to benchmark, and one mini-batch for it.
@@ -27,12 +30,27 @@ struct Subject {
 /// for an unknown name, or if the mini-batch cannot be split equally.
 Subject subject(const std::string& name, int chunks);
 
+/// Makes a pipeline for the row, with one thread per stage.
+GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row);
+
+/// Clears the gradients of a model or a pipeline.
+template <typename Model>
+void clear_gradients(Model& model) {
+  for (auto& parameter : model->parameters()) parameter.mutable_grad().reset();
+}
+
 /// Clears the gradients, then runs a forward and a backward from the sum of the output, of a model or a pipeline.
 template <typename Model>
 void step(Model& model, const torch::Tensor& input) {
-  for (auto& parameter : model->parameters()) parameter.mutable_grad().reset();
+  clear_gradients(model);
   model->forward(input).sum().backward();
 }
+
+/// Runs step() of a pipeline. The loss is the sum of the output.
+void run_schedule(GPipe& pipe, const torch::Tensor& input);
+
+/// Clears the gradients, then runs step() if the row has a schedule, else a forward and a backward.
+void step(GPipe& pipe, const torch::Tensor& input, const Row& row);
 
 /// Names of all subjects, and of those that peers are measured with.
 extern const std::vector<std::string> kSubjects;

@@ -114,8 +114,9 @@ def unet(depth: int = 4, base_channels: int = 64, convolutions: int = 2) -> Laye
     return layers
 
 
-def resnet50() -> Layers:
+def resnet(blocks: Sequence[int], bottleneck: bool) -> Layers:
     layers: Layers = []
+    widening = 4 if bottleneck else 1
 
     def conv(inputs: int, outputs: int, kernel: int, stride: int = 1) -> nn.Conv2d:
         layer = nn.Conv2d(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
@@ -126,28 +127,33 @@ def resnet50() -> Layers:
         return nn.Sequential(conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
 
     def block(name: str, inputs: int, width: int, stride: int) -> None:
-        outputs = 4 * width
+        outputs = widening * width
         # A shortcut that changes shape is projected at the end of the skip where the tensor is smaller.
+        widens = stride == 1 and inputs != outputs
         before = projection(inputs, outputs, stride) if stride > 1 else None
-        after = projection(inputs, outputs, stride) if inputs == width else None
+        after = projection(inputs, outputs, stride) if widens else None
         layers.append(Stash(name, before))
-        layers.extend([conv(inputs, width, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
-        layers.extend([conv(width, width, 3, stride), nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
-        layers.extend([conv(width, outputs, 1), nn.BatchNorm2d(outputs)])
+        if bottleneck:
+            layers.extend([conv(inputs, width, 1), nn.BatchNorm2d(width), nn.ReLU(inplace=True)])
+            layers.extend([conv(width, width, 3, stride), nn.BatchNorm2d(width)])
+        else:
+            layers.extend([conv(inputs, width, 3, stride), nn.BatchNorm2d(width)])
+        layers.append(nn.ReLU(inplace=True))
+        layers.extend([conv(width, outputs, 1 if bottleneck else 3), nn.BatchNorm2d(outputs)])
         layers.extend([Add(name, after), nn.ReLU(inplace=True)])
 
     channels = 64
     layers.extend([conv(3, channels, 7, 2), nn.BatchNorm2d(channels), nn.ReLU(inplace=True)])
     layers.append(nn.MaxPool2d(3, 2, padding=1))
-    for group, blocks in enumerate([3, 4, 6, 3]):
-        for b in range(blocks):
+    for group, count in enumerate(blocks):
+        for b in range(count):
             block(f"{group}_{b}", channels, 64 << group, stride=2 if group > 0 and b == 0 else 1)
-            channels = 256 << group
+            channels = (64 << group) * widening
     layers.extend([nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, 1000)])
     return layers
 
 
-MODELS = ("tiny", "mlp", "unet", "resnet50")
+MODELS = ("tiny", "mlp", "unet", "resnet18", "resnet50")
 
 
 def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
@@ -159,6 +165,8 @@ def subject(model: str, chunks: int) -> tuple[Layers, Tensor]:
         return mlp(), torch.randn(1024, 1024)
     if model == "unet":
         return unet(base_channels=16), torch.randn(16, 3, 96, 96)
+    if model == "resnet18":
+        return resnet([2, 2, 2, 2], bottleneck=False), torch.randn(16 * chunks, 3, 64, 64)
     if model == "resnet50":
-        return resnet50(), torch.randn(16 * chunks, 3, 64, 64)
+        return resnet([3, 4, 6, 3], bottleneck=True), torch.randn(16 * chunks, 3, 64, 64)
     raise ValueError(f"unknown model '{model}'; give one of {', '.join(MODELS)}")

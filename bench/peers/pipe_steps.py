@@ -1,6 +1,9 @@
 """Times steps, or counts the bytes of a step, of torchgpipe 0.0.7 or of this project's Python package, which have the
 same interface. Prints a JSON line.
 
+A step is a forward and a backward from the sum of the output. With a schedule, it is a call of step() with the sum of the
+output as the loss, which only this project has.
+
 torchgpipe is used as published, without changes for torch 2.11. It runs all CPU stages on one worker thread, and
 backwards on the calling thread.
 """
@@ -92,8 +95,12 @@ def peak_bytes(step: Callable[[], None]) -> int:
 def main() -> None:
     parser = steps.flags(__doc__, ["never", "except_last", "always"])
     parser.add_argument("--library", choices=LIBRARIES, default="torchgpipe")
+    parser.add_argument("--schedule", help="run step() with this schedule; of gpipe only")
     parser.add_argument("--memory", action="store_true", help="count bytes instead of seconds")
     args = parser.parse_args()
+    if args.schedule and args.library != "gpipe":
+        parser.error(f"{args.library} has no schedules; leave out --schedule")
+    name = " ".join(filter(None, [LIBRARIES[args.library], args.schedule]))
     torch.set_num_threads(1)
     layers, x = steps.subject(args)
     library = importlib.import_module(args.library)
@@ -103,12 +110,16 @@ def main() -> None:
         devices=["cpu"] * len(args.balance),
         chunks=args.chunks,
         checkpoint=args.checkpoint,
+        **({"schedule": args.schedule} if args.schedule else {}),
     )
     plain = nn.Sequential(*layers)
 
     def step() -> None:
         steps.clear_gradients(pipe)
-        pipe(x).sum().backward()
+        if args.schedule:
+            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
+        else:
+            pipe(x).sum().backward()
 
     def plain_step() -> None:
         steps.plain_step(plain, x, args.chunks, args.checkpoint == "always")
@@ -121,7 +132,7 @@ def main() -> None:
         step()
     if args.memory:
         steps.clear_gradients(pipe)
-        steps.report(args, LIBRARIES[args.library], bytes=peak_bytes(step))
+        steps.report(args, name, bytes=peak_bytes(step))
     elif args.model == "tiny":
         for _ in range(steps.WARM_UP):
             plain_step()
@@ -130,9 +141,9 @@ def main() -> None:
         )
         cost = steps.us_per_cell(args, seconds, plain_seconds)
         figures = {"plain_seconds": plain_seconds, "seconds": seconds, "us_per_cell": cost}
-        steps.report(args, LIBRARIES[args.library], **figures)
+        steps.report(args, name, **figures)
     else:
-        steps.report(args, LIBRARIES[args.library], seconds=[timed(step) for _ in range(args.repeats)])
+        steps.report(args, name, seconds=[timed(step) for _ in range(args.repeats)])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 # Balances for two stages. No stage begins with an in-place layer, because in the peers a stage must not change its
 # input.
-CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet50": [103, 80]}
+CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet18": [44, 27], "resnet50": [103, 80]}
 
 
 class Bench(NamedTuple):
@@ -44,6 +44,10 @@ BENCHES = {
     "speed": Bench("seconds", "s", "ms", 1e3, "0,1"),
     "memory": Bench("bytes", "bytes", "MiB", 2**-20, "0,1"),
 }
+
+# With 1f1b, this project runs step(), else a forward and a backward.
+OURS = ["gpipe", "gpipe 1f1b", "gpipe python", "gpipe python 1f1b"]
+PEERS = ["torchgpipe", "distributed gpipe", "distributed 1f1b"]
 
 
 class Row(NamedTuple):
@@ -63,7 +67,7 @@ def rows(models: list[str], short: bool) -> list[Row]:
     for model, chunks, checkpoint in itertools.product(CUTS, few, ["never", "always"]):
         every.append(Row("speed", model, CUTS[model], chunks, checkpoint))
     modes = ["never", "except_last", "always"]
-    for model, checkpoint in itertools.product(["unet", "resnet50"], modes):
+    for model, checkpoint in itertools.product(["unet", "resnet18", "resnet50"], modes):
         every.append(Row("memory", model, CUTS[model], 8, checkpoint))
     return [row for row in every if row.model in models]
 
@@ -74,13 +78,16 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
     commands: dict[str, list[object]] = {}
     program = ours / "bench" / row.bench
+    one_f_one_b = ["--schedule", "1f1b"]
     if program.exists():
         own = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
         commands["gpipe"] = [program, "--steps-only", *own, *settings]
+        commands["gpipe 1f1b"] = [*commands["gpipe"], *one_f_one_b]
     memory = ["--memory"] if row.bench == "memory" else []
     for library, name in {"gpipe": "gpipe python", "torchgpipe": "torchgpipe"}.items():
         peer = [HERE / "pipe_steps.py", "--library", library, *memory, *subject, *settings]
         commands[name] = [sys.executable, *peer]
+    commands["gpipe python 1f1b"] = [*commands["gpipe python"], *one_f_one_b]
     if row.checkpoint == "never" and row.bench != "memory":
         for schedule in ["gpipe", "1f1b"]:
             peer = [HERE / "distributed_steps.py", "--schedule", schedule, *subject, *settings]
@@ -123,17 +130,19 @@ def line(row: Row, peer: str, values: list[float]) -> str:
 
 
 def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
-    names = ["gpipe", "gpipe python", "torchgpipe", "distributed gpipe", "distributed 1f1b"]
-    head = ["model", "stages", "chunks", "checkpoint", "unit", *names, "best peer / gpipe python"]
+    names = [*OURS, *PEERS]
+    compared = ["gpipe python", "gpipe python 1f1b"]
+    ratios = [f"best peer / {name}" for name in compared]
+    head = ["model", "stages", "chunks", "checkpoint", "unit", *names, *ratios]
     lines = [head, ["---"] * len(head)]
     for row, values in results:
         bench = BENCHES[row.bench]
         medians = {name: statistics.median(each) for name, each in values.items()}
-        ours = medians["gpipe python"]
-        best = min(value for name, value in medians.items() if not name.startswith("gpipe"))
+        best = min(value for name, value in medians.items() if name in PEERS)
         cells = [row.model, str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
         cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
-        lines.append([*cells, f"{best / ours:.2f}" if ours > 0 else ""])
+        cells += [f"{best / medians[name]:.2f}" if medians[name] > 0 else "" for name in compared]
+        lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
 
