@@ -18,7 +18,7 @@ Color mix(Color from, Color to, int percent) {
 Canvas::Canvas(Size size)
     : width_(static_cast<int>(int64_t{kCanvasHeight} * size.width / size.height)), image_(size, 3), mask_(size, 1) {}
 
-// The first pixel whose centre is at that place or after it.
+// Returns the first pixel whose centre is at or after that place.
 int Canvas::pixel(int units) const {
   const int64_t numerator = 2 * int64_t{image_.height} * units - kCanvasHeight;
   const int64_t denominator = 2 * kCanvasHeight;
@@ -26,7 +26,7 @@ int Canvas::pixel(int units) const {
   return static_cast<int>(quotient + (numerator % denominator > 0));
 }
 
-// The place of a pixel's centre.
+// Returns the place of a pixel's centre.
 int Canvas::units(int pixel) const {
   return static_cast<int>((2 * int64_t{pixel} + 1) * kCanvasHeight / (2 * int64_t{image_.height}));
 }

@@ -7,7 +7,7 @@
 
 namespace gpipe::examples {
 
-/// The height of every canvas in canvas units, whatever its size in pixels. The width follows from the aspect ratio.
+/// The height of every canvas in canvas units, for any size in pixels. The width follows from the aspect ratio.
 inline constexpr int kCanvasHeight = 10000;
 
 struct Point {
@@ -26,7 +26,7 @@ Color scale(Color color, int percent);
 /// Goes `percent` of the way from one colour to the other.
 Color mix(Color from, Color to, int percent);
 
-/// The class of a mask's pixel: one of the things to find, or 0 for everything else.
+/// The class of a mask's pixel: 0 is the background, others are the things to find.
 using Label = uint8_t;
 
 /// An image and its mask, painted together: each shape covers what is below it in both. Edges are sharp, and pixels are
@@ -41,7 +41,7 @@ class Canvas {
   const Image& mask() const { return mask_; }
 
   void rectangle(Point top_left, Point bottom_right, Color color, Label label = 0);
-  /// From one colour at the top to the other at the bottom.
+  /// Fills all rows from `top` to `bottom`, changing from one colour to the other.
   void gradient(int top, int bottom, Color from, Color to);
   /// Filled by the even-odd rule.
   void polygon(const std::vector<Point>& corners, Color color, Label label = 0);

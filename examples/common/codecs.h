@@ -10,7 +10,7 @@
 /// One source file per format, used by image.cpp. Files are open and at their start. Decoded images have three channels.
 /// Errors: std::runtime_error with the reason alone; the caller adds the file's name.
 ///
-/// REQUIRES: The caller has checked the size before decoding, and the image before encoding.
+/// REQUIRES: the caller has checked the size before decoding, and the image before encoding.
 namespace gpipe::examples {
 
 Size jpeg_size(std::FILE* file);

@@ -53,7 +53,7 @@ void remove_empty_directories() {
     try {
       if (fs::is_directory(folder, error) && !holds_a_file(folder)) fs::remove_all(folder, error);
     } catch (const fs::filesystem_error&) {
-      // What cannot be read stays.
+      // A folder that cannot be read stays.
     }
   }
   created().clear();

@@ -23,12 +23,12 @@ CLI::Validator path_name();
 /// The size of an image, see to_size().
 CLI::Validator image_size_text();
 
-/// The number, if the whole text is one, without sign and white space.
+/// Returns the number if the whole text is one, without sign or white space.
 std::optional<std::uint64_t> to_whole_number(const std::string& text);
-/// The finite number, if the whole text is one, without plus sign and white space.
+/// Returns the number if the whole text is a finite one, without plus sign or white space.
 std::optional<double> to_number(const std::string& text);
 
-/// A number as the command line would take it, with all its digits.
+/// Writes a number with all its digits, as a flag's value.
 std::string to_flag(double value);
 
 /// The upper limit of several flags.

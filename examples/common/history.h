@@ -11,7 +11,7 @@ namespace gpipe::examples {
 
 /// A CSV file with a header and one line per epoch. Each line is on disk as soon as it is added, so a run that stops
 /// leaves whole lines. Integers are written in full, other numbers with six significant digits and a decimal point,
-/// whatever the locale.
+/// in any locale.
 ///
 /// Errors: std::runtime_error with the path, if the file cannot be written; std::invalid_argument for no columns, or
 /// for a line that does not have one value per column.

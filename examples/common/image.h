@@ -15,9 +15,9 @@ struct Size {
 
   bool operator==(const Size&) const = default;
 };
-/// "192x128"
+/// Writes a size such as "192x128".
 std::string to_string(Size size);
-/// The inverse. Errors: std::invalid_argument for any other text.
+/// Reads what to_string() writes. Errors: std::invalid_argument for any other text.
 Size to_size(const std::string& text);
 
 /// Rows from the top, pixels from the left, the channels of a pixel next to each other. Three channels are red, green

@@ -5,8 +5,9 @@
 
 namespace gpipe::examples {
 
-/// What to multiply the learning rate with in an epoch, counted from 1, given the scores of the epochs before. It
-/// depends on nothing else, so a snapshot does not need to save a schedule's state. `schedule` is "cosine" or "plateau".
+/// Returns the factor of the learning rate in an epoch, counted from 1. `scores` are those of the epochs before it.
+/// `schedule` is "cosine" or "plateau". The factor depends on nothing else, so a snapshot need not store a schedule's
+/// state.
 double learning_rate_factor(const std::string& schedule, int epoch, int epochs, const std::vector<double>& scores);
 
 }  // namespace gpipe::examples

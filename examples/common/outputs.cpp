@@ -36,7 +36,7 @@ std::vector<std::string> earlier_training(const fs::path& folder) {
   return names;
 }
 
-// The picture of an epoch, such as epoch_001.png.
+// Whether it is the picture of an epoch, such as epoch_001.png.
 bool is_picture(std::string_view name) {
   constexpr std::string_view kSuffix = ".png";
   for (const std::string_view prefix : {"epoch_", "confusion_"}) {

@@ -9,7 +9,7 @@ inline constexpr char kHistoryFile[] = "history.csv";
 inline constexpr char kLatestSnapshot[] = "latest.snapshot";
 inline constexpr char kBestSnapshot[] = "best.snapshot";
 
-/// Checks that the output files can be written, so that a run does not fail for that after hours.
+/// Checks that the output files can be written, so that a run does not fail after hours of training.
 /// Errors: std::runtime_error for a path that cannot be written, and for an earlier training in options.output, unless
 /// the run resumes or overwrites it.
 void check_outputs(const TrainingOptions& options);

@@ -20,7 +20,7 @@ struct Column {
 /// Errors: std::invalid_argument for no columns, no samples, or shapes that differ.
 Image draw_picture(const std::vector<Column>& columns);
 
-/// A tensor [3, h, w] or [1, h, w] as an image.
+/// Converts a tensor [3, h, w] or [1, h, w] to an image.
 Image to_image(const at::Tensor& tensor);
 
 }  // namespace gpipe::examples

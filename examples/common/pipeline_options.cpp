@@ -11,10 +11,12 @@
 #include <system_error>
 #include <utility>
 
+#include "absl/strings/str_join.h"
 #include "balance/report.h"
 #include "examples/common/files.h"
 #include "examples/common/flags.h"
 #include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/schedule/schedule_source.h"
 
 namespace gpipe::examples {
 namespace {
@@ -38,9 +40,28 @@ std::string joined(std::string message) {
   return message;
 }
 
+// Checks the options that only together can be wrong.
+void check_schedule(const PipelineOptions& options) {
+  const auto per_worker = std::to_string(options.stages_per_worker);
+  if (options.schedule.starts_with('@') && options.stages_per_worker != 1) {
+    throw CLI::ValidationError("--stages-per-worker",
+                               "must be 1 with a schedule from a file, which places the stages, but is " + per_worker);
+  }
+  if (options.stages % options.stages_per_worker != 0) {
+    throw CLI::ValidationError("--stages-per-worker", "must divide the number of stages, which is " +
+                                                          std::to_string(options.stages) + ", but is " + per_worker);
+  }
+  if (options.balance == kAuto && options.schedule.starts_with('@')) {
+    throw CLI::ValidationError(
+        "--balance",
+        "must not be auto with a schedule from a file, which has one number of micro-batches; give "
+        "by-time, by-size or layers per stage");
+  }
+}
+
 }  // namespace
 
-std::vector<torch::Device> to_devices(const std::string& text, int stages) {
+std::vector<torch::Device> to_devices(const std::string& text, int count, const std::string& unit) {
   std::vector<torch::Device> devices;
   for (const auto& part : CLI::detail::split(text, ',')) {
     try {
@@ -49,11 +70,11 @@ std::vector<torch::Device> to_devices(const std::string& text, int stages) {
       throw CLI::ValidationError("--devices", "must be cpu, cuda or cuda:N, but has '" + part + "'");
     }
   }
-  if (devices.size() == 1) devices.resize(stages, devices.front());
-  if (static_cast<int>(devices.size()) != stages) {
-    throw CLI::ValidationError("--devices", "must be one per stage, or one for all, but there are " +
-                                                std::to_string(devices.size()) + " for " + std::to_string(stages) +
-                                                " stages");
+  if (devices.size() == 1) devices.resize(count, devices.front());
+  if (static_cast<int>(devices.size()) != count) {
+    throw CLI::ValidationError("--devices", "must be one per " + unit + ", or one for all, but there are " +
+                                                std::to_string(devices.size()) + " for " + std::to_string(count) + " " +
+                                                unit + "s");
   }
   return devices;
 }
@@ -64,7 +85,7 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
   app.get_formatter()->column_width(34);
 
   app.add_option("-b,--batch-size", options.batch_size, "images per mini-batch")->transform(whole_number(1, kMaxCount));
-  app.add_option("--stages", options.stages, "number of stages that the model is cut into, one per device")
+  app.add_option("--stages", options.stages, "number of stages that the model is cut into")
       ->transform(whole_number(1, 1024))
       ->group(kPipelineGroup);
   app.add_option(
@@ -99,17 +120,26 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
       }
       options.stages = cuts;
     }
+    check_schedule(options);
+    const int workers = worker_count(options);
     if (app.count("--devices") > 0) {
-      options.devices = to_devices(app["--devices"]->as<std::string>(), options.stages);
+      options.devices =
+          to_devices(app["--devices"]->as<std::string>(), workers, workers == options.stages ? "stage" : "worker");
     }
   });
 }
 
+int worker_count(const PipelineOptions& options) {
+  const auto placement = schedule_source(options.schedule, options.stages, options.stages_per_worker).placement;
+  return *std::max_element(placement.begin(), placement.end()) + 1;
+}
+
 std::vector<torch::Device> place(const PipelineOptions& options) {
   if (!options.devices.empty()) return options.devices;
-  std::vector<torch::Device> devices(options.stages, torch::kCPU);
-  for (int s = 0; torch::cuda::is_available() && s < options.stages; ++s) {
-    devices[s] = torch::Device(torch::kCUDA, static_cast<torch::DeviceIndex>(s % torch::cuda::device_count()));
+  const int workers = worker_count(options);
+  std::vector<torch::Device> devices(workers, torch::kCPU);
+  for (int w = 0; torch::cuda::is_available() && w < workers; ++w) {
+    devices[w] = torch::Device(torch::kCUDA, static_cast<torch::DeviceIndex>(w % torch::cuda::device_count()));
   }
   return devices;
 }
@@ -122,17 +152,25 @@ void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe,
                            [](std::int64_t sum, const torch::Tensor& parameter) { return sum + parameter.numel(); });
   };
   out << "model: " << name << ", " << layers.size() << " layers, " << count(pipe->parameters()) << " parameters\n";
+  const auto& placement = pipe->placement();
+  std::vector<int> one_per_worker(placement.size());
+  std::iota(one_per_worker.begin(), one_per_worker.end(), 0);
   auto layer = layers.begin();
   for (std::size_t s = 0; s < pipe->balance().size(); ++s) {
     std::int64_t parameters = 0;
     for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count((*layer++)->parameters());
-    out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on "
-        << pipe->devices()[s].str();
+    out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on ";
+    if (placement != one_per_worker) out << "worker " << placement[s] << ", ";
+    out << pipe->devices()[placement[s]].str();
     if (prediction) {
-      out << "; predicted: " << seconds_to_text(prediction->stages.at(s)) << " per micro-batch, "
-          << bytes_to_text(prediction->bytes.at(s));
+      out << "; predicted: " << seconds_to_text(prediction->stages.at(s)) << " per micro-batch";
+      if (placement == one_per_worker) out << ", " << bytes_to_text(prediction->bytes.at(s));
     }
     out << "\n";
+  }
+  if (prediction && placement != one_per_worker) {
+    const auto add_bytes = [](std::string* text, std::int64_t bytes) { text->append(bytes_to_text(bytes)); };
+    out << "predicted memory per worker: " << absl::StrJoin(prediction->bytes, ", ", add_bytes) << "\n";
   }
   out << std::flush;
 }
@@ -142,13 +180,11 @@ int run_program(CLI::App& app, int argc, char** argv, const std::function<int()>
   app.failure_message([](const CLI::App*, const CLI::Error& error) { return "error: " + joined(error.what()) + "\n"; });
   try {
     app.parse(argc, argv);
-  } catch (const CLI::ParseError& error) {
-    return app.exit(error);
-  }
-  try {
     const int code = run();
     if (std::cout.flush()) return code;
     std::cerr << "error: cannot write to standard output" << std::endl;
+  } catch (const CLI::ParseError& error) {
+    return app.exit(error);
   } catch (const c10::Error& error) {
     std::cerr << "error: " << error.what_without_backtrace() << std::endl;
   } catch (const std::system_error& error) {

@@ -24,26 +24,35 @@ inline constexpr char kBySize[] = "by-size";  ///< stages that need equal memory
 struct PipelineOptions {
   std::int64_t batch_size = 1;
   int stages = 2;
-  std::string balance = kByTime;     ///< kAuto, kByTime or kBySize; empty: given by `layers`
-  std::vector<std::int64_t> layers;  ///< per stage
+  int stages_per_worker = 1;                         ///< must divide `stages`
+  std::string schedule = GPipeOptions().schedule();  ///< a name, or @FILE, which must leave stages_per_worker at 1
+  std::string balance = kByTime;                     ///< kAuto, kByTime or kBySize; empty: given by `layers`
+  std::vector<std::int64_t> layers;                  ///< per stage
   std::int64_t chunks = 2;
-  std::vector<torch::Device> devices;  ///< one per stage; empty: the GPUs in turn, or the CPU
+  std::vector<torch::Device> devices;  ///< one per worker; empty: the GPUs in turn, or the CPU
 };
 
 inline constexpr char kPipelineGroup[] = "Pipeline";
 
-/// Adds a flag for each option, with the values in `options` as defaults. Parsing throws CLI::ValidationError for flags
-/// that contradict each other. Call it before adding other flags: it also configures what all flags share.
+/// Adds flags for all options except the schedule and stages_per_worker, with the values in `options` as defaults. Call
+/// it before adding other flags, because it also configures what all flags share. Parsing throws CLI::ValidationError for
+/// options that contradict each other, and std::invalid_argument for a schedule from a file that does not fit.
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 
-/// Parses --devices: one device per stage, or one for all. Errors: CLI::ValidationError.
-std::vector<torch::Device> to_devices(const std::string& text, int stages);
+/// Parses --devices: `count` devices, or one for all. Each is for a `unit`: a stage or a worker. Errors:
+/// CLI::ValidationError.
+std::vector<torch::Device> to_devices(const std::string& text, int count, const std::string& unit);
 
-/// One device per stage: those of the options, or the GPUs in turn, or the CPU.
+/// The number of workers that the schedule and stages_per_worker need. Errors: std::invalid_argument for a schedule that
+/// is unknown or does not fit.
+int worker_count(const PipelineOptions& options);
+
+/// One device per worker: those of the options, or the GPUs in turn, or the CPU.
 std::vector<torch::Device> place(const PipelineOptions& options);
 
-/// Prints a line about the model and one per stage: layers, parameters, device; and the predicted time and memory, if
-/// there is a prediction.
+/// Prints a line about the model and one per stage: layers, parameters, device; the worker, unless each stage s is on
+/// worker s; and the predicted time and memory, if there is a prediction. If workers have several stages, their memory is
+/// on a line of its own.
 void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe,
                   const std::optional<Prediction>& prediction = std::nullopt);
 

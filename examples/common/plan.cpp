@@ -29,6 +29,25 @@ int count_cpus(const std::vector<torch::Device>& devices) {
       std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); }));
 }
 
+GPipeOptions pipe_options(const PipelineOptions& options) {
+  return GPipeOptions()
+      .devices(place(options))
+      .schedule(options.schedule)
+      .stages_per_worker(options.stages_per_worker)
+      .chunks(options.chunks);
+}
+
+// A pipeline with the options' stages, of one layer each.
+GPipe stand_in(const PipelineOptions& options) {
+  torch::nn::Sequential layers;
+  for (int stage = 0; stage < options.stages; ++stage) layers->push_back(torch::nn::Identity());
+  return GPipe(layers, std::vector<std::int64_t>(options.stages, 1), pipe_options(options));
+}
+
+int count_micro_batches(std::int64_t images, std::int64_t chunks) {
+  return static_cast<int>(micro_batch_sizes(images, chunks, /*split_size=*/0).size());
+}
+
 torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch::Device device) {
   shape.insert(shape.begin(), count);
   return torch::full(shape, 0.5, device);
@@ -46,28 +65,36 @@ void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& o
     throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but the model has " +
                                 std::to_string(layers) + " layers");
   }
-  const auto pipeline_options = GPipeOptions().devices(place(options)).chunks(options.chunks);
-  if (!options.layers.empty()) {
-    GPipe(model, options.layers, pipeline_options);
-    return;
+  if (!options.layers.empty()) GPipe(model, options.layers, pipe_options(options));
+  stand_in(options)->program(count_micro_batches(options.batch_size, options.chunks));
+}
+
+void check_last_mini_batch(const PipelineOptions& options, std::int64_t training_images) {
+  const auto rest = training_images % options.batch_size;
+  if (rest == 0) return;
+  const int chunks = count_micro_batches(options.batch_size, options.chunks);
+  try {
+    stand_in(options)->program(count_micro_batches(rest, chunks));
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(absl::StrFormat("the last mini-batch of an epoch has %d of %d images: %s", rest,
+                                                options.batch_size, error.what()));
   }
-  torch::nn::Sequential stand_in;
-  for (int stage = 0; stage < options.stages; ++stage) stand_in->push_back(torch::nn::Identity());
-  GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipeline_options);
 }
 
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
-  Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint, .devices = place(options)};
-  const auto device = plan.devices.front();
+  Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint};
+  const auto devices = place(options);
+  const auto device = devices.front();
+  const Scheduling scheduling{.schedule = options.schedule, .stages_per_worker = options.stages_per_worker};
   const Autocast autocast(options.amp, {device});
   Percent percent(out, terminal, "measuring");
-  auto profiling = profile_options(plan.devices)
+  auto profiling = profile_options(devices)
                        .param_scale(4)  // Adam
                        .progress([&](double part) { percent.show(part); });
   if (options.balance == kAuto) {
-    const auto suggestion = suggest(model, images(options.batch_size, image_shape, device), plan.devices,
-                                    SuggestOptions().profile(profiling.seconds(kAutoSeconds)));
+    const auto suggestion = suggest(model, images(options.batch_size, image_shape, device), devices,
+                                    SuggestOptions().scheduling(scheduling).profile(profiling.seconds(kAutoSeconds)));
     const auto& best = suggestion.best();
     plan.candidates = suggestion.candidates;
     plan.profile = suggestion.profile_of(best);
@@ -75,9 +102,11 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
     plan.checkpoint = best.checkpoint;
     plan.balance = best.balance;
     plan.choice = absl::StrFormat("auto: the fastest of %d plans", plan.candidates.size());
-    plan.prediction =
-        predict(plan.profile, plan.balance,
-                {.chunks = best.chunks, .checkpoint = best.checkpoint, .copies = copies_between(plan.devices)});
+    plan.prediction = predict(plan.profile, plan.balance,
+                              {.chunks = best.chunks,
+                               .checkpoint = best.checkpoint,
+                               .copies = copies_between(devices),
+                               .scheduling = scheduling});
     return plan;
   }
   const auto sizes = micro_batch_sizes(options.batch_size, plan.chunks, /*split_size=*/0);
@@ -85,8 +114,10 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
   const auto samples = std::max<std::int64_t>(2, sizes.front());
   plan.profile = profile(model, images(samples, image_shape, device), profiling.seconds(kSeconds));
   plan.chunks = static_cast<std::int64_t>(sizes.size());
-  const RunOptions run{
-      .chunks = static_cast<int>(plan.chunks), .checkpoint = plan.checkpoint, .copies = copies_between(plan.devices)};
+  const RunOptions run{.chunks = static_cast<int>(plan.chunks),
+                       .checkpoint = plan.checkpoint,
+                       .copies = copies_between(devices),
+                       .scheduling = scheduling};
   if (options.balance == kByTime) plan.balance = balance_by_time(plan.profile, options.stages, run);
   if (options.balance == kBySize) plan.balance = balance_by_size(plan.profile, options.stages, run);
   if (options.balance.empty()) plan.balance = options.layers;
@@ -97,11 +128,11 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
 
 GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
                           const std::vector<std::int64_t>& image_shape) {
-  const auto devices = place(options);
   auto balance = options.layers;
   if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
   if (balance.empty()) {
     check_pipeline(model, options);
+    const auto devices = place(options);
     const auto samples = micro_batch_sizes(options.batch_size, options.chunks, /*split_size=*/0).front();
     const auto sample = images(std::max<std::int64_t>(2, samples), image_shape, devices.front());
     const auto of_model = profile(model, sample, profile_options(devices).seconds(kSeconds));
@@ -112,12 +143,11 @@ GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOpti
     }
     balance = best_partition(costs, options.stages);
   }
-  return GPipe(model, balance, GPipeOptions().devices(devices).chunks(options.chunks));
+  return GPipe(model, balance, pipe_options(options));
 }
 
-GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan) {
-  return GPipe(model, plan.balance,
-               GPipeOptions().devices(plan.devices).chunks(plan.chunks).checkpoint(plan.checkpoint));
+GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan, const PipelineOptions& options) {
+  return GPipe(model, plan.balance, pipe_options(options).chunks(plan.chunks).checkpoint(plan.checkpoint));
 }
 
 void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan, bool details) {

@@ -22,26 +22,30 @@ struct Plan {
   std::vector<std::int64_t> balance;
   std::int64_t chunks = 1;
   Checkpoint checkpoint = Checkpoint::kNever;
-  std::vector<torch::Device> devices;  ///< one per stage
   Profile profile;
   std::optional<Prediction> prediction;  ///< none for micro-batches of a single image, which are measured as two
   std::vector<Candidate> candidates;     ///< the plans that --balance auto compared, the best first
   std::string choice;                    ///< how the balance was chosen, such as "by-time"
 };
 
-/// How to measure a model for stages on these devices. Measurements run on the first of them.
+/// How to measure a model for workers on these devices. Measurements run on the first device.
 ProfileOptions profile_options(const std::vector<torch::Device>& devices);
 
-/// Checks devices, stages and layers as a pipeline does, before anything is written or measured.
-/// Errors: std::invalid_argument.
+/// Checks devices, stages, layers and schedule as a pipeline does, before anything is written or measured.
+/// Errors: std::invalid_argument; std::out_of_range for a device that does not exist.
 void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options);
+
+/// Checks that the schedule fits an epoch's last mini-batch, which can have fewer micro-batches.
+/// Errors: std::invalid_argument.
+void check_last_mini_batch(const PipelineOptions& options, std::int64_t training_images);
 
 /// Measures the model for images of that shape, with autocast if the options ask for it, and plans. Shows progress on a
 /// terminal. Keeps the options' chunks and checkpoint mode, unless the balance is "auto".
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out);
 
-GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan);
+/// A pipeline for training, with the plan's balance, chunks and checkpoint mode. The rest is as in the options.
+GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan, const PipelineOptions& options);
 
 /// A pipeline for inference only, with the options' balance and chunks.
 GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,

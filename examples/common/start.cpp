@@ -36,7 +36,7 @@ void check_progress(const Snapshot& snapshot, const std::vector<std::string>& co
 Identity make_identity(Identity own, const TrainingOptions& options) {
   own["--batch-size"] = absl::StrCat(options.batch_size);
   own["--seed"] = absl::StrCat(options.seed);
-  own["--schedule"] = options.schedule;
+  own["--learning-rate-schedule"] = options.learning_rate_schedule;
   own["--epochs"] = absl::StrCat(options.epochs);
   own["--learning-rate"] = to_flag(options.learning_rate);
   own["--clip"] = to_flag(options.clip);

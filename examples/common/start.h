@@ -13,8 +13,8 @@
 
 namespace gpipe::examples {
 
-/// The flags, with their values, that decide the result of a training. A snapshot stores them: a run with other values
-/// cannot continue it.
+/// The flags, with their values, that decide the result of a training. A snapshot stores them. A run with other values
+/// cannot continue it. How the model is run, such as its stages and schedule, is not part of it.
 using Identity = std::map<std::string, std::string>;
 
 /// The program's own flags, and those of every training.

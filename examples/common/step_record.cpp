@@ -44,7 +44,7 @@ void StepRecord::print(std::ostream& out, const std::optional<Prediction>& predi
   }
   if (!bytes_.empty()) {
     const auto add_bytes = [](std::string* text, std::int64_t bytes) { text->append(bytes_to_text(bytes)); };
-    out << "peak memory per stage, without model and optimizer: " << absl::StrJoin(bytes_, ", ", add_bytes);
+    out << "peak memory per worker, without model and optimizer: " << absl::StrJoin(bytes_, ", ", add_bytes);
     if (prediction) out << "; predicted: " << absl::StrJoin(prediction->timeline.peak_bytes(), ", ", add_bytes);
     out << std::endl;
   }

@@ -14,7 +14,7 @@
 
 namespace gpipe::examples {
 
-/// Measures the steps of this process, forward and backward, and traces one of them. The first two steps are not
+/// Measures the steps of this process, forward and backward with the loss, and traces one of them. The first two steps are not
 /// measured, because they warm up memory and caches. Not synchronised.
 class StepRecord {
  public:
@@ -44,7 +44,7 @@ class StepRecord {
 
   bool traced_ = false;
   std::vector<double> seconds_;
-  std::vector<std::int64_t> bytes_;  // per stage, the most of the traced step
+  std::vector<std::int64_t> bytes_;  // per worker, the most of the traced step
 };
 
 }  // namespace gpipe::examples

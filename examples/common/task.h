@@ -29,7 +29,7 @@ struct ScoreName {
   std::string tag;
 };
 
-/// What is learnt: the part of a training program that is its own.
+/// The data, loss and validation of a training program. The rest is the same in all training programs.
 class Task {
  public:
   virtual ~Task() = default;
@@ -37,7 +37,9 @@ class Task {
   virtual std::int64_t training_images() const = 0;
   /// An epoch's mini-batches from number `first` on. They depend on the epoch alone.
   virtual Examples training(int epoch, std::int64_t first) = 0;
-  virtual torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) = 0;
+  /// Returns the loss of a mini-batch, or of one micro-batch: a mean over samples, so that the loss of the mini-batch is
+  /// the mean of its micro-batches' losses, weighted by samples. Called on the last stage's worker thread.
+  virtual torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) const = 0;
 
   /// The scores that validate() returns. The epoch with the highest first score is the best.
   virtual std::vector<ScoreName> scores() const = 0;

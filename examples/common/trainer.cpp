@@ -29,6 +29,8 @@ Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, Identity ident
       prediction_(std::move(prediction)),
       out_(out),
       terminal_(terminal),
+      loss_(tensor_loss(
+          [&task](const torch::Tensor& output, const torch::Tensor& target) { return task.loss(output, target); })),
       optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options_.learning_rate)),
       scores_(task.scores()),
       columns_(history_columns(scores_)),
@@ -41,8 +43,9 @@ int Trainer::run() {
   open_files();
 
   out_ << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size << " as "
-       << options_.chunks << " micro-batches, checkpoint " << to_string(options_.checkpoint) << ", learning rate "
-       << options_.learning_rate << " (" << options_.schedule << ")" << std::endl;
+       << options_.chunks << " micro-batches, schedule " << options_.schedule << ", checkpoint "
+       << to_string(options_.checkpoint) << ", learning rate " << options_.learning_rate << " ("
+       << options_.learning_rate_schedule << ")" << std::endl;
   const Interrupt interrupt;
   while (epoch_ < options_.epochs && interrupt.signal() == 0) {
     const bool whole = train(epoch_ + 1, interrupt);
@@ -68,7 +71,7 @@ void Trainer::resume(const Snapshot& snapshot) {
   history_ = snapshot.history;
   loss_sum_ = history_.at("loss_sum").front();
   const auto epochs = snapshot.options.find("--epochs");
-  if (options_.schedule != "cosine" || epochs == snapshot.options.end()) return;
+  if (options_.learning_rate_schedule != "cosine" || epochs == snapshot.options.end()) return;
   if (const auto now = absl::StrCat(options_.epochs); epochs->second != now) {
     out_ << "note: the learning rate now falls towards 0 after epoch " << now
          << "; the snapshot was made with --epochs " << epochs->second << "\n";
@@ -114,10 +117,8 @@ void Trainer::step(const Example& example) {
   torch::Tensor loss;
   {
     const Autocast autocast(options_.amp, pipe_->devices());
-    const auto output = pipe_->forward(example.input);
-    loss = task_.loss(output, example.target.to(output.device()));
+    loss = pipe_->step(example.input, example.target, loss_).loss;
   }
-  loss.backward();
   if (loss.is_cuda()) torch::cuda::synchronize();
   record_.end();
   if (options_.clip > 0) clip_gradients();
@@ -129,8 +130,8 @@ void Trainer::step(const Example& example) {
   ++batch_;
 }
 
-// Batch norm in training mode refuses a single value per channel. An epoch's last mini-batch can lead to that, so this
-// is tried before anything is written.
+// Batch norm in training mode refuses a single value per channel, which the last mini-batch of an epoch can have. So the
+// model runs one image before anything is written.
 void Trainer::check_smallest_micro_batch() {
   const auto rest = task_.training_images() % options_.batch_size;
   const auto smallest = [&](std::int64_t batch) { return micro_batch_sizes(batch, options_.chunks, 0).back(); };
@@ -187,7 +188,7 @@ void Trainer::finish(int epoch) {
   seen_ = 0;
   loss_sum_ = 0;
 
-  // latest.snapshot is written last: a run that is killed before it repeats the epoch and all that the epoch writes.
+  // latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
   history_file_->add(values);
   const auto& best = history_.at(columns_[2]);
   const bool is_best = std::all_of(best.begin(), best.end() - 1, [&](double score) { return best.back() > score; });
@@ -202,7 +203,8 @@ void Trainer::finish(int epoch) {
 }
 
 void Trainer::set_learning_rate(int epoch) {
-  const double factor = learning_rate_factor(options_.schedule, epoch, options_.epochs, history_[columns_[2]]);
+  const double factor =
+      learning_rate_factor(options_.learning_rate_schedule, epoch, options_.epochs, history_[columns_[2]]);
   for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
 }
 

@@ -19,13 +19,15 @@
 #include "examples/common/tensorboard.h"
 #include "examples/common/training_options.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/loss.h"
 #include "gpipe/snapshot/snapshot.h"
 
 namespace gpipe::examples {
 
-/// Trains a pipeline on a task. Writes into options.output: history.csv, a TensorBoard event file, latest.snapshot and
+/// Trains a pipeline on a task by GPipe::step(). Writes into options.output: history.csv, a TensorBoard event file, latest.snapshot and
 /// best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and returns. A
-/// resumed run ends with the weights of an uninterrupted one, bit for bit if the micro-batches are the same.
+/// resumed run ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the
+/// schedule sums their gradients are the same.
 class Trainer {
  public:
   /// `start` is the snapshot to resume; the pipeline has its weights already. `prediction` of a step is compared with
@@ -63,6 +65,7 @@ class Trainer {
   const std::optional<Prediction> prediction_;
   std::ostream& out_;
   const bool terminal_;
+  const LossFunction loss_;
   torch::optim::Adam optimizer_;
   const std::vector<ScoreName> scores_;
   const std::vector<std::string> columns_;

@@ -1,12 +1,35 @@
 #include "examples/common/training_options.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <limits>
 #include <string>
 
+#include "absl/strings/str_join.h"
 #include "examples/common/flags.h"
+#include "gpipe/schedule/schedules.h"
 
 namespace gpipe::examples {
+namespace {
+
+std::string schedule_names() {
+  return absl::StrJoin(schedule_rules(), ", ",
+                       [](std::string* out, const ScheduleRule& rule) { out->append(rule.name); });
+}
+
+// The name of a schedule, or @FILE.
+CLI::Validator schedule_text() {
+  return {[](std::string& text) -> std::string {
+            const auto rules = schedule_rules();
+            const bool known =
+                std::any_of(rules.begin(), rules.end(), [&](const auto& rule) { return rule.name == text; });
+            if (known || text.starts_with('@')) return "";
+            return "must be @FILE or one of " + schedule_names() + ", but is '" + text + "'";
+          },
+          ""};
+}
+
+}  // namespace
 
 void add_training_options(CLI::App& app, TrainingOptions& options) {
   add_pipeline_options(app, options);
@@ -15,7 +38,7 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_option("-e,--epochs", options.epochs, "passes over the training images")->transform(whole_number(1, 1000000));
   app.add_option("-l,--learning-rate", options.learning_rate, "learning rate of Adam at the start")
       ->transform(positive_number());
-  app.add_option("--schedule", options.schedule,
+  app.add_option("--learning-rate-schedule", options.learning_rate_schedule,
                  "learning rate by epoch: cosine falls towards 0 after the last epoch; plateau divides by 10 whenever "
                  "the validation score has not risen for 5 epochs")
       ->check(CLI::IsMember({"cosine", "plateau"}));
@@ -32,6 +55,15 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
       ->transform(path_name())
       ->always_capture_default(false);
 
+  app.add_option("--schedule", options.schedule,
+                 "order of forwards and backwards on each worker: " + schedule_names() +
+                     "; or @FILE, with one line of actions per worker (see gpipe-schedule)")
+      ->transform(schedule_text())
+      ->group(kPipelineGroup);
+  app.add_option("--stages-per-worker", options.stages_per_worker,
+                 "number of stages on each worker; with p workers, stage s is on worker s mod p, and --devices has p")
+      ->transform(whole_number(1, 1024))
+      ->group(kPipelineGroup);
   app.add_option_function<std::string>(
          "--checkpoint", [&options](const std::string& mode) { options.checkpoint = checkpoints().at(mode); },
          "which micro-batches recompute their activations instead of storing them: never, except_last, always")

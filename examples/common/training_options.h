@@ -16,9 +16,9 @@ struct TrainingOptions : PipelineOptions {
   bool overwrite = false;  ///< replace an earlier training in `output`
   int epochs = 1;
   double learning_rate = 1e-3;
-  std::string schedule = "cosine";  ///< or "plateau"
-  double clip = 0;                  ///< largest norm of the gradient; 0: no limit
-  bool amp = false;                 ///< autocast in bfloat16
+  std::string learning_rate_schedule = "cosine";  ///< or "plateau"
+  double clip = 0;                                ///< largest norm of the gradient; 0: no limit
+  bool amp = false;                               ///< autocast in bfloat16
   std::uint64_t seed = 0;
   std::filesystem::path resume;  ///< a snapshot to continue from; empty: none
   std::filesystem::path load;    ///< a snapshot to take the weights from; empty: none

@@ -25,7 +25,8 @@ std::vector<torch::Device> Options::place() const {
         absl::StrFormat("--stages-per-worker: %d does not divide --stages (%d)", stages_per_worker, stages));
   }
   const int workers = stages / stages_per_worker;
-  return devices.empty() ? examples::place({.stages = workers}) : to_devices(devices, workers);
+  return devices.empty() ? examples::place({.stages = workers})
+                         : to_devices(devices, workers, workers == stages ? "stage" : "worker");
 }
 
 RunOptions Options::run(int chunks, Checkpoint mode) const {

@@ -49,7 +49,7 @@ Examples ClassificationTask::training(int epoch, std::int64_t first) {
   };
 }
 
-torch::Tensor ClassificationTask::loss(const torch::Tensor& logits, const torch::Tensor& labels) {
+torch::Tensor ClassificationTask::loss(const torch::Tensor& logits, const torch::Tensor& labels) const {
   return torch::nn::functional::cross_entropy(logits.to(torch::kFloat), labels);
 }
 

@@ -20,7 +20,7 @@ class ClassificationTask : public Task {
 
   std::int64_t training_images() const override { return training_.input.size(0); }
   Examples training(int epoch, std::int64_t first) override;
-  torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) override;
+  torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override;
   std::vector<ScoreName> scores() const override { return classification_scores(); }
   std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
                                std::vector<std::filesystem::path>& files) override;

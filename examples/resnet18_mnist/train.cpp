@@ -66,10 +66,11 @@ int train(Options options) {
             << to_string(training.size) << "\n";
   identity["images"] = absl::StrCat(training.count());
   if (start) check_identity(identity, *start, options.resume);
+  check_last_mini_batch(options, static_cast<std::int64_t>(training.count()));
 
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto plan = make_plan(model, options, {1, training.size.height, training.size.width}, terminal, std::cout);
-  auto pipe = make_pipe(model, plan);
+  auto pipe = make_pipe(model, plan, options);
   print_plan(std::cout, "ResNet-18", pipe, plan, options.profile);
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;

@@ -157,7 +157,7 @@ int main(int argc, char** argv) {
   app.add_flag_callback(
       "--quick", [&] { study::make_quick(options); },
       "images of 40 pixels, 2 runs of 1 mini-batch; takes four minutes");
-  app.add_option("-o,--output", options.output, "directory for runs.csv and hardware.txt")->transform(path_name());
+  app.add_option("-o,--output", options.output, "folder for runs.csv and hardware.txt")->transform(path_name());
   app.add_flag("--overwrite", options.overwrite,
                "replace the runs.csv of an earlier study; an error without this flag");
   app.add_option("--devices", options.devices, "two devices, e.g. cuda:0,cuda:1")->delimiter(',')->expected(2);

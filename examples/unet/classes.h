@@ -23,7 +23,7 @@ Image read_labels(const std::filesystem::path& path, int classes);
 /// Resized to `wanted` by the nearest pixel.
 Image read_labels(const std::filesystem::path& path, int classes, Size wanted);
 
-/// The inverse: an image with one channel of 0 and 255 for two classes, otherwise with three channels.
+/// The inverse of read_labels(): an image with one channel of 0 and 255 for two classes, otherwise with three channels.
 Image paint_labels(const Image& labels, int classes);
 
 }  // namespace gpipe::examples::unet

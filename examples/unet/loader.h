@@ -41,7 +41,7 @@ struct LoaderOptions {
 /// All samples are resized to one size: images by resize_bilinear(), masks by resize_nearest(). Other aspect ratios are
 /// stretched. A sample without a mask gets a mask of zeros.
 ///
-/// Threads: call next() from one thread at a time. The destructor can run at any time; it waits only for the files that
+/// Thread safety: call next() from one thread at a time. The destructor can run at any time; it waits only for the files that
 /// are being decoded.
 class Loader {
  public:

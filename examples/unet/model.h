@@ -20,9 +20,9 @@ struct ModelOptions {
 /// Adds a flag for each option.
 void add_model_options(CLI::App& app, ModelOptions& options);
 
-/// The options as flags with their values.
+/// Returns the options as flags with their values.
 std::map<std::string, std::string> to_flags(const ModelOptions& options);
-/// The inverse. Errors: std::invalid_argument for a flag that is missing or has an invalid value.
+/// The inverse of to_flags(). Errors: std::invalid_argument for a flag that is missing or has an invalid value.
 ModelOptions from_flags(const std::map<std::string, std::string>& flags);
 
 torch::nn::Sequential make_model(const ModelOptions& options);

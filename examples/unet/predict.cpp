@@ -70,7 +70,7 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
   return images;
 }
 
-// Two images of the same name would have the same mask. An output must not replace an image.
+// Refuses images of the same name, because their masks would be the same file, and an output folder that holds an image.
 void check_names(const std::vector<fs::path>& images, const fs::path& output) {
   std::map<std::string, fs::path> by_name;
   for (const auto& image : images) {

@@ -16,7 +16,8 @@ inline std::int64_t output_channels(int classes) { return classes == 2 ? 1 : cla
 
 /// Cross-entropy plus 1 - Dice. Dice is the overlap of the probabilities with the labels (Milletari et al.,
 /// arXiv:1606.04797, without the squares), as the mean over images and all classes except 0. Each count is one pixel
-/// higher, so that a class that is absent can have a Dice of 1.
+/// higher, so that an absent class can have a Dice of 1. Both parts are means over images of equal size, so the loss of a
+/// mini-batch is the mean of its micro-batches' losses, weighted by images.
 torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& labels);
 
 torch::Tensor to_probabilities(const torch::Tensor& logits);

@@ -40,7 +40,7 @@ Examples SegmentationTask::training(int epoch, std::int64_t first) {
   };
 }
 
-torch::Tensor SegmentationTask::loss(const torch::Tensor& logits, const torch::Tensor& masks) {
+torch::Tensor SegmentationTask::loss(const torch::Tensor& logits, const torch::Tensor& masks) const {
   return segmentation_loss(logits, masks);
 }
 

@@ -21,7 +21,7 @@ class SegmentationTask : public Task {
 
   std::int64_t training_images() const override { return static_cast<std::int64_t>(split_.training.size()); }
   Examples training(int epoch, std::int64_t first) override;
-  torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& masks) override;
+  torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& masks) const override;
   std::vector<ScoreName> scores() const override { return segmentation_scores(loading_.classes); }
   std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
                                std::vector<std::filesystem::path>& files) override;

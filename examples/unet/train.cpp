@@ -87,12 +87,13 @@ int train(Options options) {
   const auto size = scaled(image_size(split.training.front().image), options.scale);
   identity["images"] = absl::StrCat(split.training.size());
   if (start) check_identity(identity, *start, options.resume);
+  check_last_mini_batch(options, static_cast<std::int64_t>(split.training.size()));
   std::cout << "data: " << split.training.size() << " images to train, " << split.validation.size()
             << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
 
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto plan = make_plan(model, options, {3, size.height, size.width}, terminal, std::cout);
-  auto pipe = make_pipe(model, plan);
+  auto pipe = make_pipe(model, plan, options);
   print_plan(std::cout, "U-Net", pipe, plan, options.profile);
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;

@@ -10,6 +10,7 @@
 #   written NAME               checks that all files listed in NAME.log exist
 #   column NAME LIST           prints columns of NAME/history.csv, such as 2 or 1-5, without their names
 #   near A B TOLERANCE         compares two columns of numbers, one per line
+#   equal_weights A B          compares the final weights of two runs, if `python` names a Python with torch
 set -euo pipefail
 export OMP_NUM_THREADS=1 # the same number of threads at any number of stages, so that sums are the same
 program=$1
@@ -19,6 +20,7 @@ rm -rf "$work"
 mkdir -p "$work"
 cd "$work"
 common=()
+python=
 
 fail() {
   echo "FAILED: $*" >&2
@@ -69,9 +71,19 @@ near() {
     awk -v tolerance="$3" 'NF != 2 {exit 1} {d = $1 - $2; if (d > tolerance || -d > tolerance) exit 1}'
 }
 
+equal_weights() {
+  [[ -z $python ]] || "$python" - "$@" <<'END' || fail "other weights: $*"
+import sys, torch
+a, b = (torch.load(f"{run}/latest.snapshot", weights_only=True)["model"] for run in sys.argv[1:])
+assert a.keys() == b.keys() and len(a) > 20
+for key in a:
+    assert torch.equal(a[key], b[key]), key
+END
+}
+
 # What every training program refuses. $1: its data, $2: the number of its layers.
 refuse_training_flags() {
-  local data=$1 layers=$2
+  local data=$1 layers=$2 flag value
   refuse no-data 'no-such-folder' --data no-such-folder
   refuse cut 'sums to 3' --data "$data" --balance 1,2
   refuse cut-zero "--balance must be auto, by-time, by-size or layers per stage such as 20,35, but has '0'" --balance 0,23
@@ -85,10 +97,19 @@ refuse_training_flags() {
   refuse trace-folder 'cannot write .: Is a directory' --data "$data" --trace .
   refuse trace-unwritable '/proc/trace' --data "$data" --trace /proc/trace/1.json
   refuse mode '--checkpoint' --data "$data" --checkpoint sometimes
-  refuse schedule '--schedule' --data "$data" --schedule never
+  refuse rate-schedule '--learning-rate-schedule' --data "$data" --learning-rate-schedule never
+  refuse schedule "--schedule must be @FILE or one of gpipe, " --data "$data" --schedule never
+  grep -qF ", but is 'never'" schedule.err || fail "the unknown schedule is not printed"
+  refuse schedule-file "cannot read the schedule 'no-such-file'" --data "$data" --schedule @no-such-file
+  refuse schedule-misfit "schedule '1f1b' needs stage s on worker s, one stage per worker" \
+    --data "$data" --schedule 1f1b --stages 4 --stages-per-worker 2
+  refuse stages-per-worker '--stages-per-worker must divide the number of stages, which is 3, but is 2' \
+    --data "$data" --stages 3 --stages-per-worker 2
+  refuse worker-devices '--devices must be one per worker, or one for all, but there are 4 for 2 workers' \
+    --data "$data" --stages 4 --stages-per-worker 2 --devices cpu,cpu,cpu,cpu
+  refuse auto-file '--balance must not be auto with a schedule from a file' --data "$data" --balance auto --schedule @lists
   refuse trace-long 'too long' --data "$data" --trace "$(printf '%0300d' 0)"
-  local flag value
-  for flag in --epochs --batch-size --chunks --stages; do
+  for flag in --epochs --batch-size --chunks --stages --stages-per-worker; do
     for value in 0 -1; do refuse_value $flag $value 'at least 1'; done
     refuse_value $flag "'1e3'" 'a whole number'
   done
@@ -151,13 +172,13 @@ check_training_flags() {
   try loaded "$@" -f "$base/latest.snapshot" -e 1
   ! near "$(column loaded 2)" "$first" 1e-3 || fail "--load has no effect"
   # Unlike a cosine, this rate does not depend on the number of epochs.
-  try whole "$@" --schedule plateau
-  run part "$@" --schedule plateau -e 1
-  try resumed "$@" --schedule plateau --resume part/latest.snapshot
+  try whole "$@" --learning-rate-schedule plateau
+  run part "$@" --learning-rate-schedule plateau -e 1
+  try resumed "$@" --learning-rate-schedule plateau --resume part/latest.snapshot
   rm part/*.snapshot
   diff <(column resumed "1-$rate_column") <(column whole "1-$rate_column") || fail "--resume goes another way"
   # The rate is so low that only the statistics of batch norm change, and soon not even those.
-  try flat "$@" --schedule plateau -l 1e-9 -e "$plateau_epochs"
+  try flat "$@" --learning-rate-schedule plateau -l 1e-9 -e "$plateau_epochs"
   paste <(column flat 3) <(column flat "$rate_column") | awk '
     BEGIN {rate = 1e-9; best = -1}
     {
@@ -166,7 +187,7 @@ check_training_flags() {
       if ($1 > best) best = $1
       if (waited == 5) {rate /= 10; waited = 0; ++drops}
     }
-    END {if (drops < 1) exit 1}' || fail "--schedule plateau does not follow the score"
+    END {if (drops < 1) exit 1}' || fail "--learning-rate-schedule plateau does not follow the score"
 }
 
 # An earlier training, the run $1, is only overwritten with --overwrite. The other arguments are flags that all runs need.

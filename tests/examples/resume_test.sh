@@ -8,17 +8,6 @@ python=${1:-}
 common=(--samples 32 --validation 12.5 --epochs 40 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 1 --augment)
 run whole
 
-# equal A B: compares the final weights of two runs.
-equal() {
-  [[ -z $python ]] || "$python" - "$@" <<'END' || fail "other weights: $*"
-import sys, torch
-a, b = (torch.load(f"{run}/latest.snapshot", weights_only=True)["model"] for run in sys.argv[1:])
-assert a.keys() == b.keys() and len(a) > 20
-for key in a:
-    assert torch.equal(a[key], b[key]), key
-END
-}
-
 for signal in TERM INT; do
   rm -rf halves
   # A background job of a script starts with SIGINT ignored; `trap - INT` undoes that.
@@ -37,13 +26,13 @@ for signal in TERM INT; do
   run halves --stages 3 --chunks 3 --checkpoint always --resume halves/latest.snapshot
   [[ $(wc -l <halves/history.csv) == 41 ]] || fail "the history has holes"
   diff <(cut -d, -f1-5 whole/history.csv) <(cut -d, -f1-5 halves/history.csv) || fail "other losses or scores"
-  equal whole halves
+  equal_weights whole halves
 done
 
 # More epochs than the first run had.
-run five --schedule plateau --epochs 5
-run three --schedule plateau --epochs 3
-run three --schedule plateau --epochs 5 --resume three/latest.snapshot
+run five --learning-rate-schedule plateau --epochs 5
+run three --learning-rate-schedule plateau --epochs 3
+run three --learning-rate-schedule plateau --epochs 5 --resume three/latest.snapshot
 diff <(column three 1-5) <(column five 1-5) || fail "further epochs have other losses or scores"
-equal three five
+equal_weights three five
 echo "all passed"

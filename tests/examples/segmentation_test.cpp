@@ -5,12 +5,15 @@
 #include <torch/nn/functional/loss.h>
 #include <torch/utils.h>
 
+#include <algorithm>
+
 #include "examples/unet/carvana.h"
 #include "examples/unet/classes.h"
 #include "examples/unet/model.h"
 #include "examples/unet/overlay.h"
 #include "examples/unet/scene.h"
 #include "examples/unet/synthetic.h"
+#include "gpipe/loss.h"
 #include "tests/examples/fixtures.h"
 
 namespace gpipe::examples::unet {
@@ -135,6 +138,17 @@ TEST(SegmentationLossTest, TwoClassesEqualASoftmaxOfTwoLogits) {
   EXPECT_NEAR(segmentation_loss(logit, labels).item<double>(), segmentation_loss(both, labels).item<double>(), 1e-5);
   EXPECT_TRUE(torch::allclose(to_probabilities(logit), to_probabilities(both), 1e-5, 1e-6));
   EXPECT_TRUE(torch::equal(to_labels(to_probabilities(logit)), (logit > 0).to(torch::kByte)));
+}
+
+// GPipe::step() computes the loss per micro-batch.
+TEST(SegmentationLossTest, LossDecomposesOverUnequalMicroBatches) {
+  torch::manual_seed(3);
+  for (const int channels : {1, 4}) {
+    const auto logits = torch::randn({7, channels, 5, 6});
+    const auto labels = torch::randint(std::max(2, channels), {7, 1, 5, 6}).to(torch::kByte);
+    const auto check = check_loss(tensor_loss(segmentation_loss), logits, labels, /*chunks=*/3);
+    EXPECT_NEAR(check.from_micro_batches, check.whole, 1e-6);
+  }
 }
 
 TEST(SegmentationTest, PaintsClassesInTheirColours) {

@@ -27,7 +27,7 @@ grep -q '^plan: balance [0-9]*,[0-9]* (by-time), 2 micro-batches, checkpoint exc
 grep -q '^stage 1: .*; predicted: .*s per micro-batch, .*iB$' stages2.log || fail "no prediction per stage"
 grep -q '^predicted step: .*, bubble ' stages2.log || fail "no prediction"
 grep -q '^measured step, forward and backward: .*; predicted: ' stages2.log || fail "no comparison of times"
-grep -q '^peak memory per stage, .*iB, .*iB; predicted: .*iB, .*iB$' stages2.log || fail "no comparison of bytes"
+grep -q '^peak memory per worker, .*iB, .*iB; predicted: .*iB, .*iB$' stages2.log || fail "no comparison of bytes"
 try profile "${tiny[@]}" --epochs 1 --profile
 grep -q '^22 *head ' profile.log || fail "--profile prints no profile"
 for how in by-size auto; do

@@ -72,7 +72,7 @@ def test_unet_writes_the_files_that_it_lists(tmp_path, capsys):
 
 
 def test_unet_trains_as_in_cpp(data, tmp_path, capsys):
-    flags = [*UNET_CUT, "--data", data, "--augment", "--clip", "1", "--schedule", "plateau", "-l", "0.0001"]
+    flags = [*UNET_CUT, "--data", data, "--augment", "--clip", "1", "--learning-rate-schedule", "plateau", "-l", "0.0001"]
     cpp, python = tmp_path / "cpp", tmp_path / "python"
     programs.run("unet/unet_train", *flags, "--epochs", "1", "--output", cpp)
     assert run(unet_train, *flags, "--epochs", "1", "--output", python) == 0
@@ -186,7 +186,7 @@ def test_overwrite_removes_the_outputs_of_the_earlier_training_alone(data, tmp_p
 
 
 def test_unet_keeps_an_earlier_training(data, tmp_path, capsys):
-    flags = [*UNET_CUT, "--data", data, "--schedule", "plateau", "--output", tmp_path]
+    flags = [*UNET_CUT, "--data", data, "--learning-rate-schedule", "plateau", "--output", tmp_path]
     assert run(unet_train, *flags, "--epochs", "2") == 0
 
     def contents():

@@ -10,9 +10,9 @@ _PLATEAU_FACTOR = 0.1
 
 
 def factor(schedule: str, epoch: int, epochs: int, scores: Sequence[float]) -> float:
-    """What to multiply the learning rate with in an epoch, counted from 1, given the scores of the epochs before. It
-    depends on nothing else, so a snapshot does not need to save a schedule's state. `schedule` is "cosine" or
-    "plateau"."""
+    """Returns the factor of the learning rate in an epoch, counted from 1. `scores` are those of the epochs before it.
+    `schedule` is "cosine" or "plateau". The factor depends on nothing else, so a snapshot need not store a schedule's
+    state."""
     if schedule == "plateau":
         return _PLATEAU_FACTOR ** _plateaus(scores)
     return (1 + math.cos(math.pi * (epoch - 1) / epochs)) / 2

@@ -50,7 +50,7 @@ def add_training_options(parser: Parser, **defaults: Any) -> None:
     add("-e", "--epochs", type=integer(1, 1_000_000), metavar="N", help=f"passes over the training images {default}")
     add("-l", "--learning-rate", type=positive, metavar="X", help=f"learning rate of Adam at the start {default}")
     add(
-        "--schedule",
+        "--learning-rate-schedule",
         choices=("cosine", "plateau"),
         default="cosine",
         help="learning rate by epoch: cosine falls towards 0 after the last epoch; plateau divides by 10 whenever the "

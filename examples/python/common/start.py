@@ -20,7 +20,7 @@ def make_identity(own: dict[str, str], options: Namespace) -> dict[str, str]:
     return own | {
         "--batch-size": str(options.batch_size),
         "--seed": str(options.seed),
-        "--schedule": options.schedule,
+        "--learning-rate-schedule": options.learning_rate_schedule,
         "--epochs": str(options.epochs),
         "--learning-rate": to_flag(options.learning_rate),
         "--clip": to_flag(options.clip),

@@ -29,7 +29,7 @@ class StepRecord:
         self._count = 0
         self._traced = False
         self._seconds: list[float] = []
-        self._bytes: list[int] = []  # per stage, the most of the traced step
+        self._bytes: list[int] = []  # per worker, the most of the traced step
 
     @contextmanager
     def step(self, pipe: gpipe.GPipe, whole: bool, last: bool) -> Iterator[None]:
@@ -66,4 +66,4 @@ class StepRecord:
             predicted = ""
             if prediction:
                 predicted = f"; predicted: {', '.join(map(bytes_to_text, prediction.timeline.peak_bytes()))}"
-            print(f"peak memory per stage, without model and optimizer: {used}{predicted}", flush=True)
+            print(f"peak memory per worker, without model and optimizer: {used}{predicted}", flush=True)

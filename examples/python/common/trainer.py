@@ -74,7 +74,7 @@ class Trainer:
         print(
             f"training: {self.options.epochs - self.epoch} epochs, mini-batches of {self.options.batch_size} as "
             f"{self.pipe.chunks} micro-batches, checkpoint {self.pipe.checkpoint}, learning rate "
-            f"{self.options.learning_rate:g} ({self.options.schedule})",
+            f"{self.options.learning_rate:g} ({self.options.learning_rate_schedule})",
             flush=True,
         )
         with Interrupt() as interrupt:
@@ -101,7 +101,7 @@ class Trainer:
         self.history = dict(saved.history)
         (self.loss_sum,) = self.history.pop("loss_sum")
         epochs = saved.options.get("--epochs")
-        if self.options.schedule == "cosine" and epochs not in (None, str(self.options.epochs)):
+        if self.options.learning_rate_schedule == "cosine" and epochs not in (None, str(self.options.epochs)):
             print(
                 f"note: the learning rate now falls towards 0 after epoch {self.options.epochs}; the snapshot was made "
                 f"with --epochs {epochs}"
@@ -120,7 +120,7 @@ class Trainer:
         self.pipe.train()
         scores = self.history[self.columns[2]]
         rate = self.options.learning_rate * learning_rate.factor(
-            self.options.schedule, epoch, self.options.epochs, scores
+            self.options.learning_rate_schedule, epoch, self.options.epochs, scores
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -195,7 +195,7 @@ class Trainer:
         self.events.flush()
         self.epoch, self.batch, self.seen, self.loss_sum = epoch, 0, 0, 0.0
 
-        # latest.snapshot is written last: a run that is killed before it repeats the epoch and all that the epoch writes.
+        # latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
         self.history_file.add(row)
         *before, score = self.history[self.columns[2]]
         if all(score > other for other in before):
