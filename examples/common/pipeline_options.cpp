@@ -99,7 +99,7 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
       ->transform(whole_number(1, kMaxCount))
       ->group(kPipelineGroup);
   app.add_option("--devices",
-                 "one per stage, such as cuda:0,cuda:1, or one for all; by default the GPUs in turn, or the CPU")
+                 "one per worker, such as cuda:0,cuda:1, or one for all; by default the GPUs in turn, or the CPU")
       ->type_name("LIST")
       ->group(kPipelineGroup);
   app.add_flag_callback(

@@ -1,6 +1,7 @@
 #include "examples/gpipe_balance/options.h"
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -13,6 +14,7 @@
 #include "examples/gpipe_balance/model.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"
 
 namespace gpipe::examples::balance {
@@ -20,13 +22,15 @@ namespace gpipe::examples::balance {
 std::vector<std::int64_t> Options::sizes(int chunks) const { return micro_batch_sizes(batch_size, chunks, 0); }
 
 std::vector<torch::Device> Options::place() const {
-  if (stages % stages_per_worker != 0) {
-    throw CLI::ValidationError(
-        absl::StrFormat("--stages-per-worker: %d does not divide --stages (%d)", stages_per_worker, stages));
-  }
-  const int workers = stages / stages_per_worker;
+  const auto placement = scheduling().placement;
+  const int workers = *std::max_element(placement.begin(), placement.end()) + 1;
   return devices.empty() ? examples::place({.stages = workers})
                          : to_devices(devices, workers, workers == stages ? "stage" : "worker");
+}
+
+Scheduling Options::scheduling() const {
+  const auto& name = schedule.empty() ? kFillAndDrain : schedule;
+  return {.schedule = schedule, .placement = schedule_source(name, stages, stages_per_worker).placement};
 }
 
 RunOptions Options::run(int chunks, Checkpoint mode) const {

@@ -41,7 +41,8 @@ struct Options {
   std::vector<std::int64_t> sizes(int chunks) const;
   /// One device per worker.
   std::vector<torch::Device> place() const;
-  Scheduling scheduling() const { return {schedule, stages_per_worker}; }
+  /// With the placement. Errors: std::invalid_argument for a schedule or a number of stages that does not fit.
+  Scheduling scheduling() const;
   RunOptions run(int chunks, Checkpoint mode) const;
   ProfileOptions profiling() const;
 };

@@ -51,7 +51,8 @@ std::string code_of_schedule(const Candidate& candidate) {
   std::string code;
   if (!candidate.schedule.empty()) absl::StrAppend(&code, ".schedule(\"", candidate.schedule, "\")");
   const auto stages_per_worker = candidate.placement.size() / candidate.bytes.size();
-  if (stages_per_worker > 1) absl::StrAppend(&code, ".stages_per_worker(", stages_per_worker, ")");
+  if (stages_per_worker > 1 && !candidate.schedule.starts_with('@'))
+    absl::StrAppend(&code, ".stages_per_worker(", stages_per_worker, ")");
   return code.empty() ? "" : "\n                      " + code;
 }
 

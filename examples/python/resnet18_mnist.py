@@ -16,7 +16,7 @@ import torch
 import gpipe
 from common.options import add_training_options, integer, make_parser, parse, run_program
 from common.outputs import check_outputs
-from common.plan import check_pipeline, make_pipe, make_plan, print_plan
+from common.plan import check_last_mini_batch, check_pipeline, make_pipe, make_plan, print_plan
 from common.start import check_identity, make_identity, read_start, restore_start
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
@@ -78,6 +78,7 @@ def train(options: argparse.Namespace) -> int:
     identity["images"] = str(len(training[0]))
     if start:
         check_identity(identity, start, options.resume)
+    check_last_mini_batch(options, len(training[0]))
     print(f"data: {len(training[0])} images to train, {len(test[0])} to test, {width}x{height}")
 
     plan = make_plan(model, options, (1, height, width))

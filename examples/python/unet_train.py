@@ -26,7 +26,7 @@ from common.options import (
     to_flag,
 )
 from common.outputs import check_outputs
-from common.plan import check_pipeline, make_pipe, make_plan, print_plan
+from common.plan import check_last_mini_batch, check_pipeline, make_pipe, make_plan, print_plan
 from common.start import check_identity, make_identity, read_start, restore_start
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
@@ -128,6 +128,7 @@ def train(options: argparse.Namespace) -> int:
     identity["images"] = str(len(training))
     if start:
         check_identity(identity, start, options.resume)
+    check_last_mini_batch(options, len(training))
     print(
         f"data: {len(training)} images to train, {len(validation)} to validate, at {width}x{height}, "
         f"{options.classes} classes"

@@ -2,7 +2,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'Timeline', 'arrange_workers', 'begin_layer', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'Timeline', 'arrange_workers', 'begin_layer', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -226,7 +226,7 @@ class Prediction:
     @property
     def bytes(self) -> list[int]:
         """
-        Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.
+        Peak bytes per worker, of parameters, gradients, optimizer state, buffers and activations.
         """
     @property
     def placement(self) -> list[int]:
@@ -295,7 +295,7 @@ class Candidate:
     @property
     def seconds(self) -> float:
         """
-        Seconds per step: forward and backward of a mini-batch.
+        Seconds per step, the forward and backward of a mini-batch.
         """
 class Suggestion:
     """
@@ -381,6 +381,10 @@ def is_recomputing() -> bool:
     """
     Returns whether the calling layer's forward is a recompute, which precedes the cell's backward.
     """
+def place_stages(schedule: str, stages: typing.SupportsInt, stages_per_worker: typing.SupportsInt, placement: collections.abc.Sequence[typing.SupportsInt]) -> list[int]:
+    """
+    Returns the worker of each stage.
+    """
 def pop(arg0: Namespace, arg1: str) -> typing.Any:
     ...
 def predict(arg0: Profile, arg1: collections.abc.Sequence[typing.SupportsInt], arg2: RunOptions) -> Prediction:
@@ -408,6 +412,8 @@ def reuse_cpu_memory(on: bool = True) -> None:
 def save_for_recompute(object: typing.Any) -> None:
     ...
 def saved_for_recompute() -> typing.Any:
+    ...
+def schedule_names() -> list[str]:
     ...
 def scope_generator(device: str) -> torch.Generator | None:
     ...

@@ -32,11 +32,12 @@ from gpipe import balance, batchnorm, checkpoint, models, skip, snapshot
 from gpipe._C import Timeline, reuse_cpu_memory
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 from gpipe.losses import check_loss
-from gpipe.pipeline import GPipe
+from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.randomness import RandomScope
 from gpipe.reference_run import reference
 
 __all__ = [
+    "SCHEDULES",
     "GPipe",
     "RandomScope",
     "Timeline",

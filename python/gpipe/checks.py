@@ -19,6 +19,7 @@ __all__ = [
     "check_number",
     "check_scheduling",
     "check_whole",
+    "place_stages",
 ]
 
 _ADVICE = """
@@ -141,6 +142,14 @@ def arrange_workers(
         return [], []
     names, placed = _C.arrange_workers(given, stages, name, per_worker, workers)
     return [torch.device(name) for name in names], placed
+
+
+def place_stages(
+    schedule: object, stages: int, stages_per_worker: object = 1, placement: object = "looped"
+) -> list[int]:
+    """Returns the worker of each stage. Arguments and errors as for :func:`arrange_workers`."""
+    name, per_worker, workers = check_scheduling(schedule, stages_per_worker, placement, stages)
+    return _C.place_stages(name, stages, per_worker, workers)
 
 
 def check_scheduling(

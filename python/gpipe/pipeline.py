@@ -24,7 +24,10 @@ from gpipe.skip import verify_skippables
 from gpipe.losses import check_scale, step_options
 from gpipe.structure import take_apart
 
-__all__ = ["BalanceError", "GPipe", "Partition"]
+__all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
+
+SCHEDULES: tuple[str, ...] = tuple(_C.schedule_names())
+"""The names of the schedules of :meth:`GPipe.step`."""
 
 
 class GPipe(UnpartitionedNames, FixedPlacement):
@@ -59,9 +62,9 @@ class GPipe(UnpartitionedNames, FixedPlacement):
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch, with the mean and
             variance of all of it, instead of once per micro-batch.
-        schedule: the order in which :meth:`step` runs forwards and backwards: ``'gpipe'``, ``'1f1b'``,
-            ``'looped_bfs'``, ``'interleaved_1f1b'``, or ``'@'`` and the path of a file with one line of actions per
-            worker, such as ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch.
+        schedule: the order in which :meth:`step` runs forwards and backwards: a name in :data:`gpipe.SCHEDULES`, or
+            ``'@'`` and the path of a file with one line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind,
+            micro-batch.
         stages_per_worker: stage ``s`` is on worker ``s % (stages / stages_per_worker)``.
         placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, the first and the last on the
             same; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file implies its own.

@@ -9,6 +9,7 @@
 
 #include "gpipe/checks.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"
 #include "gpipe/workers.h"
 
@@ -43,6 +44,18 @@ void init_checks(py::module_& module) {
       },
       py::arg("devices"), py::arg("stages"), py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"),
       "Returns the device of each worker, and the worker of each stage.");
+  module.def(
+      "place_stages",
+      [](const std::string& schedule, int stages, int stages_per_worker, std::vector<int> placement) {
+        return schedule_source(schedule, stages, stages_per_worker, std::move(placement)).placement;
+      },
+      py::arg("schedule"), py::arg("stages"), py::arg("stages_per_worker"), py::arg("placement"),
+      "Returns the worker of each stage.");
+  module.def("schedule_names", [] {
+    std::vector<std::string> names;
+    for (const auto& rule : schedule_rules()) names.emplace_back(rule.name);
+    return names;
+  });
   module.def("v_placement", &v_placement, py::arg("stages"));
 }
 

@@ -28,6 +28,15 @@ grep -qE '^gpipe::GPipe pipe\(model, \{[0-9]+, [0-9]+\},$' suggest.log || fail "
 grep -q '^measured .* per step: balance ' suggest.log || fail "suggest --refine measured nothing"
 "$program" suggest "${model[@]}" --json >json.log
 grep -q '"candidates".*"unpartitioned":{' json.log || fail "suggest --json"
+four=(--stages 4 --schedule)
+"$program" suggest "${model[@]}" "${four[@]}" looped_bfs --stages-per-worker 2 --refine 1 >looped.log
+[[ $(tail -1 looped.log) =~ \.schedule\(\"looped_bfs\"\)\.stages_per_worker\(2\)\)\;$ ]] || fail "suggest --schedule"
+"$program" cut "${model[@]}" "${four[@]}" interleaved_1f1b --stages-per-worker 2 --profile profile.json --json |
+  grep -qF '"placement":[0,1,0,1]' || fail "cut --stages-per-worker"
+refuse "unknown schedule '1f1f'" sweep "${model[@]}" "${four[@]}" 1f1f
+refuse "one stage per worker" cut "${model[@]}" "${four[@]}" 1f1b --stages-per-worker 2
+refuse "which stages_per_worker = 3 does not divide" cut "${model[@]}" "${four[@]}" gpipe --stages-per-worker 3
+
 refuse 'nothing fits into 1.00 KiB per device' suggest "${model[@]}" --chunks 2 --memory-limit 1KiB
 
 [[ $("$program" sweep "${model[@]}" --chunks 2 --near 2 | grep -c '%') == 15 ]] || fail "sweep does not list 3 x 5 balances"

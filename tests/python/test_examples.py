@@ -109,6 +109,32 @@ def test_unet_trains_as_in_cpp(data, tmp_path, capsys):
     assert len(list((tmp_path / "masks").glob("*_mask.png"))) == 12
 
 
+def test_schedules_that_sum_in_the_same_order_train_the_same(data, tmp_path, capsys):
+    lists = tmp_path / "lists"
+    lists.write_text("".join(f"{s}F0 {s}F1 {s}F2 {s}B2 {s}B1 {s}B0\n" for s in range(4)))
+    # 10 training images: mini-batches of 5, in micro-batches of 2, 2 and 1.
+    flags = ["--data", data, *UNET, "--batch-size", "5", "--chunks", "3", "--epochs", "2", "--balance", "5,6,6,6"]
+    runs = {
+        "gpipe": [],
+        "gpipe_2": ["--stages-per-worker", "2"],
+        "looped_bfs": ["--schedule", "looped_bfs", "--stages-per-worker", "2", "--checkpoint", "always"],
+        "file": ["--schedule", f"@{lists}"],
+        "1f1b": ["--schedule", "1f1b", "--checkpoint", "never"],
+        "interleaved_1f1b": ["--schedule", "interleaved_1f1b", "--stages-per-worker", "2"],
+    }
+    results = {}
+    for name, more in runs.items():
+        assert run(unet_train, *flags, *more, "--output", tmp_path / name) == 0
+        weights = snapshot.read(tmp_path / name / "latest.snapshot").model
+        results[name] = (history(tmp_path / name), {key: value.tolist() for key, value in weights.items()})
+    assert results["gpipe"] == results["gpipe_2"] == results["looped_bfs"] == results["file"]
+    assert results["1f1b"] == results["interleaved_1f1b"] != results["gpipe"]
+    output = capsys.readouterr().out
+    assert "schedule interleaved_1f1b, checkpoint except_last" in output
+    assert "stage 3: 6 layers" in output and "parameters, on worker 1, cpu; predicted: " in output
+    assert re.search(r"^predicted memory per worker: [^,]*iB, [^,]*iB$", output, re.MULTILINE)
+
+
 def test_unet_resumes_after_an_interrupt(data, tmp_path):
     """With another number of stages, another checkpoint mode and other workers."""
     # 8 images for training. 2 chunks and 3 chunks cut mini-batches of 4 alike, into 2 and 2.

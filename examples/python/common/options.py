@@ -15,6 +15,7 @@ import torch
 
 import gpipe
 from common.files import remove_empty_directories
+from gpipe.checks import place_stages
 
 _MAX_COUNT = 1 << 20  # the upper limit of several flags
 
@@ -83,7 +84,7 @@ def add_training_options(parser: Parser, **defaults: Any) -> None:
         "--stages",
         type=integer(1, 1024),
         metavar="N",
-        help="number of stages that the model is cut into, one per device (default: 2)",
+        help="number of stages that the model is cut into (default: 2)",
     )
     add(
         "--balance",
@@ -96,7 +97,23 @@ def add_training_options(parser: Parser, **defaults: Any) -> None:
     add(
         "--devices",
         metavar="LIST",
-        help="one per stage, such as cuda:0,cuda:1, or one for all; by default the GPUs in turn, or the CPU",
+        help="one per worker, such as cuda:0,cuda:1, or one for all; by default the GPUs in turn, or the CPU",
+    )
+    add(
+        "--schedule",
+        type=_schedule,
+        default="gpipe",
+        metavar="NAME",
+        help=f"order of forwards and backwards on each worker: {', '.join(gpipe.SCHEDULES)}; or @FILE, with one line of "
+        f"actions per worker (see gpipe-schedule) {default}",
+    )
+    add(
+        "--stages-per-worker",
+        type=integer(1, 1024),
+        default=1,
+        metavar="N",
+        help="number of stages on each worker; with p workers, stage s is on worker s mod p, and --devices has p "
+        f"{default}",
     )
     add(
         "--checkpoint",
@@ -111,7 +128,7 @@ def add_training_options(parser: Parser, **defaults: Any) -> None:
 
 
 def parse(parser: Parser) -> argparse.Namespace:
-    """Parses the command line. Adds the ``layers`` per stage, if given, and the list of ``devices``."""
+    """Parses the command line. Adds the ``layers`` per stage, if given, and the list of ``devices``, one per worker."""
     options = parser.parse_args()
     try:
         options.layers = None if options.balance in ("by-time", "by-size", "auto") else _layers(options.balance)
@@ -122,7 +139,8 @@ def parse(parser: Parser) -> argparse.Namespace:
                 "give one of the two"
             )
         options.stages = cuts
-        options.devices = _devices(options.devices, cuts)
+        workers = _count_workers(options)
+        options.devices = _devices(options.devices, workers, "stage" if workers == cuts else "worker")
     except ValueError as error:
         parser.error(str(error))
     return options
@@ -236,10 +254,35 @@ def _layers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def _devices(text: str | None, stages: int) -> list[torch.device]:
+def _schedule(text: str) -> str:
+    if text in gpipe.SCHEDULES or text.startswith("@"):
+        return text
+    raise _refusal(f"@FILE or one of {', '.join(gpipe.SCHEDULES)}", f"'{text}'")
+
+
+def _count_workers(options: argparse.Namespace) -> int:
+    """Checks the options of the schedule, and returns the number of workers that it needs."""
+    per_worker, from_file = options.stages_per_worker, options.schedule.startswith("@")
+    if from_file and per_worker != 1:
+        raise ValueError(
+            f"--stages-per-worker must be 1 with a schedule from a file, which places the stages, but is {per_worker}"
+        )
+    if options.stages % per_worker:
+        raise ValueError(
+            f"--stages-per-worker must divide the number of stages, which is {options.stages}, but is {per_worker}"
+        )
+    if from_file and options.balance == "auto":
+        raise ValueError(
+            "--balance must not be auto with a schedule from a file, which has one number of micro-batches; give "
+            "by-time, by-size or layers per stage"
+        )
+    return max(place_stages(options.schedule, options.stages, per_worker)) + 1
+
+
+def _devices(text: str | None, count: int, unit: str) -> list[torch.device]:
     if text is None:
         gpus = torch.cuda.device_count()
-        return [torch.device("cuda", stage % gpus) if gpus else torch.device("cpu") for stage in range(stages)]
+        return [torch.device("cuda", worker % gpus) if gpus else torch.device("cpu") for worker in range(count)]
     devices = []
     for part in text.split(","):
         try:
@@ -247,9 +290,9 @@ def _devices(text: str | None, stages: int) -> list[torch.device]:
         except RuntimeError:
             raise ValueError(f"--devices must be cpu, cuda or cuda:N, but has '{part}'") from None
     if len(devices) == 1:
-        devices *= stages
-    if len(devices) != stages:
+        devices *= count
+    if len(devices) != count:
         raise ValueError(
-            f"--devices must be one per stage, or one for all, but there are {len(devices)} for {stages} stages"
+            f"--devices must be one per {unit}, or one for all, but there are {len(devices)} for {count} {unit}s"
         )
     return devices

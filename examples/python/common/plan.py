@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -43,8 +44,42 @@ def check_pipeline(model: nn.Sequential, options: Namespace) -> None:
         raise ValueError(f"--stages is {options.stages}, but the model has {len(model)} layers")
     if options.layers and sum(options.layers) != len(model):
         raise ValueError(f"--balance sums to {sum(options.layers)}, but the model has {len(model)} layers")
-    stand_in = nn.Sequential(*(nn.Identity() for _ in options.devices))
-    gpipe.GPipe(stand_in, [1] * len(stand_in), devices=options.devices)
+    stand_in = nn.Sequential(*(nn.Identity() for _ in range(options.stages)))
+    pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=options.chunks, **_placement(options))
+    _try_step(pipe, options.batch_size)
+
+
+def check_last_mini_batch(options: Namespace, training_images: int) -> None:
+    """Checks that the schedule fits the last mini-batch of an epoch, which can have fewer micro-batches.
+
+    Raises:
+        ValueError: if it does not.
+    """
+    rest = training_images % options.batch_size
+    stand_in = nn.Sequential(*(nn.Identity() for _ in range(options.stages)))
+    chunks = len(torch.empty(options.batch_size).chunk(options.chunks))
+    pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=chunks, **_placement(options))
+    try:
+        _try_step(pipe, rest)
+    except ValueError as error:
+        raise ValueError(
+            f"the last mini-batch of an epoch has {rest} of {options.batch_size} images: {error}"
+        ) from None
+
+
+def _try_step(pipe: gpipe.GPipe, images: int) -> None:
+    if images > 0:
+        input = torch.zeros(images, requires_grad=True)
+        pipe.step(input, input.detach(), lambda output, target: output.sum(), reduction="sum")
+
+
+def _placement(options: Namespace) -> dict[str, Any]:
+    """The arguments of GPipe that place stages on workers and devices."""
+    return {
+        "devices": options.devices,
+        "schedule": options.schedule,
+        "stages_per_worker": options.stages_per_worker,
+    }
 
 
 def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[int]) -> Plan:
@@ -52,15 +87,22 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
     the balance is "auto"."""
     devices = options.devices
     copies = len(set(devices)) > 1
+    scheduling = {"schedule": options.schedule, "stages_per_worker": options.stages_per_worker}
     with autocast(options.amp, devices[:1]):
         if options.balance == "auto":
             batch = torch.full((options.batch_size, *image_shape), 0.5)
             suggestion = suggest(
-                model, batch, devices, seconds=_AUTO_SECONDS, param_scale=_ADAM, progress=show_percent
+                model,
+                batch,
+                devices,
+                seconds=_AUTO_SECONDS,
+                param_scale=_ADAM,
+                progress=show_percent,
+                **scheduling,
             )
             best = suggestion.best
             measured = suggestion.profile_of(best)
-            predicted = predict(measured, best.balance, best.chunks, best.checkpoint, copies=copies)
+            predicted = predict(measured, best.balance, best.chunks, best.checkpoint, copies=copies, **scheduling)
             choice = f"auto: the fastest of {len(suggestion.candidates)} plans"
             return Plan(best.balance, best.chunks, best.checkpoint, measured, predicted, suggestion, choice)
 
@@ -83,14 +125,14 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
         balance = measured.balance_by_size(options.stages, len(sizes), options.checkpoint, copies=copies)
     prediction = None
     if samples == sizes[0]:
-        prediction = predict(measured, balance, len(sizes), options.checkpoint, copies=copies)
+        prediction = predict(measured, balance, len(sizes), options.checkpoint, copies=copies, **scheduling)
     choice = "as given" if options.layers else options.balance
     return Plan(balance, len(sizes), options.checkpoint, measured, prediction, choice=choice)
 
 
 def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPipe:
     """The pipeline of a plan."""
-    return gpipe.GPipe(model, plan.balance, devices=options.devices, chunks=plan.chunks, checkpoint=plan.checkpoint)
+    return gpipe.GPipe(model, plan.balance, chunks=plan.chunks, checkpoint=plan.checkpoint, **_placement(options))
 
 
 def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
@@ -104,12 +146,17 @@ def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
     balance = ",".join(map(str, plan.balance))
     print(f"plan: balance {balance} ({plan.choice}), {plan.chunks} micro-batches, checkpoint {plan.checkpoint}")
     print(f"model: {name}, {len(pipe)} layers, {_count(pipe)} parameters")
-    for number, (stage, device) in enumerate(zip(pipe.partitions, pipe.devices, strict=True)):
-        line = f"stage {number}: {pipe.balance[number]} layers, {_count(stage)} parameters, on {device}"
+    one_per_worker = pipe.placement == list(range(len(pipe.placement)))
+    for number, (stage, worker) in enumerate(zip(pipe.partitions, pipe.placement, strict=True)):
+        line = f"stage {number}: {pipe.balance[number]} layers, {_count(stage)} parameters, on "
+        line += f"{pipe.devices[worker]}" if one_per_worker else f"worker {worker}, {pipe.devices[worker]}"
         if plan.prediction:
-            seconds, size = plan.prediction.stages[number], plan.prediction.bytes[number]
-            line += f"; predicted: {seconds_to_text(seconds)} per micro-batch, {bytes_to_text(size)}"
+            line += f"; predicted: {seconds_to_text(plan.prediction.stages[number])} per micro-batch"
+            if one_per_worker:
+                line += f", {bytes_to_text(plan.prediction.bytes[number])}"
         print(line)
+    if plan.prediction and not one_per_worker:
+        print("predicted memory per worker:", ", ".join(map(bytes_to_text, plan.prediction.bytes)))
     if plan.prediction:
         bubble = f"bubble {100 * plan.prediction.bubble:.0f} %"
         print(f"predicted step: {seconds_to_text(plan.prediction.seconds)}, {bubble}", flush=True)

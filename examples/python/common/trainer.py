@@ -73,8 +73,8 @@ class Trainer:
         self.open_files()
         print(
             f"training: {self.options.epochs - self.epoch} epochs, mini-batches of {self.options.batch_size} as "
-            f"{self.pipe.chunks} micro-batches, checkpoint {self.pipe.checkpoint}, learning rate "
-            f"{self.options.learning_rate:g} ({self.options.learning_rate_schedule})",
+            f"{self.pipe.chunks} micro-batches, schedule {self.pipe.schedule}, checkpoint {self.pipe.checkpoint}, "
+            f"learning rate {self.options.learning_rate:g} ({self.options.learning_rate_schedule})",
             flush=True,
         )
         with Interrupt() as interrupt:
@@ -141,10 +141,8 @@ class Trainer:
         self.optimizer.zero_grad()
         with self.record.step(self.pipe, whole, last):
             with autocast(self.options.amp, self.pipe.devices):
-                output = self.pipe(input)
-                loss = self.task.loss(output, target.to(output.device))
-            loss.backward()  # type: ignore[no-untyped-call]
-            value = loss.item()
+                loss: Tensor = self.pipe.step(input, target, self.task.loss)
+            value: float = loss.item()
             if loss.is_cuda:
                 torch.cuda.synchronize()
         if not math.isfinite(value):
