@@ -113,7 +113,7 @@ def test_schedules_that_sum_in_the_same_order_train_the_same(data, tmp_path, cap
     lists = tmp_path / "lists"
     lists.write_text("".join(f"{s}F0 {s}F1 {s}F2 {s}B2 {s}B1 {s}B0\n" for s in range(4)))
     # 10 training images: mini-batches of 5, in micro-batches of 2, 2 and 1.
-    flags = ["--data", data, *UNET, "--batch-size", "5", "--chunks", "3", "--epochs", "2", "--balance", "5,6,6,6"]
+    flags = ["--data", data, *UNET, "--batch-size", "5", "--chunks", "3", "--epochs", "2", "--balance", "5,6,6,6", "--validation", "17"]
     runs = {
         "gpipe": [],
         "gpipe_2": ["--stages-per-worker", "2"],
