@@ -84,8 +84,8 @@ Schedule interleaved_1f1b(const Layout& layout) {
 }
 
 constexpr ScheduleRule kRules[] = {
-    {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", fits_any_layout,
-     fill_and_drain},
+    {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)",
+     fits_any_layout, fill_and_drain},
     {"1f1b", "one forward, then one backward: at most p of m micro-batches in memory (PipeDream, arXiv:2006.09503)",
      needs_one_stage_per_worker, one_f_one_b},
     {"looped_bfs", "gpipe with several stages per worker: a smaller bubble (Breadth-First, arXiv:2211.05953)",
