@@ -19,6 +19,19 @@
 
 namespace gpipe::examples::balance {
 
+namespace {
+
+/// A number of bytes, with a unit.
+CLI::Validator size_text() {
+  return {[as_bytes = CLI::AsSizeValue(/*kb_is_1000=*/true)](std::string& text) {
+            const auto given = text;
+            return as_bytes(text).empty() ? "" : "must be a size such as 6GB or 6GiB, but is '" + given + "'";
+          },
+          ""};
+}
+
+}  // namespace
+
 std::vector<std::int64_t> Options::sizes(int chunks) const { return micro_batch_sizes(batch_size, chunks, 0); }
 
 std::vector<torch::Device> Options::place() const {
@@ -79,7 +92,7 @@ void add_bandwidth_flag(CLI::App& app, Options& options) {
 
 void add_memory_limit_flag(CLI::App& app, Options& options) {
   app.add_option("--memory-limit", options.memory, "memory per device, e.g. 6GB or 6GiB; 0: no limit")
-      ->transform(CLI::AsSizeValue(true));
+      ->transform(size_text());
 }
 
 void add_schedule_flags(CLI::App& app, Options& options) {

@@ -62,8 +62,8 @@ refuse "error: --bandwidth must be a finite number, but is 'inf'" cut --bandwidt
 refuse "error: --param-scale must be a finite number, but is 'nan'" profile --param-scale nan
 refuse "error: --refine must be at most 100, but is 101" suggest --refine 101
 refuse "error: --near must be at least 0, but is -1" sweep --near -1
-refuse 'error: --memory-limit: ' sweep --memory-limit -5GB
-refuse 'error: --memory-limit: ' sweep --memory-limit nan
+refuse "error: --memory-limit must be a size such as 6GB or 6GiB, but is '-5GB'" sweep --memory-limit -5GB
+refuse "error: --memory-limit must be a size such as 6GB or 6GiB, but is 'nan'" sweep --memory-limit nan
 [[ $(wc -l <err.log) == 1 && $(wc -c <err.log) -lt 200 ]] || fail "the error is too long"
 
 # A file that cannot be written is an error before anything is measured.
