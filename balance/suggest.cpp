@@ -17,6 +17,8 @@
 #include "balance/restore_module.h"
 #include "balance/trial.h"
 #include "gpipe/micro_batch.h"
+#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -45,6 +47,25 @@ std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
 
 void check_devices(const std::vector<torch::Device>& devices) {
   if (devices.empty()) throw std::invalid_argument("[suggest] give at least one device");
+}
+
+/// Returns the scheduling with its placement. Errors: std::invalid_argument for a schedule that does not exist, or does
+/// not fit the devices, the layers or one of these numbers of micro-batches.
+Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devices, const std::vector<int>& counts) {
+  const auto& name = scheduling.schedule.empty() ? kFillAndDrain : scheduling.schedule;
+  if (name.starts_with('@')) scheduling.placement = read_schedule(name.substr(1)).layout.placement;
+  const int per_worker = scheduling.placement.empty() ? scheduling.stages_per_worker : 1;
+  if (per_worker < 1) {
+    throw std::invalid_argument(absl::StrFormat("[suggest] stages_per_worker must be positive, but is %d", per_worker));
+  }
+  const auto stages = scheduling.placement.empty() ? devices * per_worker : scheduling.placement.size();
+  if (const auto layers = model.named_layers().size(); stages > layers) {
+    throw std::invalid_argument(
+        absl::StrFormat("[suggest] %d stages need as many layers, but the model has %d", stages, layers));
+  }
+  const auto source = schedule_source(name, static_cast<int>(stages), per_worker, scheduling.placement);
+  for (const int count : counts) source.make({static_cast<int>(stages), count, source.placement}, Checkpoint::kNever);
+  return {scheduling.schedule, 1, source.placement};
 }
 
 /// Gives an accelerator without index the index 0, as GPipe does.
@@ -156,11 +177,9 @@ bool copies_between(const std::vector<torch::Device>& devices) {
 Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& wanted,
                    const SuggestOptions& options) {
   check_devices(wanted);
-  if (const int stages = options.scheduling().stages_per_worker; stages < 1) {
-    throw std::invalid_argument(absl::StrFormat("[suggest] stages_per_worker must be positive, but is %d", stages));
-  }
   const auto devices = with_index(wanted);
   const auto counts = possible(options.chunks(), batch_size(sample));
+  const auto scheduling = complete(options.scheduling(), model, devices.size(), counts);
   const Profiling profiling(model, sample, devices, options, counts);
   std::vector<ChunkedProfile> profiles;
   std::exception_ptr first_error;
@@ -176,10 +195,7 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
     }
   }
   if (profiles.empty()) std::rethrow_exception(first_error);
-  const auto& scheduling = options.scheduling();
-  const auto stages =
-      scheduling.placement.empty() ? devices.size() * scheduling.stages_per_worker : scheduling.placement.size();
-  const SearchOptions search_options{.stages = static_cast<int>(stages),
+  const SearchOptions search_options{.stages = static_cast<int>(scheduling.placement.size()),
                                      .checkpoints = options.checkpoints(),
                                      .memory_limit = options.memory_limit(),
                                      .devices = names(devices),

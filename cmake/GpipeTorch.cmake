@@ -7,7 +7,7 @@
 # find_package(Torch) would do for a CPU build of torch, but asks for a CUDA toolkit wherever torch was built with CUDA,
 # which is what PyPI ships. Nothing here needs one.
 
-set(GPIPE_TORCH_MINIMUM 2.11)
+set(GPIPE_TORCH_MINIMUM 2.10)
 
 function(gpipe_find_torch)
   cmake_parse_arguments(PARSE_ARGV 0 arg "" "" "PYTHON")

@@ -33,8 +33,8 @@ struct GPipeOptions {
   /// The schedule of step(): "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b" (see schedule/schedules.h), or "@FILE" with
   /// one line of actions per worker. forward() and its backward always fill and drain.
   TORCH_ARG(std::string, schedule) = kFillAndDrain;
-  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule from a file implies its own
-  /// placement instead.
+  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule from a file has its own
+  /// placement.
   TORCH_ARG(int, stages_per_worker) = 1;
   /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
   TORCH_ARG(std::vector<int>, placement);

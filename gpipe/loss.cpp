@@ -8,6 +8,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "gpipe/checks.h"
 #include "gpipe/micro_batch.h"
@@ -16,6 +17,13 @@ namespace gpipe {
 namespace {
 
 Value value_of(const Parcel& parcel) { return {parcel.form, parcel.tensors}; }
+
+// A loss function may change the output in place.
+Value clone_of(const Value& value) {
+  auto tensors = value.tensors();
+  for (auto& tensor : tensors) tensor = tensor.clone();
+  return {value.form(), std::move(tensors)};
+}
 
 double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
   const double count = options.count()(value_of(target));
@@ -29,7 +37,7 @@ double count_of(const StepOptions& options, const Parcel& target, std::size_t mi
 void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
                           const StepOptions& options) {
   if (!loss) refuse_argument("the loss function is empty; pass one");
-  if (const auto targets = batch_size(target); targets != samples) {
+  if (const auto targets = batch_size(target, "target"); targets != samples) {
     refuse_argument("the target has " + std::to_string(targets) + " samples, but the input has " +
                     std::to_string(samples));
   }
@@ -100,16 +108,16 @@ at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options) {
   at::NoGradGuard no_grad;
-  const auto samples = batch_size(output);
+  const auto samples = batch_size(output, "output");
   check_loss_arguments(loss, target, samples, options);
   const auto sizes = micro_batch_sizes(samples, chunks, /*split_size=*/0);
   const auto outputs = scatter(output, sizes);
   const auto targets = scatter(target, sizes);
   std::vector<at::Tensor> losses;
   for (std::size_t i = 0; i < sizes.size(); ++i) {
-    losses.push_back(call_loss(loss, value_of(outputs[i]), targets[i]));
+    losses.push_back(call_loss(loss, clone_of(value_of(outputs[i])), targets[i]));
   }
-  const auto whole = call_loss(loss, output, scatter(target, {samples}).front());
+  const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
   return {whole.item<double>(), join_losses(losses, loss_weights(options, sizes, targets)).item<double>()};
 }
 

@@ -88,7 +88,7 @@ struct LossCheck {
 
 /// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that
 /// does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such a
-/// loss. Errors: as for step().
+/// loss. Calls it without grad mode, on copies of the output. Errors: as for step().
 LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
                      const StepOptions& options = {});
 

@@ -37,23 +37,23 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
   return sizes;
 }
 
-std::int64_t batch_size(const Value& input) {
-  if (input.tensors().empty()) throw std::invalid_argument("[gpipe] the input has no tensors; pass at least one");
+std::int64_t batch_size(const Value& value, const std::string& what) {
+  const auto refuse = [](const std::string& message) { throw std::invalid_argument("[gpipe] " + message); };
+  if (value.tensors().empty()) refuse("the " + what + " has no tensors; pass at least one");
   std::vector<std::int64_t> sizes;
-  for (const auto& tensor : input.tensors()) {
-    if (!tensor.defined()) throw std::invalid_argument("[gpipe] an input tensor is undefined; pass a defined one");
+  for (const auto& tensor : value.tensors()) {
+    if (!tensor.defined()) refuse("a tensor of the " + what + " is undefined; pass a defined one");
     if (tensor.dim() == 0) {
-      throw std::invalid_argument(
-          "[gpipe] an input tensor has no dimensions; dimension 0 is the batch, which is cut into "
-          "micro-batches");
+      refuse("a tensor of the " + what +
+             " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
     }
     sizes.push_back(tensor.size(0));
   }
   if (std::any_of(sizes.begin(), sizes.end(), [&](auto size) { return size != sizes.front(); })) {
     std::ostringstream message;
-    message << "[gpipe] the inputs have unequal batch sizes (" << at::IntArrayRef(sizes)
+    message << "the tensors of the " << what << " have unequal batch sizes (" << at::IntArrayRef(sizes)
             << "); dimension 0 must be the same for all";
-    throw std::invalid_argument(message.str());
+    refuse(message.str());
   }
   return sizes.front();
 }

@@ -17,8 +17,8 @@ namespace gpipe {
 std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
 
 /// Returns the common size of dimension 0. Errors: std::invalid_argument for no tensors, an undefined or 0-dimensional
-/// tensor, or unequal sizes.
-std::int64_t batch_size(const Value& input);
+/// tensor, or unequal sizes; its message calls the value `what`.
+std::int64_t batch_size(const Value& value, const std::string& what = "input");
 
 /// Cuts every tensor along dimension 0 into detached views, one parcel per micro-batch. A parcel wants gradients where
 /// its input requires grad.

@@ -63,7 +63,12 @@ ParsedSchedule read_schedule(const std::string& path) {
 
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement) {
-  if (schedule.starts_with('@')) return from_file(schedule.substr(1), stages, placement);
+  if (schedule.starts_with('@')) {
+    if (stages_per_worker == 1) return from_file(schedule.substr(1), stages, placement);
+    throw std::invalid_argument(absl::StrFormat(
+        "[gpipe] the schedule '%s' places its stages itself, but stages_per_worker is %d; leave it at 1",
+        schedule.substr(1), stages_per_worker));
+  }
   if (stages_per_worker < 1) {
     throw std::invalid_argument(
         absl::StrFormat("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker));

@@ -27,7 +27,8 @@ ParsedSchedule read_schedule(const std::string& path);
 /// is empty, stage s is on worker s mod (stages / stages_per_worker). A file's lines imply its placement. A schedule from a
 /// file without any R gets those of the checkpoint mode. Errors: those of read_schedule(); std::invalid_argument for an
 /// unknown name, a file for another number of stages or another placement, stages that `stages_per_worker` does not
-/// divide, a placement together with stages_per_worker, or a schedule that does not fit the placement.
+/// divide, a placement together with stages_per_worker, stages_per_worker
+/// together with a file, or a schedule that does not fit the placement.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement = {});
 

@@ -96,7 +96,7 @@ def _print(suggestion: Suggestion, devices: list[str], layers: bool) -> None:
     if suggestion.fits:
         schedule = f", schedule={first.schedule!r}" if first.schedule else ""
         stages_per_worker = len(first.placement) // len(first.bytes)
-        schedule += f", stages_per_worker={stages_per_worker}" if stages_per_worker > 1 else ""
+        schedule += f", stages_per_worker={stages_per_worker}" if stages_per_worker > 1 and "@" not in schedule else ""
         print(
             f"\npipe = gpipe.GPipe(model, {first.balance}, devices={devices}, chunks={first.chunks}, "
             f"checkpoint={first.checkpoint!r}{schedule})"

@@ -11,7 +11,7 @@ from torch import nn
 from torch._C import _autograd, _TorchDispatchModeKey
 from torch.utils import checkpoint as _checkpoint
 
-__all__ = ["outside_checkpoints", "prepare_compilation", "refuse_sharded_layers", "refuse_tracing"]
+__all__ = ["outside_checkpoints", "prepare_compilation", "refuse_sharded_layers", "refuse_step_of_sharded", "refuse_tracing"]
 
 _TRACERS = {
     _TorchDispatchModeKey.PROXY: "make_fx",
@@ -56,6 +56,20 @@ def refuse_sharded_layers(stages: nn.Module) -> None:
         raise RuntimeError(
             f"partitions.{name} is sharded ({how}), but the stages and layers of a pipeline cannot be; shard the whole "
             "pipeline with fully_shard(pipe), or wrap it in DistributedDataParallel"
+        )
+
+
+def refuse_step_of_sharded(pipe: nn.Module, method: str) -> None:
+    """Raises RuntimeError if ``step``, or a ``loss`` that FSDP does not know of, is called on a sharded pipeline. The
+    gradients would not reach the sharded parameters."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not isinstance(pipe, fsdp.FSDPModule):
+        return
+    tensors = sys.modules["torch.distributed.tensor"]
+    if method == "step" or any(isinstance(parameter, tensors.DTensor) for parameter in pipe.parameters()):
+        raise RuntimeError(
+            f"{method}() cannot train a pipeline that is sharded by fully_shard; call "
+            "torch.distributed.fsdp.register_fsdp_forward_method(pipe, 'loss') once, then pipe.loss(...).backward()"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Set
 
 import torch
 
@@ -139,6 +139,8 @@ def arrange_workers(
     if devices is not None and not given and stages > 0:
         raise IndexError("devices is empty; give one device per worker, or None for the default")
     if stages == 0:
+        if not name.startswith("@"):
+            _C.place_stages(name, 1, 1, [])  # refuses an unknown name
         return [], []
     names, placed = _C.arrange_workers(given, stages, name, per_worker, workers)
     return [torch.device(name) for name in names], placed
@@ -164,17 +166,29 @@ def check_scheduling(
     """
     if not isinstance(schedule, str):
         raise TypeError(f"schedule must be a name or '@' and the path of a file, but is {schedule!r}")
-    return schedule, check_whole(stages_per_worker, "stages_per_worker"), _placement(placement, stages)
+    return schedule, _check_int(stages_per_worker, "stages_per_worker"), _placement(placement, stages)
 
 
 def _placement(placement: object, stages: int) -> list[int]:
     """Returns the worker of each stage; an empty list for ``'looped'``."""
-    if placement == "looped":
-        return []
-    if placement == "v":
-        return _C.v_placement(stages)
+    message = f"placement must be 'looped', 'v' or a list of workers, but is {placement!r}"
     if isinstance(placement, str):
-        raise ValueError(f"placement must be 'looped', 'v' or a list of workers, but is {placement!r}")
-    if not isinstance(placement, Iterable):
-        raise TypeError(f"placement must be 'looped', 'v' or a list of workers, but is {placement!r}")
-    return [check_whole(worker, "each worker of a placement") for worker in placement]
+        if placement == "looped":
+            return []
+        if placement == "v":
+            return _C.v_placement(stages)
+        raise ValueError(message)
+    if not isinstance(placement, Iterable) or isinstance(placement, (bytes, Set, Mapping)):
+        raise TypeError(message)
+    workers = [_check_int(worker, "each worker of a placement") for worker in placement]
+    if not workers and stages > 0:
+        raise ValueError(message)
+    return workers
+
+
+def _check_int(value: object, name: str) -> int:
+    """Returns an integer that C++ stores in 32 bits."""
+    number = check_whole(value, name)
+    if abs(number) >= 2**31:
+        raise ValueError(f"{name} must be below 2**31, but is {number}")
+    return number

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from gpipe import _C
 from gpipe.checks import check_chunks, check_number
 
-__all__ = ["check_loss", "check_scale", "step_options"]
+__all__ = ["check_loss", "check_scale", "checked", "step_options"]
 
 
 def check_loss(
@@ -31,7 +31,8 @@ def check_loss(
         whole, joined = gpipe.check_loss(criterion, pipe(input), target, chunks=3)
 
     Args:
-        loss, target, count, reduction: as for :meth:`gpipe.GPipe.step`.
+        loss: as for :meth:`gpipe.GPipe.step`. Called without grad mode, on copies of the output.
+        target, count, reduction: as for :meth:`gpipe.GPipe.step`.
         output: the model's output for the mini-batch, or any tensors like it.
         chunks: the most micro-batches. Choose one that makes the last micro-batch smaller, because an even cut can hide
             a wrong weight.
@@ -43,7 +44,7 @@ def check_loss(
         TypeError, ValueError: as :meth:`gpipe.GPipe.step`.
     """
     options = step_options(loss, count, reduction, 1.0, False, check_chunks(chunks), "never")
-    return _C.check_loss(loss, output, target, options)
+    return _C.check_loss(checked(loss), output, target, options)
 
 
 def check_scale(scale: object, device: torch.device) -> float:
@@ -51,6 +52,18 @@ def check_scale(scale: object, device: torch.device) -> float:
     if isinstance(scale, GradScaler):
         return float(scale.scale(torch.ones((), device=device)))
     return check_number(scale, "scale")
+
+
+def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
+    """Returns a function that calls ``loss`` and raises TypeError unless it returns a tensor."""
+
+    def call(output: Any, target: Any) -> Tensor:
+        value = loss(output, target)
+        if not isinstance(value, Tensor):
+            raise TypeError(f"the loss function returned {value!r}; return a tensor, a floating-point scalar")
+        return value
+
+    return call
 
 
 def step_options(

@@ -13,15 +13,21 @@ from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm, one_mini_batch
-from gpipe.caller import outside_checkpoints, prepare_compilation, refuse_sharded_layers, refuse_tracing
+from gpipe.caller import (
+    outside_checkpoints,
+    prepare_compilation,
+    refuse_sharded_layers,
+    refuse_step_of_sharded,
+    refuse_tracing,
+)
 from gpipe.checks import BalanceError, arrange_workers, check_balance, check_checkpoint, check_chunks
 from gpipe.generators import without_turn
+from gpipe.losses import check_scale, checked, step_options
 from gpipe.model_checks import verify_module
 from gpipe.names import UnpartitionedNames
 from gpipe.partition import Partition, Stages, layers_of, split
 from gpipe.placement import FixedPlacement
 from gpipe.skip import verify_skippables
-from gpipe.losses import check_scale, step_options
 from gpipe.structure import take_apart
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
@@ -64,10 +70,11 @@ class GPipe(UnpartitionedNames, FixedPlacement):
             variance of all of it, instead of once per micro-batch.
         schedule: the order in which :meth:`step` runs forwards and backwards: a name in :data:`gpipe.SCHEDULES`, or
             ``'@'`` and the path of a file with one line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind,
-            micro-batch.
-        stages_per_worker: stage ``s`` is on worker ``s % (stages / stages_per_worker)``.
-        placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, the first and the last on the
-            same; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file implies its own.
+            micro-batch. The file is read again for copies and after a layer is replaced, so it must stay.
+        stages_per_worker: the number of stages on each worker: stage ``s`` of ``n`` is on worker
+            ``s % (n / stages_per_worker)``.
+        placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, where stages ``s`` and
+            ``n - 1 - s`` share one; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file has its own.
 
     Raises:
         TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match
@@ -80,14 +87,10 @@ class GPipe(UnpartitionedNames, FixedPlacement):
     Attributes:
         balance: the number of layers of each stage.
         devices: the device of each worker.
-        schedule: the name or file of the schedule.
-        placement: the worker of each stage.
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`.
     """
 
     balance: list[int]
-    schedule: str
-    placement: list[int]
 
     def __init__(
         self,
@@ -108,10 +111,10 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         verify_module(module)
         verify_skippables(module)
         self.balance = check_balance(balance, len(module))
-        self.devices, self.placement = arrange_workers(
+        self.devices, self._placement = arrange_workers(
             devices, len(self.balance), schedule, stages_per_worker, placement
         )
-        self.schedule = schedule
+        self._schedule = schedule
         self.deferred_batch_norm = bool(deferred_batch_norm)
         self.partitions = Stages(split(module, self.balance, [self.devices[worker] for worker in self.placement]))
         self.training = module.training
@@ -140,11 +143,21 @@ class GPipe(UnpartitionedNames, FixedPlacement):
     def checkpoint(self, checkpoint: str) -> None:
         self._checkpoint = check_checkpoint(checkpoint)
 
+    @property
+    def schedule(self) -> str:
+        """The name of the schedule of :meth:`step`, or ``'@'`` and the path of its file."""
+        return self._schedule
+
+    @property
+    def placement(self) -> list[int]:
+        """The worker of each stage."""
+        return list(self._placement)
+
     def extra_repr(self) -> str:
         devices = ", ".join(str(device) for device in self.devices)
         text = f"balance={self.balance}, devices=[{devices}], chunks={self.chunks}, checkpoint='{self.checkpoint}'"
         text += f", schedule='{self.schedule}'"
-        if len(self.devices) < len(self.balance):
+        if self.placement != list(range(len(self.balance))):
             text += f", placement={self.placement}"
         return f"{text}, deferred_batch_norm=True" if self.deferred_batch_norm else text
 
@@ -201,7 +214,8 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         return_output: bool = False,
     ) -> Any:
         """Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients
-        to ``.grad`` of the parameters and of inputs that require grad. Each hook runs once, as in a backward.
+        to ``.grad`` of the parameters and of inputs that require grad. Hooks of parameters and of the input run once.
+        Hooks of layers run per micro-batch. Hooks of the pipeline itself run in :meth:`forward` only.
 
         ::
 
@@ -224,7 +238,7 @@ class GPipe(UnpartitionedNames, FixedPlacement):
                 adds them up.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards.
-            return_output: whether to return the model's output too.
+            return_output: whether to return the model's output too, as the loss leaves it.
 
         Returns:
             The detached loss of the mini-batch. With ``return_output``, a tuple of the loss and the detached output.
@@ -275,16 +289,18 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         return_output: bool,
     ) -> Any:
         refuse_tracing()
+        refuse_step_of_sharded(self, method)
         refuse_sharded_layers(self.partitions)
         if not self.balance:
             raise ValueError("the model has no layers, so it cannot be trained")
-        if not self.training:
-            raise RuntimeError(f"{method}() trains, so it needs training mode; use forward() to evaluate")
+        if not self.training or not torch.is_grad_enabled():
+            raise RuntimeError(f"{method}() trains, so it needs training mode and grad mode; use forward() to evaluate")
         pipeline = self._pipeline()
         factor = check_scale(scale, self.devices[self.placement[-1]])
         options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
-            return getattr(pipeline, method)(input, target, loss, options)
+            run = pipeline.step if method == "step" else pipeline.loss
+            return run(input, target, checked(loss), options)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Records the actions of each later mini-batch in a timeline.

@@ -65,7 +65,7 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
 /// Converts a list of tuples (Namespace, name).
 std::vector<SkipKey> to_keys(const pybind11::handle& names);
 
-/// Makes a loss function of a Python callable. REQUIRES: the interpreter's lock.
+/// Makes a loss function of a Python callable that returns a tensor. REQUIRES: the interpreter's lock.
 LossFunction to_loss(const pybind11::object& callable, std::shared_ptr<ThreadStates> states);
 
 void init_balance(pybind11::module_& module);

@@ -1,6 +1,8 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <functional>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -62,10 +64,7 @@ std::pair<double, double> compare_losses(const py::object& loss, const py::objec
 LossFunction to_loss(const py::object& callable, std::shared_ptr<ThreadStates> states) {
   return
       [function = reference_to(callable.ptr()), states = std::move(states)](const Value& output, const Value& target) {
-        const auto result = call(function.get(), {output, target}, *states);
-        if (result.form().kind == Value::Form::kTensor) return result.tensor();
-        throw std::invalid_argument("[gpipe] the loss function returned " + result.describe() +
-                                    "; return a floating-point scalar");
+        return call(function.get(), {output, target}, *states).tensor();
       };
 }
 

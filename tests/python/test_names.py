@@ -153,6 +153,25 @@ SHARDED = """
     for (name, parameter), expected in zip(pipe.named_parameters(), model.parameters()):
         torch.testing.assert_close(parameter.full_tensor(), expected)
 
+    def mean(output, target):
+        return output.square().mean()
+
+    from torch.distributed.fsdp import register_fsdp_forward_method
+    for call in (pipe.step, pipe.loss):
+        try:
+            call(batches[0, 0], batches[0, 0], mean)
+        except RuntimeError as error:
+            assert "register_fsdp_forward_method(pipe, 'loss')" in str(error), error
+        else:
+            raise AssertionError("the gradients of a sharded pipeline were lost")
+    register_fsdp_forward_method(pipe, "loss")
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    pipe.loss(batches[0, rank], batches[0, rank], mean).backward()
+    (sum(model(part).square().mean() for part in batches[0]) / 2).backward()
+    for parameter, expected in zip(pipe.parameters(), model.parameters()):
+        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+
     def refused(shard, of):
         pipe = gpipe.GPipe(copy.deepcopy(model), [1, 1])
         shard(of(pipe))

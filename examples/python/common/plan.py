@@ -45,7 +45,7 @@ def check_pipeline(model: nn.Sequential, options: Namespace) -> None:
     if options.layers and sum(options.layers) != len(model):
         raise ValueError(f"--balance sums to {sum(options.layers)}, but the model has {len(model)} layers")
     stand_in = nn.Sequential(*(nn.Identity() for _ in range(options.stages)))
-    pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=options.chunks, **_placement(options))
+    pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=options.chunks, **_pipe_options(options))
     _try_step(pipe, options.batch_size)
 
 
@@ -56,9 +56,11 @@ def check_last_mini_batch(options: Namespace, training_images: int) -> None:
         ValueError: if it does not.
     """
     rest = training_images % options.batch_size
+    if rest == 0:
+        return
     stand_in = nn.Sequential(*(nn.Identity() for _ in range(options.stages)))
     chunks = len(torch.empty(options.batch_size).chunk(options.chunks))
-    pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=chunks, **_placement(options))
+    pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=chunks, **_pipe_options(options))
     try:
         _try_step(pipe, rest)
     except ValueError as error:
@@ -68,12 +70,12 @@ def check_last_mini_batch(options: Namespace, training_images: int) -> None:
 
 
 def _try_step(pipe: gpipe.GPipe, images: int) -> None:
-    if images > 0:
+    with torch.random.fork_rng(devices=[]):  # a step draws a seed
         input = torch.zeros(images, requires_grad=True)
         pipe.step(input, input.detach(), lambda output, target: output.sum(), reduction="sum")
 
 
-def _placement(options: Namespace) -> dict[str, Any]:
+def _pipe_options(options: Namespace) -> dict[str, Any]:
     """The arguments of GPipe that place stages on workers and devices."""
     return {
         "devices": options.devices,
@@ -132,7 +134,7 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
 
 def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPipe:
     """The pipeline of a plan."""
-    return gpipe.GPipe(model, plan.balance, chunks=plan.chunks, checkpoint=plan.checkpoint, **_placement(options))
+    return gpipe.GPipe(model, plan.balance, chunks=plan.chunks, checkpoint=plan.checkpoint, **_pipe_options(options))
 
 
 def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
