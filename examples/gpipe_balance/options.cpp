@@ -25,7 +25,11 @@ namespace {
 CLI::Validator size_text() {
   return {[as_bytes = CLI::AsSizeValue(/*kb_is_1000=*/true)](std::string& text) {
             const auto given = text;
-            return as_bytes(text).empty() ? "" : "must be a size such as 6GB or 6GiB, but is '" + given + "'";
+            try {
+              if (!given.starts_with('-') && as_bytes(text).empty()) return std::string();
+            } catch (const CLI::ValidationError&) {  // for a number that is too large
+            }
+            return "must be a size such as 6GB or 6GiB, but is '" + given + "'";
           },
           ""};
 }
