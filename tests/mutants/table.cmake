@@ -80,7 +80,7 @@ mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/transport.c
        "std::exchange(gradients_[slot(edge, micro_batch)], {})"
        "std::exchange(gradients_[slot(edge, edge + 1 < pipeline_.count() ? micro_batch : 0)], {})" Generated*)
 mutant(commits_sums_after_an_error gpipe_tests gpipe/mini_batch.cpp "std::rethrow_exception(failure->error);"
-       "if (use_ != Pipeline::Use::kStep) std::rethrow_exception(failure->error);" Step.*)
+       "if (use_ != Pipeline::Use::kStep) std::rethrow_exception(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp
