@@ -74,7 +74,8 @@ mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
        "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Step.*)
 mutant(weights_micro_batches_equally gpipe_tests gpipe/loss.cpp
-       "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);" Step.*)
+       "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);"
+       Step.*)
 mutant(ignores_the_scale gpipe_tests gpipe/mini_batch.cpp "weight * loss_.scale" "weight" Step.*)
 mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/transport.cpp
        "std::exchange(gradients_[slot(edge, micro_batch)], {})"
