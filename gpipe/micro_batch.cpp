@@ -10,6 +10,7 @@
 #include <string>
 
 #include "gpipe/autograd/shared_memory.h"
+#include "gpipe/checks.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
@@ -38,14 +39,13 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
 }
 
 std::int64_t batch_size(const Value& value, const std::string& what) {
-  const auto refuse = [](const std::string& message) { throw std::invalid_argument("[gpipe] " + message); };
-  if (value.tensors().empty()) refuse("the " + what + " has no tensors; pass at least one");
+  if (value.tensors().empty()) refuse_argument("the " + what + " has no tensors; pass at least one");
   std::vector<std::int64_t> sizes;
   for (const auto& tensor : value.tensors()) {
-    if (!tensor.defined()) refuse("a tensor of the " + what + " is undefined; pass a defined one");
+    if (!tensor.defined()) refuse_argument("a tensor of the " + what + " is undefined; pass a defined one");
     if (tensor.dim() == 0) {
-      refuse("a tensor of the " + what +
-             " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
+      refuse_argument("a tensor of the " + what +
+                      " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
     }
     sizes.push_back(tensor.size(0));
   }
@@ -53,7 +53,7 @@ std::int64_t batch_size(const Value& value, const std::string& what) {
     std::ostringstream message;
     message << "the tensors of the " << what << " have unequal batch sizes (" << at::IntArrayRef(sizes)
             << "); dimension 0 must be the same for all";
-    refuse(message.str());
+    refuse_argument(message.str());
   }
   return sizes.front();
 }

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 _IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n"
 
@@ -18,3 +19,15 @@ def run(program, *arguments, seconds=60):
         cwd=os.path.dirname(__file__),
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def run_on_two_ranks(program, folder):
+    """Runs a program in two processes that torchrun starts in a folder. Returns their output. Fails if either fails."""
+    (Path(folder) / "train.py").write_text(program)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*launcher, "train.py"], cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout

@@ -2,9 +2,7 @@
 
 import copy
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 import gpipe
+from processes import run_on_two_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
@@ -68,14 +67,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
 
 def test_the_program_for_two_processes_keeps_them_equal(tmp_path):
     (program,) = (block for block in blocks_of("docs/convert_your_model.md") if PROGRAM.match(block))
-    (tmp_path / "train.py").write_text(program)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launcher, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    weights = dict(re.findall(r"rank (\d): weights (\S+)", done.stdout))
+    weights = dict(re.findall(r"rank (\d): weights (\S+)", run_on_two_ranks(program, tmp_path)))
     assert set(weights) == {"0", "1"}
     assert weights["0"] == weights["1"]
     assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}

@@ -1,10 +1,7 @@
 """Training steps: losses, schedules and placements."""
 
 import copy
-import os
 import pickle
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from torch import nn
 
 import gpipe
 from layers import Add, Fail, Stash, make_dropouts
-from processes import run
+from processes import run, run_on_two_ranks
 from test_errors import notes
 
 SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2)]
@@ -504,10 +501,4 @@ dist.destroy_process_group()
 
 
 def test_distributed_data_parallel_averages_the_gradients_of_a_loss(tmp_path):
-    (tmp_path / "train.py").write_text(PARALLEL)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*launcher, "train.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    run_on_two_ranks(PARALLEL, tmp_path)
