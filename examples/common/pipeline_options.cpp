@@ -17,6 +17,7 @@
 #include "examples/common/flags.h"
 #include "gpipe/runtime/memory_reuse.h"
 #include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule/schedules.h"
 
 namespace gpipe::examples {
 namespace {
@@ -60,6 +61,11 @@ void check_schedule(const PipelineOptions& options) {
 }
 
 }  // namespace
+
+std::string schedule_names() {
+  return absl::StrJoin(schedule_rules(), ", ",
+                       [](std::string* out, const ScheduleRule& rule) { out->append(rule.name); });
+}
 
 std::vector<torch::Device> to_devices(const std::string& text, int count, const std::string& unit) {
   std::vector<torch::Device> devices;

@@ -39,6 +39,9 @@ inline constexpr char kPipelineGroup[] = "Pipeline";
 /// options that contradict each other, and std::invalid_argument for a schedule from a file that does not fit.
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 
+/// The names of all schedules, for help texts and messages.
+std::string schedule_names();
+
 /// Parses --devices: `count` devices, or one for all. Each is for a `unit`: a stage or a worker. Errors:
 /// CLI::ValidationError.
 std::vector<torch::Device> to_devices(const std::string& text, int count, const std::string& unit);

@@ -5,17 +5,11 @@
 #include <limits>
 #include <string>
 
-#include "absl/strings/str_join.h"
 #include "examples/common/flags.h"
 #include "gpipe/schedule/schedules.h"
 
 namespace gpipe::examples {
 namespace {
-
-std::string schedule_names() {
-  return absl::StrJoin(schedule_rules(), ", ",
-                       [](std::string* out, const ScheduleRule& rule) { out->append(rule.name); });
-}
 
 // The name of a schedule, or @FILE.
 CLI::Validator schedule_text() {

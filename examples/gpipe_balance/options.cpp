@@ -3,9 +3,6 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
 #include "balance/suggest.h"
 #include "examples/common/flags.h"
 #include "examples/common/image.h"
@@ -100,10 +97,8 @@ void add_memory_limit_flag(CLI::App& app, Options& options) {
 }
 
 void add_schedule_flags(CLI::App& app, Options& options) {
-  const auto names = absl::StrJoin(
-      schedule_rules(), ", ", [](std::string* out, const auto& rule) { absl::StrAppend(out, std::string(rule.name)); });
   app.add_option("--schedule", options.schedule,
-                 "of step(): " + names + " or @FILE; default: a forward, then its backward")
+                 "of step(): " + schedule_names() + " or @FILE; default: a forward, then its backward")
       ->check([](const std::string& name) {
         if (!name.starts_with('@')) schedule_rule(name);
         return "";
