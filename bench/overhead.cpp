@@ -1,6 +1,7 @@
 // Overhead per cell: a pipeline of very small layers, compared with a loop that does the same work without a pipeline. Also
 // compares step() with forward() and backward().
 
+#include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
@@ -11,6 +12,7 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/loss.h"
 
 namespace gpipe::bench {
 namespace {
@@ -39,12 +41,27 @@ void plain_step(nn::Sequential& model, const torch::Tensor& input, int chunks, b
   }
 }
 
+GPipe tiny_pipe(const Row& row, const torch::Tensor& input) {
+  const Subject it{row.model, tiny_layers(), input, kRows};
+  return make_pipe(it, std::vector<std::int64_t>(row.stages, kLayers / row.stages), row);
+}
+
 // A step without clearing the gradients, as the plain loop does.
 std::function<void()> pipeline_step(const Row& row, const torch::Tensor& input) {
-  const Subject it{row.model, tiny_layers(), input, kRows};
-  auto pipe = make_pipe(it, std::vector<std::int64_t>(row.stages, kLayers / row.stages), row);
+  auto pipe = tiny_pipe(row, input);
   if (row.schedule.empty()) return [=]() mutable { pipe->forward(input).sum().backward(); };
   return [=]() mutable { run_schedule(pipe, input); };
+}
+
+// What step() computes, by forward() and one backward.
+std::function<void()> step_with_losses(const Row& row, const torch::Tensor& input) {
+  auto pipe = tiny_pipe(row, input);
+  return [=]() mutable {
+    std::vector<torch::Tensor> losses;
+    for (const auto& part : pipe->forward(input).split(kRows)) losses.push_back(part.sum());
+    join_losses(losses, std::vector<double>(losses.size(), 1));
+    torch::autograd::backward(losses, {});
+  };
 }
 
 std::function<void()> repeated(int times, const std::function<void()>& function) {
@@ -66,6 +83,7 @@ void measure(const Row& row, bool one_core, const Options& options) {
   }
   std::vector<std::function<void()>> functions = {repeated(steps, plain)};
   for (const auto& each : rows) functions.push_back(repeated(steps, pipeline_step(each, input)));
+  functions.push_back(repeated(steps, step_with_losses(row, input)));
   const auto times = interleave(functions, options.repeats);
   const auto us_per_cell = [&](const std::vector<double>& seconds, const std::vector<double>& compared) {
     std::vector<double> costs;
@@ -85,8 +103,8 @@ void measure(const Row& row, bool one_core, const Options& options) {
     if (i == 0) continue;
     print(std::cout, {.bench = "overhead",
                       .row = rows[i],
-                      .unit = "us/cell more than forward() and backward()",
-                      .values = us_per_cell(seconds, times[1]),
+                      .unit = "us/cell more than forward(), the losses and backward()",
+                      .values = us_per_cell(seconds, times.back()),
                       .limit = 0});
   }
 }

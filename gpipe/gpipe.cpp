@@ -82,6 +82,13 @@ std::vector<torch::Device> devices_of(const Value& value) {
   return devices;
 }
 
+// The devices on which the caller uses gradients: those of the workers and of the input.
+std::vector<torch::Device> devices_with(const Pipeline& pipeline, const Value& input) {
+  auto devices = devices_of(input);
+  devices.insert(devices.end(), pipeline.devices().begin(), pipeline.devices().end());
+  return devices;
+}
+
 // Gives the outputs that want a gradient their history: one autograd node over the inputs and all parameters. Calls no
 // operator, because an error here would leave buffers changed.
 void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
@@ -89,6 +96,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   const auto& wanted = output.wants_gradient;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) return;
   const auto sources = sources_of(*mini_batch, *pipeline, input);
+  auto devices = devices_with(*pipeline, input);
   auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes,
                    devices = devices_of(input),
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
@@ -105,7 +113,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
     }
     return gradients_of_sources(mini_batch->backward(std::move(of_parts), retain_graph), sizes, devices);
   };
-  attach_backward(output.value.tensors(), wanted, sources, std::move(backward));
+  attach_backward(output.value.tensors(), wanted, sources, std::move(devices), std::move(backward));
 }
 
 }  // namespace
@@ -218,16 +226,8 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   if (std::none_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
     return result;
   }
-  // The backward may run on another thread, which has other streams.
-  std::vector<std::pair<torch::Device, StreamEvent>> ready;
-  for (const auto& on : {devices_, devices_of(input)}) {
-    for (const auto device : on) ready.emplace_back(device, record_event(device));
-  }
-  auto hand_out = [gradients = std::move(gradients), ready = std::move(ready), unit](std::vector<at::Tensor> incoming,
-                                                                                     bool retain_graph) mutable {
+  auto hand_out = [gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming, bool retain_graph) mutable {
     auto handed = retain_graph ? gradients : std::move(gradients);
-    for (const auto& [device, event] : ready) wait(event, device);
-    for (const auto& gradient : handed) use_on_current_stream(gradient);
     // step() itself asks for the gradients as they are.
     if (unit && incoming.front().is_same(*unit)) return handed;
     for (auto& gradient : handed) {
@@ -236,7 +236,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     }
     return handed;
   };
-  attach_backward({result.loss}, {true}, sources, std::move(hand_out));
+  attach_backward({result.loss}, {true}, sources, devices_with(*pipeline_, input), std::move(hand_out));
   return result;
 }
 

@@ -4,11 +4,12 @@
 
 namespace gpipe {
 
-Inlet::Inlet(std::vector<Parcel> parcels, c10::Device device) : device_(device), parcels_(std::move(parcels)) {
+Inlet::Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device)
+    : device_(device), parcels_(std::move(parcels)) {
   if (parcels_.empty()) return;
   for (const auto& tensor : parcels_.front().tensors) {
     ready_.push_back(record_event(tensor.device()));
-    links_.push_back(new_link(tensor.device(), device_));
+    links_.push_back(pipeline.inlet_link(tensor.device(), device_));
   }
 }
 

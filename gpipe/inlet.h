@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "gpipe/autograd/parcel.h"
+#include "gpipe/pipeline.h"
 #include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
@@ -12,7 +13,7 @@ class Inlet {
  public:
   /// Takes one parcel per micro-batch. Reads their tensors after the work that the calling thread's current streams have
   /// enqueued on their devices.
-  Inlet(std::vector<Parcel> parcels, c10::Device device);
+  Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device);
 
   /// Returns a micro-batch's parcel, once. Call on the stage's worker.
   Parcel receive(int micro_batch);

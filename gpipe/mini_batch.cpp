@@ -12,6 +12,7 @@
 
 #include "gpipe/autograd/seed_draw.h"
 #include "gpipe/autograd/skip_routes.h"
+#include "gpipe/runtime/profiler_range.h"
 #include "gpipe/worker_scope.h"
 
 namespace gpipe {
@@ -26,10 +27,10 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       counter_(recording_.timeline ? std::make_shared<ByteCounter>(pipeline_->workers()) : nullptr),
       statistics_(options.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
-      inputs_(std::move(inputs), pipeline_->stages().front().device),
+      inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
       transport_(*pipeline_, micro_batches_),
       loss_(std::move(loss)),
-      targets_(loss_.targets, pipeline_->stages().back().device),
+      targets_(*pipeline_, loss_.targets, pipeline_->stages().back().device),
       outputs_(micro_batches_),
       losses_(micro_batches_) {}
 
@@ -43,9 +44,7 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
   const bool grad = use_ != Pipeline::Use::kForward;
   std::vector<SavedBuffers> buffers;
   for (auto& stage : pipeline_->stages()) {
-    // The engine runs a node on the stream that was current when it was made.
-    const OptionalStreamScope stream(pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
-    sinks_.emplace_back(stage, grad);
+    sinks_.emplace_back(stage, grad, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
   }
   for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
   SeedDraw draw;
@@ -75,9 +74,9 @@ Gathered MiniBatch::forward() {
 MiniBatch::StepOutcome MiniBatch::step() {
   StepOutcome outcome;
   begin([&] {
-    {
-      // PyTorch runs a backward with the state of the thread that calls it: here without grad mode and autocast.
-      const at::NoGradGuard no_grad;
+    // PyTorch runs a backward with the state of the thread that calls it: here without autocast. The engine turns grad mode
+    // off itself.
+    if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       backward_state_.emplace();
     }
@@ -99,6 +98,10 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   counted_ = counting.installed();
   retain_graph_ = retain_graph;
   output_gradients_ = std::move(gradients);
+  outputs_ready_.clear();
+  for (const auto& gradient : output_gradients_.front()) {
+    outputs_ready_.push_back(gradient.defined() ? record_event(gradient.device()) : nullptr);
+  }
   begin_backward();
   try {
     check_parameters_unchanged();
@@ -193,6 +196,7 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
 }
 
 void MiniBatch::run(const Action& action) {
+  const ProfilerRange range([&] { return "gpipe " + to_string(action); });
   try {
     switch (action.kind) {
       case Kind::F:
@@ -255,6 +259,7 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
   const bool grad = use_ != Pipeline::Use::kForward;
   auto out = cell->forward(std::move(in), {.grad = grad, .recompute = program_->recomputes(stage, micro_batch)});
+  for (const auto& parcel : out) wait_for_others(parcel.tensors, pipeline_->stages()[stage].device);
   if (!grad) cell.reset();
   if (stage + 1 == pipeline_->count()) {
     if (loss_.function) {
@@ -273,7 +278,7 @@ void MiniBatch::run_recompute(int stage, int micro_batch) {
   cell(stage, micro_batch)->recompute(retain_graph_);
 }
 
-Gradients MiniBatch::output_gradients(int stage, int micro_batch) {
+Gradients MiniBatch::output_gradients(int micro_batch) {
   if (loss_.function) {
     const double weight = loss_.weights[micro_batch];
     // An undefined gradient stops the backward: 0 * NaN would be NaN.
@@ -281,7 +286,11 @@ Gradients MiniBatch::output_gradients(int stage, int micro_batch) {
     return {at::full_like(losses_[micro_batch], weight * loss_.scale)};
   }
   auto gradients = std::move(output_gradients_[micro_batch]);
-  copy_to_device(gradients, begin_[pipeline_->worker_of(stage)], pipeline_->stages()[stage].device, {});
+  for (std::size_t k = 0; k < gradients.size(); ++k) {
+    if (!gradients[k].defined()) continue;
+    wait(outputs_ready_[k], gradients[k].device());
+    use_on_current_stream(gradients[k]);
+  }
   return gradients;
 }
 
@@ -289,7 +298,7 @@ void MiniBatch::run_backward(int stage, int micro_batch) {
   std::optional<CallerStateScope> state;
   if (backward_state_) state.emplace(*backward_state_);
   std::vector<Gradients> gradients;
-  if (stage + 1 == pipeline_->count()) gradients.push_back(output_gradients(stage, micro_batch));
+  if (stage + 1 == pipeline_->count()) gradients.push_back(output_gradients(micro_batch));
   for (const int edge : program_->out_edges(stage)) {
     gradients.push_back(transport_.receive_gradients(edge, micro_batch));
   }

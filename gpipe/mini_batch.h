@@ -69,7 +69,7 @@ class MiniBatch : public Cells {
   Gathered gather_outputs();
   BackwardResult take_gradients();
   Tail tail(int stage, int micro_batch);
-  Gradients output_gradients(int stage, int micro_batch);
+  Gradients output_gradients(int micro_batch);
   void run_forward(int stage, int micro_batch);
   void run_recompute(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch);
@@ -111,6 +111,7 @@ class MiniBatch : public Cells {
   bool retain_graph_ = false;
   bool counted_ = false;
   std::vector<Gradients> output_gradients_;  // per micro-batch
+  std::vector<StreamEvent> outputs_ready_;   // per gradient of a micro-batch: the caller's work on its device
   std::vector<Gradients> input_gradients_;   // per micro-batch
   std::vector<GradientSums> sums_;           // per stage
 };

@@ -33,6 +33,14 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
   }
 }
 
+Link Pipeline::inlet_link(c10::Device from, c10::Device to) {
+  MutexLock lock(mutex_);
+  for (const auto& known : inlet_links_) {
+    if (known.from == from && known.to == to) return known.link;
+  }
+  return inlet_links_.emplace_back(InletLink{from, to, new_link(from, to)}).link;
+}
+
 Mutex& Pipeline::turn() {
   executor_.check_caller();
   return turn_;

@@ -55,6 +55,7 @@ class Pipeline {
   const std::vector<int>& placement() const { return schedules_.placement; }
   int worker_of(int stage) const { return schedules_.placement[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
+  const std::vector<c10::Device>& devices() const { return devices_; }
   SharedBuffers& shared_buffers() { return shared_buffers_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
@@ -65,6 +66,8 @@ class Pipeline {
   /// The copy streams of an edge, forward and back.
   const Link& link(int edge) const { return links_[edge]; }
   const Link& back_link(int edge) const { return back_links_[edge]; }
+  /// The copy streams for inputs and targets. Every call with the same devices returns the same streams.
+  Link inlet_link(c10::Device from, c10::Device to);
 
   /// A mini-batch holds it during its forward and during its backward. Errors: those of Executor::check_caller().
   Mutex& turn();
@@ -95,6 +98,11 @@ class Pipeline {
     Use use;
     friend bool operator==(const Key&, const Key&) = default;
   };
+  struct InletLink {
+    c10::Device from;
+    c10::Device to;
+    Link link;
+  };
   Program make_program(const Key& key) const;
   /// Returns null if the program is not cached.
   std::shared_ptr<const Program> find_program(const Key& key);
@@ -113,6 +121,7 @@ class Pipeline {
   Mutex turn_;
   mutable Mutex mutex_;
   std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
+  std::vector<InletLink> inlet_links_ ABSL_GUARDED_BY(mutex_);
   std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
   int steps_ ABSL_GUARDED_BY(mutex_) = 0;

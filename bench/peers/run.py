@@ -58,8 +58,8 @@ class Row(NamedTuple):
     checkpoint: str
 
 
-def rows(models: list[str], short: bool) -> list[Row]:
-    few, more = ([4], [8]) if short else ([4, 8], [8, 32])
+def rows(short: bool) -> list[Row]:
+    few, more = ([4], [8]) if short else ([4, 8, 16], [8, 32])
     every = [
         Row("overhead", "tiny", [16 // stages] * stages, chunks, checkpoint)
         for stages, chunks, checkpoint in itertools.product([2, 4], more, ["never", "always"])
@@ -69,7 +69,7 @@ def rows(models: list[str], short: bool) -> list[Row]:
     modes = ["never", "except_last", "always"]
     for model, checkpoint in itertools.product(["unet", "resnet18", "resnet50"], modes):
         every.append(Row("memory", model, CUTS[model], 8, checkpoint))
-    return [row for row in every if row.model in models]
+    return every
 
 
 def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
@@ -111,8 +111,12 @@ def figure(bench: Bench, command: list[object]) -> float:
     return statistics.median(value) if isinstance(value, list) else value
 
 
-def measure(row: Row, ours: Path, steps: int, repeats: int) -> dict[str, list[float]]:
-    commands = contestants(row, ours, steps)
+def measure(
+    row: Row, names: list[str], ours: Path, steps: int, repeats: int
+) -> dict[str, list[float]]:
+    commands = {
+        name: command for name, command in contestants(row, ours, steps).items() if name in names
+    }
     values: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(repeats):
         for name, command in commands.items():
@@ -138,10 +142,12 @@ def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
     for row, values in results:
         bench = BENCHES[row.bench]
         medians = {name: statistics.median(each) for name, each in values.items()}
-        best = min(value for name, value in medians.items() if name in PEERS)
+        peers = [value for name, value in medians.items() if name in PEERS]
         cells = [row.model, str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
         cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
-        cells += [f"{best / medians[name]:.2f}" if medians[name] > 0 else "" for name in compared]
+        for name in compared:
+            beaten = peers and medians.get(name, 0) > 0
+            cells.append(f"{min(peers) / medians[name]:.2f}" if beaten else "")
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 
@@ -151,16 +157,28 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ours", type=Path, required=True, help="the build folder of this project")
-    parser.add_argument("--models", nargs="+", default=["tiny", *CUTS], choices=["tiny", *CUTS])
+    every = {
+        "models": ["tiny", *CUTS],
+        "benches": list(BENCHES),
+        "chunks": [4, 8, 16, 32],
+        "checkpoints": ["never", "except_last", "always"],
+        "contestants": [*OURS, *PEERS],
+    }
+    for flag, choices in every.items():
+        kind = type(choices[0])
+        parser.add_argument(f"--{flag}", nargs="+", type=kind, default=choices, choices=choices)
     parser.add_argument("--repeats", type=int, default=5, help="processes per row and contestant")
     parser.add_argument("--short", action="store_true", help="few rows and steps, to try it out")
     args = parser.parse_args()
     if args.short:
         args.repeats = 1
     results = []
-    for row in rows(args.models, args.short):
+    for row in rows(args.short):
+        asked = row.model in args.models and row.bench in args.benches
+        if not asked or row.chunks not in args.chunks or row.checkpoint not in args.checkpoints:
+            continue
         steps = 3 if args.short else 41 if row.bench == "overhead" else 5
-        values = measure(row, args.ours, steps, args.repeats)
+        values = measure(row, args.contestants, args.ours, steps, args.repeats)
         results.append((row, values))
         for peer, each in values.items():
             print(line(row, peer, each), flush=True)

@@ -13,6 +13,7 @@
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/shared_memory.h"
 #include "gpipe/autograd/skip_routes.h"
+#include "gpipe/runtime/profiler_range.h"
 
 namespace gpipe {
 namespace {
@@ -73,7 +74,9 @@ Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, SharedM
 
 Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& layer)> after_layer) {
   std::optional<RandomScope> draws;
+  std::optional<ProfilerRange> range;
   const auto end_layer = [&] {
+    range.reset();
     draws.reset();
     if (layer_ >= 0) after_layer(stage_.name_of(layer_));
   };
@@ -81,6 +84,7 @@ Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& l
     end_layer();
     layer_ = layer;
     draws.emplace(seed_, stage_.first_layer + layer, micro_batch_);
+    range.emplace([&] { return "gpipe layer " + stage_.name_of(layer); });
   };
   const auto begin_layer = [&](int layer) {
     if (layer < 0 || layer >= static_cast<int>(stage_.layers.size())) {

@@ -6,11 +6,14 @@
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <exception>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
 #include <utility>
+
+#include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -19,7 +22,8 @@ using torch::autograd::variable_list;
 
 class PipelineNode : public torch::autograd::Node {
  public:
-  explicit PipelineNode(BackwardFunction function) : function_(std::move(function)) {}
+  PipelineNode(BackwardFunction function, std::span<const c10::Device> devices)
+      : function_(std::move(function)), streams_(devices) {}
 
   variable_list apply(variable_list&& gradients) override {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
@@ -32,7 +36,9 @@ class PipelineNode : public torch::autograd::Node {
     const bool retain_graph = torch::autograd::get_current_graph_task_keep_graph();
     // A failed backward cannot be repeated, because it has used up part of its cells.
     auto function = std::exchange(function_, nullptr);
-    auto result = call(function, std::move(gradients), retain_graph);
+    variable_list result;
+    // The engine sets the stream of one device only.
+    streams_.during([&] { result = call(function, std::move(gradients), retain_graph); });
     if (retain_graph) function_ = std::move(function);
     return result;
   }
@@ -55,6 +61,7 @@ class PipelineNode : public torch::autograd::Node {
   }
 
   BackwardFunction function_;
+  const CurrentStreams streams_;
 };
 
 // Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every parameter,
@@ -81,12 +88,39 @@ void wrap_hooks(const at::Tensor& leaf) {
   }
 }
 
+// The identity, for the gradients of one device.
+struct Arrive : torch::autograd::Node {
+  variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
+  std::string name() const override { return "GPipeArrive"; }
+};
+
+// Returns the edges to the inputs. Those on other accelerators than `device` lead through a node of their device. The engine
+// runs it on the calling thread's current stream, as it does the inputs' own nodes.
+torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
+  auto edges = torch::autograd::collect_next_edges(inputs);
+  std::vector<std::pair<c10::Device, std::shared_ptr<Arrive>>> nodes;
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    const auto on = inputs[i].device();
+    if (!edges[i].is_valid() || on.is_cpu() || on == device) continue;
+    auto found = std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.first == on; });
+    if (found == nodes.end()) {
+      nodes.emplace_back(on, std::shared_ptr<Arrive>(new Arrive(), torch::autograd::deleteNode));
+      found = nodes.end() - 1;
+    }
+    found->second->add_next_edge(std::move(edges[i]));
+    edges[i] = {found->second, found->second->add_input_metadata(inputs[i])};
+  }
+  return edges;
+}
+
 }  // namespace
 
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
-                     const std::vector<at::Tensor>& inputs, BackwardFunction function) {
-  auto node = std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function)), torch::autograd::deleteNode);
-  node->set_next_edges(torch::autograd::collect_next_edges(inputs));
+                     const std::vector<at::Tensor>& inputs, std::vector<c10::Device> devices,
+                     BackwardFunction function) {
+  for (const auto& output : outputs) devices.push_back(output.device());
+  auto node = std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function), devices), torch::autograd::deleteNode);
+  node->set_next_edges(edges_to(inputs, outputs.front().device()));
   for (const auto& input : inputs) {
     if (input.requires_grad() && input.is_leaf()) wrap_hooks(input);
   }

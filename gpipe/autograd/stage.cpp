@@ -14,6 +14,7 @@
 #include "absl/container/flat_hash_set.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/parcel.h"
+#include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -80,7 +81,7 @@ std::vector<at::Tensor> Stage::buffers() const {
 
 bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
 
-ParameterSinks::ParameterSinks(Stage& stage, bool grad)
+ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
     : stage_(stage), all_(stage.parameters()), sinks_{make_gradient_sink()} {
   for (const auto& parameter : all_) {
     versions_.push_back(others_writes(parameter));
@@ -89,13 +90,16 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad)
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    auto sink = is_large(parameter) ? sinks_.emplace_back(make_gradient_sink()) : sinks_.front();
-    sink->indices.push_back(parameters_.size());
-    const auto input = sink->add_input_metadata(parameter);
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    edges_.emplace(accumulator.get(), torch::autograd::Edge(std::move(sink), input));
-    accumulators_.push_back(std::move(accumulator));
     parameters_.push_back(parameter);
+    accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameter));
+  }
+  // The engine runs a node on the stream that is current when the node learns of its inputs.
+  const OptionalStreamScope scope(stream);
+  for (std::size_t i = 0; i < parameters_.size(); ++i) {
+    auto sink = is_large(parameters_[i]) ? sinks_.emplace_back(make_gradient_sink()) : sinks_.front();
+    sink->indices.push_back(i);
+    const auto input = sink->add_input_metadata(parameters_[i]);
+    edges_.emplace(accumulators_[i].get(), torch::autograd::Edge(std::move(sink), input));
   }
 }
 

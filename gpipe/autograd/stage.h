@@ -68,8 +68,9 @@ bool is_large(const at::Tensor& tensor);
 /// the parameters' gradient accumulators, whose hooks would run once per micro-batch.
 class ParameterSinks {
  public:
-  /// With `grad`, makes sinks for the stage's parameters that require grad. `stage` must outlive this.
-  ParameterSinks(Stage& stage, bool grad);
+  /// With `grad`, makes sinks for the stage's parameters that require grad. The engine runs them on `stream`, the stage's;
+  /// it runs the parameters' own accumulators on the caller's. `stage` must outlive this.
+  ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
   /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has a sink of
   /// its own, so that its gradient is added and freed at once. Small ones share a sink, because each node that the engine

@@ -4,6 +4,10 @@
 #include <ATen/ops/_to_copy.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
+
+#include "absl/cleanup/cleanup.h"
+
 namespace gpipe {
 namespace {
 
@@ -47,6 +51,31 @@ OptionalStreamScope::~OptionalStreamScope() {
   guard.uncheckedSetDevice(*previous_device_);
 }
 
+CurrentStreams::CurrentStreams(std::span<const c10::Device> devices) {
+  for (const auto device : devices) {
+    if (!device.is_cpu()) streams_.push_back(guard_of(device).getStream(device));
+  }
+}
+
+void CurrentStreams::during(absl::FunctionRef<void()> function) const {
+  std::vector<c10::Stream> previous;
+  const auto exchange = [](const c10::Stream& stream) { return guard_of(stream.device()).exchangeStream(stream); };
+  for (const auto& stream : streams_) previous.push_back(exchange(stream));
+  const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), exchange); };
+  function();
+}
+
+void wait_for_others(std::span<const at::Tensor> tensors, c10::Device device) {
+  auto waited = device;
+  for (const auto& tensor : tensors) {
+    if (!tensor.defined() || tensor.device() == device || tensor.device() == waited) continue;
+    waited = tensor.device();
+    const auto event = record_event(waited);
+    wait(event, device);
+    if (event && device.is_cpu()) event->synchronize();
+  }
+}
+
 std::optional<c10::Stream> new_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
@@ -66,16 +95,15 @@ void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10
     // copy does not wait for computation.
     OptionalStreamScope target(link.target);
     OptionalStreamScope source(link.source);
-    bool copies = false;
+    auto from = to;
     for (auto& tensor : tensors) {
       if (!tensor.defined() || tensor.device() == to) continue;
-      if (!copies) wait(ready, tensor.device());
-      copies = true;
+      if (tensor.device() != from) wait(ready, from = tensor.device());
       use_on_current_stream(tensor);
       const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();
       tensor = at::_to_copy(tensor, tensor.options().device(to), /*non_blocking=*/between_accelerators);
     }
-    if (copies) copied = record_event(to);
+    if (from != to) copied = record_event(to);
   }
   wait(copied, to);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);

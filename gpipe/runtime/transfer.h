@@ -8,6 +8,9 @@
 #include <memory>
 #include <optional>
 #include <span>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
 
 namespace gpipe {
 
@@ -39,6 +42,23 @@ class OptionalStreamScope {
   std::optional<c10::Stream> previous_stream_;
   std::optional<c10::Device> previous_device_;
 };
+
+/// The current streams that a thread has on some devices.
+class CurrentStreams {
+ public:
+  /// Takes those of the calling thread.
+  explicit CurrentStreams(std::span<const c10::Device> devices);
+
+  /// Calls `function` while they are current on the calling thread.
+  void during(absl::FunctionRef<void()> function) const;
+
+ private:
+  std::vector<c10::Stream> streams_;
+};
+
+/// Makes the current stream of `device` come after the work of the current streams of the tensors' devices. On the CPU, the
+/// host waits for that work.
+void wait_for_others(std::span<const at::Tensor> tensors, c10::Device device);
 
 /// Returns a stream from the device's pool; std::nullopt on the CPU.
 std::optional<c10::Stream> new_stream(c10::Device device);

@@ -1,0 +1,185 @@
+#include "tests/accelerator/device.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <utility>
+#include <vector>
+
+namespace gpipe::accelerator {
+namespace {
+
+constexpr std::int64_t kPool = 32;  // streams per device, handed out in turn, as on CUDA
+
+using Seconds = std::chrono::duration<double>;
+
+thread_local c10::DeviceIndex current_device = 0;
+thread_local std::array<std::int64_t, kDevices> current_streams{};
+
+c10::DeviceIndex checked(c10::DeviceIndex index) {
+  TORCH_CHECK(index < kDevices, "there is no device ", static_cast<int>(index), "; the last one is ", kDevices - 1);
+  return index < 0 ? current_device : index;
+}
+
+struct RecordedEvent {
+  Event event;
+  bool timed = false;
+  std::chrono::steady_clock::time_point time;
+};
+
+RecordedEvent& recorded(void* event) { return *static_cast<RecordedEvent*>(event); }
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+ public:
+  c10::DeviceType type() const override { return kType; }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  c10::Device getDevice() const override { return device(current_device); }
+  void setDevice(c10::Device device) const override { current_device = checked(device.index()); }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0) current_device = device.index();
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const auto previous = getDevice();
+    setDevice(device);
+    return previous;
+  }
+
+  c10::Stream getStream(c10::Device device) const override {
+    return stream(device, current_streams[checked(device.index())]);
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool = false) const override {
+    static std::array<std::atomic<std::int64_t>, kDevices> taken{};
+    return stream(device, 1 + taken[checked(device.index())]++ % kPool);
+  }
+  c10::Stream getNewStream(c10::Device device, int = 0) const override { return getStreamFromGlobalPool(device); }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const auto previous = std::exchange(current_streams[stream.device_index()], stream.id());
+    if (previous != stream.id()) stream_order().count(&Counts::switches);
+    return this->stream(stream.device(), previous);
+  }
+
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag flag) const override {
+    TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of device ", static_cast<int>(device),
+                " is recorded on a stream of device ", static_cast<int>(stream.device_index()));
+    if (*event == nullptr) *event = new RecordedEvent;
+    auto& it = recorded(*event);
+    stream_order().record(it.event, index(stream));
+    it.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
+    it.time = std::chrono::steady_clock::now();
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) stream_order().wait(index(stream), recorded(event).event);
+  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
+    delete static_cast<RecordedEvent*>(event);
+  }
+  bool queryEvent(void*) const override { return true; }
+  bool queryStream(const c10::Stream&) const override { return true; }
+  double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
+    TORCH_CHECK(recorded(first).timed && recorded(second).timed, "an event was made without timing");
+    return Seconds(recorded(second).time - recorded(first).time).count() * 1e3;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { stream_order().synchronize(index(stream)); }
+  void synchronizeEvent(void* event) const override {
+    if (event != nullptr) stream_order().synchronize(recorded(event).event);
+  }
+  void synchronizeDevice(c10::DeviceIndex device) const override {
+    stream_order().synchronize_device(checked(device));
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    if (auto* block = block_of(data)) stream_order().used(block->allocation, index(stream));
+  }
+
+ private:
+  static c10::Stream stream(c10::Device device, std::int64_t id) {
+    return c10::Stream(c10::Stream::UNSAFE, accelerator::device(checked(device.index())), id);
+  }
+  static int index(const c10::Stream& stream) { return stream_order().index(stream.device_index(), stream.id()); }
+};
+
+/// Draws on the host.
+class GeneratorImpl final : public c10::GeneratorImpl {
+ public:
+  explicit GeneratorImpl(c10::DeviceIndex device, at::Generator host = at::detail::createCPUGenerator())
+      : c10::GeneratorImpl(accelerator::device(device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        host(std::move(host)) {}
+
+  // Fills the state as a RandomScope does on the CPU, so that a layer draws the same numbers on any device.
+  void set_current_seed(std::uint64_t seed) override {
+    const auto mix = [](std::uint64_t x) {
+      x += 0x9e3779b97f4a7c15u;
+      x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+      x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+      return x ^ (x >> 31);
+    };
+    at::mt19937_data_pod state{.seed_ = seed, .left_ = 1, .seeded_ = true, .next_ = 0};
+    for (auto& word : state.state_) word = static_cast<std::uint32_t>(seed = mix(seed));
+    at::mt19937 engine;
+    engine.set_data(state);
+    host.get<at::CPUGeneratorImpl>()->set_engine(engine);
+  }
+  void set_offset(std::uint64_t) override { TORCH_CHECK(false, "the generator has no offset"); }
+  std::uint64_t get_offset() const override { TORCH_CHECK(false, "the generator has no offset"); }
+  std::uint64_t current_seed() const override { return host.current_seed(); }
+  std::uint64_t seed() override { return host.seed(); }
+  void set_state(const c10::TensorImpl& state) override { host.unsafeGetGeneratorImpl()->set_state(state); }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return host.unsafeGetGeneratorImpl()->get_state(); }
+  c10::GeneratorImpl* clone_impl() const override { return new GeneratorImpl(device().index(), host.clone()); }
+  static c10::DeviceType device_type() { return kType; }
+
+  at::Generator host;
+};
+
+class Hooks final : public at::PrivateUse1HooksInterface {
+ public:
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  void setCurrentDevice(c10::DeviceIndex device) const override { current_device = checked(device); }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device; }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    return std::exchange(current_device, checked(device));
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override { return exchangeDevice(device); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
+    return default_generator(device(checked(index)));
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex index) const override {
+    return at::make_generator<GeneratorImpl>(checked(index));
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+[[maybe_unused]] const bool registered = [] {
+  c10::register_privateuse1_backend("checked");
+  c10::SetAllocator(kType, &allocator());
+  at::RegisterPrivateUse1HooksInterface(new Hooks);
+  return true;
+}();
+
+}  // namespace
+
+at::Generator host_generator(const at::Generator& generator) { return generator.get<GeneratorImpl>()->host; }
+
+const at::Generator& default_generator(c10::Device device) {
+  static const auto* generators = [] {
+    auto* made = new std::vector<at::Generator>;
+    for (c10::DeviceIndex index = 0; index < kDevices; ++index) {
+      made->push_back(at::make_generator<GeneratorImpl>(index));
+    }
+    return made;
+  }();
+  return (*generators)[device.index()];
+}
+
+}  // namespace gpipe::accelerator

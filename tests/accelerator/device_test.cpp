@@ -1,0 +1,213 @@
+// The device itself: its operators compute what the CPU's do, and it finds mistakes.
+#include "tests/accelerator/device.h"
+
+#include <ATen/DeviceAccelerator.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <functional>
+#include <sstream>
+
+#include "gpipe/runtime/transfer.h"
+
+namespace gpipe::accelerator {
+namespace {
+
+namespace nn = torch::nn;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+using ::testing::ThrowsMessage;
+using torch::Device;
+using torch::Tensor;
+
+struct Case {
+  std::string name;
+  std::function<Tensor(Device)> run;
+};
+void PrintTo(const Case& it, std::ostream* out) { *out << it.name; }
+
+/// Trains a module on the input for a step. Returns the output and the gradients, as one vector.
+template <class Module>
+std::function<Tensor(Device)> train(std::function<Module()> make, const Tensor& input) {
+  return [=](Device device) {
+    auto module = make();
+    module->to(device);
+    auto x = input.clone().to(device);
+    if (x.is_floating_point()) x.requires_grad_();
+    const auto y = module->forward(x);
+    y.square().sum().backward();
+    std::vector<Tensor> all = {y.detach().flatten()};
+    if (x.requires_grad()) all.push_back(x.grad().flatten());
+    for (const auto& parameter : module->parameters()) all.push_back(parameter.grad().flatten());
+    return torch::cat(all);
+  };
+}
+
+template <class Module>
+std::function<Tensor(Device)> train(nn::ModuleHolder<Module> (*make)(), const Tensor& input) {
+  return train(std::function(make), input);
+}
+
+std::vector<Case> cases() {
+  torch::manual_seed(1);
+  const auto rows = torch::randn({4, 8});
+  const auto images = torch::randn({2, 4, 12, 12});
+  const auto train_rows = [&](auto make) { return train(std::function(make), rows); };
+  const auto train_images = [&](auto make) { return train(std::function(make), images); };
+  return {
+      {"linear", train_rows([] { return nn::Sequential(nn::Linear(8, 8), nn::GELU(), nn::Softmax(1)); })},
+      {"layer_norm", train_rows([] { return nn::LayerNorm(nn::LayerNormOptions({8})); })},
+      {"batch_norm", train_images([] { return nn::BatchNorm2d(4); })},
+      {"group_norm", train_images([] { return nn::GroupNorm(2, 4); })},
+      {"convolution", train_images([] { return nn::Sequential(nn::Conv2d(4, 4, 3), nn::MaxPool2d(2)); })},
+      {"transposed_convolution", train_images([] {
+         return nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 6, 3).groups(2).stride(2));
+       })},
+      {"embedding", train(std::function([] { return nn::Embedding(10, 4); }), torch::tensor({1, 9, 3, 1}))},
+      {"transformer", train(std::function([] {
+         return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0.));
+       }), torch::randn({3, 2, 8}))},
+      {"cross_entropy",
+       [](Device device) {
+         auto x = torch::arange(20.).view({4, 5}).sin().to(device).requires_grad_();
+         const auto loss = nn::functional::cross_entropy(x, torch::tensor({0, 1, 2, 3}).to(device));
+         loss.backward();
+         return x.grad() + loss.detach();
+       }},
+      {"adamw",
+       [](Device device) {
+         nn::Linear module(8, 8);
+         module->to(device);
+         torch::optim::AdamW optimizer(module->parameters());
+         module->forward(torch::ones({4, 8}).to(device)).sum().backward();
+         nn::utils::clip_grad_norm_(module->parameters(), 0.1);
+         optimizer.step();
+         return module->weight.detach();
+       }},
+      {"views_and_writes",
+       [rows](Device device) {
+         auto x = rows.to(device);
+         auto y = torch::cat({x.narrow(0, 1, 2), std::get<0>(x.topk(2, 0))});
+         y.index_put_({torch::tensor({0, 3}).to(device)}, 3.0);
+         y.slice(1, 0, 5).add_(1);
+         return y.masked_fill_(y > 1, 0.5).t();
+       }},
+      {"resized_results",
+       [rows](Device device) {
+         auto sum = torch::empty({0}, device);
+         at::add_out(sum, rows.to(device), rows.to(device));
+         auto both = torch::empty({0}, device);
+         at::cat_out(both, {sum, sum});
+         both.resize_({80}).slice(0, 64).zero_();
+         return both;
+       }},
+      {"item", [rows](Device device) {
+         const auto x = rows.to(device);
+         return x.masked_select(x > 0).sum() + x.max().item<float>();
+       }},
+      {"saved", [rows](Device device) {
+         std::stringstream file;
+         torch::save(rows.to(device), file);
+         Tensor read;
+         torch::load(read, file);
+         return read;
+       }},
+  };
+}
+
+class Operators : public ::testing::TestWithParam<Case> {};
+
+TEST_P(Operators, ComputeWhatTheCpuComputes) {
+  torch::manual_seed(2);
+  const auto expected = GetParam().run(torch::kCPU);
+  torch::manual_seed(2);
+  const auto got = GetParam().run(device(1));
+  EXPECT_EQ(got.device(), device(1));
+  EXPECT_TRUE(torch::allclose(got.cpu(), expected, 1e-4, 1e-5));
+  EXPECT_THAT(stream_order().take_violations(), IsEmpty());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, Operators, ::testing::ValuesIn(cases()),
+                         [](const auto& info) { return info.param.name; });
+
+class CheckedDevice : public ::testing::Test {
+ protected:
+  void SetUp() override { stream_order().take_violations(); }
+
+  // A stream that has waited for nothing.
+  c10::Stream other_stream(int index) { return *new_stream(device(index)); }
+};
+
+TEST_F(CheckedDevice, IsAnAccelerator) {
+  EXPECT_EQ(at::getAccelerator(), kType);
+  EXPECT_EQ(device(2).str(), "checked:2");
+}
+
+TEST_F(CheckedDevice, DrawsNumbersOfItsOwn) {
+  torch::manual_seed(1);
+  const auto first = torch::rand({8}, device(0)).cpu();
+  const auto dropped = torch::dropout(torch::ones({1000}, device(0)), 0.5, true).sum().item<double>();
+  EXPECT_NEAR(dropped, 1000, 200);
+  torch::manual_seed(1);
+  EXPECT_TRUE(torch::equal(torch::rand({8}, device(0)).cpu(), first));
+}
+
+TEST_F(CheckedDevice, RefusesTensorsOfTwoDevices) {
+  const auto here = torch::ones({4}, device(0));
+  const auto there = torch::zeros({4}, device(1)).to(torch::kLong);
+  EXPECT_THAT([&] { here + there; }, ThrowsMessage<c10::Error>(HasSubstr("on the same device")));
+  EXPECT_THAT([&] { here.index_select(0, there); },
+              ThrowsMessage<c10::Error>(HasSubstr("aten::index_select takes a tensor of checked:0 and one of checked:1")));
+  EXPECT_THAT([&] { here.gather(0, there.cpu()); },
+              ThrowsMessage<c10::Error>(HasSubstr("aten::gather takes a tensor of checked:0 and one of the CPU")));
+  EXPECT_TRUE((here + torch::tensor(1.)).defined()) << "a number may be on the CPU";
+}
+
+TEST_F(CheckedDevice, RefusesAnEventOfAnotherDevice) {
+  c10::Event event(kType);
+  event.record(other_stream(0));
+  EXPECT_THAT([&] { event.record(other_stream(1)); }, ThrowsMessage<c10::Error>(HasSubstr("an event of device 0")));
+}
+
+TEST_F(CheckedDevice, AHostThatReadsItsMemoryCrashes) {
+  GTEST_FLAG_SET(death_test_style, "threadsafe");
+  const auto tensor = torch::ones({4}, device(0));
+  EXPECT_DEATH(volatile float read = *tensor.data_ptr<float>(); (void)read, "");
+}
+
+TEST_F(CheckedDevice, FindsAMissingWait) {
+  const auto x = torch::ones({4}, device(0));
+  const OptionalStreamScope scope(other_stream(0));
+  x.square();
+  EXPECT_THAT(stream_order().take_violations(),
+              ElementsAre(HasSubstr("aten::pow reads a tensor of shape [4] on stream")));
+}
+
+TEST_F(CheckedDevice, FindsMemoryThatIsFreedTooEarly) {
+  auto x = torch::ones({4}, device(0));
+  const auto made = record_event(device(0));
+  {
+    const OptionalStreamScope scope(other_stream(0));
+    wait(made, device(0));
+    x.square();
+    x = Tensor();
+  }
+  EXPECT_THAT(stream_order().take_violations(), ElementsAre(HasSubstr("memory returns to stream 0 of device 0")));
+}
+
+TEST_F(CheckedDevice, FindsAnUnfinishedCopyToTheHost) {
+  torch::ones({4}, device(0)).to(torch::kCPU, /*non_blocking=*/true);
+  EXPECT_THAT(stream_order().take_violations(), ElementsAre(HasSubstr("does not block")));
+}
+
+TEST_F(CheckedDevice, ACopyBetweenDevicesOrdersTheirCurrentStreams) {
+  const auto x = torch::ones({4}, device(0));
+  const auto y = x.to(device(1)).square();
+  EXPECT_EQ(y.sum().item<float>(), 4);
+  EXPECT_THAT(stream_order().take_violations(), IsEmpty());
+}
+
+}  // namespace
+}  // namespace gpipe::accelerator

@@ -1,0 +1,229 @@
+#include "tests/accelerator/scenarios.h"
+
+#include <gmock/gmock.h>
+
+#include <sstream>
+
+#include "gpipe/runtime/transfer.h"
+#include "tests/accelerator/device.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+using accelerator::device;
+using accelerator::stream_order;
+using torch::Device;
+
+const Device kCpu = torch::kCPU;
+
+Sequential subject_model(const std::shared_ptr<FaultPlan>& faults) {
+  torch::manual_seed(3);
+  return Sequential(Linear(6, 6), Stash("skip"), nn::BatchNorm1d(6), nn::ReLU(), Linear(6, 6), Pop("skip"),
+                    nn::Dropout(0.2), Faulty(faults), Linear(6, 5));
+}
+
+/// Makes a stream of each device current for this thread, for its lifetime. They come after the streams before, and the
+/// streams before come after them.
+class SideStreams {
+ public:
+  SideStreams() {
+    std::vector<StreamEvent> before;
+    for (int d = 0; d < accelerator::kDevices; ++d) before.push_back(record_event(device(d)));
+    for (int d = 0; d < accelerator::kDevices; ++d) scopes_.push_back(std::make_unique<OptionalStreamScope>(*new_stream(device(d))));
+    wait_for(before);
+  }
+  ~SideStreams() {
+    std::vector<StreamEvent> during;
+    for (int d = 0; d < accelerator::kDevices; ++d) during.push_back(record_event(device(d)));
+    while (!scopes_.empty()) scopes_.pop_back();
+    wait_for(during);
+  }
+
+ private:
+  static void wait_for(const std::vector<StreamEvent>& events) {
+    for (int d = 0; d < accelerator::kDevices; ++d) {
+      for (const auto& event : events) wait(event, device(d));
+    }
+  }
+
+  std::vector<std::unique_ptr<OptionalStreamScope>> scopes_;
+};
+
+Tensor squared_error(const Tensor& output, const Tensor& target) { return (output - target).square().mean(); }
+
+void train(Subject& it, const Tensor& input) {
+  it.adam.zero_grad();
+  it.pipe->forward(input).square().mean().backward();
+  it.adam.step();
+}
+
+void expect_error(const std::function<void()>& call) { EXPECT_THAT(call, ::testing::Throws<std::runtime_error>()); }
+
+}  // namespace
+
+Subject::Subject(const std::vector<Device>& devices)
+    : pipe(subject_model(faults), Balance{2, 3, 4},
+           GPipeOptions().devices(devices).chunks(4).deferred_batch_norm(true).intraop_threads(1)),
+      adam(pipe->parameters()),
+      x(torch::randn({8, 6}).to(devices.front()) * 2) {}
+
+const std::vector<Scenario>& scenarios() {
+  static const std::vector<Scenario> all = {
+      {"steps", [](Subject& it) { for (int i = 0; i < 3; ++i) train(it, it.x); }},
+      {"step",
+       [](Subject& it) {
+         const auto target = torch::zeros({8, 5}, it.x.options());
+         for (int i = 0; i < 3; ++i) {
+           it.adam.zero_grad();
+           it.pipe->step(it.x, target, tensor_loss(squared_error)).loss.item<float>();
+           it.adam.step();
+         }
+       }},
+      {"step_with_a_target_elsewhere",
+       [](Subject& it) {
+         for (const auto& where : {device(3), kCpu}) {
+           const auto target = torch::zeros({8, 5}).to(where) + 1;
+           const auto options = StepOptions().return_output(true);
+           it.pipe->step(it.x, target, tensor_loss(squared_error), options).output.tensor().mul_(2);
+         }
+       }},
+      {"loss",
+       [](Subject& it) {
+         const auto x = it.x.clone().requires_grad_();
+         const auto target = torch::zeros({8, 5}, device(1)) + 1;
+         (it.pipe->loss(x, target, tensor_loss(squared_error)) * 2).backward();
+         x.grad().mul_(2);
+       }},
+      {"loss_on_side_streams",
+       [](Subject& it) {
+         const SideStreams streams;
+         (it.pipe->loss(it.x * 1, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)) * 2).backward();
+         it.adam.step();
+       }},
+      {"input_elsewhere",
+       [](Subject& it) {
+         for (const auto& where : {device(3), kCpu}) {
+           const auto x = torch::randn({8, 6}).to(where).mul_(2).requires_grad_();
+           it.pipe->forward(x).sum().backward();
+           x.grad().mul_(2);
+         }
+       }},
+      {"output_elsewhere",
+       [](Subject& it) {
+         const auto away = [](Tensor x) { return x.to(device(3)) * 2; };
+         const auto devices = it.pipe->devices();
+         GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(away)), Balance{1, 1, 2},
+                    GPipeOptions().devices(devices).chunks(4));
+         const auto x = it.x.clone().requires_grad_();
+         pipe->forward(x).square().sum().backward();
+         const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.square().mean(); });
+         pipe->step(x, x.detach(), loss, StepOptions().return_output(true)).output.tensor().mul_(2);
+         x.grad().mul_(2);
+       }},
+      {"retained_graph",
+       [](Subject& it) {
+         const auto loss = it.pipe->forward(it.x).sum();
+         loss.backward({}, /*retain_graph=*/true);
+         loss.backward();
+       }},
+      {"grad",
+       [](Subject& it) {
+         const auto x = it.x.clone().requires_grad_();
+         torch::autograd::grad({it.pipe->forward(x).sum()}, {x})[0].mul_(2);
+       }},
+      {"evaluation",
+       [](Subject& it) {
+         it.pipe->eval();
+         {
+           const torch::NoGradGuard no_grad;
+           it.pipe->forward(it.x).mul_(2);
+         }
+         {
+           const c10::InferenceMode inference;
+           it.pipe->forward(it.x).mul_(2);
+         }
+         it.pipe->train();
+       }},
+      {"side_streams",
+       [](Subject& it) {
+         const SideStreams streams;
+         for (int i = 0; i < 2; ++i) train(it, it.x * 2);
+       }},
+      {"backward_on_another_stream",
+       [](Subject& it) {
+         it.adam.zero_grad();
+         auto loss = it.pipe->forward(it.x * 2).square().mean();
+         const SideStreams streams;
+         loss.backward();
+         it.adam.step();
+       }},
+      {"error_in_forward",
+       [](Subject& it) {
+         it.faults->arm(FaultPlan::kForward, [] { throw std::runtime_error("stop"); });
+         expect_error([&] { it.pipe->forward(it.x * 1); });
+         it.faults->disarm();
+         train(it, it.x);
+       }},
+      {"error_in_backward",
+       [](Subject& it) {
+         auto loss = it.pipe->forward(it.x * 1).sum();
+         it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
+         expect_error([&] { loss.backward(); });
+         it.faults->disarm();
+         loss = Tensor();
+         train(it, it.x);
+       }},
+      {"error_in_step",
+       [](Subject& it) {
+         const auto target = torch::zeros({8, 5}, it.x.options());
+         it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
+         expect_error([&] { it.pipe->step(it.x, target, tensor_loss(squared_error)); });
+         it.faults->disarm();
+         it.pipe->step(it.x, target, tensor_loss(squared_error));
+       }},
+      {"dropped_output",
+       [](Subject& it) {
+         it.pipe->forward(it.x * 1);
+         auto output = it.pipe->forward(it.x * 3);
+         output = Tensor();
+         train(it, it.x);
+       }},
+      {"two_forwards",
+       [](Subject& it) {
+         const auto one = it.pipe->forward(it.x);
+         const auto two = it.pipe->forward(it.x * 2);
+         (one.sum() + two.sum()).backward();
+       }},
+      {"saved",
+       [](Subject& it) {
+         train(it, it.x);
+         std::stringstream file;
+         torch::save(it.pipe, file);
+         torch::load(it.pipe, file);
+         train(it, it.x);
+       }},
+  };
+  return all;
+}
+
+const std::vector<DeviceLayout>& device_layouts() {
+  static const std::vector<DeviceLayout> all = {
+      {"one_device", {device(0), device(0), device(0)}},    {"there_and_back", {device(0), device(1), device(0)}},
+      {"three_devices", {device(2), device(1), device(0)}}, {"cpu_in_the_middle", {device(0), kCpu, device(1)}},
+      {"cpu_first", {kCpu, device(0), device(1)}},          {"cpu_last", {device(1), device(0), kCpu}},
+  };
+  return all;
+}
+
+std::vector<std::string> violations_of(const Scenario& scenario, const DeviceLayout& layout) {
+  stream_order().take_violations();
+  {
+    Subject subject(layout.devices);
+    scenario.run(subject);
+  }
+  return stream_order().take_violations();
+}
+
+}  // namespace gpipe

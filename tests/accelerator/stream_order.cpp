@@ -1,0 +1,172 @@
+#include "tests/accelerator/stream_order.h"
+
+#include <algorithm>
+#include <atomic>
+#include <sstream>
+
+namespace gpipe::accelerator {
+namespace {
+
+thread_local std::string current_action;
+
+int this_thread() {
+  static std::atomic<int> threads{0};
+  thread_local const int index = threads++;
+  return index;
+}
+
+}  // namespace
+
+std::uint64_t Clock::of(int stream) const {
+  return static_cast<std::size_t>(stream) < done_.size() ? done_[stream] : 0;
+}
+
+void Clock::advance(int stream) {
+  if (done_.size() <= static_cast<std::size_t>(stream)) done_.resize(stream + 1);
+  ++done_[stream];
+}
+
+void Clock::join(const Clock& other) {
+  if (done_.size() < other.done_.size()) done_.resize(other.done_.size());
+  for (std::size_t i = 0; i < other.done_.size(); ++i) done_[i] = std::max(done_[i], other.done_[i]);
+}
+
+ActionScope::ActionScope(std::string name) : previous_(std::exchange(current_action, std::move(name))) {}
+
+ActionScope::~ActionScope() { current_action = std::move(previous_); }
+
+const std::string& ActionScope::current() { return current_action; }
+
+int StreamOrder::index(int device, std::int64_t stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const auto [found, made] = indices_.try_emplace({device, stream}, static_cast<int>(indices_.size()));
+  if (made) streams_.emplace_back();
+  return found->second;
+}
+
+Clock& StreamOrder::host() { return hosts_[this_thread()]; }
+
+std::string StreamOrder::name(int stream) const {
+  for (const auto& [key, index] : indices_) {
+    if (index == stream) return "stream " + std::to_string(key.second) + " of device " + std::to_string(key.first);
+  }
+  return "an unknown stream";
+}
+
+void StreamOrder::add_violation(std::string text) {
+  violations_.push_back(current_action.empty() ? std::move(text) : current_action + ": " + std::move(text));
+}
+
+void StreamOrder::check(int stream, std::string_view operation, const Access& access) {
+  auto& it = *access.allocation;
+  const auto& now = streams_[stream];
+  const auto unordered = [&](int other, const Use& use) { return now.of(other) < use.time; };
+  const auto add = [&](int other, const Use& use) {
+    std::ostringstream text;
+    text << operation << (access.writes ? " writes" : " reads") << " a tensor of shape [";
+    for (std::size_t d = 0; d < access.sizes.size(); ++d) text << (d == 0 ? "" : ", ") << access.sizes[d];
+    text << "] on " << name(stream) << ", which has not waited for " << use.operation << " on " << name(other);
+    add_violation(text.str());
+  };
+  if (it.writer >= 0 && unordered(it.writer, it.write)) {
+    add(it.writer, it.write);
+  } else if (access.writes) {
+    const auto found =
+        std::find_if(it.uses.begin(), it.uses.end(), [&](const auto& use) { return unordered(use.first, use.second); });
+    if (found != it.uses.end()) add(found->first, found->second);
+  }
+  const Use use{now.of(stream), operation};
+  if (access.writes) {
+    it.uses.clear();
+    it.writer = stream;
+    it.write = use;
+  }
+  it.uses[stream] = use;
+}
+
+void StreamOrder::launch(int stream, std::string_view operation, std::span<const Access> accesses) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counts_[current_action].operations;
+  streams_[stream].join(host());
+  streams_[stream].advance(stream);
+  for (const auto& access : accesses) check(stream, operation, access);
+}
+
+void StreamOrder::order(int first, int then) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  streams_[then].join(streams_[first]);
+}
+
+void StreamOrder::record(Event& event, int stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counts_[current_action].events;
+  streams_[stream].join(host());
+  event.clock = streams_[stream];
+}
+
+void StreamOrder::wait(int stream, const Event& event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counts_[current_action].waits;
+  streams_[stream].join(event.clock);
+}
+
+void StreamOrder::synchronize(int stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counts_[current_action].host_waits;
+  host().join(streams_[stream]);
+}
+
+void StreamOrder::synchronize(const Event& event) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counts_[current_action].host_waits;
+  host().join(event.clock);
+}
+
+void StreamOrder::synchronize_device(int device) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++counts_[current_action].host_waits;
+  for (const auto& [key, stream] : indices_) {
+    if (key.first == device) host().join(streams_[stream]);
+  }
+}
+
+void StreamOrder::used(Allocation& allocation, int stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  allocation.recorded.insert(stream);
+}
+
+void StreamOrder::freed(const Allocation& allocation) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto known = streams_[allocation.home];
+  known.join(host());
+  for (const int stream : allocation.recorded) known.join(streams_[stream]);
+  for (const auto& [stream, use] : allocation.uses) {
+    if (known.of(stream) >= use.time) continue;
+    std::ostringstream text;
+    text << "memory returns to " << name(allocation.home) << " while " << use.operation << " on " << name(stream)
+         << " may still use it; the allocator was not told of that stream";
+    add_violation(text.str());
+  }
+}
+
+void StreamOrder::count(int Counts::*what) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  ++(counts_[current_action].*what);
+}
+
+void StreamOrder::report(std::string violation) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  add_violation(std::move(violation));
+}
+
+std::vector<std::string> StreamOrder::take_violations() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(violations_, {});
+}
+
+std::map<std::string, Counts> StreamOrder::take_counts() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return std::exchange(counts_, {});
+}
+
+}  // namespace gpipe::accelerator

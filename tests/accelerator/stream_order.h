@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace gpipe::accelerator {
+
+/// A vector clock: how much of each stream's work is known to be done, by the stream's index.
+class Clock {
+ public:
+  std::uint64_t of(int stream) const;
+  void advance(int stream);
+  void join(const Clock& other);
+
+ private:
+  std::vector<std::uint64_t> done_;
+};
+
+/// The work that an event waits for.
+struct Event {
+  Clock clock;
+};
+
+/// The last use of an allocation by a stream.
+struct Use {
+  std::uint64_t time = 0;  // on the stream's own clock
+  std::string_view operation;
+};
+
+/// One allocation and its uses.
+struct Allocation {
+  int home = -1;    // the stream that was current when it was made
+  int writer = -1;  // the stream of the last write
+  Use write;
+  std::map<int, Use> uses;  // reads and writes since the last write, by stream
+  std::set<int> recorded;   // streams that the allocator knows of
+};
+
+/// An operation's use of an allocation, through a tensor.
+struct Access {
+  Allocation* allocation;
+  bool writes;
+  std::span<const std::int64_t> sizes;
+};
+
+/// What the host asked of the devices.
+struct Counts {
+  int operations = 0;
+  int copies = 0;  // between devices, or between the host and a device
+  int events = 0;
+  int waits = 0;  // of a stream for an event
+  int switches = 0;
+  int host_waits = 0;
+  bool operator==(const Counts&) const = default;
+};
+
+/// Proves that the work of streams is ordered. A stream runs its work in order. The work of two streams is ordered only by
+/// events and by host threads that wait. Each stream and each host thread has a vector clock; see Mattern, Virtual Time and
+/// Global States of Distributed Systems, 1988. Work runs at once, so a missing order never changes results; it is a
+/// violation, kept as text.
+///
+/// Thread safety: all functions may run on any thread.
+class StreamOrder {
+ public:
+  /// Returns the index of a stream of a device.
+  int index(int device, std::int64_t stream);
+
+  /// Runs an operation on a stream. It comes after all that this thread waited for. Checks its accesses. `operation` must
+  /// outlive this.
+  void launch(int stream, std::string_view operation, std::span<const Access> accesses);
+  /// Makes a stream's later work come after the present work of another.
+  void order(int first, int then);
+
+  void record(Event& event, int stream);
+  void wait(int stream, const Event& event);
+  /// Makes this thread wait.
+  void synchronize(int stream);
+  void synchronize(const Event& event);
+  void synchronize_device(int device);
+
+  /// Tells the allocator that a stream uses an allocation.
+  void used(Allocation& allocation, int stream);
+  /// Checks that the home stream may reuse the memory, after the present work of the streams that the allocator knows of.
+  void freed(const Allocation& allocation);
+
+  void count(int Counts::*what);
+  void report(std::string violation);
+
+  /// Returns what was reported since the last call.
+  std::vector<std::string> take_violations();
+  /// Returns what was counted since the last call, by action (see ActionScope).
+  std::map<std::string, Counts> take_counts();
+
+ private:
+  Clock& host();
+  void check(int stream, std::string_view operation, const Access& access);
+  void add_violation(std::string text);
+  std::string name(int stream) const;
+
+  std::mutex mutex_;
+  std::map<std::pair<int, std::int64_t>, int> indices_;  // by device and stream
+  std::vector<Clock> streams_;
+  std::map<int, Clock> hosts_;  // by thread
+  std::vector<std::string> violations_;
+  std::map<std::string, Counts> counts_;
+};
+
+/// Names what this thread does, for its lifetime.
+class ActionScope {
+ public:
+  explicit ActionScope(std::string name);
+  ~ActionScope();
+  ActionScope(const ActionScope&) = delete;
+  ActionScope& operator=(const ActionScope&) = delete;
+
+  /// The innermost scope's name; empty if there is none.
+  static const std::string& current();
+
+ private:
+  std::string previous_;
+};
+
+}  // namespace gpipe::accelerator

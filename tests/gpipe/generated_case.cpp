@@ -1,0 +1,282 @@
+#include "tests/gpipe/generated_case.h"
+
+#include <algorithm>
+#include <random>
+#include <sstream>
+
+#include "gpipe/micro_batch.h"
+#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedule/verifier.h"
+#include "tests/gpipe/instruments.h"
+#include "tests/gpipe/layers.h"
+#include "tests/gpipe/random_cases.h"
+#include "tests/gpipe/reference.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+
+constexpr std::int64_t kWidth = 6;
+
+/// Adds a tensor of integers.
+std::tuple<Tensor, Tensor> with_ids(Tensor x) { return {x, (x.detach().select(1, 0) > 0).to(torch::kLong)}; }
+
+struct ConvolveImpl : nn::Module {
+  ConvolveImpl() : conv(register_module("conv", nn::Conv1d(nn::Conv1dOptions(1, 1, 3).padding(1)))) {}
+  Tensor forward(Tensor x) { return conv(x.unsqueeze(1)).squeeze(1); }
+  nn::Conv1d conv;
+};
+TORCH_MODULE(Convolve);
+
+constexpr const char* kNames[] = {"linear", "norm",        "dropout",   "in-place dropout", "in-place relu",
+                                  "tanh",   "live graphs", "conv",      "nested",           "several tensors",
+                                  "stash",  "pop",         "stash odd", "pop odd"};
+
+constexpr const char* kSchedules[] = {"", "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"};
+
+/// Whether the unit's output is saved for a backward, so that no in-place operation may follow.
+bool saves_output(UnitKind kind) {
+  return kind == UnitKind::kTanh || kind == UnitKind::kPeak || kind == UnitKind::kInPlaceRelu || kind == UnitKind::kStashOdd;
+}
+bool in_place(UnitKind kind) { return kind == UnitKind::kInPlaceRelu || kind == UnitKind::kInPlaceDropout; }
+
+/// Whether the units make a valid model. A shrunk case may have lost a unit that another one needs.
+bool makes_sense(const Spec& spec) {
+  const auto sizes = micro_batch_sizes(spec.batch, spec.chunks, 0);
+  for (std::size_t i = 0; i < spec.units.size(); ++i) {
+    const auto kind = spec.units[i].kind;
+    if (in_place(kind) && (i == 0 || saves_output(spec.units[i - 1].kind))) return false;
+    if (kind == UnitKind::kNorm && sizes.back() < 2) return false;
+  }
+  if (spec.schedule == "1f1b" && spec.loops != 1) return false;
+  return static_cast<int>(spec.units.size()) >= spec.loops && spec.units.front().kind == UnitKind::kLinear;
+}
+
+Sequential build(const Spec& spec) {
+  Sequential model;
+  for (const auto& [kind, skip] : spec.units) {
+    switch (kind) {
+      case UnitKind::kLinear:
+        model->push_back(Linear(kWidth, kWidth));
+        break;
+      case UnitKind::kNorm:
+        model->push_back(nn::BatchNorm1d(kWidth));
+        break;
+      case UnitKind::kDropout:
+      case UnitKind::kInPlaceDropout:
+        model->push_back(nn::Dropout(nn::DropoutOptions(0.3).inplace(kind == UnitKind::kInPlaceDropout)));
+        break;
+      case UnitKind::kInPlaceRelu:
+        model->push_back(nn::ReLU(nn::ReLUOptions(true)));
+        break;
+      case UnitKind::kTanh:
+        model->push_back(nn::Tanh());
+        break;
+      case UnitKind::kPeak:
+        model->push_back(Peak());
+        break;
+      case UnitKind::kConvolve:
+        model->push_back(Convolve());
+        break;
+      case UnitKind::kNested:
+        model->push_back(NestedSequential({{"inner", Linear(kWidth, kWidth)}, {"drop", nn::Dropout(0.2)}}));
+        break;
+      case UnitKind::kSeveralTensors:
+        model->push_back(function_layer(with_ids));
+        model->push_back(Embed());
+        model->push_back(InPlace());
+        model->push_back(Mix());
+        model->push_back(Unmix());
+        break;
+      case UnitKind::kStash:
+        model->push_back(Stash(std::to_string(skip)));
+        break;
+      case UnitKind::kPop:
+        model->push_back(Pop(std::to_string(skip)));
+        break;
+      case UnitKind::kStashOdd:
+        model->push_back(StashOdd());
+        break;
+      case UnitKind::kPopOdd:
+        model->push_back(PopOdd());
+        break;
+    }
+  }
+  return model;
+}
+
+/// Equal up to the tolerance, or both undefined; equal also where both are NaN.
+bool same_or_nan(const Tensor& a, const Tensor& b, double tolerance) {
+  if (!a.defined() || !b.defined()) return a.defined() == b.defined();
+  return a.sizes() == b.sizes() && a.dtype() == b.dtype() &&
+         torch::allclose(a.cpu(), b.cpu(), tolerance, tolerance, /*equal_nan=*/true);
+}
+
+/// Whether each stage held exactly as many graphs at once as the verifier says, and holds none now.
+bool live_graphs_as_verified(const Sequential& model, const GPipe& pipe, const Spec& spec, int micro_batches) {
+  const auto program = pipe->program(micro_batches);
+  const auto& layout = program->layout();
+  const auto schedule = spec.schedule.empty() ? fill_drain(layout, spec.checkpoint) : program->schedule();
+  const auto peaks = verify(layout, program->edges(), schedule);
+  std::size_t layer = 0;
+  for (std::size_t stage = 0; stage < pipe->balance().size(); ++stage) {
+    for (auto left = pipe->balance()[stage]; left > 0; --left) {
+      const auto* peak = model->ptr(layer++)->as<PeakImpl>();
+      if (peak && (peak->live->peak != peaks->graphs[stage] || peak->live->now != 0)) return false;
+    }
+  }
+  return true;
+}
+
+struct Run {
+  Tensor output;
+  std::vector<Tensor> gradients;  // of x and the parameters
+};
+
+/// A training step whose output has the given gradient: by forward() and autograd::grad, or by step().
+Run run(const Sequential& model, GPipe& pipe, const Spec& spec, const Tensor& x, const Tensor& gradient) {
+  auto wanted = model->parameters();
+  wanted.insert(wanted.begin(), x);
+  if (spec.schedule.empty()) {
+    const auto output = pipe->forward(x);
+    return {output.detach(), torch::autograd::grad({output}, wanted, {gradient.to(output.device())}, false, false, true)};
+  }
+  const auto product = tensor_loss([](const Tensor& out, const Tensor& t) { return (out * t).sum(); });
+  const auto options = StepOptions().reduction(Reduction::kSum).return_output(true);
+  Run run{pipe->step(x, gradient, product, options).output.tensor(), {}};
+  for (auto& tensor : wanted) run.gradients.push_back(tensor.grad());
+  return run;
+}
+
+Order order_of(const Spec& spec) {
+  return spec.schedule == "1f1b" || spec.schedule == "interleaved_1f1b" ? Order::kAscending : Order::kDescending;
+}
+
+/// Options for the stages of `workers` workers. Schedules that run on any placement get one at random.
+GPipeOptions options_for(const Spec& spec, int workers) {
+  auto options = GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1);
+  options.schedule(spec.schedule.empty() ? "gpipe" : spec.schedule);
+  if (options.schedule() != "gpipe") return options.stages_per_worker(spec.loops);
+  auto placement = looped_placement(workers, workers * spec.loops);
+  std::mt19937_64 random(spec.seed + 2);
+  std::shuffle(placement.begin(), placement.end(), random);
+  return options.placement(placement);
+}
+
+}  // namespace
+
+std::string to_string(const Spec& spec) {
+  std::ostringstream text;
+  text << "seed " << spec.seed << ", " << spec.workers << " workers, " << spec.loops << " stages each, batch "
+       << spec.batch << ", " << spec.chunks << " chunks, checkpoint " << static_cast<int>(spec.checkpoint) << ", "
+       << (spec.schedule.empty() ? "forward" : spec.schedule) << ":";
+  for (const auto& unit : spec.units) text << " [" << kNames[static_cast<int>(unit.kind)] << " " << unit.skip << "]";
+  return text.str();
+}
+
+Spec generate(std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Spec spec;
+  do {
+    spec = {seed,
+            {{UnitKind::kLinear}},
+            draw(random, 1, 4),
+            std::max(1, draw(random, -1, 3)),
+            draw(random, 1, 9),
+            draw(random, 1, 5),
+            static_cast<Checkpoint>(draw(random, 0, 2)),
+            kSchedules[draw(random, 0, static_cast<int>(std::size(kSchedules)) - 1)]};
+    for (int left = draw(random, 1, 7); left > 0; --left) {
+      spec.units.push_back({static_cast<UnitKind>(draw(random, 0, static_cast<int>(UnitKind::kSeveralTensors)))});
+    }
+    const auto insert_pair = [&](UnitKind from, UnitKind to, int skip) {
+      const int first = draw(random, 1, static_cast<int>(spec.units.size()));
+      spec.units.insert(spec.units.begin() + first, {from, skip});
+      const int second = draw(random, first + 1, static_cast<int>(spec.units.size()));
+      spec.units.insert(spec.units.begin() + second, {to, skip});
+    };
+    for (int skip = draw(random, 0, 3); skip > 0; --skip) insert_pair(UnitKind::kStash, UnitKind::kPop, skip);
+    if (draw(random, 0, 3) == 0) insert_pair(UnitKind::kStashOdd, UnitKind::kPopOdd, 0);
+  } while (!makes_sense(spec));
+  return spec;
+}
+
+std::string difference(const Spec& spec, const std::optional<Devices>& devices) try {
+  torch::manual_seed(spec.seed);
+  auto model = build(spec);
+  const int workers = std::min(spec.workers, static_cast<int>(model->size()) / spec.loops);
+  const auto balance = draw_balance(spec.seed + 1, workers * spec.loops, model->size());
+  auto options = options_for(spec, workers);
+  if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + workers});
+  GPipe pipe(model, balance, options);
+  auto x = torch::randn({spec.batch, kWidth});
+  if (devices) x = x.to(devices->input);
+  x.requires_grad_();
+  const auto sizes = micro_batch_sizes(spec.batch, spec.chunks, 0);
+  const auto buffers = model->buffers();
+  const auto before = copies(buffers);
+
+  auto gradient = torch::ones({spec.batch, kWidth}).cumsum(0);
+  if (devices) gradient = gradient.to(devices->target);
+  torch::manual_seed(spec.seed);
+  const auto [output, got] = run(model, pipe, spec, x, gradient);
+  if (!live_graphs_as_verified(model, pipe, spec, static_cast<int>(sizes.size()))) return "the live graphs";
+  const auto after = copies(buffers);
+  for (std::size_t i = 0; i < buffers.size(); ++i) buffers[i].copy_(before[i]);
+
+  if (devices) {
+    model->to(devices->reference);
+    x = x.detach().to(devices->reference).requires_grad_();
+    gradient = gradient.to(devices->reference);
+  }
+  torch::manual_seed(spec.seed);
+  const auto expected = reference(model, balance, Value(x), sizes, {gradient}, order_of(spec));
+  const double tolerance = devices ? 1e-4 : 0;
+  const auto same = [&](const Tensor& a, const Tensor& b) { return same_or_nan(a, b, tolerance); };
+  if (!same(output, expected.outputs[0])) return "the output";
+  if (!same(got[0], expected.input_gradients[0])) return "the gradient of the input";
+  for (std::size_t p = 0; p < expected.parameter_gradients.size(); ++p) {
+    if (!same(got[p + 1], expected.parameter_gradients[p])) return "the gradient of parameter " + std::to_string(p);
+  }
+  for (std::size_t i = 0; i < buffers.size(); ++i) {
+    if (!same(buffers[i], after[i])) return "buffer " + std::to_string(i);
+  }
+  return "";
+} catch (const c10::Error& error) {
+  return error.what_without_backtrace();
+} catch (const std::exception& error) {
+  return error.what();
+}
+
+std::vector<std::string> features(const Spec& spec) {
+  std::vector<std::string> features;
+  for (const auto& unit : spec.units) features.emplace_back(kNames[static_cast<int>(unit.kind)]);
+  features.push_back(std::to_string(spec.workers) + " workers");
+  features.push_back(std::to_string(spec.loops) + " stages per worker");
+  features.push_back(spec.schedule.empty() ? "forward" : spec.schedule);
+  features.push_back("checkpoint " + std::to_string(static_cast<int>(spec.checkpoint)));
+  return features;
+}
+
+const std::size_t kFeatures = std::size(kNames) + std::size(kSchedules) + 4 + 3 + 3;
+
+std::vector<Spec> smaller(const Spec& spec) {
+  std::vector<Spec> candidates;
+  const auto belong = [](const Unit& unit, const Unit& out) {
+    return out.kind >= UnitKind::kStash && unit.kind >= UnitKind::kStash && unit.skip == out.skip;
+  };
+  for (auto& units : each_left_out(spec.units, belong)) {
+    candidates.push_back(spec);
+    candidates.back().units = std::move(units);
+  }
+  for (auto number : {&Spec::batch, &Spec::chunks, &Spec::workers, &Spec::loops}) {
+    if (spec.*number == 1) continue;
+    candidates.push_back(spec);
+    --(candidates.back().*number);
+  }
+  std::erase_if(candidates, [](const Spec& candidate) { return !makes_sense(candidate); });
+  return candidates;
+}
+
+}  // namespace gpipe
