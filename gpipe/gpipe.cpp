@@ -226,7 +226,8 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   if (std::none_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
     return result;
   }
-  auto hand_out = [gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming, bool retain_graph) mutable {
+  auto hand_out = [gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming,
+                                                           bool retain_graph) mutable {
     auto handed = retain_graph ? gradients : std::move(gradients);
     // step() itself asks for the gradients as they are.
     if (unit && incoming.front().is_same(*unit)) return handed;

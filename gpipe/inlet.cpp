@@ -16,7 +16,7 @@ Inlet::Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device
 Parcel Inlet::receive(int micro_batch) {
   auto parcel = std::move(parcels_[micro_batch]);
   for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
-    copy_to_device({&parcel.tensors[k], 1}, ready_[k], device_, links_[k]);
+    copy_to_device({&parcel.tensors[k], 1}, {ready_[k]}, device_, links_[k]);
   }
   parcel.renew_versions();
   return parcel;

@@ -149,6 +149,7 @@ void MiniBatch::check_parameters_unchanged() const {
 }
 
 void MiniBatch::use_on_this_thread(const std::vector<at::Tensor>& tensors) {
+  for (const auto& [device, event] : std::exchange(made_elsewhere_, {})) wait(event, device);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);
 }
 
@@ -244,9 +245,18 @@ Tail MiniBatch::tail(int stage, int micro_batch) {
       auto& kept = outputs_[micro_batch];
       kept.form = output.form();
       for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
+      note_results(kept.tensors);
     }
     return call_loss(loss_.function, output, target);
   };
+}
+
+// A layer or a loss may move its result to another device than the stage's.
+void MiniBatch::note_results(const std::vector<at::Tensor>& results) {
+  for (const auto& result : results) {
+    if (!result.defined() || result.device() == pipeline_->stages().back().device) continue;
+    made_elsewhere_.emplace_back(result.device(), record_event(result.device()));
+  }
 }
 
 void MiniBatch::run_forward(int stage, int micro_batch) {
@@ -259,9 +269,9 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
   const bool grad = use_ != Pipeline::Use::kForward;
   auto out = cell->forward(std::move(in), {.grad = grad, .recompute = program_->recomputes(stage, micro_batch)});
-  for (const auto& parcel : out) wait_for_others(parcel.tensors, pipeline_->stages()[stage].device);
   if (!grad) cell.reset();
   if (stage + 1 == pipeline_->count()) {
+    note_results(out.front().tensors);
     if (loss_.function) {
       losses_[micro_batch] = out.front().tensors.front();
     } else {

@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "gpipe/autograd/batch_statistics.h"
@@ -69,6 +70,7 @@ class MiniBatch : public Cells {
   Gathered gather_outputs();
   BackwardResult take_gradients();
   Tail tail(int stage, int micro_batch);
+  void note_results(const std::vector<at::Tensor>& results);
   Gradients output_gradients(int micro_batch);
   void run_forward(int stage, int micro_batch);
   void run_recompute(int stage, int micro_batch);
@@ -76,7 +78,7 @@ class MiniBatch : public Cells {
 
   void check_parameters_unchanged() const;
   void wait_for_workers();
-  static void use_on_this_thread(const std::vector<at::Tensor>& tensors);
+  void use_on_this_thread(const std::vector<at::Tensor>& tensors);
   void stop_counting(const std::vector<at::Tensor>& tensors);
   ErrorInfo describe(const Action& action, const std::exception_ptr& error);
   /// REQUIRES: an exception is being handled.
@@ -100,8 +102,9 @@ class MiniBatch : public Cells {
   Transport transport_;
   const LossOfMiniBatch loss_;
   Inlet targets_;
-  std::vector<Parcel> outputs_;     // per micro-batch
-  std::vector<at::Tensor> losses_;  // per micro-batch, of step()
+  std::vector<Parcel> outputs_;                                      // per micro-batch
+  std::vector<std::pair<c10::Device, StreamEvent>> made_elsewhere_;  // results on other devices than the last stage's
+  std::vector<at::Tensor> losses_;                                   // per micro-batch, of step()
 
   // The present run.
   std::optional<at::ThreadLocalState> state_;

@@ -12,14 +12,15 @@ Transport::Transport(const Pipeline& pipeline, int micro_batches)
       parcels_(pipeline.edges().size() * micro_batches_),
       gradients_(pipeline.edges().size() * micro_batches_) {}
 
-StreamEvent Transport::ready(const Edge& edge, int sender) const {
+StreamEvents Transport::ready(const Edge& edge, int sender, std::span<const at::Tensor> tensors) const {
   const bool same_worker = pipeline_.worker_of(edge.from) == pipeline_.worker_of(edge.to);
-  return same_worker ? nullptr : record_event(device(sender));
+  return same_worker ? StreamEvents() : record_events(tensors, device(sender));
 }
 
 void Transport::send(int edge, int micro_batch, Parcel parcel) {
   const auto& it = pipeline_.edges()[edge];
-  parcels_[slot(edge, micro_batch)] = {std::move(parcel), ready(it, it.from)};
+  auto events = ready(it, it.from, parcel.tensors);
+  parcels_[slot(edge, micro_batch)] = {std::move(parcel), std::move(events)};
 }
 
 Parcel Transport::receive(int edge, int micro_batch) {
@@ -36,7 +37,8 @@ Parcel Transport::receive(int edge, int micro_batch) {
 
 void Transport::send_gradients(int edge, int micro_batch, Gradients gradients) {
   const auto& it = pipeline_.edges()[edge];
-  gradients_[slot(edge, micro_batch)] = {std::move(gradients), ready(it, it.to)};
+  auto events = ready(it, it.to, gradients);
+  gradients_[slot(edge, micro_batch)] = {std::move(gradients), std::move(events)};
 }
 
 Gradients Transport::receive_gradients(int edge, int micro_batch) {

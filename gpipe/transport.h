@@ -1,5 +1,6 @@
 #pragma once
 
+#include <span>
 #include <vector>
 
 #include "gpipe/autograd/parcel.h"
@@ -30,12 +31,12 @@ class Transport {
   template <typename T>
   struct Slot {
     T content;
-    StreamEvent ready;
+    StreamEvents ready;
   };
 
   std::size_t slot(int edge, int micro_batch) const { return edge * micro_batches_ + micro_batch; }
   c10::Device device(int stage) const { return pipeline_.stages()[stage].device; }
-  StreamEvent ready(const Edge& edge, int sender) const;
+  StreamEvents ready(const Edge& edge, int sender, std::span<const at::Tensor> tensors) const;
 
   const Pipeline& pipeline_;
   const std::size_t micro_batches_;

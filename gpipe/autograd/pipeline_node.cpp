@@ -119,7 +119,8 @@ void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<b
                      const std::vector<at::Tensor>& inputs, std::vector<c10::Device> devices,
                      BackwardFunction function) {
   for (const auto& output : outputs) devices.push_back(output.device());
-  auto node = std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function), devices), torch::autograd::deleteNode);
+  auto node =
+      std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function), devices), torch::autograd::deleteNode);
   node->set_next_edges(edges_to(inputs, outputs.front().device()));
   for (const auto& input : inputs) {
     if (input.requires_grad() && input.is_leaf()) wrap_hooks(input);

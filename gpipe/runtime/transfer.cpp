@@ -26,6 +26,25 @@ void wait(const StreamEvent& event, c10::Device device) {
   if (event && !device.is_cpu()) event->block(guard_of(device).getStream(device));
 }
 
+StreamEvents record_events(std::span<const at::Tensor> tensors, c10::Device device) {
+  StreamEvents events;
+  std::vector<c10::Device> known;
+  const auto record = [&](c10::Device on) {
+    if (on.is_cpu() || std::find(known.begin(), known.end(), on) != known.end()) return;
+    known.push_back(on);
+    events.push_back(record_event(on));
+  };
+  record(device);
+  for (const auto& tensor : tensors) {
+    if (tensor.defined()) record(tensor.device());
+  }
+  return events;
+}
+
+void wait(const StreamEvents& events, c10::Device device) {
+  for (const auto& event : events) wait(event, device);
+}
+
 void use_on_current_stream(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_cpu()) return;
   if (tensor.is_sparse()) {
@@ -65,17 +84,6 @@ void CurrentStreams::during(absl::FunctionRef<void()> function) const {
   function();
 }
 
-void wait_for_others(std::span<const at::Tensor> tensors, c10::Device device) {
-  auto waited = device;
-  for (const auto& tensor : tensors) {
-    if (!tensor.defined() || tensor.device() == device || tensor.device() == waited) continue;
-    waited = tensor.device();
-    const auto event = record_event(waited);
-    wait(event, device);
-    if (event && device.is_cpu()) event->synchronize();
-  }
-}
-
 std::optional<c10::Stream> new_stream(c10::Device device) {
   if (device.is_cpu()) return std::nullopt;
   return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
@@ -86,9 +94,10 @@ Link new_link(c10::Device from, c10::Device to) {
   return {new_stream(from), new_stream(to)};
 }
 
-void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10::Device to, const Link& link) {
+void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
   at::NoGradGuard no_grad;
-  wait(ready, to);
+  const auto stays = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.device() == to; };
+  if (std::any_of(tensors.begin(), tensors.end(), stays)) wait(ready, to);
   StreamEvent copied;
   {
     // PyTorch orders a copy between devices after the current streams of both. Make those the copy streams, so that the
@@ -97,7 +106,7 @@ void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10
     OptionalStreamScope source(link.source);
     auto from = to;
     for (auto& tensor : tensors) {
-      if (!tensor.defined() || tensor.device() == to) continue;
+      if (!tensor.defined() || stays(tensor)) continue;
       if (tensor.device() != from) wait(ready, from = tensor.device());
       use_on_current_stream(tensor);
       const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();

@@ -26,6 +26,15 @@ StreamEvent record_event(c10::Device device);
 /// Makes the device's current stream wait for an event of any device.
 void wait(const StreamEvent& event, c10::Device device);
 
+/// Events on several devices; empty if all are CPUs.
+using StreamEvents = std::vector<StreamEvent>;
+
+/// Records an event on each accelerator that holds one of the tensors, and on `device`.
+StreamEvents record_events(std::span<const at::Tensor> tensors, c10::Device device);
+
+/// Makes the device's current stream wait for all of them.
+void wait(const StreamEvents& events, c10::Device device);
+
 /// Tells the allocator that the current stream of the tensor's device also uses the tensor's memory.
 void use_on_current_stream(const at::Tensor& tensor);
 
@@ -56,10 +65,6 @@ class CurrentStreams {
   std::vector<c10::Stream> streams_;
 };
 
-/// Makes the current stream of `device` come after the work of the current streams of the tensors' devices. On the CPU, the
-/// host waits for that work.
-void wait_for_others(std::span<const at::Tensor> tensors, c10::Device device);
-
 /// Returns a stream from the device's pool; std::nullopt on the CPU.
 std::optional<c10::Stream> new_stream(c10::Device device);
 
@@ -74,6 +79,6 @@ Link new_link(c10::Device from, c10::Device to);
 /// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
 /// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Tensors
 /// already on the device and undefined tensors are not replaced.
-void copy_to_device(std::span<at::Tensor> tensors, const StreamEvent& ready, c10::Device to, const Link& link);
+void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link);
 
 }  // namespace gpipe

@@ -90,9 +90,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void synchronizeEvent(void* event) const override {
     if (event != nullptr) stream_order().synchronize(recorded(event).event);
   }
-  void synchronizeDevice(c10::DeviceIndex device) const override {
-    stream_order().synchronize_device(checked(device));
-  }
+  void synchronizeDevice(c10::DeviceIndex device) const override { stream_order().synchronize_device(checked(device)); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     if (auto* block = block_of(data)) stream_order().used(block->allocation, index(stream));
   }

@@ -62,13 +62,13 @@ std::vector<Case> cases() {
       {"batch_norm", train_images([] { return nn::BatchNorm2d(4); })},
       {"group_norm", train_images([] { return nn::GroupNorm(2, 4); })},
       {"convolution", train_images([] { return nn::Sequential(nn::Conv2d(4, 4, 3), nn::MaxPool2d(2)); })},
-      {"transposed_convolution", train_images([] {
-         return nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 6, 3).groups(2).stride(2));
-       })},
+      {"transposed_convolution",
+       train_images([] { return nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 6, 3).groups(2).stride(2)); })},
       {"embedding", train(std::function([] { return nn::Embedding(10, 4); }), torch::tensor({1, 9, 3, 1}))},
       {"transformer", train(std::function([] {
-         return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0.));
-       }), torch::randn({3, 2, 8}))},
+                              return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0.));
+                            }),
+                            torch::randn({3, 2, 8}))},
       {"cross_entropy",
        [](Device device) {
          auto x = torch::arange(20.).view({4, 5}).sin().to(device).requires_grad_();
@@ -103,11 +103,13 @@ std::vector<Case> cases() {
          both.resize_({80}).slice(0, 64).zero_();
          return both;
        }},
-      {"item", [rows](Device device) {
+      {"item",
+       [rows](Device device) {
          const auto x = rows.to(device);
          return x.masked_select(x > 0).sum() + x.max().item<float>();
        }},
-      {"saved", [rows](Device device) {
+      {"saved",
+       [rows](Device device) {
          std::stringstream file;
          torch::save(rows.to(device), file);
          Tensor read;
@@ -158,8 +160,9 @@ TEST_F(CheckedDevice, RefusesTensorsOfTwoDevices) {
   const auto here = torch::ones({4}, device(0));
   const auto there = torch::zeros({4}, device(1)).to(torch::kLong);
   EXPECT_THAT([&] { here + there; }, ThrowsMessage<c10::Error>(HasSubstr("on the same device")));
-  EXPECT_THAT([&] { here.index_select(0, there); },
-              ThrowsMessage<c10::Error>(HasSubstr("aten::index_select takes a tensor of checked:0 and one of checked:1")));
+  EXPECT_THAT(
+      [&] { here.index_select(0, there); },
+      ThrowsMessage<c10::Error>(HasSubstr("aten::index_select takes a tensor of checked:0 and one of checked:1")));
   EXPECT_THAT([&] { here.gather(0, there.cpu()); },
               ThrowsMessage<c10::Error>(HasSubstr("aten::gather takes a tensor of checked:0 and one of the CPU")));
   EXPECT_TRUE((here + torch::tensor(1.)).defined()) << "a number may be on the CPU";

@@ -45,9 +45,7 @@ at::Tensor alias_on_host(const at::Tensor& tensor) {
   return alias;
 }
 
-c10::Device HostCall::device() const {
-  return device_ ? *device_ : c10::impl::VirtualGuardImpl(kType).getDevice();
-}
+c10::Device HostCall::device() const { return device_ ? *device_ : c10::impl::VirtualGuardImpl(kType).getDevice(); }
 
 at::Tensor HostCall::argument(const at::Tensor& tensor, bool writes) {
   if (!on_device(tensor)) {

@@ -47,8 +47,13 @@ Function* of_library(Function* here) {
 }  // namespace
 
 void wait(const StreamEvent& event, c10::Device device) {
-  static auto* const real = of_library(&wait);
+  static auto* const real = of_library<void(const StreamEvent&, c10::Device)>(&wait);
   if (may_call("wait", __builtin_return_address(0))) real(event, device);
+}
+
+void wait(const StreamEvents& events, c10::Device device) {
+  static auto* const real = of_library<void(const StreamEvents&, c10::Device)>(&wait);
+  if (may_call("wait", __builtin_return_address(0))) real(events, device);
 }
 
 void use_on_current_stream(const at::Tensor& tensor) {

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "gpipe/runtime/transfer.h"
+#include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/layers.h"
 
@@ -31,7 +32,8 @@ class SideStreams {
   SideStreams() {
     std::vector<StreamEvent> before;
     for (int d = 0; d < accelerator::kDevices; ++d) before.push_back(record_event(device(d)));
-    for (int d = 0; d < accelerator::kDevices; ++d) scopes_.push_back(std::make_unique<OptionalStreamScope>(*new_stream(device(d))));
+    for (int d = 0; d < accelerator::kDevices; ++d)
+      scopes_.push_back(std::make_unique<OptionalStreamScope>(*new_stream(device(d))));
     wait_for(before);
   }
   ~SideStreams() {
@@ -71,7 +73,10 @@ Subject::Subject(const std::vector<Device>& devices)
 
 const std::vector<Scenario>& scenarios() {
   static const std::vector<Scenario> all = {
-      {"steps", [](Subject& it) { for (int i = 0; i < 3; ++i) train(it, it.x); }},
+      {"steps",
+       [](Subject& it) {
+         for (int i = 0; i < 3; ++i) train(it, it.x);
+       }},
       {"step",
        [](Subject& it) {
          const auto target = torch::zeros({8, 5}, it.x.options());
@@ -110,8 +115,9 @@ const std::vector<Scenario>& scenarios() {
            x.grad().mul_(2);
          }
        }},
-      {"output_elsewhere",
+      {"output_elsewhere_on_side_streams",
        [](Subject& it) {
+         const SideStreams streams;
          const auto away = [](Tensor x) { return x.to(device(3)) * 2; };
          const auto devices = it.pipe->devices();
          GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(away)), Balance{1, 1, 2},
@@ -219,6 +225,7 @@ const std::vector<DeviceLayout>& device_layouts() {
 
 std::vector<std::string> violations_of(const Scenario& scenario, const DeviceLayout& layout) {
   stream_order().take_violations();
+  const accelerator::ActionListener listener;
   {
     Subject subject(layout.devices);
     scenario.run(subject);

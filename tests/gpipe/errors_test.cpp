@@ -12,7 +12,7 @@
 namespace gpipe {
 namespace {
 
-struct Injected : std::exception {
+struct Thrown : std::exception {
   const char* what() const noexcept override { return "injected"; }
 };
 
@@ -30,13 +30,13 @@ TEST(Errors, AreTheLayersOwnAndLeaveNoTrace) {
   const auto x = torch::randn({6, 6});
   for (const auto where : {FaultPlan::kForward, FaultPlan::kRecompute, FaultPlan::kBackward}) {
     const auto state = generator_state();
-    plan->arm(where, [] { throw Injected(); });
+    plan->arm(where, [] { throw Thrown(); });
     if (where == FaultPlan::kForward) {
-      EXPECT_THROW(pipe->forward(x), Injected);
+      EXPECT_THROW(pipe->forward(x), Thrown);
       EXPECT_TRUE(same(generator_state(), state));
     } else {
       const auto loss = pipe->forward(x).sum();
-      EXPECT_THROW(loss.backward(), Injected);
+      EXPECT_THROW(loss.backward(), Thrown);
       EXPECT_THROW(loss.backward(), c10::Error);
       healthy->forward(x);
     }
@@ -69,13 +69,13 @@ TEST(Errors, AreTheSameObjectsThatLayersThrew) {
   GPipe pipe(Sequential(Linear(6, 6), Faulty(plan)), {1, 1});
   std::exception_ptr thrown;
   plan->arm(FaultPlan::kForward, [&thrown] {
-    thrown = std::make_exception_ptr(Injected());
+    thrown = std::make_exception_ptr(Thrown());
     std::rethrow_exception(thrown);
   });
   try {
     pipe->forward(torch::randn({4, 6}));
     FAIL() << "expected an error";
-  } catch (const Injected&) {
+  } catch (const Thrown&) {
     EXPECT_EQ(std::current_exception(), thrown);
   }
 }

@@ -37,7 +37,8 @@ constexpr const char* kSchedules[] = {"", "gpipe", "1f1b", "looped_bfs", "interl
 
 /// Whether the unit's output is saved for a backward, so that no in-place operation may follow.
 bool saves_output(UnitKind kind) {
-  return kind == UnitKind::kTanh || kind == UnitKind::kPeak || kind == UnitKind::kInPlaceRelu || kind == UnitKind::kStashOdd;
+  return kind == UnitKind::kTanh || kind == UnitKind::kPeak || kind == UnitKind::kInPlaceRelu ||
+         kind == UnitKind::kStashOdd;
 }
 bool in_place(UnitKind kind) { return kind == UnitKind::kInPlaceRelu || kind == UnitKind::kInPlaceDropout; }
 
@@ -140,7 +141,8 @@ Run run(const Sequential& model, GPipe& pipe, const Spec& spec, const Tensor& x,
   wanted.insert(wanted.begin(), x);
   if (spec.schedule.empty()) {
     const auto output = pipe->forward(x);
-    return {output.detach(), torch::autograd::grad({output}, wanted, {gradient.to(output.device())}, false, false, true)};
+    return {output.detach(),
+            torch::autograd::grad({output}, wanted, {gradient.to(output.device())}, false, false, true)};
   }
   const auto product = tensor_loss([](const Tensor& out, const Tensor& t) { return (out * t).sum(); });
   const auto options = StepOptions().reduction(Reduction::kSum).return_output(true);

@@ -14,7 +14,7 @@
 namespace gpipe {
 namespace {
 
-Sequential mlp(bool dropout = false) {
+Sequential deep_mlp(bool dropout = false) {
   Sequential model;
   for (int i = 0; i < 2; ++i) {
     model->push_back(Linear(6, 6));
@@ -25,7 +25,7 @@ Sequential mlp(bool dropout = false) {
 }
 
 TEST(GPipe, NeedsNoGraphWithoutGradients) {
-  auto model = mlp(/*dropout=*/true);
+  auto model = deep_mlp(/*dropout=*/true);
   GPipe pipe(model, {3, 3}, GPipeOptions().chunks(3));
   const auto x = torch::randn({6, 6});
   {
@@ -40,7 +40,7 @@ TEST(GPipe, NeedsNoGraphWithoutGradients) {
 
 TEST(GPipe, RecomputesNothingInEvalMode) {
   std::atomic<int> calls = 0;
-  auto model = mlp(/*dropout=*/true);
+  auto model = deep_mlp(/*dropout=*/true);
   model->push_back(Functional([&calls](Tensor x) {
     ++calls;
     return x * 2;
@@ -59,7 +59,7 @@ TEST(GPipe, RecomputesNothingInEvalMode) {
 }
 
 TEST(GPipe, RunsBackwardsInAnyOrder) {
-  auto model = mlp();
+  auto model = deep_mlp();
   GPipe pipe(model, {1, 3}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
   const auto a = torch::randn({4, 6}).requires_grad_();
   const auto b = torch::randn({6, 6}).requires_grad_();
@@ -79,7 +79,7 @@ TEST(GPipe, RunsBackwardsInAnyOrder) {
 }
 
 TEST(GPipe, RunsASecondBackwardOfRetainedGraphsOnly) {
-  auto model = mlp(/*dropout=*/true);
+  auto model = deep_mlp(/*dropout=*/true);
   for (const auto checkpoint : kModes) {
     GPipe pipe(model, {3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint));
     const auto x = torch::randn({6, 6}).requires_grad_();
@@ -98,7 +98,7 @@ TEST(GPipe, RunsASecondBackwardOfRetainedGraphsOnly) {
 }
 
 TEST(GPipe, IsIdleWhileNoGraphNeedsIt) {
-  GPipe pipe(mlp(), {2, 2}, GPipeOptions().chunks(2));
+  GPipe pipe(deep_mlp(), {2, 2}, GPipeOptions().chunks(2));
   EXPECT_TRUE(pipe->idle());
   {
     const auto output = pipe->forward(torch::randn({4, 6}));
@@ -112,7 +112,7 @@ TEST(GPipe, IsIdleWhileNoGraphNeedsIt) {
 
 TEST(GPipe, UsesAsManyDevicesAsStages) {
   const auto devices = [](std::size_t count) { return std::vector<torch::Device>(count, torch::kCPU); };
-  GPipe pipe(mlp(), {2, 2}, GPipeOptions().devices(devices(3)));
+  GPipe pipe(deep_mlp(), {2, 2}, GPipeOptions().devices(devices(3)));
   EXPECT_EQ(pipe->devices(), devices(2));
 }
 
@@ -174,7 +174,7 @@ TEST(GPipe, ReturnsATensorForATensorAndAVectorForAVector) {
 }
 
 TEST(GPipe, RunsUnderAutocastInForwardAndRecompute) {
-  auto model = mlp();
+  auto model = deep_mlp();
   GPipe pipe(model, {2, 2}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
   const auto x = torch::randn({4, 6}).requires_grad_();
   at::autocast::set_autocast_enabled(at::kCPU, true);

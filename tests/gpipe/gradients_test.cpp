@@ -11,8 +11,6 @@
 namespace gpipe {
 namespace {
 
-Sequential mlp() { return Sequential(Linear(6, 6), torch::nn::Tanh(), Linear(6, 6), torch::nn::Tanh()); }
-
 TEST(Gradients, ReachAParametersHooksAndGradOnce) {
   auto model = mlp();
   GPipe pipe(model, {2, 2}, GPipeOptions().chunks(4));

@@ -71,6 +71,10 @@ struct PopOddImpl : torch::nn::Module, Skippable {
 };
 TORCH_MODULE(PopOdd);
 
+inline torch::nn::Sequential mlp() {
+  return torch::nn::Sequential(torch::nn::Linear(6, 6), torch::nn::Tanh(), torch::nn::Linear(6, 6), torch::nn::Tanh());
+}
+
 /// Ten layers: crossing, nested and same-stage skips, with dropout between them.
 inline torch::nn::Sequential skip_model() {
   return torch::nn::Sequential(torch::nn::Linear(6, 6), Stash("a"), StashOdd(), torch::nn::Linear(6, 6), Stash("b"),

@@ -9,11 +9,10 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/helpers.h"
+#include "tests/gpipe/layers.h"
 
 namespace gpipe {
 namespace {
-
-Sequential mlp() { return Sequential(Linear(6, 6), torch::nn::Tanh(), Linear(6, 6), torch::nn::Tanh()); }
 
 TEST(Threads, RunAForwardAndItsBackward) {
   GPipe first(mlp(), {2, 2}, GPipeOptions().chunks(2));

@@ -18,7 +18,7 @@ namespace {
 
 using std::chrono::milliseconds;
 
-constexpr double kUnlimited = std::numeric_limits<double>::infinity();
+constexpr double kNoLimit = std::numeric_limits<double>::infinity();
 constexpr milliseconds kLong = std::chrono::hours(24);
 constexpr int kRounds = 400;
 
@@ -159,10 +159,10 @@ TEST(EventCount, AwaitForEndsAfterItsTimeAndReturnsWhetherTheConditionHolds) {
 }
 
 TEST(SpinsFor, IsZeroWithoutACoreAndCpuTimePerThread) {
-  EXPECT_GT(spins_for(1, kUnlimited), 0);
+  EXPECT_GT(spins_for(1, kNoLimit), 0);
   EXPECT_GT(spins_for(1, 1.0), 0);
   EXPECT_EQ(spins_for(1, 0.99), 0);
-  EXPECT_EQ(spins_for(std::numeric_limits<int>::max(), kUnlimited), 0);
+  EXPECT_EQ(spins_for(std::numeric_limits<int>::max(), kNoLimit), 0);
 }
 
 }  // namespace

@@ -25,11 +25,11 @@ using testing::Not;
 using testing::ThrowsMessage;
 
 /// Stashes its input under some names, runs nested layers, then adds the tensors that it pops under other names.
-class Layer : public torch::nn::Module, public Skippable {
+class SkipLayer : public torch::nn::Module, public Skippable {
  public:
-  explicit Layer(Names names) : Skippable(names), names_(std::move(names)) {}
+  explicit SkipLayer(Names names) : Skippable(names), names_(std::move(names)) {}
 
-  Layer& nest(const std::string& name, std::shared_ptr<Layer> child) {
+  SkipLayer& nest(const std::string& name, std::shared_ptr<SkipLayer> child) {
     children_.push_back(register_module(name, std::move(child)));
     return *this;
   }
@@ -46,16 +46,16 @@ class Layer : public torch::nn::Module, public Skippable {
 
  private:
   Names names_;
-  std::vector<std::shared_ptr<Layer>> children_;
+  std::vector<std::shared_ptr<SkipLayer>> children_;
 };
 
-std::shared_ptr<Layer> stashing(const std::string& name) {
-  return std::make_shared<Layer>(Skippable::Names{.stash = {name}});
+std::shared_ptr<SkipLayer> stashing(const std::string& name) {
+  return std::make_shared<SkipLayer>(Skippable::Names{.stash = {name}});
 }
-std::shared_ptr<Layer> popping(const std::string& name) {
-  return std::make_shared<Layer>(Skippable::Names{.pop = {name}});
+std::shared_ptr<SkipLayer> popping(const std::string& name) {
+  return std::make_shared<SkipLayer>(Skippable::Names{.pop = {name}});
 }
-std::shared_ptr<Layer> plain() { return std::make_shared<Layer>(Skippable::Names{}); }
+std::shared_ptr<SkipLayer> plain() { return std::make_shared<SkipLayer>(Skippable::Names{}); }
 
 using Links = std::vector<std::tuple<std::string, int, int>>;
 
@@ -159,16 +159,16 @@ TEST(Skippable, WorksInAPlainSequential) {
 
 TEST(Skippable, RefusesInvalidDeclarations) {
   EXPECT_THAT([] { stashing(""); }, ThrowsMessage<std::invalid_argument>(HasSubstr("empty name")));
-  EXPECT_THAT([] { Layer({.stash = {"x", "y", "x"}}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("'x'")));
+  EXPECT_THAT([] { SkipLayer({.stash = {"x", "y", "x"}}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("'x'")));
   EXPECT_THAT(
       [] {
-        Layer({.stash = {"y"}, .pop = {"x", "y"}});
+        SkipLayer({.stash = {"y"}, .pop = {"x", "y"}});
       },
       ThrowsMessage<std::invalid_argument>(HasSubstr("'y'")));
 }
 
 TEST(Skippable, RefusesUndeclaredNames) {
-  Layer layer({.stash = {"a", "b"}});
+  SkipLayer layer({.stash = {"a", "b"}});
   EXPECT_THAT(
       [&] { layer.stash("c", torch::ones({1})); },
       ThrowsMessage<std::invalid_argument>("'c' was stashed by a layer that does not declare it; it declares 'a' 'b'"));
@@ -180,13 +180,13 @@ TEST(Isolate, AllowsTheSameLayersTwiceInOneModel) {
   torch::nn::Sequential model{stashing("x"), stashing("x"), popping("x"), popping("x")};
   EXPECT_THROW(verify_skippables(model), std::invalid_argument);
   const Namespace ns;
-  for (const int i : {1, 2}) model[i]->as<Layer>()->isolate(ns);
+  for (const int i : {1, 2}) model[i]->as<SkipLayer>()->isolate(ns);
   EXPECT_NO_THROW(verify_skippables(model));
   EXPECT_TRUE(torch::equal(model->forward(torch::ones({2})), torch::full({2}, 3)));
 }
 
 TEST(Isolate, MovesNamesOfNestedLayersAndOnlyTheGivenOnes) {
-  const auto inner = std::make_shared<Layer>(Skippable::Names{.stash = {"x", "y"}});
+  const auto inner = std::make_shared<SkipLayer>(Skippable::Names{.stash = {"x", "y"}});
   const auto outer = popping("x");
   outer->nest("inner", inner);
   const Namespace ns;
@@ -271,7 +271,7 @@ TEST(VerifySkippables, ListsAllFaultsInOneError) {
 TEST(VerifySkippables, DoesNotMatchNamesInDifferentNamespaces) {
   torch::nn::Sequential model{stashing("x"), popping("x")};
   const Namespace ns;
-  model[1]->as<Layer>()->isolate(ns);
+  model[1]->as<SkipLayer>()->isolate(ns);
   EXPECT_THAT([&] { verify_skippables(model); },
               ThrowsMessage<std::invalid_argument>(
                   AllOf(HasSubstr("stashes 'x', which no layer pops"),
