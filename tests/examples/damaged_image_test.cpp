@@ -131,6 +131,7 @@ TEST(DamagedImageTest, JpegThatDoesNotFitIntoMemoryIsAnError) {
   GTEST_SKIP() << "AddressSanitizer needs more address space than the limit";
 #endif
 #endif
+  GTEST_FLAG_SET(death_test_style, "threadsafe");  // a new process, whose heap has no free blocks of earlier tests
   const auto encode_in_little_memory = [] {
     Image noise({4000, 4000}, 3);
     uint32_t state = 1;

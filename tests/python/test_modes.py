@@ -151,3 +151,18 @@ def test_fake_tensors_as_inputs_raise_pytorchs_error():
         x = torch.rand(4, 3)
     with pytest.raises(AssertionError, match="convert all Tensors to FakeTensors first"):
         make_pipe()(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_profiler_shows_actions_and_layers(checkpoint):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = gpipe.GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pipe.step(torch.rand(4, 4), torch.rand(4, 4), nn.functional.mse_loss)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    passes = 1 if checkpoint == "never" else 2
+    for stage, micro_batch in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        for kind in "FB" if checkpoint == "never" else "FRB":
+            assert counts[f"gpipe {stage}{kind}{micro_batch}"] == 1
+    for layer in ["0", "1", "2", "loss"]:
+        assert counts[f"gpipe layer {layer}"] == 2 * passes
