@@ -82,8 +82,8 @@ std::vector<torch::Device> devices_of(const Value& value) {
   return devices;
 }
 
-// The devices on which the caller uses gradients: those of the workers and of the input.
-std::vector<torch::Device> devices_with(const Pipeline& pipeline, const Value& input) {
+// The devices of the parameters and of the input.
+std::vector<torch::Device> devices_of_gradients(const Pipeline& pipeline, const Value& input) {
   auto devices = devices_of(input);
   devices.insert(devices.end(), pipeline.devices().begin(), pipeline.devices().end());
   return devices;
@@ -96,7 +96,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   const auto& wanted = output.wants_gradient;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) return;
   const auto sources = sources_of(*mini_batch, *pipeline, input);
-  auto devices = devices_with(*pipeline, input);
+  auto devices = devices_of_gradients(*pipeline, input);
   auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes,
                    devices = devices_of(input),
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
@@ -237,7 +237,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     }
     return handed;
   };
-  attach_backward({result.loss}, {true}, sources, devices_with(*pipeline_, input), std::move(hand_out));
+  attach_backward({result.loss}, {true}, sources, devices_of_gradients(*pipeline_, input), std::move(hand_out));
   return result;
 }
 

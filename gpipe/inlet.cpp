@@ -8,7 +8,7 @@ Inlet::Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device
     : device_(device), parcels_(std::move(parcels)) {
   if (parcels_.empty()) return;
   for (const auto& tensor : parcels_.front().tensors) {
-    ready_.push_back(record_event(tensor.device()));
+    ready_.push_back(record_events({}, tensor.device()));
     links_.push_back(pipeline.inlet_link(tensor.device(), device_));
   }
 }
@@ -16,7 +16,7 @@ Inlet::Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device
 Parcel Inlet::receive(int micro_batch) {
   auto parcel = std::move(parcels_[micro_batch]);
   for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
-    copy_to_device({&parcel.tensors[k], 1}, {ready_[k]}, device_, links_[k]);
+    copy_to_device({&parcel.tensors[k], 1}, ready_[k], device_, links_[k]);
   }
   parcel.renew_versions();
   return parcel;

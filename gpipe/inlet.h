@@ -21,8 +21,8 @@ class Inlet {
  private:
   const c10::Device device_;
   std::vector<Parcel> parcels_;
-  std::vector<StreamEvent> ready_;  // per tensor of a parcel
-  std::vector<Link> links_;         // per tensor of a parcel
+  std::vector<StreamEvents> ready_;  // per tensor of a parcel
+  std::vector<Link> links_;          // per tensor of a parcel
 };
 
 }  // namespace gpipe

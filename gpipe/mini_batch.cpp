@@ -74,8 +74,7 @@ Gathered MiniBatch::forward() {
 MiniBatch::StepOutcome MiniBatch::step() {
   StepOutcome outcome;
   begin([&] {
-    // PyTorch runs a backward with the state of the thread that calls it: here without autocast. The engine turns grad mode
-    // off itself.
+    // The backward runs without autocast. The engine turns grad mode off.
     if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       backward_state_.emplace();
@@ -149,7 +148,6 @@ void MiniBatch::check_parameters_unchanged() const {
 }
 
 void MiniBatch::use_on_this_thread(const std::vector<at::Tensor>& tensors) {
-  for (const auto& [device, event] : std::exchange(made_elsewhere_, {})) wait(event, device);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);
 }
 
@@ -163,7 +161,7 @@ void MiniBatch::perform(Part part) {
   state_.emplace();
   begin_.clear();
   for (int w = 0; w < pipeline_->workers(); ++w) begin_.push_back(record_event(pipeline_->device_of_worker(w)));
-  end_.assign(begin_.size(), nullptr);
+  end_.assign(begin_.size(), {});
   const OwnWrites writes(pipeline_->stages(), sinks_);
   const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
   state_.reset();
@@ -183,8 +181,10 @@ ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& er
 
 // The caller may use any result on any device, so each of its streams waits for all workers.
 void MiniBatch::wait_for_workers() {
-  for (int w = 0; w < pipeline_->workers(); ++w) {
-    for (const auto& end : end_) wait(end, pipeline_->device_of_worker(w));
+  for (const auto& devices : {pipeline_->devices(), elsewhere_}) {
+    for (const auto device : devices) {
+      for (const auto& end : end_) wait(end, device);
+    }
   }
 }
 
@@ -193,7 +193,9 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
   const WorkerScope scope(*pipeline_, worker, *state_, counter_.get());
   wait(begin_[worker], device);
   run_actions();
-  end_[worker] = record_event(device);
+  end_[worker] = {record_event(device)};
+  if (worker != pipeline_->worker_of(pipeline_->count() - 1)) return;
+  for (const auto other : elsewhere_) end_[worker].push_back(record_event(other));
 }
 
 void MiniBatch::run(const Action& action) {
@@ -255,7 +257,8 @@ Tail MiniBatch::tail(int stage, int micro_batch) {
 void MiniBatch::note_results(const std::vector<at::Tensor>& results) {
   for (const auto& result : results) {
     if (!result.defined() || result.device() == pipeline_->stages().back().device) continue;
-    made_elsewhere_.emplace_back(result.device(), record_event(result.device()));
+    const auto found = std::find(elsewhere_.begin(), elsewhere_.end(), result.device());
+    if (found == elsewhere_.end()) elsewhere_.push_back(result.device());
   }
 }
 
@@ -297,9 +300,7 @@ Gradients MiniBatch::output_gradients(int micro_batch) {
   }
   auto gradients = std::move(output_gradients_[micro_batch]);
   for (std::size_t k = 0; k < gradients.size(); ++k) {
-    if (!gradients[k].defined()) continue;
-    wait(outputs_ready_[k], gradients[k].device());
-    use_on_current_stream(gradients[k]);
+    if (gradients[k].defined()) wait(outputs_ready_[k], gradients[k].device());
   }
   return gradients;
 }
@@ -307,6 +308,7 @@ Gradients MiniBatch::output_gradients(int micro_batch) {
 void MiniBatch::run_backward(int stage, int micro_batch) {
   std::optional<CallerStateScope> state;
   if (backward_state_) state.emplace(*backward_state_);
+  const at::NoGradGuard no_grad;
   std::vector<Gradients> gradients;
   if (stage + 1 == pipeline_->count()) gradients.push_back(output_gradients(micro_batch));
   for (const int edge : program_->out_edges(stage)) {

@@ -6,7 +6,6 @@
 #include <exception>
 #include <memory>
 #include <optional>
-#include <utility>
 #include <vector>
 
 #include "gpipe/autograd/batch_statistics.h"
@@ -78,7 +77,7 @@ class MiniBatch : public Cells {
 
   void check_parameters_unchanged() const;
   void wait_for_workers();
-  void use_on_this_thread(const std::vector<at::Tensor>& tensors);
+  static void use_on_this_thread(const std::vector<at::Tensor>& tensors);
   void stop_counting(const std::vector<at::Tensor>& tensors);
   ErrorInfo describe(const Action& action, const std::exception_ptr& error);
   /// REQUIRES: an exception is being handled.
@@ -102,19 +101,19 @@ class MiniBatch : public Cells {
   Transport transport_;
   const LossOfMiniBatch loss_;
   Inlet targets_;
-  std::vector<Parcel> outputs_;                                      // per micro-batch
-  std::vector<std::pair<c10::Device, StreamEvent>> made_elsewhere_;  // results on other devices than the last stage's
-  std::vector<at::Tensor> losses_;                                   // per micro-batch, of step()
+  std::vector<Parcel> outputs_;         // per micro-batch
+  std::vector<c10::Device> elsewhere_;  // of results that are not on the last stage's device
+  std::vector<at::Tensor> losses_;      // per micro-batch, of step()
 
   // The present run.
   std::optional<at::ThreadLocalState> state_;
   std::optional<at::ThreadLocalState> backward_state_;  // of step()
   std::vector<StreamEvent> begin_;                      // per worker: the caller's work on its device
-  std::vector<StreamEvent> end_;                        // per worker: the worker's own work
+  std::vector<StreamEvents> end_;                       // per worker: its work, on all devices
   bool retain_graph_ = false;
   bool counted_ = false;
   std::vector<Gradients> output_gradients_;  // per micro-batch
-  std::vector<StreamEvent> outputs_ready_;   // per gradient of a micro-batch: the caller's work on its device
+  std::vector<StreamEvent> outputs_ready_;   // per gradient of a micro-batch: after the caller's work on its device
   std::vector<Gradients> input_gradients_;   // per micro-batch
   std::vector<GradientSums> sums_;           // per stage
 };

@@ -34,6 +34,7 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
 }
 
 Link Pipeline::inlet_link(c10::Device from, c10::Device to) {
+  if (from == to) return {};
   MutexLock lock(mutex_);
   for (const auto& known : inlet_links_) {
     if (known.from == from && known.to == to) return known.link;

@@ -146,8 +146,8 @@ def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
         cells = [row.model, str(len(row.balance)), str(row.chunks), row.checkpoint, bench.shown]
         cells += [f"{medians[name] * bench.scale:.4g}" if name in medians else "" for name in names]
         for name in compared:
-            beaten = peers and medians.get(name, 0) > 0
-            cells.append(f"{min(peers) / medians[name]:.2f}" if beaten else "")
+            comparable = peers and medians.get(name, 0) > 0
+            cells.append(f"{min(peers) / medians[name]:.2f}" if comparable else "")
         lines.append(cells)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
 

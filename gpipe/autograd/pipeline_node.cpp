@@ -10,6 +10,8 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
+#include <span>
 #include <stdexcept>
 #include <utility>
 
@@ -94,14 +96,15 @@ struct Arrive : torch::autograd::Node {
   std::string name() const override { return "GPipeArrive"; }
 };
 
-// Returns the edges to the inputs. Those on other accelerators than `device` lead through a node of their device. The engine
-// runs it on the calling thread's current stream, as it does the inputs' own nodes.
+// Returns the inputs' edges. An input on another accelerator than `device` gets its gradient through a node there, because
+// the engine sets the stream of one device per node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
   std::vector<std::pair<c10::Device, std::shared_ptr<Arrive>>> nodes;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
+    if (!edges[i].is_valid()) continue;
     const auto on = inputs[i].device();
-    if (!edges[i].is_valid() || on.is_cpu() || on == device) continue;
+    if (on.is_cpu() || on == device) continue;
     auto found = std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.first == on; });
     if (found == nodes.end()) {
       nodes.emplace_back(on, std::shared_ptr<Arrive>(new Arrive(), torch::autograd::deleteNode));
@@ -118,10 +121,15 @@ torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,
                      const std::vector<at::Tensor>& inputs, std::vector<c10::Device> devices,
                      BackwardFunction function) {
-  for (const auto& output : outputs) devices.push_back(output.device());
+  std::optional<c10::Device> first;
+  for (std::size_t i = 0; i < outputs.size(); ++i) {
+    if (!differentiable[i]) continue;
+    if (!first && !outputs[i].is_cpu()) first = outputs[i].device();
+    devices.push_back(outputs[i].device());
+  }
   auto node =
       std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function), devices), torch::autograd::deleteNode);
-  node->set_next_edges(edges_to(inputs, outputs.front().device()));
+  node->set_next_edges(edges_to(inputs, first.value_or(c10::kCPU)));
   for (const auto& input : inputs) {
     if (input.requires_grad() && input.is_leaf()) wrap_hooks(input);
   }

@@ -2,6 +2,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <c10/core/Device.h>
+
 #include <functional>
 #include <vector>
 
@@ -13,8 +15,8 @@ using BackwardFunction = std::function<std::vector<at::Tensor>(std::vector<at::T
 
 /// Makes one autograd node the history of those `outputs` that are `differentiable`. The node's `inputs` are the
 /// pipeline's inputs and parameters, so that autograd::grad, hooks and DDP see each of them once. The function lives until
-/// a backward without retain_graph, or as long as the graph. It runs on the streams that are current now on `devices`,
-/// which is where the caller uses the gradients of its inputs. REQUIRES: outputs are detached.
+/// a backward without retain_graph, or as long as the graph. It runs on the streams that are current now on `devices` and
+/// on the outputs' devices. REQUIRES: outputs are detached.
 /// Errors, in backward: c10::NotImplementedError for create_graph; c10::Error for a second backward without
 /// retain_graph; what the function throws, or std::runtime_error if that is not a std::exception.
 void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<bool>& differentiable,

@@ -93,7 +93,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     parameters_.push_back(parameter);
     accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameter));
   }
-  // The engine runs a node on the stream that is current when the node learns of its inputs.
+  // The engine runs a node on the stream that is current when its input metadata is added.
   const OptionalStreamScope scope(stream);
   for (std::size_t i = 0; i < parameters_.size(); ++i) {
     auto sink = is_large(parameters_[i]) ? sinks_.emplace_back(make_gradient_sink()) : sinks_.front();

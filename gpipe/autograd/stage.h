@@ -68,8 +68,8 @@ bool is_large(const at::Tensor& tensor);
 /// the parameters' gradient accumulators, whose hooks would run once per micro-batch.
 class ParameterSinks {
  public:
-  /// With `grad`, makes sinks for the stage's parameters that require grad. The engine runs them on `stream`, the stage's;
-  /// it runs the parameters' own accumulators on the caller's. `stage` must outlive this.
+  /// With `grad`, makes sinks for the stage's parameters that require grad. The engine runs the sinks on `stream`, and the
+  /// parameters' own accumulators on the caller's stream. `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
   /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has a sink of

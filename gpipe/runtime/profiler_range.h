@@ -8,8 +8,7 @@
 
 namespace gpipe {
 
-/// A range that PyTorch's profilers show, for its lifetime. Does not call `name` unless one of them listens. Begin and end
-/// it on one thread.
+/// Shows its lifetime as a range in PyTorch's profilers. Calls `name` only if one listens. Begin and end it on one thread.
 class ProfilerRange {
  public:
   explicit ProfilerRange(absl::FunctionRef<std::string()> name) : range_(at::RecordScope::USER_SCOPE) {

@@ -72,15 +72,18 @@ OptionalStreamScope::~OptionalStreamScope() {
 
 CurrentStreams::CurrentStreams(std::span<const c10::Device> devices) {
   for (const auto device : devices) {
-    if (!device.is_cpu()) streams_.push_back(guard_of(device).getStream(device));
+    if (device.is_cpu()) continue;
+    const auto stream = guard_of(device).getStream(device);
+    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
   }
 }
 
 void CurrentStreams::during(absl::FunctionRef<void()> function) const {
-  std::vector<c10::Stream> previous;
   const auto exchange = [](const c10::Stream& stream) { return guard_of(stream.device()).exchangeStream(stream); };
-  for (const auto& stream : streams_) previous.push_back(exchange(stream));
+  std::vector<c10::Stream> previous;
+  previous.reserve(streams_.size());
   const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), exchange); };
+  for (const auto& stream : streams_) previous.push_back(exchange(stream));
   function();
 }
 
@@ -104,15 +107,18 @@ void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c1
     // copy does not wait for computation.
     OptionalStreamScope target(link.target);
     OptionalStreamScope source(link.source);
-    auto from = to;
+    auto source_device = to;
     for (auto& tensor : tensors) {
-      if (!tensor.defined() || stays(tensor)) continue;
-      if (tensor.device() != from) wait(ready, from = tensor.device());
+      if (!tensor.defined() || tensor.device() == to) continue;
+      if (tensor.device() != source_device) {
+        source_device = tensor.device();
+        wait(ready, source_device);
+      }
       use_on_current_stream(tensor);
       const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();
       tensor = at::_to_copy(tensor, tensor.options().device(to), /*non_blocking=*/between_accelerators);
     }
-    if (from != to) copied = record_event(to);
+    if (source_device != to) copied = record_event(to);
   }
   wait(copied, to);
   for (const auto& tensor : tensors) use_on_current_stream(tensor);

@@ -2,9 +2,10 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <iostream>
+#include <functional>
 #include <map>
 #include <string>
+#include <vector>
 
 #include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
@@ -21,7 +22,8 @@ constexpr int kChunks = 4;
 
 class CountsTest : public ::testing::Test {
  protected:
-  /// Counts what one call of `step` asks for, after two others. By stage and kind of action, such as "1F"; "" for the caller.
+  /// Counts what one call of `step` asks for, after two others. By stage and kind of action, such as "1F"; "" for the
+  /// caller.
   static std::map<std::string, accelerator::Counts> counts(const std::function<void()>& step) {
     for (int i = 0; i < 2; ++i) step();
     stream_order().take_counts();
@@ -82,10 +84,17 @@ TEST_F(CountsTest, ACopyTakesAnEventAndAWaitMore) {
   EXPECT_EQ(got["1F"].waits, 2 * kChunks);
   EXPECT_EQ(got["2F"].copies, 2 * kChunks);
   EXPECT_EQ(got["2F"].waits, 4 * kChunks);
-  for (const auto& [action, count] : got) {
-    std::cout << action << ": " << count.copies << " copies, " << count.events << " events, " << count.waits << " waits"
-              << std::endl;
-  }
+}
+
+TEST_F(CountsTest, StagesOfOneWorkerAskForNothing) {
+  const Sequential model(Linear(6, 6), Stash("skip"), Linear(6, 6), Pop("skip"), Linear(6, 6));
+  GPipe it(model, Balance{2, 3},
+           GPipeOptions().devices({device(0)}).stages_per_worker(2).chunks(kChunks).checkpoint(Checkpoint::kNever));
+  const auto x = torch::ones({8, 6}, device(0));
+  auto got = counts([&] { it->forward(x).sum().backward(); });
+  EXPECT_EQ(got["0F"].events, 0);
+  EXPECT_EQ(got["1F"].waits, 0);
+  EXPECT_EQ(got["1B"].events, 0);
 }
 
 }  // namespace

@@ -6,7 +6,7 @@
 #include "tests/accelerator/memory.h"
 
 // A device for tests: four accelerators whose memory is the host's and whose operators run on the CPU, at once. Streams,
-// events, memory and copies report to stream_order(), which proves that work is ordered.
+// events, memory and copies report to stream_order(), which checks that work is ordered.
 //
 // The device is PyTorch's PrivateUse1 back-end, under the name "checked". Loading this library registers it.
 //

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
+#include <optional>
 #include <string_view>
 #include <utility>
 #include <vector>

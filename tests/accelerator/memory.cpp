@@ -3,7 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
-#include <cstring>
+#include <cstdint>
 #include <utility>
 
 namespace gpipe::accelerator {

@@ -5,9 +5,12 @@
 #include <ATen/EmptyTensor.h>
 #include <torch/library.h>
 
+#include <algorithm>
+#include <array>
 #include <cstring>
 #include <optional>
 #include <tuple>
+#include <vector>
 
 #include "tests/accelerator/device.h"
 #include "tests/accelerator/host_call.h"

@@ -120,13 +120,17 @@ const std::vector<Scenario>& scenarios() {
          const SideStreams streams;
          const auto away = [](Tensor x) { return x.to(device(3)) * 2; };
          const auto devices = it.pipe->devices();
-         GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(away)), Balance{1, 1, 2},
-                    GPipeOptions().devices(devices).chunks(4));
-         const auto x = it.x.clone().requires_grad_();
-         pipe->forward(x).square().sum().backward();
-         const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.square().mean(); });
-         pipe->step(x, x.detach(), loss, StepOptions().return_output(true)).output.tensor().mul_(2);
-         x.grad().mul_(2);
+         for (const int chunks : {4, 1}) {
+           GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(away)), Balance{1, 1, 2},
+                      GPipeOptions().devices(devices).chunks(chunks));
+           const auto x = it.x.clone().requires_grad_();
+           const auto gradient = torch::ones({8, 5}, device(3)) * 2;
+           pipe->forward(x).backward(gradient);
+           gradient.zero_();
+           const auto loss = tensor_loss([](const Tensor& output, const Tensor&) { return output.square().mean(); });
+           pipe->step(x, x.detach(), loss, StepOptions().return_output(true)).output.tensor().mul_(2);
+           x.grad().mul_(2);
+         }
        }},
       {"retained_graph",
        [](Subject& it) {

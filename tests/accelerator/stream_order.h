@@ -61,7 +61,7 @@ struct Counts {
   bool operator==(const Counts&) const = default;
 };
 
-/// Proves that the work of streams is ordered. A stream runs its work in order. The work of two streams is ordered only by
+/// Checks that the work of streams is ordered. A stream runs its work in order. The work of two streams is ordered only by
 /// events and by host threads that wait. Each stream and each host thread has a vector clock; see Mattern, Virtual Time and
 /// Global States of Distributed Systems, 1988. Work runs at once, so a missing order never changes results; it is a
 /// violation, kept as text.
