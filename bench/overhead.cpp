@@ -83,7 +83,7 @@ void measure(const Row& row, bool one_core, const Options& options) {
   }
   std::vector<std::function<void()>> functions = {repeated(steps, plain)};
   for (const auto& each : rows) functions.push_back(repeated(steps, pipeline_step(each, input)));
-  functions.push_back(repeated(steps, step_with_losses(row, input)));
+  if (rows.size() > 1) functions.push_back(repeated(steps, step_with_losses(row, input)));
   const auto times = interleave(functions, options.repeats);
   const auto us_per_cell = [&](const std::vector<double>& seconds, const std::vector<double>& compared) {
     std::vector<double> costs;

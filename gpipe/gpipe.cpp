@@ -96,7 +96,6 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   const auto& wanted = output.wants_gradient;
   if (std::none_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) return;
   const auto sources = sources_of(*mini_batch, *pipeline, input);
-  auto devices = devices_of_gradients(*pipeline, input);
   auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes,
                    devices = devices_of(input),
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
@@ -113,7 +112,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
     }
     return gradients_of_sources(mini_batch->backward(std::move(of_parts), retain_graph), sizes, devices);
   };
-  attach_backward(output.value.tensors(), wanted, sources, std::move(devices), std::move(backward));
+  attach_backward(output.value.tensors(), wanted, sources, devices_of_gradients(*pipeline, input), std::move(backward));
 }
 
 }  // namespace

@@ -74,7 +74,7 @@ Gathered MiniBatch::forward() {
 MiniBatch::StepOutcome MiniBatch::step() {
   StepOutcome outcome;
   begin([&] {
-    // The backward runs without autocast. The engine turns grad mode off.
+    // The backward runs without autocast.
     if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       backward_state_.emplace();

@@ -7,7 +7,6 @@
 
 #include <array>
 #include <atomic>
-#include <chrono>
 #include <utility>
 #include <vector>
 
@@ -16,23 +15,14 @@ namespace {
 
 constexpr std::int64_t kPool = 32;  // streams per device, handed out in turn, as on CUDA
 
-using Seconds = std::chrono::duration<double>;
-
 thread_local c10::DeviceIndex current_device = 0;
 thread_local std::array<std::int64_t, kDevices> current_streams{};
 
 c10::DeviceIndex checked(c10::DeviceIndex index) {
-  TORCH_CHECK(index < kDevices, "there is no device ", static_cast<int>(index), "; the last one is ", kDevices - 1);
+  TORCH_CHECK(index < kDevices, "device index ", static_cast<int>(index), " is out of range; choose 0 to ",
+              kDevices - 1);
   return index < 0 ? current_device : index;
 }
-
-struct RecordedEvent {
-  Event event;
-  bool timed = false;
-  std::chrono::steady_clock::time_point time;
-};
-
-RecordedEvent& recorded(void* event) { return *static_cast<RecordedEvent*>(event); }
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -65,30 +55,21 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return this->stream(stream.device(), previous);
   }
 
-  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag flag) const override {
+  void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag) const override {
     TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of device ", static_cast<int>(device),
                 " is recorded on a stream of device ", static_cast<int>(stream.device_index()));
-    if (*event == nullptr) *event = new RecordedEvent;
-    auto& it = recorded(*event);
-    stream_order().record(it.event, index(stream));
-    it.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
-    it.time = std::chrono::steady_clock::now();
+    if (*event == nullptr) *event = new Event;
+    stream_order().record(*static_cast<Event*>(*event), index(stream));
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) stream_order().wait(index(stream), recorded(event).event);
+    if (event != nullptr) stream_order().wait(index(stream), *static_cast<Event*>(event));
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override {
-    delete static_cast<RecordedEvent*>(event);
-  }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  double elapsedTime(void* first, void* second, c10::DeviceIndex) const override {
-    TORCH_CHECK(recorded(first).timed && recorded(second).timed, "an event was made without timing");
-    return Seconds(recorded(second).time - recorded(first).time).count() * 1e3;
-  }
   void synchronizeStream(const c10::Stream& stream) const override { stream_order().synchronize(index(stream)); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) stream_order().synchronize(recorded(event).event);
+    if (event != nullptr) stream_order().synchronize(*static_cast<Event*>(event));
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { stream_order().synchronize_device(checked(device)); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {

@@ -45,6 +45,11 @@ at::Tensor alias_on_host(const at::Tensor& tensor) {
   return alias;
 }
 
+void add_access(const at::Tensor& tensor, bool writes, std::vector<Access>& accesses) {
+  auto* block = on_device(tensor) && tensor.numel() > 0 ? block_of(tensor) : nullptr;
+  if (block) accesses.push_back({&block->allocation, writes, tensor.sizes()});
+}
+
 c10::Device HostCall::device() const { return device_ ? *device_ : c10::impl::VirtualGuardImpl(kType).getDevice(); }
 
 at::Tensor HostCall::argument(const at::Tensor& tensor, bool writes) {
@@ -87,10 +92,7 @@ void HostCall::launch() {
   TORCH_CHECK(!takes_host_tensor_ || aliases_.empty() || operation_.find("index") != std::string_view::npos, operation_,
               " takes a tensor of ", device(), " and one of the CPU");
   std::vector<Access> accesses;
-  for (const auto& [tensor, writes] : used_) {
-    auto* block = tensor.numel() == 0 ? nullptr : block_of(tensor);
-    if (block) accesses.push_back({&block->allocation, writes, tensor.sizes()});
-  }
+  for (const auto& [tensor, writes] : used_) add_access(tensor, writes, accesses);
   if (!accesses.empty()) stream_order().launch(current_stream(device()), operation_, accesses);
 }
 

@@ -25,6 +25,9 @@ class KernelsOnly {
 /// Returns a CPU tensor with the memory of a device's tensor.
 at::Tensor alias_on_host(const at::Tensor& tensor);
 
+/// Adds an operation's use of a tensor. A CPU tensor and one without elements have no memory to check.
+void add_access(const at::Tensor& tensor, bool writes, std::vector<Access>& accesses);
+
 /// One operator of a device, run by the host on aliases of its tensors:
 ///   HostCall call("aten::relu");
 ///   const auto alias = call.argument(tensor);

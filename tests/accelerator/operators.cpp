@@ -97,12 +97,6 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
   return at::detail::empty_strided_generic(sizes, strides, &allocator(), kKeys, c10::dtype_or_default(type));
 }
 
-std::vector<Access> accesses(const Tensor& tensor, bool writes) {
-  auto* block = on_device(tensor) && tensor.numel() > 0 ? block_of(tensor) : nullptr;
-  if (!block) return {};
-  return {{&block->allocation, writes, tensor.sizes()}};
-}
-
 // As on CUDA: a copy runs on the source's stream, after and before the work of the target's. The host waits for a copy to
 // or from itself.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
@@ -114,10 +108,11 @@ Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   auto& order = stream_order();
   const int source = current_stream(on_device(from) ? from.device() : to.device());
   const int target = current_stream(on_device(to) ? to.device() : from.device());
-  auto both = accesses(from, false);
-  for (const auto& access : accesses(to, true)) both.push_back(access);
+  std::vector<Access> accesses;
+  add_access(from, /*writes=*/false, accesses);
+  add_access(to, /*writes=*/true, accesses);
   if (source != target) order.order(target, source);
-  order.launch(source, "copy", both);
+  order.launch(source, "copy", accesses);
   if (source != target) order.order(source, target);
   if (from.device() != to.device()) order.count(&Counts::copies);
   if (on_device(from) && on_device(to)) return to;
@@ -166,7 +161,9 @@ Tensor& set_storage(Tensor& tensor, at::Storage storage, std::int64_t offset, c1
 at::Scalar item(const Tensor& tensor) {
   auto& order = stream_order();
   const int stream = current_stream(tensor.device());
-  order.launch(stream, "item", accesses(tensor, false));
+  std::vector<Access> accesses;
+  add_access(tensor, /*writes=*/false, accesses);
+  order.launch(stream, "item", accesses);
   order.synchronize(stream);
   const KernelsOnly kernels;
   return alias_on_host(tensor).item();

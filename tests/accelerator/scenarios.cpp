@@ -30,24 +30,25 @@ Sequential subject_model(const std::shared_ptr<FaultPlan>& faults) {
 class SideStreams {
  public:
   SideStreams() {
-    std::vector<StreamEvent> before;
-    for (int d = 0; d < accelerator::kDevices; ++d) before.push_back(record_event(device(d)));
+    const auto before = record_all();
     for (int d = 0; d < accelerator::kDevices; ++d)
       scopes_.push_back(std::make_unique<OptionalStreamScope>(*new_stream(device(d))));
     wait_for(before);
   }
   ~SideStreams() {
-    std::vector<StreamEvent> during;
-    for (int d = 0; d < accelerator::kDevices; ++d) during.push_back(record_event(device(d)));
+    const auto during = record_all();
     while (!scopes_.empty()) scopes_.pop_back();
     wait_for(during);
   }
 
  private:
-  static void wait_for(const std::vector<StreamEvent>& events) {
-    for (int d = 0; d < accelerator::kDevices; ++d) {
-      for (const auto& event : events) wait(event, device(d));
-    }
+  static StreamEvents record_all() {
+    StreamEvents events;
+    for (int d = 0; d < accelerator::kDevices; ++d) events.push_back(record_event(device(d)));
+    return events;
+  }
+  static void wait_for(const StreamEvents& events) {
+    for (int d = 0; d < accelerator::kDevices; ++d) wait(events, device(d));
   }
 
   std::vector<std::unique_ptr<OptionalStreamScope>> scopes_;

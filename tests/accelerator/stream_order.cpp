@@ -35,8 +35,6 @@ ActionScope::ActionScope(std::string name) : previous_(std::exchange(current_act
 
 ActionScope::~ActionScope() { current_action = std::move(previous_); }
 
-const std::string& ActionScope::current() { return current_action; }
-
 int StreamOrder::index(int device, std::int64_t stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   const auto [found, made] = indices_.try_emplace({device, stream}, static_cast<int>(indices_.size()));

@@ -120,9 +120,6 @@ class ActionScope {
   ActionScope(const ActionScope&) = delete;
   ActionScope& operator=(const ActionScope&) = delete;
 
-  /// The innermost scope's name; empty if there is none.
-  static const std::string& current();
-
  private:
   std::string previous_;
 };
