@@ -75,7 +75,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     int reaches = 0;
     int popped_by = -1;
     enum class End { kNone, kPart, kCaller } end = End::kNone;
-    Part freed_by;
+    Part freed_by = {};
   };
   /// A tensor's version counter and its value at construction. Does not keep the tensor's memory alive.
   struct Version {

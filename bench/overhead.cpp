@@ -57,8 +57,10 @@ std::function<void()> pipeline_step(const Row& row, const torch::Tensor& input) 
 std::function<void()> step_with_losses(const Row& row, const torch::Tensor& input) {
   auto pipe = tiny_pipe(row, input);
   return [=]() mutable {
+    const auto outputs = pipe->forward(input).split(kRows);
+    const auto targets = input.split(kRows);
     std::vector<torch::Tensor> losses;
-    for (const auto& part : pipe->forward(input).split(kRows)) losses.push_back(part.sum());
+    for (std::size_t i = 0; i < outputs.size(); ++i) losses.push_back(sum_loss(outputs[i], targets[i]));
     join_losses(losses, std::vector<double>(losses.size(), 1));
     torch::autograd::backward(losses, {});
   };

@@ -105,10 +105,11 @@ GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance
   return GPipe(subject.model, balance, options);
 }
 
+torch::Tensor sum_loss(const torch::Tensor& output, const torch::Tensor&) { return output.sum(); }
+
 void run_schedule(GPipe& pipe, const torch::Tensor& input) {
-  const auto sum = tensor_loss([](const torch::Tensor& output, const torch::Tensor&) { return output.sum(); });
   const auto& target = input;  // step() needs one
-  pipe->step(input, target, sum, StepOptions().reduction(Reduction::kSum));
+  pipe->step(input, target, tensor_loss(sum_loss), StepOptions().reduction(Reduction::kSum));
 }
 
 void step(GPipe& pipe, const torch::Tensor& input, const Row& row) {

@@ -46,7 +46,10 @@ void step(Model& model, const torch::Tensor& input) {
   model->forward(input).sum().backward();
 }
 
-/// Runs step() of a pipeline. The loss is the sum of the output.
+/// The loss of step(): the sum of the output.
+torch::Tensor sum_loss(const torch::Tensor& output, const torch::Tensor& target);
+
+/// Runs step() of a pipeline with sum_loss().
 void run_schedule(GPipe& pipe, const torch::Tensor& input);
 
 /// Clears the gradients, then runs step() if the row has a schedule, else a forward and a backward.

@@ -72,9 +72,7 @@ std::vector<double> loss_weights(const StepOptions& options, const std::vector<s
 at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
   auto loss = function(output, value_of(target));
   if (target.changed()) {
-    throw std::runtime_error(
-        "[gpipe] the loss function changed its target in place, so its recompute would get another target; change a "
-        "clone instead");
+    throw std::runtime_error("[gpipe] the loss function changed its target in place; change a clone instead");
   }
   if (!loss.defined())
     refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");

@@ -15,9 +15,10 @@
 
 namespace gpipe {
 
-/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream: once in
-/// the forward and again in a recompute. Draws random numbers as a layer after the last does. REQUIRES: it does not change
-/// the target in place, and has no parameters; a loss with parameters must be a layer of the model.
+/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once per
+/// micro-batch: in the recompute if there is one, else in the forward. Draws random numbers as a layer after the last does.
+/// REQUIRES: it does not change the target in place, and has no parameters; a loss with parameters must be a layer of the
+/// model.
 using LossFunction = std::function<at::Tensor(const Value& output, const Value& target)>;
 
 /// Makes a LossFunction from a function of two tensors, for models and targets of one tensor.

@@ -64,13 +64,11 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
   const auto memory = memory_of_inputs(input.tensors());
   for (std::size_t k = 0; k < memory.size(); ++k) {
     const auto& tensor = input.tensors()[k];
-    const auto detached = tensor.detach();
-    std::int64_t start = 0;
+    const auto pieces = tensor.detach().split_with_sizes(sizes);
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       parts[i].form = input.form();
       // variable_data() gives each micro-batch a version counter of its own.
-      parts[i].add(detached.narrow(0, start, sizes[i]).variable_data(), tensor.requires_grad(), memory[k]);
-      start += sizes[i];
+      parts[i].add(pieces[i].variable_data(), tensor.requires_grad(), memory[k]);
     }
   }
   return parts;

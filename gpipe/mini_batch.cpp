@@ -1,7 +1,7 @@
 #include "gpipe/mini_batch.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/full_like.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
@@ -162,9 +162,16 @@ void MiniBatch::perform(Part part) {
   begin_.clear();
   for (int w = 0; w < pipeline_->workers(); ++w) begin_.push_back(record_event(pipeline_->device_of_worker(w)));
   end_.assign(begin_.size(), {});
+  clocks_.assign(begin_.size(), std::nullopt);
+  auto* timeline = recording_.timeline.get();
+  const auto spans_before = timeline ? timeline->spans.size() : 0;
   const OwnWrites writes(pipeline_->stages(), sinks_);
-  const auto failure = pipeline_->executor().run(*program_, part, *this, recording_.timeline.get(), recording_.step);
+  const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
   state_.reset();
+  for (auto i = spans_before; timeline && i < timeline->spans.size(); ++i) {
+    auto& span = timeline->spans[i];
+    if (auto& clock = clocks_[span.worker]) clock->place(span);
+  }
   if (!failure) return wait_for_workers();
   if (failure->action) pipeline_->set_error(describe(*failure->action, failure->error));
   try {
@@ -192,7 +199,10 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
   const auto device = pipeline_->device_of_worker(worker);
   const WorkerScope scope(*pipeline_, worker, *state_, counter_.get());
   wait(begin_[worker], device);
+  auto& clock = clocks_[worker];
+  if (recording_.timeline && !device.is_cpu()) clock.emplace(device);
   run_actions();
+  if (clock) clock->stop();
   end_[worker] = {record_event(device)};
   if (worker != pipeline_->worker_of(pipeline_->count() - 1)) return;
   for (const auto other : elsewhere_) end_[worker].push_back(record_event(other));
@@ -215,9 +225,7 @@ void MiniBatch::run(const Action& action) {
       case Kind::W:
         TORCH_INTERNAL_ASSERT(false, "no program of forward() splits the backward");
     }
-    // A trace shows when the work ends, not when it was enqueued.
-    const auto& stream = pipeline_->stream_of_worker(pipeline_->worker_of(action.stage));
-    if (recording_.timeline && stream) stream->synchronize();
+    if (auto& clock = clock_of(action.stage)) clock->end();
   } catch (c10::Error& error) {
     std::ostringstream where;
     where << "in " << to_string(action) << " of the pipeline: stage " << action.stage << ", micro-batch "
@@ -243,13 +251,16 @@ Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) :
 Tail MiniBatch::tail(int stage, int micro_batch) {
   if (!loss_.function || stage + 1 != pipeline_->count()) return {};
   return [this, micro_batch, target = targets_.receive(micro_batch)](Value output) -> Value {
-    if (loss_.keep_outputs && !is_recomputing()) {
+    if (loss_.keep_outputs) {
       auto& kept = outputs_[micro_batch];
       kept.form = output.form();
       for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
       note_results(kept.tensors);
     }
-    return call_loss(loss_.function, output, target);
+    auto loss = call_loss(loss_.function, output, target);
+    losses_[micro_batch] = loss.variable_data();
+    note_results({losses_[micro_batch]});
+    return loss;
   };
 }
 
@@ -266,6 +277,7 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
   std::vector<Parcel> in;
   if (stage == 0) in.push_back(inputs_.receive(micro_batch));
   for (const int edge : program_->in_edges(stage)) in.push_back(transport_.receive(edge, micro_batch));
+  if (auto& clock = clock_of(stage)) clock->start();
   auto& cell = this->cell(stage, micro_batch);
   cell =
       std::make_unique<Cell>(pipeline_->stages()[stage], sinks_[stage], seed_, micro_batch, tail(stage, micro_batch));
@@ -273,19 +285,16 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
   const bool grad = use_ != Pipeline::Use::kForward;
   auto out = cell->forward(std::move(in), {.grad = grad, .recompute = program_->recomputes(stage, micro_batch)});
   if (!grad) cell.reset();
-  if (stage + 1 == pipeline_->count()) {
+  if (stage + 1 == pipeline_->count() && !loss_.function) {
     note_results(out.front().tensors);
-    if (loss_.function) {
-      losses_[micro_batch] = out.front().tensors.front();
-    } else {
-      outputs_[micro_batch] = std::move(out.front());
-    }
+    outputs_[micro_batch] = std::move(out.front());
   }
   const auto& edges = program_->out_edges(stage);
   for (std::size_t k = 0; k < edges.size(); ++k) transport_.send(edges[k], micro_batch, std::move(out[k]));
 }
 
 void MiniBatch::run_recompute(int stage, int micro_batch) {
+  if (auto& clock = clock_of(stage)) clock->start();
   const CallerStateScope state(*forward_state_);
   const AllocationListener::Scope counting(counted_ ? counter_ : nullptr);
   cell(stage, micro_batch)->recompute(retain_graph_);
@@ -296,7 +305,7 @@ Gradients MiniBatch::output_gradients(int micro_batch) {
     const double weight = loss_.weights[micro_batch];
     // An undefined gradient stops the backward: 0 * NaN would be NaN.
     if (weight == 0) return {at::Tensor()};
-    return {at::full_like(losses_[micro_batch], weight * loss_.scale)};
+    return {at::scalar_tensor(weight * loss_.scale, losses_[micro_batch].options())};
   }
   auto gradients = std::move(output_gradients_[micro_batch]);
   for (std::size_t k = 0; k < gradients.size(); ++k) {
@@ -314,6 +323,7 @@ void MiniBatch::run_backward(int stage, int micro_batch) {
   for (const int edge : program_->out_edges(stage)) {
     gradients.push_back(transport_.receive_gradients(edge, micro_batch));
   }
+  if (auto& clock = clock_of(stage)) clock->start();
   auto& cell = this->cell(stage, micro_batch);
   auto result = cell->backward(gradients, retain_graph_, sums_[stage]);
   if (!retain_graph_) {

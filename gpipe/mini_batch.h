@@ -14,6 +14,7 @@
 #include "gpipe/loss.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/pipeline.h"
+#include "gpipe/runtime/action_clock.h"
 #include "gpipe/runtime/byte_counter.h"
 #include "gpipe/runtime/cells.h"
 #include "gpipe/transport.h"
@@ -83,6 +84,7 @@ class MiniBatch : public Cells {
   /// REQUIRES: an exception is being handled.
   void report_error(const Action& action);
 
+  std::optional<ActionClock>& clock_of(int stage) { return clocks_[pipeline_->worker_of(stage)]; }
   std::unique_ptr<Cell>& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }
 
   const std::shared_ptr<Pipeline> pipeline_;
@@ -110,6 +112,7 @@ class MiniBatch : public Cells {
   std::optional<at::ThreadLocalState> backward_state_;  // of step()
   std::vector<StreamEvent> begin_;                      // per worker: the caller's work on its device
   std::vector<StreamEvents> end_;                       // per worker: its work, on all devices
+  std::vector<std::optional<ActionClock>> clocks_;      // per worker: on an accelerator, if it is traced
   bool retain_graph_ = false;
   bool counted_ = false;
   std::vector<Gradients> output_gradients_;  // per micro-batch

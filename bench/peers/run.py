@@ -45,8 +45,15 @@ BENCHES = {
     "memory": Bench("bytes", "bytes", "MiB", 2**-20, "0,1"),
 }
 
-# With 1f1b, this project runs step(), else a forward and a backward.
-OURS = ["gpipe", "gpipe 1f1b", "gpipe python", "gpipe python 1f1b"]
+# With 1f1b, this project runs step(), else a forward and a backward. With reuse, it calls reuse_cpu_memory() first.
+OURS = [
+    "gpipe",
+    "gpipe 1f1b",
+    "gpipe 1f1b reuse",
+    "gpipe python",
+    "gpipe python 1f1b",
+    "gpipe python 1f1b reuse",
+]
 PEERS = ["torchgpipe", "distributed gpipe", "distributed 1f1b"]
 
 
@@ -88,6 +95,10 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         peer = [HERE / "pipe_steps.py", "--library", library, *memory, *subject, *settings]
         commands[name] = [sys.executable, *peer]
     commands["gpipe python 1f1b"] = [*commands["gpipe python"], *one_f_one_b]
+    if row.bench == "speed":
+        for name in ["gpipe 1f1b", "gpipe python 1f1b"]:
+            if name in commands:
+                commands[f"{name} reuse"] = [*commands[name], "--reuse"]
     if row.checkpoint == "never" and row.bench != "memory":
         for schedule in ["gpipe", "1f1b"]:
             peer = [HERE / "distributed_steps.py", "--schedule", schedule, *subject, *settings]
@@ -135,7 +146,7 @@ def line(row: Row, peer: str, values: list[float]) -> str:
 
 def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
     names = [*OURS, *PEERS]
-    compared = ["gpipe python", "gpipe python 1f1b"]
+    compared = ["gpipe python", "gpipe python 1f1b", "gpipe python 1f1b reuse"]
     ratios = [f"best peer / {name}" for name in compared]
     head = ["model", "stages", "chunks", "checkpoint", "unit", *names, *ratios]
     lines = [head, ["---"] * len(head)]

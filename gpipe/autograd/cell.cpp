@@ -101,7 +101,7 @@ Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& l
       value = stage_.layers[i]->forward(std::move(value));
     }
   }
-  if (tail_) {
+  if (tail_ && !is_checkpointing()) {
     start(static_cast<int>(stage_.layers.size()));
     value = tail_(std::move(value));
   }
@@ -157,7 +157,6 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
   }
-  if (tail_) sources.push_back(false);  // the outputs of a tail are learned separately
   auto& flow = stage_.gradient_flow;
   const bool known = flow.knows(sources);
   auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
@@ -168,8 +167,9 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
     drop_graph();
   }
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
+  if (tail_) sent_.front().clear();  // the tail's result takes its place
   state_->learn_habits();
-  inputs_->check_after_forward(in);
+  inputs_->check_unchanged(in);
   return out;
 }
 
@@ -178,6 +178,7 @@ void Cell::recompute(bool retain_graph) {
   state_->begin_recompute(retain_graph);
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
   stage_.gradient_flow.check(sent_, out);
+  inputs_->check_unchanged(in);
 }
 
 std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {

@@ -27,7 +27,7 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
-/// Runs after a stage's last layer, in F and in R: the loss of step().
+/// Runs once per cell, after its last layer: in R if the cell is recomputed, else in F. The loss of step().
 using Tail = std::function<Value(Value)>;
 
 /// One (stage, micro-batch) of a mini-batch: its inputs and its graph. Destroying it frees its activations. Used by one
@@ -38,7 +38,7 @@ class Cell {
   Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
 
   /// F. `in` holds the activation, then the skips in the stage's order. So does the result.
-  /// Errors: what the layers throw; those of SkipRoutes, SharedMemory::check(), StoredInputs::check_after_forward() and
+  /// Errors: what the layers throw; those of SkipRoutes, SharedMemory::check(), StoredInputs::check_unchanged() and
   /// ParameterSinks::redirect().
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 

@@ -45,7 +45,7 @@ StoredInputs::StoredInputs(Stage& stage, const std::vector<Parcel>& inputs)
   }
 }
 
-void StoredInputs::check_after_forward(const std::vector<Parcel>& inputs) {
+void StoredInputs::check_unchanged(const std::vector<Parcel>& inputs) {
   if (!changed(inputs)) return;
   stage_.in_place = InPlace::kYes;
   if (!stores_copies_) fail(stage_, "by one of its layers");

@@ -18,9 +18,9 @@ class StoredInputs {
   /// Call before the forward. `stage` must outlive this.
   StoredInputs(Stage& stage, const std::vector<Parcel>& inputs);
 
-  /// Call after the forward. Errors: std::runtime_error when it changed inputs in place for the first time, so that the
-  /// originals are lost. The stage copies from then on.
-  void check_after_forward(const std::vector<Parcel>& inputs);
+  /// Call with its inputs after the forward and after the recompute. Errors: std::runtime_error when one of them changed
+  /// the originals in place, so that they are lost. The stage copies from then on.
+  void check_unchanged(const std::vector<Parcel>& inputs);
 
   /// Returns the inputs of a recompute. With `retain_graph` they can be taken again. Errors: std::runtime_error when they
   /// were changed in place since the forward.

@@ -5,18 +5,29 @@
 #include <string>
 
 #include "absl/functional/function_ref.h"
+#include "gpipe/runtime/nvtx.h"
 
 namespace gpipe {
 
-/// Shows its lifetime as a range in PyTorch's profilers. Calls `name` only if one listens. Begin and end it on one thread.
+/// Shows its lifetime as a range in PyTorch's profilers and in Nsight Systems. Calls `name` only if one listens. Begin and
+/// end it on one thread.
 class ProfilerRange {
  public:
   explicit ProfilerRange(absl::FunctionRef<std::string()> name) : range_(at::RecordScope::USER_SCOPE) {
-    if (range_.isActive()) range_.before(name());
+    if (!range_.isActive() && !nvtx_) return;
+    const auto text = name();
+    if (range_.isActive()) range_.before(text);
+    if (nvtx_) nvtx_push(text);
   }
+  ~ProfilerRange() {
+    if (nvtx_) nvtx_pop();
+  }
+  ProfilerRange(const ProfilerRange&) = delete;
+  ProfilerRange& operator=(const ProfilerRange&) = delete;
 
  private:
   at::RecordFunction range_;
+  const bool nvtx_ = nvtx_listens();
 };
 
 }  // namespace gpipe

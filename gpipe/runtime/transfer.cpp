@@ -13,14 +13,19 @@ namespace {
 
 c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
 
-}  // namespace
-
-StreamEvent record_event(c10::Device device) {
-  if (device.is_cpu()) return nullptr;
-  auto event = std::make_shared<c10::Event>(device.type());
+StreamEvent record(c10::EventFlag flag, c10::Device device) {
+  auto event = std::make_shared<c10::Event>(device.type(), flag);
   event->record(guard_of(device).getStream(device));
   return event;
 }
+
+}  // namespace
+
+StreamEvent record_event(c10::Device device) {
+  return device.is_cpu() ? nullptr : record(c10::EventFlag::PYTORCH_DEFAULT, device);
+}
+
+StreamEvent record_timed_event(c10::Device device) { return record(c10::EventFlag::BACKEND_DEFAULT, device); }
 
 void wait(const StreamEvent& event, c10::Device device) {
   if (event && !device.is_cpu()) event->block(guard_of(device).getStream(device));

@@ -23,6 +23,9 @@ using StreamEvent = std::shared_ptr<c10::Event>;
 /// Records an event after the work enqueued so far on the device's current stream.
 StreamEvent record_event(c10::Device device);
 
+/// The same, with an event that has a time. REQUIRES: not the CPU.
+StreamEvent record_timed_event(c10::Device device);
+
 /// Makes the device's current stream wait for an event of any device.
 void wait(const StreamEvent& event, c10::Device device);
 

@@ -229,9 +229,9 @@ class GPipe(UnpartitionedNames, FixedPlacement):
             input: as for :meth:`forward`.
             target: tensors in any structure, on any device. It is cut along dimension 0 as the input is.
             loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar. Called on the
-                last stage's worker, once in the forward and again in a recompute. It must decompose over samples; see
-                :func:`gpipe.check_loss`. It must not have parameters of its own: make such a loss the last layer. Draw
-                its random numbers with torch.
+                last stage's worker, once per micro-batch: in the recompute if there is one, else in the forward. It must
+                decompose over samples; see :func:`gpipe.check_loss`. It must not have parameters of its own: make such a
+                loss the last layer. Draw its random numbers with torch.
             count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
                 as the targets that are not ignored, or the sum of their class weights. Default: the number of samples.
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
@@ -305,7 +305,7 @@ class GPipe(UnpartitionedNames, FixedPlacement):
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Records the actions of each later mini-batch in a timeline.
 
-        On GPUs, the workers then wait for each action to end, so that the times are right. No bytes are counted while a
+        On GPUs, events time the actions, and each call waits for the devices at its end. No bytes are counted while a
         PyTorch profiler runs. Read the timeline while no call runs.
 
         Args:

@@ -2,9 +2,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <chrono>
 #include <functional>
 #include <map>
+#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/accelerator/actions.h"
@@ -40,6 +43,10 @@ class CountsTest : public ::testing::Test {
     return sums;
   }
 
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
+
   static int host_waits(const std::map<std::string, accelerator::Counts>& counts) {
     int sum = 0;
     for (const auto& [action, count] : counts) sum += count.host_waits;
@@ -61,6 +68,27 @@ TEST_F(CountsTest, TheHostNeverWaitsForADevice) {
     const auto loss = tensor_loss([](const Tensor& output, const Tensor& t) { return (output - t).square().mean(); });
     EXPECT_EQ(host_waits(counts([&] { it->forward(x).sum().backward(); })), 0);
     EXPECT_EQ(host_waits(counts([&] { it->step(x, target, loss); })), 0);
+  }
+}
+
+TEST_F(CountsTest, EachWorkerOfATracedCallWaitsOnceForItsDevice) {
+  auto it = pipe({device(0), torch::kCPU, device(2)}, Checkpoint::kAlways);
+  const auto x = torch::ones({8, 6}, device(0));
+  const auto timeline = std::make_shared<Timeline>();
+  const auto untraced = [&] { it->forward(x).sum().backward(); };
+  const int copies_from_devices = host_waits(counts(untraced));
+  it->trace(timeline);
+  const auto before = now();
+  EXPECT_EQ(host_waits(counts(untraced)), copies_from_devices + 2 /*workers*/ * 2 /*forward and backward*/);
+  const auto after = now();
+  ASSERT_EQ(timeline->spans.size(), 3u * (3 /*stages*/ * 3 /*F, R, B*/ * kChunks));
+  std::map<int, double> ends;
+  for (const auto& span : timeline->spans) {
+    EXPECT_GE(span.start, before);
+    EXPECT_GE(span.end, span.start);
+    EXPECT_LE(span.end, after);
+    EXPECT_GE(span.start, std::exchange(ends[span.worker], span.end)) << "a worker's actions run in turn";
+    EXPECT_GT(span.bytes.peak, 0);
   }
 }
 

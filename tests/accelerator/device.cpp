@@ -7,6 +7,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <utility>
 #include <vector>
 
@@ -23,6 +24,10 @@ c10::DeviceIndex checked(c10::DeviceIndex index) {
               kDevices - 1);
   return index < 0 ? current_device : index;
 }
+
+struct TimedEvent : Event {
+  std::chrono::steady_clock::time_point recorded;
+};
 
 class Guard final : public c10::impl::DeviceGuardImplInterface {
  public:
@@ -58,18 +63,22 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   void record(void** event, const c10::Stream& stream, c10::DeviceIndex device, c10::EventFlag) const override {
     TORCH_CHECK(device < 0 || device == stream.device_index(), "an event of device ", static_cast<int>(device),
                 " is recorded on a stream of device ", static_cast<int>(stream.device_index()));
-    if (*event == nullptr) *event = new Event;
-    stream_order().record(*static_cast<Event*>(*event), index(stream));
+    if (*event == nullptr) *event = new TimedEvent;
+    stream_order().record(at(*event), index(stream));
+    at(*event).recorded = std::chrono::steady_clock::now();
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) stream_order().wait(index(stream), *static_cast<Event*>(event));
+    if (event != nullptr) stream_order().wait(index(stream), at(event));
   }
-  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Event*>(event); }
+  void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &at(event); }
   bool queryEvent(void*) const override { return true; }
+  double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
+    return std::chrono::duration<double, std::milli>(at(to).recorded - at(from).recorded).count();
+  }
   bool queryStream(const c10::Stream&) const override { return true; }
   void synchronizeStream(const c10::Stream& stream) const override { stream_order().synchronize(index(stream)); }
   void synchronizeEvent(void* event) const override {
-    if (event != nullptr) stream_order().synchronize(*static_cast<Event*>(event));
+    if (event != nullptr) stream_order().synchronize(at(event));
   }
   void synchronizeDevice(c10::DeviceIndex device) const override { stream_order().synchronize_device(checked(device)); }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -80,6 +89,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   static c10::Stream stream(c10::Device device, std::int64_t id) {
     return c10::Stream(c10::Stream::UNSAFE, accelerator::device(checked(device.index())), id);
   }
+  static TimedEvent& at(void* event) { return *static_cast<TimedEvent*>(event); }
   static int index(const c10::Stream& stream) { return stream_order().index(stream.device_index(), stream.id()); }
 };
 

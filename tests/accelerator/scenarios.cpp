@@ -207,6 +207,18 @@ const std::vector<Scenario>& scenarios() {
          const auto two = it.pipe->forward(it.x * 2);
          (one.sum() + two.sum()).backward();
        }},
+      {"traced",
+       [](Subject& it) {
+         const auto timeline = std::make_shared<Timeline>();
+         it.pipe->trace(timeline);
+         train(it, it.x);
+         it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
+         expect_error([&] { it.pipe->step(it.x, torch::zeros({8, 5}, it.x.options()), tensor_loss(squared_error)); });
+         it.faults->disarm();
+         it.pipe->trace(nullptr);
+         EXPECT_GT(timeline->makespan(), 0);
+         EXPECT_LT(timeline->makespan(), 3600) << "times of one clock";
+       }},
       {"saved",
        [](Subject& it) {
          train(it, it.x);

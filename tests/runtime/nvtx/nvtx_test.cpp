@@ -1,0 +1,22 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include "gpipe/gpipe.h"
+#include "tests/runtime/nvtx/listener.h"
+
+namespace gpipe {
+namespace {
+
+TEST(Nvtx, AStepShowsActionsAndLayers) {
+  const torch::nn::Sequential model(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
+  const auto x = torch::ones({2, 2});
+  pipe->step(x, x, tensor_loss([](const auto& output, const auto& target) { return (output - target).sum(); }));
+  EXPECT_THAT(nvtx::ranges(), ::testing::IsSupersetOf({"gpipe 0F0", "gpipe 0F0 > gpipe layer 0",
+                                                       "gpipe 1F1 > gpipe layer loss", "gpipe 1B1", "gpipe 0B0"}));
+  EXPECT_EQ(nvtx::open_ranges(), 0);
+}
+
+}  // namespace
+}  // namespace gpipe
