@@ -148,7 +148,7 @@ class GPipeImpl : public torch::nn::Module {
   ///   pipe->forward(x).sum().backward();
   ///   file << gpipe::to_chrome_json(*timeline);
   ///
-  /// On an accelerator, events time the work, and each worker waits for its device once, at the end of the call. Each span
+  /// On an accelerator, events time the work, and each worker waits for its device at the end of the call. Each span
   /// also has the bytes that its worker had in use, unless PyTorch's own profiler is active. REQUIRES: read the timeline
   /// only while no call runs.
   void trace(std::shared_ptr<Timeline> timeline);

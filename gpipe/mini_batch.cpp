@@ -168,14 +168,14 @@ void MiniBatch::perform(Part part) {
   const OwnWrites writes(pipeline_->stages(), sinks_);
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
   state_.reset();
-  for (auto i = spans_before; timeline && i < timeline->spans.size(); ++i) {
-    auto& span = timeline->spans[i];
-    if (auto& clock = clocks_[span.worker]) clock->place(span);
-  }
-  if (!failure) return wait_for_workers();
+  const auto end = [&] {
+    wait_for_workers();
+    if (timeline) place_spans(*timeline, spans_before);
+  };
+  if (!failure) return end();
   if (failure->action) pipeline_->set_error(describe(*failure->action, failure->error));
   try {
-    wait_for_workers();
+    end();
   } catch (...) {  // the device is in an error state; the first error says more
   }
   std::rethrow_exception(failure->error);
@@ -193,6 +193,15 @@ void MiniBatch::wait_for_workers() {
       for (const auto& end : end_) wait(end, device);
     }
   }
+}
+
+// Sets the times of the spans from `first` on that are those of accelerators.
+void MiniBatch::place_spans(Timeline& timeline, std::size_t first) {
+  for (std::size_t i = first; i < timeline.spans.size(); ++i) {
+    auto& span = timeline.spans[i];
+    if (auto& clock = clocks_[span.worker]) clock->place(span);
+  }
+  clocks_.clear();
 }
 
 void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
@@ -250,14 +259,14 @@ Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) :
 
 Tail MiniBatch::tail(int stage, int micro_batch) {
   if (!loss_.function || stage + 1 != pipeline_->count()) return {};
-  return [this, micro_batch, target = targets_.receive(micro_batch)](Value output) -> Value {
+  return [this, micro_batch](Value output) -> Value {
     if (loss_.keep_outputs) {
       auto& kept = outputs_[micro_batch];
       kept.form = output.form();
       for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
       note_results(kept.tensors);
     }
-    auto loss = call_loss(loss_.function, output, target);
+    auto loss = call_loss(loss_.function, output, targets_.receive(micro_batch));
     losses_[micro_batch] = loss.variable_data();
     note_results({losses_[micro_batch]});
     return loss;

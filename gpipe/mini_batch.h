@@ -78,6 +78,7 @@ class MiniBatch : public Cells {
 
   void check_parameters_unchanged() const;
   void wait_for_workers();
+  void place_spans(Timeline& timeline, std::size_t first);
   static void use_on_this_thread(const std::vector<at::Tensor>& tensors);
   void stop_counting(const std::vector<at::Tensor>& tensors);
   ErrorInfo describe(const Action& action, const std::exception_ptr& error);

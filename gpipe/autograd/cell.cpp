@@ -103,6 +103,7 @@ Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& l
   }
   if (tail_ && !is_checkpointing()) {
     start(static_cast<int>(stage_.layers.size()));
+    const PassScope plain(PassScope::Pass::kPlain);  // it runs once
     value = tail_(std::move(value));
   }
   end_layer();
@@ -169,7 +170,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
   if (tail_) sent_.front().clear();  // the tail's result takes its place
   state_->learn_habits();
-  inputs_->check_unchanged(in);
+  inputs_->check_unchanged(in, "by one of its layers");
   return out;
 }
 
@@ -178,7 +179,7 @@ void Cell::recompute(bool retain_graph) {
   state_->begin_recompute(retain_graph);
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
   stage_.gradient_flow.check(sent_, out);
-  inputs_->check_unchanged(in);
+  inputs_->check_unchanged(in, "during its recompute");
 }
 
 std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {

@@ -45,10 +45,10 @@ StoredInputs::StoredInputs(Stage& stage, const std::vector<Parcel>& inputs)
   }
 }
 
-void StoredInputs::check_unchanged(const std::vector<Parcel>& inputs) {
+void StoredInputs::check_unchanged(const std::vector<Parcel>& inputs, const std::string& when) {
   if (!changed(inputs)) return;
   stage_.in_place = InPlace::kYes;
-  if (!stores_copies_) fail(stage_, "by one of its layers");
+  if (!stores_copies_) fail(stage_, when);
 }
 
 std::vector<Parcel> StoredInputs::take(bool retain_graph) {

@@ -3,6 +3,7 @@
 #include <c10/core/TensorImpl.h>
 
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "gpipe/autograd/parcel.h"
@@ -18,9 +19,9 @@ class StoredInputs {
   /// Call before the forward. `stage` must outlive this.
   StoredInputs(Stage& stage, const std::vector<Parcel>& inputs);
 
-  /// Call with its inputs after the forward and after the recompute. Errors: std::runtime_error when one of them changed
-  /// the originals in place, so that they are lost. The stage copies from then on.
-  void check_unchanged(const std::vector<Parcel>& inputs);
+  /// Call after the forward and after the recompute, with the inputs that the pass got. `when` ends the message. Errors:
+  /// std::runtime_error if they were changed in place and no copies are stored. The stage stores copies from then on.
+  void check_unchanged(const std::vector<Parcel>& inputs, const std::string& when);
 
   /// Returns the inputs of a recompute. With `retain_graph` they can be taken again. Errors: std::runtime_error when they
   /// were changed in place since the forward.

@@ -9,9 +9,10 @@ void ActionClock::start() { actions_.push_back({record_timed_event(device_), nul
 void ActionClock::end() { actions_.back().end = record_timed_event(device_); }
 
 void ActionClock::stop() {
-  auto last = record_timed_event(device_);
-  last->synchronize();
+  record_timed_event(device_)->synchronize();
   stopped_ = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  auto last = record_timed_event(device_);  // just after `stopped_`, so that no time comes out too late
+  last->synchronize();
   last_ = std::move(last);
 }
 

@@ -24,7 +24,7 @@ class ActionClock {
   /// Waits for the device's stream. Call it after the last action.
   void stop();
 
-  /// Sets the times of a span: the first call those of the first action, and so on. Does nothing before stop().
+  /// Sets the times of an action's span. Does nothing before stop(). REQUIRES: the calls come in the order of the actions.
   void place(Span& span);
 
  private:
@@ -37,7 +37,7 @@ class ActionClock {
   std::vector<Marks> actions_;
   std::size_t placed_ = 0;
   StreamEvent last_;
-  double stopped_ = 0;  // when the host saw `last_`, in seconds
+  double stopped_ = 0;  // the host's time at `last_`, in seconds
 };
 
 }  // namespace gpipe

@@ -3,18 +3,27 @@
 #include <nvtx3/nvToolsExt.h>
 
 namespace gpipe {
+namespace {
 
-bool nvtx_listens() {
-  static const bool listens = [] {
-    if (nvtxRangePushA("gpipe") < 0) return false;  // no tool
-    nvtxRangePop();
-    return true;
-  }();
-  return listens;
+// Null unless a tool listens.
+nvtxDomainHandle_t domain() {
+  static const auto made = nvtxDomainCreateA("gpipe");
+  return made;
 }
 
-void nvtx_push(const std::string& name) { nvtxRangePushA(name.c_str()); }
+}  // namespace
 
-void nvtx_pop() { nvtxRangePop(); }
+bool nvtx_listens() { return domain() != nullptr; }
+
+void nvtx_push(const std::string& name) {
+  nvtxEventAttributes_t attributes{};
+  attributes.version = NVTX_VERSION;
+  attributes.size = NVTX_EVENT_ATTRIB_STRUCT_SIZE;
+  attributes.messageType = NVTX_MESSAGE_TYPE_ASCII;
+  attributes.message.ascii = name.c_str();
+  nvtxDomainRangePushEx(domain(), &attributes);
+}
+
+void nvtx_pop() { nvtxDomainRangePop(domain()); }
 
 }  // namespace gpipe

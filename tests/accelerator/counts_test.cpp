@@ -71,7 +71,7 @@ TEST_F(CountsTest, TheHostNeverWaitsForADevice) {
   }
 }
 
-TEST_F(CountsTest, EachWorkerOfATracedCallWaitsOnceForItsDevice) {
+TEST_F(CountsTest, TheWorkersOfATracedCallWaitForTheirDevicesAtItsEnd) {
   auto it = pipe({device(0), torch::kCPU, device(2)}, Checkpoint::kAlways);
   const auto x = torch::ones({8, 6}, device(0));
   const auto timeline = std::make_shared<Timeline>();
@@ -79,7 +79,7 @@ TEST_F(CountsTest, EachWorkerOfATracedCallWaitsOnceForItsDevice) {
   const int copies_from_devices = host_waits(counts(untraced));
   it->trace(timeline);
   const auto before = now();
-  EXPECT_EQ(host_waits(counts(untraced)), copies_from_devices + 2 /*workers*/ * 2 /*forward and backward*/);
+  EXPECT_EQ(host_waits(counts(untraced)), copies_from_devices + 2 /*waits*/ * 2 /*workers*/ * 2 /*parts*/);
   const auto after = now();
   ASSERT_EQ(timeline->spans.size(), 3u * (3 /*stages*/ * 3 /*F, R, B*/ * kChunks));
   std::map<int, double> ends;

@@ -1,13 +1,16 @@
-// Each call of wait() and use_on_current_stream() in the library is needed: without it, some scenario has a violation.
-// This program's functions stand in for the library's, and leave out the calls of one place.
+// Each call of wait() and use_on_current_stream() in the library is needed, and each event is recorded in time: without
+// the call, or with an earlier event, some scenario has a violation. This program's functions stand in for the library's.
+// Calls from one place, `chosen`, are left out, or return the events of the call before.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
 #include <map>
 #include <mutex>
+#include <span>
 #include <sstream>
 #include <string>
+#include <utility>
 
 #include "gpipe/runtime/transfer.h"
 #include "tests/accelerator/scenarios.h"
@@ -24,16 +27,26 @@ struct Place {
 
 std::mutex mutex;
 std::map<Place, int> called;
-std::atomic<std::uintptr_t> left_out{0};
+std::atomic<std::uintptr_t> chosen{0};
 
-/// Notes a call. Returns whether it may happen.
-bool may_call(const char* function, void* returns_to) {
+/// Notes a call. Returns whether it is not from the chosen place.
+bool is_other(const char* function, void* returns_to) {
   Dl_info info;
   if (dladdr(returns_to, &info) == 0 || std::string(info.dli_fname).find("libgpipe") == std::string::npos) return true;
   const auto address = reinterpret_cast<std::uintptr_t>(returns_to) - reinterpret_cast<std::uintptr_t>(info.dli_fbase);
   std::lock_guard<std::mutex> lock(mutex);
   ++called[{function, address}];
-  return address != left_out;
+  return address != chosen;
+}
+
+/// Returns the events, or for the chosen place those of the call before.
+template <class Events>
+Events events_of(const char* function, void* returns_to, c10::Device device, Events events) {
+  static std::map<std::string, Events> before;
+  if (is_other(function, returns_to)) return events;
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto [found, is_first] = before.try_emplace(device.str(), events);
+  return is_first ? events : std::exchange(found->second, events);
 }
 
 /// The library's own function of the same name.
@@ -48,17 +61,27 @@ Function* of_library(Function* here) {
 
 void wait(const StreamEvent& event, c10::Device device) {
   static auto* const real = of_library<void(const StreamEvent&, c10::Device)>(&wait);
-  if (may_call("wait", __builtin_return_address(0))) real(event, device);
+  if (is_other("wait", __builtin_return_address(0))) real(event, device);
 }
 
 void wait(const StreamEvents& events, c10::Device device) {
   static auto* const real = of_library<void(const StreamEvents&, c10::Device)>(&wait);
-  if (may_call("wait", __builtin_return_address(0))) real(events, device);
+  if (is_other("wait", __builtin_return_address(0))) real(events, device);
 }
 
 void use_on_current_stream(const at::Tensor& tensor) {
   static auto* const real = of_library(&use_on_current_stream);
-  if (may_call("use_on_current_stream", __builtin_return_address(0))) real(tensor);
+  if (is_other("use_on_current_stream", __builtin_return_address(0))) real(tensor);
+}
+
+StreamEvent record_event(c10::Device device) {
+  static auto* const real = of_library(&record_event);
+  return events_of("record_event", __builtin_return_address(0), device, real(device));
+}
+
+StreamEvents record_events(std::span<const at::Tensor> tensors, c10::Device device) {
+  static auto* const real = of_library(&record_events);
+  return events_of("record_events", __builtin_return_address(0), device, real(tensors, device));
 }
 
 namespace {
@@ -80,17 +103,17 @@ bool is_found() {
   return false;
 }
 
-TEST(LeftOut, EachCallIsNeeded) {
+TEST(LeftOut, EachCallIsNeededAndInTime) {
   ASSERT_FALSE(is_found());
   const auto places = called;
   ASSERT_GT(places.size(), 5) << "the library does not call this program's functions";
   for (const auto& [place, count] : places) {
-    left_out = place.address;
+    chosen = place.address;
     std::ostringstream where;
     where << place.function << " that returns to " << std::hex << place.address;
     EXPECT_TRUE(is_found()) << where.str() << std::dec << ", called " << count << " times";
   }
-  left_out = 0;
+  chosen = 0;
 }
 
 }  // namespace

@@ -1,5 +1,6 @@
 #include "tests/accelerator/scenarios.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <gmock/gmock.h>
 
 #include <sstream>
@@ -53,6 +54,14 @@ class SideStreams {
 
   std::vector<std::unique_ptr<OptionalStreamScope>> scopes_;
 };
+
+// The current device, and the current stream of each device.
+std::vector<std::int64_t> place_of_this_thread() {
+  const c10::impl::VirtualGuardImpl guard(accelerator::kType);
+  std::vector<std::int64_t> place = {guard.getDevice().index()};
+  for (int d = 0; d < accelerator::kDevices; ++d) place.push_back(guard.getStream(device(d)).id());
+  return place;
+}
 
 Tensor squared_error(const Tensor& output, const Tensor& target) { return (output - target).square().mean(); }
 
@@ -132,6 +141,15 @@ const std::vector<Scenario>& scenarios() {
            pipe->step(x, x.detach(), loss, StepOptions().return_output(true)).output.tensor().mul_(2);
            x.grad().mul_(2);
          }
+       }},
+      {"outputs_on_two_devices",
+       [](Subject& it) {
+         const auto fork = [](Tensor x) -> std::vector<Tensor> { return {x * 2, x.to(device(3)) * 2}; };
+         GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(fork)), Balance{1, 1, 2},
+                    GPipeOptions().devices(it.pipe->devices()).chunks(4));
+         const auto outputs = pipe->forward(Value(it.x * 1)).tensors();
+         const SideStreams streams;
+         torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
        }},
       {"retained_graph",
        [](Subject& it) {
@@ -241,13 +259,16 @@ const std::vector<DeviceLayout>& device_layouts() {
 }
 
 std::vector<std::string> violations_of(const Scenario& scenario, const DeviceLayout& layout) {
+  const auto before = place_of_this_thread();
   stream_order().take_violations();
   const accelerator::ActionListener listener;
   {
     Subject subject(layout.devices);
     scenario.run(subject);
   }
-  return stream_order().take_violations();
+  auto violations = stream_order().take_violations();
+  if (place_of_this_thread() != before) violations.push_back("the caller's current device or stream was changed");
+  return violations;
 }
 
 }  // namespace gpipe

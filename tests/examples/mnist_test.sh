@@ -6,7 +6,6 @@ other=$1
 common=(--epochs 2 --batch-size 10 --chunks 2)
 cut=21,50
 rate_column=5
-plateau_epochs=12
 
 for stages in 1 2 3; do
   run "stages$stages" --samples 60 --stages "$stages" --trace "trace$stages.json"
@@ -37,7 +36,6 @@ check_training_flags base --data "$data"
 try small --data "$data" --small-images --epochs 1 --stages 1
 ! near "$(column small 2)" "$(column base 2 | head -1)" 1e-4 || fail "--small-images has no effect"
 
-refuse_training_flags "$data" "$(sed -n 's/^model: ResNet-18, \([0-9]*\) layers.*/\1/p' stages1.log)"
 refuse_value --samples 10 'at least 60'
 refuse other-batch '--batch-size 10, not 5' --data "$data" --batch-size 5 --resume base/latest.snapshot
 refuse other-model '--small-images 0, not 1' --data "$data" --small-images --resume base/latest.snapshot

@@ -177,8 +177,14 @@ check_training_flags() {
   try resumed "$@" --learning-rate-schedule plateau --resume part/latest.snapshot
   rm part/*.snapshot
   diff <(column resumed "1-$rate_column") <(column whole "1-$rate_column") || fail "--resume goes another way"
+}
+
+# The rate falls when the score stays the same for 5 epochs. $1: epochs; the other arguments are flags that all runs need.
+check_plateau() {
+  local epochs=$1
+  shift
   # The rate is so low that only the statistics of batch norm change, and soon not even those.
-  try flat "$@" --learning-rate-schedule plateau -l 1e-9 -e "$plateau_epochs"
+  try flat "$@" --learning-rate-schedule plateau -l 1e-9 -e "$epochs"
   paste <(column flat 3) <(column flat "$rate_column") | awk '
     BEGIN {rate = 1e-9; best = -1}
     {

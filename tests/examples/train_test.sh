@@ -5,7 +5,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 common=(-e 2 -b 4 --chunks 2 --depth 1 --channels 4)
 cut=5,18
 rate_column=6
-plateau_epochs=40
 tiny=(--data synthetic --samples 12 -s 0.25)
 
 # Training does not depend on the number of stages. All listed files exist.
@@ -44,6 +43,7 @@ run again --data "$data" --scale 0.25 --checkpoint always --balance 5,18 --chunk
 grep -q '9 images to train, 3 to validate, at 48x32, 2 classes' again.log || fail "--validation or --scale"
 run uneven --data "$data" --scale 0.25 --batch-size 5
 check_training_flags stages2 --data "$data" --scale 0.25
+check_plateau 40 --data "$data" --scale 0.25
 
 run one-stage --data "$data" --scale 0.25 --stages 1
 run by-itself --data "$data" --scale 0.25 --stages 1 --workers 0

@@ -203,6 +203,43 @@ TEST(Step, DrawsTheSameNumbersInTheRecomputeOfTheLoss) {
   }
 }
 
+TEST(Step, CallsTheLossOncePerMicroBatchAndKeepsItsOutput) {
+  for (const auto& schedule : kSchedules) {
+    for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+      auto model = small_model();
+      GPipe pipe(model, {2, 2, 1}, options(schedule).checkpoint(checkpoint));
+      const auto x = torch::randn({7, 6}, torch::kDouble);
+      const auto y = torch::randn({7, 5}, torch::kDouble);
+      int calls = 0;
+      const auto counting = [&](const Value& out, const Value& target) {
+        if (!is_recomputing()) ++calls;
+        return kMse(out, target);
+      };
+      const auto output = pipe->step(x, y, counting, StepOptions().return_output(true)).output.tensor();
+      EXPECT_EQ(calls, 4);
+      EXPECT_TRUE(torch::allclose(output, model->forward(x), 1e-12, 1e-12));
+    }
+  }
+}
+
+// The last stage passes its input on, so the loss writes into it.
+TEST(Step, TheLossMayChangeTheOutputInPlace) {
+  const auto in_place = tensor_loss([](const Tensor& out, const Tensor& t) { return out.sub_(t).square().mean(); });
+  auto model = small_model();
+  model->push_back(nn::Flatten());
+  const auto x = torch::randn({7, 6}, torch::kDouble);
+  const auto y = torch::randn({7, 5}, torch::kDouble);
+  torch::mse_loss(model->forward(x), y).backward();
+  const auto expected = take_gradients(*model);
+  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
+    GPipe pipe(model, {2, 3, 1}, options("1f1b").checkpoint(checkpoint));
+    for (int i = 0; i < 3; ++i) {
+      pipe->step(x, y, in_place);
+      expect_close(take_gradients(*model), expected);
+    }
+  }
+}
+
 TEST(Step, AMicroBatchOfWeightZeroCannotSpoilTheOthers) {
   auto model = small_model();
   auto x = torch::randn({8, 6}, torch::kDouble);

@@ -73,6 +73,10 @@ mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw
 # Steps.
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
        "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Step.*)
+mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (tail_ && !is_checkpointing()) {"
+       "if (tail_) {" Step.*)
+mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cell.cpp
+       "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
 mutant(weights_micro_batches_equally gpipe_tests gpipe/loss.cpp
        "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);"
        Step.*)

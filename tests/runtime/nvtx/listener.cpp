@@ -13,19 +13,26 @@ std::mutex mutex;
 std::map<std::thread::id, std::vector<std::string>> open_by_thread;
 std::vector<std::string> all;
 
-int push(const char* name) {
-  const std::lock_guard<std::mutex> lock(mutex);
-  auto& open = open_by_thread[std::this_thread::get_id()];
-  all.push_back(open.empty() ? name : open.back() + " > " + name);
-  open.push_back(all.back());
-  return static_cast<int>(open.size()) - 1;
+nvtxDomainHandle_t make_domain(const char* name) {
+  static std::string domain;
+  domain = name;
+  return reinterpret_cast<nvtxDomainHandle_t>(&domain);
 }
 
-int pop() {
+// As in Nsight Systems, the result tells nothing.
+int push(nvtxDomainHandle_t domain, const nvtxEventAttributes_t* attributes) {
   const std::lock_guard<std::mutex> lock(mutex);
   auto& open = open_by_thread[std::this_thread::get_id()];
-  open.pop_back();
-  return static_cast<int>(open.size());
+  const auto name = *reinterpret_cast<const std::string*>(domain) + ": " + attributes->message.ascii;
+  all.push_back(open.empty() ? name : open.back() + " > " + name);
+  open.push_back(all.back());
+  return -1;
+}
+
+int pop(nvtxDomainHandle_t) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  open_by_thread[std::this_thread::get_id()].pop_back();
+  return -1;
 }
 
 }  // namespace
@@ -48,8 +55,9 @@ extern "C" __attribute__((visibility("default"))) int InitializeInjectionNvtx2(N
   const auto* callbacks = static_cast<const NvtxExportTableCallbacks*>(export_table(NVTX_ETID_CALLBACKS));
   NvtxFunctionTable table = nullptr;
   unsigned int size = 0;
-  if (callbacks->GetModuleFunctionTable(NVTX_CB_MODULE_CORE, &table, &size) == 0) return 0;
-  *table[NVTX_CBID_CORE_RangePushA] = reinterpret_cast<NvtxFunctionPointer>(gpipe::nvtx::push);
-  *table[NVTX_CBID_CORE_RangePop] = reinterpret_cast<NvtxFunctionPointer>(gpipe::nvtx::pop);
+  if (callbacks->GetModuleFunctionTable(NVTX_CB_MODULE_CORE2, &table, &size) == 0) return 0;
+  *table[NVTX_CBID_CORE2_DomainCreateA] = reinterpret_cast<NvtxFunctionPointer>(gpipe::nvtx::make_domain);
+  *table[NVTX_CBID_CORE2_DomainRangePushEx] = reinterpret_cast<NvtxFunctionPointer>(gpipe::nvtx::push);
+  *table[NVTX_CBID_CORE2_DomainRangePop] = reinterpret_cast<NvtxFunctionPointer>(gpipe::nvtx::pop);
   return 1;
 }

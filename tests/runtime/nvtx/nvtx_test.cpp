@@ -13,8 +13,9 @@ TEST(Nvtx, AStepShowsActionsAndLayers) {
   GPipe pipe(model, {1, 1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
   const auto x = torch::ones({2, 2});
   pipe->step(x, x, tensor_loss([](const auto& output, const auto& target) { return (output - target).sum(); }));
-  EXPECT_THAT(nvtx::ranges(), ::testing::IsSupersetOf({"gpipe 0F0", "gpipe 0F0 > gpipe layer 0",
-                                                       "gpipe 1F1 > gpipe layer loss", "gpipe 1B1", "gpipe 0B0"}));
+  EXPECT_THAT(nvtx::ranges(), ::testing::IsSupersetOf({"gpipe: gpipe 0F0", "gpipe: gpipe 0F0 > gpipe: gpipe layer 0",
+                                                       "gpipe: gpipe 1F1 > gpipe: gpipe layer loss", "gpipe: gpipe 1B1",
+                                                       "gpipe: gpipe 0B0"}));
   EXPECT_EQ(nvtx::open_ranges(), 0);
 }
 

@@ -1,0 +1,273 @@
+"""Pipelines on devices that check the order of streams (tests/accelerator). test_accelerator.py runs these tests in a
+process of their own, because the devices change PyTorch's defaults.
+"""
+
+import copy
+import ctypes
+import os
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import gpipe
+import gpipe.balance
+from gpipe import snapshot
+from gpipe.skip import pop, skippable, stash
+from layers import Fail, FailBackward
+
+LAYOUTS = {
+    "one_device": ["checked:0", "checked:0", "checked:0"],
+    "three_devices": ["checked:2", "checked:0", "checked:1"],
+    "cpu_in_the_middle": ["checked:1", "cpu", "checked:0"],
+    "cpu_first": ["cpu", "checked:0", "checked:0"],
+    "cpu_last": ["checked:3", "checked:3", "cpu"],
+}
+MODES = ["never", "except_last", "always"]
+
+
+def load_devices():
+    library = ctypes.CDLL(os.environ["CHECKED_DEVICE"])
+    library.take_violations.restype = ctypes.c_char_p
+    module = types.ModuleType("torch.checked")
+    module.is_available = lambda: True
+    module.device_count = lambda: 4
+    module._is_in_bad_fork = lambda: False
+    module.manual_seed_all = lambda seed: None  # the tests compare nothing that the devices draw outside of scopes
+    torch._register_device_module("checked", module)
+    return library
+
+
+DEVICES = load_devices() if __name__ != "__main__" else None
+
+
+@pytest.fixture(autouse=True)
+def work_is_ordered():
+    DEVICES.take_violations()
+    yield
+    assert DEVICES.take_violations().decode() == ""
+
+
+@pytest.fixture(params=LAYOUTS)
+def devices(request):
+    return LAYOUTS[request.param]
+
+
+@skippable(stash=["skip"])
+class Remember(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x)
+        return x * 2
+
+
+@skippable(pop=["skip"])
+class Recall(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+class Fork(nn.Module):
+    def forward(self, x):
+        return {"a": x, "b": (x * 2, x.detach())}
+
+
+class Join(nn.Module):
+    def forward(self, value):
+        b, c = value["b"]
+        return value["a"] + b.relu() * c
+
+
+def make_model(dropout=0.0):
+    torch.manual_seed(0)
+    first = [nn.Linear(4, 6), Remember(), nn.Linear(6, 6), nn.BatchNorm1d(6), Fork()]
+    rest = [Join(), Recall(), nn.Dropout(dropout), nn.ReLU(inplace=True), nn.Linear(6, 3)]
+    return nn.Sequential(*first, *rest).double()
+
+
+def make_pipe(devices, dropout=0.0, **options):
+    return gpipe.GPipe(make_model(dropout), [3, 2, 5], devices=devices, **{"chunks": 3, **options})
+
+
+def batch(devices):
+    torch.manual_seed(1)
+    x, target = torch.rand(8, 4).double(), torch.rand(8, 3).double()
+    return x.to(devices[0]), target.to(devices[-1])
+
+
+def on_cpu(tensors):
+    return [None if tensor is None else tensor.detach().cpu().clone() for tensor in tensors]
+
+
+def gradients(pipe):
+    return on_cpu(parameter.grad for parameter in pipe.parameters())
+
+
+def assert_same(ours, theirs):
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_training_step_equals_that_of_cpu_stages(devices, checkpoint):
+    results = []
+    for places in (devices, ["cpu"] * 3):
+        pipe = make_pipe(places, checkpoint=checkpoint)
+        x, target = batch(places)
+        x.requires_grad_()
+        output = pipe(x)
+        assert output.device == torch.device(places[-1])
+        nn.functional.mse_loss(output, target).backward()
+        results.append([*on_cpu([output, x.grad]), *gradients(pipe), *on_cpu(pipe.buffers())])
+    assert_same(*results)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_step_equals_that_of_cpu_stages(devices, schedule, checkpoint):
+    results = []
+    for places in (devices, ["cpu"] * 3):
+        pipe = make_pipe(places, checkpoint=checkpoint, schedule=schedule, deferred_batch_norm=True)
+        x, target = batch(places)
+        loss, output = pipe.step(x, target, nn.functional.mse_loss, return_output=True)
+        results.append([*on_cpu([loss, output]), *gradients(pipe), *on_cpu(pipe.buffers())])
+    assert_same(*results)
+
+
+def test_interleaved_stages_of_two_devices():
+    model = nn.Sequential(nn.Linear(4, 6), Remember(), nn.Linear(6, 6), nn.Tanh(), Recall(), nn.Linear(6, 3)).double()
+    twin = copy.deepcopy(model)
+    results = []
+    for module, places in ((model, ["checked:0", "checked:1"]), (twin, ["cpu", "cpu"])):
+        pipe = gpipe.GPipe(
+            module, [1, 2, 1, 2], devices=places, chunks=4, schedule="interleaved_1f1b", stages_per_worker=2
+        )
+        loss = pipe.step(*batch(places), nn.functional.mse_loss)
+        results.append([*on_cpu([loss]), *gradients(pipe)])
+    assert_same(*results)
+
+
+def test_a_recompute_draws_the_same_numbers(devices):
+    results = []
+    for checkpoint in ("never", "always"):
+        pipe = make_pipe(devices, dropout=0.5, checkpoint=checkpoint)
+        x, target = batch(devices)
+        torch.manual_seed(5)
+        pipe.step(x, target, nn.functional.mse_loss)
+        results.append(gradients(pipe))
+    assert_same(*results)
+
+
+def test_optimizer_clipping_and_snapshots(devices, tmp_path):
+    pipe = make_pipe(devices)
+    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+    x, target = batch(devices)
+
+    def train():
+        optimizer.zero_grad()
+        pipe.step(x, target, nn.functional.mse_loss)
+        nn.utils.clip_grad_norm_(pipe.parameters(), 0.1)
+        optimizer.step()
+
+    def restore(module, module_optimizer):
+        saved = snapshot.read(tmp_path / "file")
+        snapshot.restore_model(module, saved.model)
+        snapshot.restore_optimizer(module_optimizer, module, saved.optimizer)
+
+    train()
+    state = {"model": snapshot.capture_model(pipe), "optimizer": snapshot.capture_optimizer(optimizer, pipe)}
+    snapshot.write(tmp_path / "file", snapshot.Snapshot(**state))
+    saved = on_cpu(pipe.parameters())
+    train()
+    expected = on_cpu(pipe.parameters())
+    on_cpus = make_pipe(["cpu"] * 3)
+    restore(on_cpus, torch.optim.Adam(on_cpus.parameters(), lr=0.01))
+    assert_same(on_cpu(on_cpus.parameters()), saved)
+    restore(pipe, optimizer)
+    train()
+    assert_same(on_cpu(pipe.parameters()), expected)
+
+
+def test_state_dicts_pass_between_devices(devices):
+    pipe = make_pipe(devices)
+    model = make_model()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1)
+    pipe.load_state_dict(model.state_dict())
+    assert_same(on_cpu(pipe.state_dict().values()), model.state_dict().values())
+    assert [parameter.device.type for parameter in pipe.parameters()][0] == torch.device(devices[0]).type
+
+
+def test_inputs_and_targets_from_anywhere(devices):
+    pipe = make_pipe(devices, checkpoint="never")
+    x, target = (tensor.cpu() for tensor in batch(devices))
+    losses = [
+        pipe.step(x.to(here).requires_grad_(), target.to(there), nn.functional.mse_loss).cpu()
+        for here in ("cpu", "checked:0", "checked:3")
+        for there in ("cpu", "checked:1")
+    ]
+    assert_same(losses[:-1], losses[1:])
+
+
+def test_hooks_and_the_loss_with_a_graph(devices):
+    pipe = make_pipe(devices)
+    x, target = batch(devices)
+    seen = []
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.device))
+        for parameter in pipe.parameters()
+    ]
+    (pipe.loss(x, target, nn.functional.mse_loss) * 2).backward()
+    assert sorted(map(str, seen)) == sorted(str(parameter.device) for parameter in pipe.parameters())
+    for handle in handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("layer", [Fail(), FailBackward()], ids=["forward", "backward"])
+def test_after_an_error_the_next_step_works(devices, layer):
+    model = make_model()
+    pipe = gpipe.GPipe(nn.Sequential(*model[:4], layer, *model[4:]), [3, 3, 5], devices=devices, chunks=3)
+    x, target = batch(devices)
+    with pytest.raises((ValueError, ZeroDivisionError)):
+        pipe.step(x, target, nn.functional.mse_loss)
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+    layer_class, forward = type(layer), type(layer).forward
+    layer_class.forward = lambda self, x: x * 1
+    try:
+        pipe.step(x, target, nn.functional.mse_loss)
+    finally:
+        layer_class.forward = forward
+    assert all(parameter.grad is not None for parameter in pipe.parameters())
+
+
+def test_traces_have_bytes(devices):
+    pipe = make_pipe(devices, checkpoint="never")
+    timeline = gpipe.Timeline()
+    pipe.trace(timeline)
+    pipe.step(*batch(devices), nn.functional.mse_loss)
+    pipe.trace(None)
+    assert timeline.workers == 3 and all(timeline.peak_bytes()) and 0 < timeline.makespan() < 3600
+
+
+def test_evaluation(devices):
+    pipe = make_pipe(devices).eval()
+    x, _ = batch(devices)
+    with torch.no_grad():
+        expected = make_model().eval()
+        output = pipe(x)
+    with torch.inference_mode():
+        assert_same(on_cpu([pipe(x)]), on_cpu([output]))
+    assert_same(on_cpu([output]), on_cpu([gpipe.reference(expected, x.cpu())]))
+
+
+def test_a_profile_of_a_device():
+    costs = gpipe.balance.profile(make_model(), batch(["checked:1"])[0], device="checked:1", seconds=0.2)
+    assert len(costs.layers) == 10 and sum(costs.balance_by_time(2)) == 10
+
+
+if __name__ == "__main__":
+    os.environ["CHECKED_DEVICE"] = sys.argv[1]
+    sys.exit(pytest.main([__file__, "-q", "-p", "no:cacheprovider"]))
