@@ -90,16 +90,14 @@ void wrap_hooks(const at::Tensor& leaf) {
   }
 }
 
-// The identity, for the gradients of one device. The engine orders and sets the stream of one device per node, so the
-// gradients of other accelerators than that of the pipeline's node pass through a node of their device.
+// The identity, for the gradients of one device.
 struct Arrive : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
   std::string name() const override { return "GPipeArrive"; }
 };
 
-std::shared_ptr<Arrive> make_arrive() { return {new Arrive(), torch::autograd::deleteNode}; }
-
-// Returns the inputs' edges, those of other accelerators than `device` behind a node there.
+// Returns the inputs' edges. An input on another accelerator than `device` gets its gradient through a node there, because
+// the engine sets the stream of one device per node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
   std::vector<std::pair<c10::Device, std::shared_ptr<Arrive>>> nodes;
@@ -109,7 +107,7 @@ torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::
     if (on.is_cpu() || on == device) continue;
     auto found = std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.first == on; });
     if (found == nodes.end()) {
-      nodes.emplace_back(on, make_arrive());
+      nodes.emplace_back(on, std::shared_ptr<Arrive>(new Arrive(), torch::autograd::deleteNode));
       found = nodes.end() - 1;
     }
     found->second->add_next_edge(std::move(edges[i]));
@@ -136,14 +134,10 @@ void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<b
     if (input.requires_grad() && input.is_leaf()) wrap_hooks(input);
   }
   for (std::size_t i = 0; i < outputs.size(); ++i) {
-    if (!differentiable[i]) {
-      node->add_input_metadata(torch::autograd::Node::undefined_input());
-    } else if (const auto on = outputs[i].device(); on.is_cpu() || on == first) {
+    if (differentiable[i]) {
       torch::autograd::set_history(outputs[i], node);
     } else {
-      auto arrive = make_arrive();
-      arrive->add_next_edge({node, node->add_input_metadata(outputs[i])});
-      torch::autograd::set_history(outputs[i], arrive);
+      node->add_input_metadata(torch::autograd::Node::undefined_input());
     }
   }
 }

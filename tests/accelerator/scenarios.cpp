@@ -147,8 +147,12 @@ const std::vector<Scenario>& scenarios() {
          const auto fork = [](Tensor x) -> std::vector<Tensor> { return {x * 2, x.to(device(3)) * 2}; };
          GPipe pipe(Sequential(Linear(6, 6), Linear(6, 5), Linear(5, 5), function_layer(fork)), Balance{1, 1, 2},
                     GPipeOptions().devices(it.pipe->devices()).chunks(4));
-         const auto outputs = pipe->forward(Value(it.x * 1)).tensors();
-         const SideStreams streams;
+         std::vector<Tensor> outputs;
+         {
+           const SideStreams streams;
+           outputs = pipe->forward(Value(it.x * 1)).tensors();
+         }
+         const SideStreams others;
          torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
        }},
       {"retained_graph",
