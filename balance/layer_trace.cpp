@@ -6,19 +6,17 @@
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <tuple>
 #include <utility>
 
 #include "balance/layer_decorator.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
+#include "gpipe/runtime/clock.h"
 
 namespace gpipe {
 
 namespace {
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 std::uint64_t new_id() {
   static std::atomic<std::uint64_t> last = 0;

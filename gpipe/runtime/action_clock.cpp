@@ -1,6 +1,6 @@
 #include "gpipe/runtime/action_clock.h"
 
-#include <chrono>
+#include "gpipe/runtime/clock.h"
 
 namespace gpipe {
 
@@ -10,7 +10,7 @@ void ActionClock::end() { actions_.back().end = record_timed_event(device_); }
 
 void ActionClock::stop() {
   record_timed_event(device_)->synchronize();
-  stopped_ = std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  stopped_ = now();
   auto last = record_timed_event(device_);  // just after `stopped_`, so that no time comes out too late
   last->synchronize();
   last_ = std::move(last);

@@ -13,6 +13,7 @@
 
 #include "absl/strings/str_format.h"
 #include "gpipe/runtime/channel.h"
+#include "gpipe/runtime/clock.h"
 #include "gpipe/runtime/cpu_quota.h"
 
 namespace gpipe {
@@ -22,8 +23,6 @@ constexpr std::chrono::milliseconds kPollInterval{50};
 
 /// The executor whose worker the calling thread is, for on_worker().
 thread_local const Executor* owner_of_this_thread = nullptr;
-
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 }  // namespace
 

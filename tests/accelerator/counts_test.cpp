@@ -2,7 +2,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <chrono>
 #include <functional>
 #include <map>
 #include <memory>
@@ -10,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/runtime/clock.h"
 #include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/helpers.h"
@@ -41,10 +41,6 @@ class CountsTest : public ::testing::Test {
       }
     }
     return sums;
-  }
-
-  static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
 
   static int host_waits(const std::map<std::string, accelerator::Counts>& counts) {
