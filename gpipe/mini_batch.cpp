@@ -228,11 +228,14 @@ void MiniBatch::run(const Action& action) {
         run_recompute(action.stage, action.micro_batch);
         break;
       case Kind::B:
-        run_backward(action.stage, action.micro_batch);
+        run_backward(action.stage, action.micro_batch, /*split=*/false);
         break;
       case Kind::I:
+        run_backward(action.stage, action.micro_batch, /*split=*/true);
+        break;
       case Kind::W:
-        TORCH_INTERNAL_ASSERT(false, "no program of forward() splits the backward");
+        run_backward_weights(action.stage, action.micro_batch);
+        break;
     }
     if (auto& clock = clock_of(action.stage)) clock->end();
   } catch (c10::Error& error) {
@@ -323,10 +326,22 @@ Gradients MiniBatch::output_gradients(int micro_batch) {
   return gradients;
 }
 
-void MiniBatch::run_backward(int stage, int micro_batch) {
-  std::optional<CallerStateScope> state;
-  if (backward_state_) state.emplace(*backward_state_);
-  const at::NoGradGuard no_grad;
+// The caller's state, without autocast and gradients.
+class MiniBatch::BackwardScope {
+ public:
+  explicit BackwardScope(const MiniBatch& mini_batch) {
+    if (mini_batch.backward_state_) state_.emplace(*mini_batch.backward_state_);
+    no_grad_.emplace();
+  }
+
+ private:
+  std::optional<CallerStateScope> state_;
+  std::optional<at::NoGradGuard> no_grad_;
+};
+
+// B, or I if it is split.
+void MiniBatch::run_backward(int stage, int micro_batch, bool split) {
+  const BackwardScope scope(*this);
   std::vector<Gradients> gradients;
   if (stage + 1 == pipeline_->count()) gradients.push_back(output_gradients(micro_batch));
   for (const int edge : program_->out_edges(stage)) {
@@ -334,8 +349,11 @@ void MiniBatch::run_backward(int stage, int micro_batch) {
   }
   if (auto& clock = clock_of(stage)) clock->start();
   auto& cell = this->cell(stage, micro_batch);
-  auto result = cell->backward(gradients, retain_graph_, sums_[stage]);
-  if (!retain_graph_) {
+  auto result =
+      split ? cell->backward_inputs(gradients, sums_[stage]) : cell->backward(gradients, retain_graph_, sums_[stage]);
+  if (split) {
+    // W will end the cell.
+  } else if (!retain_graph_) {
     cell.reset();
   } else if (program_->recomputes(stage, micro_batch)) {
     cell->drop_graph();
@@ -345,6 +363,14 @@ void MiniBatch::run_backward(int stage, int micro_batch) {
   for (std::size_t k = 0; k < edges.size(); ++k) {
     transport_.send_gradients(edges[k], micro_batch, std::move(result[k]));
   }
+}
+
+void MiniBatch::run_backward_weights(int stage, int micro_batch) {
+  const BackwardScope scope(*this);
+  if (auto& clock = clock_of(stage)) clock->start();
+  auto& cell = this->cell(stage, micro_batch);
+  cell->backward_weights(sums_[stage]);
+  cell.reset();
 }
 
 }  // namespace gpipe

@@ -64,6 +64,8 @@ class MiniBatch : public Cells {
   Bytes bytes(int worker) override;
 
  private:
+  class BackwardScope;
+
   void begin(absl::FunctionRef<void()> run);
   void begin_backward();
   void perform(Part part);
@@ -74,7 +76,8 @@ class MiniBatch : public Cells {
   Gradients output_gradients(int micro_batch);
   void run_forward(int stage, int micro_batch);
   void run_recompute(int stage, int micro_batch);
-  void run_backward(int stage, int micro_batch);
+  void run_backward(int stage, int micro_batch, bool split);
+  void run_backward_weights(int stage, int micro_batch);
 
   void check_parameters_unchanged() const;
   void wait_for_workers();

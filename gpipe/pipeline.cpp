@@ -50,30 +50,32 @@ Mutex& Pipeline::turn() {
 namespace {
 
 // The verifier accepts more schedules than step() can run.
-void check_runs_steps(const Schedule& schedule) {
-  bool has_backward = false;
+void check_has_backward(const Schedule& schedule) {
   for (const auto& list : schedule) {
     for (const auto& action : list) {
-      has_backward = has_backward || action.kind == Kind::B;
-      if (action.kind != Kind::I && action.kind != Kind::W) continue;
-      throw std::invalid_argument("[gpipe] the schedule has " + to_string(action) +
-                                  ", but step() does not split backwards; use B instead of I and W");
+      if (action.kind == Kind::B || action.kind == Kind::I) return;
     }
   }
-  if (!has_backward) throw std::invalid_argument("[gpipe] the schedule has no backward; give each cell a B");
+  throw std::invalid_argument("[gpipe] the schedule has no backward; give each cell a B, or an I and a W");
 }
 
-// From R to B a stage's buffers are those of the recompute, so no other F or R of the stage may stand between.
+// From R to B or I a stage's buffers are those of the recompute, so no other action of the stage but a W, which uses no
+// buffers, may stand between.
 void check_recomputes(const Schedule& schedule) {
   for (const auto& list : schedule) {
-    std::map<int, Action> recomputed;  // by stage: the R whose B has not come
+    std::map<int, Action> recomputed;  // by stage: the R whose B or I has not come
     for (const auto& action : list) {
+      if (action.kind == Kind::W) continue;
       const auto found = recomputed.find(action.stage);
-      if (action.kind == Kind::B) {
-        if (found != recomputed.end() && found->second.micro_batch == action.micro_batch) recomputed.erase(found);
-      } else if (found != recomputed.end()) {
-        throw std::invalid_argument("[gpipe] the schedule has " + to_string(action) + " between " +
-                                    to_string(found->second) + " and its B; put each R directly before its B");
+      if (found != recomputed.end()) {
+        const bool ends =
+            (action.kind == Kind::B || action.kind == Kind::I) && action.micro_batch == found->second.micro_batch;
+        if (!ends) {
+          throw std::invalid_argument("[gpipe] the schedule has " + to_string(action) + " between " +
+                                      to_string(found->second) +
+                                      " and its B or I; put each R directly before its B or I");
+        }
+        recomputed.erase(found);
       } else if (action.kind == Kind::R) {
         recomputed.emplace(action.stage, action);
       }
@@ -89,7 +91,7 @@ Program Pipeline::make_program(const Key& key) const {
                   : key.use == Use::kForwardAndBackward ? fill_drain(layout, key.checkpoint)
                                                         : schedules_.make(layout, key.checkpoint);
   if (key.use == Use::kStep) {
-    check_runs_steps(schedule);
+    check_has_backward(schedule);
     check_recomputes(schedule);
   }
   return gpipe::make_program(std::move(layout), edges_, std::move(schedule));

@@ -13,6 +13,7 @@
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/shared_memory.h"
 #include "gpipe/autograd/skip_routes.h"
+#include "gpipe/autograd/split_check.h"
 #include "gpipe/runtime/profiler_range.h"
 
 namespace gpipe {
@@ -182,10 +183,30 @@ void Cell::recompute(bool retain_graph) {
   inputs_->check_unchanged(in, "during its recompute");
 }
 
-std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {
-  if (inputs_) inputs_->check_before_backward();
-  edge_list roots;
-  Gradients root_gradients;
+// Runs the part of the graph behind `roots`. `entering` gets the gradients of the inputs.
+void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
+                     std::vector<GradientSums>& entering) {
+  SumsScope scope;
+  for (std::size_t p = 0; p < entry_sinks_.size(); ++p) {
+    for (const auto& sink : entry_sinks_[p]) {
+      if (sink) scope.connect(*sink, entering[p]);
+    }
+  }
+  for (const auto& sink : sinks_.sinks()) scope.connect(*sink, sums);
+  // A layer may draw in its backward, for example in an inner checkpoint.
+  const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
+  try {
+    torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, retain_graph,
+                                                          /*create_graph=*/false,
+                                                          /*accumulate_grad=*/true);
+  } catch (...) {
+    clear_failed_backward();
+    throw;
+  }
+}
+
+RootGradients Cell::root_gradients(const std::vector<Gradients>& gradients) const {
+  RootGradients defined;
   for (std::size_t p = 0; p < roots_.size(); ++p) {
     if (roots_[p].size() != gradients[p].size()) {
       throw std::runtime_error("[gpipe] the last layer of stage " + std::to_string(stage_.index) + " returned " +
@@ -194,34 +215,56 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
     }
     for (std::size_t i = 0; i < roots_[p].size(); ++i) {
       if (!roots_[p][i].is_valid() || !gradients[p][i].defined()) continue;
-      roots.push_back(roots_[p][i]);
-      root_gradients.push_back(gradients[p][i]);
+      defined.edges.push_back(roots_[p][i]);
+      defined.gradients.push_back(gradients[p][i]);
     }
   }
+  return defined;
+}
+
+std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums) {
+  if (inputs_) inputs_->check_before_backward();
+  const auto roots = root_gradients(gradients);
   std::vector<GradientSums> entering;
   for (const auto& parcel : entry_sinks_) entering.emplace_back(parcel.size());
-  if (!roots.empty()) {
-    SumsScope scope;
-    for (std::size_t p = 0; p < entry_sinks_.size(); ++p) {
-      for (const auto& sink : entry_sinks_[p]) {
-        if (sink) scope.connect(*sink, entering[p]);
-      }
-    }
-    for (const auto& sink : sinks_.sinks()) scope.connect(*sink, sums);
-    // A layer may draw in its backward, for example in an inner checkpoint.
-    const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
-    try {
-      torch::autograd::Engine::get_default_engine().execute(roots, root_gradients, retain_graph, /*create_graph=*/false,
-                                                            /*accumulate_grad=*/true);
-    } catch (...) {
-      clear_failed_backward();
-      throw;
-    }
-  }
+  if (!roots.edges.empty()) run_graph(roots, retain_graph, sums, entering);
   if (state_) state_->end_recompute();
   std::vector<Gradients> result;
   for (auto& of_parcel : entering) result.push_back(of_parcel.take());
   return result;
+}
+
+std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums) {
+  if (can_split_backward()) {
+    edge_list roots;
+    for (const auto& list : roots_) roots.insert(roots.end(), list.begin(), list.end());
+    std::vector<const GradientSink*> inputs;
+    for (const auto& of_parcel : entry_sinks_) {
+      for (const auto& sink : of_parcel) {
+        if (sink) inputs.push_back(sink.get());
+      }
+    }
+    split_.emplace(roots, inputs);
+  }
+  auto result = backward(gradients, /*retain_graph=*/false, sums);
+  drop_graph();
+  if (!split_) return result;
+  if (!split_->end_inputs()) split_.reset();
+  // W will read these gradients, and their receiver may add to them.
+  for (auto& of_parcel : result) {
+    for (auto& gradient : of_parcel) {
+      if (split_ && split_->reads(gradient)) gradient = gradient.clone();
+    }
+  }
+  return result;
+}
+
+void Cell::backward_weights(GradientSums& sums) {
+  if (!split_) return;
+  auto weights = split_->take_weights();
+  split_.reset();
+  std::vector<GradientSums> none;
+  run_graph(weights, /*retain_graph=*/false, sums, none);
 }
 
 void Cell::drop_graph() {

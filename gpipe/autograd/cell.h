@@ -14,6 +14,7 @@
 #include "gpipe/autograd/gradient_sums.h"
 #include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/recompute_state.h"
+#include "gpipe/autograd/split_backward.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/autograd/stored_inputs.h"
 
@@ -53,6 +54,13 @@ class Cell {
   /// Errors: what the layers' backwards throw; those of StoredInputs::check_before_backward().
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
+  /// I. As backward(), but leaves work on gradients of parameters to backward_weights(); see SplitBackward. Uses up the
+  /// rest of the graph.
+  std::vector<Gradients> backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums);
+  /// W. Adds the gradients of parameters that backward_inputs() has left. Uses up the graph. Errors: what the layers'
+  /// backwards throw.
+  void backward_weights(GradientSums& sums);
+
   /// Drops a graph that recompute() can build again.
   void drop_graph();
 
@@ -67,6 +75,9 @@ class Cell {
   Entered enter_all(const std::vector<Parcel>& in, bool graph, SharedMemory& memory);
   Value call_layers(Value value, absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
+  RootGradients root_gradients(const std::vector<Gradients>& gradients) const;
+  void run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
+                 std::vector<GradientSums>& entering);
 
   Stage& stage_;
   const ParameterSinks& sinks_;
@@ -84,6 +95,7 @@ class Cell {
   // The graph, per parcel and tensor; null or invalid where no gradient flows.
   std::vector<std::vector<std::shared_ptr<GradientSink>>> entry_sinks_;
   std::vector<torch::autograd::edge_list> roots_;
+  std::optional<SplitBackward> split_;  // between I and W
 };
 
 }  // namespace gpipe

@@ -1,0 +1,278 @@
+#include "gpipe/autograd/split_backward.h"
+
+#include <torch/csrc/autograd/functions/tensor.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <utility>
+
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
+
+namespace gpipe {
+namespace {
+
+using GraphEdge = torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+
+// Fewest multiplications of a kernel that is worth a second run of its node.
+constexpr std::int64_t kLeastWork = std::int64_t{1} << 18;
+
+bool has_kernel_per_gradient(const Node& node) {
+  static const auto* const names = new absl::flat_hash_set<std::string_view>(
+      {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "LinearBackward0", "ConvolutionBackward0",
+       "ConvolutionOverrideableBackward0"});
+  return names->contains(node.name());
+}
+
+// These nodes save no tensor, so nothing that is changed between I and W can change their result.
+bool is_view_or_cast(const Node& node) {
+  static const auto* const names = new absl::flat_hash_set<std::string_view>(
+      {"TBackward0", "TransposeBackward0", "TransposeBackward1", "PermuteBackward0", "ViewBackward0",
+       "UnsafeViewBackward0", "AliasBackward0", "ExpandBackward0", "UnsqueezeBackward0", "SqueezeBackward0",
+       "SqueezeBackward1", "SqueezeBackward2", "SliceBackward0", "SelectBackward0", "SplitBackward0",
+       "SplitWithSizesBackward0", "UnbindBackward0", "CloneBackward0", "ToCopyBackward0"});
+  return names->contains(node.name());
+}
+
+bool has_hooks(Node& node) {
+  return !node.pre_hooks().empty() || !node.post_hooks().empty() || !node.tensor_pre_hooks().empty() ||
+         !node.retains_grad_hooks().empty();
+}
+
+// The sizes of a node's input; empty if they are not known.
+std::vector<std::int64_t> sizes_of(const Node& node, std::size_t input) {
+  const auto& metadata = node.input_metadata(input);
+  std::vector<std::int64_t> sizes;
+  if (metadata.was_default_constructed() || metadata.is_nested_tensor()) return sizes;
+  for (const auto& size : metadata.shape_as_dim_vector()) sizes.push_back(size.maybe_as_int().value_or(0));
+  return sizes;
+}
+
+std::int64_t product(const std::vector<std::int64_t>& sizes) {
+  std::int64_t product = sizes.empty() ? 0 : 1;
+  for (const auto size : sizes) product *= size;
+  return product;
+}
+
+// The nodes of a graph, and those of them to defer.
+class Plan {
+ public:
+  Plan(const edge_list& roots, const std::vector<const GradientSink*>& inputs) {
+    for (const auto* input : inputs) leads_to_input_[input] = true;
+    for (const auto& root : roots) {
+      if (root.is_valid()) visit(root.function.get());
+    }
+    while (drop_shared(roots)) {
+    }
+  }
+
+  /// Each after the nodes that it leads to; without sinks.
+  const std::vector<Node*>& nodes() const { return nodes_; }
+  bool defers_any() const { return !deferred_.empty(); }
+  bool defers(const Node* node) const { return deferred_.contains(node); }
+  bool leads_to_input(const GraphEdge& edge) const {
+    const auto found = leads_to_input_.find(edge.function.get());
+    return found != leads_to_input_.end() && found->second;
+  }
+
+ private:
+  using SinkInput = std::pair<const Node*, std::uint32_t>;
+
+  // What runs in I and leads to no input.
+  struct Early {
+    absl::flat_hash_set<const Node*> nodes;
+    absl::flat_hash_set<SinkInput> sums;
+
+    void add(const GraphEdge& edge) {
+      if (edge.function->num_outputs() > 0) {
+        nodes.insert(edge.function.get());
+      } else {
+        sums.emplace(edge.function.get(), edge.input_nr);
+      }
+    }
+    bool contains(const GraphEdge& edge) const {
+      return nodes.contains(edge.function.get()) || sums.contains(SinkInput(edge.function.get(), edge.input_nr));
+    }
+  };
+
+  // Iterative, because graphs are deep.
+  void visit(Node* first) {
+    std::vector<std::pair<Node*, std::size_t>> path;
+    const auto enter = [&](Node* node) {
+      if (node->num_outputs() > 0 && leads_to_input_.try_emplace(node, false).second) path.emplace_back(node, 0);
+    };
+    enter(first);
+    while (!path.empty()) {
+      auto& [node, next] = path.back();
+      if (next < node->num_outputs()) {
+        const auto& edge = node->next_edge(next++);
+        if (edge.is_valid()) enter(edge.function.get());
+        continue;
+      }
+      Node* const done = node;
+      path.pop_back();
+      nodes_.push_back(done);
+      const auto& edges = done->next_edges();
+      if (std::none_of(edges.begin(), edges.end(), [&](const GraphEdge& edge) { return leads_to_input(edge); }))
+        continue;
+      leads_to_input_[done] = true;
+      if (can_defer(*done)) deferred_.insert(done);
+    }
+  }
+
+  bool can_defer(Node& node) const {
+    if (!has_kernel_per_gradient(node) || has_hooks(node)) return false;
+    std::int64_t parameter = 0;
+    for (const auto& edge : node.next_edges()) {
+      if (!edge.is_valid() || leads_to_input(edge)) continue;
+      const auto elements = elements_of_parameter(edge);
+      if (elements == 0) return false;
+      parameter = std::max(parameter, elements);
+    }
+    const auto sizes = sizes_of(node, 0);
+    return sizes.size() > 1 && product(sizes) / std::max<std::int64_t>(sizes[1], 1) * parameter >= kLeastWork;
+  }
+
+  // The size of the parameter that an edge leads to through views and casts; 0 if it leads elsewhere.
+  static std::int64_t elements_of_parameter(GraphEdge edge) {
+    while (edge.function->num_outputs() > 0) {
+      if (!is_view_or_cast(*edge.function)) return 0;
+      edge = edge.function->next_edge(0);
+      if (!edge.is_valid()) return 0;
+    }
+    const bool is_sink = dynamic_cast<const GradientSink*>(edge.function.get()) != nullptr;
+    return is_sink ? product(sizes_of(*edge.function, edge.input_nr)) : 0;
+  }
+
+  // Drops deferred nodes that share parameters, or views of them, with I. Returns whether there were any.
+  bool drop_shared(const edge_list& roots) {
+    if (deferred_.empty()) return false;
+    Early early;
+    for (const auto& root : roots) {
+      if (root.is_valid() && !leads_to_input(root)) early.add(root);
+    }
+    for (auto node = nodes_.rbegin(); node != nodes_.rend(); ++node) {
+      const bool runs_in_full = leads_to_input_.at(*node) ? !defers(*node) : early.nodes.contains(*node);
+      if (!runs_in_full) continue;
+      for (const auto& edge : (*node)->next_edges()) {
+        if (edge.is_valid() && !leads_to_input(edge)) early.add(edge);
+      }
+    }
+    const auto shares = [&](GraphEdge edge) {
+      while (edge.is_valid() && !early.contains(edge)) {
+        if (edge.function->num_outputs() == 0) return false;
+        edge = edge.function->next_edge(0);
+      }
+      return edge.is_valid();
+    };
+    return absl::erase_if(deferred_, [&](const Node* node) {
+             return std::any_of(node->next_edges().begin(), node->next_edges().end(), [&](const GraphEdge& edge) {
+               return edge.is_valid() && !leads_to_input(edge) && shares(edge);
+             });
+           }) > 0;
+  }
+
+  absl::flat_hash_map<const Node*, bool> leads_to_input_;
+  std::vector<Node*> nodes_;
+  absl::flat_hash_set<const Node*> deferred_;
+};
+
+}  // namespace
+
+/// Takes the place of a deferred node in I. Runs it without its edges to parameters, and keeps its incoming gradients.
+/// The engine releases the saved tensors of a node that it has run, but knows only this one.
+struct SplitBackward::Deferred : Node {
+  Deferred(std::shared_ptr<Node> deferred, const Plan& plan)
+      : Node(deferred->sequence_nr()), node(std::move(deferred)), edges_to_parameters(node->num_outputs()) {
+    for (std::size_t i = 0; i < node->num_inputs(); ++i) input_metadata_.push_back(node->input_metadata(i));
+    next_edges_ = node->next_edges();
+    for (std::size_t i = 0; i < next_edges_.size(); ++i) {
+      if (!next_edges_[i].is_valid() || plan.leads_to_input(next_edges_[i])) continue;
+      edges_to_parameters[i] = std::exchange(next_edges_[i], GraphEdge());
+      node->next_edges()[i] = GraphEdge();
+    }
+  }
+
+  variable_list apply(variable_list&& incoming) override {
+    gradients = incoming;
+    return (*node)(std::move(incoming));
+  }
+  std::string name() const override { return "GPipeDeferred"; }
+
+  const std::shared_ptr<Node> node;
+  edge_list edges_to_parameters;
+  variable_list gradients;
+};
+
+SplitBackward::SplitBackward(const edge_list& roots, const std::vector<const GradientSink*>& inputs) {
+  const Plan plan(roots, inputs);
+  if (!plan.defers_any()) return;
+  absl::flat_hash_map<const Node*, std::shared_ptr<Deferred>> in_place_of;
+  for (Node* node : plan.nodes()) {
+    for (const auto& edge : node->next_edges()) {
+      if (!edge.is_valid() || !plan.defers(edge.function.get())) continue;
+      auto& deferred = in_place_of[edge.function.get()];
+      if (deferred) continue;
+      deferred = std::shared_ptr<Deferred>(new Deferred(edge.function, plan), torch::autograd::deleteNode);
+      deferred_.push_back(deferred);
+    }
+  }
+  const auto redirect = [&](edge_list& edges) {
+    for (auto& edge : edges) {
+      const auto found = in_place_of.find(edge.function.get());
+      if (found != in_place_of.end()) edge.function = found->second;
+    }
+  };
+  for (Node* node : plan.nodes()) {
+    redirect(node->next_edges());
+    // The node of an in-place operation on a view forwards to the operation's own node: keep their edges equal.
+    auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node);
+    for (std::size_t i = 1; slices != nullptr && i < slices->num_outputs(); ++i) {
+      slices->fn->next_edges()[i] = slices->next_edge(i);
+    }
+  }
+  for (auto& deferred : deferred_) redirect(deferred->next_edges());
+}
+
+bool SplitBackward::end_inputs() {
+  for (auto& deferred : deferred_) {
+    deferred->next_edges() = edge_list(deferred->num_outputs());
+    deferred->node->next_edges() = std::move(deferred->edges_to_parameters);
+  }
+  std::erase_if(deferred_, [](const auto& deferred) {
+    return std::none_of(deferred->gradients.begin(), deferred->gradients.end(),
+                        [](const auto& gradient) { return gradient.defined(); });
+  });
+  return !deferred_.empty();
+}
+
+bool SplitBackward::reads(const at::Tensor& tensor) const {
+  if (!tensor.defined() || !tensor.has_storage()) return false;
+  for (const auto& deferred : deferred_) {
+    for (const auto& gradient : deferred->gradients) {
+      if (gradient.defined() && gradient.has_storage() && gradient.is_alias_of(tensor)) return true;
+    }
+  }
+  return false;
+}
+
+RootGradients SplitBackward::take_weights() {
+  RootGradients weights;
+  for (auto& deferred : deferred_) {
+    for (std::size_t i = 0; i < deferred->gradients.size(); ++i) {
+      if (!deferred->gradients[i].defined()) continue;
+      weights.edges.emplace_back(deferred->node, static_cast<std::uint32_t>(i));
+      weights.gradients.push_back(std::move(deferred->gradients[i]));
+    }
+  }
+  deferred_.clear();
+  return weights;
+}
+
+}  // namespace gpipe

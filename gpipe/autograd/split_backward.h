@@ -1,0 +1,52 @@
+#pragma once
+
+#include <torch/csrc/autograd/edge.h>
+#include <torch/csrc/autograd/function.h>
+
+#include <memory>
+#include <vector>
+
+#include "gpipe/autograd/boundary.h"
+
+namespace gpipe {
+
+/// Where a backward begins: nodes' inputs, and a gradient for each.
+struct RootGradients {
+  torch::autograd::edge_list edges;
+  torch::autograd::variable_list gradients;
+};
+
+/// Splits the backward of a graph that ends in GradientSinks. The first part (I) computes the gradients of the inputs,
+/// for which other stages wait. The second part (W) computes gradients of parameters, which can wait.
+///
+/// W runs *deferred* nodes a second time. A node is deferred if
+///   1. it leads to an input, and its other edges lead to parameters only, through views and casts;
+///   2. its operator has a kernel per gradient, as products and convolutions have, and the parameter's is long enough;
+///   3. it has no hooks;
+///   4. no node that runs in I leads to the same parameter, or to the same view of one.
+/// So all other nodes run once, each parameter's gradient is summed in one part, in the order of a whole backward, and
+/// the results have the same bits. In I, a deferred node computes only the gradients that lead to inputs. It keeps its
+/// saved tensors and its incoming gradients for W. All other saved tensors are freed in I.
+///
+/// Changes the graph. Used by one thread at a time.
+class SplitBackward {
+ public:
+  /// Makes a backward from `roots` run I. `inputs` are the sinks of the inputs; all other sinks are those of parameters.
+  SplitBackward(const torch::autograd::edge_list& roots, const std::vector<const GradientSink*>& inputs);
+
+  /// Call after I. Frees what W does not need. Returns whether W has anything to do.
+  bool end_inputs();
+
+  /// Whether W will read memory of this tensor.
+  bool reads(const at::Tensor& tensor) const;
+
+  /// Returns where W begins. REQUIRES: end_inputs() was called, and this was not.
+  RootGradients take_weights();
+
+ private:
+  struct Deferred;
+
+  std::vector<std::shared_ptr<Deferred>> deferred_;
+};
+
+}  // namespace gpipe
