@@ -7,7 +7,11 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/schedule/controllable_memory.h"
+#include "gpipe/schedule/interleaved.h"
+#include "gpipe/schedule/v_schedules.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedule/zero_bubble.h"
 
 namespace gpipe {
 namespace {
@@ -27,6 +31,12 @@ std::string needs_loops(const Layout& layout) {
   return is_looped(layout) ? "" : "stage s on worker s mod the number of workers, the same number of stages on each";
 }
 
+std::string needs_v(const Layout& layout) {
+  return layout.stages % 2 == 0 && layout.placement == v_placement(layout.stages)
+             ? ""
+             : "stages s and 2p - 1 - s on worker s of p (the V placement)";
+}
+
 Schedule fill_and_drain(const Layout& layout) { return fill_drain(layout, Checkpoint::kNever); }
 
 Schedule one_f_one_b(const Layout& layout) {
@@ -43,46 +53,6 @@ Schedule one_f_one_b(const Layout& layout) {
   return lists;
 }
 
-// The sizes of the rounds. A worker runs all micro-batches of a round through one of its stages before the next stage.
-// Sizes differ by one at most, larger ones first, because other sizes can deadlock.
-std::vector<int> round_sizes(int workers, int micro_batches) {
-  const int rounds = std::max(1, micro_batches / workers);
-  std::vector<int> sizes(rounds, micro_batches / rounds);
-  for (int i = 0; i < micro_batches % rounds; ++i) ++sizes[i];
-  return sizes;
-}
-
-Schedule interleaved_1f1b(const Layout& layout) {
-  const int workers = layout.workers();
-  const int loops = layout.stages / workers;
-  const auto rounds = round_sizes(workers, layout.micro_batches);
-  Schedule lists(workers);
-  for (int worker = 0; worker < workers; ++worker) {
-    std::vector<Action> forwards;
-    std::vector<Action> backwards;
-    int first = 0;
-    for (const int size : rounds) {
-      for (int loop = 0; loop < loops; ++loop) {
-        for (int m = first; m < first + size; ++m) {
-          forwards.push_back({Kind::F, loop * workers + worker, m});
-          backwards.push_back({Kind::B, (loops - 1 - loop) * workers + worker, m});
-        }
-      }
-      first += size;
-    }
-    const auto cells = forwards.size();
-    const auto warm_up =
-        std::min<std::size_t>(cells, static_cast<std::size_t>(loops - 1) * rounds.front() + 2 * (workers - 1 - worker));
-    auto& list = lists[worker];
-    list.assign(forwards.begin(), forwards.begin() + static_cast<std::ptrdiff_t>(warm_up));
-    for (std::size_t k = 0; k < cells; ++k) {
-      if (warm_up + k < cells) list.push_back(forwards[warm_up + k]);
-      list.push_back(backwards[k]);
-    }
-  }
-  return lists;
-}
-
 constexpr ScheduleRule kRules[] = {
     {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)",
      fits_any_layout, fill_and_drain},
@@ -92,6 +62,19 @@ constexpr ScheduleRule kRules[] = {
      needs_loops, fill_and_drain},
     {"interleaved_1f1b", "1f1b with several stages per worker: a smaller bubble (Megatron-LM, arXiv:2104.04473)",
      needs_loops, interleaved_1f1b},
+    {"zb_h1",
+     "1f1b with split backwards: a third of the bubble, p cells on each worker (Zero Bubble, arXiv:2401.10241)",
+     needs_one_stage_per_worker, zb_h1},
+    {"zb_h2", "no idle time after a worker's first action, but 2p - 1 cells on each (Zero Bubble, arXiv:2401.10241)",
+     needs_one_stage_per_worker, zb_h2},
+    {"interleaved_zb", "interleaved_1f1b with split backwards: a smaller bubble (Zero Bubble, arXiv:2401.10241)",
+     needs_loops, interleaved_zb},
+    {"zb_v", "zb_h2's idle time in zb_h1's memory, with two stages per worker (Zero Bubble, arXiv:2401.10241)", needs_v,
+     zb_v},
+    {"v_half", "half the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", needs_v, v_half},
+    {"v_min", "a third of the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", needs_v, v_min},
+    {"dualpipe_v", "forwards and backwards alternate, to overlap communication (DeepSeek-V3, arXiv:2412.19437)",
+     needs_v, dualpipe_v},
 };
 
 }  // namespace

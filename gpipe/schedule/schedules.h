@@ -27,7 +27,7 @@ struct ScheduleRule {
   std::string_view summary;
   /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout fits.
   std::string (*misfit)(const Layout& layout);
-  /// Returns lists of F and B. REQUIRES: misfit() is empty.
+  /// Returns lists of F and B, or I and W. REQUIRES: misfit() is empty.
   Schedule (*generate)(const Layout& layout);
 };
 
@@ -37,7 +37,7 @@ std::span<const ScheduleRule> schedule_rules();
 /// Errors: std::invalid_argument, with the names that exist, for an unknown name.
 const ScheduleRule& schedule_rule(std::string_view name);
 
-/// Generates a named schedule, with an R directly before the B of each cell that recomputes. Errors:
+/// Generates a named schedule, with an R directly before the B or I of each cell that recomputes. Errors:
 /// std::invalid_argument for an unknown name, an invalid layout, or a layout that does not fit the rule.
 Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint);
 

@@ -1,0 +1,20 @@
+#pragma once
+
+#include "gpipe/schedule/program.h"
+
+namespace gpipe {
+
+// Schedules of p workers with two stages each, where worker r has stages r and 2p - 1 - r. A micro-batch passes the
+// workers from first to last, then back, so that the first worker computes the loss and starts its backward.
+// REQUIRES: layout.placement == v_placement(layout.stages).
+
+/// ZB-V (Zero Bubble, arXiv:2401.10241): with m micro-batches, each worker holds 2 min(m, p) cells. If F, I and W take
+/// equal times and m >= 2p - 1, no worker is idle between its first action and its last.
+Schedule zb_v(const Layout& layout);
+
+/// DualPipeV ("Cut-in-half" of DeepSeek-V3's DualPipe, arXiv:2412.19437): forwards and backwards alternate, so that the
+/// communication of one can overlap the computation of the other. Each worker holds min(2m, 2p + 1) cells. Backwards are
+/// split only in the cool-down and, for the second stage of a worker, in the warm-up.
+Schedule dualpipe_v(const Layout& layout);
+
+}  // namespace gpipe
