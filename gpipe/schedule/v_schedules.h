@@ -8,13 +8,13 @@ namespace gpipe {
 // workers from first to last, then back, so that the first worker computes the loss and starts its backward.
 // REQUIRES: layout.placement == v_placement(layout.stages).
 
-/// ZB-V (Zero Bubble, arXiv:2401.10241): with m micro-batches, each worker holds 2 min(m, p) cells. If F, I and W take
+/// ZB-V (Zero Bubble, arXiv:2401.10241): with m micro-batches, each worker holds at most 2 min(m, p) cells. If F, I and W take
 /// equal times and m >= 2p - 1, no worker is idle between its first action and its last.
 Schedule zb_v(const Layout& layout);
 
-/// DualPipeV ("Cut-in-half" of DeepSeek-V3's DualPipe, arXiv:2412.19437): forwards and backwards alternate, so that the
-/// communication of one can overlap the computation of the other. Each worker holds min(2m, 2p + 1) cells. Backwards are
-/// split only in the cool-down and, for the second stage of a worker, in the warm-up.
+/// DualPipeV (DeepSeek-V3's DualPipe, arXiv:2412.19437, cut in half): forwards and backwards alternate, so that
+/// communication of one can overlap computation of the other. Each worker holds at most min(2m, 2p + 1) cells. Most
+/// backwards are whole; in warm-up and cool-down some are split.
 Schedule dualpipe_v(const Layout& layout);
 
 }  // namespace gpipe
