@@ -30,17 +30,17 @@ struct GPipeOptions {
   /// One device per worker. A device can appear more than once. Surplus devices are ignored if each worker has one stage,
   /// and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
   TORCH_ARG(std::vector<torch::Device>, devices);
-  /// The schedule of step(): "gpipe", "1f1b", "looped_bfs", "interleaved_1f1b" (see schedule/schedules.h), or "@FILE" with
+  /// The schedule of step(): a name of schedule_rules() (schedule/schedules.h), such as "1f1b" or "zb_v", or "@FILE" with
   /// one line of actions per worker. forward() and its backward always fill and drain.
   TORCH_ARG(std::string, schedule) = kFillAndDrain;
-  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule from a file has its own
-  /// placement.
+  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one from
+  /// a file have their own placement.
   TORCH_ARG(int, stages_per_worker) = 1;
   /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
   TORCH_ARG(std::vector<int>, placement);
   /// Generates the schedules of step() instead of `schedule`. Called on the threads that call step() and program(), once
-  /// per number of micro-batches while the result is cached. Each R must come directly before its B among its stage's
-  /// actions.
+  /// per number of micro-batches while the result is cached. Each R must come directly before its B or I among its
+  /// stage's actions, W's aside.
   TORCH_ARG(ScheduleFunction, schedule_function);
   /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
   /// there may be fewer. 1 is plain model parallelism.

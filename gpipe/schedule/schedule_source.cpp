@@ -69,19 +69,11 @@ ScheduleSource schedule_source(const std::string& schedule, int stages, int stag
         "[gpipe] the schedule '%s' places its stages itself, but stages_per_worker is %d; leave it at 1",
         schedule.substr(1), stages_per_worker));
   }
-  if (stages_per_worker < 1) {
-    throw std::invalid_argument(
-        absl::StrFormat("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker));
-  }
-  if (stages % stages_per_worker != 0) {
-    throw std::invalid_argument(absl::StrFormat(
-        "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker));
-  }
   if (!placement.empty() && stages_per_worker != 1) {
     throw std::invalid_argument(absl::StrFormat(
         "[gpipe] placement and stages_per_worker (%d) exclude each other; set only one of them", stages_per_worker));
   }
-  if (placement.empty()) placement = looped_placement(stages / stages_per_worker, stages);
+  if (placement.empty()) placement = schedule_rule(schedule).place(stages, stages_per_worker);
   ScheduleSource source{std::move(placement), [schedule](const Layout& layout, Checkpoint checkpoint) {
                           return make_schedule(schedule, layout, checkpoint);
                         }};

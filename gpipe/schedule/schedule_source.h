@@ -24,11 +24,11 @@ struct ScheduleSource {
 ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`;
-/// if that is empty, stage s is on worker s mod (stages / stages_per_worker). A file's lines imply its placement. A
-/// schedule from a file without any R gets those of the checkpoint mode. Errors: those of read_schedule();
-/// std::invalid_argument for an unknown name, a file for another number of stages or another placement, stages that
-/// `stages_per_worker` does not divide, a placement together with stages_per_worker, stages_per_worker together with a
-/// file, or a schedule that does not fit the placement.
+/// if that is empty, on the rule's own: a V, or stage s on worker s mod (stages / stages_per_worker). A file's lines
+/// imply its placement. A schedule from a file without any R gets those of the checkpoint mode. Errors: those of
+/// read_schedule(); std::invalid_argument for an unknown name, a file for another number of stages or another placement,
+/// stages that `stages_per_worker` does not divide, a placement together with stages_per_worker, stages_per_worker
+/// together with a file, or a schedule that does not fit the placement.
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement = {});
 

@@ -21,6 +21,26 @@ bool is_looped(const Layout& layout) {
   return layout.stages % layout.workers() == 0 && layout.placement == looped_placement(layout.workers(), layout.stages);
 }
 
+std::vector<int> loops(int stages, int stages_per_worker) {
+  if (stages_per_worker < 1) {
+    throw std::invalid_argument(
+        absl::StrFormat("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker));
+  }
+  if (stages % stages_per_worker != 0) {
+    throw std::invalid_argument(absl::StrFormat(
+        "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker));
+  }
+  return looped_placement(stages / stages_per_worker, stages);
+}
+
+std::vector<int> v(int stages, int stages_per_worker) {
+  if (stages_per_worker != 1 && stages_per_worker != 2) {
+    throw std::invalid_argument(absl::StrFormat(
+        "[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker));
+  }
+  return v_placement(stages);
+}
+
 std::string fits_any_layout(const Layout&) { return ""; }
 
 std::string needs_one_stage_per_worker(const Layout& layout) {
@@ -54,26 +74,27 @@ Schedule one_f_one_b(const Layout& layout) {
 }
 
 constexpr ScheduleRule kRules[] = {
-    {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)",
+    {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", loops,
      fits_any_layout, fill_and_drain},
     {"1f1b", "one forward, then one backward: at most p of m micro-batches in memory (PipeDream, arXiv:2006.09503)",
-     needs_one_stage_per_worker, one_f_one_b},
-    {"looped_bfs", "gpipe with several stages per worker: a smaller bubble (Breadth-First, arXiv:2211.05953)",
+     loops, needs_one_stage_per_worker, one_f_one_b},
+    {"looped_bfs", "gpipe with several stages per worker: a smaller bubble (Breadth-First, arXiv:2211.05953)", loops,
      needs_loops, fill_and_drain},
-    {"interleaved_1f1b", "1f1b with several stages per worker: a smaller bubble (Megatron-LM, arXiv:2104.04473)",
+    {"interleaved_1f1b", "1f1b with several stages per worker: a smaller bubble (Megatron-LM, arXiv:2104.04473)", loops,
      needs_loops, interleaved_1f1b},
     {"zb_h1",
-     "1f1b with split backwards: a third of the bubble, p cells on each worker (Zero Bubble, arXiv:2401.10241)",
+     "1f1b with split backwards: a third of the bubble, p cells on each worker (Zero Bubble, arXiv:2401.10241)", loops,
      needs_one_stage_per_worker, zb_h1},
     {"zb_h2", "no idle time after a worker's first action, but 2p - 1 cells on each (Zero Bubble, arXiv:2401.10241)",
-     needs_one_stage_per_worker, zb_h2},
-    {"interleaved_zb", "interleaved_1f1b with split backwards: a smaller bubble (Zero Bubble, arXiv:2401.10241)",
+     loops, needs_one_stage_per_worker, zb_h2},
+    {"interleaved_zb", "interleaved_1f1b with split backwards: a smaller bubble (Zero Bubble, arXiv:2401.10241)", loops,
      needs_loops, interleaved_zb},
-    {"zb_v", "zb_h2's idle time in zb_h1's memory, with two stages per worker (Zero Bubble, arXiv:2401.10241)", needs_v,
-     zb_v},
-    {"v_half", "half the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", needs_v, v_half},
-    {"v_min", "a third of the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", needs_v, v_min},
-    {"dualpipe_v", "forwards and backwards alternate, to overlap communication (DeepSeek-V3, arXiv:2412.19437)",
+    {"zb_v", "zb_h2's idle time in zb_h1's memory, with two stages per worker (Zero Bubble, arXiv:2401.10241)", v,
+     needs_v, zb_v},
+    {"v_half", "half the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, needs_v, v_half},
+    {"v_min", "a third of the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, needs_v,
+     v_min},
+    {"dualpipe_v", "forwards and backwards alternate, to overlap communication (DeepSeek-V3, arXiv:2412.19437)", v,
      needs_v, dualpipe_v},
 };
 

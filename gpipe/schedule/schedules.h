@@ -25,6 +25,9 @@ struct ScheduleRule {
   std::string_view name;
   /// One line for help texts: what it does, and its source.
   std::string_view summary;
+  /// Returns the placement that the rule gives to stages, `stages_per_worker` on each worker; the default, 1, lets a rule
+  /// choose. Errors: std::invalid_argument for numbers that it has no placement for.
+  std::vector<int> (*place)(int stages, int stages_per_worker);
   /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout fits.
   std::string (*misfit)(const Layout& layout);
   /// Returns lists of F and B, or I and W. REQUIRES: misfit() is empty.

@@ -24,9 +24,9 @@ constexpr Move kW0{Kind::W, 0}, kW1{Kind::W, 1};
 
 // Writes the list of one worker. Each action is for the next micro-batch of its kind and stage. The rules need a least
 // number of micro-batches. Those that the layout does not have are left out, which cannot cause a deadlock.
-class Writer {
+class ListWriter {
  public:
-  Writer(const Layout& layout, int worker)
+  ListWriter(const Layout& layout, int worker)
       : micro_batches_(layout.micro_batches), stages_{worker, layout.stages - 1 - worker} {}
 
   void add(int times, std::initializer_list<Move> moves) {
@@ -67,7 +67,7 @@ class Writer {
 std::vector<Action> zb_v_list(const Layout& layout, int r) {
   const int p = layout.workers();
   const int n = std::max(layout.micro_batches, 2 * p - 1);
-  Writer list(layout, r);
+  ListWriter list(layout, r);
   list.add(2 * (p - r) - 1, {kF0});
   list.add(r, {kF1, kF0});
   list.add(p - r, {kF1, kI1, kW1});
@@ -86,7 +86,7 @@ std::vector<Action> dualpipe_v_list(const Layout& layout, int r) {
   const int p = layout.workers();
   const int n = std::max(layout.micro_batches, 2 * p);
   const int later = p - r - 1;  // workers after this one
-  Writer list(layout, r);
+  ListWriter list(layout, r);
   list.add(2 * later, {kF0});
   list.add(r + 1, {kF0, kF1});
   list.add(later, {kI1, kW1, kF1});

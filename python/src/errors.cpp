@@ -14,10 +14,25 @@ namespace {
 
 namespace py = pybind11;
 
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::F:
+      return "forward";
+    case Kind::R:
+      return "recompute";
+    case Kind::B:
+      break;
+    case Kind::I:
+      return "input gradient";
+    case Kind::W:
+      return "weight gradient";
+  }
+  return "backward";
+}
+
 std::string describe(const ErrorInfo& info) {
-  const char* what = info.action.kind == Kind::F ? "forward" : info.action.kind == Kind::R ? "recompute" : "backward";
-  auto text = absl::StrFormat("[gpipe] in the %s of micro-batch %d on stage %d", what, info.action.micro_batch,
-                              info.action.stage);
+  auto text = absl::StrFormat("[gpipe] in the %s of micro-batch %d on stage %d", name_of(info.action.kind),
+                              info.action.micro_batch, info.action.stage);
   if (info.layer >= 0) text += absl::StrFormat(", layer '%s'", info.layer_name);
   return text;
 }

@@ -42,6 +42,7 @@ struct Spec {
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kNever;
   std::string schedule = {};  // of step(); empty: forward() and backward
+  bool wide = false;          // wide layers and 16 times the batch, so that W has work
 };
 
 std::string to_string(const Spec& spec);

@@ -82,7 +82,7 @@ inline torch::nn::Sequential skip_model() {
 }
 
 struct EmbedImpl : torch::nn::Module {
-  EmbedImpl() : table(register_module("table", torch::nn::Embedding(5, 6))) {}
+  explicit EmbedImpl(std::int64_t width = 6) : table(register_module("table", torch::nn::Embedding(5, width))) {}
   std::tuple<torch::Tensor, torch::Tensor> forward(std::tuple<torch::Tensor, torch::Tensor> in) {
     auto& [x, ids] = in;
     return {x + table(ids), ids};
@@ -102,7 +102,7 @@ struct InPlaceImpl : torch::nn::Module {
 TORCH_MODULE(InPlace);
 
 struct MixImpl : torch::nn::Module {
-  MixImpl() : weight(register_parameter("weight", torch::randn({6}))) {}
+  explicit MixImpl(std::int64_t width = 6) : weight(register_parameter("weight", torch::randn({width}))) {}
   std::vector<torch::Tensor> forward(std::tuple<torch::Tensor, torch::Tensor, torch::Tensor> in) {
     auto& [x, y, ids] = in;
     return {x * weight, y.exp() * weight + x.sin(), ids.to(x.scalar_type())};

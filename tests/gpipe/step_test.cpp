@@ -58,7 +58,8 @@ void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, do
 
 void expect_equal(const std::vector<Tensor>& a, const std::vector<Tensor>& b) { expect_close(a, b, 0); }
 
-const std::vector<std::string> kSchedules = {"gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"};
+const std::vector<std::string> kSchedules = {"gpipe", "1f1b",  "looped_bfs",    "interleaved_1f1b",
+                                             "zb_h1", "zb_h2", "interleaved_zb"};
 
 // Seven samples in four micro-batches of 2, 2, 2 and 1.
 TEST(Step, MeansOverSamplesAsTheBareModel) {
