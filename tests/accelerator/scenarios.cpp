@@ -63,6 +63,13 @@ std::vector<std::int64_t> place_of_this_thread() {
   return place;
 }
 
+struct AddProductImpl : nn::Module {
+  AddProductImpl() : linear(register_module("linear", Linear(128, 128))) {}
+  Tensor forward(const std::vector<Tensor>& in) { return linear(in[0]) + in[1]; }
+  Linear linear;
+};
+TORCH_MODULE(AddProduct);
+
 Tensor squared_error(const Tensor& output, const Tensor& target) { return (output - target).square().mean(); }
 
 void train(Subject& it, const Tensor& input) {
@@ -103,6 +110,18 @@ const std::vector<Scenario>& scenarios() {
            const auto options = StepOptions().return_output(true);
            it.pipe->step(it.x, target, tensor_loss(squared_error), options).output.tensor().mul_(2);
          }
+       }},
+      {"split_backward",
+       [](Subject& it) {
+         // Stage 1 sends the gradient of its product's output on, and W reads it later. Stage 0 may add to it.
+         const auto twice = [](Tensor x) -> std::vector<Tensor> { return {x, x}; };
+         GPipe pipe(Sequential(Linear(6, 128), function_layer(twice), AddProduct(), Linear(128, 128), Linear(128, 5)),
+                    Balance{2, 1, 2}, GPipeOptions().devices(it.pipe->devices()).chunks(4).schedule("zb_h1"));
+         const auto x = it.x.repeat({8, 1}).requires_grad_();
+         const auto target = torch::zeros({64, 5}, it.x.options());
+         for (int i = 0; i < 3; ++i) pipe->step(x, target, tensor_loss(squared_error));
+         for (auto& parameter : pipe->parameters()) parameter.mutable_grad().mul_(2);
+         x.grad().mul_(2);
        }},
       {"loss",
        [](Subject& it) {

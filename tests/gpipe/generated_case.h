@@ -64,8 +64,8 @@ struct Devices {
 };
 
 /// Runs a case, on the CPU if no devices are given. Returns the first result that differs from the reference's, or the text
-/// of an error; empty if there is none. Results on the CPU must be bit-equal. Those of other devices may differ by 1e-4,
-/// because a convolution's sums depend on the strides of its input.
+/// of an error; empty if there is none. Results on the CPU must be bit-equal. Those of other devices may differ by 1e-4
+/// (wide: 1e-2), because a convolution's sums depend on the strides of its input.
 std::string difference(const Spec& spec, const std::optional<Devices>& devices = std::nullopt);
 
 }  // namespace gpipe
