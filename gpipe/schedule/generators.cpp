@@ -9,21 +9,6 @@
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
-namespace {
-
-bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
-  switch (checkpoint) {
-    case Checkpoint::kNever:
-      return false;
-    case Checkpoint::kExceptLast:
-      return micro_batch + 1 < micro_batches;
-    case Checkpoint::kAlways:
-      break;
-  }
-  return true;
-}
-
-}  // namespace
 
 std::string to_string(Checkpoint checkpoint) {
   switch (checkpoint) {
@@ -35,6 +20,18 @@ std::string to_string(Checkpoint checkpoint) {
       break;
   }
   return "always";
+}
+
+bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
+  switch (checkpoint) {
+    case Checkpoint::kNever:
+      return false;
+    case Checkpoint::kExceptLast:
+      return micro_batch + 1 < micro_batches;
+    case Checkpoint::kAlways:
+      break;
+  }
+  return true;
 }
 
 std::map<std::string, Checkpoint> checkpoints() {

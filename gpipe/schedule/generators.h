@@ -19,6 +19,9 @@ enum class Checkpoint {
 std::map<std::string, Checkpoint> checkpoints();
 std::string to_string(Checkpoint checkpoint);
 
+/// Whether the mode recomputes a cell of this micro-batch.
+bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
+
 // Generators are pure functions of the layout. Whether the edges have enough capacity is checked by Program::make, not
 // here. Errors: std::invalid_argument for an invalid layout.
 

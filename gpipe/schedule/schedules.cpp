@@ -9,6 +9,7 @@
 #include "absl/strings/str_join.h"
 #include "gpipe/schedule/controllable_memory.h"
 #include "gpipe/schedule/interleaved.h"
+#include "gpipe/schedule/list_scheduler.h"
 #include "gpipe/schedule/v_schedules.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedule/zero_bubble.h"
@@ -96,6 +97,8 @@ constexpr ScheduleRule kRules[] = {
      v_min},
     {"dualpipe_v", "forwards and backwards alternate, to overlap communication (DeepSeek-V3, arXiv:2412.19437)", v,
      needs_v, dualpipe_v},
+    {"greedy", "each worker runs what it can, p micro-batches in flight: a small bubble on any placement",
+     fits_any_layout, greedy},
 };
 
 }  // namespace

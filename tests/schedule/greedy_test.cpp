@@ -1,0 +1,276 @@
+#include "gpipe/schedule/greedy.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/schedule/schedules.h"
+#include "tests/schedule/programs.h"
+#include "tests/schedule/shapes.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::HasSubstr;
+using testing::looped;
+using ::testing::ThrowsMessage;
+
+// Draws workloads with unequal stages.
+class Draw {
+ public:
+  int pick(int from, int to) { return std::uniform_int_distribution<int>(from, to)(random_); }
+  double real(double from, double to) { return std::uniform_real_distribution<double>(from, to)(random_); }
+
+  Workload workload() {
+    const int workers = pick(1, 4);
+    const int loops = pick(1, 2);
+    Workload work{.layout = looped(workers, loops, pick(1, 12))};
+    const int stages = work.layout.stages;
+    auto& placement = work.layout.placement;
+    if (loops == 2 && pick(0, 1) == 0) placement = v_placement(stages);
+    if (pick(0, 2) == 0) std::shuffle(placement.begin(), placement.end(), random_);
+    work.checkpoint = std::array{Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}[pick(0, 2)];
+    const bool has_chain = pick(0, 4) > 0;
+    for (int from = 0; from < stages; ++from) {
+      for (int to = from + 1; to < stages; ++to) {
+        const bool neighbours = to == from + 1;
+        if (neighbours ? has_chain : pick(0, 4) == 0) work.edges.push_back({from, to, 1, ""});
+      }
+    }
+    work.costs.edges.assign(work.edges.size(), pick(0, 1) * real(0, 0.5));
+    for (int s = 0; s < stages; ++s) {
+      const double size = real(0.5, 1.5);
+      const double forward = size * real(0.8, 1.2);
+      const double input = size * real(0.8, 1.3);
+      const double weight = size * real(0.6, 1.1);
+      work.costs.actions.push_back({forward, forward, (input + weight) * real(0.85, 1.05), input, weight});
+      work.costs.bytes.push_back(bytes(s, stages));
+    }
+    if (pick(0, 1) == 0) {
+      for (const auto& costs : work.costs.actions) work.costs.stored.push_back(costs[0] * 0.9);
+    }
+    return work;
+  }
+
+  // A part of what gpipe needs, or nothing.
+  std::vector<std::int64_t> most_bytes(const Workload& work) {
+    if (pick(0, 3) == 0) return {};
+    const double part = real(0.2, 1.1);
+    auto bytes = simulate(make_program(work.layout, work.edges, make_schedule("gpipe", work.layout, work.checkpoint)),
+                          work.costs)
+                     .timeline.peak_bytes();
+    for (auto& each : bytes) each = static_cast<std::int64_t>(static_cast<double>(each) * part);
+    return bytes;
+  }
+
+ private:
+  CellBytes bytes(int stage, int stages) {
+    CellBytes bytes;
+    bytes.forward = {pick(0, 30), {{pick(50, 150), Kind::W, stage}, {pick(0, 10), Kind::I, stage}}};
+    bytes.stored = {pick(0, 30), {{pick(5, 20), Kind::W, stage}}};
+    bytes.recompute = {pick(0, 30), {{pick(50, 150), Kind::W, stage}}};
+    bytes.backward.extra = pick(0, 30);
+    if (stage + 1 < stages) bytes.forward.held.push_back({pick(0, 20), Kind::F, stage + 1});
+    bytes.parameters = pick(0, 100);
+    bytes.first_backward_extra = bytes.parameters;
+    return bytes;
+  }
+
+  std::mt19937 random_{1};  // NOLINT: the same workloads in each run
+};
+
+bool fits(const Simulation& simulation, const std::vector<std::int64_t>& most_bytes) {
+  const auto peaks = simulation.timeline.peak_bytes();
+  for (std::size_t w = 0; w < most_bytes.size(); ++w) {
+    if (peaks[w] > most_bytes[w]) return false;
+  }
+  return true;
+}
+
+Simulation simulate(const Workload& work, const Schedule& schedule) {
+  return gpipe::simulate(make_program(work.layout, work.edges, schedule), work.costs);
+}
+
+// The makespan of the fastest named schedule that keeps to the limit; infinite if none does.
+double fastest_named(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
+  double fastest = std::numeric_limits<double>::infinity();
+  for (const auto& rule : schedule_rules()) {
+    if (!rule.misfit(work.layout).empty()) continue;
+    const auto result = simulate(work, make_schedule(rule.name, work.layout, work.checkpoint));
+    if (fits(result, most_bytes)) fastest = std::min(fastest, result.makespan);
+  }
+  return fastest;
+}
+
+int count(const Schedule& schedule, Kind kind) {
+  std::int64_t sum = 0;
+  for (const auto& list : schedule) {
+    sum += std::count_if(list.begin(), list.end(), [&](const Action& action) { return action.kind == kind; });
+  }
+  return static_cast<int>(sum);
+}
+
+TEST(Greedy, IsNeverSlowerThanANamedScheduleThatFits) {
+  Draw draw;
+  int faster = 0;
+  int fitting = 0;
+  int only = 0;
+  int none = 0;
+  for (int i = 0; i < 3000; ++i) {
+    SCOPED_TRACE(i);
+    const auto work = draw.workload();
+    const auto most_bytes = draw.most_bytes(work);
+    const double named = fastest_named(work, most_bytes);
+    const auto schedule = greedy_schedule(work, most_bytes);
+    if (!schedule) {
+      EXPECT_EQ(named, std::numeric_limits<double>::infinity());
+      ++none;
+      continue;
+    }
+    const auto result = simulate(work, *schedule);  // throws for a schedule that is not valid
+    EXPECT_TRUE(fits(result, most_bytes));
+    EXPECT_LE(result.makespan, named);
+    if (named == std::numeric_limits<double>::infinity()) {
+      ++only;
+    } else {
+      ++fitting;
+      if (result.makespan < 0.999 * named) ++faster;
+    }
+    for (int stage = 0; stage < work.layout.stages; ++stage) {
+      for (int m = 0; m < work.layout.micro_batches; ++m) {
+        const bool expected = recomputes(work.checkpoint, m, work.layout.micro_batches);
+        EXPECT_EQ(testing::make(work.layout, {}, *schedule).recomputes(stage, m), expected);
+      }
+    }
+  }
+  EXPECT_GT(faster, fitting / 5);
+  EXPECT_GT(only, 0);
+  EXPECT_GT(none, 0);
+}
+
+TEST(Greedy, GivesTheSameScheduleEachTime) {
+  Draw draw;
+  for (int i = 0; i < 20; ++i) {
+    const auto work = draw.workload();
+    EXPECT_EQ(greedy_schedule(work, {}), greedy_schedule(work, {}));
+  }
+}
+
+TEST(Greedy, KeepsBackwardsWholeWhereSplittingCosts) {
+  Workload work{.layout = looped(1, 1, 4)};
+  work.costs.actions = {{1, 0, 2, 1.5, 1}};
+  EXPECT_EQ(count(*greedy_schedule(work, {}), Kind::B), 4);
+
+  // Splitting pays on all stages but the first, which sends no gradient.
+  work = {.layout = looped(4, 1, 8), .edges = testing::chain(4, 1)};
+  work.costs = {.actions = std::vector<std::array<double, 5>>(4, {1, 0, 2, 1, 1}), .edges = std::vector<double>(3)};
+  work.costs.actions[0] = {1, 0, 2, 1.5, 1.5};
+  const auto schedule = *greedy_schedule(work, {});
+  EXPECT_EQ(count({schedule[0]}, Kind::B), 8);
+  EXPECT_EQ(count({schedule[3]}, Kind::I), 8);
+}
+
+TEST(Greedy, HasNoScheduleWithoutMemory) {
+  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2, 1)};
+  work.costs = {.actions = std::vector<std::array<double, 5>>(2, {1, 0, 2, 1, 1}), .edges = {0}, .bytes = {{}, {}}};
+  for (int s = 0; s < 2; ++s) work.costs.bytes[s].forward.held = {{100, Kind::W, s}};
+  EXPECT_FALSE(greedy_schedule(work, {99, 99}));
+  EXPECT_FALSE(greedy_schedule(work, {1000, 99}));
+  EXPECT_TRUE(greedy_schedule(work, {100, 100})) << "one cell at a time";
+  EXPECT_TRUE(greedy_schedule(work, {}));
+}
+
+TEST(Greedy, RefusesWhatDoesNotFit) {
+  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2, 1)};
+  work.costs = {.actions = std::vector<std::array<double, 5>>(2, {1, 0, 2, 1, 1}), .edges = {0}};
+  const auto search = [&](std::vector<std::int64_t> most_bytes) {
+    return [&work, most_bytes] { greedy_schedule(work, most_bytes); };
+  };
+  EXPECT_THAT(search({1}), ThrowsMessage<std::invalid_argument>(
+                               HasSubstr("got limits for 1 workers, but the layout has 2: give one per worker")));
+  EXPECT_THAT(search({1, 1}), ThrowsMessage<std::invalid_argument>(HasSubstr("the costs have no bytes")));
+  work.costs.bytes.resize(1);
+  EXPECT_THAT(search({1, 1}), ThrowsMessage<std::invalid_argument>(HasSubstr("bytes for 1 stages")));
+  work.costs.edges.clear();
+  EXPECT_THAT(search({}), ThrowsMessage<std::invalid_argument>(HasSubstr("costs for 0 edges")));
+  work.edges[0].to = 2;
+  EXPECT_THAT(search({}), ThrowsMessage<std::invalid_argument>(HasSubstr("must go to a later stage")));
+  work.layout.placement = {0, 2};
+  EXPECT_THROW(search({})(), std::invalid_argument);
+}
+
+TEST(ListSchedule, KeepsToItsBudgetAndKnowsItsMakespan) {
+  Draw draw;
+  for (int i = 0; i < 3000; ++i) {
+    SCOPED_TRACE(i);
+    const auto work = draw.workload();
+    const int workers = work.layout.workers();
+    Budget budget{{}, std::vector<std::int64_t>(workers)};
+    for (int s = 0; s < work.layout.stages; ++s) budget.cells.push_back(draw.pick(0, 9));
+    for (auto& most : budget.workers) most = draw.pick(0, 60);
+    const Preference preference{draw.pick(0, 1) == 0, std::array{0, 1, 2, Preference::kUnlimited}[draw.pick(0, 3)]};
+    const auto [lists, makespan] = list_schedule(work, budget, preference);
+    const auto result = simulate(work, with_recomputes(lists, work.checkpoint, work.layout.micro_batches));
+    EXPECT_EQ(result.makespan, makespan);
+
+    for (int worker = 0; worker < workers; ++worker) {
+      std::int64_t least = 0;
+      for (int s = 0; s < work.layout.stages; ++s) least += work.layout.placement[s] == worker ? budget.cells[s] : 0;
+      std::int64_t used = 0;
+      int split = 0;
+      for (const auto& action : lists[worker]) {
+        if (action.kind == Kind::F) used += budget.cells[action.stage];
+        if (action.kind == Kind::B || action.kind == Kind::W) used -= budget.cells[action.stage];
+        split += (action.kind == Kind::I) - (action.kind == Kind::W);
+        EXPECT_LE(used, std::max(least, budget.workers[worker]));
+        EXPECT_LE(split, preference.most_split);
+      }
+    }
+    EXPECT_EQ(count(lists, Kind::B), preference.most_split == 0 ? work.layout.stages * work.layout.micro_batches : 0);
+  }
+}
+
+TEST(NamedGreedy, RunsOnAnyPlacement) {
+  Draw draw;
+  for (int i = 0; i < 500; ++i) {
+    const auto layout = draw.workload().layout;
+    const auto schedule = make_schedule("greedy", layout, Checkpoint::kNever);
+    const auto program = make_program(layout, testing::all_pairs(layout.stages), schedule);
+    const Costs costs{.actions = std::vector<std::array<double, 5>>(layout.stages, {1, 0, 2, 1, 1}),
+                      .edges = std::vector<double>(program.edges().size())};
+    const auto peaks = gpipe::simulate(program, costs).peak_cells;
+    for (int worker = 0; worker < layout.workers(); ++worker) {
+      const auto stages = std::count(layout.placement.begin(), layout.placement.end(), worker);
+      EXPECT_LE(peaks[worker], stages * layout.workers());
+    }
+  }
+}
+
+// With equal times of F, I and W. With three stages per worker, it can be as slow, but holds fewer cells.
+TEST(NamedGreedy, IsFasterThanWholeBackwards) {
+  for (int p = 2; p <= 8; ++p) {
+    for (int v = 1; v <= 2; ++v) {
+      for (const int m : testing::kMicroBatches) {
+        Workload work{.layout = looped(p, v, m), .edges = testing::chain(p * v, 1)};
+        work.costs.actions.assign(p * v, {1, 0, 2, 1, 1});
+        work.costs.edges.assign(work.edges.size(), 0);
+        const auto makespan = [&](const char* name) {
+          return simulate(work, make_schedule(name, work.layout, Checkpoint::kNever)).makespan;
+        };
+        EXPECT_LT(makespan("greedy"), makespan("interleaved_1f1b")) << p << ' ' << v << ' ' << m;
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gpipe
