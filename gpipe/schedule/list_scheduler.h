@@ -13,8 +13,8 @@ namespace gpipe {
 /// What a list scheduler makes a schedule for.
 struct Workload {
   Layout layout;
-  std::vector<Edge> edges;  ///< capacities are not used
-  Costs costs;              ///< as simulate() takes them; also of I and W
+  std::vector<Edge> edges = {};  ///< capacities are not used
+  Costs costs = {};              ///< as simulate() takes them; also of I and W
   Checkpoint checkpoint = Checkpoint::kNever;
 };
 
