@@ -97,7 +97,7 @@ constexpr ScheduleRule kRules[] = {
      v_min},
     {"dualpipe_v", "forwards and backwards alternate, to overlap communication (DeepSeek-V3, arXiv:2412.19437)", v,
      needs_v, dualpipe_v},
-    {"greedy", "each worker runs what it can, p micro-batches in flight: a small bubble on any placement",
+    {"greedy", "each worker runs what it can, p micro-batches in flight: a small bubble on any placement", loops,
      fits_any_layout, greedy},
 };
 
