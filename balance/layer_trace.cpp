@@ -36,6 +36,7 @@ struct PartBegins : torch::autograd::Node {
 
   torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override {
     trace->begins(part);
+    trace->passes_back(part.layer, gradients);
     return std::move(gradients);
   }
   std::string name() const override { return "GPipePartBegins"; }
@@ -168,6 +169,13 @@ void LayerTrace::pops(int layer, int micro_batch, const SkipKey& key, const at::
   if (auto* allocation = find(skip)) allocation->popped_by = std::max(allocation->popped_by, layer);
 }
 
+void LayerTrace::passes_back(int layer, const std::vector<at::Tensor>& gradients) {
+  MutexLock lock(mutex_);
+  for (const auto& gradient : gradients) {
+    if (auto* allocation = find(gradient)) allocation->passes_back_to = layer;
+  }
+}
+
 std::map<SkipKey, LayerTrace::Skip> LayerTrace::skips() const {
   MutexLock lock(mutex_);
   std::map<SkipKey, Skip> skips;
@@ -184,7 +192,7 @@ void LayerTrace::allocated(const void* data, std::int64_t bytes) {
   if (part == nullptr) return;
   MutexLock lock(mutex_);
   live_[data] = allocations_.size();
-  allocations_.push_back({.born = *part, .bytes = bytes, .reaches = part->layer});
+  allocations_.push_back({.born = *part, .bytes = bytes, .reaches = part->layer, .passes_back_to = part->layer});
   bytes_ += bytes;
   peak_ = std::max(peak_, bytes_);
 }
@@ -198,9 +206,48 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   bytes_ -= allocation.bytes;
   allocation.end = part == nullptr ? Allocation::End::kCaller : Allocation::End::kPart;
   if (part != nullptr) allocation.freed_by = *part;
+  allocation.freed_at = now();
 }
 
-void LayerTrace::read_memory(Profile& profile) {
+bool LayerTrace::freed_in(const Allocation& allocation, const std::vector<const Span*>& spans) {
+  return allocation.end == Allocation::End::kPart && std::any_of(spans.begin(), spans.end(), [&](const Span* span) {
+           return span->start <= allocation.freed_at && allocation.freed_at <= span->end;
+         });
+}
+
+std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const std::vector<const Span*>& weights) const {
+  MutexLock lock(mutex_);
+  std::vector<Saved> saved;
+  for (const auto& allocation : allocations_) {
+    if (allocation.born.kind != Kind::F || allocation.born.micro_batch != 0) continue;
+    saved.push_back({allocation.bytes, freed_in(allocation, weights)});
+  }
+  return saved;
+}
+
+void LayerTrace::read_split_memory(Profile& profile, const std::vector<const Span*>& weights) {
+  MutexLock lock(mutex_);
+  close_part();
+  std::map<std::tuple<int, Kind, int>, std::int64_t> bytes;
+  for (const auto& allocation : allocations_) {
+    const auto& born = allocation.born;
+    if (born.kind != Kind::B || born.micro_batch != 0) continue;
+    if (freed_in(allocation, weights)) {
+      bytes[{born.layer, Kind::W, allocation.passes_back_to}] += allocation.bytes;
+    } else if (allocation.end == Allocation::End::kPart && allocation.freed_by.micro_batch == 0) {
+      if (allocation.freed_by != born) bytes[{born.layer, Kind::B, allocation.freed_by.layer}] += allocation.bytes;
+    } else {
+      bytes[{born.layer, Kind::B, Held::kNeverFreed}] += allocation.bytes;
+    }
+  }
+  for (const auto& [key, size] : bytes) {
+    const auto [layer, until, freed_by] = key;
+    if (size > 0) profile.blocks.push_back({size, Kind::I, layer, until, freed_by, layer});
+  }
+  for (std::size_t i = 0; i < profile.layers.size(); ++i) profile.layers[i].input_gradient_extra = backward_extra_[i];
+}
+
+void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) {
   MutexLock lock(mutex_);
   close_part();
   for (std::size_t i = 0; i < profile.layers.size(); ++i) {
@@ -215,13 +262,19 @@ void LayerTrace::read_memory(Profile& profile) {
     if (layer < static_cast<int>(profile.layers.size())) profile.layers[layer].changes_input |= version.changed();
   }
   std::map<std::tuple<Kind, int, Kind, int, int, int>, std::int64_t> bytes;
-  for (const auto& [born, size, reaches, popped_by, end, freed_by] : allocations_) {
+  auto in_split = saved.begin();  // the forwards allocate the same if backwards are split
+  for (const auto& [born, size, reaches, popped_by, end, freed_by, freed_at, passes_back_to] : allocations_) {
     if (born.micro_batch != 0) continue;
+    bool kept = false;
+    if (born.kind == Kind::F && in_split != saved.end()) {
+      kept = in_split->kept && in_split->bytes == size;
+      in_split = in_split->bytes == size ? in_split + 1 : saved.end();
+    }
     if (end == Allocation::End::kPart && freed_by == born) continue;
     const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
     const int caller = born.kind == Kind::F ? Held::kForwards : Held::kNeverFreed;
-    bytes[{born.kind, born.layer, by_part ? freed_by.kind : Kind::F, by_part ? freed_by.layer : caller, reaches,
-           popped_by}] += size;
+    const auto until = !by_part ? Kind::F : kept && freed_by.kind == Kind::B ? Kind::W : freed_by.kind;
+    bytes[{born.kind, born.layer, until, by_part ? freed_by.layer : caller, reaches, popped_by}] += size;
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.

@@ -17,6 +17,7 @@
 #include "gpipe/runtime/allocation_listener.h"
 #include "gpipe/runtime/mutex.h"
 #include "gpipe/schedule/action.h"
+#include "gpipe/schedule/timeline.h"
 #include "skip/context.h"
 
 namespace gpipe {
@@ -50,16 +51,30 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Returns the parts that began since the last call, in order of time.
   std::vector<Mark> take_marks();
 
-  /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else all others.
-  /// REQUIRES: this trace was installed as a listener while a pipeline of one stage ran its first mini-batch, of several
-  /// micro-batches, forward and backward.
-  void read_memory(Profile& profile);
+  // Memory. The functions below REQUIRE that this trace was installed as a listener while a pipeline with one worker ran
+  // its first mini-batch, of several micro-batches, forward and backward, the last micro-batch's backward first.
+
+  /// Memory that a forward allocated, in order. `kept` if a W freed it.
+  struct Saved {
+    std::int64_t bytes = 0;
+    bool kept = false;
+  };
+  /// Returns what the forward of a micro-batch allocated. The spans are those of the mini-batch's W.
+  std::vector<Saved> saved_for_weights(const std::vector<const Span*>& weights) const;
+
+  /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else those of
+  /// forwards and whole backwards. `saved` tells which memory a W frees if backwards are split.
+  void read_memory(Profile& profile, const std::vector<Saved>& saved);
+  /// Fills in the memory fields of split backwards, without those of forwards.
+  void read_split_memory(Profile& profile, const std::vector<const Span*>& weights);
 
   // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the
   // input of `layer`, or the model's output if that is the number of layers. pops(): a layer pops a skip.
   void begins(const Part& part);
   void reaches(int layer, int micro_batch, const std::vector<at::Tensor>& activation);
   void pops(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip);
+  /// The gradients of a layer's outputs, at the beginning of its part of a backward.
+  void passes_back(int layer, const std::vector<at::Tensor>& gradients);
 
   /// A skip as it was popped.
   struct Skip {
@@ -76,6 +91,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     int popped_by = -1;
     enum class End { kNone, kPart, kCaller } end = End::kNone;
     Part freed_by = {};
+    double freed_at = 0;     ///< in seconds, on the clock of timelines
+    int passes_back_to = 0;  ///< of a backward: the last layer whose part gets it
   };
   /// A tensor's version counter and its value at construction. Does not keep the tensor's memory alive.
   struct Version {
@@ -88,6 +105,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
 
   void allocated(const void* data, std::int64_t bytes) override;
   void freed(const void* data, std::int64_t) override;
+  static bool freed_in(const Allocation& allocation, const std::vector<const Span*>& spans);
   void close_part() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Allocation* find(const at::Tensor& tensor) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Part* part_of_this_thread() const;

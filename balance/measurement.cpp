@@ -26,15 +26,19 @@ namespace {
 
 using absl::StrFormat;
 
-constexpr int kKinds = 4;
-enum : int { kForward, kStored, kRecompute, kBackward };
+constexpr int kKinds = 5;
+enum : int { kForward, kStored, kRecompute, kBackward, kInputGradient };
 
 using Clock = std::chrono::steady_clock;
 
 double seconds_since(Clock::time_point start) { return std::chrono::duration<double>(Clock::now() - start).count(); }
 
+/// How the pipelines that are measured run: with whole backwards, with recomputes, or with split backwards.
+enum class Mode { kWhole, kRecomputes, kSplits };
+
 /// A pipeline whose layers are watched.
 struct Watched {
+  Mode mode = Mode::kWhole;
   std::shared_ptr<LayerTrace> trace;
   GPipe pipe{nullptr};
 };
@@ -42,10 +46,31 @@ struct Watched {
 /// Seconds, by layer and kind.
 using Times = std::vector<std::array<std::vector<double>, kKinds>>;
 
-int kind_of(const LayerTrace::Part& part) {
+int kind_of(const LayerTrace::Part& part, Kind action) {
   if (part.kind == Kind::F) return part.graph ? kForward : kStored;
-  return part.kind == Kind::R ? kRecompute : kBackward;
+  if (part.kind == Kind::R) return kRecompute;
+  return action == Kind::I ? kInputGradient : kBackward;
 }
+
+/// All forwards, then the I of each micro-batch and the W of the one before it. The last micro-batch comes first.
+Schedule split_backwards(const Layout& layout, Checkpoint) {
+  auto lists = fill(layout);
+  const auto add = [&](Kind kind, int micro_batch) {
+    for (int stage = layout.stages; stage-- > 0;) lists[layout.placement[stage]].push_back({kind, stage, micro_batch});
+  };
+  for (int m = layout.micro_batches; m-- > 0;) {
+    add(Kind::I, m);
+    if (m + 1 < layout.micro_batches) add(Kind::W, m + 1);
+  }
+  add(Kind::W, 0);
+  return lists;
+}
+
+/// A balance, and the worker of each stage.
+struct Cut {
+  std::vector<std::int64_t> balance;
+  std::vector<int> placement;
+};
 
 /// Adds the duration of each layer's part. The spans are one stage's actions of one kind; the marks are that stage's.
 /// Both are in order of time.
@@ -57,21 +82,39 @@ void add(Times& times, const std::vector<const Span*>& spans, const std::vector<
     for (auto mark = first; mark != last; ++mark) {
       const double start = mark == first ? span->start : mark->start;
       const double end = mark + 1 == last ? span->end : (mark + 1)->start;
-      times[mark->part.layer][kind_of(mark->part)].push_back(end - start);
+      times[mark->part.layer][kind_of(mark->part, span->action.kind)].push_back(end - start);
     }
   }
 }
 
-/// Uses only the spans that overlapped other stages' work most, as in a full pipeline.
+/// Uses only the spans that overlapped other stages' work most, as in a full pipeline. Of a pipeline that splits
+/// backwards, uses only its I and W.
 void add(Times& times, const Timeline& timeline, const std::vector<LayerTrace::Mark>& marks,
          const std::vector<std::int64_t>& balance) {
+  const bool splits = std::any_of(timeline.spans.begin(), timeline.spans.end(),
+                                  [](const Span& span) { return span.action.kind == Kind::I; });
   std::vector<int> stage_of;
   for (const auto layers : balance) {
     stage_of.insert(stage_of.end(), layers, stage_of.empty() ? 0 : stage_of.back() + 1);
   }
   std::vector<std::vector<LayerTrace::Mark>> of_stage(balance.size());
   for (const auto& mark : marks) of_stage[stage_of[mark.part.layer]].push_back(mark);
-  for (const auto& [action, spans] : most_overlapped(timeline)) add(times, spans, of_stage[action.first]);
+  for (const auto& [action, spans] : most_overlapped(timeline)) {
+    const auto [stage, kind] = action;
+    if (!splits || kind == Kind::I) add(times, spans, of_stage[stage]);
+  }
+}
+
+/// The median seconds of each stage's W, of those that overlapped other stages' work most.
+std::vector<double> seconds_of_weights(const Timeline& timeline, std::size_t stages) {
+  std::vector<double> medians(stages);
+  for (const auto& [action, spans] : most_overlapped(timeline)) {
+    if (action.second != Kind::W) continue;
+    std::vector<double> seconds;
+    for (const Span* span : spans) seconds.push_back(span->end - span->start);
+    medians[action.first] = median(seconds);
+  }
+  return medians;
 }
 
 class Measurement {
@@ -88,7 +131,7 @@ class Measurement {
   Profile run() {
     auto profile = describe();
     measure_times(profile);
-    for (const bool recomputes : {false, true}) read_memory(profile, recomputes);
+    read_memory(profile);
     report(1);
     return profile;
   }
@@ -109,6 +152,7 @@ class Measurement {
                     .device = device_.str(),
                     .workers = workers_,
                     .intraop_threads = options_.intraop_threads()};
+    for (const auto& tensor : batch_.tensors()) profile.input_requires_grad |= tensor.requires_grad();
     absl::flat_hash_map<const void*, int> owners;
     for (int i = 0; i < layers_; ++i) {
       auto& layer = profile.layers.emplace_back();
@@ -131,21 +175,24 @@ class Measurement {
     return profile;
   }
 
-  Watched watch(const std::vector<std::int64_t>& balance, bool recomputes) const {
-    Watched watched{std::make_shared<LayerTrace>(layers_, recomputes, device_)};
-    watched.pipe = GPipe(watched.trace->watch(make_()), balance,
-                         GPipeOptions()
-                             .devices(std::vector<torch::Device>(balance.size(), device_))
-                             .split_size(samples_)
-                             .checkpoint(recomputes ? Checkpoint::kAlways : Checkpoint::kNever)
-                             .intraop_threads(options_.intraop_threads()));
+  Watched watch(const Cut& cut, Mode mode) const {
+    const bool recomputes = mode == Mode::kRecomputes;
+    Watched watched{mode, std::make_shared<LayerTrace>(layers_, recomputes, device_)};
+    auto options = GPipeOptions()
+                       .devices(std::vector<torch::Device>(cut.placement.back() + 1, device_))
+                       .placement(cut.placement)
+                       .split_size(samples_)
+                       .checkpoint(recomputes ? Checkpoint::kAlways : Checkpoint::kNever)
+                       .intraop_threads(options_.intraop_threads());
+    if (mode == Mode::kSplits) options.schedule_function(split_backwards);
+    watched.pipe = GPipe(watched.trace->watch(make_()), cut.balance, options);
     watched.pipe->train();
     return watched;
   }
 
   void step(Watched& watched, const Value& batch) const {
     try {
-      trial_step(watched.pipe, batch);
+      watched.mode == Mode::kSplits ? trial_schedule(watched.pipe, batch) : trial_step(watched.pipe, batch);
     } catch (const c10::OutOfMemoryError&) {
       throw;  // profile() retries layer by layer
     } catch (...) {
@@ -186,10 +233,10 @@ class Measurement {
     std::vector<std::int64_t> balance = {layers_};
     if (workers_ > 1) {
       for (auto& layer : profile.layers) layer.forward = 1;  // any equal cost, for a first cut
-      fill_in(profile, run_steps(cut(profile), 1, start, 0));
+      run_steps(profile, cut(profile), 1, start, 0);
       balance = cut(profile);
     }
-    fill_in(profile, run_steps(balance, options_.repeats(), start, 0.3));
+    run_steps(profile, balance, options_.repeats(), start, 0.3);
   }
 
   /// Cuts into one stage per worker, or fewer if layers that share a parameter would be separated.
@@ -200,9 +247,33 @@ class Measurement {
     return balance_by_time(profile, std::min(workers_, parts), {.checkpoint = Checkpoint::kNever});
   }
 
-  Times run_steps(const std::vector<std::int64_t>& balance, int repeats, Clock::time_point start, double done) {
-    std::array<Watched, 2> modes = {watch(balance, false), watch(balance, true)};
-    std::array<std::shared_ptr<Timeline>, 2> timelines;
+  /// One stage per worker. If `splits`, the first layers that have parameters, and those before them, are a stage of their
+  /// own on the first worker: the backward of a stage whose inputs need no gradient does not split.
+  Cut cut_for(Mode mode, const Profile& profile, std::vector<std::int64_t> balance) const {
+    std::vector<int> placement(balance.size());
+    std::iota(placement.begin(), placement.end(), 0);
+    if (mode != Mode::kSplits || profile.input_requires_grad) return {std::move(balance), std::move(placement)};
+    const auto has_gradients = [](const LayerProfile& layer) { return layer.gradients > 0; };
+    const auto found = std::find_if(profile.layers.begin(), profile.layers.end(), has_gradients);
+    const auto first = found - profile.layers.begin() + 1;
+    if (first < balance.front() && StageCost(profile).can_cut_before(static_cast<int>(first))) {
+      balance.front() -= first;
+      balance.insert(balance.begin(), first);
+      placement.insert(placement.begin(), 0);
+    }
+    return {std::move(balance), std::move(placement)};
+  }
+
+  void run_steps(Profile& profile, const std::vector<std::int64_t>& balance, int repeats, Clock::time_point start,
+                 double done) {
+    std::array<Watched, 3> modes;
+    std::array<Cut, 3> cuts;
+    std::array<std::shared_ptr<Timeline>, 3> timelines;
+    for (std::size_t i = 0; i < modes.size(); ++i) {
+      const auto mode = std::array{Mode::kWhole, Mode::kRecomputes, Mode::kSplits}[i];
+      cuts[i] = cut_for(mode, profile, balance);
+      modes[i] = watch(cuts[i], mode);
+    }
     for (std::size_t i = 0; i < modes.size(); ++i) {
       step(modes[i], batch_);
       modes[i].trace->take_marks();
@@ -216,19 +287,35 @@ class Measurement {
       for (auto& mode : modes) step(mode, batch_);
     }
     Times times(layers_);
-    for (std::size_t i = 0; i < modes.size(); ++i) add(times, *timelines[i], modes[i].trace->take_marks(), balance);
-    return times;
+    for (std::size_t i = 0; i < modes.size(); ++i) {
+      add(times, *timelines[i], modes[i].trace->take_marks(), cuts[i].balance);
+    }
+    fill_in(profile, times);
+    const auto& [split, placement] = cuts.back();
+    share_weights(profile, split, seconds_of_weights(*timelines.back(), split.size()));
   }
 
-  void read_memory(Profile& profile, bool recomputes) const {
-    auto watched = watch({layers_}, recomputes);
-    {
-      const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, watched.trace);
-      step(watched, batch_of_three_);
+  /// Runs a step with one worker, and listens to its allocations.
+  Watched listen(const Profile& profile, Mode mode, const std::shared_ptr<Timeline>& timeline) const {
+    auto watched = watch(cut_for(mode, profile, {layers_}), mode);
+    const c10::DebugInfoGuard guard(c10::DebugInfoKind::PROFILER_STATE, watched.trace);
+    watched.pipe->trace(timeline);
+    step(watched, batch_of_three_);
+    return watched;
+  }
+
+  void read_memory(Profile& profile) const {
+    const auto timeline = std::make_shared<Timeline>();
+    const auto splits = listen(profile, Mode::kSplits, timeline);
+    std::vector<const Span*> weights;
+    for (const auto& span : timeline->spans) {
+      if (span.action.kind == Kind::W) weights.push_back(&span);
     }
-    watched.trace->read_memory(profile);
-    if (recomputes) return;
-    auto skips = watched.trace->skips();
+    const auto whole = listen(profile, Mode::kWhole, nullptr);
+    whole.trace->read_memory(profile, splits.trace->saved_for_weights(weights));
+    listen(profile, Mode::kRecomputes, nullptr).trace->read_memory(profile, {});
+    splits.trace->read_split_memory(profile, weights);
+    auto skips = whole.trace->skips();
     for (const auto& link : skip_links(named_)) {
       const auto& [bytes, changed] = skips[link.key];
       profile.skips.push_back({link.key.name, link.from, link.to, bytes, changed});
@@ -242,6 +329,19 @@ class Measurement {
       layer.stored = median(times[i][kStored]);
       layer.recompute = median(times[i][kRecompute]);
       layer.backward = median(times[i][kBackward]);
+      layer.input_gradient = median(times[i][kInputGradient]);
+    }
+  }
+
+  /// Divides the time of each stage's W among its layers, by how much less time their I takes than their B.
+  static void share_weights(Profile& profile, const std::vector<std::int64_t>& balance,
+                            const std::vector<double>& seconds) {
+    auto layer = profile.layers.begin();
+    for (std::size_t stage = 0; stage < balance.size(); ++stage) {
+      const auto end = layer + static_cast<std::ptrdiff_t>(balance[stage]);
+      const auto saved = [](const LayerProfile& of) { return std::max(0.0, of.backward - of.input_gradient); };
+      const auto all = std::accumulate(layer, end, 0.0, [&](double sum, const auto& of) { return sum + saved(of); });
+      for (; layer != end; ++layer) layer->weight_gradient = all > 0 ? seconds[stage] * saved(*layer) / all : 0;
     }
   }
 

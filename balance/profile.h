@@ -19,6 +19,9 @@ struct LayerProfile {
   double stored = 0;     ///< of a forward without graph, in a checkpointed cell
   double recompute = 0;  ///< of the recompute of a checkpointed cell
   double backward = 0;
+  // Of a backward that is split, in a stage whose inputs need gradients:
+  double input_gradient = 0;   ///< in I
+  double weight_gradient = 0;  ///< in W
 
   // Bytes.
   std::int64_t parameters = 0;
@@ -33,6 +36,7 @@ struct LayerProfile {
   std::int64_t forward_extra = 0;
   std::int64_t stored_extra = 0;
   std::int64_t backward_extra = 0;
+  std::int64_t input_gradient_extra = 0;  ///< in an I
 
   /// This layer, or a later one that gets the same tensor, changes the layer's input in place.
   bool changes_input = false;
@@ -46,10 +50,11 @@ struct LayerProfile {
 /// Memory that a layer's forward or backward of one micro-batch allocates and does not free.
 struct Block {
   std::int64_t bytes = 0;
-  /// Kind (F or B) and layer of the pass that allocates the memory.
+  /// Kind and layer of the pass that allocates the memory: F, B if the backward is whole, or I if it is split.
   Kind born = Kind::F;
   int layer = 0;
-  /// Kind and layer of the pass that frees the memory. Held::kForwards or Held::kNeverFreed may take the layer's place.
+  /// Kind and layer of the pass that frees the memory: F; B, also for the I of a backward that is split; or W, which is
+  /// the B of one that is whole. Held::kForwards or Held::kNeverFreed may take the layer's place.
   Kind until = Kind::B;
   int freed_by = 0;
   /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns it.
@@ -73,10 +78,11 @@ struct SkipProfile {
 
 /// Costs of a model's layers for micro-batches of one size. Enough to predict a step for every balance.
 struct Profile {
-  std::int64_t samples = 0;  ///< per micro-batch
-  std::string device = {};   ///< where it was measured, e.g. "cpu" or "cuda:0"
-  int workers = 1;           ///< stages that ran at once during the measurement
-  int intraop_threads = 1;   ///< per CPU stage during the measurement
+  std::int64_t samples = 0;          ///< per micro-batch
+  std::string device = {};           ///< where it was measured, e.g. "cpu" or "cuda:0"
+  int workers = 1;                   ///< stages that ran at once during the measurement
+  int intraop_threads = 1;           ///< per CPU stage during the measurement
+  bool input_requires_grad = false;  ///< so that a backward splits in the first stage too
   std::vector<LayerProfile> layers = {};
   std::vector<Block> blocks = {};
   std::vector<SkipProfile> skips = {};

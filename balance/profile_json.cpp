@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kVersion = 1;
+constexpr int kVersion = 2;
 // Limits far above those of real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
@@ -30,12 +30,14 @@ template <>
 constexpr auto kFields<LayerProfile> = std::tuple(
     std::pair("name", &LayerProfile::name), std::pair("forward", &LayerProfile::forward),
     std::pair("stored", &LayerProfile::stored), std::pair("recompute", &LayerProfile::recompute),
-    std::pair("backward", &LayerProfile::backward), std::pair("parameters", &LayerProfile::parameters),
+    std::pair("backward", &LayerProfile::backward), std::pair("input_gradient", &LayerProfile::input_gradient),
+    std::pair("weight_gradient", &LayerProfile::weight_gradient), std::pair("parameters", &LayerProfile::parameters),
     std::pair("gradients", &LayerProfile::gradients), std::pair("late_gradients", &LayerProfile::late_gradients),
     std::pair("optimizer", &LayerProfile::optimizer), std::pair("buffers", &LayerProfile::buffers),
     std::pair("output", &LayerProfile::output), std::pair("saved", &LayerProfile::saved),
     std::pair("forward_extra", &LayerProfile::forward_extra), std::pair("stored_extra", &LayerProfile::stored_extra),
     std::pair("backward_extra", &LayerProfile::backward_extra),
+    std::pair("input_gradient_extra", &LayerProfile::input_gradient_extra),
     std::pair("changes_input", &LayerProfile::changes_input), std::pair("shares_with", &LayerProfile::shares_with));
 template <>
 constexpr auto kFields<Block> = std::tuple(std::pair("bytes", &Block::bytes), std::pair("born", &Block::born),
@@ -50,10 +52,11 @@ constexpr auto kFields<SkipProfile> = std::tuple(std::pair("name", &SkipProfile:
                                                  std::pair("bytes", &SkipProfile::bytes),
                                                  std::pair("changed", &SkipProfile::changed));
 template <>
-constexpr auto kFields<Profile> = std::tuple(
-    std::pair("samples", &Profile::samples), std::pair("device", &Profile::device),
-    std::pair("workers", &Profile::workers), std::pair("intraop_threads", &Profile::intraop_threads),
-    std::pair("layers", &Profile::layers), std::pair("blocks", &Profile::blocks), std::pair("skips", &Profile::skips));
+constexpr auto kFields<Profile> =
+    std::tuple(std::pair("samples", &Profile::samples), std::pair("device", &Profile::device),
+               std::pair("workers", &Profile::workers), std::pair("intraop_threads", &Profile::intraop_threads),
+               std::pair("input_requires_grad", &Profile::input_requires_grad), std::pair("layers", &Profile::layers),
+               std::pair("blocks", &Profile::blocks), std::pair("skips", &Profile::skips));
 
 template <class Of>
 concept Record = (std::tuple_size_v<decltype(kFields<Of>)> > 0);
@@ -136,8 +139,12 @@ class Reader {
   }
 
   void read(const Json& json, const std::string& path, Kind& kind) {
-    if (json != "F" && json != "B") refuse_value(json, path, "\"F\" or \"B\"");
-    kind = json == "F" ? Kind::F : Kind::B;
+    for (const auto each : {Kind::F, Kind::B, Kind::I, Kind::W}) {
+      if (json != std::string(1, to_char(each))) continue;
+      kind = each;
+      return;
+    }
+    refuse_value(json, path, "\"F\", \"B\", \"I\" or \"W\"");
   }
 
   /// An index or a count.
@@ -180,6 +187,8 @@ void check(const Profile& profile) {
   for (std::size_t i = 0; i < profile.blocks.size(); ++i) {
     const auto& block = profile.blocks[i];
     const auto path = absl::StrFormat("/blocks/%d/", i);
+    if (block.born == Kind::W) refuse(path + "born is \"W\", but must be \"F\", \"B\" or \"I\"");
+    if (block.until == Kind::I) refuse(path + "until is \"I\", but must be \"F\", \"B\" or \"W\"");
     check_range(path + "layer", block.layer, 0, layers - 1);
     check_range(path + "freed_by", block.freed_by, Held::kNeverFreed, layers - 1);
     check_range(path + "reaches", block.reaches, block.layer, layers);

@@ -13,41 +13,7 @@
 namespace gpipe {
 namespace {
 
-/// Sums the bytes that an action leaves allocated, by the action that frees them. Searches linearly: there are few.
-class HeldBytes {
- public:
-  void add(std::int64_t bytes, Kind until, int stage) {
-    for (auto& each : held_) {
-      if (each.until != until || each.stage != stage) continue;
-      each.bytes += bytes;
-      return;
-    }
-    held_.push_back({bytes, until, stage});
-  }
-  std::vector<Held> take() { return std::move(held_); }
-
- private:
-  std::vector<Held> held_;
-};
-
-/// The bytes in use while a stage's layers run one after the other.
-class Replay {
- public:
-  /// Runs a layer. `extra` is its peak above the bytes before it; `change` is added to these bytes.
-  void run(std::int64_t extra, std::int64_t change) {
-    peak_ = std::max(peak_, now_ + extra);
-    now_ += change;
-    peak_ = std::max(peak_, now_);
-  }
-  std::int64_t peak() const { return peak_; }
-
- private:
-  std::int64_t now_ = 0;
-  std::int64_t peak_ = 0;
-};
-
-constexpr double kMinSeconds = 1e-9;                           // of an action, so that actions have an order in time
-constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
+constexpr double kMinSeconds = 1e-9;  // of an action, so that actions have an order in time
 
 /// Limit on sums of bytes. Small multiples of it still fit into 64 bits.
 constexpr double kMaxBytes = std::int64_t{1} << 58;
@@ -59,16 +25,11 @@ double all_bytes(const Profile& profile) {
   };
   for (const auto& layer : profile.layers) {
     add({layer.parameters, layer.gradients, layer.optimizer, layer.buffers, layer.output, layer.saved,
-         layer.forward_extra, layer.stored_extra, layer.backward_extra});
+         layer.forward_extra, layer.stored_extra, layer.backward_extra, layer.input_gradient_extra});
   }
   for (const auto& block : profile.blocks) add({block.bytes});
   for (const auto& skip : profile.skips) add({skip.bytes});
   return sum;
-}
-
-/// The stage of a layer; `ends` is as StageCost::ends() returns it.
-int stage_of(int layer, const std::vector<int>& ends) {
-  return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
 }
 
 double share_recomputed(const RunOptions& options) {
@@ -84,6 +45,10 @@ double share_recomputed(const RunOptions& options) {
 }
 
 }  // namespace
+
+int stage_of(int layer, const std::vector<int>& ends) {
+  return static_cast<int>(std::upper_bound(ends.begin(), ends.end(), layer) - ends.begin());
+}
 
 void StageCost::check(const RunOptions& options) const {
   if (options.chunks < 1) {
@@ -119,6 +84,8 @@ StageCost::StageCost(const Profile& profile)
     sum.stored += layer.stored;
     sum.recompute += layer.recompute;
     sum.backward += layer.backward;
+    sum.input_gradient += layer.input_gradient;
+    sum.weight_gradient += layer.weight_gradient;
     sum.parameters += layer.parameters;
     sum.gradients += layer.gradients;
     sum.optimizer += layer.optimizer;
@@ -127,7 +94,7 @@ StageCost::StageCost(const Profile& profile)
   }
   for (const auto& block : profile_.blocks) {
     blocks_[block.layer].push_back(&block);
-    if (block.born != Kind::F || block.until != Kind::B || block.freed_by < block.layer) continue;
+    if (block.born != Kind::F || block.until == Kind::F || block.freed_by < block.layer) continue;
     saved_by_[block.layer + 1] += block.bytes;
     saved_for_[block.freed_by + 1] += block.bytes;
   }
@@ -169,6 +136,8 @@ double StageCost::seconds(int first, int end, const RunOptions& options) const {
   if (options.bandwidth > 0) seconds += 2 * static_cast<double>(bytes_in(first, end)) / options.bandwidth;
   return seconds;
 }
+
+bool StageCost::splits(int first) const { return profile_.input_requires_grad || sums_[first].gradients > 0; }
 
 std::int64_t StageCost::static_bytes(int first, int end) const {
   const auto& before = sums_[first];
@@ -250,8 +219,10 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
     const auto& before = sums_[first];
     const auto& after = sums_[end];
     const auto seconds = [](double sum) { return std::max(sum, kMinSeconds); };
+    const auto backward = seconds(after.backward - before.backward);
     costs.actions.push_back({seconds(after.forward - before.forward), seconds(after.recompute - before.recompute),
-                             seconds(after.backward - before.backward), 0, 0});
+                             backward, splits(first) ? seconds(after.input_gradient - before.input_gradient) : backward,
+                             splits(first) ? seconds(after.weight_gradient - before.weight_gradient) : kMinSeconds});
     costs.stored.push_back(seconds(after.stored - before.stored));
     costs.bytes.push_back(cell_bytes(first, end, ends, options.copies));
     first = end;
@@ -265,114 +236,6 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
     costs.edges.push_back(options.bandwidth > 0 ? static_cast<double>(bytes) / options.bandwidth : 0);
   }
   return costs;
-}
-
-bool StageCost::copies_inputs(int first, int end) const {
-  if (profile_.layers[first].changes_input) return true;
-  return std::any_of(profile_.skips.begin(), profile_.skips.end(), [&](const auto& skip) {
-    return skip.changed && skip.from < first && skip.to >= first && skip.to < end;
-  });
-}
-
-// The profile's blocks are those of an unpartitioned pipeline. A cut changes when they are freed: the inputs of a stage
-// live until the stage's action has run, or until the recompute of a checkpointed cell. If the stage copies them, they
-// live until the copy is made, and the copy is counted as long as the cell lives.
-CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const {
-  const int stage = stage_of(first, ends);
-  const auto inside = [&](int layer) { return layer >= first && layer < end; };
-  const auto stage_at = [&](int layer) { return layer < 0 ? layer : stage_of(layer, ends); };
-  // Change of the stage's bytes by each layer: in forwards with graph, in forwards without, and in backwards.
-  std::vector<std::int64_t> by_forward(end - first);
-  std::vector<std::int64_t> by_stored(end - first);
-  std::vector<std::int64_t> by_backward(end - first);
-  HeldBytes of_forward;
-  HeldBytes of_stored;
-  HeldBytes of_recompute;
-  HeldBytes of_backward;
-  for (int layer = first; layer < end; ++layer) {
-    for (const Block* block : blocks_[layer]) {
-      const auto bytes = block->bytes;
-      auto& change = (block->born == Kind::F ? by_forward : by_backward)[layer - first];
-      change += bytes;
-      if (block->born == Kind::B) {
-        if (inside(block->freed_by)) {
-          by_backward[block->freed_by - first] -= bytes;
-        } else {
-          of_backward.add(bytes, Kind::I, stage_at(block->freed_by));
-        }
-        continue;
-      }
-      const bool saved = block->until == Kind::B;
-      if (!inside(block->freed_by)) {
-        of_forward.add(bytes, saved && !copies ? Kind::W : Kind::F, stage_at(block->freed_by));
-      } else if (saved) {
-        of_forward.add(bytes, Kind::W, stage);
-        of_recompute.add(bytes, Kind::W, stage);
-        by_backward[block->freed_by - first] -= bytes;
-      } else {
-        by_forward[block->freed_by - first] -= bytes;
-      }
-      // Without a graph the block lives until its last use.
-      const int last_use = std::max(block->reaches, block->popped_by);
-      if (last_use == layer) continue;
-      by_stored[layer - first] += bytes;
-      if (inside(last_use)) {
-        by_stored[last_use - first] -= bytes;
-      } else if (last_use == layers_) {
-        of_stored.add(bytes, Kind::F, Held::kForwards);
-      } else {
-        const int receiver = stage_of(block->reaches >= end ? end : block->popped_by, ends);
-        const bool copied = copies_inputs(ends[receiver - 1], ends[receiver]);
-        of_stored.add(bytes, copied || copies ? Kind::F : saved ? Kind::W : Kind::R, receiver);
-      }
-    }
-  }
-  Replay forward;
-  Replay stored;
-  Replay backward;
-  Replay first_backward;
-  if (copies) {
-    const auto entering = bytes_in(first, end);
-    of_forward.add(entering, Kind::W, stage);
-    of_stored.add(entering, Kind::W, stage);
-    forward.run(entering, entering);
-    stored.run(entering, entering);
-    const auto gradients = bytes_out(first, end);
-    backward.run(gradients, gradients);
-    first_backward.run(gradients, gradients);
-  }
-  // A checkpointed cell keeps copies of its buffers, except large ones, which are taken to be constant.
-  std::int64_t buffers = 0;
-  for (int layer = first; layer < end; ++layer) {
-    const auto bytes = profile_.layers[layer].buffers;
-    if (bytes < kLargeBuffer) buffers += bytes;
-  }
-  of_stored.add(buffers, Kind::R, stage);
-  stored.run(buffers, buffers);
-  of_recompute.add(buffers, Kind::W, stage);
-  if (first > 0 && copies_inputs(first, end)) {
-    const auto activation = profile_.layers[first - 1].output;
-    const auto skips = bytes_in(first, end) - activation;
-    of_stored.add(activation, Kind::W, stage);
-    of_stored.add(skips, Kind::R, stage);
-    stored.run(activation + skips, activation + skips);
-  }
-  for (int layer = first; layer < end; ++layer) {
-    forward.run(profile_.layers[layer].forward_extra, by_forward[layer - first]);
-    stored.run(profile_.layers[layer].stored_extra, by_stored[layer - first]);
-  }
-  for (int layer = end; layer-- > first;) {
-    const auto& of = profile_.layers[layer];
-    const auto change = by_backward[layer - first] + of.late_gradients;
-    backward.run(of.backward_extra, change);
-    first_backward.run(of.backward_extra, change + of.gradients - of.late_gradients);
-  }
-  return {.forward = {forward.peak(), of_forward.take()},
-          .stored = {stored.peak(), of_stored.take()},
-          .recompute = {forward.peak() - (copies ? bytes_in(first, end) : 0) + buffers, of_recompute.take()},
-          .backward = {backward.peak(), of_backward.take()},
-          .first_backward_extra = first_backward.peak(),
-          .parameters = sums_[end].gradients - sums_[first].gradients};
 }
 
 }  // namespace gpipe

@@ -30,6 +30,9 @@ struct RunOptions {
   Scheduling scheduling = {};
 };
 
+/// The stage of a layer. `ends` is as StageCost::ends() returns it.
+int stage_of(int layer, const std::vector<int>& ends);
+
 /// Costs of stages of a profiled model, for any range of layers. The profile must outlive this object.
 class StageCost {
  public:
@@ -76,11 +79,13 @@ class StageCost {
  private:
   /// Whether a balance covers the model and cuts it only where allowed.
   bool can_cut(const std::vector<std::int64_t>& balance) const;
+  /// Whether a backward splits: the inputs of a stage that begins with this layer need gradients.
+  bool splits(int first) const;
   /// Bytes of the stage's outputs for one micro-batch: activation and skips.
   std::int64_t bytes_out(int first, int end) const;
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
-  /// `ends` is as ends() returns it.
+  /// Defined in cell_bytes.cpp. `ends` is as ends() returns it.
   CellBytes cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const;
 
   const Profile& profile_;

@@ -59,8 +59,9 @@ class Step {
     if (kind == Kind::B || kind == Kind::I) cell.sends = &span;
     if (kind == Kind::B || kind == Kind::W) cell.ends = &span;
     if (kind == Kind::F) forwards_end_ = std::max(forwards_end_, span.end);
-    const Span*& first = first_end_[stage];
-    if (cell.ends == &span && (first == nullptr || span.end < first->end)) first = &span;
+    const Span*& first = first_sum_[stage];
+    const bool sums = kind == Kind::B || kind == (bytes_[stage].splits ? Kind::W : Kind::I);
+    if (sums && (first == nullptr || span.end < first->end)) first = &span;
   }
 
   void account() {
@@ -71,17 +72,30 @@ class Step {
       const auto before = usage.at(span->start);
       // What the caller takes after the last forward is still allocated when that forward ends.
       const auto after = span->action.kind == Kind::F ? before + of(*span).kept() : usage.at(span->end);
-      const bool first = span == first_end_[span->action.stage];
-      const auto extra = std::max(of(*span).extra, first ? bytes_[span->action.stage].first_backward_extra : 0);
+      const auto extra =
+          span == first_sum_[span->action.stage] ? std::max(extra_of(*span), first_extra_of(*span)) : extra_of(*span);
       span->bytes = {before, std::max(before + extra, after), after};
     }
   }
 
  private:
+  std::int64_t extra_of(const Span& span) const {
+    const CellBytes& bytes = bytes_[span.action.stage];
+    if (span.action.kind != Kind::W) return of(span).extra;
+    return bytes.splits ? bytes.weight_gradient_extra : 0;
+  }
+
+  std::int64_t first_extra_of(const Span& span) const {
+    const CellBytes& bytes = bytes_[span.action.stage];
+    return span.action.kind == Kind::W ? bytes.first_weight_gradient_extra : bytes.first_backward_extra;
+  }
+
+  /// REQUIRES: not of a W.
   const ActionBytes& of(const Span& span) const {
     const auto [kind, stage, micro_batch] = span.action;
     const CellBytes& bytes = bytes_[stage];
     if (kind == Kind::R) return bytes.recompute;
+    if (kind == Kind::I) return bytes.splits ? bytes.input_gradient : bytes.backward;
     if (kind != Kind::F) return bytes.backward;
     return cells_.at({stage, micro_batch}).recompute == nullptr ? bytes.forward : bytes.stored;
   }
@@ -92,8 +106,10 @@ class Step {
       Usage& usage = usages_[span->worker];
       for (const Held& held : of(*span).held) usage.add(held.bytes, span->end, end_of(held, micro_batch));
     }
-    if (cell.ends != nullptr && cell.ends == first_end_[stage]) {
-      usages_[cell.ends->worker].add(bytes_[stage].parameters, cell.ends->end, kNeverFreed);
+    for (const Span* span : {cell.sends, cell.ends}) {
+      if (span == nullptr || span != first_sum_[stage]) continue;
+      usages_[span->worker].add(bytes_[stage].parameters, span->end, kNeverFreed);
+      break;
     }
   }
 
@@ -102,17 +118,17 @@ class Step {
     const auto found = cells_.find({held.stage, micro_batch});
     if (found == cells_.end()) return kNeverFreed;
     const CellSpans& cell = found->second;
-    const Span* span = held.until == Kind::F   ? cell.forward
-                       : held.until == Kind::R ? cell.recompute
-                       : held.until == Kind::I ? cell.sends
-                                               : cell.ends;
+    const Span* span = held.until == Kind::F                                 ? cell.forward
+                       : held.until == Kind::R                               ? cell.recompute
+                       : held.until == Kind::I || !bytes_[held.stage].splits ? cell.sends
+                                                                             : cell.ends;
     return span == nullptr ? kNeverFreed : span->end;
   }
 
   const std::vector<CellBytes>& bytes_;
   std::vector<Span*> spans_;
   std::map<std::pair<int, int>, CellSpans> cells_;  // by stage and micro-batch
-  std::map<int, const Span*> first_end_;            // of a cell, by stage
+  std::map<int, const Span*> first_sum_;            // the first to add to the gradient sums, by stage
   std::map<int, Usage> usages_;                     // by worker
   double forwards_end_ = 0;
 };
@@ -138,7 +154,8 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
   std::map<int, Step> steps;
   for (const Span& span : timeline.spans) check(span, stages.size());
   for (const CellBytes& bytes : stages) {
-    for (const ActionBytes* action : {&bytes.forward, &bytes.stored, &bytes.recompute, &bytes.backward}) {
+    for (const ActionBytes* action :
+         {&bytes.forward, &bytes.stored, &bytes.recompute, &bytes.backward, &bytes.input_gradient}) {
       check(*action, static_cast<int>(stages.size()));
     }
   }

@@ -15,7 +15,7 @@ struct Held {
 
   std::int64_t bytes = 0;
   /// The kind of the action that frees the bytes. I stands for the action that sends gradients and W for the cell's
-  /// last action; both are B if the backward is not split.
+  /// last action that does anything; both are B if the backward is not split.
   Kind until = Kind::W;
   int stage = 0;  ///< of the action that frees the bytes, or one of the values above
 };
@@ -31,15 +31,20 @@ struct ActionBytes {
 
 /// What one cell of a stage allocates.
 struct CellBytes {
-  ActionBytes forward;    ///< an F that builds its graph
-  ActionBytes stored;     ///< an F whose cell is recomputed
-  ActionBytes recompute;  ///< R
-  ActionBytes backward;   ///< B, or I; W has the same `extra`
-  /// Peak of the stage's first backward, which allocates the gradient sums, relative to the bytes before it. Used if it
-  /// is more than backward.extra.
+  ActionBytes forward;                     ///< an F that builds its graph
+  ActionBytes stored;                      ///< an F whose cell is recomputed
+  ActionBytes recompute;                   ///< R
+  ActionBytes backward;                    ///< B
+  ActionBytes input_gradient;              ///< I
+  std::int64_t weight_gradient_extra = 0;  ///< of a W
+  /// Peaks of the stage's first B and W, which allocate the gradient sums, relative to the bytes before them. Used if they
+  /// are more than those of the others.
   std::int64_t first_backward_extra = 0;
+  std::int64_t first_weight_gradient_extra = 0;
   /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step.
   std::int64_t parameters = 0;
+  /// Whether an I leaves anything to W. If not, it is a B.
+  bool splits = true;
 };
 
 /// Sets the bytes of every span of a timeline, traced or simulated, from what the cells of each stage allocate.

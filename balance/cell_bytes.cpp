@@ -1,0 +1,181 @@
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "balance/stage_cost.h"
+
+namespace gpipe {
+namespace {
+
+/// Sums the bytes that an action leaves allocated, by the action that frees them. Searches linearly: there are few.
+class HeldBytes {
+ public:
+  void add(std::int64_t bytes, Kind until, int stage) {
+    for (auto& each : held_) {
+      if (each.until != until || each.stage != stage) continue;
+      each.bytes += bytes;
+      return;
+    }
+    held_.push_back({bytes, until, stage});
+  }
+  std::vector<Held> take() { return std::move(held_); }
+
+ private:
+  std::vector<Held> held_;
+};
+
+/// The bytes in use while a stage's layers run one after the other.
+class Replay {
+ public:
+  /// Runs a layer. `extra` is its peak above the bytes before it; `change` is added to these bytes.
+  void run(std::int64_t extra, std::int64_t change) {
+    peak_ = std::max(peak_, now_ + extra);
+    now_ += change;
+    peak_ = std::max(peak_, now_);
+  }
+  std::int64_t peak() const { return peak_; }
+
+ private:
+  std::int64_t now_ = 0;
+  std::int64_t peak_ = 0;
+};
+
+constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
+
+}  // namespace
+
+bool StageCost::copies_inputs(int first, int end) const {
+  if (profile_.layers[first].changes_input) return true;
+  return std::any_of(profile_.skips.begin(), profile_.skips.end(), [&](const auto& skip) {
+    return skip.changed && skip.from < first && skip.to >= first && skip.to < end;
+  });
+}
+
+// The profile's blocks are those of an unpartitioned pipeline. A cut changes when they are freed: the inputs of a stage
+// live until the stage's action has run, or until the recompute of a checkpointed cell. If the stage copies them, they
+// live until the copy is made, and the copy is counted as long as the cell lives.
+CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends, bool copies) const {
+  const int stage = stage_of(first, ends);
+  const auto inside = [&](int layer) { return layer >= first && layer < end; };
+  const auto stage_at = [&](int layer) { return layer < 0 ? layer : stage_of(layer, ends); };
+  // Change of the stage's bytes by each layer: in forwards with graph, in forwards without, in whole backwards, and in the
+  // two parts of split ones.
+  std::vector<std::int64_t> by_forward(end - first);
+  std::vector<std::int64_t> by_stored(end - first);
+  std::vector<std::int64_t> by_backward(end - first);
+  std::vector<std::int64_t> by_input_gradient(end - first);
+  std::vector<std::int64_t> by_weight_gradient(end - first);
+  HeldBytes of_forward;
+  HeldBytes of_stored;
+  HeldBytes of_recompute;
+  HeldBytes of_backward;
+  HeldBytes of_input_gradient;
+  for (int layer = first; layer < end; ++layer) {
+    for (const Block* block : blocks_[layer]) {
+      const auto bytes = block->bytes;
+      const auto until = block->until == Kind::W ? Kind::W : Kind::I;  // of a backward
+      if (block->born != Kind::F) {
+        const bool whole = block->born == Kind::B;
+        auto& change = whole ? by_backward : by_input_gradient;
+        change[layer - first] += bytes;
+        if (!inside(block->freed_by)) {
+          (whole ? of_backward : of_input_gradient).add(bytes, until, stage_at(block->freed_by));
+        } else if (until == Kind::I) {
+          change[block->freed_by - first] -= bytes;
+        } else {
+          of_input_gradient.add(bytes, until, stage);
+          by_weight_gradient[block->freed_by - first] -= bytes;
+        }
+        continue;
+      }
+      by_forward[layer - first] += bytes;
+      const bool saved = block->until != Kind::F;
+      if (!inside(block->freed_by)) {
+        of_forward.add(bytes, saved && !copies ? until : Kind::F, stage_at(block->freed_by));
+      } else if (saved) {
+        of_forward.add(bytes, until, stage);
+        of_recompute.add(bytes, until, stage);
+        by_backward[block->freed_by - first] -= bytes;
+        (until == Kind::I ? by_input_gradient : by_weight_gradient)[block->freed_by - first] -= bytes;
+      } else {
+        by_forward[block->freed_by - first] -= bytes;
+      }
+      // Without a graph the block lives until its last use.
+      const int last_use = std::max(block->reaches, block->popped_by);
+      if (last_use == layer) continue;
+      by_stored[layer - first] += bytes;
+      if (inside(last_use)) {
+        by_stored[last_use - first] -= bytes;
+      } else if (last_use == layers_) {
+        of_stored.add(bytes, Kind::F, Held::kForwards);
+      } else {
+        const int receiver = stage_of(block->reaches >= end ? end : block->popped_by, ends);
+        const bool copied = copies_inputs(ends[receiver - 1], ends[receiver]);
+        of_stored.add(bytes, copied || copies ? Kind::F : saved ? until : Kind::R, receiver);
+      }
+    }
+  }
+  Replay forward;
+  Replay stored;
+  Replay backward;
+  Replay first_backward;
+  Replay input_gradient;
+  Replay weight_gradient;
+  Replay first_weight_gradient;
+  if (copies) {
+    const auto entering = bytes_in(first, end);
+    of_forward.add(entering, Kind::W, stage);
+    of_stored.add(entering, Kind::W, stage);
+    forward.run(entering, entering);
+    stored.run(entering, entering);
+    const auto gradients = bytes_out(first, end);
+    backward.run(gradients, gradients);
+    first_backward.run(gradients, gradients);
+    input_gradient.run(gradients, gradients);
+  }
+  // A checkpointed cell keeps copies of its buffers, except large ones, which are taken to be constant.
+  std::int64_t buffers = 0;
+  for (int layer = first; layer < end; ++layer) {
+    const auto bytes = profile_.layers[layer].buffers;
+    if (bytes < kLargeBuffer) buffers += bytes;
+  }
+  of_stored.add(buffers, Kind::R, stage);
+  stored.run(buffers, buffers);
+  of_recompute.add(buffers, Kind::I, stage);
+  if (first > 0 && copies_inputs(first, end)) {
+    const auto activation = profile_.layers[first - 1].output;
+    const auto skips = bytes_in(first, end) - activation;
+    of_stored.add(activation, Kind::W, stage);
+    of_stored.add(skips, Kind::R, stage);
+    stored.run(activation + skips, activation + skips);
+  }
+  for (int layer = first; layer < end; ++layer) {
+    forward.run(profile_.layers[layer].forward_extra, by_forward[layer - first]);
+    stored.run(profile_.layers[layer].stored_extra, by_stored[layer - first]);
+  }
+  for (int layer = end; layer-- > first;) {
+    const auto& of = profile_.layers[layer];
+    const auto change = by_backward[layer - first] + of.late_gradients;
+    backward.run(of.backward_extra, change);
+    first_backward.run(of.backward_extra, change + of.gradients - of.late_gradients);
+    input_gradient.run(of.input_gradient_extra, by_input_gradient[layer - first]);
+    // A W adds one layer's large gradients at a time.
+    const auto large = of.gradients - of.late_gradients;
+    weight_gradient.run(large, by_weight_gradient[layer - first]);
+    first_weight_gradient.run(large, by_weight_gradient[layer - first] + large);
+  }
+  return {.forward = {forward.peak(), of_forward.take()},
+          .stored = {stored.peak(), of_stored.take()},
+          .recompute = {forward.peak() - (copies ? bytes_in(first, end) : 0) + buffers, of_recompute.take()},
+          .backward = {backward.peak(), of_backward.take()},
+          .input_gradient = {input_gradient.peak(), of_input_gradient.take()},
+          .weight_gradient_extra = weight_gradient.peak(),
+          .first_backward_extra = first_backward.peak(),
+          .first_weight_gradient_extra = first_weight_gradient.peak(),
+          .parameters = sums_[end].gradients - sums_[first].gradients,
+          .splits = splits(first)};
+}
+
+}  // namespace gpipe
