@@ -42,8 +42,14 @@ Prediction predict(const Profile& profile, const std::vector<std::int64_t>& bala
   const auto& placement = source.placement;
   const Layout layout{stages, static_cast<int>(options.chunks), placement};
   auto edges = stage.edges(balance);
+  const auto bytes = stage.bytes_of_edges(balance);
+  std::int64_t crossing = 0;
   for (std::size_t e = 0; e < edges.size(); ++e) {
-    if (placement[edges[e].from] == placement[edges[e].to]) costs.edges[e] = 0;
+    if (placement[edges[e].from] == placement[edges[e].to]) {
+      costs.edges[e] = 0;
+    } else {
+      crossing += options.chunks * bytes[e];
+    }
   }
   const auto program = make_program(layout, std::move(edges), source.make(layout, options.checkpoint));
   auto simulation = simulate(program, costs);
@@ -52,6 +58,7 @@ Prediction predict(const Profile& profile, const std::vector<std::int64_t>& bala
                         .bubble = simulation.bubble,
                         .placement = placement,
                         .bytes = simulation.timeline.peak_bytes(),
+                        .crossing = crossing,
                         .timeline = std::move(simulation.timeline)};
   auto alone = options;
   alone.bandwidth = 0;

@@ -18,6 +18,8 @@ struct Prediction {
   std::vector<int> placement;       ///< the worker of each stage
   /// Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.
   std::vector<std::int64_t> bytes;
+  /// Bytes of activations and skips that go to another worker in the forward of one mini-batch.
+  std::int64_t crossing = 0;
   Timeline timeline;  ///< of the simulation; its bytes exclude parameters, buffers and optimizer state
 };
 

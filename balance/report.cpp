@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <set>
 #include <stdexcept>
 
 #include "absl/strings/str_cat.h"
@@ -122,28 +123,64 @@ std::string prediction_table(const Prediction& prediction) {
       table.text(), seconds_to_text(prediction.seconds), 100 * prediction.bubble, shared ? "worker" : "stage");
 }
 
+namespace {
+
+// E.g. "zb_v", "gpipe, 2 per worker" or "greedy, V".
+std::string schedule_of(const Candidate& candidate) {
+  const auto name = candidate.schedule.empty() ? "forward" : candidate.schedule;
+  switch (placed_by(candidate)) {
+    case PlacedBy::kSchedule:
+      break;
+    case PlacedBy::kStagesPerWorker:
+      return absl::StrCat(name, ", ", candidate.placement.size() / candidate.bytes.size(), " per worker");
+    case PlacedBy::kV:
+      return name + ", V";
+  }
+  return name;
+}
+
+// The first candidate of each schedule.
+std::vector<Candidate> first_of_schedules(const std::vector<Candidate>& candidates) {
+  std::set<std::string> seen;
+  std::vector<Candidate> first;
+  for (const auto& candidate : candidates) {
+    if (seen.insert(schedule_of(candidate)).second) first.push_back(candidate);
+  }
+  return first;
+}
+
+}  // namespace
+
 std::string candidate_table(const std::vector<Candidate>& candidates, const std::optional<Candidate>& unpartitioned) {
+  const auto first = first_of_schedules(candidates);
+  const bool several = first.size() > 1;
   std::vector<std::string> head = {"balance", "checkpoint", "chunks", "step", "bubble", "memory"};
+  if (several) head.insert(head.begin(), "schedule");
+  if (several) head.emplace_back("crossing");
   if (unpartitioned) head.emplace_back("speed-up");
   Table table(std::move(head));
-  const auto add = [&](const Candidate& candidate, const std::string& note) {
+  const auto add = [&](const std::string& schedule, const Candidate& candidate, const std::string& note) {
     const auto most = std::max_element(candidate.bytes.begin(), candidate.bytes.end());
-    std::vector<std::string> cells = {balance_to_text(candidate.balance),
-                                      to_string(candidate.checkpoint),
-                                      absl::StrCat(candidate.chunks),
-                                      seconds_to_text(candidate.seconds),
-                                      absl::StrFormat("%.0f %%", 100 * candidate.bubble),
-                                      bytes_to_text(most == candidate.bytes.end() ? 0 : *most)};
+    std::vector<std::string> cells;
+    if (several) cells.push_back(schedule);
+    cells.push_back(balance_to_text(candidate.balance));
+    cells.push_back(to_string(candidate.checkpoint));
+    cells.push_back(absl::StrCat(candidate.chunks));
+    cells.push_back(seconds_to_text(candidate.seconds));
+    cells.push_back(absl::StrFormat("%.0f %%", 100 * candidate.bubble));
+    cells.push_back(bytes_to_text(most == candidate.bytes.end() ? 0 : *most));
+    if (several) cells.push_back(bytes_to_text(candidate.crossing));
     if (unpartitioned) cells.push_back(absl::StrFormat("%.2f", unpartitioned->seconds / candidate.seconds));
     cells.push_back(absl::StrCat(note, candidate.fits ? "" : "too large"));
     table.add(std::move(cells));
   };
-  for (const auto& candidate : candidates) add(candidate, "");
-  if (unpartitioned) add(*unpartitioned, unpartitioned->fits ? "one device" : "one device, ");
+  for (const auto& candidate : several ? first : candidates) add(schedule_of(candidate), candidate, "");
+  if (unpartitioned) add("", *unpartitioned, unpartitioned->fits ? "one device" : "one device, ");
   return absl::StrCat(
-      table.text(),
+      table.text(), several ? "The best of each schedule. " : "",
       "step: forward and backward of one mini-batch. bubble: share of the step during which workers wait. memory: "
       "peak of the worker that needs the most.",
+      several ? " crossing: bytes that a forward of the mini-batch sends to other workers." : "",
       unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n");
 }
 

@@ -21,8 +21,9 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
 /// different numbers of stages.
 std::string prediction_table(const Prediction& prediction);
 
-/// One row per candidate, in the given order. With `unpartitioned`, see Suggestion, also a row for it and a column of
-/// each candidate's speed-up over it.
+/// One row per candidate, in the given order. If they have several schedules, only the first candidate of each, with
+/// columns for the schedule and for the bytes that cross to other workers. With `unpartitioned`, see Suggestion, also a
+/// row for it and a column of each candidate's speed-up over it.
 std::string candidate_table(const std::vector<Candidate>& candidates,
                             const std::optional<Candidate>& unpartitioned = std::nullopt);
 

@@ -9,6 +9,7 @@
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/report.h"
+#include "gpipe/schedule/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -21,8 +22,12 @@ void check_devices(const SearchOptions& options, std::size_t workers) {
       StrFormat("[suggest] %d devices for %d workers; give one device per worker", options.devices.size(), workers));
 }
 
-RunOptions run_options(int chunks, Checkpoint checkpoint, const SearchOptions& options) {
-  return {chunks, checkpoint, options.bandwidth, options.copies, options.scheduling};
+RunOptions run_options(int chunks, Checkpoint checkpoint, const Scheduling& scheduling, const SearchOptions& options) {
+  return {chunks, checkpoint, options.bandwidth, options.copies, scheduling};
+}
+
+int stages_of(const Scheduling& scheduling, const SearchOptions& options) {
+  return scheduling.placement.empty() ? options.stages : static_cast<int>(scheduling.placement.size());
 }
 
 /// The device with the most bytes, and their number.
@@ -39,47 +44,49 @@ std::int64_t limit_of(const SearchOptions& options) {
   return options.memory_limit > 0 ? options.memory_limit : std::numeric_limits<std::int64_t>::max();
 }
 
-class Search {
- public:
-  Search(const Profile& profile, const RunOptions& run, const SearchOptions& options)
-      : profile_(profile), run_(run), options_(options), stage_(profile), limit_(limit_of(options)) {}
+/// Whether `a` is better than `b`, also if neither fits.
+bool better(const Candidate& a, const Candidate& b, const SearchOptions& options) {
+  if (a.fits || b.fits) return is_better(a, b);
+  return fullest(a.bytes, options).second < fullest(b.bytes, options).second;
+}
 
-  Candidate best() const {
-    auto balance = options_.memory_limit > 0 ? balance_within(limit_, profile_, options_.stages, run_)
-                                             : balance_by_time(profile_, options_.stages, run_);
-    if (balance.empty()) balance = balance_by_size(profile_, options_.stages, run_);
-    return improve(of(balance));
-  }
+/// Where a search begins: balances for a number of stages and a checkpoint mode.
+using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
- private:
-  Candidate of(const std::vector<std::int64_t>& balance) const {
-    return make_candidate(profile_, balance, run_, options_);
-  }
+std::vector<std::vector<std::int64_t>> starts(const Profile& profile, int stages, const RunOptions& run,
+                                              const SearchOptions& options) {
+  std::vector<std::vector<std::int64_t>> balances = {balance_by_time(profile, stages, run)};
+  if (options.memory_limit == 0) return balances;
+  auto within = balance_within(options.memory_limit, profile, stages, run);
+  balances.push_back(within.empty() ? balance_by_size(profile, stages, run) : std::move(within));
+  return balances;
+}
 
-  bool better(const Candidate& a, const Candidate& b) const {
-    if (a.fits || b.fits) return is_better(a, b);
-    return fullest(a.bytes, options_).second < fullest(b.bytes, options_).second;
-  }
-
-  Candidate improve(Candidate best) const {
-    for (bool improved = true; improved;) {
-      improved = false;
-      for (const auto& balance : stage_.near(best.balance, 1)) {
-        auto moved = of(balance);
-        if (!better(moved, best)) continue;
-        best = std::move(moved);
-        improved = true;
-      }
-    }
-    return best;
-  }
-
-  const Profile& profile_;
-  const RunOptions run_;
-  const SearchOptions& options_;
-  const StageCost stage_;
-  const std::int64_t limit_;
+/// A candidate that may be improved.
+struct Entry {
+  const Profile* profile;
+  RunOptions run;
+  Candidate best;
 };
+
+/// Most actions that a search simulates to improve its candidates: about two seconds' worth.
+constexpr std::int64_t kMostActions = 4'000'000;
+
+/// Moves cuts. Takes the simulated actions off `budget`, and ends when there is none left.
+void improve(Entry& entry, const SearchOptions& options, std::int64_t& budget) {
+  const StageCost stage(*entry.profile);
+  const auto actions = static_cast<std::int64_t>(entry.best.balance.size()) * entry.run.chunks * 4;  // F, R, I, W
+  for (bool improved = true; improved;) {
+    improved = false;
+    for (const auto& balance : stage.near(entry.best.balance, 1)) {
+      if ((budget -= actions) < 0) return;
+      auto moved = make_candidate(*entry.profile, balance, entry.run, options);
+      if (!better(moved, entry.best, options)) continue;
+      entry.best = std::move(moved);
+      improved = true;
+    }
+  }
+}
 
 /// The smallest number of stages such that each fits into the limit; 0 if a single layer does not.
 int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t limit) {
@@ -99,11 +106,13 @@ int fewest_stages(const StageCost& cost, const RunOptions& run, std::int64_t lim
 std::string why_not(const Candidate& smallest, const Profile& profile, const SearchOptions& options) {
   const auto [device, most] = fullest(smallest.bytes, options);
   const auto reason = StrFormat(
-      "[suggest] nothing fits into %s per device: the smallest candidate, %d chunks and checkpoint %s, needs %s on %s, "
+      "[suggest] nothing fits into %s per device: the smallest candidate, %s%d chunks and checkpoint %s, needs %s on "
+      "%s, "
       "%s too much; ",
-      bytes_to_text(options.memory_limit), smallest.chunks, to_string(smallest.checkpoint), bytes_to_text(most), device,
+      bytes_to_text(options.memory_limit), smallest.schedule.empty() ? "" : smallest.schedule + " with ",
+      smallest.chunks, to_string(smallest.checkpoint), bytes_to_text(most), device,
       bytes_to_text(most - options.memory_limit));
-  const auto run = run_options(smallest.chunks, smallest.checkpoint, options);
+  const auto run = run_options(smallest.chunks, smallest.checkpoint, {}, options);
   const StageCost cost(profile);
   for (int layer = 0; layer < cost.layers(); ++layer) {
     const auto alone = cost.bytes(layer, layer + 1, run);
@@ -114,7 +123,7 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
                         profile.layers[layer].name, bytes_to_text(alone));
   }
   const int stages = fewest_stages(cost, run, options.memory_limit);
-  const auto more = stages > options.stages ? StrFormat("use %d devices, or ", stages) : "";
+  const auto more = stages > static_cast<int>(smallest.bytes.size()) ? StrFormat("use %d devices, or ", stages) : "";
   return reason + more + StrFormat("use devices with %s, or a smaller mini-batch", bytes_to_text(most));
 }
 
@@ -145,36 +154,82 @@ Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>
           prediction.seconds,
           prediction.bubble,
           std::move(prediction.bytes),
-          fits};
+          fits,
+          prediction.crossing};
+}
+
+PlacedBy placed_by(const Candidate& candidate) {
+  const auto stages = static_cast<int>(candidate.placement.size());
+  const auto workers = static_cast<int>(candidate.bytes.size());
+  if (candidate.schedule.starts_with('@')) return PlacedBy::kSchedule;
+  if (candidate.placement == looped_placement(workers, stages)) {
+    return stages == workers ? PlacedBy::kSchedule : PlacedBy::kStagesPerWorker;
+  }
+  const auto& rule = schedule_rule(candidate.schedule.empty() ? kFillAndDrain : candidate.schedule);
+  return rule.misfit({stages, 1, looped_placement(workers, stages)}).empty() ? PlacedBy::kV : PlacedBy::kSchedule;
 }
 
 bool is_better(const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; }
 
+std::vector<Scheduling> all_schedulings(int workers, int layers) {
+  std::vector<Scheduling> found;
+  std::vector<Schedule> lists;
+  const auto add = [&](const ScheduleRule& rule, std::vector<int> placement) {
+    const Layout layout{static_cast<int>(placement.size()), 2 * workers, placement};
+    if (layout.workers() != workers || !rule.misfit(layout).empty()) return;
+    auto schedule = rule.generate(layout);
+    if (std::find(lists.begin(), lists.end(), schedule) != lists.end()) return;
+    lists.push_back(std::move(schedule));
+    found.push_back({std::string(rule.name), 1, std::move(placement)});
+  };
+  for (const auto& rule : schedule_rules()) add(rule, looped_placement(workers, workers));
+  if (workers == 1 || 2 * workers > layers) return found;
+  for (const auto& rule : schedule_rules()) {
+    add(rule, looped_placement(workers, 2 * workers));
+    add(rule, v_placement(2 * workers));
+  }
+  return found;
+}
+
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options) {
   if (profiles.empty()) throw std::invalid_argument("[suggest] give at least one profile");
+  if (options.schedulings.empty()) throw std::invalid_argument("[suggest] give at least one schedule");
   if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
   if (options.memory_limit < 0 || !(options.bandwidth >= 0)) {
     throw std::invalid_argument(
         StrFormat("[suggest] memory_limit and bandwidth must not be negative, but are %d and %g", options.memory_limit,
                   options.bandwidth));
   }
-  Suggestion suggestion;
-  const Profile* of_smallest = nullptr;
-  std::int64_t least = std::numeric_limits<std::int64_t>::max();
-  Candidate smallest;
+  std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
+    Starts known;
     for (const auto checkpoint : options.checkpoints) {
-      auto candidate = Search(profile, run_options(chunks, checkpoint, options), options).best();
-      if (const auto most = fullest(candidate.bytes, options).second; most < least) {
-        least = most;
-        smallest = candidate;
-        of_smallest = &profile;
+      for (const auto& scheduling : options.schedulings) {
+        const auto run = run_options(chunks, checkpoint, scheduling, options);
+        const int stages = stages_of(scheduling, options);
+        auto& balances = known[{stages, checkpoint}];
+        if (balances.empty()) balances = starts(profile, stages, run, options);
+        Entry entry{&profile, run, make_candidate(profile, balances.front(), run, options)};
+        for (std::size_t i = 1; i < balances.size(); ++i) {
+          auto other = make_candidate(profile, balances[i], run, options);
+          if (better(other, entry.best, options)) entry.best = std::move(other);
+        }
+        entries.push_back(std::move(entry));
       }
-      suggestion.candidates.push_back(std::move(candidate));
     }
   }
-  std::stable_sort(suggestion.candidates.begin(), suggestion.candidates.end(), is_better);
-  if (!suggestion.candidates.front().fits) suggestion.reason = why_not(smallest, *of_smallest, options);
+  const auto before = [&](const Entry& a, const Entry& b) { return better(a.best, b.best, options); };
+  std::stable_sort(entries.begin(), entries.end(), before);
+  auto budget = kMostActions;
+  for (auto& entry : entries) {
+    if (budget > 0) improve(entry, options, budget);
+  }
+  std::stable_sort(entries.begin(), entries.end(), before);
+  Suggestion suggestion;
+  for (auto& entry : entries) suggestion.candidates.push_back(entry.best);
+  if (!suggestion.candidates.front().fits) {
+    suggestion.reason = why_not(entries.front().best, *entries.front().profile, options);
+  }
   suggestion.profiles = std::move(profiles);
   return suggestion;
 }

@@ -21,6 +21,8 @@ struct Candidate {
   double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
   std::vector<std::int64_t> bytes;  ///< peak per worker
   bool fits = true;                 ///< into the memory limit
+  /// Bytes of activations and skips that go to another worker in the forward of one mini-batch. As many come back.
+  std::int64_t crossing = 0;
 };
 
 /// A number of chunks, and the model's profile for micro-batches of that size.
@@ -30,7 +32,7 @@ struct ChunkedProfile {
 };
 
 struct SearchOptions {
-  int stages = 2;
+  int stages = 2;  ///< of schedulings without a placement
   std::vector<Checkpoint> checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways};
   /// Most bytes per device; 0 for no limit.
   std::int64_t memory_limit = 0;
@@ -39,12 +41,13 @@ struct SearchOptions {
   std::vector<std::string> devices = {};
   double bandwidth = 0;  ///< as in RunOptions
   bool copies = false;   ///< as in RunOptions
-  Scheduling scheduling = {};
+  /// The schedules to try. One with a placement has as many stages as that has.
+  std::vector<Scheduling> schedulings = {{}};
 };
 
 struct Suggestion {
   std::vector<ChunkedProfile> profiles;  ///< one per number of chunks
-  /// The best candidate for each number of chunks and checkpoint mode. Those that fit come first, fastest first.
+  /// The best candidate for each number of chunks, checkpoint mode and schedule. Those that fit come first, fastest first.
   std::vector<Candidate> candidates;
   /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all intra-op
   /// threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
@@ -60,16 +63,26 @@ struct Suggestion {
   const Profile& profile_of(const Candidate& candidate) const;
 };
 
-/// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks and checkpoint
-/// mode it takes the balance whose slowest stage is fastest, then moves cuts by one layer as long as the step gets faster
-/// (or, if nothing fits, needs fewer bytes). Errors: std::invalid_argument for invalid options, no profiles, or fewer
-/// layers than stages.
+/// Returns every schedule of schedule_rules() that fits `workers` workers, with one and, if there are enough layers, two
+/// stages on each. Those with two stages on a worker are placed in loops and in a V, where they fit. Of schedules with the
+/// same lists, the first rule's counts.
+std::vector<Scheduling> all_schedulings(int workers, int layers);
+
+/// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks, checkpoint mode and
+/// schedule it takes the balance whose slowest stage is fastest. Then, best candidates first, it moves cuts by one layer as
+/// long as the step gets faster (or, if nothing fits, needs fewer bytes), until it has simulated as much as takes a few
+/// seconds. Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
 /// Predicts one candidate. Errors: those of predict(), and std::invalid_argument if the number of devices is not the
 /// number of workers.
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
+
+/// What places a candidate's stages, besides the name of its schedule: nothing, GPipeOptions().stages_per_worker(), or
+/// GPipeOptions().placement() with v_placement().
+enum class PlacedBy { kSchedule, kStagesPerWorker, kV };
+PlacedBy placed_by(const Candidate& candidate);
 
 /// Whether `a` is better than `b`: only `a` fits, or both do or do not and `a` is faster.
 bool is_better(const Candidate& a, const Candidate& b);

@@ -211,6 +211,16 @@ std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const
   return ends;
 }
 
+std::vector<std::int64_t> StageCost::bytes_of_edges(const std::vector<std::int64_t>& balance) const {
+  const auto ends = this->ends(balance);
+  std::vector<std::int64_t> bytes;
+  for (std::size_t s = 0; s + 1 < ends.size(); ++s) bytes.push_back(profile_.layers[ends[s] - 1].output);
+  for (const auto& skip : profile_.skips) {
+    if (stage_of(skip.from, ends) != stage_of(skip.to, ends)) bytes.push_back(skip.bytes);
+  }
+  return bytes;
+}
+
 Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const {
   const auto ends = this->ends(balance);
   Costs costs;
@@ -227,12 +237,7 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
     costs.bytes.push_back(cell_bytes(first, end, ends, options.copies));
     first = end;
   }
-  std::vector<std::int64_t> sent;
-  for (std::size_t s = 0; s + 1 < ends.size(); ++s) sent.push_back(profile_.layers[ends[s] - 1].output);
-  for (const auto& skip : profile_.skips) {
-    if (stage_of(skip.from, ends) != stage_of(skip.to, ends)) sent.push_back(skip.bytes);
-  }
-  for (const auto bytes : sent) {
+  for (const auto bytes : bytes_of_edges(balance)) {
     costs.edges.push_back(options.bandwidth > 0 ? static_cast<double>(bytes) / options.bandwidth : 0);
   }
   return costs;

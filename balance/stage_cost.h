@@ -75,6 +75,8 @@ class StageCost {
   // Inputs of the simulator for a balance.
   Costs costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   std::vector<Edge> edges(const std::vector<std::int64_t>& balance) const;
+  /// Bytes per edge for one micro-batch.
+  std::vector<std::int64_t> bytes_of_edges(const std::vector<std::int64_t>& balance) const;
 
  private:
   /// Whether a balance covers the model and cuts it only where allowed.

@@ -68,6 +68,25 @@ Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devic
   return {scheduling.schedule, 1, source.placement};
 }
 
+/// Returns the schedulings to try, with their placements. Errors: as complete().
+std::vector<Scheduling> schedulings(const Scheduling& wanted, const Model& model, std::size_t devices,
+                                    const std::vector<int>& counts) {
+  if (wanted.schedule != kAnySchedule) return {complete(wanted, model, devices, counts)};
+  const auto workers = static_cast<int>(devices);
+  auto found = all_schedulings(workers, static_cast<int>(model.named_layers().size()));
+  std::erase_if(found, [&](const Scheduling& it) {
+    if (!wanted.placement.empty()) return it.placement != wanted.placement;
+    const auto per_worker = static_cast<int>(it.placement.size()) / workers;
+    return wanted.stages_per_worker != 1 && per_worker != wanted.stages_per_worker;
+  });
+  if (found.empty()) {
+    throw std::invalid_argument(
+        absl::StrFormat("[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
+                        model.named_layers().size()));
+  }
+  return found;
+}
+
 /// Gives an accelerator without index the index 0, as GPipe does.
 std::vector<torch::Device> with_index(std::vector<torch::Device> devices) {
   for (auto& device : devices) {
@@ -179,7 +198,7 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
   check_devices(wanted);
   const auto devices = with_index(wanted);
   const auto counts = possible(options.chunks(), batch_size(sample));
-  const auto scheduling = complete(options.scheduling(), model, devices.size(), counts);
+  auto to_try = schedulings(options.scheduling(), model, devices.size(), counts);
   const Profiling profiling(model, sample, devices, options, counts);
   std::vector<ChunkedProfile> profiles;
   std::exception_ptr first_error;
@@ -195,13 +214,12 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
     }
   }
   if (profiles.empty()) std::rethrow_exception(first_error);
-  const SearchOptions search_options{.stages = static_cast<int>(scheduling.placement.size()),
-                                     .checkpoints = options.checkpoints(),
+  const SearchOptions search_options{.checkpoints = options.checkpoints(),
                                      .memory_limit = options.memory_limit(),
                                      .devices = names(devices),
                                      .bandwidth = options.bandwidth(),
                                      .copies = copies_between(devices),
-                                     .scheduling = scheduling};
+                                     .schedulings = std::move(to_try)};
   auto suggestion = search(std::move(profiles), search_options);
   suggestion.unpartitioned = unpartitioned(profiling, suggestion.profiles, options);
   profiling.finish();

@@ -11,6 +11,9 @@
 
 namespace gpipe {
 
+/// The name that stands for every schedule of step(), see all_schedulings().
+inline constexpr char kAnySchedule[] = "auto";
+
 struct SuggestOptions {
   /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, without those that the mini-batch or the model does not allow.
   TORCH_ARG(std::vector<int>, chunks);
@@ -19,8 +22,9 @@ struct SuggestOptions {
   TORCH_ARG(std::int64_t, memory_limit) = 0;
   /// Bandwidth between devices in bytes per second. 0: transfers take no time.
   TORCH_ARG(double, bandwidth) = 0;
-  /// The schedule and the stages per worker of all candidates.
-  TORCH_ARG(Scheduling, scheduling);
+  /// The schedule and the placement of all candidates. With kAnySchedule, a placement or stages per worker other than 1
+  /// leave only the schedules that have them.
+  TORCH_ARG(Scheduling, scheduling) = {.schedule = kAnySchedule};
   /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };
@@ -29,7 +33,7 @@ struct SuggestOptions {
 bool copies_between(const std::vector<torch::Device>& devices);
 
 /// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one worker per device:
-/// balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the unpartitioned model, so that the
+/// schedule, placement, balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the unpartitioned model, so that the
 /// candidates can be compared with it.
 ///
 /// Measures on the first device; the others are taken to be equal. On a CPU, all CPU stages are measured at once. Errors:

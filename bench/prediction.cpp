@@ -70,7 +70,7 @@ void sweep(const std::string& model, int stages, const Options& options) {
   auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()));
   const std::vector<torch::Device> devices(stages, torch::kCPU);
   const auto suggestion =
-      suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks).checkpoints(options.checkpoints));
+      suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks).checkpoints(options.checkpoints).scheduling({}));
   const auto step_of = [&](const Candidate& way) {
     return [pipe = make_pipe(it.model, way.balance, way.chunks, way.checkpoint), input = it.input]() mutable {
       step(pipe, input);

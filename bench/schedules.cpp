@@ -27,7 +27,9 @@ constexpr double kProfileSeconds = 2;
 
 // The schedules to measure, with their stages per worker.
 const std::vector<std::pair<std::string, int>> kSchedules = {
-    {"gpipe", 1}, {"1f1b", 1}, {"looped_bfs", 2}, {"interleaved_1f1b", 2}};
+    {"gpipe", 1},  {"1f1b", 1},  {"looped_bfs", 2},     {"interleaved_1f1b", 2},
+    {"zb_h1", 1},  {"zb_h2", 1}, {"interleaved_zb", 2}, {"zb_v", 2},
+    {"v_half", 2}, {"v_min", 2}, {"dualpipe_v", 2},     {"greedy", 1}};
 
 // What the measurements should show.
 constexpr double kMostSeconds = 1.05;  // measured / simulated
@@ -79,7 +81,7 @@ struct Contender {
   double peak_of_cells(const Timeline& trace) const {
     std::map<int, double> sums_since;  // by stage: the end of its first backward
     for (const auto& span : trace.spans) {
-      if (span.action.kind != Kind::B) continue;
+      if (span.action.kind != Kind::B && span.action.kind != Kind::W) continue;
       const auto [found, is_new] = sums_since.emplace(span.action.stage, span.end);
       if (!is_new) found->second = std::min(found->second, span.end);
     }
@@ -89,7 +91,7 @@ struct Contender {
       for (const auto& [stage, since] : sums_since) {
         if (pipe->placement()[stage] == span.worker && since <= span.start) sums += bytes[stage].parameters;
       }
-      const bool first = span.action.kind == Kind::B && span.end == sums_since.at(span.action.stage);
+      const bool first = span.end == sums_since.at(span.action.stage);
       peak = std::max(peak, (first ? span.bytes.before : span.bytes.peak) - sums);
     }
     return static_cast<double>(peak);
@@ -126,20 +128,26 @@ Contender make_contender(const Subject& it, const Profile& of_whole, Row row, co
 class Report {
  public:
   Report() {
-    add({"model", "stages", "chunks", "checkpoint", "schedule", "ms", "simulated", "time / simulated (min, max)", "MiB",
-         "simulated", "MiB / simulated", "MiB / gpipe's (without gradients)"});
+    add({"model", "stages", "chunks", "checkpoint", "schedule", "ms", "simulated", "time / simulated (min, max)",
+         "speed / gpipe's (min, max)", "simulated", "MiB", "simulated", "MiB / simulated",
+         "MiB / gpipe's (without gradients)"});
     lines_.push_back(std::vector<std::string>(lines_.front().size(), "---"));
   }
 
   // `of_gpipe`: for 1f1b, the peaks relative to those of gpipe, with and without gradients.
   void add(const Contender& contender, const std::vector<double>& seconds, const Simulation& simulated,
-           const Measurement& time, const Measurement& bytes, const std::vector<Measurement>& of_gpipe) {
+           const Measurement& time, const Measurement& speed, const Measurement& bytes,
+           const std::vector<Measurement>& of_gpipe) {
     const auto& row = contender.row;
-    const auto [low, high] = std::minmax_element(time.values.begin(), time.values.end());
+    const auto range = [](const std::vector<double>& values) {
+      const auto [low, high] = std::minmax_element(values.begin(), values.end());
+      return absl::StrFormat("%.2f (%.2f, %.2f)", median(values), *low, *high);
+    };
     add({row.model, std::to_string(row.stages), std::to_string(row.chunks), to_string(row.checkpoint), row.schedule,
          absl::StrFormat("%.4g", median(seconds) * 1e3), absl::StrFormat("%.4g", simulated.makespan * 1e3),
-         absl::StrFormat("%.2f (%.2f, %.2f)", median(time.values), *low, *high), mebibytes(median(contender.peaks())),
-         mebibytes(Contender::largest(simulated.timeline.peak_bytes())), absl::StrFormat("%.2f", median(bytes.values)),
+         range(time.values), range(speed.values), absl::StrFormat("%.2f", speed.bound.value_or(1)),
+         mebibytes(median(contender.peaks())), mebibytes(Contender::largest(simulated.timeline.peak_bytes())),
+         absl::StrFormat("%.2f", median(bytes.values)),
          of_gpipe.empty() ? ""
                           : absl::StrFormat("%.2f (%.2f)", median(of_gpipe[0].values), median(of_gpipe[1].values))});
     times_.push_back(time);
@@ -205,6 +213,7 @@ void measure(const Row& row, const std::vector<std::string>& chosen, const Optio
   }
   const auto times = interleave(steps, options.repeats);
   const Contender* gpipe = nullptr;
+  double simulated_gpipe = 0;
   for (std::size_t i = 0; i < contenders.size(); ++i) {
     auto& each = contenders[i];
     each.traces.erase(each.traces.begin());  // the warm-up of interleave()
@@ -216,6 +225,12 @@ void measure(const Row& row, const std::vector<std::string>& chosen, const Optio
                            .unit = "times the simulated seconds",
                            .values = quotients(seconds, makespans),
                            .limit = kMostSeconds};
+    if (i == 0) simulated_gpipe = simulated.makespan;
+    const Measurement speed{.bench = "schedules",
+                            .row = each.row,
+                            .unit = "times the speed of " + contenders.front().row.schedule,
+                            .values = quotients(times[0], seconds),
+                            .bound = simulated_gpipe / simulated.makespan};
     const Measurement bytes{"schedules", each.row, "times the simulated peak bytes (per worker)",
                             byte_ratios(each, simulated)};
     std::vector<Measurement> of_gpipe;
@@ -229,9 +244,10 @@ void measure(const Row& row, const std::vector<std::string>& chosen, const Optio
       if (limited) of_gpipe[0].limit = kMostBytes;
     }
     print(std::cout, time);
+    print(std::cout, speed);
     print(std::cout, bytes);
     for (const auto& line : of_gpipe) print(std::cout, line);
-    report.add(each, seconds, simulated, time, bytes, of_gpipe);
+    report.add(each, seconds, simulated, time, speed, bytes, of_gpipe);
   }
 }
 

@@ -17,7 +17,8 @@ inline Json to_json(const Candidate& candidate) {
           {"seconds", candidate.seconds},
           {"bubble", candidate.bubble},
           {"bytes", candidate.bytes},
-          {"fits", candidate.fits}};
+          {"fits", candidate.fits},
+          {"crossing", candidate.crossing}};
 }
 
 }  // namespace gpipe::examples::balance

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 
+#include "absl/strings/str_cat.h"
 #include "balance/suggest.h"
 #include "examples/common/flags.h"
 #include "examples/common/image.h"
@@ -17,6 +18,9 @@
 namespace gpipe::examples::balance {
 
 namespace {
+
+/// Stands for forward() and its backward.
+constexpr char kForward[] = "forward";
 
 /// A number of bytes, with a unit.
 CLI::Validator size_text() {
@@ -37,12 +41,13 @@ std::vector<std::int64_t> Options::sizes(int chunks) const { return micro_batch_
 
 std::vector<torch::Device> Options::place() const {
   const auto placement = scheduling().placement;
-  const int workers = *std::max_element(placement.begin(), placement.end()) + 1;
+  const int workers = placement.empty() ? stages : *std::max_element(placement.begin(), placement.end()) + 1;
   return devices.empty() ? examples::place({.stages = workers})
                          : to_devices(devices, workers, workers == stages ? "stage" : "worker");
 }
 
 Scheduling Options::scheduling() const {
+  if (schedule == kAnySchedule) return {.schedule = schedule, .stages_per_worker = stages_per_worker};
   const auto& name = schedule.empty() ? kFillAndDrain : schedule;
   return {.schedule = schedule, .placement = schedule_source(name, stages, stages_per_worker).placement};
 }
@@ -97,13 +102,16 @@ void add_memory_limit_flag(CLI::App& app, Options& options) {
 }
 
 void add_schedule_flags(CLI::App& app, Options& options) {
+  const bool any = options.schedule == kAnySchedule;
   app.add_option("--schedule", options.schedule,
-                 "of step(): " + schedule_names() + " or @FILE; default: a forward, then its backward")
-      ->check([](const std::string& name) {
-        if (!name.starts_with('@')) schedule_rule(name);
-        return "";
+                 absl::StrCat("of step(): ", schedule_names(), " or @FILE; ", kForward,
+                              ": a forward, then its backward", any ? "; auto: try all that fit --stages workers" : ""))
+      ->transform([any](std::string name) {
+        if (name == kForward) return std::string();
+        if (!name.starts_with('@') && !(any && name == kAnySchedule)) schedule_rule(name);
+        return name;
       })
-      ->always_capture_default(false);
+      ->default_str(any ? kAnySchedule : kForward);
   app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker, in turn")
       ->transform(whole_number(1, 1024));
 }

@@ -41,7 +41,7 @@ struct Options {
   std::vector<std::int64_t> sizes(int chunks) const;
   /// One device per worker.
   std::vector<torch::Device> place() const;
-  /// With the placement. Errors: std::invalid_argument for a schedule or a number of stages that does not fit.
+  /// With the placement, unless the schedule is kAnySchedule. Errors: std::invalid_argument for a schedule or a number of stages that does not fit.
   Scheduling scheduling() const;
   RunOptions run(int chunks, Checkpoint mode) const;
   ProfileOptions profiling() const;

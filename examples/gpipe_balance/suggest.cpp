@@ -1,4 +1,4 @@
-// gpipe-balance suggest: searches for the fastest balance, chunks and checkpoint mode.
+// gpipe-balance suggest: searches for the fastest schedule, balance, chunks and checkpoint mode.
 
 #include "balance/suggest.h"
 
@@ -24,6 +24,7 @@ void add_flags(CLI::App& app, Options& options) {
   add_chunks_list(app, options, "1, 2, 4, .. 32");
   add_bandwidth_flag(app, options);
   add_memory_limit_flag(app, options);
+  options.schedule = kAnySchedule;
   add_schedule_flags(app, options);
   add_layers_flag(app, options);
   app.add_option("--refine", options.refine, "number of the best candidates to run and time")
@@ -50,9 +51,17 @@ std::string code_of(const torch::Device& device) {
 std::string code_of_schedule(const Candidate& candidate) {
   std::string code;
   if (!candidate.schedule.empty()) absl::StrAppend(&code, ".schedule(\"", candidate.schedule, "\")");
-  const auto stages_per_worker = candidate.placement.size() / candidate.bytes.size();
-  if (stages_per_worker > 1 && !candidate.schedule.starts_with('@'))
-    absl::StrAppend(&code, ".stages_per_worker(", stages_per_worker, ")");
+  const auto stages = candidate.placement.size();
+  switch (placed_by(candidate)) {
+    case PlacedBy::kSchedule:
+      break;
+    case PlacedBy::kStagesPerWorker:
+      absl::StrAppend(&code, ".stages_per_worker(", stages / candidate.bytes.size(), ")");
+      break;
+    case PlacedBy::kV:
+      absl::StrAppend(&code, ".placement(gpipe::v_placement(", stages, "))");
+      break;
+  }
   return code.empty() ? "" : "\n                      " + code;
 }
 
@@ -120,6 +129,6 @@ int run(const Options& options) {
 
 }  // namespace
 
-Verb suggest_verb() { return {"suggest", "the fastest balance, chunks and checkpoint mode", add_flags, run}; }
+Verb suggest_verb() { return {"suggest", "the fastest schedule, balance, chunks and checkpoint mode", add_flags, run}; }
 
 }  // namespace gpipe::examples::balance

@@ -54,7 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
     command.add_argument("--bandwidth", type=float, default=0.0, metavar="GB/S", help="between devices, in GB/s")
     command.add_argument(
-        "--schedule", help="of step(): gpipe, 1f1b, ... or @FILE; default: a forward, then its backward"
+        "--schedule",
+        default="auto",
+        help="of step(): gpipe, 1f1b, ... or @FILE; forward: a forward, then its backward; auto: try all (default: auto)",
     )
     command.add_argument("--stages-per-worker", type=int, default=1, metavar="N", help="default: 1")
     command.add_argument("--seconds", type=float, default=60.0, help="approximate time for measuring (default: 60)")
@@ -96,7 +98,8 @@ def _print(suggestion: Suggestion, devices: list[str], layers: bool) -> None:
     if suggestion.fits:
         schedule = f", schedule={first.schedule!r}" if first.schedule else ""
         stages_per_worker = len(first.placement) // len(first.bytes)
-        schedule += f", stages_per_worker={stages_per_worker}" if stages_per_worker > 1 and "@" not in schedule else ""
+        placed = {"stages_per_worker": f", stages_per_worker={stages_per_worker}", "v": ", placement='v'"}
+        schedule += placed.get(first.placed_by, "")
         print(
             f"\npipe = gpipe.GPipe(model, {first.balance}, devices={devices}, chunks={first.chunks}, "
             f"checkpoint={first.checkpoint!r}{schedule})"
@@ -105,7 +108,7 @@ def _print(suggestion: Suggestion, devices: list[str], layers: bool) -> None:
 
 def _print_json(suggestion: Suggestion) -> None:
     def fields(candidate: Candidate) -> dict[str, Any]:
-        names = ("balance", "chunks", "checkpoint", "schedule", "placement", "seconds", "bubble", "bytes", "fits")
+        names = ("balance", "chunks", "checkpoint", "schedule", "placement", "seconds", "bubble", "bytes", "fits", "crossing")
         return {name: getattr(candidate, name) for name in names}
 
     unpartitioned = suggestion.unpartitioned
@@ -140,7 +143,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             chunks=options.chunks,
             memory_limit=options.memory_limit,
             bandwidth=options.bandwidth * 1e9,
-            schedule=options.schedule,
+            schedule=None if options.schedule == "forward" else options.schedule,
             stages_per_worker=options.stages_per_worker,
             seconds=options.seconds,
             param_scale=options.param_scale,

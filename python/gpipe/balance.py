@@ -217,15 +217,15 @@ def suggest(
     checkpoints: Sequence[str] = ("never", "except_last", "always"),
     memory_limit: int = 0,
     bandwidth: float = 0.0,
-    schedule: str | None = None,
+    schedule: str | None = "auto",
     stages_per_worker: int = 1,
     seconds: float = 60.0,
     intraop_threads: int = 0,
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Suggestion:
-    """Measures a model at several micro-batch sizes. Searches for the balance, number of chunks and checkpoint mode
-    that train it fastest.
+    """Measures a model at several micro-batch sizes. Searches for the schedule, placement, balance, number of chunks and
+    checkpoint mode that train it fastest.
 
     Args:
         module: the model.
@@ -235,8 +235,8 @@ def suggest(
         checkpoints: checkpoint modes to try.
         memory_limit: the most bytes per device, where each CPU worker counts as a device; 0 for no limit.
         bandwidth: bytes per second between devices; 0 for transfers without delay.
-        schedule: the schedule of ``step``; ``None`` for a forward and its backward.
-        stages_per_worker: as for :class:`gpipe.GPipe`.
+        schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
+        stages_per_worker: as for :class:`gpipe.GPipe`. With ``'auto'``, 2 leaves only schedules with two stages per worker.
         seconds: approximate time limit for all measurements, in seconds.
         intraop_threads, param_scale, progress: as for :func:`profile`.
 

@@ -140,7 +140,7 @@ def arrange_workers(
         raise IndexError("devices is empty; give one device per worker, or None for the default")
     if stages == 0:
         if not name.startswith("@"):
-            _C.place_stages(name, 1, 1, [])  # refuses an unknown name
+            _C.place_stages(name, 2, 1, [])  # refuses an unknown name
         return [], []
     names, placed = _C.arrange_workers(given, stages, name, per_worker, workers)
     return [torch.device(name) for name in names], placed

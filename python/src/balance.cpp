@@ -70,6 +70,10 @@ void init_balance(py::module_& module) {
                     "Seconds of a forward without a graph, in a cell that will be recomputed.")
       .def_readonly("recompute", &LayerProfile::recompute, "Seconds of the recompute, which builds the graph.")
       .def_readonly("backward", &LayerProfile::backward, "Seconds of the backward.")
+      .def_readonly("input_gradient", &LayerProfile::input_gradient,
+                    "Seconds of the first part of a split backward, the gradients of inputs.")
+      .def_readonly("weight_gradient", &LayerProfile::weight_gradient,
+                    "Seconds of the second part of a split backward, gradients of parameters.")
       .def_readonly("parameters", &LayerProfile::parameters, "Bytes of the parameters.")
       .def_readonly("gradients", &LayerProfile::gradients, "Bytes of the parameters' gradients.")
       .def_readonly("optimizer", &LayerProfile::optimizer, "Bytes of the optimizer's state.")
@@ -133,10 +137,26 @@ void init_balance(py::module_& module) {
       .def_readonly("bytes", &Candidate::bytes, "Peak bytes per worker.")
       .def_readonly("schedule", &Candidate::schedule, "The schedule of step(); empty for forward and backward.")
       .def_readonly("placement", &Candidate::placement, "The worker of each stage.")
-      .def_readonly("fits", &Candidate::fits, "Whether every device stays within the memory limit.");
+      .def_readonly("fits", &Candidate::fits, "Whether every device stays within the memory limit.")
+      .def_readonly("crossing", &Candidate::crossing, "Bytes that the forward of a mini-batch sends to other workers.")
+      .def_property_readonly(
+          "placed_by",
+          [](const Candidate& candidate) {
+            switch (placed_by(candidate)) {
+              case PlacedBy::kSchedule:
+                break;
+              case PlacedBy::kStagesPerWorker:
+                return "stages_per_worker";
+              case PlacedBy::kV:
+                return "v";
+            }
+            return "schedule";
+          },
+          "What places the stages: 'schedule', 'stages_per_worker', or 'v' for the placement of that name.");
   py::class_<Suggestion>(module, "Suggestion", "Ways to run a model, best first.")
-      .def_readonly("candidates", &Suggestion::candidates,
-                    "One candidate per number of chunks and checkpoint mode. The fastest one that fits is first.")
+      .def_readonly(
+          "candidates", &Suggestion::candidates,
+          "One candidate per number of chunks, checkpoint mode and schedule. The fastest one that fits is first.")
       .def_readonly("reason", &Suggestion::reason, "Why no candidate fits. Empty if one does.")
       .def_readonly("unpartitioned", &Suggestion::unpartitioned,
                     "The whole mini-batch on one device, without a pipeline; None if the model does not run that way.")
