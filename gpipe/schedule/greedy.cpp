@@ -62,31 +62,7 @@ void check(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
   }
 }
 
-std::int64_t cell_bytes(const Workload& work, const CellBytes& bytes) {
-  return (work.checkpoint == Checkpoint::kNever ? bytes.forward : bytes.stored).kept();
-}
-
-// What a stage takes apart from its cells, about.
-std::int64_t other_bytes(const CellBytes& bytes) {
-  return bytes.parameters + bytes.recompute.kept() +
-         std::max({bytes.forward.extra, bytes.backward.extra, bytes.first_backward_extra});
-}
-
-// For `micro_batches` in flight, where `most_bytes` allows that.
-Budget make_budget(const Workload& work, const std::vector<std::int64_t>& most_bytes, int micro_batches) {
-  Budget budget{{}, std::vector<std::int64_t>(work.layout.workers())};
-  std::vector<std::int64_t> free = most_bytes;
-  for (int s = 0; s < work.layout.stages; ++s) {
-    const int worker = work.layout.placement[s];
-    budget.cells.push_back(free.empty() ? 1 : cell_bytes(work, work.costs.bytes[s]));
-    budget.workers[worker] += micro_batches * budget.cells[s];
-    if (!free.empty()) free[worker] -= other_bytes(work.costs.bytes[s]);
-  }
-  for (std::size_t w = 0; w < free.size(); ++w) budget.workers[w] = std::min(budget.workers[w], free[w]);
-  return budget;
-}
-
-// Numbers of micro-batches in flight to try: all small ones, then steps of about a quarter.
+// The depths to try: all small ones, then steps of about a quarter.
 std::vector<int> depths(int micro_batches) {
   std::vector<int> result;
   for (int depth = 1; depth < micro_batches; depth += std::max(1, depth / 4)) result.push_back(depth);
@@ -115,13 +91,12 @@ std::optional<Schedule> greedy_schedule(const Workload& workload, const std::vec
     search.offer(make_schedule(rule.name, workload.layout, workload.checkpoint));
   }
   for (const bool forward_first : {false, true}) {
-    for (const int most_split : {Preference::kUnlimited, 1, 0}) {
+    for (const int most_split : {ListOptions::kUnlimited, 1, 0}) {
       for (const int depth : depths(workload.layout.micro_batches)) {
-        const auto budget = make_budget(workload, most_bytes, depth);
-        auto [lists, makespan] = list_schedule(workload, budget, {forward_first, most_split});
+        auto [lists, makespan] = list_schedule(workload, {depth, forward_first, most_split});
         if (makespan >= search.makespan()) continue;
         lists = with_recomputes(std::move(lists), workload.checkpoint, workload.layout.micro_batches);
-        if (!search.offer(std::move(lists))) break;  // with more in flight it would need more
+        if (!search.offer(std::move(lists))) break;  // deeper ones need more
       }
     }
   }

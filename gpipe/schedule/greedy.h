@@ -8,10 +8,10 @@
 
 namespace gpipe {
 
-/// Searches for the fastest schedule whose workers use at most `most_bytes`, one number per worker. If it is empty,
-/// memory is unlimited. Tries all named schedules that fit the layout, and list schedules of many budgets and
-/// preferences. In simulation, with sufficient_capacities(), the result is therefore never slower than a named schedule
-/// that keeps to `most_bytes`. It has the R's of the workload's checkpoint mode. Deterministic.
+/// Searches for the fastest schedule whose workers use at most `most_bytes`, one number per worker; if it is empty,
+/// memory is unlimited. Tries all named schedules that fit the layout, and list schedules with many options. So in
+/// simulation, with sufficient_capacities(), the result is never slower than a named schedule that keeps to
+/// `most_bytes`. It has the R's of the workload's checkpoint mode. Deterministic.
 ///
 /// Returns nothing if no schedule that was tried keeps to `most_bytes`. Another one might.
 /// Errors: std::invalid_argument for an invalid layout or edge, for costs that do not fit them (see simulate()), and, if

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <set>
 #include <tuple>
@@ -12,19 +13,17 @@ namespace {
 
 class ListScheduler {
  public:
-  ListScheduler(const Workload& workload, const Budget& budget, const Preference& preference)
+  ListScheduler(const Workload& workload, const ListOptions& options)
       : work_(workload),
-        budget_(budget),
-        preference_(preference),
+        options_(options),
         wiring_(workload.layout.stages, workload.edges),
         stages_(workload.layout.stages),
         workers_(workload.layout.workers()),
         result_{Schedule(workers_.size())} {
     for (int s = work_.layout.stages; s-- > 0;) {
       Worker& worker = workers_[work_.layout.placement[s]];
+      stages_[s].later_here = static_cast<int>(worker.stages.size());
       worker.stages.push_back(s);
-      stages_[s].kept_free = worker.least;
-      worker.least += budget_.cells[s];
       if (s + 1 < work_.layout.stages) link(s, s + 1);
     }
     for (const Edge& edge : work_.edges) link(edge.from, edge.to);
@@ -56,8 +55,8 @@ class ListScheduler {
     // When the actions that were chosen end, by micro-batch.
     std::vector<double> forwards;
     std::vector<double> backwards;
-    int weights = 0;             ///< number of W that were chosen
-    std::int64_t kept_free = 0;  ///< for one cell of each later stage of the worker
+    int weights = 0;     ///< number of W that were chosen
+    int later_here = 0;  ///< number of later stages of the same worker
     // The other workers that take what the stage puts.
     std::set<int> later;
     std::set<int> earlier;
@@ -65,8 +64,7 @@ class ListScheduler {
 
   struct Worker {
     std::vector<int> stages;
-    std::int64_t least = 0;  ///< one cell of each stage
-    std::int64_t used = 0;
+    std::int64_t cells = 0;
     int split = 0;  ///< I that wait for their W
     double clock = 0;
     std::optional<Choice> next;
@@ -103,16 +101,16 @@ class ListScheduler {
 
   std::tuple<double, int, int, int> order(const Choice& choice) const {
     const auto [kind, stage, m] = choice.action;
-    const int by_kind = kind == Kind::W ? 2 : (kind == Kind::F) != preference_.forward_first;
+    const int by_kind = kind == Kind::W ? 2 : (kind == Kind::F) != options_.forward_first;
     return {choice.start, by_kind, m, kind == Kind::F ? -stage : stage};
   }
 
   std::optional<Choice> forward(const Worker& worker, int stage) const {
     const int m = static_cast<int>(stages_[stage].forwards.size());
     if (m == work_.layout.micro_batches) return std::nullopt;
-    // Leaves room for the later stages, and runs the stages in order: the oldest micro-batch can always go on.
-    const auto room = std::max(worker.least, budget_.workers[work_.layout.placement[stage]]);
-    if (worker.used + budget_.cells[stage] + stages_[stage].kept_free > room) return std::nullopt;
+    // Leaves room for one cell of each later stage, and runs the stages in order. So the oldest micro-batch can go on.
+    const auto most_cells = static_cast<std::int64_t>(worker.stages.size()) * options_.depth;
+    if (worker.cells + 1 + stages_[stage].later_here > most_cells) return std::nullopt;
     if (stage > 0 && stages_[stage - 1].forwards.size() <= static_cast<std::size_t>(m)) return std::nullopt;
     double start = worker.clock;
     for (const int e : wiring_.in[stage]) {
@@ -127,8 +125,8 @@ class ListScheduler {
   std::optional<Choice> backward(const Worker& worker, int stage) const {
     const int m = static_cast<int>(stages_[stage].backwards.size());
     if (stages_[stage].forwards.size() <= static_cast<std::size_t>(m)) return std::nullopt;
-    const bool whole = preference_.most_split == 0;
-    if (!whole && worker.split >= preference_.most_split) return std::nullopt;
+    const bool whole = options_.most_split == 0;
+    if (!whole && worker.split >= options_.most_split) return std::nullopt;
     double arrival = 0;
     for (const int e : wiring_.out[stage]) {
       const auto& ends = stages_[work_.edges[e].to].backwards;
@@ -144,7 +142,7 @@ class ListScheduler {
 
   std::optional<Choice> weights(const Worker& worker, int stage) const {
     const int m = stages_[stage].weights;
-    if (preference_.most_split == 0 || stages_[stage].backwards.size() <= static_cast<std::size_t>(m)) {
+    if (options_.most_split == 0 || stages_[stage].backwards.size() <= static_cast<std::size_t>(m)) {
       return std::nullopt;
     }
     return Choice{{Kind::W, stage, m}, worker.clock, worker.clock + seconds(Kind::W, stage)};
@@ -158,10 +156,10 @@ class ListScheduler {
     result_.lists[w].push_back(choice.action);
     if (kind == Kind::F) {
       stages_[stage].forwards.push_back(choice.end);
-      worker.used += budget_.cells[stage];
+      ++worker.cells;
     }
     if (kind == Kind::B || kind == Kind::I) stages_[stage].backwards.push_back(choice.end);
-    if (kind == Kind::B || kind == Kind::W) worker.used -= budget_.cells[stage];
+    if (kind == Kind::B || kind == Kind::W) --worker.cells;
     if (kind == Kind::I) ++worker.split;
     if (kind == Kind::W) {
       --worker.split;
@@ -170,8 +168,7 @@ class ListScheduler {
   }
 
   const Workload& work_;
-  const Budget& budget_;
-  const Preference& preference_;
+  const ListOptions& options_;
   const Wiring wiring_;
   std::vector<Stage> stages_;
   std::vector<Worker> workers_;
@@ -181,8 +178,8 @@ class ListScheduler {
 
 }  // namespace
 
-ListSchedule list_schedule(const Workload& workload, const Budget& budget, const Preference& preference) {
-  return ListScheduler(workload, budget, preference).run();
+ListSchedule list_schedule(const Workload& workload, const ListOptions& options) {
+  return ListScheduler(workload, options).run();
 }
 
 Schedule greedy(const Layout& layout) {
@@ -190,10 +187,8 @@ Schedule greedy(const Layout& layout) {
   for (int s = 0; s + 1 < layout.stages; ++s) workload.edges.push_back({s, s + 1, 1, ""});
   workload.costs.actions.assign(layout.stages, {1, 0, 2, 1, 1});
   workload.costs.edges.assign(workload.edges.size(), 0);
-  Budget budget{std::vector<std::int64_t>(layout.stages, 1), std::vector<std::int64_t>(layout.workers())};
-  for (const int worker : layout.placement) budget.workers[worker] += layout.workers();
-  auto backward_first = list_schedule(workload, budget, {.forward_first = false});
-  auto forward_first = list_schedule(workload, budget, {.forward_first = true});
+  auto backward_first = list_schedule(workload, {.depth = layout.workers(), .forward_first = false});
+  auto forward_first = list_schedule(workload, {.depth = layout.workers(), .forward_first = true});
   return forward_first.makespan < backward_first.makespan ? forward_first.lists : backward_first.lists;
 }
 

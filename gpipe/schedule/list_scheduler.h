@@ -1,6 +1,5 @@
 #pragma once
 
-#include <cstdint>
 #include <limits>
 #include <vector>
 
@@ -18,19 +17,15 @@ struct Workload {
   Checkpoint checkpoint = Checkpoint::kNever;
 };
 
-/// The memory that the cells of a worker may take, in any unit. A cell takes its part from its F to its last backward
-/// action.
-struct Budget {
-  std::vector<std::int64_t> cells;    ///< per stage: what a cell takes
-  std::vector<std::int64_t> workers;  ///< per worker; raised to one cell of each of its stages if it is less
-};
-
-/// Which action a worker prefers, of those that it can start at the same time. W comes last, and of one kind the action
-/// of the earliest micro-batch first.
-struct Preference {
+/// How a list scheduler chooses actions.
+struct ListOptions {
   static constexpr int kUnlimited = std::numeric_limits<int>::max();
 
-  bool forward_first = false;  ///< otherwise backwards come first
+  /// A worker with n stages holds at most n times this many cells. REQUIRES: at least 1.
+  int depth = 1;
+  /// Of the actions that a worker can start at the same time, W comes last. Of the others, backwards come first, unless
+  /// this is set. Of one kind, the earliest micro-batch comes first.
+  bool forward_first = false;
   /// The most I of a worker that wait for their W at once. With 0, backwards are whole.
   int most_split = kUnlimited;
 };
@@ -45,10 +40,10 @@ struct ListSchedule {
 /// Actions of one kind and stage run in ascending order of micro-batches. The schedule never deadlocks, whatever the
 /// edges. The lists have no R (see with_recomputes()), but the times include them. Bytes are not used.
 /// REQUIRES: a valid layout and edges within it; costs for all stages and edges.
-ListSchedule list_schedule(const Workload& workload, const Budget& budget, const Preference& preference);
+ListSchedule list_schedule(const Workload& workload, const ListOptions& options);
 
 /// The named rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal
-/// times of F, I and W and no skips. A worker with n stages holds at most n p cells, where p is the number of workers.
+/// times of F, I and W and no skips. With p workers, a worker with n stages holds at most n p cells.
 /// REQUIRES: a valid layout.
 Schedule greedy(const Layout& layout);
 
