@@ -157,14 +157,17 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
   }
   for (int layer = end; layer-- > first;) {
     const auto& of = profile_.layers[layer];
+    std::int64_t kept_by_backward = 0;
+    for (const Block* block : blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
     const auto change = by_backward[layer - first] + of.late_gradients;
     backward.run(of.backward_extra, change);
     first_backward.run(of.backward_extra, change + of.gradients - of.late_gradients);
     input_gradient.run(of.input_gradient_extra, by_input_gradient[layer - first]);
-    // A W adds one layer's large gradients at a time.
+    // A W takes what a whole backward takes above the gradients that it passes on.
     const auto large = of.gradients - of.late_gradients;
-    weight_gradient.run(large, by_weight_gradient[layer - first]);
-    first_weight_gradient.run(large, by_weight_gradient[layer - first] + large);
+    const auto extra = std::max(large, of.backward_extra - kept_by_backward);
+    weight_gradient.run(extra, by_weight_gradient[layer - first]);
+    first_weight_gradient.run(extra, by_weight_gradient[layer - first] + large);
   }
   return {.forward = {forward.peak(), of_forward.take()},
           .stored = {stored.peak(), of_stored.take()},

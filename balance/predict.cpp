@@ -1,6 +1,6 @@
 #include "balance/predict.h"
 
-#include <stdexcept>
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -27,32 +27,50 @@ void give_outputs_to_loss(std::vector<CellBytes>& stages) {
   }
 }
 
+const std::string& schedule_of(const RunOptions& options) {
+  static const auto* const fill_and_drain = new std::string(kFillAndDrain);
+  return options.scheduling.schedule.empty() ? *fill_and_drain : options.scheduling.schedule;
+}
+
+bool connect_the_same(const std::vector<Edge>& a, const std::vector<Edge>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Edge& one, const Edge& other) {
+    return one.from == other.from && one.to == other.to && one.name == other.name;
+  });
+}
+
 }  // namespace
 
-Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options) {
-  const StageCost stage(profile);
-  stage.check(options);
-  auto costs = stage.costs(balance, options);
-  const auto& scheduling = options.scheduling;
-  const bool step = !scheduling.schedule.empty();
-  if (step) give_outputs_to_loss(costs.bytes);
-  const int stages = static_cast<int>(balance.size());
-  const auto source = schedule_source(step ? scheduling.schedule : kFillAndDrain, stages, scheduling.stages_per_worker,
-                                      scheduling.placement);
-  const auto& placement = source.placement;
-  const Layout layout{stages, static_cast<int>(options.chunks), placement};
-  auto edges = stage.edges(balance);
-  const auto bytes = stage.bytes_of_edges(balance);
+Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
+    : stage_(profile),
+      options_(std::move(options)),
+      source_(schedule_source(schedule_of(options_), stages, options_.scheduling.stages_per_worker,
+                              options_.scheduling.placement)) {
+  stage_.check(options_);
+}
+
+const Program& Predictor::program(std::vector<Edge> edges) {
+  if (program_ && connect_the_same(edges, edges_)) return *program_;
+  const Layout layout{static_cast<int>(source_.placement.size()), options_.chunks, source_.placement};
+  program_ = make_program(layout, edges, source_.make(layout, options_.checkpoint));
+  edges_ = std::move(edges);
+  return *program_;
+}
+
+Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
+  auto costs = stage_.costs(balance, options_);
+  if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(costs.bytes);
+  const auto& placement = source_.placement;
+  auto edges = stage_.edges(balance);
+  const auto bytes = stage_.bytes_of_edges(balance);
   std::int64_t crossing = 0;
   for (std::size_t e = 0; e < edges.size(); ++e) {
     if (placement[edges[e].from] == placement[edges[e].to]) {
       costs.edges[e] = 0;
     } else {
-      crossing += options.chunks * bytes[e];
+      crossing += options_.chunks * bytes[e];
     }
   }
-  const auto program = make_program(layout, std::move(edges), source.make(layout, options.checkpoint));
-  auto simulation = simulate(program, costs);
+  auto simulation = simulate(program(std::move(edges)), costs);
   Prediction prediction{.balance = balance,
                         .seconds = simulation.makespan,
                         .bubble = simulation.bubble,
@@ -60,15 +78,19 @@ Prediction predict(const Profile& profile, const std::vector<std::int64_t>& bala
                         .bytes = simulation.timeline.peak_bytes(),
                         .crossing = crossing,
                         .timeline = std::move(simulation.timeline)};
-  auto alone = options;
+  auto alone = options_;
   alone.bandwidth = 0;
   int first = 0;
-  for (const int end : stage.ends(balance)) {
-    prediction.bytes[placement[prediction.stages.size()]] += stage.static_bytes(first, end);
-    prediction.stages.push_back(stage.seconds(first, end, alone));
+  for (const int end : stage_.ends(balance)) {
+    prediction.bytes[placement[prediction.stages.size()]] += stage_.static_bytes(first, end);
+    prediction.stages.push_back(stage_.seconds(first, end, alone));
     first = end;
   }
   return prediction;
+}
+
+Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options) {
+  return Predictor(profile, static_cast<int>(balance.size()), options).predict(balance);
 }
 
 }  // namespace gpipe

@@ -1,10 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "balance/profile.h"
 #include "balance/stage_cost.h"
+#include "gpipe/schedule/program.h"
+#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/timeline.h"
 
 namespace gpipe {
@@ -26,5 +29,25 @@ struct Prediction {
 /// Simulates the program that GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance
 /// that does not sum to the number of layers, for invalid options, and for a schedule that does not fit.
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options = {});
+
+/// Predicts many balances with the same number of stages. Keeps what they share, such as the program. Used by one thread
+/// at a time.
+class Predictor {
+ public:
+  /// The profile must outlive this. Errors: those of predict().
+  Predictor(const Profile& profile, int stages, RunOptions options);
+
+  /// As gpipe::predict(). REQUIRES: the balance has the number of stages.
+  Prediction predict(const std::vector<std::int64_t>& balance);
+
+ private:
+  const Program& program(std::vector<Edge> edges);
+
+  const StageCost stage_;
+  const RunOptions options_;
+  const ScheduleSource source_;
+  std::vector<Edge> edges_;         // of the program, with the capacities that they were given
+  std::optional<Program> program_;  // the last one
+};
 
 }  // namespace gpipe

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <limits>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <utility>
 
@@ -62,15 +63,38 @@ std::vector<std::vector<std::int64_t>> starts(const Profile& profile, int stages
   return balances;
 }
 
+Candidate candidate_of(Prediction prediction, const RunOptions& run, const SearchOptions& options) {
+  check_devices(options, prediction.bytes.size());
+  const bool fits = fullest(prediction.bytes, options).second <= limit_of(options);
+  return {std::move(prediction.balance),
+          run.chunks,
+          run.checkpoint,
+          run.scheduling.schedule,
+          std::move(prediction.placement),
+          prediction.seconds,
+          prediction.bubble,
+          std::move(prediction.bytes),
+          fits,
+          prediction.crossing};
+}
+
 /// A candidate that may be improved.
 struct Entry {
+  Entry(const Profile& of, int stages, const RunOptions& options)
+      : profile(&of), run(options), predictor(std::make_unique<Predictor>(of, stages, options)) {}
+
+  Candidate with(const std::vector<std::int64_t>& balance, const SearchOptions& options) const {
+    return candidate_of(predictor->predict(balance), run, options);
+  }
+
   const Profile* profile;
   RunOptions run;
-  Candidate best;
+  std::unique_ptr<Predictor> predictor;
+  Candidate best = {};
 };
 
 /// Most actions that a search simulates to improve its candidates: about two seconds' worth.
-constexpr std::int64_t kMostActions = 4'000'000;
+constexpr std::int64_t kMostActions = 1'000'000;
 
 /// Moves cuts. Takes the simulated actions off `budget`, and ends when there is none left.
 void improve(Entry& entry, const SearchOptions& options, std::int64_t& budget) {
@@ -80,7 +104,7 @@ void improve(Entry& entry, const SearchOptions& options, std::int64_t& budget) {
     improved = false;
     for (const auto& balance : stage.near(entry.best.balance, 1)) {
       if ((budget -= actions) < 0) return;
-      auto moved = make_candidate(*entry.profile, balance, entry.run, options);
+      auto moved = entry.with(balance, options);
       if (!better(moved, entry.best, options)) continue;
       entry.best = std::move(moved);
       improved = true;
@@ -143,25 +167,13 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
 
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options) {
-  auto prediction = predict(profile, balance, run);
-  check_devices(options, prediction.bytes.size());
-  const bool fits = fullest(prediction.bytes, options).second <= limit_of(options);
-  return {balance,
-          run.chunks,
-          run.checkpoint,
-          run.scheduling.schedule,
-          std::move(prediction.placement),
-          prediction.seconds,
-          prediction.bubble,
-          std::move(prediction.bytes),
-          fits,
-          prediction.crossing};
+  return candidate_of(predict(profile, balance, run), run, options);
 }
 
 PlacedBy placed_by(const Candidate& candidate) {
   const auto stages = static_cast<int>(candidate.placement.size());
   const auto workers = static_cast<int>(candidate.bytes.size());
-  if (candidate.schedule.starts_with('@')) return PlacedBy::kSchedule;
+  if (candidate.placement.empty() || candidate.schedule.starts_with('@')) return PlacedBy::kSchedule;
   if (candidate.placement == looped_placement(workers, stages)) {
     return stages == workers ? PlacedBy::kSchedule : PlacedBy::kStagesPerWorker;
   }
@@ -209,9 +221,10 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
         const int stages = stages_of(scheduling, options);
         auto& balances = known[{stages, checkpoint}];
         if (balances.empty()) balances = starts(profile, stages, run, options);
-        Entry entry{&profile, run, make_candidate(profile, balances.front(), run, options)};
+        Entry entry(profile, stages, run);
+        entry.best = entry.with(balances.front(), options);
         for (std::size_t i = 1; i < balances.size(); ++i) {
-          auto other = make_candidate(profile, balances[i], run, options);
+          auto other = entry.with(balances[i], options);
           if (better(other, entry.best, options)) entry.best = std::move(other);
         }
         entries.push_back(std::move(entry));

@@ -48,6 +48,14 @@ void check_schedule(const PipelineOptions& options) {
     throw CLI::ValidationError("--stages-per-worker",
                                "must be 1 with a schedule from a file, which places the stages, but is " + per_worker);
   }
+  if (options.schedule == kAuto && options.balance != kAuto) {
+    throw CLI::ValidationError("--schedule",
+                               "must not be auto without --balance auto; choose one of " + schedule_names());
+  }
+  if (options.schedule == kAuto && options.stages_per_worker != 1) {
+    throw CLI::ValidationError("--stages-per-worker",
+                               "must be 1 with --schedule auto, which chooses it, but is " + per_worker);
+  }
   if (options.stages % options.stages_per_worker != 0) {
     throw CLI::ValidationError("--stages-per-worker", "must divide the number of stages, which is " +
                                                           std::to_string(options.stages) + ", but is " + per_worker);
@@ -136,6 +144,7 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
 }
 
 int worker_count(const PipelineOptions& options) {
+  if (options.schedule == kAuto) return options.stages;
   const auto placement = schedule_source(options.schedule, options.stages, options.stages_per_worker).placement;
   return *std::max_element(placement.begin(), placement.end()) + 1;
 }

@@ -16,18 +16,20 @@
 
 namespace gpipe::examples {
 
-inline constexpr char kAuto[] = "auto";       ///< the fastest balance, chunks and checkpoint mode
+inline constexpr char kAuto[] =
+    "auto";  ///< the fastest balance, chunks and checkpoint mode; as a schedule: the fastest
 inline constexpr char kByTime[] = "by-time";  ///< stages that take equal time
 inline constexpr char kBySize[] = "by-size";  ///< stages that need equal memory
 
 /// How to run a program's model.
 struct PipelineOptions {
   std::int64_t batch_size = 1;
-  int stages = 2;
-  int stages_per_worker = 1;                         ///< must divide `stages`
-  std::string schedule = GPipeOptions().schedule();  ///< a name, or @FILE, which must leave stages_per_worker at 1
-  std::string balance = kByTime;                     ///< kAuto, kByTime or kBySize; empty: given by `layers`
-  std::vector<std::int64_t> layers;                  ///< per stage
+  int stages = 2;             ///< workers, if the schedule is kAuto
+  int stages_per_worker = 1;  ///< must divide `stages`
+  std::string schedule =
+      GPipeOptions().schedule();     ///< a name; @FILE, which must leave stages_per_worker at 1; or kAuto
+  std::string balance = kByTime;     ///< kAuto, kByTime or kBySize; empty: given by `layers`
+  std::vector<std::int64_t> layers;  ///< per stage
   std::int64_t chunks = 2;
   std::vector<torch::Device> devices;  ///< one per worker; empty: the GPUs in turn, or the CPU
 };

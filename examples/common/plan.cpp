@@ -7,6 +7,7 @@
 #include <ostream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include "absl/strings/str_format.h"
 #include "balance/balance.h"
@@ -29,12 +30,11 @@ int count_cpus(const std::vector<torch::Device>& devices) {
       std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); }));
 }
 
+// Without the schedule if it is to be chosen.
 GPipeOptions pipe_options(const PipelineOptions& options) {
-  return GPipeOptions()
-      .devices(place(options))
-      .schedule(options.schedule)
-      .stages_per_worker(options.stages_per_worker)
-      .chunks(options.chunks);
+  auto made = GPipeOptions().devices(place(options)).chunks(options.chunks);
+  if (options.schedule != kAuto) made.schedule(options.schedule).stages_per_worker(options.stages_per_worker);
+  return made;
 }
 
 // A pipeline with the options' stages, of one layer each.
@@ -83,7 +83,8 @@ void check_last_mini_batch(const PipelineOptions& options, std::int64_t training
 
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
-  Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint};
+  static_assert(std::string_view(kAuto) == kAnySchedule);
+  Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint, .schedule = options.schedule};
   const auto devices = place(options);
   const auto device = devices.front();
   const Scheduling scheduling{.schedule = options.schedule, .stages_per_worker = options.stages_per_worker};
@@ -101,12 +102,14 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
     plan.chunks = best.chunks;
     plan.checkpoint = best.checkpoint;
     plan.balance = best.balance;
+    plan.schedule = best.schedule;
+    if (options.schedule == kAuto) plan.placement = best.placement;
     plan.choice = absl::StrFormat("auto: the fastest of %d plans", plan.candidates.size());
     plan.prediction = predict(plan.profile, plan.balance,
                               {.chunks = best.chunks,
                                .checkpoint = best.checkpoint,
                                .copies = copies_between(devices),
-                               .scheduling = scheduling});
+                               .scheduling = {.schedule = best.schedule, .placement = best.placement}});
     return plan;
   }
   const auto sizes = micro_batch_sizes(options.batch_size, plan.chunks, /*split_size=*/0);
@@ -147,7 +150,9 @@ GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOpti
 }
 
 GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan, const PipelineOptions& options) {
-  return GPipe(model, plan.balance, pipe_options(options).chunks(plan.chunks).checkpoint(plan.checkpoint));
+  auto made = pipe_options(options).chunks(plan.chunks).checkpoint(plan.checkpoint);
+  if (!plan.placement.empty()) made.schedule(plan.schedule).placement(plan.placement);
+  return GPipe(model, plan.balance, made);
 }
 
 void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan, bool details) {
@@ -156,7 +161,7 @@ void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, c
     if (!plan.candidates.empty()) out << "plans compared, as predicted:\n" << candidate_table(plan.candidates);
   }
   out << "plan: balance " << balance_to_text(plan.balance) << " (" << plan.choice << "), " << plan.chunks
-      << " micro-batches, checkpoint " << to_string(plan.checkpoint) << "\n";
+      << " micro-batches, checkpoint " << to_string(plan.checkpoint) << ", schedule " << plan.schedule << "\n";
   print_stages(out, name, pipe, plan.prediction);
   if (plan.prediction) {
     out << absl::StrFormat("predicted step: %s, bubble %.0f %%", seconds_to_text(plan.prediction->seconds),

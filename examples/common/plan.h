@@ -22,6 +22,8 @@ struct Plan {
   std::vector<std::int64_t> balance;
   std::int64_t chunks = 1;
   Checkpoint checkpoint = Checkpoint::kNever;
+  std::string schedule;        ///< a name, or @FILE
+  std::vector<int> placement;  ///< with --schedule auto; else as the options say
   Profile profile;
   std::optional<Prediction> prediction;  ///< none for micro-batches of a single image, which are measured as two
   std::vector<Candidate> candidates;     ///< the plans that --balance auto compared, the best first
@@ -44,7 +46,7 @@ void check_last_mini_batch(const PipelineOptions& options, std::int64_t training
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out);
 
-/// A pipeline for training, with the plan's balance, chunks and checkpoint mode. The rest is as in the options.
+/// A pipeline for training, with the plan's balance, chunks, checkpoint mode and schedule. The rest is as in the options.
 GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan, const PipelineOptions& options);
 
 /// A pipeline for inference only, with the options' balance and chunks.

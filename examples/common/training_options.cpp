@@ -17,8 +17,8 @@ CLI::Validator schedule_text() {
             const auto rules = schedule_rules();
             const bool known =
                 std::any_of(rules.begin(), rules.end(), [&](const auto& rule) { return rule.name == text; });
-            if (known || text.starts_with('@')) return "";
-            return "must be @FILE or one of " + schedule_names() + ", but is '" + text + "'";
+            if (known || text == kAuto || text.starts_with('@')) return "";
+            return "must be auto, @FILE or one of " + schedule_names() + ", but is '" + text + "'";
           },
           ""};
 }
@@ -51,7 +51,8 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
 
   app.add_option("--schedule", options.schedule,
                  "order of forwards and backwards on each worker: " + schedule_names() +
-                     "; or @FILE, with one line of actions per worker (see gpipe-schedule)")
+                     "; @FILE, with one line of actions per worker (see gpipe-schedule); or auto, with --balance auto, "
+                     "for the fastest on --stages workers")
       ->transform(schedule_text())
       ->group(kPipelineGroup);
   app.add_option("--stages-per-worker", options.stages_per_worker,

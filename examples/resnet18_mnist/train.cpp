@@ -74,6 +74,7 @@ int train(Options options) {
   print_plan(std::cout, "ResNet-18", pipe, plan, options.profile);
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;
+  options.schedule = plan.schedule;
 
   ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.output);
   Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);

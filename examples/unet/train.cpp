@@ -97,6 +97,7 @@ int train(Options options) {
   print_plan(std::cout, "U-Net", pipe, plan, options.profile);
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;
+  options.schedule = plan.schedule;
 
   SegmentationTask task(split, size,
                         {.batch_size = options.batch_size,

@@ -26,34 +26,43 @@ struct CellSpans {
 class Usage {
  public:
   void add(std::int64_t bytes, double from, double to) {
-    changes_[from] += bytes;
-    changes_[to] -= bytes;
+    if (bytes == 0) return;
+    changes_.emplace_back(from, bytes);
+    if (to != kNeverFreed) changes_.emplace_back(to, -bytes);
   }
 
   /// REQUIRES: called once, after the last add() and before the first at().
   void sum_up() {
+    std::sort(changes_.begin(), changes_.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
     std::int64_t in_use = 0;
     for (auto& [time, bytes] : changes_) bytes = in_use += bytes;
   }
 
   std::int64_t at(double time) const {
-    const auto next = changes_.upper_bound(time);
+    const auto next = std::upper_bound(changes_.begin(), changes_.end(), time,
+                                       [](double value, const auto& change) { return value < change.first; });
     return next == changes_.begin() ? 0 : std::prev(next)->second;
   }
 
  private:
-  std::map<double, std::int64_t> changes_;
+  std::vector<std::pair<double, std::int64_t>> changes_;  // times, and the bytes from then on
 };
 
 /// The spans of one step.
 class Step {
  public:
-  explicit Step(const std::vector<CellBytes>& bytes) : bytes_(bytes) {}
+  /// For spans of at most that many micro-batches and workers.
+  Step(const std::vector<CellBytes>& bytes, int micro_batches, int workers)
+      : bytes_(bytes),
+        micro_batches_(micro_batches),
+        cells_(bytes.size() * micro_batches),
+        first_sum_(bytes.size()),
+        usages_(workers) {}
 
   void add(Span& span) {
     spans_.push_back(&span);
     const auto [kind, stage, micro_batch] = span.action;
-    CellSpans& cell = cells_[{stage, micro_batch}];
+    CellSpans& cell = this->cell(stage, micro_batch);
     if (kind == Kind::F) cell.forward = &span;
     if (kind == Kind::R) cell.recompute = &span;
     if (kind == Kind::B || kind == Kind::I) cell.sends = &span;
@@ -65,8 +74,10 @@ class Step {
   }
 
   void account() {
-    for (const auto& [key, cell] : cells_) hold(key.first, key.second, cell);
-    for (auto& [worker, usage] : usages_) usage.sum_up();
+    for (int stage = 0; stage < static_cast<int>(bytes_.size()); ++stage) {
+      for (int m = 0; m < micro_batches_; ++m) hold(stage, m, cell(stage, m));
+    }
+    for (auto& usage : usages_) usage.sum_up();
     for (Span* span : spans_) {
       const Usage& usage = usages_[span->worker];
       const auto before = usage.at(span->start);
@@ -97,7 +108,7 @@ class Step {
     if (kind == Kind::R) return bytes.recompute;
     if (kind == Kind::I) return bytes.splits ? bytes.input_gradient : bytes.backward;
     if (kind != Kind::F) return bytes.backward;
-    return cells_.at({stage, micro_batch}).recompute == nullptr ? bytes.forward : bytes.stored;
+    return cell(stage, micro_batch).recompute == nullptr ? bytes.forward : bytes.stored;
   }
 
   void hold(int stage, int micro_batch, const CellSpans& cell) {
@@ -115,9 +126,8 @@ class Step {
 
   double end_of(const Held& held, int micro_batch) const {
     if (held.stage == Held::kForwards) return forwards_end_;
-    const auto found = cells_.find({held.stage, micro_batch});
-    if (found == cells_.end()) return kNeverFreed;
-    const CellSpans& cell = found->second;
+    if (held.stage == Held::kNeverFreed) return kNeverFreed;
+    const CellSpans& cell = this->cell(held.stage, micro_batch);
     const Span* span = held.until == Kind::F                                 ? cell.forward
                        : held.until == Kind::R                               ? cell.recompute
                        : held.until == Kind::I || !bytes_[held.stage].splits ? cell.sends
@@ -125,11 +135,15 @@ class Step {
     return span == nullptr ? kNeverFreed : span->end;
   }
 
+  CellSpans& cell(int stage, int micro_batch) { return cells_[stage * micro_batches_ + micro_batch]; }
+  const CellSpans& cell(int stage, int micro_batch) const { return cells_[stage * micro_batches_ + micro_batch]; }
+
   const std::vector<CellBytes>& bytes_;
+  const int micro_batches_;
   std::vector<Span*> spans_;
-  std::map<std::pair<int, int>, CellSpans> cells_;  // by stage and micro-batch
-  std::map<int, const Span*> first_sum_;            // the first to add to the gradient sums, by stage
-  std::map<int, Usage> usages_;                     // by worker
+  std::vector<CellSpans> cells_;
+  std::vector<const Span*> first_sum_;  // the first to add to the gradient sums, by stage
+  std::vector<Usage> usages_;           // by worker
   double forwards_end_ = 0;
 };
 
@@ -159,7 +173,15 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
       check(*action, static_cast<int>(stages.size()));
     }
   }
-  for (Span& span : timeline.spans) steps.try_emplace(span.step, stages).first->second.add(span);
+  int micro_batches = 0;
+  int workers = 0;
+  for (const Span& span : timeline.spans) {
+    micro_batches = std::max(micro_batches, span.action.micro_batch + 1);
+    workers = std::max(workers, span.worker + 1);
+  }
+  for (Span& span : timeline.spans) {
+    steps.try_emplace(span.step, stages, micro_batches, workers).first->second.add(span);
+  }
   for (auto& [number, step] : steps) step.account();
 }
 

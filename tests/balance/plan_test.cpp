@@ -242,10 +242,53 @@ TEST(Predict, TransfersWithinAWorkerTakeNoTime) {
 
 TEST(Search, KeepsTheSchedule) {
   const auto suggestion =
-      search({{4, chain({1, 1, 1, 1})}}, {.stages = 4, .devices = {"a", "b"}, .scheduling = {"looped_bfs", 2}});
+      search({{4, chain({1, 1, 1, 1})}}, {.stages = 4, .devices = {"a", "b"}, .schedulings = {{"looped_bfs", 2}}});
   EXPECT_EQ(suggestion.best().schedule, "looped_bfs");
   EXPECT_THAT(suggestion.best().placement, ElementsAre(0, 1, 0, 1));
   EXPECT_EQ(suggestion.best().bytes.size(), 2U);
+}
+
+TEST(Search, FindsTheSchedule) {
+  auto profile = chain({1, 1, 1, 1, 1, 1, 1, 1});
+  profile.input_requires_grad = true;
+  for (auto& layer : profile.layers) layer.input_gradient = layer.weight_gradient = 1;
+  const auto any = [&](std::int64_t limit) {
+    return search({{4, profile}}, {.checkpoints = {Checkpoint::kNever},
+                                   .memory_limit = limit,
+                                   .schedulings = all_schedulings(2, static_cast<int>(profile.layers.size()))});
+  };
+  const auto free = any(0);
+  // Two workers with 4 * 4 layers' work of 3 s each, and one F that worker 1 waits for.
+  EXPECT_DOUBLE_EQ(free.best().seconds, 4 * 4 * 3 + 2);
+  for (const auto& candidate : free.candidates) {
+    if (candidate.schedule == "gpipe" && candidate.balance.size() == 2) EXPECT_DOUBLE_EQ(candidate.seconds, 5 * 12);
+    if (candidate.schedule == "zb_h1") EXPECT_DOUBLE_EQ(candidate.seconds, 4 * 12 + 4);
+  }
+  const auto limited = any(*std::max_element(free.best().bytes.begin(), free.best().bytes.end()) - 1);
+  ASSERT_TRUE(limited.fits());
+  EXPECT_GE(limited.best().seconds, free.best().seconds);
+  EXPECT_THAT(candidate_table(free.candidates),
+              AllOf(HasSubstr("zb_v"), HasSubstr("greedy, V"), HasSubstr("crossing")));
+  EXPECT_THAT(any(1).reason, HasSubstr("the smallest candidate, "));
+}
+
+TEST(Search, AVPlacementKeepsSymmetricSkipsOnTheirWorkers) {
+  auto profile = chain({1, 1, 1, 1, 1, 1, 1, 1});
+  for (int i = 0; i < 4; ++i) profile.skips.push_back({"skip" + std::to_string(i), i, 7 - i, 1000});
+  const auto crossing = [&](const Scheduling& scheduling) {
+    return predict(profile, {2, 2, 2, 2}, {.chunks = 3, .scheduling = scheduling}).crossing;
+  };
+  EXPECT_EQ(crossing({"zb_v"}), 3 * 2 * 10) << "two activations of 10 bytes";
+  EXPECT_EQ(crossing({"interleaved_zb", 2}), 3 * (3 * 10 + 4 * 1000));
+}
+
+TEST(Search, IsQuickForManyLayersAndWorkers) {
+  auto profile = chain(std::vector<double>(100, 1));
+  for (auto& layer : profile.layers) layer.gradients = layer.parameters = 1000;
+  const std::vector<ChunkedProfile> profiles = {{1, profile}, {2, profile},  {4, profile},
+                                                {8, profile}, {16, profile}, {32, profile}};
+  const auto suggestion = search(profiles, {.memory_limit = 40000, .schedulings = all_schedulings(8, 100)});
+  EXPECT_TRUE(suggestion.fits());
 }
 
 TEST(Search, FindsBalanceChunksAndCheckpoint) {

@@ -4,11 +4,13 @@
 #include <torch/torch.h>
 
 #include <mutex>
+#include <set>
 
 #include "balance/balance.h"
 #include "balance/predict.h"
 #include "balance/suggest.h"
 #include "balance/trial.h"
+#include "gpipe/schedule/schedules.h"
 #include "models/resnet.h"
 #include "models/unet.h"
 #include "tests/gpipe/instruments.h"
@@ -339,6 +341,25 @@ TEST(Suggest, LeavesOutAnUnpartitionedModelThatFails) {
   EXPECT_FALSE(suggestion.unpartitioned);
 }
 
+TEST(Suggest, TriesEverySchedule) {
+  nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh());
+  const auto x = torch::randn({8, 6});
+  const std::vector<torch::Device> devices = {torch::kCPU, torch::kCPU};
+  auto suggestion = suggest(model, x, devices, SuggestOptions().chunks({4}).profile(brief()));
+  std::set<std::string> schedules;
+  for (const auto& candidate : suggestion.candidates) schedules.insert(candidate.schedule);
+  EXPECT_EQ(schedules.size(), schedule_rules().size() - 1) << "gpipe in loops is looped_bfs";
+  EXPECT_EQ(refine(model, x, devices, suggestion, /*candidates=*/100, /*repeats=*/1).size(),
+            suggestion.candidates.size());
+  suggestion = suggest(model, x, devices,
+                       SuggestOptions().chunks({4}).scheduling({kAnySchedule, 1, v_placement(4)}).profile(brief()));
+  for (const auto& candidate : suggestion.candidates) EXPECT_EQ(candidate.placement, v_placement(4));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] {
+                suggest(model, x, devices, SuggestOptions().scheduling({kAnySchedule, 3}));
+              }),
+              HasSubstr("no schedule fits 2 devices, 4 layers"));
+}
+
 TEST(Suggest, RefinesWithTheSchedule) {
   nn::Sequential model(nn::Linear(6, 6), nn::ReLU(), nn::Linear(6, 6), nn::Tanh());
   const auto x = torch::randn({8, 6});
@@ -403,6 +424,90 @@ class ProfiledBytes : public testing::Test {
     }
   }
 };
+
+class BytesOfSchedules : public testing::Test {
+ protected:
+  /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
+  /// step. The profile's model ends in the loss.
+  static void expect_close(nn::Sequential model, const torch::Tensor& micro_batch,
+                           const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules) {
+    nn::Sequential whole;
+    whole->extend(*model);
+    whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().view({1}); }));
+    const auto of_whole = profile(whole, micro_batch, brief().intraop_threads(1));
+    auto with_loss = balance;
+    ++with_loss.back();
+    const auto bytes = StageCost(of_whole).costs(with_loss, {}).bytes;
+    const int chunks = 4;
+    const auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch));
+    for (const auto& schedule : schedules) {
+      for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+        SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
+        GPipe pipe(model, balance,
+                   GPipeOptions().chunks(chunks).checkpoint(checkpoint).schedule(schedule).intraop_threads(1));
+        for (int i = 0; i < 2; ++i) trial_schedule(pipe, batch);
+        const auto timeline = std::make_shared<Timeline>();
+        pipe->trace(timeline);
+        trial_schedule(pipe, batch);
+        auto accounted = *timeline;
+        account(accounted, bytes);
+        for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
+          const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
+          const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
+          EXPECT_GT(ratio, 0.97) << "worker " << w;
+          // Workers free each other's memory during their actions. The account frees it at their ends.
+          EXPECT_LT(ratio, balance.size() == 1 ? 1.05 : 1.2) << "worker " << w;
+        }
+        for (std::size_t i = 0; i < timeline->spans.size(); ++i) {
+          const auto& span = timeline->spans[i];
+          if (span.action.kind != Kind::I && span.action.kind != Kind::W) continue;
+          // What the action itself allocates and frees. Another worker may free memory of this one meanwhile.
+          const auto counted = span.bytes.after - span.bytes.before;
+          const auto expected = accounted.spans[i].bytes.after - accounted.spans[i].bytes.before;
+          if (balance.size() == 1) EXPECT_NEAR(expected, counted, 0.05 * span.bytes.peak) << to_string(span.action);
+        }
+      }
+    }
+  }
+};
+
+TEST_F(BytesOfSchedules, UNet) {
+  const auto model = models::unet(models::UNetOptions().depth(3).base_channels(8));
+  expect_close(model, torch::rand({2, 3, 48, 48}), {26, 29}, {"1f1b", "zb_h1", "zb_h2"});
+  expect_close(model, torch::rand({2, 3, 48, 48}), {13, 13, 13, 16}, {"zb_v", "v_half", "dualpipe_v"});
+  expect_close(model, torch::rand({2, 3, 48, 48}), {55}, {"zb_h1"});
+}
+
+TEST_F(BytesOfSchedules, ResNet) {
+  expect_close(models::resnet18(models::ResNetOptions().num_classes(10)), torch::rand({2, 3, 32, 32}), {46, 25},
+               {"zb_h1", "zb_h2"});
+}
+
+TEST_F(BytesOfSchedules, TokensThenLinearLayers) {
+  nn::Sequential model(nn::Embedding(50, 128));
+  for (int i = 0; i < 6; ++i) {
+    model->push_back(nn::Linear(128, 128));
+    model->push_back(nn::GELU());
+  }
+  const auto ids = torch::randint(0, 50, {64}, torch::kLong);
+  expect_close(model, ids, {6, 7}, {"zb_h1", "zb_h2"});
+  expect_close(model, ids, {3, 3, 3, 4}, {"zb_v", "v_min"});
+}
+
+// W's of layers before the first parameters, and of layers without large ones, take no time.
+TEST(Profiler, MeasuresBothPartsOfABackward) {
+  nn::Sequential model(nn::Linear(512, 512), nn::ReLU(), nn::Linear(512, 512), nn::ReLU(), nn::Linear(512, 4));
+  const auto of = profile(model, torch::randn({256, 512}), ProfileOptions().repeats(5).seconds(10));
+  EXPECT_FALSE(of.input_requires_grad);
+  EXPECT_GT(of.layers[2].input_gradient, 0);
+  EXPECT_GT(of.layers[2].weight_gradient, 0);
+  EXPECT_EQ(profile(model, torch::randn({2, 512}).requires_grad_(), brief()).input_requires_grad, true);
+  // A part of a backward in the first stage does everything.
+  const auto costs = StageCost(of).costs({2, 3}, {});
+  EXPECT_EQ(costs.actions[0][static_cast<std::size_t>(Kind::I)], costs.actions[0][static_cast<std::size_t>(Kind::B)]);
+  EXPECT_FALSE(costs.bytes[0].splits);
+  EXPECT_TRUE(costs.bytes[1].splits);
+}
 
 TEST_F(ProfiledBytes, UNet) {
   expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {26, 29});

@@ -255,9 +255,9 @@ def _layers(text: str) -> list[int]:
 
 
 def _schedule(text: str) -> str:
-    if text in gpipe.SCHEDULES or text.startswith("@"):
+    if text == "auto" or text in gpipe.SCHEDULES or text.startswith("@"):
         return text
-    raise _refusal(f"@FILE or one of {', '.join(gpipe.SCHEDULES)}", f"'{text}'")
+    raise _refusal(f"auto, @FILE or one of {', '.join(gpipe.SCHEDULES)}", f"'{text}'")
 
 
 def _count_workers(options: argparse.Namespace) -> int:
@@ -267,6 +267,15 @@ def _count_workers(options: argparse.Namespace) -> int:
         raise ValueError(
             f"--stages-per-worker must be 1 with a schedule from a file, which places the stages, but is {per_worker}"
         )
+    if options.schedule == "auto":
+        if options.balance != "auto":
+            names = ", ".join(gpipe.SCHEDULES)
+            raise ValueError(f"--schedule must not be auto without --balance auto; choose one of {names}")
+        if per_worker != 1:
+            raise ValueError(
+                f"--stages-per-worker must be 1 with --schedule auto, which chooses it, but is {per_worker}"
+            )
+        return options.stages
     if options.stages % per_worker:
         raise ValueError(
             f"--stages-per-worker must divide the number of stages, which is {options.stages}, but is {per_worker}"

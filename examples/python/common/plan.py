@@ -28,10 +28,12 @@ class Plan:
     balance: list[int]
     chunks: int
     checkpoint: str
+    schedule: str  # a name, or @FILE
     profile: Profile
     prediction: Prediction | None  # none for micro-batches of a single image, which are measured as two
     suggestion: Suggestion | None = None  # the plans that --balance auto compared
     choice: str = "auto"  # how the balance was chosen, such as "by-time"
+    placement: list[int] | None = None  # with --schedule auto; else as the options say
 
 
 def check_pipeline(model: nn.Sequential, options: Namespace) -> None:
@@ -76,7 +78,9 @@ def _try_step(pipe: gpipe.GPipe, images: int) -> None:
 
 
 def _pipe_options(options: Namespace) -> dict[str, Any]:
-    """The arguments of GPipe that place stages on workers and devices."""
+    """The arguments of GPipe that place stages on workers and devices. Without the schedule if it is to be chosen."""
+    if options.schedule == "auto":
+        return {"devices": options.devices}
     return {
         "devices": options.devices,
         "schedule": options.schedule,
@@ -104,9 +108,21 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
             )
             best = suggestion.best
             measured = suggestion.profile_of(best)
+            scheduling = {"schedule": best.schedule, "placement": best.placement}
             predicted = predict(measured, best.balance, best.chunks, best.checkpoint, copies=copies, **scheduling)
             choice = f"auto: the fastest of {len(suggestion.candidates)} plans"
-            return Plan(best.balance, best.chunks, best.checkpoint, measured, predicted, suggestion, choice)
+            placement = best.placement if options.schedule == "auto" else None
+            return Plan(
+                best.balance,
+                best.chunks,
+                best.checkpoint,
+                best.schedule,
+                measured,
+                predicted,
+                suggestion,
+                choice,
+                placement,
+            )
 
         sizes = [len(part) for part in torch.empty(options.batch_size).chunk(options.chunks)]
         samples = max(2, sizes[0])  # batch norm can need two
@@ -129,12 +145,17 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
     if samples == sizes[0]:
         prediction = predict(measured, balance, len(sizes), options.checkpoint, copies=copies, **scheduling)
     choice = "as given" if options.layers else options.balance
-    return Plan(balance, len(sizes), options.checkpoint, measured, prediction, choice=choice)
+    return Plan(
+        balance, len(sizes), options.checkpoint, options.schedule, measured, prediction, choice=choice
+    )
 
 
 def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPipe:
     """The pipeline of a plan."""
-    return gpipe.GPipe(model, plan.balance, chunks=plan.chunks, checkpoint=plan.checkpoint, **_pipe_options(options))
+    arguments = _pipe_options(options)
+    if plan.placement:
+        arguments |= {"schedule": plan.schedule, "placement": plan.placement}
+    return gpipe.GPipe(model, plan.balance, chunks=plan.chunks, checkpoint=plan.checkpoint, **arguments)
 
 
 def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
@@ -146,7 +167,8 @@ def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
         if plan.suggestion:
             print(f"plans compared, as predicted:\n{plan.suggestion}", end="")
     balance = ",".join(map(str, plan.balance))
-    print(f"plan: balance {balance} ({plan.choice}), {plan.chunks} micro-batches, checkpoint {plan.checkpoint}")
+    print(f"plan: balance {balance} ({plan.choice}), {plan.chunks} micro-batches, checkpoint {plan.checkpoint}, "
+        f"schedule {plan.schedule}")
     print(f"model: {name}, {len(pipe)} layers, {_count(pipe)} parameters")
     one_per_worker = pipe.placement == list(range(len(pipe.placement)))
     for number, (stage, worker) in enumerate(zip(pipe.partitions, pipe.placement, strict=True)):
