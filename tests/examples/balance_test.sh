@@ -19,20 +19,22 @@ diff cut.log <("$program" cut "${model[@]}" --profile profile.json --by size) ||
 "$program" cut "${model[@]}" --chunks 5 >five.log
 grep -q '; 4 chunks' five.log || fail "5 chunks of 8 images are not 4 micro-batches"
 
-"$program" suggest "${model[@]}" --chunks 2,4 --refine 1 >suggest.log
+"$program" suggest "${model[@]}" --schedule forward --chunks 2,4 --refine 1 >suggest.log
 [[ $(grep -c '%' suggest.log) == 7 ]] || fail "suggest does not list 2 x 3 candidates and the unpartitioned model"
 grep -qE '^71 +never +1 .* 1.00  one device$' suggest.log || fail "suggest does not list the unpartitioned model"
 grep -qE '^gpipe::GPipe pipe\(model, \{[0-9]+, [0-9]+\},$' suggest.log || fail "suggest prints no code"
 [[ $(tail -1 suggest.log) =~ devices\(.*\)\.chunks\([24]\)\.checkpoint\(gpipe::Checkpoint::k[A-Za-z]+\)\)\;$ ]] ||
   fail "suggest's code has no options"
 grep -q '^measured .* per step: balance ' suggest.log || fail "suggest --refine measured nothing"
-"$program" suggest "${model[@]}" --json >json.log
+"$program" suggest "${model[@]}" --chunks 4 --seconds 1 --json >json.log
 grep -q '"candidates".*"unpartitioned":{' json.log || fail "suggest --json"
+grep -q '"schedule":"zb_v"' json.log || fail "suggest does not try every schedule"
 four=(--stages 4 --schedule)
 "$program" suggest "${model[@]}" "${four[@]}" looped_bfs --stages-per-worker 2 --refine 1 >looped.log
 [[ $(tail -1 looped.log) =~ \.schedule\(\"looped_bfs\"\)\.stages_per_worker\(2\)\)\;$ ]] || fail "suggest --schedule"
 "$program" cut "${model[@]}" "${four[@]}" interleaved_1f1b --stages-per-worker 2 --profile profile.json --json |
   grep -qF '"placement":[0,1,0,1]' || fail "cut --stages-per-worker"
+refuse "unknown schedule 'auto'" cut "${model[@]}" "${four[@]}" auto
 refuse "unknown schedule '1f1f'" sweep "${model[@]}" "${four[@]}" 1f1f
 refuse "one stage per worker" cut "${model[@]}" "${four[@]}" 1f1b --stages-per-worker 2
 refuse "which stages_per_worker = 3 does not divide" cut "${model[@]}" "${four[@]}" gpipe --stages-per-worker 3

@@ -152,8 +152,29 @@ def test_a_prediction_has_times_and_bytes_of_each_stage():
         balance.predict(measured, [3, 4], 4, "sometimes")
 
 
+def test_a_suggestion_of_any_schedule_can_be_run():
+    x = torch.rand(8, 64)
+    suggestion = balance.suggest(model(), x, ["cpu", "cpu"], chunks=[4], seconds=0)
+    assert {candidate.schedule for candidate in suggestion.candidates} >= {"gpipe", "1f1b", "zb_h1", "zb_v", "greedy"}
+    placed = {"schedule": {}, "stages_per_worker": {"stages_per_worker": 2}, "v": {"placement": "v"}}
+    for candidate in suggestion.candidates:
+        pipe = gpipe.GPipe(
+            model(),
+            candidate.balance,
+            devices=["cpu", "cpu"],
+            chunks=candidate.chunks,
+            checkpoint=candidate.checkpoint,
+            schedule=candidate.schedule,
+            **placed[candidate.placed_by],
+        )
+        assert pipe.placement == candidate.placement
+        pipe.step(x, x, nn.functional.mse_loss)
+    v = next(each for each in suggestion.candidates if each.schedule == "zb_v")
+    assert v.placement == [0, 1, 1, 0] and v.crossing > 0 and v.bubble >= 0
+
+
 def test_a_suggestion_can_be_run():
-    suggestion = balance.suggest(model(), torch.rand(8, 64), ["cpu", "cpu"], chunks=[1, 2], seconds=1)
+    suggestion = balance.suggest(model(), torch.rand(8, 64), ["cpu", "cpu"], chunks=[1, 2], seconds=1, schedule=None)
     assert suggestion.fits and len(suggestion.candidates) == 6
     best = suggestion.best
     pipe = gpipe.GPipe(model(), best.balance, chunks=best.chunks, checkpoint=best.checkpoint)

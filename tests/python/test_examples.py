@@ -120,6 +120,8 @@ def test_schedules_that_sum_in_the_same_order_train_the_same(data, tmp_path, cap
         "looped_bfs": ["--schedule", "looped_bfs", "--stages-per-worker", "2", "--checkpoint", "always"],
         "file": ["--schedule", f"@{lists}"],
         "1f1b": ["--schedule", "1f1b", "--checkpoint", "never"],
+        "zb_h1": ["--schedule", "zb_h1"],
+        "zb_v": ["--schedule", "zb_v"],
         "interleaved_1f1b": ["--schedule", "interleaved_1f1b", "--stages-per-worker", "2"],
     }
     results = {}
@@ -128,7 +130,7 @@ def test_schedules_that_sum_in_the_same_order_train_the_same(data, tmp_path, cap
         weights = snapshot.read(tmp_path / name / "latest.snapshot").model
         results[name] = (history(tmp_path / name), {key: value.tolist() for key, value in weights.items()})
     assert results["gpipe"] == results["gpipe_2"] == results["looped_bfs"] == results["file"]
-    assert results["1f1b"] == results["interleaved_1f1b"] != results["gpipe"]
+    assert results["1f1b"] == results["zb_h1"] == results["zb_v"] == results["interleaved_1f1b"] != results["gpipe"]
     output = capsys.readouterr().out
     assert "schedule interleaved_1f1b, checkpoint except_last" in output
     assert "stage 3: 6 layers" in output and "parameters, on worker 1, cpu; predicted: " in output

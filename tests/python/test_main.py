@@ -20,7 +20,8 @@ def run(*arguments):
 
 
 def test_suggest_prints_a_table_or_json():
-    done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "1,2", "--seconds", "0")
+    flags = ["suggest", "factories:model", "--input", "8,16", "--seconds", "0"]
+    done = run(*flags, "--chunks", "1,2", "--schedule", "forward")
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     candidates = [line for line in lines if "%" in line]
@@ -28,8 +29,11 @@ def test_suggest_prints_a_table_or_json():
     assert re.fullmatch(
         r"pipe = gpipe\.GPipe\(model, \[\d, \d\], devices=\['.*'\], chunks=[12], checkpoint='\w+'\)", lines[-1]
     )
-    done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "2", "--seconds", "0", "--schedule", "1f1b")
+    done = run(*flags, "--chunks", "2", "--schedule", "1f1b")
     assert done.stdout.rstrip().endswith(", schedule='1f1b')"), done.stderr
+    done = run(*flags, "--chunks", "2")
+    assert all(re.search(rf"^{name} ", done.stdout, re.MULTILINE) for name in ("gpipe", "1f1b", "zb_h1", "greedy"))
+    assert "schedule='" in done.stdout.splitlines()[-1]
     done = run("suggest", "factories:model_and_batch", "--chunks", "2", "--seconds", "0", "--json")
     printed = json.loads(done.stdout)
     assert printed["unpartitioned"]["balance"] == [3]

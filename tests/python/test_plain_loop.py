@@ -28,7 +28,8 @@ class Spec:
     stages_per_worker: int = 1
 
 
-SCHEDULES = ["gpipe", "1f1b", "looped_bfs", "interleaved_1f1b"]
+ONE_PER_WORKER = {"1f1b", "zb_h1", "zb_h2"}
+V = {"zb_v", "v_half", "v_min", "dualpipe_v"}
 
 
 def generate(rng, units, steps):
@@ -39,8 +40,8 @@ def generate(rng, units, steps):
         uses.insert(first, (rng.choice(sorted(STASHES)), rng.randrange(4), skip))
         second = rng.randint(first + 1, len(uses))
         uses.insert(second, (rng.choice(sorted(POPS)), rng.randrange(4), skip))
-    schedule = rng.choice(SCHEDULES) if steps else ""
-    per_worker = rng.randint(1, 2) if schedule not in ("", "1f1b") else 1
+    schedule = rng.choice(gpipe.SCHEDULES) if steps else ""
+    per_worker = 1 if schedule in {"", *ONE_PER_WORKER} else 2 if schedule in V else rng.randint(1, 2)
     return Spec(
         seed=rng.randrange(2**31),
         uses=tuple(uses),

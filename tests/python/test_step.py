@@ -13,7 +13,9 @@ from layers import Add, Fail, Stash, make_dropouts
 from processes import run, run_on_two_ranks
 from test_errors import notes
 
-SCHEDULES = [("gpipe", 1), ("gpipe", 2), ("1f1b", 1), ("looped_bfs", 2), ("interleaved_1f1b", 2)]
+ONE_PER_WORKER = ["gpipe", "1f1b", "zb_h1", "zb_h2", "greedy"]
+TWO_PER_WORKER = ["gpipe", "looped_bfs", "interleaved_1f1b", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"]
+SCHEDULES = [(name, 1) for name in ONE_PER_WORKER] + [(name, 2) for name in TWO_PER_WORKER]
 
 
 def make_model():

@@ -1,0 +1,166 @@
+"""Schedules that split backwards, compared bit by bit with 1f1b, which does not."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import gpipe
+
+WIDE = 128
+SAMPLES = 48  # three micro-batches, large enough for products to be split
+
+
+class Counted(torch.autograd.Function):
+    backwards = 0
+
+    @staticmethod
+    def forward(context, x, w):
+        context.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(context, gradient):
+        Counted.backwards += 1
+        x, w = context.saved_tensors
+        return gradient @ w.t(), x.t() @ gradient
+
+
+class Custom(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDE, WIDE) / 10)
+
+    def forward(self, x):
+        return Counted.apply(x, self.w)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE, bias=False)
+
+    def forward(self, x):
+        return self.linear(torch.tanh(self.linear(x))) @ self.linear.weight
+
+
+class Checkpointed(nn.Sequential):
+    def __init__(self, use_reentrant):
+        super().__init__(nn.Linear(WIDE, WIDE), nn.Dropout(0.3), nn.GELU(), nn.Linear(WIDE, WIDE))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.cell = kind(16, 16, batch_first=True, bidirectional=True)
+
+    def forward(self, x):
+        return self.cell(x.view(-1, 8, 16))[0].flatten(1)[:, :WIDE]
+
+
+class Norm(nn.Module):
+    """A weight that a product uses, divided by its norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDE, WIDE))
+
+    def forward(self, x):
+        return self.linear(x)
+
+
+def attention():
+    return nn.TransformerEncoderLayer(WIDE, 4, dim_feedforward=WIDE, dropout=0.1, batch_first=True)
+
+
+LAYERS = {
+    "custom": Custom,
+    "tied": Tied,
+    "attention": attention,
+    "gru": lambda: Recurrent(nn.GRU),
+    "lstm": lambda: Recurrent(nn.LSTM),
+    "weight norm": Norm,
+    "batch norm": lambda: nn.Sequential(nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE), nn.ReLU(inplace=True)),
+    "checkpoint": lambda: Checkpointed(use_reentrant=False),
+}
+
+
+def step(make, schedule, mode, **options):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), make(), nn.Linear(WIDE, WIDE))
+    pipe = gpipe.GPipe(model, [2, 2], devices=["cpu", "cpu"], chunks=3, checkpoint=mode, schedule=schedule, **options)
+    x = torch.randn(SAMPLES, WIDE, requires_grad=True)
+    for _ in range(2):
+        pipe.step(x, torch.zeros(SAMPLES, WIDE), nn.functional.mse_loss)
+    return [x.grad, *(parameter.grad for parameter in model.parameters()), *model.buffers()]
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_gradients_equal_those_of_whole_backwards(layer, mode):
+    expected = step(LAYERS[layer], "1f1b", mode)
+    for schedule in ("zb_h1", "zb_h2"):
+        for got, want in zip(step(LAYERS[layer], schedule, mode), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_a_reentrant_checkpoint_adds_its_gradients_once():
+    expected = step(lambda: Checkpointed(use_reentrant=True), "1f1b", "never")
+    got = step(lambda: Checkpointed(use_reentrant=True), "zb_h1", "never")
+    torch.testing.assert_close(got, expected)
+
+
+def test_custom_functions_and_hooks_run_once_per_micro_batch():
+    calls = {"full": 0, "tensor": 0}
+
+    class Hooked(Custom):
+        def forward(self, x):
+            y = super().forward(x.tanh() @ self.w)
+            y.register_hook(lambda gradient: calls.update(tensor=calls["tensor"] + 1))
+            return y
+
+    def make():
+        layer = Hooked()
+        layer.register_full_backward_hook(lambda *_: calls.update(full=calls["full"] + 1))
+        return layer
+
+    Counted.backwards = 0
+    step(make, "zb_h1", "never")
+    assert (Counted.backwards, calls) == (6, {"full": 6, "tensor": 6})
+
+
+def test_sparse_gradients_and_autocast():
+    def embed(schedule):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, WIDE, sparse=True), nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE))
+        pipe = gpipe.GPipe(model, [1, 3], devices=["cpu", "cpu"], chunks=3, schedule=schedule)
+        ids = torch.randint(9, (SAMPLES,))
+        with torch.autocast("cpu"):
+            pipe.step(ids, torch.zeros(SAMPLES, WIDE), nn.functional.mse_loss)
+        return [parameter.grad.to_dense() for parameter in model.parameters()]
+
+    for got, want in zip(embed("zb_h1"), embed("1f1b"), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_errors_name_the_part_of_the_backward():
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            raise ArithmeticError("no gradient")
+
+    class Layer(nn.Module):
+        def forward(self, x):
+            return Fails.apply(x)
+
+    with pytest.raises(ArithmeticError) as error:
+        step(Layer, "zb_h1", "never")
+    assert "in the input gradient of micro-batch 0 on stage 1" in error.value.__notes__[0]
