@@ -20,6 +20,9 @@ Case parse_file(const std::string& path) {
   return {std::move(parsed.layout), std::move(parsed.schedule), {}};
 }
 
+/// Whether the rule places two stages on each worker, in a V.
+bool makes_v(const ScheduleRule& rule, int workers) { return rule.place(2 * workers, 1) == v_placement(2 * workers); }
+
 std::vector<int> looped(const CaseOptions& options) {
   const int stages = options.stages == 0 ? options.workers : options.stages;
   if (stages < options.workers) {
@@ -32,7 +35,8 @@ std::vector<int> looped(const CaseOptions& options) {
 std::vector<int> v(const CaseOptions& options) {
   if (options.stages != 0 && options.stages != 2 * options.workers) {
     throw std::invalid_argument(absl::StrFormat(
-        "--stages is %d, but --placement v has two stages on each of --workers (%d)", options.stages, options.workers));
+        "--stages is %d, but a V has two stages on each worker, and --workers is %d; leave --stages out",
+        options.stages, options.workers));
   }
   return v_placement(2 * options.workers);
 }
@@ -49,9 +53,9 @@ std::vector<int> listed(const CaseOptions& options) {
 }
 
 Case generate(const CaseOptions& options) {
-  auto placement = options.placement == "looped" ? looped(options)
-                   : options.placement == "v"    ? v(options)
-                                                 : listed(options);
+  const auto& rule = schedule_rule(options.schedule);
+  const auto kind = !options.placement.empty() ? options.placement : makes_v(rule, options.workers) ? "v" : "looped";
+  auto placement = kind == "looped" ? looped(options) : kind == "v" ? v(options) : listed(options);
   const int stages = static_cast<int>(placement.size());
   Layout layout{stages, options.chunks, std::move(placement)};
   auto schedule = make_schedule(options.schedule, layout, checkpoints().at(options.checkpoint));
@@ -91,12 +95,13 @@ Program verified(const Case& made) {
 
 Costs costs_of(const Case& made, const CaseOptions& options) {
   const auto stages = static_cast<std::size_t>(made.layout.stages);
-  const double half = options.backward / 2;
+  const double inputs = options.input_gradient > 0 ? options.input_gradient : options.backward / 2;
+  const double weights = options.weight_gradient > 0 ? options.weight_gradient : options.backward / 2;
   CellBytes bytes;
   bytes.forward.held = {{options.graph_bytes, Kind::W, 0}};
   bytes.stored.held = {{options.input_bytes, Kind::R, 0}};
   bytes.recompute.held = {{options.graph_bytes, Kind::W, 0}};
-  Costs costs{.actions = {stages, {options.forward, options.forward, options.backward, half, half}},
+  Costs costs{.actions = {stages, {options.forward, options.forward, options.backward, inputs, weights}},
               .edges = std::vector<double>(made.edges.size()),
               .bytes = {stages, bytes}};
   for (int s = 0; s < made.layout.stages; ++s) {

@@ -13,15 +13,17 @@ namespace gpipe::examples {
 struct CaseOptions {
   std::string schedule;  ///< a name, or @FILE
   int workers = 2;
-  int stages = 0;                    ///< 0: one per worker; two for "v"
-  std::string placement = "looped";  ///< "looped", "v", or the worker of each stage, such as "0,1,1,0"
+  int stages = 0;         ///< 0: one per worker; two in a V
+  std::string placement;  ///< "looped", "v", or the worker of each stage, such as "0,1,1,0"; empty: the schedule's own
   int chunks = 4;
   std::string checkpoint = "never";
   std::vector<std::string> skips;  ///< "FROM:TO", stages
   int capacity = 0;                ///< of every edge; 0: sufficient_capacities()
   double forward = 1;              ///< seconds of an F and R of one stage
   double backward = 2;             ///< seconds of a B
-  std::int64_t graph_bytes = 0;    ///< held by a cell from F (or R) until B
+  double input_gradient = 0;       ///< seconds of an I; 0: half of `backward`
+  double weight_gradient = 0;      ///< seconds of a W; 0: half of `backward`
+  std::int64_t graph_bytes = 0;    ///< held by a cell from F (or R) until B or W
   std::int64_t input_bytes = 0;    ///< held by a recomputed cell from F until R
 };
 

@@ -93,10 +93,12 @@ void add_layout(CLI::App& verb, CaseOptions& options) {
   verb.add_option("--workers", options.workers, "number of workers")
       ->check(CLI::Range(1, kMost))
       ->capture_default_str();
-  verb.add_option("--stages", options.stages, "number of stages; default: one per worker")->check(CLI::Range(1, kMost));
-  verb.add_option("--placement", options.placement,
-                  "looped, v, or the worker of each stage, such as 0,1,1,0, instead of --workers and --stages")
-      ->capture_default_str();
+  verb.add_option("--stages", options.stages, "number of stages; default: one per worker, two in a V")
+      ->check(CLI::Range(1, kMost));
+  verb.add_option(
+      "--placement", options.placement,
+      "looped, v, or the worker of each stage, such as 0,1,1,0, instead of --workers and --stages; default: "
+      "the schedule's own");
   verb.add_option("--chunks", options.chunks, "number of micro-batches")
       ->check(CLI::Range(1, kMost))
       ->capture_default_str();
@@ -118,8 +120,12 @@ void add_costs(CLI::App& verb, CaseOptions& options) {
   verb.add_option("--backward", options.backward, "seconds of a stage's backward")
       ->check(positive)
       ->capture_default_str();
+  verb.add_option("--input-gradient", options.input_gradient, "seconds of an I; default: half of --backward")
+      ->check(positive);
+  verb.add_option("--weight-gradient", options.weight_gradient, "seconds of a W; default: half of --backward")
+      ->check(positive);
   const auto bytes = CLI::Range(std::int64_t{0}, std::int64_t{1} << 50);
-  verb.add_option("--graph-bytes", options.graph_bytes, "bytes of a cell's graph")->check(bytes);
+  verb.add_option("--graph-bytes", options.graph_bytes, "bytes of a cell's graph, held until B or W")->check(bytes);
   verb.add_option("--input-bytes", options.input_bytes, "bytes that a recomputed cell stores")->check(bytes);
 }
 
@@ -132,7 +138,7 @@ void check_layout_is_used(const CLI::App& verb, const CaseOptions& options) {
   };
   if (options.schedule.starts_with('@')) {
     refuse({"--workers", "--stages", "--placement", "--chunks", "--checkpoint"}, "a schedule from a file");
-  } else if (options.placement != "looped" && options.placement != "v") {
+  } else if (!options.placement.empty() && options.placement != "looped" && options.placement != "v") {
     refuse({"--workers", "--stages"}, "a list of workers as --placement");
   }
 }

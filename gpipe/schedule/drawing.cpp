@@ -30,16 +30,23 @@ struct Look {
   Kind kind;
   const char* name;
   const char* fill;
+  const char* letter = "";  // tells a part of a backward, where colours do not
 };
 // From Okabe and Ito's palette, which is distinguishable with colour blindness.
 constexpr Look kLooks[] = {{Kind::F, "forward", "#56b4e9"},
                            {Kind::R, "recompute", "#f0e442"},
                            {Kind::B, "backward", "#009e73"},
-                           {Kind::I, "backward, inputs", "#cc79a7"},
-                           {Kind::W, "backward, weights", "#e69f00"}};
+                           {Kind::I, "input gradient", "#cc79a7", "I"},
+                           {Kind::W, "weight gradient", "#e69f00", "W"}};
 
 const Look& look_of(Kind kind) {
   return *std::find_if(std::begin(kLooks), std::end(kLooks), [&](const Look& look) { return look.kind == kind; });
+}
+
+void add_letter(std::string& svg, double x, double y, const Look& look) {
+  if (look.letter[0] == '\0') return;
+  StrAppendFormat(&svg, "<text x=\"%.2f\" y=\"%.1f\" text-anchor=\"middle\" font-size=\"10\">%s</text>", x, y,
+                  look.letter);
 }
 
 std::string time_text(double seconds) {
@@ -69,6 +76,7 @@ void add_legend(std::string& svg, const Timeline& timeline) {
     if (!occurs) continue;
     StrAppendFormat(&svg, "<rect x=\"%.1f\" y=\"14\" width=\"14\" height=\"14\" fill=\"%s\" stroke=\"#444\"/>\n", x,
                     look.fill);
+    add_letter(svg, x + 7, 25, look);
     add_text(svg, x + 20, 26, "start", look.name);
     x += 36 + kDigit * static_cast<double>(std::string(look.name).size());
   }
@@ -125,7 +133,7 @@ std::string to_svg(const Timeline& timeline) {
     add_axis(svg, seconds, height);
   }
   const Tones tones(timeline);
-  if (tones.any()) add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage of the worker");
+  if (tones.any()) add_text(svg, kLeft + kPlot - 160, 26, "end", "paler: later stage");
   double start = std::numeric_limits<double>::infinity();
   for (const Span& span : timeline.spans) start = std::min(start, span.start);
   const auto row = [](int worker) { return kTop + kGap / 2 + (kRow + kGap) * worker; };
@@ -145,8 +153,10 @@ std::string to_svg(const Timeline& timeline) {
                     width, kRow, look.fill, tones.of(span));
     const auto label = StrFormat("%d", span.action.micro_batch);
     if (width > kDigit * static_cast<double>(label.size()) + 4) {
+      const bool has_letter = look.letter[0] != '\0';
+      add_letter(svg, x + width / 2, y + 12, look);
       StrAppendFormat(&svg, "<text x=\"%.2f\" y=\"%.1f\" text-anchor=\"middle\">%s</text>", x + width / 2,
-                      y + kRow / 2 + 5, label);
+                      y + kRow / 2 + (has_letter ? 11 : 5), label);
     }
     svg += "</g>\n";
   }

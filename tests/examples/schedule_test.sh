@@ -28,10 +28,24 @@ grep -q '</svg>' drawing.svg || fail "draw"
 [[ $(<v.txt) == $'0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0' ]] || fail "print --placement v"
 "$program" print gpipe --placement 0,1,1,0 --chunks 1 | cmp - v.txt || fail "a list of workers"
 refuse "--stages does not apply to a list of workers" print gpipe --placement 0,1 --stages 2
-refuse "--stages is 3, but --placement v has two stages on each" print gpipe --placement v --stages 3
+refuse "--stages is 3, but a V has two stages on each worker" print gpipe --placement v --stages 3
 refuse "--placement 0,x: give looped, v, or" print gpipe --placement 0,x
 refuse "worker 0 has no stage" print gpipe --placement 1,1
 refuse "needs stage s on worker s mod" print looped_bfs --placement v
+
+# A schedule in a V places its stages itself. I and W have costs of their own.
+"$program" print zb_v --workers 2 --chunks 1 >zb_v.txt
+[[ $(<zb_v.txt) == $'0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 2W0 1I0 1W0' ]] || fail "print zb_v"
+"$program" print zb_v --workers 2 --stages 4 --placement v --chunks 1 | cmp - zb_v.txt || fail "zb_v with all flags"
+"$program" simulate zb_h1 --workers 1 --chunks 2 | grep -q '^makespan 6 s' || fail "I and W take half of a backward"
+"$program" simulate zb_h1 --workers 1 --chunks 2 --input-gradient 3 --weight-gradient 0.5 >simulate.log
+grep -q '^makespan 9 s' simulate.log || fail "--input-gradient and --weight-gradient"
+"$program" draw zb_v --workers 2 >drawing.svg
+grep -q '>weight gradient<' drawing.svg || fail "draw zb_v"
+refuse "--stages is 2, but a V has two stages on each worker, and --workers is 2" print zb_v --workers 2 --stages 2
+refuse "schedule 'zb_v' needs stages s and 2p - 1 - s on worker s of p (the V placement)" print zb_v --placement looped
+refuse "schedule 'zb_h1' needs stage s on worker s, one stage per worker" print zb_h1 --workers 2 --stages 4
+refuse "--weight-gradient" simulate zb_h1 --weight-gradient 0
 
 refuse "unknown schedule '1f1f'" print 1f1f
 refuse "one stage per worker" print 1f1b --workers 2 --stages 4

@@ -40,6 +40,17 @@ TEST(Drawing, HasABoxPerActionARowPerWorkerAndALegend) {
       << "the first action takes a sixth of the time";
 }
 
+TEST(Drawing, MarksThePartsOfASplitBackwardWithLetters) {
+  const Timeline timeline{.workers = 1,
+                          .spans = {{0, action("0F0"), 0, 1}, {0, action("0I0"), 1, 2}, {0, action("0W0"), 2, 3}}};
+  const auto svg = to_svg(timeline);
+  for (const auto* letter : {">I</text>", ">W</text>"}) {
+    EXPECT_EQ(count(svg, letter), 2) << "one in the legend, one in the box";
+  }
+  EXPECT_THAT(svg, HasSubstr("<title>input gradient of micro-batch 0 on stage 0: 1 s</title>"));
+  EXPECT_THAT(svg, HasSubstr("<title>weight gradient of micro-batch 0 on stage 0: 1 s</title>"));
+}
+
 TEST(Drawing, DrawsEmptyAndZeroLengthTimelines) {
   EXPECT_THAT(to_svg({}), HasSubstr("</svg>"));
   EXPECT_THAT(to_svg({1, {}, {{0, action("0F0"), 1, 1}}}), Not(HasSubstr("nan")));
@@ -48,7 +59,7 @@ TEST(Drawing, DrawsEmptyAndZeroLengthTimelines) {
 TEST(Drawing, DrawsLaterStagesOfAWorkerPaler) {
   Timeline timeline{.workers = 1, .spans = {{0, {Kind::F, 0, 0}, 0, 1}, {0, {Kind::F, 1, 0}, 1, 2}}};
   EXPECT_THAT(to_svg(timeline), HasSubstr("fill-opacity=\"0.65\""));
-  EXPECT_THAT(to_svg(timeline), HasSubstr("paler: later stage of the worker"));
+  EXPECT_THAT(to_svg(timeline), HasSubstr("paler: later stage"));
   timeline.spans.pop_back();
   EXPECT_THAT(to_svg(timeline), Not(HasSubstr("fill-opacity")));
 }
