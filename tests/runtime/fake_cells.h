@@ -15,7 +15,7 @@ namespace gpipe::testing {
 
 /// Cells that compute with plain integers instead of tensors. They use no atomics and no locks, so that ThreadSanitizer
 /// checks whether the executor orders the accesses. Every number depends on all its inputs: a value that is lost,
-/// swapped or read too early changes the results.
+/// swapped or read too early changes the results. An action throws if what it needs is missing, or if it runs twice.
 class FakeCells : public Cells {
  public:
   using Number = std::uint64_t;
@@ -47,21 +47,26 @@ class FakeCells : public Cells {
     if (on_action) on_action(action);
     if (seed_ != 0) delay(mix(seed_, mix(s * 5 + static_cast<int>(kind), m)));
     switch (kind) {
-      case Kind::F:
-        stored_[s][m] = mix(s + 1, m + 1);
-        for (const int e : program_.in_edges(s)) stored_[s][m] = mix(stored_[s][m], consume(forward_[e][m]));
-        outputs[s][m] = mix(stored_[s][m], 1);
-        if (!program_.recomputes(s, m)) graphs_[s][m] = outputs[s][m];
+      case Kind::F: {
+        Number input = mix(s + 1, m + 1);
+        for (const int e : program_.in_edges(s)) input = mix(input, consume(forward_[e][m]));
+        outputs[s][m] = mix(input, 1);
+        if (program_.recomputes(s, m)) {
+          produce(stored_[s][m], input);
+        } else if (program_.has_backward()) {
+          produce(graphs_[s][m], outputs[s][m]);
+        }
         for (const int e : program_.out_edges(s)) produce(forward_[e][m], mix(outputs[s][m], e));
         break;
+      }
       case Kind::R:
-        graphs_[s][m] = mix(stored_[s][m], 1);
+        produce(graphs_[s][m], mix(consume(stored_[s][m]), 1));
         break;
       case Kind::B:
         weights[s] += input_gradient(s, m);
         break;
       case Kind::I:
-        pending_[s][m] = input_gradient(s, m);
+        produce(pending_[s][m], input_gradient(s, m));
         break;
       case Kind::W:
         weights[s] += consume(pending_[s][m]);
