@@ -1,72 +1,21 @@
 """Draws the figures of the documentation into docs/figures. Run `python docs/figures.py` where gpipe is installed.
 
 The library simulates and draws the timelines, from a profile whose times are set here, and counts the bytes.
-`--trace` also draws a real step, which differs between machines and runs. `--schedules PROGRAM` also draws the schedules
-of docs/schedules.md, with the program gpipe-schedule.
+`--trace` also draws a real step, which differs between machines and runs. schedule_pages.py draws the schedules.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
-import subprocess
 from collections.abc import Sequence
-from html import escape
-from pathlib import Path
 
 import torch
 from torch import nn
 
 import gpipe
 from gpipe.balance import Profile, predict, profile
-
-FOLDER = Path(__file__).parent / "figures"
-
-# From the colour-blind-safe palette of Okabe and Ito, which the library's own drawings use too.
-BLUE, DARK_BLUE, GREEN, ORANGE, RED = "#56b4e9", "#0072b2", "#009e73", "#e69f00", "#d55e00"
-STAGES = ["#e3f1fa", "#fdf0d5", "#e0f3ec", "#f7e6ef"]
-INK, FAINT = "#222", "#ddd"
-
-
-class Picture:
-    def __init__(self, width: int, height: int) -> None:
-        self.width, self.height = width, height
-        self.parts: list[str] = []
-
-    def box(self, x: float, y: float, width: float, height: float, fill: str, text: str = "", round: int = 4) -> None:
-        self.parts.append(
-            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round}" fill="{fill}" '
-            f'stroke="#444" stroke-width="0.8"/>'
-        )
-        lines = text.split("\n") if text else []
-        for i, line in enumerate(lines):
-            self.text(x + width / 2, y + height / 2 + 5 + 17 * (i - (len(lines) - 1) / 2), line)
-
-    def text(self, x: float, y: float, text: str, anchor: str = "middle", color: str = INK, size: int = 14) -> None:
-        self.parts.append(
-            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{escape(text)}</text>'
-        )
-
-    def path(self, path: str, color: str = INK, width: float = 1.5, arrow: bool = False, dash: str = "") -> None:
-        end = f' marker-end="url(#{color[1:]})"' if arrow else ""
-        dashed = f' stroke-dasharray="{dash}"' if dash else ""
-        self.parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"{dashed}{end}/>')
-
-    def arrow(self, x1: float, y1: float, x2: float, y2: float, color: str = INK) -> None:
-        self.path(f"M{x1:g} {y1:g} L{x2:g} {y2:g}", color, arrow=True)
-
-    def save(self, name: str) -> None:
-        heads = "".join(
-            f'<marker id="{color[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
-            f'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="{color}"/></marker>\n'
-            for color in (INK, BLUE, ORANGE)
-        )
-        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
-        (FOLDER / name).write_text(
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">\n<defs>\n{heads}</defs>\n'
-            '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
-        )
+from picture import BLUE, DARK_BLUE, FAINT, FOLDER, GREEN, INK, ORANGE, RED, STAGES, Picture
 
 
 def timed(blocks: Sequence[float], rows: int = 32, width: int = 256) -> Profile:
@@ -270,60 +219,9 @@ def draw_trace() -> None:
     (FOLDER / "trace.svg").write_text(timeline.to_svg())
 
 
-def timeline_of(program: str, schedule: str, stages: int, checkpoint: str = "never") -> str:
-    """Drawing of a step with four workers and eight micro-batches. A worker's work on one takes 10 ms and 20 ms."""
-    milliseconds = 10 * 4 / stages
-    layout = ["--workers", "4", "--stages", f"{stages}", "--chunks", "8", "--checkpoint", checkpoint]
-    costs = ["--forward", f"{milliseconds / 1000}", "--backward", f"{2 * milliseconds / 1000}"]
-    command = [program, "draw", schedule, *layout, "--skip", f"0:{stages - 1}", *costs]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
-
-
-def with_skip(svg: str, stages: int) -> str:
-    """Adds the way of micro-batch 0 along a skip from the first stage to the last, and that of its gradient back."""
-    picture = Picture(0, 0)
-
-    def cell(kind: str, stage: int) -> tuple[float, float, float, float]:
-        """Outlines an action of micro-batch 0. Returns its left edge, right edge, top and bottom."""
-        title = rf"<title>{kind} of micro-batch 0 on stage {stage}: [^<]*</title>"
-        found = re.search(title + r'<rect x="([\d.]+)" y="([\d.]+)" width="([\d.]+)" height="([\d.]+)"', svg)
-        assert found
-        x, y, width, height = map(float, found.groups())
-        picture.path(f"M{x:g} {y:g} h{width:g} v{height:g} h{-width:g} z", RED, 2.2)
-        return x, x + width, y, y + height
-
-    def arrow(x1: float, y1: float, x2: float, y2: float, dash: str = "") -> None:
-        bend = 40 if y2 > y1 else -40
-        path = f"M{x1:g} {y1:g} C{x1:g} {y1 + bend:g} {x2:g} {y2 - bend:g} {x2:g} {y2:g}"
-        picture.path(path, "#ffffff", 5)
-        picture.path(path, RED, 2.2, arrow=True, dash=dash)
-
-    sender, receiver = cell("forward", 0), cell("forward", stages - 1)
-    arrow(sender[1] - 4, sender[3], receiver[0] + 4, receiver[2])
-    sender, receiver = cell("backward", stages - 1), cell("backward", 0)
-    arrow(sender[1] - 4, sender[2], receiver[0] + 4, receiver[3], dash="6 3")
-    for x, text, dash in ((270.0, "skip of micro-batch 0", ""), (460.0, "its gradient", "6 3")):
-        picture.path(f"M{x:g} 21 L{x + 28:g} 21", RED, 2.2, arrow=True, dash=dash)
-        picture.text(x + 34, 26, text, "start", size=13)
-    head = (
-        f'<defs><marker id="{RED[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="5" markerHeight="5" '
-        f'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="{RED}"/></marker></defs>\n'
-    )
-    number = re.compile(r"<text [^>]*>\d+</text>(?=</g>)")  # moved to the top of the arrows
-    parts = picture.parts + number.findall(svg)
-    return number.sub("", svg).replace("</svg>", head + "\n".join(parts) + "\n</svg>")
-
-
-def draw_steps(program: str) -> None:
-    for schedule, stages in (("gpipe", 4), ("1f1b", 4), ("looped_bfs", 8), ("interleaved_1f1b", 8)):
-        (FOLDER / f"schedule_{schedule}.svg").write_text(with_skip(timeline_of(program, schedule, stages), stages))
-    (FOLDER / "schedule_recompute.svg").write_text(timeline_of(program, "1f1b", 4, "always"))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", action="store_true", help="also draw a real step")
-    parser.add_argument("--schedules", metavar="PROGRAM", help="also draw the schedules, with this gpipe-schedule")
     options = parser.parse_args()
     FOLDER.mkdir(exist_ok=True)
     draw_schedules()
@@ -334,8 +232,6 @@ def main() -> None:
     draw_memory()
     if options.trace:
         draw_trace()
-    if options.schedules:
-        draw_steps(options.schedules)
 
 
 if __name__ == "__main__":
