@@ -24,7 +24,7 @@ struct SuggestOptions {
   TORCH_ARG(double, bandwidth) = 0;
   /// The schedule and the placement of all candidates. With kAnySchedule, a placement or stages per worker other than 1
   /// leave only the schedules that have them.
-  TORCH_ARG(Scheduling, scheduling) = {.schedule = kAnySchedule};
+  TORCH_ARG(Scheduling, scheduling) = Scheduling{kAnySchedule};
   /// Options of the profiles. `seconds` and `progress` cover all profiles together; `workers` is ignored.
   TORCH_ARG(ProfileOptions, profile) = ProfileOptions().seconds(60);
 };

@@ -152,7 +152,7 @@ void init_balance(py::module_& module) {
             }
             return "schedule";
           },
-          "What places the stages: 'schedule', 'stages_per_worker', or 'v' for the placement of that name.");
+          "Names what places the stages, which is 'schedule', 'stages_per_worker', or 'v', a placement.");
   py::class_<Suggestion>(module, "Suggestion", "Ways to run a model, best first.")
       .def_readonly(
           "candidates", &Suggestion::candidates,
