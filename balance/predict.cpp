@@ -48,41 +48,60 @@ Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
   stage_.check(options_);
 }
 
-const Program& Predictor::program(std::vector<Edge> edges) {
+const Program& Predictor::program(Layout layout, std::vector<Edge> edges) {
   if (program_ && connect_the_same(edges, edges_)) return *program_;
-  const Layout layout{static_cast<int>(source_.placement.size()), options_.chunks, source_.placement};
-  program_ = make_program(layout, edges, source_.make(layout, options_.checkpoint));
+  auto schedule = source_.make(layout, options_.checkpoint);
+  program_ = make_program(std::move(layout), edges, std::move(schedule));
   edges_ = std::move(edges);
   return *program_;
 }
 
+Workload Predictor::workload(const std::vector<std::int64_t>& balance) const {
+  Workload work{.layout = {static_cast<int>(balance.size()), options_.chunks, source_.placement},
+                .edges = stage_.edges(balance),
+                .costs = stage_.costs(balance, options_),
+                .checkpoint = options_.checkpoint};
+  if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(work.costs.bytes);
+  for (std::size_t e = 0; e < work.edges.size(); ++e) {
+    if (!crosses(work.edges[e])) work.costs.edges[e] = 0;
+  }
+  return work;
+}
+
+bool Predictor::crosses(const Edge& edge) const { return source_.placement[edge.from] != source_.placement[edge.to]; }
+
+std::vector<std::int64_t> Predictor::static_bytes(const std::vector<std::int64_t>& balance) const {
+  std::vector<std::int64_t> bytes(1 + *std::max_element(source_.placement.begin(), source_.placement.end()));
+  int first = 0;
+  int stage = 0;
+  for (const int end : stage_.ends(balance)) {
+    bytes[source_.placement[stage++]] += stage_.static_bytes(first, end);
+    first = end;
+  }
+  return bytes;
+}
+
 Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
-  auto costs = stage_.costs(balance, options_);
-  if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(costs.bytes);
-  const auto& placement = source_.placement;
-  auto edges = stage_.edges(balance);
+  auto work = workload(balance);
   const auto bytes = stage_.bytes_of_edges(balance);
   std::int64_t crossing = 0;
-  for (std::size_t e = 0; e < edges.size(); ++e) {
-    if (placement[edges[e].from] == placement[edges[e].to]) {
-      costs.edges[e] = 0;
-    } else {
-      crossing += options_.chunks * bytes[e];
-    }
+  for (std::size_t e = 0; e < work.edges.size(); ++e) {
+    if (crosses(work.edges[e])) crossing += options_.chunks * bytes[e];
   }
-  auto simulation = simulate(program(std::move(edges)), costs);
+  auto simulation = simulate(program(std::move(work.layout), std::move(work.edges)), work.costs);
   Prediction prediction{.balance = balance,
                         .seconds = simulation.makespan,
                         .bubble = simulation.bubble,
-                        .placement = placement,
+                        .placement = source_.placement,
                         .bytes = simulation.timeline.peak_bytes(),
                         .crossing = crossing,
                         .timeline = std::move(simulation.timeline)};
+  const auto kept = static_bytes(balance);
+  for (std::size_t w = 0; w < kept.size(); ++w) prediction.bytes[w] += kept[w];
   auto alone = options_;
   alone.bandwidth = 0;
   int first = 0;
   for (const int end : stage_.ends(balance)) {
-    prediction.bytes[placement[prediction.stages.size()]] += stage_.static_bytes(first, end);
     prediction.stages.push_back(stage_.seconds(first, end, alone));
     first = end;
   }

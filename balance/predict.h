@@ -6,6 +6,7 @@
 
 #include "balance/profile.h"
 #include "balance/stage_cost.h"
+#include "gpipe/schedule/list_scheduler.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/timeline.h"
@@ -37,11 +38,20 @@ class Predictor {
   /// The profile must outlive this. Errors: those of predict().
   Predictor(const Profile& profile, int stages, RunOptions options);
 
-  /// As gpipe::predict(). REQUIRES: the balance has the number of stages.
+  // The functions below REQUIRE that the balance has the number of stages.
+
+  /// As gpipe::predict().
   Prediction predict(const std::vector<std::int64_t>& balance);
 
+  /// What predict() simulates: the layout, edges and costs.
+  Workload workload(const std::vector<std::int64_t>& balance) const;
+
+  /// Bytes per worker that stay between steps: parameters, buffers, optimizer state.
+  std::vector<std::int64_t> static_bytes(const std::vector<std::int64_t>& balance) const;
+
  private:
-  const Program& program(std::vector<Edge> edges);
+  bool crosses(const Edge& edge) const;
+  const Program& program(Layout layout, std::vector<Edge> edges);
 
   const StageCost stage_;
   const RunOptions options_;

@@ -10,6 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/report.h"
+#include "gpipe/schedule/greedy.h"
 #include "gpipe/schedule/schedules.h"
 
 namespace gpipe {
@@ -168,6 +169,27 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options) {
   return candidate_of(predict(profile, balance, run), run, options);
+}
+
+std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
+                                                  const SearchOptions& options) {
+  const auto& name = candidate.schedule.empty() ? kFillAndDrain : candidate.schedule;
+  const auto run = run_options(candidate.chunks, candidate.checkpoint, {name, 1, candidate.placement}, options);
+  const Predictor predictor(profile, static_cast<int>(candidate.balance.size()), run);
+  const auto work = predictor.workload(candidate.balance);
+  std::vector<std::int64_t> most;
+  if (options.memory_limit > 0) {
+    std::map<std::string, int> sharing;  // workers by device
+    for (const auto& device : options.devices) ++sharing[device];
+    for (const auto kept : predictor.static_bytes(candidate.balance)) {
+      const auto workers = options.devices.empty() ? 1 : sharing.at(options.devices[most.size()]);
+      most.push_back(options.memory_limit / workers - kept);
+    }
+  }
+  auto schedule = greedy_schedule(work, most);
+  if (!schedule) return std::nullopt;
+  const auto program = make_program(work.layout, work.edges, *schedule);
+  return TailoredSchedule{*std::move(schedule), simulate(program, work.costs).makespan};
 }
 
 PlacedBy placed_by(const Candidate& candidate) {

@@ -79,6 +79,19 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);
 
+/// A schedule, and its predicted seconds per step.
+struct TailoredSchedule {
+  Schedule schedule;
+  double seconds = 0;
+};
+
+/// Makes a schedule for a candidate's measured costs, with its balance, placement, chunks and checkpoint mode, within the
+/// options' memory limit: see greedy_schedule(). Never slower in simulation than the candidate, if that fits. Empty if
+/// nothing fits. For step(), as a file (see schedule_text.h) or GPipeOptions().schedule_function(). The candidate must
+/// be of the profile. Errors: those of predict().
+std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
+                                                  const SearchOptions& options);
+
 /// What places a candidate's stages, besides the name of its schedule: nothing, GPipeOptions().stages_per_worker(), or
 /// GPipeOptions().placement() with v_placement().
 enum class PlacedBy { kSchedule, kStagesPerWorker, kV };

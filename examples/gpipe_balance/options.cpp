@@ -52,6 +52,16 @@ Scheduling Options::scheduling() const {
   return {.schedule = schedule, .placement = schedule_source(name, stages, stages_per_worker).placement};
 }
 
+SearchOptions Options::search() const {
+  const auto workers = place();
+  SearchOptions search{
+      .stages = stages, .memory_limit = memory, .bandwidth = bandwidth * 1e9, .copies = copies_between(workers)};
+  for (const auto& device : workers) {
+    search.devices.push_back(device.is_cpu() ? std::to_string(search.devices.size()) : device.str());
+  }
+  return search;
+}
+
 RunOptions Options::run(int chunks, Checkpoint mode) const {
   return {static_cast<int>(sizes(chunks).size()), mode, bandwidth * 1e9, copies_between(place()), scheduling()};
 }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "balance/profiler.h"
+#include "balance/search.h"
 #include "balance/stage_cost.h"
 
 namespace gpipe::examples::balance {
@@ -21,7 +22,8 @@ struct Options {
   int chunks = 4;
   std::vector<int> chunks_to_try;  ///< empty: the verb's default
   int stages = 2;
-  std::string schedule;  ///< of step(); empty: forward() and its backward
+  std::string schedule;       ///< of step(); empty: forward() and its backward
+  std::string save_schedule;  ///< a file; empty: do not save
   int stages_per_worker = 1;
   std::string devices;  ///< empty: the GPUs in turn, or the CPU
   Checkpoint checkpoint = Checkpoint::kExceptLast;
@@ -41,6 +43,8 @@ struct Options {
   std::vector<std::int64_t> sizes(int chunks) const;
   /// One device per worker.
   std::vector<torch::Device> place() const;
+  /// The limits of a search. Errors: as scheduling().
+  SearchOptions search() const;
   /// With the placement, unless the schedule is kAnySchedule. Errors: std::invalid_argument for a schedule or a number of stages that does not fit.
   Scheduling scheduling() const;
   RunOptions run(int chunks, Checkpoint mode) const;

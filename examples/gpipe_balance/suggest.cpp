@@ -11,11 +11,13 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "balance/report.h"
+#include "examples/common/files.h"
 #include "examples/common/flags.h"
 #include "examples/common/percent.h"
 #include "examples/gpipe_balance/json.h"
 #include "examples/gpipe_balance/model.h"
 #include "examples/gpipe_balance/verbs.h"
+#include "gpipe/schedule/schedule_text.h"
 
 namespace gpipe::examples::balance {
 namespace {
@@ -29,6 +31,10 @@ void add_flags(CLI::App& app, Options& options) {
   add_layers_flag(app, options);
   app.add_option("--refine", options.refine, "number of the best candidates to run and time")
       ->transform(whole_number(0, 100));
+  app.add_option("--save-schedule", options.save_schedule,
+                 "file for a schedule made for the measured times of the best candidate, if it is faster")
+      ->transform(path_name())
+      ->always_capture_default(false);
 }
 
 const char* code_of(Checkpoint mode) {
@@ -86,15 +92,33 @@ Json to_json(const Suggestion& suggestion, const std::vector<Measured>& measured
   return json;
 }
 
+/// Writes a schedule made for the measured times of a candidate, if it is faster. Then returns the candidate with it.
+Candidate with_own_schedule(const Suggestion& suggestion, Candidate candidate, const Options& options,
+                            std::ostream& out) {
+  const auto made = tailored_schedule(suggestion.profile_of(candidate), candidate, options.search());
+  if (!made || made->seconds >= candidate.seconds) {
+    out << "no schedule for the measured times is faster; " << options.save_schedule << " is not written\n";
+    return candidate;
+  }
+  write_file(options.save_schedule, to_text(made->schedule));
+  out << "a schedule for the measured times takes " << seconds_to_text(made->seconds) << " per step; written to "
+      << options.save_schedule << "\n";
+  candidate.schedule = "@" + options.save_schedule;
+  candidate.seconds = made->seconds;
+  return candidate;
+}
+
 void print(const Suggestion& suggestion, const std::vector<Measured>& measured, const Options& options) {
-  const auto& best = measured.empty() ? suggestion.candidates.front() : measured.front().candidate;
+  auto best = measured.empty() ? suggestion.candidates.front() : measured.front().candidate;
   if (options.layers) std::cout << profile_table(suggestion.profile_of(best), best.balance) << "\n";
   std::cout << candidate_table(suggestion.candidates, suggestion.unpartitioned);
   for (const auto& [candidate, seconds] : measured) {
     std::cout << "measured " << seconds_to_text(seconds) << " per step: balance " << balance_to_text(candidate.balance)
               << ", " << candidate.chunks << " chunks, checkpoint " << to_string(candidate.checkpoint) << "\n";
   }
-  if (suggestion.fits()) std::cout << "\n" << code_of(best, options.place());
+  if (!suggestion.fits()) return;
+  if (!options.save_schedule.empty()) best = with_own_schedule(suggestion, std::move(best), options, std::cout);
+  std::cout << "\n" << code_of(best, options.place());
 }
 
 int run(const Options& options) {
@@ -118,6 +142,9 @@ int run(const Options& options) {
         refine(model, batch, devices, suggestion, options.refine, /*repeats=*/5, options.profiling().intraop_threads());
   }
   if (options.json) {
+    if (suggestion.fits() && !options.save_schedule.empty()) {
+      with_own_schedule(suggestion, suggestion.best(), options, std::cerr);
+    }
     std::cout << to_json(suggestion, measured) << "\n";
   } else {
     print(suggestion, measured, options);

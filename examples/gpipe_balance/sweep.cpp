@@ -24,10 +24,7 @@ void add_flags(CLI::App& app, Options& options) {
 }
 
 std::vector<Candidate> candidates_of(const Options& options) {
-  SearchOptions search{.stages = options.stages, .memory_limit = options.memory};
-  for (const auto& device : options.place()) {
-    search.devices.push_back(device.is_cpu() ? std::to_string(search.devices.size()) : device.str());
-  }
+  const auto search = options.search();
   std::set<int> counts;  // of micro-batches; fewer than chunks if there are too few images
   for (const int chunks : options.chunks_to_try.empty() ? std::vector<int>{2, 4, 8} : options.chunks_to_try) {
     counts.insert(static_cast<int>(options.sizes(chunks).size()));

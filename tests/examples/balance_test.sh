@@ -29,6 +29,8 @@ grep -q '^measured .* per step: balance ' suggest.log || fail "suggest --refine 
 "$program" suggest "${model[@]}" --chunks 4 --seconds 1 --json >json.log
 grep -q '"candidates".*"unpartitioned":{' json.log || fail "suggest --json"
 grep -q '"schedule":"zb_v"' json.log || fail "suggest does not try every schedule"
+"$program" suggest "${model[@]}" --schedule gpipe --chunks 4 --seconds 1 --save-schedule own.schedule >own.log
+[[ $(tail -1 own.log) =~ schedule\(\"@own.schedule\"\) && $(grep -c '0F0' own.schedule) == 1 ]] || fail "suggest --save-schedule"
 four=(--stages 4 --schedule)
 "$program" suggest "${model[@]}" "${four[@]}" looped_bfs --stages-per-worker 2 --refine 1 >looped.log
 [[ $(tail -1 looped.log) =~ \.schedule\(\"looped_bfs\"\)\.stages_per_worker\(2\)\)\;$ ]] || fail "suggest --schedule"
