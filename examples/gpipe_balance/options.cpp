@@ -19,9 +19,6 @@ namespace gpipe::examples::balance {
 
 namespace {
 
-/// Stands for forward() and its backward.
-constexpr char kForward[] = "forward";
-
 /// A number of bytes, with a unit.
 CLI::Validator size_text() {
   return {[as_bytes = CLI::AsSizeValue(/*kb_is_1000=*/true)](std::string& text) {
@@ -48,8 +45,9 @@ std::vector<torch::Device> Options::place() const {
 
 Scheduling Options::scheduling() const {
   if (schedule == kAnySchedule) return {.schedule = schedule, .stages_per_worker = stages_per_worker};
-  const auto& name = schedule.empty() ? kFillAndDrain : schedule;
-  return {.schedule = schedule, .placement = schedule_source(name, stages, stages_per_worker).placement};
+  const bool steps = schedule != kForward;
+  const auto name = steps ? schedule : kFillAndDrain;
+  return {.schedule = steps ? schedule : "", .placement = schedule_source(name, stages, stages_per_worker).placement};
 }
 
 SearchOptions Options::search() const {
@@ -111,15 +109,18 @@ void add_memory_limit_flag(CLI::App& app, Options& options) {
       ->transform(size_text());
 }
 
-void add_schedule_flags(CLI::App& app, Options& options) {
-  const bool any = options.schedule == kAnySchedule;
+void add_schedule_flags(CLI::App& app, Options& options, bool any) {
+  // All verbs share the options, so a verb's own default is set when the verb is read.
+  app.preparse_callback([&options, any](std::size_t) {
+    if (any) options.schedule = kAnySchedule;
+  });
   app.add_option("--schedule", options.schedule,
                  absl::StrCat("of step(): ", schedule_names(), " or @FILE; ", kForward,
                               ": a forward, then its backward", any ? "; auto: try all that fit --stages workers" : ""))
-      ->transform([any](std::string name) {
-        if (name == kForward) return std::string();
-        if (!name.starts_with('@') && !(any && name == kAnySchedule)) schedule_rule(name);
-        return name;
+      ->check([any](const std::string& name) {
+        const bool known = name == kForward || (any && name == kAnySchedule) || name.starts_with('@');
+        if (!known) schedule_rule(name);
+        return "";
       })
       ->default_str(any ? kAnySchedule : kForward);
   app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker, in turn")

@@ -13,6 +13,9 @@
 
 namespace gpipe::examples::balance {
 
+/// A schedule's name that stands for forward() and its backward.
+inline constexpr char kForward[] = "forward";
+
 /// The values of all verbs' flags. Each verb uses those that it adds.
 struct Options {
   std::string model = "unet";
@@ -22,8 +25,8 @@ struct Options {
   int chunks = 4;
   std::vector<int> chunks_to_try;  ///< empty: the verb's default
   int stages = 2;
-  std::string schedule;       ///< of step(); empty: forward() and its backward
-  std::string save_schedule;  ///< a file; empty: do not save
+  std::string schedule = kForward;  ///< of step(); or kForward, or kAnySchedule
+  std::string save_schedule;        ///< a file; empty: do not save
   int stages_per_worker = 1;
   std::string devices;  ///< empty: the GPUs in turn, or the CPU
   Checkpoint checkpoint = Checkpoint::kExceptLast;
@@ -45,7 +48,8 @@ struct Options {
   std::vector<torch::Device> place() const;
   /// The limits of a search. Errors: as scheduling().
   SearchOptions search() const;
-  /// With the placement, unless the schedule is kAnySchedule. Errors: std::invalid_argument for a schedule or a number of stages that does not fit.
+  /// With the placement, unless the schedule is kAnySchedule. Errors: std::invalid_argument for a schedule or a number of
+  /// stages that does not fit.
   Scheduling scheduling() const;
   RunOptions run(int chunks, Checkpoint mode) const;
   ProfileOptions profiling() const;
@@ -60,8 +64,8 @@ void add_chunks_flag(CLI::App& app, Options& options);
 void add_chunks_list(CLI::App& app, Options& options, const std::string& by_default);
 void add_bandwidth_flag(CLI::App& app, Options& options);
 void add_memory_limit_flag(CLI::App& app, Options& options);
-/// --schedule and --stages-per-worker.
-void add_schedule_flags(CLI::App& app, Options& options);
+/// --schedule and --stages-per-worker. With `any`, the schedule can be kAnySchedule, which is then the default.
+void add_schedule_flags(CLI::App& app, Options& options, bool any = false);
 void add_layers_flag(CLI::App& app, Options& options);
 
 }  // namespace gpipe::examples::balance

@@ -26,8 +26,7 @@ void add_flags(CLI::App& app, Options& options) {
   add_chunks_list(app, options, "1, 2, 4, .. 32");
   add_bandwidth_flag(app, options);
   add_memory_limit_flag(app, options);
-  options.schedule = kAnySchedule;
-  add_schedule_flags(app, options);
+  add_schedule_flags(app, options, /*any=*/true);
   add_layers_flag(app, options);
   app.add_option("--refine", options.refine, "number of the best candidates to run and time")
       ->transform(whole_number(0, 100));

@@ -22,7 +22,7 @@ run reuse "${tiny[@]}" --reuse-memory
 diff <(column reuse 1-6) <(column stages1 1-6) || fail "--reuse-memory changes what is learnt"
 
 ! grep -q '^22 *head ' stages2.log || fail "a profile without --profile"
-grep -q '^plan: balance [0-9]*,[0-9]* (by-time), 2 micro-batches, checkpoint except_last$' stages2.log || fail "no plan"
+grep -q '^plan: balance [0-9]*,[0-9]* (by-time), 2 micro-batches, checkpoint except_last, schedule gpipe$' stages2.log || fail "no plan"
 grep -q '^stage 1: .*; predicted: .*s per micro-batch, .*iB$' stages2.log || fail "no prediction per stage"
 grep -q '^predicted step: .*, bubble ' stages2.log || fail "no prediction"
 grep -q '^measured step, forward and backward: .*; predicted: ' stages2.log || fail "no comparison of times"

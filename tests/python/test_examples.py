@@ -192,7 +192,7 @@ def test_unet_prints_the_profile_only_on_request(data, tmp_path, capsys):
     assert run(unet_train, *flags) == 0
     output = capsys.readouterr().out
     assert "costs of each layer" not in output
-    assert "plan: balance 5,18 (as given), 2 micro-batches, checkpoint except_last\n" in output
+    assert "plan: balance 5,18 (as given), 2 micro-batches, checkpoint except_last, schedule gpipe\n" in output
     assert re.search(r"^stage 1: 18 layers, .*; predicted: .*s per micro-batch, .*iB$", output, re.MULTILINE)
     assert re.search(r"^predicted step: .*s, bubble \d+ %$", output, re.MULTILINE)
     assert run(unet_train, *flags, "--profile") == 0

@@ -275,7 +275,8 @@ def _count_workers(options: argparse.Namespace) -> int:
             raise ValueError(
                 f"--stages-per-worker must be 1 with --schedule auto, which chooses it, but is {per_worker}"
             )
-        return options.stages
+        stages: int = options.stages
+        return stages
     if options.stages % per_worker:
         raise ValueError(
             f"--stages-per-worker must divide the number of stages, which is {options.stages}, but is {per_worker}"
