@@ -192,7 +192,8 @@ void LayerTrace::allocated(const void* data, std::int64_t bytes) {
   if (part == nullptr) return;
   MutexLock lock(mutex_);
   live_[data] = allocations_.size();
-  allocations_.push_back({.born = *part, .bytes = bytes, .reaches = part->layer, .passes_back_to = part->layer});
+  allocations_.push_back(
+      {.born = *part, .bytes = bytes, .reaches = part->layer, .born_at = now(), .passes_back_to = part->layer});
   bytes_ += bytes;
   peak_ = std::max(peak_, bytes_);
 }
@@ -209,32 +210,64 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   allocation.freed_at = now();
 }
 
-bool LayerTrace::freed_in(const Allocation& allocation, const std::vector<const Span*>& spans) {
-  return allocation.end == Allocation::End::kPart && std::any_of(spans.begin(), spans.end(), [&](const Span* span) {
-           return span->start <= allocation.freed_at && allocation.freed_at <= span->end;
-         });
+namespace {
+
+bool in_weights(double time, const Timeline& timeline) {
+  return std::any_of(timeline.spans.begin(), timeline.spans.end(), [&](const Span& span) {
+    return span.action.kind == Kind::W && span.start <= time && time <= span.end;
+  });
 }
 
-std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const std::vector<const Span*>& weights) const {
+// The end of the action that a time is in.
+double end_of_action(double time, const Timeline& timeline) {
+  for (const Span& span : timeline.spans) {
+    if (span.start <= time && time <= span.end) return span.end;
+  }
+  return time;
+}
+
+}  // namespace
+
+std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const Timeline& timeline) const {
   MutexLock lock(mutex_);
   std::vector<Saved> saved;
   for (const auto& allocation : allocations_) {
     if (allocation.born.kind != Kind::F || allocation.born.micro_batch != 0) continue;
-    saved.push_back({allocation.bytes, freed_in(allocation, weights)});
+    saved.push_back(
+        {allocation.bytes, allocation.end != Allocation::End::kNone && in_weights(allocation.freed_at, timeline)});
   }
   return saved;
 }
 
-void LayerTrace::read_split_memory(Profile& profile, const std::vector<const Span*>& weights) {
+std::int64_t LayerTrace::peak_between(double start, double end) const {
+  std::vector<std::pair<double, std::int64_t>> changes;
+  std::int64_t before = 0;
+  const auto add = [&](double time, std::int64_t bytes) {
+    if (time < start) before += bytes;
+    if (time >= start && time < end) changes.emplace_back(time, bytes);
+  };
+  for (const auto& allocation : allocations_) {
+    add(allocation.born_at, allocation.bytes);
+    if (allocation.end != Allocation::End::kNone) add(allocation.freed_at, -allocation.bytes);
+  }
+  std::stable_sort(changes.begin(), changes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  auto now = before;
+  auto peak = before;
+  for (const auto& [time, bytes] : changes) peak = std::max(peak, now += bytes);
+  return peak - before;
+}
+
+// The part of a thread that runs a W is still the last one of an I.
+void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
   MutexLock lock(mutex_);
-  close_part();
   std::map<std::tuple<int, Kind, int>, std::int64_t> bytes;
   for (const auto& allocation : allocations_) {
     const auto& born = allocation.born;
-    if (born.kind != Kind::B || born.micro_batch != 0) continue;
-    if (freed_in(allocation, weights)) {
+    if (born.kind != Kind::B || born.micro_batch != 0 || in_weights(allocation.born_at, timeline)) continue;
+    const bool freed = allocation.end == Allocation::End::kPart;
+    if (freed && in_weights(allocation.freed_at, timeline)) {
       bytes[{born.layer, Kind::W, allocation.passes_back_to}] += allocation.bytes;
-    } else if (allocation.end == Allocation::End::kPart && allocation.freed_by.micro_batch == 0) {
+    } else if (freed && allocation.freed_by.micro_batch == 0) {
       if (allocation.freed_by != born) bytes[{born.layer, Kind::B, allocation.freed_by.layer}] += allocation.bytes;
     } else {
       bytes[{born.layer, Kind::B, Held::kNeverFreed}] += allocation.bytes;
@@ -244,7 +277,14 @@ void LayerTrace::read_split_memory(Profile& profile, const std::vector<const Spa
     const auto [layer, until, freed_by] = key;
     if (size > 0) profile.blocks.push_back({size, Kind::I, layer, until, freed_by, layer});
   }
-  for (std::size_t i = 0; i < profile.layers.size(); ++i) profile.layers[i].input_gradient_extra = backward_extra_[i];
+  for (std::size_t i = 0; i < marks_.size(); ++i) {
+    const auto& [part, start] = marks_[i];
+    if (part.kind != Kind::B || part.micro_batch != 0) continue;
+    auto end = end_of_action(start, timeline);
+    if (i + 1 < marks_.size()) end = std::min(end, marks_[i + 1].start);
+    auto& extra = profile.layers[part.layer].input_gradient_extra;
+    extra = std::max(extra, peak_between(start, end));
+  }
 }
 
 void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) {
@@ -263,7 +303,11 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
   }
   std::map<std::tuple<Kind, int, Kind, int, int, int>, std::int64_t> bytes;
   auto in_split = saved.begin();  // the forwards allocate the same if backwards are split
-  for (const auto& [born, size, reaches, popped_by, end, freed_by, freed_at, passes_back_to] : allocations_) {
+  for (const auto& allocation : allocations_) {
+    const auto& born = allocation.born;
+    const auto size = allocation.bytes;
+    const auto end = allocation.end;
+    const auto& freed_by = allocation.freed_by;
     if (born.micro_batch != 0) continue;
     bool kept = false;
     if (born.kind == Kind::F && in_split != saved.end()) {
@@ -274,7 +318,8 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
     const int caller = born.kind == Kind::F ? Held::kForwards : Held::kNeverFreed;
     const auto until = !by_part ? Kind::F : kept && freed_by.kind == Kind::B ? Kind::W : freed_by.kind;
-    bytes[{born.kind, born.layer, until, by_part ? freed_by.layer : caller, reaches, popped_by}] += size;
+    bytes[{born.kind, born.layer, until, by_part ? freed_by.layer : caller, allocation.reaches,
+           allocation.popped_by}] += size;
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.

@@ -59,14 +59,14 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     std::int64_t bytes = 0;
     bool kept = false;
   };
-  /// Returns what the forward of a micro-batch allocated. The spans are those of the mini-batch's W.
-  std::vector<Saved> saved_for_weights(const std::vector<const Span*>& weights) const;
+  /// Returns what the forward of a micro-batch allocated. The timeline is of the mini-batch.
+  std::vector<Saved> saved_for_weights(const Timeline& timeline) const;
 
   /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else those of
   /// forwards and whole backwards. `saved` tells which memory a W frees if backwards are split.
   void read_memory(Profile& profile, const std::vector<Saved>& saved);
-  /// Fills in the memory fields of split backwards, without those of forwards.
-  void read_split_memory(Profile& profile, const std::vector<const Span*>& weights);
+  /// Fills in the memory fields of split backwards, without those of forwards. REQUIRES: take_marks() was not called.
+  void read_split_memory(Profile& profile, const Timeline& timeline);
 
   // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the
   // input of `layer`, or the model's output if that is the number of layers. pops(): a layer pops a skip.
@@ -91,7 +91,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     int popped_by = -1;
     enum class End { kNone, kPart, kCaller } end = End::kNone;
     Part freed_by = {};
-    double freed_at = 0;     ///< in seconds, on the clock of timelines
+    double born_at = 0;      ///< in seconds, on the clock of timelines
+    double freed_at = 0;     ///< likewise
     int passes_back_to = 0;  ///< of a backward: the last layer whose part gets it
   };
   /// A tensor's version counter and its value at construction. Does not keep the tensor's memory alive.
@@ -105,7 +106,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
 
   void allocated(const void* data, std::int64_t bytes) override;
   void freed(const void* data, std::int64_t) override;
-  static bool freed_in(const Allocation& allocation, const std::vector<const Span*>& spans);
+  /// The most bytes in use in an interval, above those at its start.
+  std::int64_t peak_between(double start, double end) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void close_part() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Allocation* find(const at::Tensor& tensor) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Part* part_of_this_thread() const;

@@ -204,7 +204,9 @@ class Measurement {
     const auto failed = watched.pipe->last_error();
     if (!failed) throw;
     const bool backward = failed->action.kind != Kind::F;
-    const int layer = failed->layer >= 0 ? failed->layer : last_backward(watched, failed->action.stage);
+    const int layer = failed->layer >= 0
+                          ? std::min(failed->layer, layers_ - 1)  // the loss reads the last layer's output
+                          : last_backward(watched, failed->action.stage);
     const auto name = layer < 0 ? "a layer" : StrFormat("layer '%s'", named_[layer].name);
     std::string message = failed->message;
     try {
@@ -255,8 +257,10 @@ class Measurement {
     if (mode != Mode::kSplits || profile.input_requires_grad) return {std::move(balance), std::move(placement)};
     const auto has_gradients = [](const LayerProfile& layer) { return layer.gradients > 0; };
     const auto found = std::find_if(profile.layers.begin(), profile.layers.end(), has_gradients);
-    const auto first = found - profile.layers.begin() + 1;
-    if (first < balance.front() && StageCost(profile).can_cut_before(static_cast<int>(first))) {
+    auto first = found - profile.layers.begin() + 1;
+    const StageCost stage(profile);
+    while (first < balance.front() && !stage.can_cut_before(static_cast<int>(first))) ++first;
+    if (first < balance.front()) {
       balance.front() -= first;
       balance.insert(balance.begin(), first);
       placement.insert(placement.begin(), 0);
@@ -307,14 +311,10 @@ class Measurement {
   void read_memory(Profile& profile) const {
     const auto timeline = std::make_shared<Timeline>();
     const auto splits = listen(profile, Mode::kSplits, timeline);
-    std::vector<const Span*> weights;
-    for (const auto& span : timeline->spans) {
-      if (span.action.kind == Kind::W) weights.push_back(&span);
-    }
     const auto whole = listen(profile, Mode::kWhole, nullptr);
-    whole.trace->read_memory(profile, splits.trace->saved_for_weights(weights));
+    whole.trace->read_memory(profile, splits.trace->saved_for_weights(*timeline));
     listen(profile, Mode::kRecomputes, nullptr).trace->read_memory(profile, {});
-    splits.trace->read_split_memory(profile, weights);
+    splits.trace->read_split_memory(profile, *timeline);
     auto skips = whole.trace->skips();
     for (const auto& link : skip_links(named_)) {
       const auto& [bytes, changed] = skips[link.key];
@@ -340,8 +340,16 @@ class Measurement {
     for (std::size_t stage = 0; stage < balance.size(); ++stage) {
       const auto end = layer + static_cast<std::ptrdiff_t>(balance[stage]);
       const auto saved = [](const LayerProfile& of) { return std::max(0.0, of.backward - of.input_gradient); };
-      const auto all = std::accumulate(layer, end, 0.0, [&](double sum, const auto& of) { return sum + saved(of); });
-      for (; layer != end; ++layer) layer->weight_gradient = all > 0 ? seconds[stage] * saved(*layer) / all : 0;
+      const auto sum_of = [&](auto part) {
+        return std::accumulate(layer, end, 0.0, [&](double sum, const auto& of) { return sum + part(of); });
+      };
+      const auto backward = [](const LayerProfile& of) { return of.backward; };
+      const auto share = [&](auto part) {
+        const double all = sum_of(part);
+        for (auto of = layer; of != end; ++of) of->weight_gradient = all > 0 ? seconds[stage] * part(*of) / all : 0;
+      };
+      sum_of(saved) > 0 ? share(saved) : share(backward);
+      layer = end;
     }
   }
 

@@ -18,7 +18,7 @@ struct Prediction {
   std::vector<std::int64_t> balance;
   double seconds = 0;               ///< of the whole step
   double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
-  std::vector<double> stages = {};  ///< seconds per stage for one micro-batch: all its actions, without waiting
+  std::vector<double> stages = {};  ///< seconds per stage for one micro-batch, with whole backwards and without waiting
   std::vector<int> placement;       ///< the worker of each stage
   /// Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.
   std::vector<std::int64_t> bytes;

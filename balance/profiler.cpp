@@ -60,7 +60,7 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
       block.until = Kind::B;
       block.freed_by = index + 1;
       layer.saved += block.bytes;
-    } else if (block.born == Kind::B && index > 0) {
+    } else if (block.born != Kind::F && index > 0) {
       block.until = Kind::B;
       block.freed_by = index - 1;
     }
@@ -73,7 +73,8 @@ void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink
     whole.skips.push_back({link.key.name, link.from, link.to, bytes});
     whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, index, link.from, index});
     if (skip.defined() && skip.is_floating_point()) {
-      whole.blocks.push_back({bytes, Kind::B, index, Kind::B, link.from, index});
+      for (const auto born : {Kind::B, Kind::I})
+        whole.blocks.push_back({bytes, born, index, Kind::B, link.from, index});
     }
   }
 }
@@ -125,6 +126,7 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
       whole.device = of_layer.device;
       whole.workers = 1;
       whole.intraop_threads = of_layer.intraop_threads;
+      whole.input_requires_grad = of_layer.input_requires_grad;
     }
     join(whole, std::move(of_layer), i + 1 == layers, links, skips);
     for (const auto& tensors : {named[i].module->parameters(), named[i].module->buffers()}) {

@@ -135,6 +135,8 @@ std::string schedule_of(const Candidate& candidate) {
       return absl::StrCat(name, ", ", candidate.placement.size() / candidate.bytes.size(), " per worker");
     case PlacedBy::kV:
       return name + ", V";
+    case PlacedBy::kPlacement:
+      return absl::StrCat(name, " on ", absl::StrJoin(candidate.placement, ","));
   }
   return name;
 }

@@ -52,6 +52,14 @@ bool better(const Candidate& a, const Candidate& b, const SearchOptions& options
   return fullest(a.bytes, options).second < fullest(b.bytes, options).second;
 }
 
+/// The most stages that layers which share parameters allow.
+int possible_stages(const Profile& profile) {
+  const StageCost stage(profile);
+  int stages = 1;
+  for (int layer = 1; layer < stage.layers(); ++layer) stages += stage.can_cut_before(layer) ? 1 : 0;
+  return stages;
+}
+
 /// Where a search begins: balances for a number of stages and a checkpoint mode.
 using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
@@ -143,8 +151,8 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
     const auto alone = cost.bytes(layer, layer + 1, run);
     if (alone <= options.memory_limit) continue;
     return reason + StrFormat(
-                        "layer '%s' alone needs %s, so more devices do not help: use a smaller layer or a smaller "
-                        "mini-batch",
+                        "layer '%s' alone needs %s with all micro-batches, so more devices may not help: use a smaller "
+                        "layer or a smaller mini-batch",
                         profile.layers[layer].name, bytes_to_text(alone));
   }
   const int stages = fewest_stages(cost, run, options.memory_limit);
@@ -177,6 +185,7 @@ std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const 
   const auto run = run_options(candidate.chunks, candidate.checkpoint, {name, 1, candidate.placement}, options);
   const Predictor predictor(profile, static_cast<int>(candidate.balance.size()), run);
   const auto work = predictor.workload(candidate.balance);
+  check_devices(options, candidate.bytes.size());
   std::vector<std::int64_t> most;
   if (options.memory_limit > 0) {
     std::map<std::string, int> sharing;  // workers by device
@@ -196,11 +205,11 @@ PlacedBy placed_by(const Candidate& candidate) {
   const auto stages = static_cast<int>(candidate.placement.size());
   const auto workers = static_cast<int>(candidate.bytes.size());
   if (candidate.placement.empty() || candidate.schedule.starts_with('@')) return PlacedBy::kSchedule;
-  if (candidate.placement == looped_placement(workers, stages)) {
-    return stages == workers ? PlacedBy::kSchedule : PlacedBy::kStagesPerWorker;
-  }
+  const auto looped = looped_placement(workers, stages);
+  if (candidate.placement == looped) return stages == workers ? PlacedBy::kSchedule : PlacedBy::kStagesPerWorker;
   const auto& rule = schedule_rule(candidate.schedule.empty() ? kFillAndDrain : candidate.schedule);
-  return rule.misfit({stages, 1, looped_placement(workers, stages)}).empty() ? PlacedBy::kV : PlacedBy::kSchedule;
+  if (!rule.misfit({stages, 1, looped}).empty()) return PlacedBy::kSchedule;
+  return stages == 2 * workers && candidate.placement == v_placement(stages) ? PlacedBy::kV : PlacedBy::kPlacement;
 }
 
 bool is_better(const Candidate& a, const Candidate& b) { return a.fits != b.fits ? a.fits : a.seconds < b.seconds; }
@@ -236,11 +245,13 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   }
   std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
+    const int most_stages = possible_stages(profile);
     Starts known;
     for (const auto checkpoint : options.checkpoints) {
       for (const auto& scheduling : options.schedulings) {
         const auto run = run_options(chunks, checkpoint, scheduling, options);
         const int stages = stages_of(scheduling, options);
+        if (stages > most_stages && options.schedulings.size() > 1) continue;
         auto& balances = known[{stages, checkpoint}];
         if (balances.empty()) balances = starts(profile, stages, run, options);
         Entry entry(profile, stages, run);
@@ -253,6 +264,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
       }
     }
   }
+  if (entries.empty()) throw std::invalid_argument("[suggest] every schedule has more stages than the model allows");
   const auto before = [&](const Entry& a, const Entry& b) { return better(a.best, b.best, options); };
   std::stable_sort(entries.begin(), entries.end(), before);
   auto budget = kMostActions;

@@ -86,15 +86,15 @@ struct TailoredSchedule {
 };
 
 /// Makes a schedule for a candidate's measured costs, with its balance, placement, chunks and checkpoint mode, within the
-/// options' memory limit: see greedy_schedule(). Never slower in simulation than the candidate, if that fits. Empty if
-/// nothing fits. For step(), as a file (see schedule_text.h) or GPipeOptions().schedule_function(). The candidate must
+/// options' memory limit, of which workers on one device get equal parts: see greedy_schedule(). Never slower in simulation
+/// than a candidate with a named schedule that keeps to that. Empty if nothing does. For step(), as a file (see schedule_text.h) or GPipeOptions().schedule_function(). The candidate must
 /// be of the profile. Errors: those of predict().
 std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
                                                   const SearchOptions& options);
 
 /// What places a candidate's stages, besides the name of its schedule: nothing, GPipeOptions().stages_per_worker(), or
-/// GPipeOptions().placement() with v_placement().
-enum class PlacedBy { kSchedule, kStagesPerWorker, kV };
+/// GPipeOptions().placement() with v_placement() or another list.
+enum class PlacedBy { kSchedule, kStagesPerWorker, kV, kPlacement };
 PlacedBy placed_by(const Candidate& candidate);
 
 /// Whether `a` is better than `b`: only `a` fits, or both do or do not and `a` is faster.

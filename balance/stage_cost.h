@@ -61,7 +61,8 @@ class StageCost {
   /// gradients.
   double seconds(int first, int end, const RunOptions& options) const;
 
-  /// Upper bound of the stage's peak bytes in a step, for all balances with this stage and all timings.
+  /// Upper bound of the stage's peak bytes in a step that fills and drains, for all balances with this stage and all
+  /// timings. Other schedules usually need less; those that split backwards can need more.
   std::int64_t bytes(int begin, int end, const RunOptions& options) const;
   /// The part of bytes() that stays between steps: parameters, buffers, optimizer state.
   std::int64_t static_bytes(int first, int end) const;

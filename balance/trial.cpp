@@ -31,9 +31,11 @@ void trial_schedule(GPipe& pipe, const Value& batch) {
   const auto sum = [](const Value& output, const Value&) {
     at::Tensor sum;
     for (const auto& tensor : output.tensors()) {
-      if (tensor.defined() && tensor.is_floating_point()) sum = sum.defined() ? sum + tensor.sum() : tensor.sum();
+      if (!tensor.defined() || !(tensor.is_floating_point() || tensor.is_complex())) continue;
+      const auto part = (tensor.is_complex() ? at::view_as_real(tensor) : tensor).sum();
+      sum = sum.defined() ? sum + part : part;
     }
-    return sum;
+    return sum.defined() ? sum : at::zeros({});
   };
   pipe->loss(batch, at::zeros({batch_size(batch)}), sum, StepOptions().reduction(Reduction::kSum));
 }

@@ -79,11 +79,12 @@ void measure(Row row, const Scheduling& scheduling, const Options& options) {
   auto of_model = balance;
   if (steps && options.balance.empty()) --of_model.back();
   if (steps && !options.balance.empty()) ++balance.back();
-  const Candidate way{.balance = of_model,
-                      .chunks = row.chunks,
-                      .checkpoint = row.checkpoint,
-                      .schedule = scheduling.schedule,
-                      .placement = scheduling.placement};
+  Candidate way;
+  way.balance = of_model;
+  way.chunks = row.chunks;
+  way.checkpoint = row.checkpoint;
+  way.schedule = scheduling.schedule;
+  way.placement = scheduling.placement;
   auto pipe = make_pipe(it.model, way);
   const auto seconds = [&] { return median(interleave({[&] { step_of(way, pipe, it.input); }}, kSteps)[0]); };
 
@@ -161,7 +162,7 @@ int main(int argc, char** argv) {
   std::vector<std::string> names;
   app.add_option("--schedule", names, absl::StrCat("schedules to run, or ", kForward, "; default: all"))
       ->check([](const std::string& name) {
-        if (name != kForward) schedule_rule(name);
+        if (name != kForward) gpipe::schedule_rule(name);
         return "";
       });
   bool sweeps = false;

@@ -108,7 +108,7 @@ GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance
 torch::Tensor sum_loss(const torch::Tensor& output, const torch::Tensor&) { return output.sum(); }
 
 void run_schedule(GPipe& pipe, const torch::Tensor& input) {
-  const auto& target = input;  // step() needs one
+  const auto target = input.detach();  // step() needs one
   pipe->step(input, target, tensor_loss(sum_loss), StepOptions().reduction(Reduction::kSum));
 }
 

@@ -66,6 +66,9 @@ std::string code_of_schedule(const Candidate& candidate) {
     case PlacedBy::kV:
       absl::StrAppend(&code, ".placement(gpipe::v_placement(", stages, "))");
       break;
+    case PlacedBy::kPlacement:
+      absl::StrAppend(&code, ".placement({", absl::StrJoin(candidate.placement, ", "), "})");
+      break;
   }
   return code.empty() ? "" : "\n                      " + code;
 }
@@ -113,7 +116,8 @@ void print(const Suggestion& suggestion, const std::vector<Measured>& measured, 
   std::cout << candidate_table(suggestion.candidates, suggestion.unpartitioned);
   for (const auto& [candidate, seconds] : measured) {
     std::cout << "measured " << seconds_to_text(seconds) << " per step: balance " << balance_to_text(candidate.balance)
-              << ", " << candidate.chunks << " chunks, checkpoint " << to_string(candidate.checkpoint) << "\n";
+              << ", " << candidate.chunks << " chunks, checkpoint " << to_string(candidate.checkpoint)
+              << (candidate.schedule.empty() ? "" : ", schedule " + candidate.schedule) << "\n";
   }
   if (!suggestion.fits()) return;
   if (!options.save_schedule.empty()) best = with_own_schedule(suggestion, std::move(best), options, std::cout);

@@ -11,6 +11,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
+#include "gpipe/autograd/product_node.h"
 
 namespace gpipe {
 namespace {
@@ -20,15 +21,9 @@ using torch::autograd::edge_list;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
-// Fewest multiplications of a kernel that is worth a second run of its node.
-constexpr std::int64_t kLeastWork = std::int64_t{1} << 18;
-
-bool has_kernel_per_gradient(const Node& node) {
-  static const auto* const names = new absl::flat_hash_set<std::string_view>(
-      {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "LinearBackward0", "ConvolutionBackward0",
-       "ConvolutionOverrideableBackward0"});
-  return names->contains(node.name());
-}
+// Fewest multiplications per row of the output that are worth a second run of the node. Independent of the number of
+// rows, so that all micro-batches of a mini-batch, which may have different sizes, split alike.
+constexpr std::int64_t kLeastWork = std::int64_t{1} << 12;
 
 // These nodes save no tensor, so nothing that is changed between I and W can change their result.
 bool is_view_or_cast(const Node& node) {
@@ -127,16 +122,23 @@ class Plan {
   }
 
   bool can_defer(Node& node) const {
-    if (!has_kernel_per_gradient(node) || has_hooks(node)) return false;
-    std::int64_t parameter = 0;
-    for (const auto& edge : node.next_edges()) {
-      if (!edge.is_valid() || leads_to_input(edge)) continue;
-      const auto elements = elements_of_parameter(edge);
-      if (elements == 0) return false;
-      parameter = std::max(parameter, elements);
+    const auto factors = factors_of(node);
+    if (!factors || has_hooks(node)) return false;
+    // One factor leads to an input and the other to a parameter. A factor that needs no gradient may be a buffer, which
+    // can change between I and W.
+    const auto& edges = node.next_edges();
+    const auto [one, other] = *factors;
+    if (!edges[one].is_valid() || !edges[other].is_valid()) return false;
+    if (leads_to_input(edges[one]) == leads_to_input(edges[other])) return false;
+    for (const auto& edge : edges) {
+      if (edge.is_valid() && !leads_to_input(edge) && elements_of_parameter(edge) == 0) return false;
     }
-    const auto sizes = sizes_of(node, 0);
-    return sizes.size() > 1 && product(sizes) / std::max<std::int64_t>(sizes[1], 1) * parameter >= kLeastWork;
+    auto work = elements_of_parameter(edges[leads_to_input(edges[one]) ? other : one]);
+    if (is_convolution(node)) {
+      const auto sizes = sizes_of(node, 0);
+      for (std::size_t d = 2; d < sizes.size(); ++d) work *= sizes[d];
+    }
+    return work >= kLeastWork;
   }
 
   // The size of the parameter that an edge leads to through views and casts; 0 if it leads elsewhere.
@@ -205,7 +207,7 @@ struct SplitBackward::Deferred : Node {
   }
   std::string name() const override { return "GPipeDeferred"; }
 
-  const std::shared_ptr<Node> node;
+  std::shared_ptr<Node> node;
   edge_list edges_to_parameters;
   variable_list gradients;
 };
@@ -240,6 +242,18 @@ SplitBackward::SplitBackward(const edge_list& roots, const std::vector<const Gra
   for (auto& deferred : deferred_) redirect(deferred->next_edges());
 }
 
+// Deferred nodes hold each other by edges and by the history of saved tensors. Destroys them one by one, those next to
+// the roots first. Otherwise the destructor of a long chain would exhaust the stack.
+SplitBackward::~SplitBackward() {
+  edge_list nodes;
+  for (auto& deferred : deferred_) {
+    deferred->next_edges().clear();
+    deferred->node->next_edges().clear();
+    nodes.emplace_back(std::move(deferred->node), 0);
+  }
+  while (!nodes.empty()) nodes.pop_back();
+}
+
 bool SplitBackward::end_inputs() {
   for (auto& deferred : deferred_) {
     deferred->next_edges() = edge_list(deferred->num_outputs());
@@ -264,11 +278,13 @@ bool SplitBackward::reads(const at::Tensor& tensor) const {
 
 RootGradients SplitBackward::take_weights() {
   RootGradients weights;
-  for (auto& deferred : deferred_) {
-    for (std::size_t i = 0; i < deferred->gradients.size(); ++i) {
-      if (!deferred->gradients[i].defined()) continue;
-      weights.edges.emplace_back(deferred->node, static_cast<std::uint32_t>(i));
-      weights.gradients.push_back(std::move(deferred->gradients[i]));
+  for (auto deferred = deferred_.rbegin(); deferred != deferred_.rend(); ++deferred) {  // see the destructor
+    const auto node = std::move((*deferred)->node);
+    auto& gradients = (*deferred)->gradients;
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      weights.edges.emplace_back(node, static_cast<std::uint32_t>(i));
+      weights.gradients.push_back(std::move(gradients[i]));
     }
   }
   deferred_.clear();

@@ -20,19 +20,23 @@ struct RootGradients {
 /// for which other stages wait. The second part (W) computes gradients of parameters, which can wait.
 ///
 /// W runs *deferred* nodes a second time. A node is deferred if
-///   1. it leads to an input, and its other edges lead to parameters only, through views and casts;
-///   2. its operator has a kernel per gradient, as products and convolutions have, and the parameter's is long enough;
-///   3. it has no hooks;
-///   4. no node that runs in I leads to the same parameter, or to the same view of one.
-/// So all other nodes run once, each parameter's gradient is summed in one part, in the order of a whole backward, and
-/// the results have the same bits. In I, a deferred node computes only the gradients that lead to inputs. It keeps its
-/// saved tensors and its incoming gradients for W. All other saved tensors are freed in I.
+///   1. it is a product or convolution (see factors_of()) of a factor that leads to an input and a factor that leads,
+///      through views and casts only, to a parameter that is large enough; a third term may lead to a parameter too;
+///   2. it has no hooks, nor have its saved tensors;
+///   3. no node that runs in I leads to the same parameter, or to the same view of one.
+/// So all other nodes run once, and each parameter's gradient of a cell is computed in one part, with the bits of a whole
+/// backward. Cells with equal graphs split alike, whatever their numbers of samples. In I, a deferred node computes only
+/// the gradients that lead to inputs. It keeps its saved tensors and its incoming gradients for W. All other saved tensors
+/// are freed in I.
 ///
 /// Changes the graph. Used by one thread at a time.
 class SplitBackward {
  public:
   /// Makes a backward from `roots` run I. `inputs` are the sinks of the inputs; all other sinks are those of parameters.
   SplitBackward(const torch::autograd::edge_list& roots, const std::vector<const GradientSink*>& inputs);
+  ~SplitBackward();
+  SplitBackward(SplitBackward&&) = default;
+  SplitBackward& operator=(SplitBackward&&) = delete;
 
   /// Call after I. Frees what W does not need. Returns whether W has anything to do.
   bool end_inputs();

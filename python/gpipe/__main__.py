@@ -98,7 +98,7 @@ def _print(suggestion: Suggestion, devices: list[str], layers: bool) -> None:
     if suggestion.fits:
         schedule = f", schedule={first.schedule!r}" if first.schedule else ""
         stages_per_worker = len(first.placement) // len(first.bytes)
-        placed = {"stages_per_worker": f", stages_per_worker={stages_per_worker}", "v": ", placement='v'"}
+        placed = {"stages_per_worker": f", stages_per_worker={stages_per_worker}", "v": ", placement='v'", "placement": f", placement={first.placement}"}
         schedule += placed.get(first.placed_by, "")
         print(
             f"\npipe = gpipe.GPipe(model, {first.balance}, devices={devices}, chunks={first.chunks}, "

@@ -149,10 +149,12 @@ void init_balance(py::module_& module) {
                 return "stages_per_worker";
               case PlacedBy::kV:
                 return "v";
+              case PlacedBy::kPlacement:
+                return "placement";
             }
             return "schedule";
           },
-          "Names what places the stages, which is 'schedule', 'stages_per_worker', or 'v', a placement.");
+          "Names what places the stages, which is 'schedule', 'stages_per_worker', 'v', or 'placement' for another list.");
   py::class_<Suggestion>(module, "Suggestion", "Ways to run a model, best first.")
       .def_readonly(
           "candidates", &Suggestion::candidates,

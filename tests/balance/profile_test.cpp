@@ -439,7 +439,8 @@ class BytesOfSchedules : public testing::Test {
     ++with_loss.back();
     const auto bytes = StageCost(of_whole).costs(with_loss, {}).bytes;
     const int chunks = 4;
-    const auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch));
+    auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch.detach()));
+    batch.set_requires_grad(micro_batch.requires_grad());
     for (const auto& schedule : schedules) {
       for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
         SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
@@ -454,7 +455,7 @@ class BytesOfSchedules : public testing::Test {
         for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
           const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
           const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
-          EXPECT_GT(ratio, 0.97) << "worker " << w;
+          EXPECT_GT(ratio, 0.93) << "worker " << w;
           // Workers free each other's memory during their actions. The account frees it at their ends.
           if (balance.size() == 1) EXPECT_LT(ratio, 1.05);
         }
@@ -492,6 +493,23 @@ TEST_F(BytesOfSchedules, TokensThenLinearLayers) {
   const auto ids = torch::randint(0, 50, {64}, torch::kLong);
   expect_close(model, ids, {6, 7}, {"zb_h1", "zb_h2"});
   expect_close(model, ids, {3, 3, 3, 4}, {"zb_v", "v_min"});
+}
+
+TEST_F(BytesOfSchedules, AnInputThatRequiresGrad) {
+  nn::Sequential model;
+  for (int i = 0; i < 4; ++i) {
+    model->push_back(nn::Linear(256, 256));
+    model->push_back(nn::GELU());
+  }
+  expect_close(model, torch::randn({16, 256}).requires_grad_(), {4, 4}, {"zb_h1"});
+  expect_close(model, torch::randn({16, 256}).requires_grad_(), {8}, {"zb_h1"});
+}
+
+TEST(Profiler, AcceptsLossesOfAnyOutput) {
+  const auto complex = [](torch::Tensor x) { return torch::view_as_complex(x.view({-1, 3, 2})); };
+  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(complex)), torch::randn({4, 6}), brief());
+  const auto best = [](torch::Tensor x) { return x.argmax(1); };
+  profile(nn::Sequential(nn::Linear(6, 6), nn::Functional(best)), torch::randn({4, 6}), brief());
 }
 
 // W's of layers before the first parameters, and of layers without large ones, take no time.

@@ -42,7 +42,7 @@ struct Spec {
   int chunks = 1;
   Checkpoint checkpoint = Checkpoint::kNever;
   std::string schedule = {};  // of step(); empty: forward() and backward
-  bool wide = false;          // wide layers and 16 times the batch, so that W has work
+  bool wide = false;          // wide layers, so that W has work
 };
 
 std::string to_string(const Spec& spec);
@@ -65,7 +65,7 @@ struct Devices {
 
 /// Runs a case, on the CPU if no devices are given. Returns the first result that differs from the reference's, or the text
 /// of an error; empty if there is none. Results on the CPU must be bit-equal. Those of other devices may differ by 1e-4
-/// (wide: 1e-2), because a convolution's sums depend on the strides of its input.
+/// (wide: 1e-3), because a convolution's sums depend on the strides of its input.
 std::string difference(const Spec& spec, const std::optional<Devices>& devices = std::nullopt);
 
 }  // namespace gpipe

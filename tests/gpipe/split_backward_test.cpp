@@ -14,6 +14,7 @@
 #include "gpipe/autograd/split_check.h"
 #include "gpipe/schedule/schedules.h"
 #include "tests/gpipe/helpers.h"
+#include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {
@@ -193,6 +194,11 @@ TEST(SplitBackward, IsExact) {
                        if (h.requires_grad()) h.register_hook([](const Tensor& gradient) { return gradient * 2; });
                        return h.tanh().matmul(p[1]);
                      })},
+      {"a buffer as a factor", own({matrix},
+                                   [buffer = torch::ones({kSamples, kWide})](Tensor x, const Parameters& p) {
+                                     const auto rows = buffer.narrow(0, 0, x.size(0));
+                                     return torch::addmm(x, rows * 2, p[0]);
+                                   })},
       {"a leaf of its own", own({matrix},
                                 [](Tensor x, const Parameters& p) {
                                   const auto leaf = torch::ones({kWide, kWide}).requires_grad_();
@@ -271,6 +277,29 @@ TEST(SplitBackward, IsExactForSparseGradientsAndIntegerInputs) {
       EXPECT_TRUE(same(dense(whole.gradients), dense(split.gradients)));
     }
   }
+}
+
+// The last micro-batch is smaller.
+TEST(SplitBackward, SumsInTheSameOrderForUnequalMicroBatches) {
+  torch::manual_seed(1);
+  for (const std::int64_t samples : {7, 46, 47}) {
+    expect_exact(Sequential(wide(), nn::Tanh(), wide(), wide()), torch::randn({samples, kWide}));
+  }
+}
+
+TEST(SplitBackward, SurvivesAnErrorInALongChain) {
+  struct DeepImpl : nn::Module {
+    DeepImpl() : weight(register_parameter("weight", torch::eye(64))) {}
+    Tensor forward(Tensor x) {
+      x = OnBackward::apply(x, &fail);
+      for (int i = 0; i < 60000; ++i) x = x.matmul(weight);
+      return x;
+    }
+    Tensor weight;
+    std::function<void()> fail = [] { throw std::runtime_error("enough"); };
+  };
+  Sequential model(std::make_shared<DeepImpl>());
+  EXPECT_THROW(run(model, {1}, {}, true, torch::ones({3, 64})), std::runtime_error);
 }
 
 TEST(SplitBackward, RunsCustomFunctionsAndHooksOnce) {

@@ -1,9 +1,11 @@
 """Schedules that split backwards, compared bit by bit with 1f1b, which does not."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import gpipe
 
@@ -53,6 +55,40 @@ class Checkpointed(nn.Sequential):
         return checkpoint(super().forward, x, use_reentrant=self.use_reentrant)
 
 
+class CheckpointedNorm(nn.Module):
+    """A checkpointed region that changes and reads buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.region = nn.Sequential(nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE))
+
+    def forward(self, x):
+        return checkpoint(self.region, x, use_reentrant=False)
+
+
+class Selective(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.region = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), nn.Linear(WIDE, WIDE))
+
+    def forward(self, x):
+        saved = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(self.region, x, use_reentrant=False, context_fn=saved)
+
+
+class BufferFactor(nn.Module):
+    """A product of a buffer that each forward changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("factor", torch.ones(SAMPLES // 3, WIDE))
+        self.w = nn.Parameter(torch.randn(WIDE, WIDE) / 10)
+
+    def forward(self, x):
+        self.factor = self.factor * 0.5 + x.detach()
+        return torch.addmm(x, self.factor, self.w)
+
+
 class Recurrent(nn.Module):
     def __init__(self, kind):
         super().__init__()
@@ -86,6 +122,9 @@ LAYERS = {
     "weight norm": Norm,
     "batch norm": lambda: nn.Sequential(nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE), nn.ReLU(inplace=True)),
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
+    "checkpointed norm": CheckpointedNorm,
+    "selective checkpoint": Selective,
+    "buffer factor": BufferFactor,
 }
 
 

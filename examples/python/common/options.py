@@ -104,8 +104,8 @@ def add_training_options(parser: Parser, **defaults: Any) -> None:
         type=_schedule,
         default="gpipe",
         metavar="NAME",
-        help=f"order of forwards and backwards on each worker: {', '.join(gpipe.SCHEDULES)}; or @FILE, with one line of "
-        f"actions per worker (see gpipe-schedule) {default}",
+        help=f"order of forwards and backwards on each worker: {', '.join(gpipe.SCHEDULES)}; @FILE, with one line of "
+        f"actions per worker (see gpipe-schedule); or auto, with --balance auto, for the fastest on --stages workers {default}",
     )
     add(
         "--stages-per-worker",
