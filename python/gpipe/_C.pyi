@@ -86,6 +86,11 @@ class LayerProfile:
         Bytes of the parameters' gradients.
         """
     @property
+    def input_gradient(self) -> float:
+        """
+        Seconds of the first part of a split backward, the gradients of inputs.
+        """
+    @property
     def name(self) -> str:
         """
         The layer's name in the Sequential.
@@ -119,6 +124,11 @@ class LayerProfile:
     def stored(self) -> float:
         """
         Seconds of a forward without a graph, in a cell that will be recomputed.
+        """
+    @property
+    def weight_gradient(self) -> float:
+        """
+        Seconds of the second part of a split backward, gradients of parameters.
         """
 class SkipProfile:
     """
@@ -278,9 +288,19 @@ class Candidate:
         Number of micro-batches per mini-batch.
         """
     @property
+    def crossing(self) -> int:
+        """
+        Bytes that the forward of a mini-batch sends to other workers.
+        """
+    @property
     def fits(self) -> bool:
         """
         Whether every device stays within the memory limit.
+        """
+    @property
+    def placed_by(self) -> str:
+        """
+        Names what places the stages, which is 'schedule', 'stages_per_worker', 'v', or 'placement' for another list.
         """
     @property
     def placement(self) -> list[int]:
@@ -315,7 +335,7 @@ class Suggestion:
     @property
     def candidates(self) -> list[Candidate]:
         """
-        One candidate per number of chunks and checkpoint mode. The fastest one that fits is first.
+        One candidate per number of chunks, checkpoint mode and schedule. The fastest one that fits is first.
         """
     @property
     def fits(self) -> bool:

@@ -154,7 +154,8 @@ void init_balance(py::module_& module) {
             }
             return "schedule";
           },
-          "Names what places the stages, which is 'schedule', 'stages_per_worker', 'v', or 'placement' for another list.");
+          "Names what places the stages, which is 'schedule', 'stages_per_worker', 'v', or 'placement' for another "
+          "list.");
   py::class_<Suggestion>(module, "Suggestion", "Ways to run a model, best first.")
       .def_readonly(
           "candidates", &Suggestion::candidates,

@@ -98,7 +98,7 @@ refuse_training_flags() {
   refuse trace-unwritable '/proc/trace' --data "$data" --trace /proc/trace/1.json
   refuse mode '--checkpoint' --data "$data" --checkpoint sometimes
   refuse rate-schedule '--learning-rate-schedule' --data "$data" --learning-rate-schedule never
-  refuse schedule "--schedule must be @FILE or one of gpipe, " --data "$data" --schedule never
+  refuse schedule "--schedule must be auto, @FILE or one of gpipe, " --data "$data" --schedule never
   grep -qF ", but is 'never'" schedule.err || fail "the unknown schedule is not printed"
   refuse schedule-file "cannot read the schedule 'no-such-file'" --data "$data" --schedule @no-such-file
   refuse schedule-misfit "schedule '1f1b' needs stage s on worker s, one stage per worker" \

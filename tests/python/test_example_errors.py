@@ -24,7 +24,7 @@ from PIL import Image
         (["--devices", "gpu"], "--devices must be cpu, cuda or cuda:N, but has 'gpu'"),
         (["--devices", "cpu,cuda:63"], "device cuda:63 does not exist"),
         (["--stages", "3", "--devices", "cpu,cpu"], "--devices must be one per stage, or one for all, but there are 2 for 3 stages"),
-        (["--schedule", "never"], "--schedule must be @FILE or one of gpipe, "),
+        (["--schedule", "never"], "--schedule must be auto, @FILE or one of gpipe, "),
         (["--schedule", "@missing"], "cannot read the schedule 'missing'"),
         (["--schedule", "1f1b", "--stages", "4", "--stages-per-worker", "2"], "one stage per worker"),
         (["--stages-per-worker", "3", "--stages", "4"], "--stages-per-worker must divide the number of stages, which is 4, but is 3"),
