@@ -244,9 +244,7 @@ class Measurement {
   /// Cuts into one stage per worker, or fewer if layers that share a parameter would be separated.
   std::vector<std::int64_t> cut(const Profile& profile) {
     const StageCost stage(profile);
-    int parts = 1;
-    for (int layer = 1; layer < layers_; ++layer) parts += stage.can_cut_before(layer) ? 1 : 0;
-    return balance_by_time(profile, std::min(workers_, parts), {.checkpoint = Checkpoint::kNever});
+    return balance_by_time(profile, std::min(workers_, stage.most_stages()), {.checkpoint = Checkpoint::kNever});
   }
 
   /// One stage per worker. If `splits`, the first layers that have parameters, and those before them, are a stage of their

@@ -52,14 +52,6 @@ bool better(const Candidate& a, const Candidate& b, const SearchOptions& options
   return fullest(a.bytes, options).second < fullest(b.bytes, options).second;
 }
 
-/// The most stages that layers which share parameters allow.
-int possible_stages(const Profile& profile) {
-  const StageCost stage(profile);
-  int stages = 1;
-  for (int layer = 1; layer < stage.layers(); ++layer) stages += stage.can_cut_before(layer) ? 1 : 0;
-  return stages;
-}
-
 /// Where a search begins: balances for a number of stages and a checkpoint mode.
 using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
@@ -140,8 +132,7 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
   const auto [device, most] = fullest(smallest.bytes, options);
   const auto reason = StrFormat(
       "[suggest] nothing fits into %s per device: the smallest candidate, %s%d chunks and checkpoint %s, needs %s on "
-      "%s, "
-      "%s too much; ",
+      "%s, %s too much; ",
       bytes_to_text(options.memory_limit), smallest.schedule.empty() ? "" : smallest.schedule + " with ",
       smallest.chunks, to_string(smallest.checkpoint), bytes_to_text(most), device,
       bytes_to_text(most - options.memory_limit));
@@ -245,7 +236,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   }
   std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
-    const int most_stages = possible_stages(profile);
+    const int most_stages = StageCost(profile).most_stages();
     Starts known;
     for (const auto checkpoint : options.checkpoints) {
       for (const auto& scheduling : options.schedulings) {

@@ -85,10 +85,10 @@ struct TailoredSchedule {
   double seconds = 0;
 };
 
-/// Makes a schedule for a candidate's measured costs, with its balance, placement, chunks and checkpoint mode, within the
-/// options' memory limit, of which workers on one device get equal parts: see greedy_schedule(). Never slower in simulation
-/// than a candidate with a named schedule that keeps to that. Empty if nothing does. For step(), as a file (see schedule_text.h) or GPipeOptions().schedule_function(). The candidate must
-/// be of the profile. Errors: those of predict().
+/// Makes a schedule of step() for a candidate's measured costs (see greedy_schedule()). Keeps the candidate's balance,
+/// placement, chunks and checkpoint mode. Keeps to the options' memory limit, which workers on one device share equally.
+/// If the candidate has a named schedule and keeps to that too, the result is never slower in simulation. Returns nothing
+/// if no schedule keeps to the limit. REQUIRES: the candidate is of the profile. Errors: those of predict().
 std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
                                                   const SearchOptions& options);
 

@@ -102,6 +102,10 @@ StageCost::StageCost(const Profile& profile)
   std::partial_sum(saved_for_.begin(), saved_for_.end(), saved_for_.begin());
 }
 
+int StageCost::most_stages() const {
+  return static_cast<int>(std::count(can_cut_.begin() + 1, can_cut_.end(), true));  // the model's end counts as a cut
+}
+
 bool StageCost::can_cut(const std::vector<std::int64_t>& balance) const {
   std::int64_t end = 0;
   for (const auto layers : balance) {

@@ -47,6 +47,8 @@ class StageCost {
 
   /// Whether a stage may begin at a layer: false if the cut would separate layers that share a parameter.
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
+  /// The number of stages if the model is cut wherever it may be.
+  int most_stages() const;
   /// Returns the valid balances that differ from `balance` in one cut, moved by at most `layers` layers. Errors: those of
   /// ends().
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;

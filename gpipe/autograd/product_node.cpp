@@ -8,42 +8,32 @@ namespace gpipe {
 
 namespace nodes = torch::autograd::generated;
 using torch::autograd::Node;
+using torch::autograd::SavedVariable;
+
+namespace {
+
+/// Whether the node is a Product whose two saved factors have no hooks.
+template <class Product>
+bool is_plain(const Node& node, SavedVariable Product::*one, SavedVariable Product::*other) {
+  if (typeid(node) != typeid(Product)) return false;
+  const auto& product = static_cast<const Product&>(node);
+  return !(product.*one).has_hooks() && !(product.*other).has_hooks();
+}
+
+}  // namespace
 
 std::optional<Factors> factors_of(const Node& node) {
-  const auto& type = typeid(node);
-  const auto factors = [](const torch::autograd::SavedVariable& one, const torch::autograd::SavedVariable& other,
-                          Factors edges) {
-    return one.has_hooks() || other.has_hooks() ? std::nullopt : std::optional(edges);
-  };
-  if (type == typeid(nodes::AddmmBackward0)) {
-    const auto& it = static_cast<const nodes::AddmmBackward0&>(node);
-    return factors(it.mat1_, it.mat2_, {1, 2});
-  }
-  if (type == typeid(nodes::MmBackward0)) {
-    const auto& it = static_cast<const nodes::MmBackward0&>(node);
-    return factors(it.self_, it.mat2_, {0, 1});
-  }
-  if (type == typeid(nodes::BmmBackward0)) {
-    const auto& it = static_cast<const nodes::BmmBackward0&>(node);
-    return factors(it.self_, it.mat2_, {0, 1});
-  }
-  if (type == typeid(nodes::BaddbmmBackward0)) {
-    const auto& it = static_cast<const nodes::BaddbmmBackward0&>(node);
-    return factors(it.batch1_, it.batch2_, {1, 2});
-  }
-  if (type == typeid(nodes::LinearBackward0)) {
-    const auto& it = static_cast<const nodes::LinearBackward0&>(node);
-    return factors(it.input_, it.weight_, {0, 1});
-  }
-  if (type == typeid(nodes::ConvolutionBackward0)) {
-    const auto& it = static_cast<const nodes::ConvolutionBackward0&>(node);
-    return factors(it.input_, it.weight_, {0, 1});
-  }
-  if (type == typeid(nodes::ConvolutionOverrideableBackward0)) {
-    const auto& it = static_cast<const nodes::ConvolutionOverrideableBackward0&>(node);
-    return factors(it.input_, it.weight_, {0, 1});
-  }
-  return std::nullopt;
+  using namespace torch::autograd::generated;
+  const bool behind_a_term = is_plain(node, &AddmmBackward0::mat1_, &AddmmBackward0::mat2_) ||
+                             is_plain(node, &BaddbmmBackward0::batch1_, &BaddbmmBackward0::batch2_);
+  if (behind_a_term) return Factors{1, 2};
+  const bool in_front =
+      is_plain(node, &MmBackward0::self_, &MmBackward0::mat2_) ||
+      is_plain(node, &BmmBackward0::self_, &BmmBackward0::mat2_) ||
+      is_plain(node, &LinearBackward0::input_, &LinearBackward0::weight_) ||
+      is_plain(node, &ConvolutionBackward0::input_, &ConvolutionBackward0::weight_) ||
+      is_plain(node, &ConvolutionOverrideableBackward0::input_, &ConvolutionOverrideableBackward0::weight_);
+  return in_front ? std::optional(Factors{0, 1}) : std::nullopt;
 }
 
 bool is_convolution(const Node& node) {
