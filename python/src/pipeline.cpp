@@ -129,7 +129,7 @@ PythonPipeline::~PythonPipeline() { clear(); }
 template <typename F>
 auto PythonPipeline::run(F f) {
   for (auto* layer : layers_) {
-    if (layer->refresh()) pipe_->replace_module(layer->name(), layer->module());
+    if (layer->refresh()) pipe_->replace_module(registered_name(layer->name()), layer->module());
   }
   ++calls_;
   const absl::Cleanup end_call = [this] { --calls_; };
