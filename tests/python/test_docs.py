@@ -30,11 +30,15 @@ GIVEN = {
     "docs/guide.md": {},
     "docs/python_and_cpp.md": {},
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
+    "docs/any_model.md": {},
     "docs/convert_your_model.md": {},
     "docs/schedules.md": {},
 }
 # Packages without which a page is skipped.
-NEEDED = {"docs/convert_your_model.md": ["torchvision", "timm", "transformers", "accelerate", "lightning_fabric"]}
+NEEDED = {
+    "docs/any_model.md": ["torchvision", "transformers"],
+    "docs/convert_your_model.md": ["torchvision", "timm", "transformers", "accelerate", "lightning_fabric"],
+}
 # A block that is a program for torchrun.
 PROGRAM = re.compile(r"# (\w+\.py): run with torchrun ")
 

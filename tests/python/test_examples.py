@@ -35,6 +35,15 @@ def assert_near(rows, expected):
         assert row == pytest.approx(expected_row, rel=NEAR, abs=NEAR)
 
 
+def test_any_model_learns():
+    pytest.importorskip("transformers")
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "any_model.py"], capture_output=True, text=True, timeout=300, check=True
+    )
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 1.5
+
+
 def test_unet_writes_the_files_that_it_lists(tmp_path, capsys):
     trace = tmp_path / "trace.json"
     flags = ["--samples", "10", "--size", "64x48", "--classes", "3", "--epochs", "3", "--stages", "3", "--trace", trace]
