@@ -146,7 +146,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
   of_recompute.add(buffers, Kind::I, stage);
   if (first > 0 && copies_inputs(first, end)) {
     const auto activation = profile_.layers[first - 1].output;
-    const auto skips = bytes_in(first, end) - activation;
+    const auto skips = bytes_in(first, end) - bytes_borrowed(first, end) - activation;
     of_stored.add(activation, Kind::W, stage);
     of_stored.add(skips, Kind::R, stage);
     stored.run(activation + skips, activation + skips);

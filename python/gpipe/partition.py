@@ -12,6 +12,7 @@ from gpipe import _C
 from gpipe.generators import Draws
 from gpipe.skip.namespace import native_keys
 from gpipe.skip.verify import skippables_in
+from gpipe.tied import move, standing_in
 
 __all__ = ["Partition", "Stages", "layers_of", "split"]
 
@@ -21,7 +22,10 @@ class Partition(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         draws: Draws = self.__dict__.setdefault("_draws", Draws())
-        return draws(self._run, input)
+        if not (borrowed := _C.borrowed(self)):
+            return draws(self._run, input)
+        with standing_in(self, borrowed):
+            return draws(self._run, input)
 
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
@@ -38,13 +42,15 @@ class Stages(nn.ModuleList):
 
 
 def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Iterator[Partition]:
-    """Yields the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage."""
+    """Yields the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage. A
+    parameter of several stages is on the device of the first one."""
     layers = iter(module.named_children())
+    earlier: set[int] = set()
     for count, device in zip(balance, devices):
         partition = Partition()
         for _ in range(count):
             partition.add_module(*next(layers))
-        partition.to(device)
+        move(partition, device, earlier)
         partition.training = module.training
         yield partition
 
