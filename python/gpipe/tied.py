@@ -6,7 +6,7 @@ their device. Their modules keep the parameter registered, so that names and opt
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 __all__ = ["move", "standing_in"]
 
 
-def _places(stage: nn.Module, parameters: list[Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
+def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
     """Yields the places of parameters in the modules of a stage: module, name, and the parameter's index."""
     indices = {id(parameter): index for index, parameter in enumerate(parameters)}
     for module in stage.modules():
@@ -62,7 +62,7 @@ def move(stage: nn.Module, device: torch.device, earlier: set[int]) -> None:
             )
     if borrowed:
         stay = {id(tensor) for parameter in borrowed for tensor in (parameter, parameter.grad)}
-        stage._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(device))
+        stage._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(device))  # type: ignore[no-untyped-call]
     else:
         stage.to(device)
     earlier.update(map(id, stage.modules()), map(id, stage.parameters()))
