@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from gpipe import _C
 from gpipe.generators import Draws
 from gpipe.skip.namespace import native_keys
 from gpipe.skip.verify import skippables_in
-from gpipe.tied import move, standing_in
+from gpipe.tied import check_stand_ins, standing_in
 
 __all__ = ["Partition", "Stages", "layers_of", "split"]
 
@@ -41,18 +40,25 @@ class Stages(nn.ModuleList):
         return {f"stage {index}": str(index) for index in range(len(self))}
 
 
-def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Iterator[Partition]:
-    """Yields the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage. A
-    parameter of several stages is on the device of the first one."""
+def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> list[Partition]:
+    """Returns the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage.
+
+    Raises:
+        ValueError: see :func:`gpipe.tied.check_stand_ins`.
+    """
     layers = iter(module.named_children())
-    earlier: set[int] = set()
-    for count, device in zip(balance, devices):
+    stages = []
+    for count in balance:
         partition = Partition()
         for _ in range(count):
             partition.add_module(*next(layers))
-        move(partition, device, earlier)
         partition.training = module.training
-        yield partition
+        stages.append(partition)
+    check_stand_ins(stages, devices)
+    # From last to first, so that a parameter of several stages ends on the device of the first one.
+    for partition, device in reversed(list(zip(stages, devices))):
+        partition.to(device)
+    return stages
 
 
 def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["move", "standing_in"]
+__all__ = ["check_stand_ins", "standing_in"]
 
 
 def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
@@ -38,31 +38,24 @@ def standing_in(stage: nn.Module, borrowed: list[tuple[Tensor, Tensor]]) -> Iter
             del module.__dict__[name]
 
 
-def move(stage: nn.Module, device: torch.device, earlier: set[int]) -> None:
-    """Moves a stage to its device, except parameters of earlier stages.
-
-    Args:
-        stage: the stage.
-        device: its device.
-        earlier: the ids of the modules and parameters of earlier stages. Those of this stage are added.
+def check_stand_ins(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
+    """Checks that each module which has a parameter of another device can use a stand-in. ``devices`` has an item per
+    stage.
 
     Raises:
-        ValueError: if a module cannot use a stand-in, because earlier stages have it too, or because it is compiled by
-            TorchScript.
+        ValueError: if such a module is in two stages, or compiled by TorchScript.
     """
-    borrowed = [each for each in stage.parameters() if id(each) in earlier and each.device != device]
-    for module, name, _ in _places(stage, borrowed):
-        scripted = isinstance(module, torch.jit.ScriptModule)
-        if scripted or id(module) in earlier:
-            raise ValueError(
-                f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module "
-                + ("is a TorchScript module" if scripted else "itself stands in both stages")
-                + "; put the layers that share it into one stage, place the stages on one device, or tie the parameters "
-                "of two modules"
-            )
-    if borrowed:
-        stay = {id(tensor) for parameter in borrowed for tensor in (parameter, parameter.grad)}
-        stage._apply(lambda tensor: tensor if id(tensor) in stay else tensor.to(device))  # type: ignore[no-untyped-call]
-    else:
-        stage.to(device)
-    earlier.update(map(id, stage.modules()), map(id, stage.parameters()))
+    home: dict[int, torch.device] = {}  # of parameters, by id
+    earlier: set[int] = set()  # ids of the modules of earlier stages
+    for stage, device in zip(stages, devices):
+        borrowed = [each for each in stage.parameters() if home.setdefault(id(each), device) != device]
+        for module, name, _ in _places(stage, borrowed):
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            if scripted or id(module) in earlier:
+                raise ValueError(
+                    f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module "
+                    + ("is compiled by TorchScript" if scripted else "itself stands in both stages")
+                    + "; put the layers that share it into one stage, place the stages on one device, or tie the "
+                    "parameters of two modules"
+                )
+        earlier.update(map(id, stage.modules()))

@@ -329,7 +329,7 @@ def test_a_module_on_two_devices_is_refused():
     scripted = torch.jit.script(nn.Linear(4, 4))
     tied = nn.Linear(4, 4)
     tied.weight = scripted.weight
-    with pytest.raises(ValueError, match="the module is a TorchScript module"):
+    with pytest.raises(ValueError, match="the module is compiled by TorchScript"):
         gpipe.GPipe(nn.Sequential(tied, scripted), [1, 1], devices=["checked:0", "checked:1"])
 
 
