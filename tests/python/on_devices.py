@@ -289,6 +289,22 @@ def test_stages_on_several_devices_share_a_parameter(devices, schedule, checkpoi
     assert_same(results[0] + results[1] + results[2], results[3] + results[4] + results[5])
 
 
+@pytest.mark.parametrize("schedule, workers", [("1f1b", 4), ("zb_h1", 4), ("interleaved_1f1b", 2), ("zb_v", 2)])
+def test_three_stages_share_a_parameter(schedule, workers):
+    def steps(places):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(4)]
+        layers[1].weight = layers[3].weight = layers[0].weight
+        options = {"schedule": schedule, "stages_per_worker": 4 // workers, "checkpoint": "always", "chunks": 4}
+        pipe = gpipe.GPipe(nn.Sequential(*layers).double(), [1] * 4, devices=places, **options)
+        x = torch.linspace(-1, 1, 48).double().view(8, 6)
+        for _ in range(2):
+            pipe.step(x.to(places[0]), torch.ones(8, 6).double(), nn.functional.mse_loss)
+        return gradients(pipe)
+
+    assert_same(steps([f"checked:{i}" for i in range(workers)]), steps(["cpu"] * workers))
+
+
 def test_a_shared_parameter_evaluates_freezes_and_moves_between_devices(devices):
     pipe = gpipe.GPipe(tie(make_model()), [3, 2, 5], devices=devices, chunks=3)
     on_cpus = gpipe.GPipe(tie(make_model()), [3, 2, 5], devices=["cpu"] * 3, chunks=3)
