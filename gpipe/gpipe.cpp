@@ -138,7 +138,7 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   move_to_devices(stages);
   for (auto& stage : stages) {
     stage.lock = binding.lock;
-    for (const auto& layer : stage.layers) register_module(layer->name(), layer->module());
+    for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),

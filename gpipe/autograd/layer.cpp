@@ -107,6 +107,12 @@ void Layer::set_buffers(const std::vector<at::Tensor>& buffers) {
                            "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
 }
 
+std::string registered_name(const std::string& layer) {
+  auto name = layer;
+  std::replace(name.begin(), name.end(), '.', '/');
+  return name;
+}
+
 std::unique_ptr<Layer> make_layer(std::string name, AnyModule module) {
   return std::make_unique<AnyLayer>(std::move(name), std::move(module));
 }

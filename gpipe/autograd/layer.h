@@ -33,6 +33,9 @@ class Layer {
   virtual void set_buffers(const std::vector<at::Tensor>& buffers);
 };
 
+/// Returns the name under which a container registers a layer's module: LibTorch allows no dots in it.
+std::string registered_name(const std::string& layer);
+
 /// Data that a language binding keeps for a cell from its forward until its recompute.
 using CellMemo = std::shared_ptr<void>;
 

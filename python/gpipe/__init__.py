@@ -31,6 +31,7 @@ if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
 from gpipe import balance, batchnorm, checkpoint, models, skip, snapshot
 from gpipe._C import Timeline, reuse_cpu_memory
 from gpipe.checkpoint import is_checkpointing, is_recomputing
+from gpipe.exported.conversion import to_sequential
 from gpipe.losses import check_loss
 from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.randomness import RandomScope
@@ -53,6 +54,7 @@ __all__ = [
     "reuse_cpu_memory",
     "skip",
     "snapshot",
+    "to_sequential",
 ]
 
 __version__: str = _version("gpipe")

@@ -8,6 +8,8 @@
     pipe = gpipe.GPipe(model, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
 
 All functions leave the model unchanged: its parameters, gradients, buffers, devices and modes, and the random state.
+A model that is not a ``nn.Sequential`` is converted first; see :func:`gpipe.to_sequential`. Convert it once yourself if
+you call several functions.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from gpipe.checks import (
     check_scheduling,
     check_whole,
 )
+from gpipe.exported.conversion import as_sequential
 from gpipe.model_checks import verify_module
 from gpipe.partition import layers_of
 from gpipe.skip import verify_skippables
@@ -57,7 +60,7 @@ _REPEATS = 9
 
 
 def profile(
-    module: nn.Sequential,
+    module: nn.Module,
     sample: Any,
     *,
     device: Device | None = None,
@@ -90,13 +93,14 @@ def profile(
         RuntimeError: if a layer fails or does not fit the device alone; the message names the layer.
     """
     options = _options(workers, intraop_threads, seconds, repeats, param_scale, progress)
-    layers = _layers(module)
-    with _training(module):
+    model = as_sequential(module, sample)
+    layers = _layers(model)
+    with _training(model):
         return _C.profile(layers, _on(sample, _device(device)), options)
 
 
 def balance_by_time(
-    partitions: int, module: nn.Sequential, sample: Any, *, timeout: float = 1.0, device: Device | None = None
+    partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
     """Measures a model and returns the balance whose slowest stage is fastest, without checkpointing.
 
@@ -115,16 +119,17 @@ def balance_by_time(
         ValueError: unless ``partitions`` is between 1 and the number of layers.
         TypeError, RuntimeError: as :func:`profile`.
     """
-    partitions = _check_partitions(partitions, module)
+    model = as_sequential(module, sample)
+    partitions = _check_partitions(partitions, model)
     where = _device(device)
     workers = partitions if where.type == "cpu" else 1
-    measured = profile(module, sample, device=where, workers=workers, seconds=timeout)
+    measured = profile(model, sample, device=where, workers=workers, seconds=timeout)
     return measured.balance_by_time(partitions)
 
 
 def balance_by_size(
     partitions: int,
-    module: nn.Sequential,
+    module: nn.Module,
     input: Any,
     *,
     chunks: int = 1,
@@ -151,7 +156,8 @@ def balance_by_size(
         ValueError: unless ``partitions`` is between 1 and the number of layers.
         TypeError, RuntimeError: as :func:`profile`.
     """
-    partitions = _check_partitions(partitions, module)
+    model = as_sequential(module, input)
+    partitions = _check_partitions(partitions, model)
     chunks = check_chunks(chunks)
     checkpoint = check_checkpoint(checkpoint)
     tensors, structure = take_apart(input)
@@ -160,7 +166,7 @@ def balance_by_size(
     # The bytes that operators allocate depend on their number of threads, so use that of a stage.
     threads = max(1, torch.get_num_threads() // partitions)
     measured = profile(
-        module, sample, device=device, intraop_threads=threads, seconds=0.0, repeats=1, param_scale=param_scale
+        model, sample, device=device, intraop_threads=threads, seconds=0.0, repeats=1, param_scale=param_scale
     )
     return measured.balance_by_size(partitions, len(parts[0]), checkpoint)
 
@@ -210,7 +216,7 @@ def predict(
 
 
 def suggest(
-    module: nn.Sequential,
+    module: nn.Module,
     sample: Any,
     devices: Sequence[Device],
     *,
@@ -256,8 +262,9 @@ def suggest(
         if isinstance(listed, str) or not isinstance(listed, Iterable):
             raise TypeError(f"{name} must be a list of values to try, but is {listed!r}")
     options = _options(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
-    layers = _layers(module)
-    with _training(module):
+    model = as_sequential(module, sample)
+    layers = _layers(model)
+    with _training(model):
         return _C.suggest(
             layers,
             _on(sample, placed[0]),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from gpipe.names import rename_missing
 from gpipe.partition import Partition
 
 __all__ = ["verify_module"]
@@ -46,7 +47,7 @@ def _check_only_layers(module: nn.Sequential) -> None:
             "only its layers; move the code of the forward into layers, compile the layers, or pass "
             "nn.Sequential(*model) if that computes the same"
         )
-    own = [what for attribute, what in _HOOKS.items() if getattr(module, attribute)]
+    own = [what for attribute, what in _HOOKS.items() if set(getattr(module, attribute).values()) - {rename_missing}]
     own += [f"a parameter ('{name}')" for name, value in module._parameters.items() if value is not None]
     own += [f"a buffer ('{name}')" for name, value in module._buffers.items() if value is not None]
     if own:

@@ -1,4 +1,4 @@
-"""Names of parameters, buffers and state, as the unpartitioned model has them."""
+"""Names of parameters, buffers and state, as the user's model has them."""
 
 from __future__ import annotations
 
@@ -9,13 +9,108 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from gpipe.exported.layer import ExportedLayer
 from gpipe.partition import Partition
 from gpipe.skip import Skippable
 
-__all__ = ["UnpartitionedNames"]
+__all__ = ["OriginalNames", "UnpartitionedNames", "rename_missing"]
 
 
-class UnpartitionedNames(nn.Module):
+class OriginalNames(nn.Module):
+    """Shows the parameters, buffers and state of layers under the names that the user's model has for them, wherever the
+    layers are in the tree of modules.
+
+    A layer is at ``<path>``, and its weight at ``<path>.weight``. The weight of a converted model's layer is at
+    ``<path>.model.<name>``, where ``<name>`` is the original model's.
+    """
+
+    _depth: int
+    """The number of parts of a layer's path in the tree of modules. The last is the layer's name."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.register_load_state_dict_post_hook(rename_missing)  # type: ignore[no-untyped-call]
+
+    def _layers_by_path(self) -> dict[str, nn.Module]:
+        """Returns the layers by their paths in the tree of modules."""
+        raise NotImplementedError
+
+    def _shown(self, name: str, prefix: str = "", layers: Mapping[str, nn.Module] | None = None) -> str:
+        """Returns the user's name of what has the given name in the tree of modules. Names outside layers stay."""
+        if not name.startswith(prefix):
+            return name
+        layers = self._layers_by_path() if layers is None else layers
+        parts = name[len(prefix) :].split(".")
+        layer = layers.get(".".join(parts[: self._depth]))
+        if layer is None:
+            return name
+        hidden = self._depth + 1 if isinstance(layer, ExportedLayer) else self._depth - 1
+        return prefix + ".".join(parts[hidden:])
+
+    def _paths(self) -> dict[str, str]:
+        """Returns the names in the tree of modules of the state of a converted model's layers, by the users' names."""
+        return {
+            name: f"{path}.model.{name}"
+            for path, layer in self._layers_by_path().items()
+            if isinstance(layer, ExportedLayer)
+            for name in layer.model.state_dict(keep_vars=True)
+        }
+
+    # Parameters and buffers.
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        layers = self._layers_by_path()
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            yield self._shown(name, prefix and f"{prefix}.", layers), parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        layers = self._layers_by_path()
+        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
+            yield self._shown(name, prefix and f"{prefix}.", layers), buffer
+
+    # State.
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Returns the state with the keys of the user's model. Arguments as for ``nn.Module.state_dict``."""
+        # PyTorch also allows the arguments by position.
+        by_position = [*args, destination, prefix, keep_vars][: len(args)]
+        destination, prefix, keep_vars = [*by_position, *[destination, prefix, keep_vars][len(by_position) :]]
+        earlier = set(destination or ())
+        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        layers = self._layers_by_path()
+        for key in [key for key in state if key not in earlier]:
+            state[self._shown(key, prefix, layers)] = state.pop(key)
+        metadata = getattr(state, "_metadata", {})
+        for key in list(metadata):
+            # Keep the old key too: the children look for it.
+            metadata.setdefault(self._shown(key, prefix, layers), metadata[key])
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads the state of the user's model, or a state that torchgpipe saved for any balance. Arguments and result as
+        for ``nn.Module.load_state_dict``."""
+        metadata = getattr(state_dict, "_metadata", None)
+        if metadata is not None:
+            state_dict = OrderedDict(state_dict)
+            layers = self._layers_by_path()
+            names = {path: self._shown(path, layers=layers) for path, _ in self.named_modules()}
+            inner = {path: metadata[name] for path, name in names.items() if name in metadata}
+            state_dict._metadata = {**metadata, **inner}  # type: ignore[attr-defined]
+        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        paths = self._paths()
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            if (path := paths.get(key[len(prefix) :])) is not None:
+                state_dict[prefix + path] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class UnpartitionedNames(OriginalNames):
     """Hides the stages of a pipeline from the names of its parameters, buffers, state and layers.
 
     In the tree of modules, a layer is ``partitions.<stage>.<layer>``. For users, for ``state_dict()`` and for functions
@@ -23,13 +118,17 @@ class UnpartitionedNames(nn.Module):
     """
 
     partitions: nn.ModuleList
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_load_state_dict_post_hook(_rename_missing)  # type: ignore[no-untyped-call]
+    _depth = 3
 
     def _stages(self) -> list[Partition]:
         return list(self.partitions)  # type: ignore[arg-type]
+
+    def _layers_by_path(self) -> dict[str, nn.Module]:
+        return {
+            f"partitions.{j}.{name}": layer
+            for j, stage in enumerate(self._stages())
+            for name, layer in stage.named_children()
+        }
 
     # Layers as attributes.
 
@@ -48,94 +147,33 @@ class UnpartitionedNames(nn.Module):
         stages = self.__dict__.get("_modules", {}).get("partitions", ())
         return next((stage for stage in stages if name in stage._modules), None)
 
-    # Parameters and buffers.
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield _without_stage(name, prefix and f"{prefix}."), parameter
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield _without_stage(name, prefix and f"{prefix}."), buffer
-
     def _fqn_modifiers(self) -> dict[str, str]:
         """Returns a dict whose values torch.distributed.checkpoint leaves out of names."""
         return {"": "partitions"}
 
-    # State.
-
-    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Returns the state with the keys of the unpartitioned model. Arguments as for ``nn.Module.state_dict``."""
-        # PyTorch also allows the arguments by position.
-        by_position = [*args, destination, prefix, keep_vars][: len(args)]
-        destination, prefix, keep_vars = [*by_position, *[destination, prefix, keep_vars][len(by_position) :]]
-        state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        inner = f"{prefix}partitions."
-        for key in [key for key in state if key.startswith(inner)]:
-            state[_without_stage(key, prefix)] = state.pop(key)
-        metadata = getattr(state, "_metadata", {})
-        for key in [key for key in metadata if key.startswith(inner)]:
-            # Keep the old key too: the pipeline's own children look for it.
-            if name := key[len(inner) :].partition(".")[2]:
-                metadata[prefix + name] = metadata[key]
-        return state
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads the state of the unpartitioned model, or a state that torchgpipe saved for any balance. Arguments and
-        result as for ``nn.Module.load_state_dict``."""
-        metadata = getattr(state_dict, "_metadata", None)
-        if metadata is not None:
-            state_dict = OrderedDict(state_dict)
-            inner = {
-                f"partitions.{j}.{key}": value
-                for j, stage in enumerate(self._stages())
-                for key, value in metadata.items()
-                if key.partition(".")[0] in stage._modules
-            }
-            state_dict._metadata = {**metadata, **inner}  # type: ignore[attr-defined]
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
-
-    def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
-    ) -> None:
-        stage_of = {name: j for j, stage in enumerate(self._stages()) for name, _ in stage.named_children()}
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        paths = {path.rpartition(".")[2]: path for path in self._layers_by_path()}
         layers = {name: layer for stage in self._stages() for name, layer in stage.named_children()}
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name, _, rest = key[len(prefix) :].partition(".")
-            if name == "partitions" and name not in stage_of:  # saved by torchgpipe, maybe with another balance
+            if name == "partitions" and name not in paths:  # saved by torchgpipe, maybe with another balance
                 name, _, rest = rest.partition(".")[2].partition(".")
                 rest = _without_wrappers(layers.get(name), rest)
                 if _is_deferred_sum(layers.get(name), rest):
                     del state_dict[key]
                     continue
-            if name in stage_of:
-                state_dict[f"{prefix}partitions.{stage_of[name]}.{name}.{rest}"] = state_dict.pop(key)
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+            if name in paths and not isinstance(layers[name], ExportedLayer):
+                state_dict[f"{prefix}{paths[name]}.{rest}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _without_stage(name: str, prefix: str) -> str:
-    """Turns <prefix>partitions.<stage>.<name> into <prefix><name>. Returns other names unchanged."""
-    inner = f"{prefix}partitions."
-    return prefix + name[len(inner) :].partition(".")[2] if name.startswith(inner) else name
-
-
-def _rename_missing(module: nn.Module, incompatible: Any) -> None:
-    """Gives missing and unexpected keys their names in the unpartitioned model."""
+def rename_missing(module: OriginalNames, incompatible: Any) -> None:
+    """Gives missing and unexpected keys their names in the user's model."""
+    converted = (path for path, layer in module._layers_by_path().items() if isinstance(layer, ExportedLayer))
+    hidden = [*(re.escape(f"{path}.model.") for path in converted), r"partitions\.\d+\."]
+    pattern = re.compile(rf"(^|\.)({'|'.join(hidden)})")
     for keys in incompatible:
-        keys[:] = [re.sub(r"(^|\.)partitions\.\d+\.", r"\1", key) for key in keys]
+        keys[:] = [pattern.sub(r"\1", key) for key in keys]
 
 
 def _without_wrappers(layer: nn.Module | None, key: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
+from gpipe.balance import balance_by_time
 from gpipe.batchnorm import DeferredBatchNorm, one_mini_batch
 from gpipe.caller import (
     outside_checkpoints,
@@ -21,6 +22,7 @@ from gpipe.caller import (
     refuse_tracing,
 )
 from gpipe.checks import BalanceError, arrange_workers, check_balance, check_checkpoint, check_chunks
+from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
 from gpipe.losses import check_scale, checked, step_options
 from gpipe.model_checks import verify_module
@@ -127,6 +129,40 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         self._norms: list[DeferredBatchNorm] = []
         if self.balance:
             self._pipeline()  # raises what the core refuses
+
+    @classmethod
+    def from_module(
+        cls,
+        module: nn.Module,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        stages: int,
+        seconds: float = 5.0,
+        **options: Any,
+    ) -> GPipe:
+        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, measures its layers, and cuts it
+        into stages of equal time.
+
+        Args:
+            module: the model.
+            args, kwargs: a mini-batch, as arguments of the module.
+            stages: the number of stages.
+            seconds: approximate time limit for the measurement.
+            options: as for the constructor.
+
+        Returns:
+            The pipeline. It takes one input, as :func:`gpipe.to_sequential` tells.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and
+                the constructor.
+        """
+        model = to_sequential(module, *args, **(kwargs or {}))
+        tensors, structure = take_apart(input_of(args, kwargs or {}))
+        micro_batches = (tensor.chunk(check_chunks(options.get("chunks", 1)))[0] for tensor in tensors)
+        balance = balance_by_time(stages, model, structure.build(micro_batches), timeout=seconds)
+        return cls(model, balance, **options)
 
     @property
     def chunks(self) -> int:

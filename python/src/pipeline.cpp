@@ -143,7 +143,7 @@ bool PythonPipeline::refresh() {
   bool replaced = false;
   for (auto* layer : layers_) {
     if (!layer->refresh()) continue;
-    pipe_->replace_module(layer->name(), layer->module());
+    pipe_->replace_module(registered_name(layer->name()), layer->module());
     replaced = true;
   }
   return !replaced || pipe_->fits();

@@ -60,7 +60,7 @@ def test_models_and_samples_that_a_pipeline_refuses():
     hooked.register_forward_hook(lambda *arguments: None)
     for call in calls:
         with pytest.raises(TypeError, match="module must be nn.Sequential"):
-            call(nn.Linear(64, 64), batch)
+            call([nn.Linear(64, 64)], batch)
         with pytest.raises(TypeError, match="has a forward of its own"):
             call(DoublesItsResult(nn.Linear(64, 64)), batch)
         with pytest.raises(ValueError, match="has a forward hook"):

@@ -1,0 +1,1 @@
+"""Converts any module to a sequence of layers, by torch.export."""

@@ -1,0 +1,198 @@
+"""Writes the Python function of a layer."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from gpipe.exported.graph import Choice, Operation, Value, inputs_of
+from gpipe.exported.opaque import OPERATOR, run_whole
+from gpipe.exported.routes import Route
+
+__all__ = ["Code", "load", "write"]
+
+_INDENT = "    "
+
+
+class Code(NamedTuple):
+    """A function as text.
+
+    It is called with the layer's places, a function that pops, one that stashes, and the activation. A place is a module
+    that has tensors, or whose mode counts.
+    """
+
+    text: str
+    functions: dict[str, str]
+    """For each name of a function that the text uses: where to find it, as :func:`load` reads it."""
+    places: list[str]
+    """Paths of the modules that ``_place0``, ``_place1``, ... stand for."""
+
+
+def write(route: Route, tensors: dict[Value, str], inputs: list[Value | None] | None, outputs: list[Any] | None) -> Code:
+    """Returns the function of a layer.
+
+    Args:
+        route: the layer.
+        tensors: the names of the model's tensors.
+        inputs: the model's flattened tensors, if the layer is the first; it then gets a list.
+        outputs: the model's flattened outputs, if the layer is the last; it then returns a list.
+    """
+    return _Writer(route, tensors, inputs, outputs).code
+
+
+def load(code: Code, name: str) -> Callable[..., Any]:
+    """Returns the function. ``name`` is the layer's, for tracebacks."""
+    source = _Source(code.text)
+    scope: dict[str, Any] = {name: _find(where) for name, where in code.functions.items()}
+    scope.update(torch=torch, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>", __loader__=source)
+    exec(compile(code.text, f"<layer '{name}'>", "exec"), scope)
+    function: Callable[..., Any] = scope["forward"]
+    return function
+
+
+class _Source:
+    """Shows a function's text in tracebacks."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def get_source(self, name: str) -> str:
+        return self._text
+
+
+def _where(function: Callable[..., Any]) -> str:
+    """Tells where to find a function: the path of an operator of torch, or a module and a name."""
+    if isinstance(function, torch._ops.OpOverload):
+        return f"torch.ops.{function}"
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def _find(where: str) -> Callable[..., Any]:
+    module, _, path = where.rpartition(":")
+    found: Any = importlib.import_module(module) if module else torch
+    for name in path.split(".")[0 if module else 1 :]:
+        found = getattr(found, name)
+    result: Callable[..., Any] = found
+    return result
+
+
+class _Writer:
+    def __init__(
+        self, route: Route, tensors: dict[Value, str], inputs: list[Value | None] | None, outputs: list[Any] | None
+    ) -> None:
+        self._tensors = {value: tensors[value] for value in route.owned}
+        self._functions: dict[str, str] = {}
+        self._places: dict[str, str] = {}
+        self._needs_device = False
+        self._last_use = self._last_uses(route, outputs)
+        body = self._operations(route.operations)
+        arriving = [value.name if value else "_" for value in (route.arriving if inputs is None else inputs)]
+        lines = []
+        if inputs is not None:
+            lines += [f"{', '.join(arriving)}, = _input"]
+        elif arriving:
+            lines += [f"{', '.join(arriving)} = _input"]
+        lines += ["del _input"] if lines else []
+        lines += [f"{value.name} = _pop({name!r})" for name, value in route.pops]
+        if self._needs_device:
+            lines += [f"_device = {self._tensor_of([*arriving, *(value.name for _, value in route.pops)])}.device"]
+        lines += body
+        lines += [f"_stash({name!r}, {self._argument(value)})" for name, value in route.stashes]
+        leaving = [self._argument(value) for value in (route.leaving if outputs is None else outputs)]
+        lines += [f"return [{', '.join(leaving)}]" if outputs is not None else f"return {', '.join(leaving) or '()'}"]
+        places = [f"{name} = _places[{index}]" for index, name in enumerate(self._places.values())]
+        text = "\n".join(["def forward(_places, _pop, _stash, _input):", *(_INDENT + line for line in [*places, *lines]), ""])
+        self.code = Code(text, self._functions, list(self._places))
+
+    def _last_uses(self, route: Route, outputs: list[Any] | None) -> dict[Value, int]:
+        """Returns for each value that the function computes or gets the index of the last operation that uses it."""
+        last = {}
+        for index, operation in enumerate(route.operations):
+            last.update(dict.fromkeys(operation.inputs(), index))
+        leaving = [*route.leaving, *(value for _, value in route.stashes), *inputs_of(outputs)]
+        last.update(dict.fromkeys([*leaving, *self._tensors], len(route.operations)))
+        return last
+
+    def _tensor_of(self, names: list[str]) -> str:
+        """Returns the expression of some tensor on the layer's device."""
+        if names:
+            return next(name for name in names if name != "_")
+        if self._tensors:
+            return self._argument(next(iter(self._tensors)))
+        return "torch.tensor(0)"
+
+    def _operations(self, operations: list[Operation]) -> list[str]:
+        lines: list[str] = []
+        opened: list[str] = []  # the statements that the last line is inside of
+        for index, operation in enumerate(operations):
+            around = [f"with {self._expression(context)}:" for context in operation.contexts]
+            keys = [context.key for context in operation.contexts]
+            if operation.training is not None:
+                place = self._place(operation.call.path)
+                around.append(f"if {place}.training:" if operation.training else f"if not {place}.training:")
+                keys.append(around[-1])
+            common = 0
+            while common < min(len(keys), len(opened)) and keys[common] == opened[common]:
+                common += 1
+            for depth in range(common, len(keys)):
+                lines.append(_INDENT * depth + around[depth])
+            opened = keys
+            lines.append(_INDENT * len(keys) + self._line(operation))
+            # Frees tensors as soon as possible.
+            used = dict.fromkeys(value for value in operation.inputs() if self._last_use[value] == index)
+            lines += [f"{_INDENT * len(keys)}{value.name} = None" for value in used if value.is_tensor]
+        return lines
+
+    def _expression(self, context: Any) -> str:
+        expression: str = context.expression
+        self._needs_device |= "_device" in expression
+        return expression
+
+    def _line(self, operation: Operation) -> str:
+        name = operation.result.name
+        choose = operation.call.path
+        args = [self._argument(arg, choose) for arg in operation.args]
+        if isinstance(operation.function, torch._ops.OpOverload) and operation.function._schema.name == OPERATOR:
+            inputs, arguments, _ = args
+            return f"{name} = {self._function(run_whole)}({self._place(choose)}, {arguments}, {inputs})"
+        if operation.function.__module__ == "gpipe.exported.modes":
+            return f"{name} = {args[0]}"
+        args += [f"{key}={self._argument(value, choose)}" for key, value in operation.kwargs.items()]
+        call = f"{self._function(operation.function)}({', '.join(args)})"
+        return f"{name} = {call}" if operation.result in self._last_use else call
+
+    def _function(self, function: Callable[..., Any]) -> str:
+        where = _where(function)
+        name = where.removeprefix("torch.ops.").replace(".", "_").replace(":", "_")
+        self._functions[name] = where
+        return name
+
+    def _place(self, path: str) -> str:
+        return self._places.setdefault(path, f"_place{len(self._places)}")
+
+    def _argument(self, arg: Any, path: str = "") -> str:
+        """Returns an argument as an expression. ``path`` is the module whose mode a choice depends on."""
+        if isinstance(arg, Choice):
+            yes, no = self._argument(arg.training, path), self._argument(arg.evaluation, path)
+            return f"({yes} if {self._place(path)}.training else {no})"
+        if isinstance(arg, Value):
+            if (tensor := self._tensors.get(arg)) is None:
+                return arg.name
+            owner, _, name = tensor.rpartition(".")
+            return f"{self._place(owner)}.{name}"
+        if isinstance(arg, (tuple, list)):
+            items = ", ".join(self._argument(item, path) for item in arg)
+            return f"[{items}]" if isinstance(arg, list) else f"({items},)" if arg else "()"
+        if isinstance(arg, slice):
+            return f"slice({', '.join(self._argument(part, path) for part in (arg.start, arg.stop, arg.step))})"
+        if isinstance(arg, torch.device):
+            self._needs_device = True
+            return "_device"
+        if isinstance(arg, (torch.dtype, torch.layout, torch.memory_format)) or arg is Ellipsis:
+            return "..." if arg is Ellipsis else str(arg)
+        if arg is None or isinstance(arg, (bool, int, float, complex, str)):
+            return repr(arg)
+        raise NotImplementedError(f"it uses an operator with an argument of {type(arg)}")

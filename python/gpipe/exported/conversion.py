@@ -1,0 +1,166 @@
+"""Turns any module into a sequence of layers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram, load
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from gpipe.exported.capture import Captured, capture, capture_program
+from gpipe.exported.code import write
+from gpipe.exported.graph import Graph, Value
+from gpipe.exported.layer import ExportedLayer
+from gpipe.exported.division import divide
+from gpipe.exported.routes import Route, route, same_size
+from gpipe.exported.sequence import ExportedSequential
+from gpipe.exported.tensors import Tree, is_inside, nearest
+
+__all__ = ["as_sequential", "input_of", "to_sequential"]
+
+
+def to_sequential(
+    module: nn.Module | ExportedProgram | str | os.PathLike[str],
+    *example_args: Any,
+    opaque: Iterable[type[nn.Module]] = (),
+    **example_kwargs: Any,
+) -> nn.Sequential:
+    """Converts a module to a sequence of layers that computes the same. Each submodule without submodules of its own
+    becomes a layer, with the operators around it. A value that a later layer than the next uses becomes a skip.
+
+        model = gpipe.to_sequential(torchvision.models.resnet50(), images)
+        pipe = gpipe.GPipe(model, balance, chunks=8)
+
+    Args:
+        module: the model, which :func:`torch.export.export` must be able to export. It is not changed. The sequence has
+            the same parameters and buffers, so training it trains the module. Or a program that was exported in training
+            mode with a dynamic dimension 0, or the path of its ``.pt2`` file.
+        example_args, example_kwargs: an input of the module. Dimension 0 of each tensor is the batch, of any size. The
+            sequence takes one input: the only argument, else the tuple of positional arguments, the dict of keyword
+            arguments, or a tuple of both. Arguments without tensors become constants: leave keyword arguments out, and
+            give ``None`` for the others.
+        opaque: classes of submodules to keep whole, each as one layer, because they cannot be exported. They get and
+            return tensors with the batch as dimension 0.
+
+    Returns:
+        The sequence. Its modes are its own: call ``train()`` and ``eval()`` on it, not on the module. ``state_dict()`` has
+        the keys of the module.
+
+    Raises:
+        ValueError: if the module cannot be converted. The message tells which part, and why.
+        TypeError: if an argument has the wrong type.
+    """
+    model = _captured(module, example_args, example_kwargs, opaque)
+    _check_outputs(model.graph)
+    training = module.training if isinstance(module, nn.Module) else True
+    return _assemble(model, route(model.graph, divide(model.graph)), training)
+
+
+def _captured(
+    module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]]
+) -> Captured:
+    if isinstance(module, nn.Module):
+        if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
+            raise ValueError("give an example input: to_sequential(module, input)")
+        return capture(module, args, kwargs, opaque)
+    if not isinstance(module, (ExportedProgram, str, os.PathLike)):
+        raise TypeError(f"module must be nn.Module, ExportedProgram or a path, but is {type(module)}")
+    if args or kwargs or opaque:
+        raise TypeError("an exported program is converted without an example input and without opaque")
+    if not isinstance(module, ExportedProgram):
+        with open(module, "rb") as file:
+            module = load(file)
+    return capture_program(module)
+
+
+def as_sequential(module: nn.Module, input: Any) -> nn.Sequential:
+    """Returns a ``nn.Sequential`` as it is. Converts any other module, called with an input of the sequence."""
+    if isinstance(module, nn.Sequential) or not isinstance(module, nn.Module):
+        return module
+    if isinstance(input, dict):
+        return to_sequential(module, **input)
+    return to_sequential(module, *(input if isinstance(input, tuple) else (input,)))
+
+
+def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequential:
+    """Returns the sequence of the layers of a model."""
+    sequence = ExportedSequential()
+    sequence.training = training
+    names = {value: name for name, value in model.graph.tensors.items()}
+    example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
+    inputs, in_spec = tree_flatten(example_input)
+    structures = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, model.graph.out_spec)]
+    owned = _owners(model, routes)
+    for index, each in enumerate(routes):
+        first, last = index == 0, each is routes[-1]
+        code = write(each, names, inputs if first else None, model.graph.outputs if last else None)
+        tree = Tree(model.modes)
+        for name in owned[index]:
+            tree.add(name, model.tensors[name])
+        for path in code.places:
+            if path in model.whole:
+                tree.add_module(path, model.whole[path])
+            else:
+                tree.place(path)
+        stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
+        ends = (structures[0] if first else None, structures[1] if last else None)
+        layer = ExportedLayer(each.name, tree.root, code, stashes, pops, *ends)
+        layer.training = training
+        sequence.add_module(_key(each.name, sequence), layer)
+    return sequence
+
+
+def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the input of a sequence that was converted with these arguments."""
+    args, kwargs = tree_map(lambda leaf: leaf if isinstance(leaf, (Tensor, Value)) else None, (args, dict(kwargs)))
+    kwargs = {name: arg for name, arg in kwargs.items() if any(leaf is not None for leaf in tree_leaves(arg))}
+    if kwargs:
+        return (args, kwargs) if args else kwargs
+    return args[0] if len(args) == 1 else args
+
+
+def _check_outputs(graph: Graph) -> None:
+    """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
+    batch = [value.example.shape[0] for value in graph.inputs if value is not None]
+    for number, output in enumerate(graph.outputs):
+        if output is None:
+            continue
+        where = f"output {number} of {len(graph.outputs)}"
+        if not isinstance(output, Value) or not output.is_tensor:
+            raise ValueError(f"cannot convert the model: {where} is not a tensor; leave it out")
+        shape = output.example.shape
+        if not shape or not any(same_size(shape[0], size) for size in batch):
+            raise ValueError(
+                f"cannot convert the model: {where} has the shape {tuple(shape)}, without the batch as dimension 0; "
+                "return it per sample, or leave it out"
+            )
+
+
+def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
+    """Returns the names of each layer's tensors. A tensor with several names has all of them in one layer. One that is not
+    used belongs to the layer with the nearest name."""
+    layers = {id(model.tensors[name].tensor): index for name, index in _users(model, routes)}
+    owned: list[list[str]] = [[] for _ in routes]
+    for name, each in model.tensors.items():
+        if is_inside(name, model.whole):
+            continue
+        index = layers.setdefault(id(each.tensor), nearest(name, [route.name for route in routes]))
+        owned[index].append(name)
+    return owned
+
+
+def _users(model: Captured, routes: list[Route]) -> Iterator[tuple[str, int]]:
+    names = {value: name for name, value in model.graph.tensors.items()}
+    for index, each in enumerate(routes):
+        yield from ((names[value], index) for value in each.owned)
+
+
+def _key(name: str, sequence: nn.Sequential) -> str:
+    """Returns a key for a layer in the sequence. Names of modules cannot have dots."""
+    key = name.replace(".", "_")
+    while hasattr(sequence, key):
+        key += "_"
+    return key

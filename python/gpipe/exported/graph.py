@@ -1,0 +1,235 @@
+"""A model as a list of operations. What the rest of this folder reads and changes."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+__all__ = ["Call", "Choice", "Context", "Graph", "Operation", "Value", "inputs_of", "read_graph", "schema_of", "with_names", "with_values"]
+
+
+@dataclass(eq=False)
+class Value:
+    """What an operation computes, or what a model gets or owns."""
+
+    name: str
+    """A Python identifier that no other value has."""
+    example: Any
+    """A fake tensor, or a symbolic number."""
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.example, Tensor)
+
+
+class Choice(NamedTuple):
+    """An argument that depends on the mode of the module that runs the operation."""
+
+    training: Any
+    evaluation: Any
+
+
+class Call(NamedTuple):
+    """One call of a module: a key that no other call has, and the module's path."""
+
+    key: str
+    path: str
+
+
+class Context(NamedTuple):
+    """A ``with`` statement around operations: a key that no other has, and the expression."""
+
+    key: str
+    expression: str
+
+
+@dataclass(eq=False)
+class Operation:
+    """One call of a function. Its arguments hold values, choices and constants."""
+
+    result: Value
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    call: Call
+    training: bool | None = None
+    """The only mode in which the operation runs; ``None`` for both."""
+    contexts: tuple[Context, ...] = ()
+
+    def inputs(self) -> Iterator[Value]:
+        """Yields the values among the arguments."""
+        return inputs_of((self.args, self.kwargs))
+
+
+@dataclass(eq=False)
+class Graph:
+    """The operations of a model in order of execution.
+
+    ``inputs`` and ``outputs`` are flattened; ``None`` stands for what is not a tensor.
+    """
+
+    inputs: list[Value | None]
+    in_spec: TreeSpec
+    outputs: list[Any]
+    out_spec: TreeSpec
+    tensors: dict[str, Value]
+    """Parameters, buffers and constants, by name."""
+    operations: list[Operation] = field(default_factory=list)
+
+
+def inputs_of(arguments: Any) -> Iterator[Value]:
+    """Yields the values in an argument."""
+    for leaf in tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Choice)):
+        if isinstance(leaf, Choice):
+            yield from inputs_of(leaf.training)
+            yield from inputs_of(leaf.evaluation)
+        elif isinstance(leaf, Value):
+            yield leaf
+
+
+def schema_of(function: Callable[..., Any]) -> list[Any]:
+    """Returns the arguments that an operator of torch declares; none for other functions."""
+    return list(function._schema.arguments) if isinstance(function, torch._ops.OpOverload) else []
+
+
+def with_values(arguments: Any, values: Mapping[Value, Value]) -> Any:
+    """Returns an argument with some of its values replaced."""
+    leaves, tree = tree_flatten(arguments)
+    return tree_unflatten([values.get(leaf, leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
+
+
+def with_names(graph: Graph, names: Mapping[str, str]) -> Graph:
+    """Returns the graph with other names of tensors. Tensors that get the same name become one value."""
+    tensors: dict[str, Value] = {}
+    values = {value: tensors.setdefault(names.get(name, name), value) for name, value in graph.tensors.items()}
+    graph.tensors = tensors
+    graph.outputs = with_values(graph.outputs, values)
+    for operation in graph.operations:
+        operation.args, operation.kwargs = with_values((operation.args, operation.kwargs), values)
+    return graph
+
+
+# Checks of sizes, which the operations do again, and of the export's own devices and types.
+_CHECKS = ("_assert", "sym_constrain_range")
+
+
+def read_graph(program: ExportedProgram) -> Graph:
+    """Returns the graph of an exported program.
+
+    Raises:
+        NotImplementedError: for control flow that depends on data.
+    """
+    return _Reader(program).graph
+
+
+class _Reader:
+    def __init__(self, program: ExportedProgram) -> None:
+        signature = program.graph_signature
+        specs = {spec.arg.name: spec for spec in signature.input_specs}
+        call = program.call_spec
+        assert call.in_spec is not None and call.out_spec is not None
+        self.graph = Graph([], call.in_spec, [], call.out_spec, {})
+        self._names: set[str] = set()
+        self._values: dict[fx.Node, Any] = {}
+        for node in program.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            spec = specs[node.name]
+            value = self._value(node)
+            if spec.kind is InputKind.USER_INPUT:
+                tensor = isinstance(spec.arg, TensorArgument)
+                self.graph.inputs.append(value if tensor else None)
+                if isinstance(spec.arg, ConstantArgument):
+                    self._values[node] = spec.arg.value
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
+                assert spec.target is not None
+                self.graph.tensors[spec.target] = value
+            else:
+                raise NotImplementedError(f"the model holds an object that is not a tensor: '{spec.target}'")
+        outputs = self._read(program.graph_module, ())
+        self.graph.outputs = [
+            spec.arg.value if isinstance(spec.arg, ConstantArgument) else output
+            for spec, output in zip(signature.output_specs, outputs, strict=True)
+        ]
+        self._drop_unused_numbers()
+        if not self.graph.operations:
+            raise NotImplementedError("it computes nothing")
+
+    def _value(self, node: fx.Node) -> Value:
+        name = node.name
+        while name in self._names:
+            name += "_"
+        self._names.add(name)
+        value = Value(name, node.meta.get("val"))
+        self._values[node] = value
+        return value
+
+    def _read(self, module: fx.GraphModule, contexts: tuple[Context, ...]) -> Any:
+        """Adds the operations of a module. Returns the module's outputs."""
+        for node in module.graph.nodes:
+            if node.op == "output":
+                return self._arguments(node.args[0])
+            if node.op != "call_function":
+                continue
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                self._read_nested(module, node, contexts)
+            elif node.target is operator.getitem and isinstance(of := self._arguments(node.args[0]), (list, tuple)):
+                self._values[node] = of[node.args[1]]  # an output of a nested module
+            elif not _is_check(node.target):
+                args, kwargs = self._arguments((node.args, node.kwargs))
+                call = _innermost(node)
+                operation = Operation(self._value(node), node.target, tuple(args), dict(kwargs), call, None, contexts)
+                self.graph.operations.append(operation)
+        raise AssertionError("a graph without output")
+
+    def _read_nested(self, module: fx.GraphModule, node: fx.Node, contexts: tuple[Context, ...]) -> None:
+        """Adds the operations under ``torch.no_grad`` or ``torch.autocast``."""
+        name, given = str(node.target), list(node.args)
+        if name == "wrap_with_set_grad_enabled":
+            expression, args = f"torch.set_grad_enabled({given[0]})", given[1:]
+        elif name == "wrap_with_autocast":
+            _, dtype, enabled, cache = given[:4]
+            expression, args = f"torch.autocast(_device.type, {dtype}, {enabled}, {cache})", given[4:]
+        else:
+            raise NotImplementedError(f"it uses torch's operator '{name}', for control flow or a function called whole")
+        body, *args = args
+        assert isinstance(body, fx.Node)
+        inner = getattr(module, str(body.target))
+        placeholders = [each for each in inner.graph.nodes if each.op == "placeholder"]
+        for placeholder, arg in zip(placeholders, args, strict=True):
+            self._values[placeholder] = self._arguments(arg)
+        self._values[node] = self._read(inner, (*contexts, Context(node.name, expression)))
+
+    def _arguments(self, arguments: Any) -> Any:
+        return fx.map_arg(arguments, lambda node: self._values[node])
+
+    def _drop_unused_numbers(self) -> None:
+        """Drops computations of numbers that nothing uses, such as those for checks."""
+        used = set(inputs_of(self.graph.outputs))
+        kept = []
+        for operation in reversed(self.graph.operations):
+            number = isinstance(operation.result.example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+            if number and operation.result not in used:
+                continue
+            used.update(operation.inputs())
+            kept.append(operation)
+        self.graph.operations = kept[::-1]
+
+
+def _is_check(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target._schema.name.partition("::")[2].startswith(_CHECKS)
+
+
+def _innermost(node: fx.Node) -> Call:
+    """Returns the innermost call of a module that a node belongs to."""
+    key, (path, _) = list(node.meta.get("nn_module_stack", {"": ("", "")}).items())[-1]
+    # torch.export adds some operations itself, with a name of its own.
+    return Call("", "") if path.startswith("_empty_nn_module_stack") else Call(key, path.partition("@")[0])

@@ -1,0 +1,91 @@
+"""The layers of a converted model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
+
+from gpipe import _C
+from gpipe.exported.code import Code, load
+from gpipe.skip.layer import Skippable
+from gpipe.skip.namespace import native_namespace
+
+__all__ = ["ExportedLayer"]
+
+
+class ExportedLayer(Skippable):
+    """A layer of a converted model: what one of its modules computes, with the operators around it.
+
+    Attributes:
+        name: the path of the module in the original model.
+        model: a tree of modules with the layer's parameters and buffers, at their paths in the original model.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: nn.Module,
+        code: Code,
+        stashes: list[str],
+        pops: list[str],
+        input: Any,
+        output: Any,
+    ) -> None:
+        super().__init__()
+        self.name = name
+        self.stashable_names = frozenset(stashes)
+        self.poppable_names = frozenset(pops)
+        self.model = model
+        self._code = code
+        self._input = input  # of the first layer: an object of the structure of the model's input
+        self._output = output  # of the last layer: an object of the structure of the model's output
+        self._prepare()
+
+    def _prepare(self) -> None:
+        modules = dict(self.model.named_modules())
+        self._run = load(self._code, self.name)
+        self.__dict__["_places"] = [modules[path] for path in self._code.places]
+        self._input_spec = None if self._input is None else tree_structure(self._input)
+        self._output_spec = None if self._output is None else tree_structure(self._output)
+
+    def forward(self, input: Any) -> Any:
+        if self._input_spec is not None:
+            input = self._flattened(input, self._input_spec)
+        output = self._run(self._places, self._pop, self._stash, input)
+        return output if self._output_spec is None else tree_unflatten(output, self._output_spec)
+
+    def _flattened(self, input: Any, expected: TreeSpec) -> list[Any]:
+        leaves, found = tree_flatten(input)
+        if found != expected:
+            raise TypeError(
+                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
+                f"{_shown(found)}; see gpipe.to_sequential"
+            )
+        return leaves
+
+    def _pop(self, name: str) -> Tensor | None:
+        tensor: Tensor | None = _C.pop(native_namespace(self.namespace_of(name)), name)
+        return tensor
+
+    def _stash(self, name: str, tensor: Tensor | None) -> None:
+        _C.stash(native_namespace(self.namespace_of(name)), name, tensor)
+
+    def extra_repr(self) -> str:
+        return self.name
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.name})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        made = ("_run", "_places", "_input_spec", "_output_spec")  # by _prepare()
+        return {key: value for key, value in self.__dict__.items() if key not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._prepare()
+
+
+def _shown(spec: TreeSpec) -> str:
+    return str(tree_unflatten(["..."] * spec.num_leaves, spec)).replace("'...'", "...")

@@ -1,0 +1,187 @@
+"""Decides how values get from layer to layer."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from gpipe.exported.graph import Choice, Graph, Operation, Value, inputs_of
+from gpipe.exported.division import Block
+
+__all__ = ["Route", "route", "same_size"]
+
+
+@dataclass(eq=False)
+class Route:
+    """A layer with what it gets and gives away."""
+
+    name: str
+    operations: list[Operation]
+    arriving: list[Value] = field(default_factory=list)
+    """The activation that enters."""
+    leaving: list[Value] = field(default_factory=list)
+    """The activation that leaves."""
+    pops: list[tuple[str, Value]] = field(default_factory=list)
+    stashes: list[tuple[str, Value]] = field(default_factory=list)
+    owned: list[Value] = field(default_factory=list)
+    """Parameters, buffers and constants."""
+
+
+def route(graph: Graph, blocks: list[Block]) -> list[Route]:
+    """Routes each value from the layer that computes it through the layers that use it, in order. It is part of the
+    activation between neighbouring layers, and a skip between others. So it enters a stage at most once.
+
+    The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
+    that uses it. Sizes are read off tensors that a layer has anyway. Otherwise they are passed on.
+
+    Raises:
+        NotImplementedError: for a value that exists in one mode only and is used by another layer.
+    """
+    return _Routes(graph, blocks).routes
+
+
+class _Routes:
+    def __init__(self, graph: Graph, blocks: list[Block]) -> None:
+        self.routes = [Route(block.name, list(block.operations)) for block in blocks]
+        self._outputs = set(inputs_of(graph.outputs))
+        self._source: dict[Value, int] = {}  # the layer that has a value first
+        self._operation: dict[Value, Operation] = {}
+        self._tensors = set(graph.tensors.values())
+        for value in graph.inputs:
+            if value is not None:
+                self._source[value] = 0
+        for index, each in enumerate(self.routes):
+            for operation in each.operations:
+                self._source.setdefault(operation.result, index)
+                if operation.result not in self._operation:
+                    self._operation[operation.result] = operation
+        needs = [self._needed_tensors(index) for index in range(len(self.routes))]
+        for index, each in enumerate(self.routes):
+            each.operations = _Numbers(self, index, needs).replaced(each.operations)
+        self._connect(needs)
+
+    def is_far(self, value: Value, index: int) -> bool:
+        """Returns whether a layer gets a value from another layer."""
+        return self._source.get(value, index) != index
+
+    def operation(self, value: Value) -> Operation:
+        return self._operation[value]
+
+    def _needed_tensors(self, index: int) -> dict[Value, None]:
+        """Returns the tensors that a layer uses and does not compute, in the order of use."""
+        needed: dict[Value, None] = {}
+        values = itertools.chain.from_iterable(operation.inputs() for operation in self.routes[index].operations)
+        for value in itertools.chain(values, self._outputs if index == len(self.routes) - 1 else ()):
+            if value in self._tensors:
+                self._source.setdefault(value, index)
+            elif not value.is_tensor:
+                continue
+            if self.is_far(value, index):
+                needed[value] = None
+            elif value in self._tensors and value not in self.routes[index].owned:
+                self.routes[index].owned.append(value)
+        return needed
+
+    def _connect(self, needs: list[dict[Value, None]]) -> None:
+        holders: dict[Value, list[int]] = {}
+        for index, needed in enumerate(needs):
+            for value in needed:
+                holders.setdefault(value, [self._source[value]]).append(index)
+        taken: set[str] = set()
+        for value, layers in holders.items():
+            operation = self._operation.get(value)
+            if operation is not None and operation.training is not None and not self._is_total(value):
+                raise NotImplementedError(f"'{operation.call.path}' computes a value in one mode only, which others use")
+            for giver, taker in itertools.pairwise(layers):
+                if taker == giver + 1:
+                    self.routes[giver].leaving.append(value)
+                    self.routes[taker].arriving.append(value)
+                    continue
+                name = _unique(f"{self.routes[giver].name} -> {self.routes[taker].name}", taken)
+                self.routes[giver].stashes.append((name, value))
+                self.routes[taker].pops.append((name, value))
+
+    def _is_total(self, value: Value) -> bool:
+        """Returns whether a value that is computed in one mode has an alias in the other."""
+        computed = [each for each in self.routes[self._source[value]].operations if each.result is value]
+        return len(computed) > 1
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    found = next(each for each in (f"{name}{suffix}" for suffix in _suffixes()) if each not in taken)
+    taken.add(found)
+    return found
+
+
+def _suffixes() -> Any:
+    yield ""
+    yield from (f" ({count})" for count in itertools.count(2))
+
+
+class _Numbers:
+    """Replaces the numbers that a layer gets from other layers."""
+
+    def __init__(self, routes: _Routes, index: int, needs: list[dict[Value, None]]) -> None:
+        self._routes = routes
+        self._index = index
+        self._needed = needs[index]
+        self._known: dict[Value, Any] = {}
+        self._added: list[Operation] = []
+
+    def replaced(self, operations: list[Operation]) -> list[Operation]:
+        """Returns the operations of the layer, after those that compute its numbers."""
+        own = []
+        for each in operations:
+            args, kwargs = self._translated((each.args, each.kwargs))
+            own.append(Operation(each.result, each.function, args, kwargs, each.call, each.training, each.contexts))
+        return [*self._added, *own]
+
+    def _translated(self, arguments: Any) -> Any:
+        leaves, tree = tree_flatten(arguments)
+        return tree_unflatten([self._number(leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
+
+    def _number(self, value: Value) -> Any:
+        if value.is_tensor or not self._routes.is_far(value, self._index):
+            return value
+        if value not in self._known:
+            self._known[value] = self._size(value) or self._again(value)
+        return self._known[value]
+
+    def _size(self, number: Value) -> Value | None:
+        """Returns a number as the size of a tensor that the layer gets, if there is one."""
+        if not isinstance(number.example, torch.SymInt):
+            return None
+        for tensor in self._needed:
+            for dimension, size in enumerate(tensor.example.shape):
+                if same_size(size, number.example):
+                    return self._add(torch.ops.aten.sym_size.int, (tensor, dimension), number)
+        return None
+
+    def _again(self, number: Value) -> Value:
+        """Computes a number again, from a tensor that the layer then gets too."""
+        operation = self._routes.operation(number)
+        for tensor in operation.inputs():
+            if tensor.is_tensor and self._routes.is_far(tensor, self._index):
+                self._needed[tensor] = None
+        args, kwargs = self._translated((operation.args, operation.kwargs))
+        return self._add(operation.function, args, number, kwargs)
+
+    def _add(self, function: Any, args: Any, number: Value, kwargs: dict[str, Any] | None = None) -> Value:
+        result = Value(f"{number.name}_in_{self._index}", number.example)
+        call = self._routes.operation(number).call
+        self._added.append(Operation(result, function, tuple(args), kwargs or {}, call))
+        return result
+
+
+def same_size(size: Any, number: Any) -> bool:
+    """Returns whether two sizes are the same symbolic number."""
+    if not isinstance(size, torch.SymInt) or not isinstance(number, torch.SymInt):
+        return False
+    if size.node.shape_env is not number.node.shape_env:
+        return False
+    return bool(size.node.expr == number.node.expr)

@@ -1,0 +1,111 @@
+"""Parameters, buffers and constants of a model by name, and the modules that hold them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind
+
+__all__ = ["Owned", "Tree", "is_inside", "modes_of", "nearest", "tensors_of_module", "tensors_of_program"]
+
+
+class Owned(NamedTuple):
+    """A tensor of a model."""
+
+    tensor: Tensor
+    persistent: bool
+    """Whether it is part of the model's state."""
+
+
+def tensors_of_program(program: ExportedProgram) -> dict[str, Owned]:
+    """Returns the tensors that an exported program uses, by name."""
+    found = {name: Owned(tensor, True) for name, tensor in program.state_dict.items()}
+    for spec in program.graph_signature.input_specs:
+        if spec.kind in (InputKind.BUFFER, InputKind.CONSTANT_TENSOR) and spec.target in program.constants:
+            found[spec.target] = Owned(program.constants[spec.target], False)
+    return found
+
+
+def tensors_of_module(module: nn.Module) -> dict[str, Owned]:
+    """Returns all parameters and buffers of a module, by name. A tensor can have several names."""
+    found = {}
+    for path, each in module.named_modules(remove_duplicate=False):
+        for name, tensor in [*each._parameters.items(), *each._buffers.items()]:
+            if tensor is not None:
+                persistent = name not in each._non_persistent_buffers_set
+                found[f"{path}.{name}" if path else name] = Owned(tensor, persistent)
+    return found
+
+
+def modes_of(module: nn.Module) -> dict[str, bool]:
+    """Returns whether each submodule is in training mode, by path."""
+    return {path: each.training for path, each in module.named_modules(remove_duplicate=False)}
+
+
+class _Place(nn.Module):
+    """Holds tensors and a mode at a path."""
+
+
+
+class Tree:
+    """Makes the tree of modules that holds some of a model's tensors."""
+
+    def __init__(self, modes: dict[str, bool]) -> None:
+        self._modes = modes
+        self.root = self._made("")
+
+    def _made(self, path: str) -> nn.Module:
+        place = _Place()
+        place.training = self._modes.get(path, True)
+        return place
+
+    def place(self, path: str) -> nn.Module:
+        """Returns the module at a path. Makes it if there is none."""
+        if not path:
+            return self.root
+        outer, _, name = path.rpartition(".")
+        children = self.place(outer)._modules
+        if name not in children:
+            children[name] = self._made(path)
+        found = children[name]
+        assert found is not None
+        return found
+
+    def add(self, name: str, owned: Owned) -> None:
+        """Registers a tensor under its name."""
+        path, _, own = name.rpartition(".")
+        place = self.place(path)
+        if isinstance(owned.tensor, nn.Parameter):
+            place._parameters[own] = owned.tensor
+        else:
+            place._buffers[own] = owned.tensor
+            if not owned.persistent:
+                place._non_persistent_buffers_set.add(own)
+
+    def add_module(self, path: str, module: nn.Module) -> None:
+        """Registers a whole module at its path."""
+        outer, _, name = path.rpartition(".")
+        self.place(outer)._modules[name] = module
+
+
+def is_inside(name: str, paths: Iterable[str]) -> bool:
+    """Returns whether a module or tensor is one of the modules at some paths, or belongs to one."""
+    return any(name == path or name.startswith(f"{path}.") for path in paths)
+
+
+def nearest(name: str, paths: Iterable[str]) -> int:
+    """Returns the index of the path that has most in common with a name."""
+
+    def common(path: str) -> int:
+        return next(_differences(name.split("."), path.split(".")), 0)
+
+    return max(enumerate(paths), key=lambda each: (common(each[1]), -each[0]))[0]
+
+
+def _differences(ours: list[str], theirs: list[str]) -> Iterator[int]:
+    for index in range(max(len(ours), len(theirs))):
+        if ours[index : index + 1] != theirs[index : index + 1]:
+            yield index

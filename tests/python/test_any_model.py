@@ -1,0 +1,167 @@
+"""Models of other libraries, converted and run as pipelines, equal the original, called micro-batch by micro-batch."""
+
+import copy
+import random
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+import gpipe
+from model_zoo import MODELS
+
+V = ("zb_v", "v_half", "v_min", "dualpipe_v")  # schedules with two stages per worker
+ONE = ("gpipe", "1f1b", "zb_h1", "zb_h2")  # schedules with one stage per worker
+
+
+def parts_of(tree, chunks):
+    """Returns the micro-batches of an object."""
+    samples = next(leaf for leaf in tree_leaves(tree) if torch.is_tensor(leaf)).shape[0]
+    size = -(-samples // chunks)
+    return [
+        tree_map(lambda leaf: leaf[i : i + size] if torch.is_tensor(leaf) else leaf, tree)
+        for i in range(0, samples, size)
+    ]
+
+
+def weighted_sum(output, _=None):
+    """A loss that treats samples alike and elements differently."""
+    total = 0.0
+    for leaf in tree_leaves(output):
+        if torch.is_tensor(leaf) and leaf.is_floating_point():
+            rows = leaf.double().flatten(1)
+            total = total + (rows * torch.linspace(-1, 1, rows.shape[1], dtype=torch.float64)).sin().sum()
+    return total
+
+
+def assert_equal(ours, theirs, what=""):
+    ours, theirs = tree_leaves(ours), tree_leaves(theirs)
+    assert [torch.is_tensor(leaf) for leaf in ours] == [torch.is_tensor(leaf) for leaf in theirs], what
+    for a, b in zip(ours, theirs, strict=True):
+        if torch.is_tensor(a):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9, msg=lambda text: f"{what}: {text}")
+
+
+def assert_same_state(ours, theirs):
+    """Compares gradients and buffers by name. The noise of a large sum is relative to the largest gradient."""
+    gradients = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    mine = {name: parameter.grad for name, parameter in ours.named_parameters()}
+    assert mine.keys() == gradients.keys()
+    largest = max(gradient.abs().max() for gradient in gradients.values() if gradient is not None)
+    for name, gradient in gradients.items():
+        assert (gradient is None) == (mine[name] is None), name
+        if gradient is not None:
+            assert (gradient - mine[name]).abs().max() <= 1e-9 * largest, name
+    state = theirs.state_dict()
+    assert ours.state_dict().keys() == state.keys()
+    for name, value in ours.state_dict().items():
+        assert_equal(value, state[name], name)
+
+
+def without_dropout(model):
+    for module in model.modules():
+        for name in ("p", "drop_prob", "dropout", "attention_dropout", "dropout_p"):
+            if isinstance(vars(module).get(name), float):
+                setattr(module, name, 0.0)
+
+
+def random_cut(rng, layers, stages):
+    cuts = [0, *sorted(rng.sample(range(1, layers), stages - 1)), layers]
+    return [last - first for first, last in zip(cuts, cuts[1:], strict=False)]
+
+
+def random_schedule(rng):
+    """Returns a schedule, a number of stages and the number of stages per worker."""
+    schedule = rng.choice(gpipe.SCHEDULES)
+    if schedule in V:
+        return schedule, 2 * rng.randint(1, 3), 1
+    per_worker = 1 if schedule in ONE else rng.randint(1, 2)
+    return schedule, rng.randint(2, 3) * per_worker, per_worker
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_equals_its_pipeline(name):
+    torch.manual_seed(0)
+    rng = random.Random(name)
+    model, args, kwargs = MODELS[name]()
+    model = model.double().train()
+    args, kwargs = tree_map(lambda x: x.double() if torch.is_tensor(x) and x.is_floating_point() else x, (args, kwargs))
+    input = kwargs or (args[0] if len(args) == 1 else args)
+    sequence = gpipe.to_sequential(model, *args, **kwargs)
+    assert {id(tensor) for tensor in sequence.parameters()} == {id(tensor) for tensor in model.parameters()}
+    twin = copy.deepcopy(model)
+
+    # The unpartitioned sequence, with dropout: three steps.
+    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in (sequence, twin)]
+    for _ in range(3):
+        outputs = []
+        for optimizer, call in zip(optimizers, (lambda: sequence(input), lambda: twin(*args, **kwargs)), strict=True):
+            torch.manual_seed(1)
+            optimizer.zero_grad()
+            outputs.append(call())
+            weighted_sum(outputs[-1]).backward()
+        assert type(outputs[0]) is type(outputs[1])
+        assert_equal(*outputs)
+        assert_same_state(sequence, twin)
+        for optimizer in optimizers:
+            optimizer.step()
+    sequence.eval()
+    twin.eval()
+    with torch.no_grad():
+        assert_equal(sequence(input), twin(*args, **kwargs))
+
+    # Pipelines with dropout equal the sequence under the pipeline's random numbers.
+    sequence.train()
+    check_pipeline(rng, sequence, input)
+
+    # Pipelines without dropout equal the original.
+    without_dropout(model)
+    sequence = gpipe.to_sequential(model, *args, **kwargs) if has_dropout(sequence) else sequence
+    for _ in range(2):
+        twin = copy.deepcopy(model).train()
+        chunks = rng.choice([1, 3, 4])
+        schedule, stages, per_worker = random_schedule(rng)
+        pipe = gpipe.GPipe(
+            copy.deepcopy(sequence),
+            random_cut(rng, len(sequence), stages),
+            chunks=chunks,
+            checkpoint=rng.choice(["never", "except_last", "always"]),
+            schedule=schedule,
+            stages_per_worker=per_worker,
+        )
+        for module in (pipe, twin):
+            module.zero_grad()
+        outputs = [twin(*part[0], **part[1]) for part in parts_of((args, kwargs), chunks)]
+        losses = [weighted_sum(output) for output in outputs]
+        sum(losses).backward()
+        target = torch.zeros(tree_leaves(input)[0].shape[0])
+        loss, output = pipe.step(input, target, weighted_sum, reduction="sum", return_output=True)
+        joined = [torch.cat(leaves) for leaves in zip(*map(tree_leaves, outputs), strict=True) if torch.is_tensor(leaves[0])]
+        assert_equal([leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)], joined)
+        assert_equal(loss, sum(losses))
+        assert_same_state(pipe, twin)
+        pipe.load_state_dict(model.state_dict())
+        model.load_state_dict(pipe.state_dict())
+
+
+def has_dropout(sequence):
+    return any("dropout" in layer._code.text or "bernoulli" in layer._code.text for layer in sequence)
+
+
+def check_pipeline(rng, sequence, input):
+    twin, whole = copy.deepcopy(sequence), copy.deepcopy(sequence)
+    stages, chunks = rng.randint(2, 6), rng.choice([1, 3, 4])
+    pipe = gpipe.GPipe(
+        twin,
+        random_cut(rng, len(twin), stages),
+        chunks=chunks,
+        checkpoint=rng.choice(["never", "except_last", "always"]),
+    )
+    outputs = []
+    for module, call in ((pipe, lambda: pipe(input)), (whole, lambda: gpipe.reference(whole, input, chunks=chunks))):
+        module.zero_grad()
+        torch.manual_seed(2)
+        outputs.append(call())
+        weighted_sum(outputs[-1]).backward()
+    assert_equal(*outputs)
+    assert_same_state(pipe, whole)

@@ -1,0 +1,426 @@
+"""Conversion of modules to sequences: structure, modes, names, inputs and outputs, and what is refused."""
+
+import copy
+import pickle
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, export
+
+import gpipe
+from gpipe.balance import balance_by_time, suggest
+
+
+class Block(nn.Module):
+    """A residual block whose last module is called twice."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.act = nn.ReLU(inplace=True)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        y = self.act(self.norm(self.linear(x)))
+        return self.act(x + self.scale * y)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(4, 3)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.drop(self.second(self.first(x + self.table))))
+
+
+def make_net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(samples=6):
+    torch.manual_seed(1)
+    return torch.randn(samples, 4).double()
+
+
+def names_of(sequence):
+    return [layer.name for layer in sequence]
+
+
+def test_layers_are_named_after_modules():
+    sequence = gpipe.to_sequential(make_net(), batch())
+    block = ["linear", "norm", "act"]
+    assert names_of(sequence) == [
+        *(f"first.{name}" for name in block),
+        "first",  # its own parameter
+        "first.act_1",
+        *(f"second.{name}" for name in block),
+        "second",
+        "second.act_1",
+        "drop",
+        "head",
+    ]
+    assert list(dict(sequence.named_children()))[:2] == ["first_linear", "first_norm"]
+    # The input of a block is a skip to its sum.
+    stashed = {name for layer in sequence for name in layer.stashable_names}
+    assert stashed == {"first.linear -> first", "second.linear -> second"}
+
+
+def test_tensors_are_the_modules_own_under_its_names():
+    net = make_net()
+    sequence = gpipe.to_sequential(net, batch())
+    assert {name: id(tensor) for name, tensor in sequence.named_parameters()} == {
+        name: id(tensor) for name, tensor in net.named_parameters()
+    }
+    assert dict(sequence.named_buffers()).keys() == dict(net.named_buffers()).keys()
+    assert sequence.state_dict().keys() == net.state_dict().keys()
+    other = make_net()
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.add_(1)
+    sequence.load_state_dict(other.state_dict())
+    assert torch.equal(net.head.weight, other.head.weight)
+    pipe = gpipe.GPipe(sequence, [5, len(sequence) - 5])
+    assert pipe.state_dict().keys() == net.state_dict().keys()
+    assert dict(pipe.named_parameters()).keys() == dict(net.named_parameters()).keys()
+    other.load_state_dict(pipe.state_dict())
+    state = dict(net.state_dict())
+    state["more"] = state.pop("first.scale")
+    for module in (sequence, pipe):
+        with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first.scale"(.|\n)*: "more"'):
+            module.load_state_dict(state)
+        nested = nn.ModuleDict({"inner": module})
+        assert set(nested.state_dict()) == {f"inner.{name}" for name in net.state_dict()}
+        nested.load_state_dict(nested.state_dict())
+
+
+def test_any_number_of_samples():
+    for example in (1, 3):
+        sequence = gpipe.to_sequential(make_net(), batch(example)).eval()
+        for samples in (1, 2, 7):
+            assert torch.equal(sequence(batch(samples)), make_net().eval()(batch(samples)))
+
+
+def test_modes_are_followed_module_by_module():
+    net = make_net()
+    net.first.norm.eval()
+    sequence = gpipe.to_sequential(net, batch())
+    twin = copy.deepcopy(net)
+    for mode in (None, False, True):
+        for module in (sequence, twin) if mode is not None else ():
+            module.train(mode)
+        outputs = []
+        for module in (sequence, twin):
+            torch.manual_seed(2)
+            outputs.append(module(batch()))
+        assert torch.equal(*outputs)
+        torch.testing.assert_close(dict(sequence.state_dict()), dict(twin.state_dict()), rtol=0, atol=0)
+    assert net.training and not net.first.norm.training  # as before
+
+
+class Skipping(nn.Module):
+    """Does nothing in evaluation mode."""
+
+    def forward(self, x):
+        return x * torch.rand_like(x[:, :1]) if self.training else x
+
+
+class Fast(nn.Module):
+    """Computes otherwise in evaluation mode."""
+
+    def forward(self, x):
+        return torch.tanh(x) + 1 if self.training else torch.relu(x)
+
+
+@pytest.mark.parametrize("kind", [Skipping, Fast])
+def test_modules_that_compute_otherwise_in_evaluation_mode(kind):
+    model = nn.ModuleList([nn.Linear(4, 4), kind(), nn.Linear(4, 4)]).double()
+    model.forward = lambda x: model[2](model[1](model[0](x)) + x)
+    sequence = gpipe.to_sequential(model, batch())
+    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1, 2], chunks=2)
+    for mode in (True, False):
+        for module in (model, sequence, pipe):
+            module.train(mode)
+        torch.manual_seed(3)
+        expected = model(batch())
+        torch.manual_seed(3)
+        assert torch.equal(sequence(batch()), expected)
+    torch.testing.assert_close(pipe(batch()), expected)
+
+
+class Pair(NamedTuple):
+    sum: torch.Tensor
+    rest: list
+
+
+class Several(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, factor, *, mask=None, power=1):
+        y = self.b(self.a(x) * mask) ** power
+        return Pair(y + x, [None, {"y": y, "factor": factor}])
+
+
+def test_inputs_and_outputs_are_trees():
+    model = Several().double()
+    x, mask = batch(), torch.rand(6, 4).double()
+    sequence = gpipe.to_sequential(model, x, x + 1, mask=mask, power=2)
+    pipe = gpipe.GPipe(sequence, [1, 1], chunks=3)
+    expected = model(x, x + 1, mask=mask, power=2)
+    for module in (sequence, pipe):
+        output = module(((x, x + 1), {"mask": mask}))
+        assert type(output) is Pair and output.rest[0] is None
+        torch.testing.assert_close(output.sum, expected.sum)
+        torch.testing.assert_close(output.rest[1], expected.rest[1])
+    with pytest.raises(TypeError, match=r"another structure of the input: expected \(\(..., ...\), \{'mask': ...\}\), but got"):
+        sequence((x, x))
+    by_name = gpipe.to_sequential(model, x=x, factor=x, mask=mask)
+    assert torch.equal(by_name({"x": x, "factor": x, "mask": mask}).sum, model(x, x, mask=mask).sum)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x):
+        return self.head(self.body(self.embed(x)).tanh())
+
+
+def test_tied_weights_cross_stages_as_skips():
+    torch.manual_seed(0)
+    model = Tied().double()
+    twin = copy.deepcopy(model)
+    pipe = gpipe.GPipe(gpipe.to_sequential(model, torch.arange(6).view(3, 2)), [1, 1, 1], chunks=2)
+    assert pipe.state_dict().keys() == model.state_dict().keys()
+    assert dict(pipe.named_parameters()).keys() == dict(model.named_parameters()).keys()
+    optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (pipe, twin)]
+    tokens = torch.randint(0, 8, (4, 5))
+    for _ in range(3):
+        for optimizer, module in zip(optimizers, (pipe, twin), strict=True):
+            optimizer.zero_grad()
+            module(tokens).square().sum().backward()
+        torch.testing.assert_close(model.embed.weight.grad, twin.embed.weight.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert model.head.weight is model.embed.weight
+    torch.testing.assert_close(model.embed.weight, twin.embed.weight)
+
+
+class Counting(nn.Module):
+    """Changes a buffer that two of its modules use."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.b(self.a(x) * self.count) + self.count
+
+
+def test_a_buffer_that_changes_stays_in_one_layer():
+    model = Counting().double()
+    twin = copy.deepcopy(model)
+    sequence = gpipe.to_sequential(model, batch())
+    assert names_of(sequence) == ["a"]
+    for _ in range(2):
+        assert torch.equal(sequence(batch()), twin(batch()))
+    assert model.count == 2
+
+
+class Branches(nn.Module):
+    """Cannot be exported: its control flow depends on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.calls = 0
+
+    def forward(self, x, factor):
+        self.calls += 1
+        y = self.linear(x)
+        return {"y": y * factor if y.sum() > 0 else -y}
+
+
+class WithBranches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.odd, self.b = nn.Linear(4, 4), Branches(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.odd(self.a(x), factor=3)["y"]) + x
+
+
+def test_opaque_modules_are_kept_whole():
+    model = WithBranches().double()
+    with pytest.raises(ValueError, match=r"'odd' \(Branches\) cannot be exported: .*; to keep .* pass opaque=\[Branches\]"):
+        gpipe.to_sequential(model, batch())
+    sequence = gpipe.to_sequential(model, batch(), opaque=[Branches])
+    assert names_of(sequence) == ["a", "odd", "b"]
+    assert sequence.state_dict().keys() == model.state_dict().keys()
+    assert "forward" not in vars(model.odd)
+    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1, 1, 1], chunks=3)
+    for module in (sequence, pipe):
+        for samples in (batch(), batch(9)):
+            parts = samples.chunk(3) if module is pipe else [samples]
+            torch.testing.assert_close(module(samples), torch.cat([model(part) for part in parts]))
+    pipe(batch()).sum().backward()
+    assert pipe.get_parameter("odd.model.odd.linear.weight").grad is not None
+    with pytest.raises(ValueError, match="opaque has LSTM, but no submodule"):
+        gpipe.to_sequential(model, batch(), opaque=[nn.LSTM])
+    with pytest.raises(TypeError, match="opaque must be a list of subclasses"):
+        gpipe.to_sequential(model, batch(), opaque=[int])
+
+
+def exported(model, dynamic=True):
+    return export(model, (batch(),), dynamic_shapes=({0: Dim.DYNAMIC},) if dynamic else None, strict=False)
+
+
+def test_exported_programs(tmp_path):
+    net = make_net()
+    torch.export.save(exported(net), tmp_path / "net.pt2")
+    for program in (exported(net), str(tmp_path / "net.pt2"), tmp_path / "net.pt2"):
+        sequence = gpipe.to_sequential(program)
+        assert sequence.state_dict().keys() == net.state_dict().keys()
+        twin = copy.deepcopy(net)
+        for mode in (True, False):
+            outputs = []
+            for module in (sequence.train(mode), twin.train(mode)):
+                torch.manual_seed(2)
+                outputs.append(module(batch()))
+            assert torch.equal(*outputs)
+        assert torch.equal(sequence.state_dict()["first.norm.num_batches_tracked"], torch.tensor(1))
+        net.load_state_dict(make_net().state_dict())
+    with pytest.raises(ValueError, match=r"inputs with a fixed dimension 0 \('x' of shape \(6, 4\)\)"):
+        gpipe.to_sequential(exported(net, dynamic=False))
+    with pytest.raises(ValueError, match="exported in evaluation mode"):
+        gpipe.to_sequential(exported(make_net().eval()))
+    with pytest.raises(ValueError, match="cannot tell what .* does in evaluation mode, because it calls aten.rand_like"):
+        gpipe.to_sequential(exported(Skipping()))
+    with pytest.raises(TypeError, match="without an example input"):
+        gpipe.to_sequential(exported(net), batch())
+    with pytest.raises(FileNotFoundError):
+        gpipe.to_sequential(tmp_path / "missing.pt2")
+
+
+class Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.view(6, 2, 2), "its code fixes dimension 0 of an input, the batch, to 6"),
+        (lambda x: (x * 2, x.mean()), r"output 1 of 2 has the shape \(\), without the batch as dimension 0"),
+        (lambda x: torch.cat([x, x]), r"output 0 of 1 has the shape \(2\*s\d+, 4\), without the batch"),
+        (lambda x: (x * 2, 3), "output 1 of 2 is not a tensor"),
+        (lambda x: x, "it computes nothing"),
+    ],
+)
+def test_models_that_cannot_be_pipelines(function, message):
+    with pytest.raises(ValueError, match=message):
+        gpipe.to_sequential(Returns(function), batch())
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="module must be nn.Module, ExportedProgram or a path, but is <class 'int'>"):
+        gpipe.to_sequential(3, batch())
+    with pytest.raises(ValueError, match="give an example input"):
+        gpipe.to_sequential(make_net())
+    with pytest.raises(ValueError, match="an input has no dimensions"):
+        gpipe.to_sequential(make_net(), torch.tensor(1.0))
+    net = make_net()
+    net.drop.register_forward_hook(lambda *arguments: None)
+    with pytest.raises(ValueError, match=r"'drop' \(Dropout\) has a hook"):
+        gpipe.to_sequential(net, batch())
+
+
+class Constants(nn.Module):
+    """Makes tensors in its forward, under no_grad and without autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.a(x)
+        with torch.no_grad():
+            shift = torch.arange(4, device=x.device) + torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
+            length = (y * shift).sum(1, keepdim=True)
+        with torch.autocast("cpu", enabled=False):
+            y = y @ torch.eye(4, dtype=x.dtype)
+        return self.b(y + length + torch.full((x.shape[0], 1), 0.5, dtype=x.dtype))
+
+
+def test_constants_and_contexts():
+    model = Constants().double()
+    sequence = gpipe.to_sequential(model, batch())
+    for module in (sequence, gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=2)):
+        torch.testing.assert_close(module(batch()), model(batch()))
+    gradients = [torch.autograd.grad(module(batch()).sum(), module.parameters()) for module in (sequence, model)]
+    torch.testing.assert_close(*gradients)
+    assert sequence.state_dict().keys() == model.state_dict().keys()
+
+
+def test_copies_and_pickles():
+    net = make_net()
+    sequence = gpipe.to_sequential(net, batch()).eval()
+    for other in (copy.deepcopy(sequence), pickle.loads(pickle.dumps(sequence)), sequence[:]):
+        assert torch.equal(other(batch()), sequence(batch()))
+        shared = {id(parameter) for parameter in other.parameters()} == {id(parameter) for parameter in net.parameters()}
+        assert shared == (other[0] is sequence[0])
+    twice = nn.Sequential(sequence[:5], sequence[5:])
+    assert torch.equal(twice(batch()), sequence(batch()))
+
+
+def test_errors_name_the_layer():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if x.shape[0] == 2:
+                raise RuntimeError("two")
+            return {"y": x}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.ModuleDict({"linear": nn.Linear(4, 4), "fails": Fails()})
+
+        def forward(self, x):
+            return self.body["fails"](self.body["linear"](x))["y"]
+
+    pipe = gpipe.GPipe(gpipe.to_sequential(Model(), batch().float(), opaque=[Fails]), [1, 1], chunks=3)
+    with pytest.raises(RuntimeError, match="two") as error:
+        pipe(batch().float())
+    assert any("layer 'body.fails'" in note for note in error.value.__notes__)
+
+
+def test_balances_and_pipelines_of_modules():
+    net = make_net()
+    assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 12
+    suggestion = suggest(net, batch(), ["cpu", "cpu"], chunks=[2], seconds=1)
+    assert sum(suggestion.best.balance) == 12
+    assert "first.linear" in suggestion.profile_of(suggestion.best).table(suggestion.best.balance)
+    pipe = gpipe.GPipe.from_module(net, (batch(),), stages=3, chunks=2, seconds=0.1, schedule="1f1b")
+    assert len(pipe.balance) == 3 and pipe.schedule == "1f1b" and pipe.chunks == 2
+    assert pipe(batch()).shape == (6, 3)
