@@ -146,7 +146,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
   of_recompute.add(buffers, Kind::I, stage);
   if (first > 0 && copies_inputs(first, end)) {
     const auto activation = profile_.layers[first - 1].output;
-    const auto skips = bytes_in(first, end) - activation;
+    const auto skips = bytes_in(first, end) - bytes_borrowed(first, end) - activation;
     of_stored.add(activation, Kind::W, stage);
     of_stored.add(skips, Kind::R, stage);
     stored.run(activation + skips, activation + skips);
@@ -160,9 +160,14 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     std::int64_t kept_by_backward = 0;
     for (const Block* block : blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
     const auto change = by_backward[layer - first] + of.late_gradients;
-    backward.run(of.backward_extra, change);
-    first_backward.run(of.backward_extra, change + of.gradients - of.late_gradients);
-    input_gradient.run(of.input_gradient_extra, by_input_gradient[layer - first]);
+    // The gradients of lent parameters are added to the layer's own in new memory.
+    std::int64_t arriving = 0;
+    for (const auto& tie : profile_.ties) {
+      if (tie.layers.front() == layer && tie.layers.back() >= end) arriving += tie.bytes;
+    }
+    backward.run(of.backward_extra + arriving, change);
+    first_backward.run(of.backward_extra + arriving, change + of.gradients - of.late_gradients);
+    input_gradient.run(of.input_gradient_extra + arriving, by_input_gradient[layer - first]);
     // A W takes what a whole backward takes above the gradients that it passes on.
     const auto large = of.gradients - of.late_gradients;
     const auto extra = std::max(large, of.backward_extra - kept_by_backward);

@@ -21,9 +21,11 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 }
 
 [[noreturn]] void refuse(int partitions) {
-  throw std::invalid_argument(absl::StrFormat(
-      "[balance] %d partitions would separate layers that share a parameter; use fewer partitions, or untie the layers",
-      partitions));
+  throw std::invalid_argument(
+      absl::StrFormat("[balance] %d partitions would separate layers that share a buffer or parameter; use fewer "
+                      "partitions, or give each "
+                      "layer its own",
+                      partitions));
 }
 
 std::int64_t most_bytes(const StageCost& stage, const std::vector<std::int64_t>& balance, const RunOptions& options) {

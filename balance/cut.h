@@ -8,11 +8,11 @@
 
 namespace gpipe {
 
-// Exact optima over all balances of a profiled model: see best_partition(). Layers that share a parameter stay in one
-// stage.
+// Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one
+// stage (LayerProfile::shares_with) stay in one.
 //
 // Errors: std::invalid_argument for partitions < 1, for more partitions than layers, for invalid options, and, except
-// from balance_within(), if every balance would separate layers that share a parameter.
+// from balance_within(), if every balance would separate such layers.
 
 /// Returns the balance whose slowest stage is fastest.
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options = {});

@@ -12,10 +12,11 @@
 #include <stdexcept>
 #include <utility>
 
-#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/layer_trace.h"
+#include "balance/sharing.h"
 #include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/gpipe.h"
@@ -153,16 +154,13 @@ class Measurement {
                     .workers = workers_,
                     .intraop_threads = options_.intraop_threads()};
     for (const auto& tensor : batch_.tensors()) profile.input_requires_grad |= tensor.requires_grad();
-    absl::flat_hash_map<const void*, int> owners;
+    absl::flat_hash_set<const void*> counted;
     for (int i = 0; i < layers_; ++i) {
       auto& layer = profile.layers.emplace_back();
       layer.name = named_[i].name;
-      layer.shares_with = i;
       // A shared tensor is counted in the first layer that has it.
       const auto add = [&](const at::Tensor& tensor, std::int64_t& sum) {
-        const auto [owner, is_new] = owners.try_emplace(tensor.unsafeGetTensorImpl(), i);
-        layer.shares_with = std::min(layer.shares_with, owner->second);
-        const auto bytes = is_new ? bytes_of(tensor) : 0;
+        const auto bytes = counted.insert(tensor.unsafeGetTensorImpl()).second ? bytes_of(tensor) : 0;
         sum += bytes;
         if (!tensor.requires_grad()) return;
         layer.gradients += bytes;
@@ -172,6 +170,7 @@ class Measurement {
       for (const auto& buffer : named_[i].module->buffers()) add(buffer, layer.buffers);
       layer.optimizer = static_cast<std::int64_t>((options_.param_scale() - 2) * static_cast<double>(layer.gradients));
     }
+    find_sharing(profile, named_, device_.is_cpu() || options_.lends_between_devices());
     return profile;
   }
 
@@ -241,7 +240,7 @@ class Measurement {
     run_steps(profile, balance, options_.repeats(), start, 0.3);
   }
 
-  /// Cuts into one stage per worker, or fewer if layers that share a parameter would be separated.
+  /// Cuts into one stage per worker, or fewer if layers that must be in one stage would be separated.
   std::vector<std::int64_t> cut(const Profile& profile) {
     const StageCost stage(profile);
     return balance_by_time(profile, std::min(workers_, stage.most_stages()), {.checkpoint = Checkpoint::kNever});

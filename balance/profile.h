@@ -40,8 +40,8 @@ struct LayerProfile {
 
   /// This layer, or a later one that gets the same tensor, changes the layer's input in place.
   bool changes_input = false;
-  /// Index of the first layer that has one of its parameters or buffers; its own index if it shares none. Such layers,
-  /// and those between them, must be in one stage.
+  /// Index of the first layer that must be in the same stage, with all layers between, because both have one of its
+  /// buffers, or a parameter that is no tie; its own index if there is none.
   int shares_with = 0;
 
   friend bool operator==(const LayerProfile&, const LayerProfile&) = default;
@@ -76,6 +76,16 @@ struct SkipProfile {
   friend bool operator==(const SkipProfile&, const SkipProfile&) = default;
 };
 
+/// A parameter that several layers share, and that stages can lend each other: each stage that has it gets it from the
+/// first one with every micro-batch.
+struct TieProfile {
+  std::string name;              ///< in the first layer: "layer.weight"
+  std::vector<int> layers = {};  ///< indices of the layers that have it, ascending
+  std::int64_t bytes = 0;
+
+  friend bool operator==(const TieProfile&, const TieProfile&) = default;
+};
+
 /// Costs of a model's layers for micro-batches of one size. Enough to predict a step for every balance.
 struct Profile {
   std::int64_t samples = 0;          ///< per micro-batch
@@ -86,6 +96,7 @@ struct Profile {
   std::vector<LayerProfile> layers = {};
   std::vector<Block> blocks = {};
   std::vector<SkipProfile> skips = {};
+  std::vector<TieProfile> ties = {};
 
   friend bool operator==(const Profile&, const Profile&) = default;
 };

@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kVersion = 2;
+constexpr int kVersion = 3;
 // Limits far above those of real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
@@ -52,11 +52,15 @@ constexpr auto kFields<SkipProfile> = std::tuple(std::pair("name", &SkipProfile:
                                                  std::pair("bytes", &SkipProfile::bytes),
                                                  std::pair("changed", &SkipProfile::changed));
 template <>
-constexpr auto kFields<Profile> =
-    std::tuple(std::pair("samples", &Profile::samples), std::pair("device", &Profile::device),
-               std::pair("workers", &Profile::workers), std::pair("intraop_threads", &Profile::intraop_threads),
-               std::pair("input_requires_grad", &Profile::input_requires_grad), std::pair("layers", &Profile::layers),
-               std::pair("blocks", &Profile::blocks), std::pair("skips", &Profile::skips));
+constexpr auto kFields<TieProfile> = std::tuple(std::pair("name", &TieProfile::name),
+                                                std::pair("layers", &TieProfile::layers),
+                                                std::pair("bytes", &TieProfile::bytes));
+template <>
+constexpr auto kFields<Profile> = std::tuple(
+    std::pair("samples", &Profile::samples), std::pair("device", &Profile::device),
+    std::pair("workers", &Profile::workers), std::pair("intraop_threads", &Profile::intraop_threads),
+    std::pair("input_requires_grad", &Profile::input_requires_grad), std::pair("layers", &Profile::layers),
+    std::pair("blocks", &Profile::blocks), std::pair("skips", &Profile::skips), std::pair("ties", &Profile::ties));
 
 template <class Of>
 concept Record = (std::tuple_size_v<decltype(kFields<Of>)> > 0);
@@ -199,6 +203,16 @@ void check(const Profile& profile) {
     const auto path = absl::StrFormat("/skips/%d/", i);
     check_range(path + "from", skip.from, 0, layers - 1);
     check_range(path + "to", skip.to, skip.from, layers - 1);
+  }
+  for (std::size_t i = 0; i < profile.ties.size(); ++i) {
+    const auto path = absl::StrFormat("/ties/%d/layers", i);
+    if (profile.ties[i].layers.empty()) refuse(path + " is empty");
+    int least = 0;
+    for (std::size_t j = 0; j < profile.ties[i].layers.size(); ++j) {
+      const int layer = profile.ties[i].layers[j];
+      check_range(absl::StrFormat("%s/%d", path, j), layer, least, layers - 1);
+      least = layer + 1;
+    }
   }
 }
 

@@ -6,7 +6,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -16,6 +15,7 @@
 #include "balance/lone_layer.h"
 #include "balance/measurement.h"
 #include "balance/restore_module.h"
+#include "balance/sharing.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/micro_batch.h"
@@ -50,7 +50,6 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
 void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
   const int index = static_cast<int>(whole.layers.size());
   auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));
-  layer.shares_with = index;
   for (auto block : lone.blocks) {
     block.layer = index;
     block.reaches += index;
@@ -100,7 +99,6 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
   Skips skips;
   Value value = sample;
   const auto sample_size = batch_size(sample);
-  std::map<const void*, int> owners;
   auto each = options;
   each.workers(1).seconds(options.seconds() / layers);
   for (int i = 0; i < layers; ++i) {
@@ -129,12 +127,6 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
       whole.input_requires_grad = of_layer.input_requires_grad;
     }
     join(whole, std::move(of_layer), i + 1 == layers, links, skips);
-    for (const auto& tensors : {named[i].module->parameters(), named[i].module->buffers()}) {
-      for (const auto& tensor : tensors) {
-        const int owner = owners.try_emplace(tensor.unsafeGetTensorImpl(), i).first->second;
-        whole.layers[i].shares_with = std::min(whole.layers[i].shares_with, owner);
-      }
-    }
     const at::NoGradGuard no_grad;
     const RandomScope random(/*seed=*/0, i, /*micro_batch=*/0);
     if (i == 0) value = copy_of(value);  // the layer may change it in place
@@ -146,6 +138,8 @@ Profile profile_alone(const Model& model, const Value& sample, const ProfileOpti
     skips.merge(leaving);
     restore.check();
   }
+  const auto device = sample.tensors().front().device();
+  find_sharing(whole, named, device.is_cpu() || options.lends_between_devices());
   return whole;
 }
 

@@ -24,6 +24,9 @@ struct ProfileOptions {
   /// Bytes in training per byte of a parameter that requires grad: the parameter, its gradient and the optimizer's
   /// state. 2 for plain SGD, 3 with momentum, 4 for Adam.
   TORCH_ARG(double, param_scale) = 2;
+  /// Whether stages on different devices can share parameters, as stages of Python layers can. Otherwise layers that share
+  /// one stay in one stage, except on the CPU.
+  TORCH_ARG(bool, lends_between_devices) = false;
   /// Called on the calling thread with the fraction of the work done, rising from 0 to 1. May throw to stop.
   TORCH_ARG(std::function<void(double)>, progress);
 };

@@ -29,6 +29,7 @@ double all_bytes(const Profile& profile) {
   }
   for (const auto& block : profile.blocks) add({block.bytes});
   for (const auto& skip : profile.skips) add({skip.bytes});
+  for (const auto& tie : profile.ties) add({static_cast<std::int64_t>(tie.layers.size()) * tie.bytes});
   return sum;
 }
 
@@ -188,6 +189,15 @@ std::int64_t StageCost::bytes_in(int first, int end) const {
   for (const auto& skip : profile_.skips) {
     if (skip.from < first && skip.to >= first && skip.to < end) bytes += skip.bytes;
   }
+  return bytes + bytes_borrowed(first, end);
+}
+
+std::int64_t StageCost::bytes_borrowed(int first, int end) const {
+  std::int64_t bytes = 0;
+  for (const auto& [name, layers, size] : profile_.ties) {
+    const auto next = std::lower_bound(layers.begin(), layers.end(), first);
+    if (next != layers.begin() && next != layers.end() && *next < end) bytes += size;
+  }
   return bytes;
 }
 
@@ -196,13 +206,35 @@ std::int64_t StageCost::bytes_out(int first, int end) const {
   for (const auto& skip : profile_.skips) {
     if (skip.from >= first && skip.from < end && skip.to >= end) bytes += skip.bytes;
   }
+  // As if each later layer were in a stage of its own.
+  for (const auto& [name, layers, size] : profile_.ties) {
+    if (layers.front() < first || layers.front() >= end) continue;
+    bytes += size * (layers.end() - std::lower_bound(layers.begin(), layers.end(), end));
+  }
   return bytes;
+}
+
+void StageCost::for_each_loan(const std::vector<int>& ends,
+                              absl::FunctionRef<void(const TieProfile&, int from, int to)> call) const {
+  for (const auto& tie : profile_.ties) {
+    const int owner = stage_of(tie.layers.front(), ends);
+    int last = owner;
+    for (const int layer : tie.layers) {
+      const int stage = stage_of(layer, ends);
+      if (stage != last) call(tie, owner, stage);
+      last = stage;
+    }
+  }
 }
 
 std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) const {
   std::vector<LayerLink> links;
   for (const auto& skip : profile_.skips) links.push_back({skip.from, skip.to, skip.name});
-  return cut_edges(balance, links);
+  auto edges = cut_edges(balance, links);
+  for_each_loan(ends(balance), [&](const TieProfile& tie, int from, int to) {
+    edges.push_back({from, to, 1, "parameter " + tie.name});
+  });
+  return edges;
 }
 
 std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
@@ -222,6 +254,7 @@ std::vector<std::int64_t> StageCost::bytes_of_edges(const std::vector<std::int64
   for (const auto& skip : profile_.skips) {
     if (stage_of(skip.from, ends) != stage_of(skip.to, ends)) bytes.push_back(skip.bytes);
   }
+  for_each_loan(ends, [&](const TieProfile& tie, int, int) { bytes.push_back(tie.bytes); });
   return bytes;
 }
 

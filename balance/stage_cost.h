@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "balance/profile.h"
 #include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/generators.h"
@@ -45,7 +46,7 @@ class StageCost {
 
   int layers() const { return layers_; }
 
-  /// Whether a stage may begin at a layer: false if the cut would separate layers that share a parameter.
+  /// Whether a stage may begin at a layer: false if the cut would separate layers that must be in one stage.
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
   /// The number of stages if the model is cut wherever it may be.
   int most_stages() const;
@@ -72,7 +73,7 @@ class StageCost {
   /// Cheap lower bound on bytes(), of this stage and of every stage that contains these layers.
   std::int64_t least_bytes(int first, int end, const RunOptions& options) const;
 
-  /// Bytes of the stage's inputs for one micro-batch: activation and skips.
+  /// Bytes of the stage's inputs for one micro-batch: activation, skips and borrowed parameters.
   std::int64_t bytes_in(int first, int end) const;
 
   // Inputs of the simulator for a balance.
@@ -86,8 +87,13 @@ class StageCost {
   bool can_cut(const std::vector<std::int64_t>& balance) const;
   /// Whether a backward splits: the inputs of a stage that begins with this layer need gradients.
   bool splits(int first) const;
-  /// Bytes of the stage's outputs for one micro-batch: activation and skips.
+  /// The part of bytes_in() that is parameters of earlier stages.
+  std::int64_t bytes_borrowed(int first, int end) const;
+  /// Upper bound of the bytes of the stage's outputs for one micro-batch: activation, skips and lent parameters.
   std::int64_t bytes_out(int first, int end) const;
+  /// Calls call(tie, lender, borrower) for each stage that borrows a parameter. `ends` is as ends() returns it.
+  void for_each_loan(const std::vector<int>& ends,
+                     absl::FunctionRef<void(const TieProfile& tie, int from, int to)> call) const;
   /// Whether a checkpointed stage copies its inputs, because it or a later stage changes one of them in place.
   bool copies_inputs(int first, int end) const;
   /// Defined in cell_bytes.cpp. `ends` is as ends() returns it.

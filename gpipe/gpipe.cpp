@@ -130,13 +130,14 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   std::vector<torch::Device> stage_devices;
   for (const int worker : workers.schedules.placement) stage_devices.push_back(devices_[worker]);
   auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
-  check_parameters(stages);
-  auto shared = find_shared_buffers(stages);
-  auto edges = connect_stages(stages, balance_, links);
   for (std::size_t s = 0; s < binding.run_layers.size(); ++s) stages.at(s).run_layers = binding.run_layers[s];
+  loans_ = find_loans(stages);
+  check_loans(loans_, stages);
+  auto shared = find_shared_buffers(stages);
+  auto edges = connect_stages(stages, balance_, links, loans_);
+  move_to_devices(stages);
   for (auto& stage : stages) {
     stage.lock = binding.lock;
-    move_to_device(stage);
     for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
@@ -240,6 +241,8 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   return result;
 }
 
+bool GPipeImpl::fits() const { return find_loans(pipeline_->stages()) == loans_; }
+
 std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }
 
 void GPipeImpl::trace(std::shared_ptr<Timeline> timeline) { pipeline_->set_timeline(std::move(timeline)); }
@@ -251,7 +254,7 @@ std::shared_ptr<const Program> GPipeImpl::program(int micro_batches) const {
 
 void GPipeImpl::load(torch::serialize::InputArchive& archive) {
   torch::nn::Module::load(archive);
-  for (const auto& stage : pipeline_->stages()) move_to_device(stage);
+  move_to_devices(pipeline_->stages());
 }
 
 void GPipeImpl::to(torch::Device device, torch::Dtype, bool non_blocking) { to(device, non_blocking); }

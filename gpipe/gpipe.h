@@ -20,6 +20,7 @@
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/simulator.h"
+#include "gpipe/stages.h"
 #include "skip/layout.h"
 #include "skip/skippable.h"
 
@@ -71,7 +72,8 @@ struct GPipeOptions {
 /// whose inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and autograd::grad
 /// work as without a pipeline. create_graph is refused. The module's state has the unpartitioned model's keys.
 ///
-/// The layers are the caller's own modules, moved to their devices. A mini-batch's random numbers derive from one draw
+/// The layers are the caller's own modules, moved to their devices. Layers of several stages on one device can share a
+/// parameter; none may write to it. A mini-batch's random numbers derive from one draw
 /// from the default generator (see RandomScope). In training mode with gradients enabled, the checkpoint option decides
 /// which cells are recomputed. In eval mode with gradients enabled, every graph is stored. Without gradients nothing is
 /// stored.
@@ -87,8 +89,8 @@ struct GPipeOptions {
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
-  /// balance that is not positive or does not sum to the number of layers, duplicate layers, a parameter in two stages, a
-  /// buffer in two stages that they cannot share, skips that do not match (see verify_skippables), or invalid options;
+  /// balance that is not positive or does not sum to the number of layers, duplicate layers, a parameter in stages on
+  /// two devices, a buffer in two stages that they cannot share, skips that do not match (see verify_skippables), or invalid options;
   /// std::out_of_range for fewer devices than stages, or a device that does not exist.
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for a NestedSequential.
@@ -156,6 +158,10 @@ class GPipeImpl : public torch::nn::Module {
   /// Whether no mini-batch and no graph uses the pipeline.
   bool idle() const { return pipeline_.use_count() == 1; }
 
+  /// Whether the stages share the same parameters as when this was made. Not so if a layer was given other parameters:
+  /// then make a new pipeline.
+  bool fits() const;
+
   /// Returns the program of step() for a number of micro-batches, to simulate or draw. Errors: std::invalid_argument for a
   /// number that is not positive, more than kMostCells cells, or a number that the schedule does not fit.
   std::shared_ptr<const Program> program(int micro_batches) const;
@@ -176,6 +182,7 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;
   std::vector<torch::Device> devices_;
+  std::vector<Loan> loans_;
   std::shared_ptr<Pipeline> pipeline_;
 };
 

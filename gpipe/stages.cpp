@@ -16,6 +16,15 @@ namespace {
                   "; put the layers that share it into one stage");
 }
 
+std::string name_of(const at::Tensor& parameter, const Stage& stage) {
+  for (const auto& layer : stage.layers) {
+    for (const auto& named : layer->module()->named_parameters()) {
+      if (named.value().is_same(parameter)) return layer->name() + "." + named.key();
+    }
+  }
+  return "";
+}
+
 }  // namespace
 
 void check_distinct(const std::vector<std::unique_ptr<Layer>>& layers) {
@@ -43,13 +52,29 @@ std::vector<Stage> cut_into_stages(std::vector<std::unique_ptr<Layer>> layers, c
   return stages;
 }
 
-void check_parameters(const std::vector<Stage>& stages) {
-  absl::flat_hash_map<const void*, int> owner;
+std::vector<Loan> find_loans(const std::vector<Stage>& stages) {
+  std::vector<Loan> loans;
+  absl::flat_hash_map<const void*, std::pair<int, std::size_t>> owners;
   for (const auto& stage : stages) {
-    for (const auto& parameter : stage.parameters()) {
-      const auto [first, inserted] = owner.emplace(parameter.unsafeGetTensorImpl(), stage.index);
-      if (!inserted) refuse_shared(first->second, stage.index, "a parameter");
+    const auto parameters = stage.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      const auto [found, inserted] = owners.try_emplace(parameters[i].unsafeGetTensorImpl(), stage.index, i);
+      if (inserted) continue;
+      const auto [owner, lent] = found->second;
+      loans.push_back({name_of(parameters[i], stages[owner]), owner, stage.index, lent, i});
     }
+  }
+  return loans;
+}
+
+void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages) {
+  for (const auto& loan : loans) {
+    const auto& owner = stages[loan.owner];
+    const auto& borrower = stages[loan.borrower];
+    if (borrower.run_layers || borrower.device == owner.device) continue;
+    refuse_argument("stages " + std::to_string(loan.owner) + " and " + std::to_string(loan.borrower) +
+                    " share the parameter '" + loan.name + "', but are on " + owner.device.str() + " and " +
+                    borrower.device.str() + "; put them on one device, or the layers that share it into one stage");
   }
 }
 
@@ -77,20 +102,8 @@ SharedBuffers find_shared_buffers(const std::vector<Stage>& stages) {
   return shared;
 }
 
-void move_to_device(const Stage& stage) {
-  for (const auto& layer : stage.layers) {
-    const auto module = layer->module();
-    auto tensors = module->parameters();
-    for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
-    const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-      return !tensor.defined() || tensor.device() == stage.device;
-    });
-    if (!there) module->to(stage.device);  // a nested pipeline refuses to move
-  }
-}
-
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
-                                 const std::vector<SkipLink>& skips) {
+                                 const std::vector<SkipLink>& skips, const std::vector<Loan>& loans) {
   std::vector<LayerLink> links;
   for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
   std::vector<int> crossing;
@@ -102,7 +115,33 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
     stages[edge.from].receivers.push_back(edge.to);
     stages[edge.to].skips_in.push_back(skips[crossing[i]].key);
   }
+  for (const auto& loan : loans) {
+    edges.push_back({loan.owner, loan.borrower, 1, "parameter " + loan.name});
+    stages[loan.owner].lent.push_back(loan.lent);
+    stages[loan.owner].receivers.push_back(loan.borrower);
+    stages[loan.borrower].borrowed.push_back(loan.borrowed);
+  }
   return edges;
+}
+
+// From the last stage to the first, so that shared parameters end on the device of the first stage that has them.
+void move_to_devices(const std::vector<Stage>& stages) {
+  for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
+    const auto parameters = stage->parameters();
+    const auto borrows = [&](const at::Tensor& tensor) {
+      return std::any_of(stage->borrowed.begin(), stage->borrowed.end(),
+                         [&](std::size_t i) { return parameters[i].is_same(tensor); });
+    };
+    for (const auto& layer : stage->layers) {
+      const auto module = layer->module();
+      auto tensors = module->parameters();
+      for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
+      const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
+        return !tensor.defined() || tensor.device() == stage->device || borrows(tensor);
+      });
+      if (!there) module->to(stage->device);  // a nested pipeline refuses to move
+    }
+  }
 }
 
 }  // namespace gpipe

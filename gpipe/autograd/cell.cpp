@@ -28,6 +28,13 @@ void clear_failed_backward() noexcept try {
 } catch (...) {
 }
 
+// Stages run concurrently, and a stand-in may be a copy. So no stage sees the writes of another.
+[[noreturn]] void refuse_write() {
+  throw std::runtime_error(
+      "[gpipe] a layer wrote to a parameter that several stages share, as an embedding with max_norm does; put the "
+      "layers that share it into one stage");
+}
+
 // Connects sinks to their sums, for its lifetime.
 class SumsScope {
  public:
@@ -54,6 +61,8 @@ Cell::Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int mi
 
 Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, SharedMemory& memory) {
   Entered entered;
+  const auto borrowed = sinks_.borrowed();
+  const auto first_borrowed = 1 + stage_.skips_in.size();
   entry_sinks_.clear();
   for (std::size_t p = 0; p < in.size(); ++p) {
     auto& sinks = entry_sinks_.emplace_back();
@@ -67,13 +76,18 @@ Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, SharedM
       }
       memory.enters(tensor, in[p].memory[i]);
       sinks.push_back(std::move(sink));
-      (p == 0 ? entered.activation : entered.skips).push_back(std::move(tensor));
+      if (p < first_borrowed) {
+        (p == 0 ? entered.activation : entered.skips).push_back(std::move(tensor));
+      } else {
+        entered.borrowed.push_back({borrowed[p - first_borrowed], std::move(tensor)});
+      }
     }
   }
   return entered;
 }
 
-Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& layer)> after_layer) {
+Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
+                        absl::FunctionRef<void(const std::string& layer)> after_layer) {
   std::optional<RandomScope> draws;
   std::optional<ProfilerRange> range;
   const auto end_layer = [&] {
@@ -95,7 +109,7 @@ Value Cell::call_layers(Value value, absl::FunctionRef<void(const std::string& l
     start(layer);
   };
   if (stage_.run_layers) {
-    value = stage_.run_layers(std::move(value), begin_layer, memo_);
+    value = stage_.run_layers(std::move(value), begin_layer, memo_, borrowed);
   } else {
     for (std::size_t i = 0; i < stage_.layers.size(); ++i) {
       begin_layer(static_cast<int>(i));
@@ -118,11 +132,16 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   SharedMemory memory;
   auto entered = enter_all(in, graph, memory);
   SkipRoutes skips(stage_, std::move(entered.skips));
+  const auto lent = sinks_.lent();
+  Parcel tied;
+  for (const auto& parameter : lent) tied.add(parameter, false);
+  for (const auto& parameter : entered.borrowed) tied.add(parameter.stand_in, false);
   Value value(in.front().form, std::move(entered.activation));
   {
     const SkipContextGuard guard(skips);
     const PassScope scope(pass);
-    value = call_layers(std::move(value), [&](const std::string& layer) {
+    value = call_layers(std::move(value), entered.borrowed, [&](const std::string& layer) {
+      if (tied.changed()) refuse_write();
       skips.check_unchanged(layer);
       memory.check(stage_.index, layer);
     });
@@ -140,6 +159,10 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     out.push_back(std::move(skip.parcel));
     roots_.push_back({std::move(skip.root)});
   }
+  for (const auto& parameter : lent) {
+    add_leaving(parameter, out.emplace_back());
+    roots_.push_back({leave(parameter)});
+  }
   memory.leaves(out, stage_.receivers);
   if (!graph) {
     roots_.clear();
@@ -147,7 +170,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   }
   edge_list all;
   for (const auto& list : roots_) all.insert(all.end(), list.begin(), list.end());
-  sinks_.redirect(all, begin);
+  sinks_.redirect(all, begin, entered.borrowed);
   return out;
 }
 

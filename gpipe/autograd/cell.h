@@ -38,9 +38,10 @@ class Cell {
   /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's. `tail` may be empty.
   Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
 
-  /// F. `in` holds the activation, then the skips in the stage's order. So does the result.
+  /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds the
+  /// activation, the skips and the lent parameters.
   /// Errors: what the layers throw; those of SkipRoutes, SharedMemory::check(), StoredInputs::check_unchanged() and
-  /// ParameterSinks::redirect().
+  /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
   /// R. Runs the layers with the inputs and buffers of F. The backward, or the destruction of the cell, restores the
@@ -71,9 +72,11 @@ class Cell {
   struct Entered {
     std::vector<at::Tensor> activation;
     std::vector<at::Tensor> skips;
+    std::vector<Borrowed> borrowed;
   };
   Entered enter_all(const std::vector<Parcel>& in, bool graph, SharedMemory& memory);
-  Value call_layers(Value value, absl::FunctionRef<void(const std::string& layer)> after_layer);
+  Value call_layers(Value value, const std::vector<Borrowed>& borrowed,
+                    absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
   RootGradients root_gradients(const std::vector<Gradients>& gradients) const;
   void run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,

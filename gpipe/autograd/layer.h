@@ -39,9 +39,18 @@ std::string registered_name(const std::string& layer);
 /// Data that a language binding keeps for a cell from its forward until its recompute.
 using CellMemo = std::shared_ptr<void>;
 
+/// A parameter that another stage lends to this one, and the tensor that stands for it in a cell. The stand-in is on this
+/// stage's device.
+struct Borrowed {
+  at::Tensor parameter;
+  at::Tensor stand_in;
+};
+
 /// Runs the layers of a stage in order. Must call `begin` with each layer's index in the stage before running it. `memo`
-/// is null in a cell's forward; the recompute gets what the forward stored there.
-using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin, CellMemo& memo)>;
+/// is null in a cell's forward; the recompute gets what the forward stored there. Layers must use the stand-in of a
+/// parameter on another device. Otherwise they may use the parameter itself.
+using RunLayers = std::function<Value(Value input, absl::FunctionRef<void(int layer)> begin, CellMemo& memo,
+                                      const std::vector<Borrowed>& borrowed)>;
 
 /// Wraps a child of a torch::nn::Sequential; shares the module. The module's forward() takes and returns torch::Tensor,
 /// std::vector<torch::Tensor> or a std::tuple of 2 to 8 torch::Tensor. Another return type makes Layer::forward() throw

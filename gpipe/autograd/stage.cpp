@@ -83,15 +83,24 @@ bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element
 
 ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
     : stage_(stage), all_(stage.parameters()), sinks_{make_gradient_sink()} {
-  for (const auto& parameter : all_) {
+  borrowed_accumulators_.resize(stage.borrowed.size());
+  for (std::size_t i = 0; i < all_.size(); ++i) {
+    const auto& parameter = all_[i];
     versions_.push_back(others_writes(parameter));
-    has_sink_.push_back(grad && parameter.requires_grad());
-    if (!has_sink_.back()) continue;
+    has_sink_.push_back(false);
+    if (!grad || !parameter.requires_grad()) continue;
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
+    auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
+    const auto k = std::find(stage.borrowed.begin(), stage.borrowed.end(), i) - stage.borrowed.begin();
+    if (k < std::ssize(stage.borrowed)) {
+      borrowed_accumulators_[k] = std::move(accumulator);
+      continue;
+    }
+    has_sink_.back() = true;
     parameters_.push_back(parameter);
-    accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameter));
+    accumulators_.push_back(std::move(accumulator));
   }
   // The engine runs a node on the stream that is current when its input metadata is added.
   const OptionalStreamScope scope(stream);
@@ -106,6 +115,12 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
 std::uint32_t ParameterSinks::others_writes(const at::Tensor& parameter) const {
   const auto own = stage_.own_writes.find(parameter.unsafeGetTensorImpl());
   return version_of(parameter) - (own == stage_.own_writes.end() ? 0 : own->second);
+}
+
+std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& indices) const {
+  std::vector<at::Tensor> selected;
+  for (const auto i : indices) selected.push_back(all_.at(i));
+  return selected;
 }
 
 std::vector<at::Tensor> ParameterSinks::written() const {
@@ -144,7 +159,17 @@ OwnWrites::~OwnWrites() {
   }
 }
 
-void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin) const {
+void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin,
+                              const std::vector<Borrowed>& borrowed) const {
+  // Where an edge to a parameter's accumulator shall lead; invalid for other nodes.
+  const auto end_of = [&](const Node* accumulator) {
+    if (const auto found = edges_.find(accumulator); found != edges_.end()) return found->second;
+    for (std::size_t k = 0; k < borrowed.size(); ++k) {
+      if (borrowed_accumulators_[k].get() != accumulator) continue;
+      return torch::autograd::impl::gradient_edge(borrowed[k].stand_in);
+    }
+    return torch::autograd::Edge();
+  };
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
   std::vector<const torch::autograd::AccumulateGrad*> leaves;
@@ -165,8 +190,8 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin) const
       if (inner || sink != nullptr) {
         if (!made_here(*edge.function, sink, begin)) refuse_foreign(*edge.function);
         visit(edge.function.get());
-      } else if (const auto found = edges_.find(edge.function.get()); found != edges_.end()) {
-        edge = found->second;
+      } else if (const auto end = end_of(edge.function.get()); end.is_valid()) {
+        edge = end;
         // The node of an in-place operation on a view forwards to the operation's own node: keep their edges equal.
         if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node)) {
           slices->fn->set_next_edge(i, edge);

@@ -35,7 +35,12 @@ struct Stage {
   /// The skips from and to other stages, in the order of the stage's edges (the activation's edge comes first).
   std::vector<SkipKey> skips_in;
   std::vector<SkipKey> skips_out;
-  /// The stages that receive the activation and each of `skips_out`. The caller counts as the stage after the last.
+  /// The parameters that it borrows from earlier stages and lends to later ones, as indices in parameters(). Their edges
+  /// come behind those of the skips, in this order.
+  std::vector<std::size_t> borrowed;
+  std::vector<std::size_t> lent;
+  /// The stages that receive the activation, each of `skips_out` and each of `lent`. The caller counts as the stage after
+  /// the last.
   std::vector<int> receivers;
 
   /// Whether this stage, or a later one that gets the same memory, was seen to change its input in place. See
@@ -68,8 +73,8 @@ bool is_large(const at::Tensor& tensor);
 /// the parameters' gradient accumulators, whose hooks would run once per micro-batch.
 class ParameterSinks {
  public:
-  /// With `grad`, makes sinks for the stage's parameters that require grad. The engine runs the sinks on `stream`, and the
-  /// parameters' own accumulators on the caller's stream. `stage` must outlive this.
+  /// With `grad`, makes sinks for the stage's own parameters that require grad. The engine runs the sinks on `stream`, and
+  /// the parameters' own accumulators on the caller's stream. `stage` must outlive this.
   ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream);
 
   /// The parameters that have a sink, and the sinks, whose sums have the same order. Each large parameter has a sink of
@@ -78,14 +83,18 @@ class ParameterSinks {
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
   const std::vector<std::shared_ptr<GradientSink>>& sinks() const { return sinks_; }
 
-  /// Makes the graph behind `roots` end in the sinks. This thread must have built it since its sequence number was
-  /// `begin`. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is not a parameter of the
-  /// stage and was used by an earlier cell too, because gradients would be lost there. (A layer may make a leaf in its
-  /// forward and differentiate by it; only one cell uses such a leaf.)
-  void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin) const;
+  /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
+  /// thread must have built it since its sequence number was `begin`. Errors: std::invalid_argument when the graph reaches
+  /// another graph, or a leaf that is not a parameter of the stage and was used by an earlier cell too, because gradients
+  /// would be lost there. (A layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
+  void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin,
+                const std::vector<Borrowed>& borrowed) const;
 
   /// Whether each parameter of the stage has a sink.
   const std::vector<bool>& has_sink() const { return has_sink_; }
+  /// The parameters that the stage borrows and lends, in its order.
+  std::vector<at::Tensor> borrowed() const { return select(stage_.borrowed); }
+  std::vector<at::Tensor> lent() const { return select(stage_.lent); }
   /// All parameters of the stage, and those that its own layers write to.
   const std::vector<at::Tensor>& all() const { return all_; }
   std::vector<at::Tensor> written() const;
@@ -96,6 +105,7 @@ class ParameterSinks {
 
  private:
   std::uint32_t others_writes(const at::Tensor& parameter) const;
+  std::vector<at::Tensor> select(const std::vector<std::size_t>& indices) const;
 
   Stage& stage_;
   std::vector<at::Tensor> all_;
@@ -105,6 +115,7 @@ class ParameterSinks {
   std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves the small parameters
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
+  std::vector<std::shared_ptr<torch::autograd::Node>> borrowed_accumulators_;       // null without a gradient
 };
 
 /// Counts changes of parameters during its lifetime as writes by the stage that owns them. REQUIRES: only the stages'

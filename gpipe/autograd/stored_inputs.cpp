@@ -10,12 +10,13 @@ namespace {
 
 using InPlace = Stage::InPlace;
 
-std::vector<Parcel> copies_of(std::vector<Parcel> parcels) {
-  for (auto& parcel : parcels) {
-    for (auto& tensor : parcel.tensors) {
+// Copies the activation and the skips. Borrowed parameters, which follow, never change.
+std::vector<Parcel> copies_of(std::vector<Parcel> parcels, const Stage& stage) {
+  for (std::size_t p = 0; p < 1 + stage.skips_in.size(); ++p) {
+    for (auto& tensor : parcels[p].tensors) {
       if (tensor.defined()) tensor = tensor.clone();
     }
-    parcel.renew_versions();
+    parcels[p].renew_versions();
   }
   return parcels;
 }
@@ -36,7 +37,7 @@ bool changed(const std::vector<Parcel>& parcels) {
 StoredInputs::StoredInputs(Stage& stage, const std::vector<Parcel>& inputs)
     : stage_(stage),
       stores_copies_(stage.in_place != InPlace::kNo),
-      stored_(stores_copies_ ? copies_of(inputs) : inputs) {
+      stored_(stores_copies_ ? copies_of(inputs, stage) : inputs) {
   for (const auto& parcel : inputs) {
     for (const auto& tensor : parcel.tensors) {
       if (!tensor.defined() || tensor.is_inference()) continue;
@@ -57,7 +58,7 @@ std::vector<Parcel> StoredInputs::take(bool retain_graph) {
     fail(stage_, "between its forward and its recompute");
   }
   if (!retain_graph) return std::move(stored_);
-  return stage_.in_place == InPlace::kNo ? stored_ : copies_of(stored_);
+  return stage_.in_place == InPlace::kNo ? stored_ : copies_of(stored_, stage_);
 }
 
 void StoredInputs::check_before_backward() {

@@ -2,7 +2,7 @@ from __future__ import annotations
 import collections.abc
 import torch
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'Timeline', 'arrange_workers', 'begin_layer', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -56,6 +56,8 @@ class Pipeline:
     def forward(self, input: typing.Any, chunks: typing.SupportsInt, checkpoint: typing.Any) -> typing.Any:
         ...
     def loss(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> typing.Any:
+        ...
+    def refresh(self) -> bool:
         ...
     def step(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> tuple[typing.Any, typing.Any]:
         ...
@@ -154,6 +156,25 @@ class SkipProfile:
         """
         Index of the layer that pops.
         """
+class TieProfile:
+    """
+    A parameter that several layers share.
+    """
+    @property
+    def bytes(self) -> int:
+        """
+        Bytes of the parameter.
+        """
+    @property
+    def layers(self) -> list[int]:
+        """
+        Indices of the layers.
+        """
+    @property
+    def name(self) -> str:
+        """
+        Its name in the first layer.
+        """
 class Profile:
     """
     The cost of a model's layers for micro-batches of one size.
@@ -205,6 +226,11 @@ class Profile:
     def skips(self) -> list[SkipProfile]:
         """
         The skip connections.
+        """
+    @property
+    def ties(self) -> list[TieProfile]:
+        """
+        The parameters that several layers share.
         """
     @property
     def workers(self) -> int:
@@ -378,6 +404,8 @@ def arrange_workers(devices: collections.abc.Sequence[str], stages: typing.Suppo
     Returns the device of each worker, and the worker of each stage.
     """
 def begin_layer(stage: typing.Any, layer: typing.SupportsInt) -> None:
+    ...
+def borrowed(stage: typing.Any) -> list[tuple[typing.Any, typing.Any]]:
     ...
 def check_balance(balance: collections.abc.Sequence[typing.SupportsInt], layers: typing.SupportsInt) -> None:
     ...

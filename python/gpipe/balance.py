@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from gpipe import _C
-from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion
+from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion, TieProfile
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.checks import (
     arrange_workers,
@@ -47,6 +47,7 @@ __all__ = [
     "Profile",
     "SkipProfile",
     "Suggestion",
+    "TieProfile",
     "balance_by_size",
     "balance_by_time",
     "predict",

@@ -27,8 +27,8 @@ def verify_module(module: nn.Sequential) -> None:
 
     Raises:
         TypeError: if the model is not a ``nn.Sequential``, has a ``forward`` of its own or is compiled as a whole.
-        ValueError: if a layer stands in two places, or a parameter in two layers; if the model itself has hooks,
-            parameters or buffers; or if a parameter or buffer is not initialized.
+        ValueError: if a layer stands in two places; if the model itself has hooks, parameters or buffers; or if a
+            parameter or buffer is not initialized.
     """
     if not isinstance(module, nn.Sequential):
         raise TypeError(f"module must be nn.Sequential to be partitioned, but is {type(module)}")
@@ -65,7 +65,6 @@ def _check_initialized(module: nn.Sequential) -> None:
 
 def _check_distinct(module: nn.Sequential) -> None:
     first: dict[int, str] = {}
-    owner: dict[int, str] = {}
     for name, layer in module._modules.items():
         assert layer is not None
         if (other := first.setdefault(id(layer), name)) != name:
@@ -73,9 +72,3 @@ def _check_distinct(module: nn.Sequential) -> None:
                 f"layers '{other}' and '{name}' are the same module; use a copy, because each layer belongs to one "
                 "place"
             )
-        for parameter in layer.parameters():
-            if (other := owner.setdefault(id(parameter), name)) != name:
-                raise ValueError(
-                    f"layers '{other}' and '{name}' share a parameter; combine them in one layer, such as a "
-                    "nn.Sequential"
-                )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from gpipe.exported.layer import ExportedLayer
 from gpipe.generators import Draws
 from gpipe.skip.namespace import native_keys
 from gpipe.skip.verify import skippables_in
+from gpipe.tied import check_stand_ins, standing_in
 
 __all__ = ["Partition", "Stages", "layers_of", "split"]
 
@@ -22,7 +22,10 @@ class Partition(nn.Sequential):
 
     def forward(self, input: Any) -> Any:
         draws: Draws = self.__dict__.setdefault("_draws", Draws())
-        return draws(self._run, input)
+        if not (borrowed := _C.borrowed(self)):
+            return draws(self._run, input)
+        with standing_in(self, borrowed):
+            return draws(self._run, input)
 
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
@@ -38,16 +41,25 @@ class Stages(nn.ModuleList):
         return {f"stage {index}": str(index) for index in range(len(self))}
 
 
-def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> Iterator[Partition]:
-    """Yields the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage."""
+def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> list[Partition]:
+    """Returns the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage.
+
+    Raises:
+        ValueError: see :func:`gpipe.tied.check_stand_ins`.
+    """
     layers = iter(module.named_children())
-    for count, device in zip(balance, devices):
+    stages = []
+    for count in balance:
         partition = Partition()
         for _ in range(count):
             partition.add_module(*next(layers))
-        partition.to(device)
         partition.training = module.training
-        yield partition
+        stages.append(partition)
+    check_stand_ins(stages, devices)
+    # From last to first, so that a parameter of several stages ends on the device of the first one.
+    for partition, device in reversed(list(zip(stages, devices))):
+        partition.to(device)
+    return stages
 
 
 def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:

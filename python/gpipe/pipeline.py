@@ -56,6 +56,9 @@ class GPipe(UnpartitionedNames, FixedPlacement):
     ``create_graph``, which is refused. The layers are the caller's own modules, moved to their devices.
     ``state_dict()`` has the keys of the unpartitioned model.
 
+    Layers can share parameters. A parameter of several stages is on the device of the first one, which lends it to the
+    others; no layer may write to it.
+
     Forward and backward may be called from any thread except the pipeline's workers; calls take turns.
 
     Args:
@@ -81,9 +84,9 @@ class GPipe(UnpartitionedNames, FixedPlacement):
     Raises:
         TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match
             (see :func:`gpipe.skip.verify_skippables`), or if an argument has the wrong type.
-        ValueError: if ``balance`` does not cut the model or an option is out of range; if a layer stands in two places,
-            or a parameter in two layers; if ``module`` itself has hooks, parameters or buffers; if a parameter is not
-            initialized.
+        ValueError: if ``balance`` does not cut the model or an option is out of range; if a layer stands in two places;
+            if ``module`` itself has hooks, parameters or buffers; if a parameter is not initialized; if stages on
+            different devices share a parameter through one module.
         IndexError: for fewer devices than workers, or a device that this process does not have.
 
     Attributes:
@@ -364,11 +367,12 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         self._core_lock = threading.RLock()
 
     def _pipeline(self) -> _C.Pipeline:
-        """Returns the core. Makes a new one if layers have been replaced."""
+        """Returns the core. Makes a new one if layers have been replaced, or if stages share other parameters."""
         prepare_compilation()
         with self._core_lock:
             layers = list(self)
-            if self._core is None or any(a is not b for a, b in zip_longest(layers, self._layers)):
+            replaced = any(a is not b for a, b in zip_longest(layers, self._layers))
+            if self._core is None or replaced or not self._core.refresh():
                 self._layers = layers
                 stages = [(partition, layers_of(partition)) for partition in self._stages()]
                 devices = [str(device) for device in self.devices]

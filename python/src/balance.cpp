@@ -24,7 +24,8 @@ ProfileOptions profile_options(int workers, int intraop_threads, double seconds,
                      .intraop_threads(intraop_threads)
                      .seconds(seconds)
                      .repeats(repeats)
-                     .param_scale(param_scale);
+                     .param_scale(param_scale)
+                     .lends_between_devices(true);
   options.progress([told = progress.is_none() ? nullptr : reference_to(progress.ptr())](double part) {
     const Section section;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -85,6 +86,10 @@ void init_balance(py::module_& module) {
       .def_readonly("from_layer", &SkipProfile::from, "Index of the layer that stashes.")
       .def_readonly("to_layer", &SkipProfile::to, "Index of the layer that pops.")
       .def_readonly("bytes", &SkipProfile::bytes, "Bytes of the stashed tensor.");
+  py::class_<TieProfile>(module, "TieProfile", "A parameter that several layers share.")
+      .def_readonly("name", &TieProfile::name, "Its name in the first layer.")
+      .def_readonly("layers", &TieProfile::layers, "Indices of the layers.")
+      .def_readonly("bytes", &TieProfile::bytes, "Bytes of the parameter.");
   py::class_<Profile>(module, "Profile", "The cost of a model's layers for micro-batches of one size.")
       .def_readonly("samples", &Profile::samples, "Samples in a micro-batch.")
       .def_readonly("device", &Profile::device, "The device of the measurement.")
@@ -92,6 +97,7 @@ void init_balance(py::module_& module) {
       .def_readonly("intraop_threads", &Profile::intraop_threads, "Threads that one operator could use.")
       .def_readonly("layers", &Profile::layers, "The layers, in order.")
       .def_readonly("skips", &Profile::skips, "The skip connections.")
+      .def_readonly("ties", &Profile::ties, "The parameters that several layers share.")
       .def("balance_by_time", cut_by(&balance_by_time), "Returns the balance whose slowest stage is fastest.",
            py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = "never", py::arg("bandwidth") = 0.0,
            py::arg("copies") = false)

@@ -20,12 +20,25 @@ struct Running {
   PyObject* stage = nullptr;
   absl::FunctionRef<void(int)>* begin_layer = nullptr;
   CellMemo* memo = nullptr;
+  const std::vector<Borrowed>* borrowed = nullptr;
 };
 thread_local Running running;
 
 /// Called by a stage's module before each of its layers. The stage itself has begun the first layer.
 void begin_layer(const py::handle& stage, int layer) {
   if (layer > 0 && running.stage == stage.ptr()) (*running.begin_layer)(layer);
+}
+
+/// Returns a tuple (parameter, stand-in) for each parameter that the stage borrows from another device.
+py::typing::List<Pair> borrowed(const py::handle& stage) {
+  py::typing::List<Pair> result;
+  if (running.stage != stage.ptr()) return result;
+  for (const auto& [parameter, stand_in] : *running.borrowed) {
+    if (parameter.device() == stand_in.device()) continue;
+    result.append(py::make_tuple(py::reinterpret_steal<py::object>(to_python(parameter)),
+                                 py::reinterpret_steal<py::object>(to_python(stand_in))));
+  }
+  return result;
 }
 
 /// Saves an object from a cell's forward for its recompute.
@@ -58,9 +71,9 @@ void check_not_replaced(const std::vector<const PythonLayer*>& layers) {
 RunLayers run_stage(const Reference& stage, std::vector<const PythonLayer*> layers,
                     const std::shared_ptr<ThreadStates>& states) {
   return [states, stage, layers = std::move(layers)](Value input, absl::FunctionRef<void(int)> begin_layer,
-                                                     CellMemo& memo) {
+                                                     CellMemo& memo, const std::vector<Borrowed>& borrowed) {
     if (is_recomputing()) check_not_replaced(layers);
-    const auto outer = std::exchange(running, {stage.get(), &begin_layer, &memo});
+    const auto outer = std::exchange(running, {stage.get(), &begin_layer, &memo, &borrowed});
     const absl::Cleanup restore = [&] { running = outer; };
     begin_layer(0);
     return call(stage.get(), {std::move(input)}, *states);
@@ -126,11 +139,18 @@ PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
 
 PythonPipeline::~PythonPipeline() { clear(); }
 
+bool PythonPipeline::refresh() {
+  bool replaced = false;
+  for (auto* layer : layers_) {
+    if (!layer->refresh()) continue;
+    pipe_->replace_module(registered_name(layer->name()), layer->module());
+    replaced = true;
+  }
+  return !replaced || pipe_->fits();
+}
+
 template <typename F>
 auto PythonPipeline::run(F f) {
-  for (auto* layer : layers_) {
-    if (layer->refresh()) pipe_->replace_module(registered_name(layer->name()), layer->module());
-  }
   ++calls_;
   const absl::Cleanup end_call = [this] { --calls_; };
   return released(std::move(f));
@@ -200,6 +220,7 @@ void init_pipeline(py::module_& module) {
     };
   });
   module.def("begin_layer", &begin_layer, py::arg("stage"), py::arg("layer"));
+  module.def("borrowed", &borrowed, py::arg("stage"));
   module.def("save_for_recompute", &save_for_recompute, py::arg("object"));
   module.def("saved_for_recompute", &saved_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
@@ -211,6 +232,7 @@ void init_pipeline(py::module_& module) {
            }),
            py::arg("stages"), py::arg("devices"), py::arg("schedule"), py::arg("placement"),
            py::arg("deferred_batch_norm"))
+      .def("refresh", &PythonPipeline::refresh)
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"))
       .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
       .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))

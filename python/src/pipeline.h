@@ -26,6 +26,10 @@ class PythonPipeline {
   PythonPipeline(const Objects& stages, GPipeOptions options);
   ~PythonPipeline();
 
+  /// Reads the parameters and buffers that the modules have now; later calls use them. Returns false if stages share other
+  /// parameters than before: then make a new pipeline.
+  bool refresh();
+
   /// Runs a mini-batch. Errors: those of GPipe and to_checkpoint(); errors of layers, with a note that says where they
   /// were raised.
   pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const pybind11::object& checkpoint);
@@ -47,7 +51,7 @@ class PythonPipeline {
   void clear();
 
  private:
-  /// Calls f() without the interpreter's lock, with layers that have the modules' present parameters and buffers.
+  /// Calls f() without the interpreter's lock.
   template <typename F>
   auto run(F f);
 

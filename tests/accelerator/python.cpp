@@ -10,3 +10,6 @@ extern "C" const char* take_violations() {
   for (const auto& violation : gpipe::accelerator::stream_order().take_violations()) text += violation + "\n";
   return text.c_str();
 }
+
+/// Makes this thread wait for all work of a device.
+extern "C" void synchronize_device(int device) { gpipe::accelerator::stream_order().synchronize_device(device); }

@@ -70,6 +70,14 @@ struct AddProductImpl : nn::Module {
 };
 TORCH_MODULE(AddProduct);
 
+/// A product with another layer's matrix.
+struct TiedProductImpl : nn::Module {
+  explicit TiedProductImpl(const Tensor& of_other) : matrix(register_parameter("matrix", of_other)) {}
+  Tensor forward(const Tensor& x) { return x.matmul(matrix); }
+  Tensor matrix;
+};
+TORCH_MODULE(TiedProduct);
+
 Tensor squared_error(const Tensor& output, const Tensor& target) { return (output - target).square().mean(); }
 
 void train(Subject& it, const Tensor& input) {
@@ -122,6 +130,32 @@ const std::vector<Scenario>& scenarios() {
          for (int i = 0; i < 3; ++i) pipe->step(x, target, tensor_loss(squared_error));
          for (auto& parameter : pipe->parameters()) parameter.mutable_grad().mul_(2);
          x.grad().mul_(2);
+       }},
+      {"tied",
+       [](Subject& it) {
+         Linear first(6, 128);
+         Linear middle(128, 6);
+         const auto& devices = it.pipe->devices();
+         const auto make = [&] {
+           return GPipe(Sequential(first, middle, Linear(6, 128), TiedProduct(first->weight)), Balance{1, 1, 2},
+                        GPipeOptions().devices(devices).chunks(4).schedule("zb_h1"));
+         };
+         if (devices.front() != devices.back()) {
+           EXPECT_THAT(make, throws<std::invalid_argument>("share the parameter '0.weight', but are on " +
+                                                           devices.front().str() + " and " + devices.back().str()));
+           EXPECT_TRUE(first->weight.is_cpu()) << "was not moved";
+           return;
+         }
+         auto pipe = make();
+         torch::optim::SGD sgd({first->weight, middle->weight}, 0.1);
+         const auto target = torch::zeros({64, 6}, it.x.options());
+         const auto x = it.x.repeat({8, 1});
+         for (int i = 0; i < 3; ++i) {
+           sgd.zero_grad();
+           pipe->step(x, target, tensor_loss(squared_error));
+           sgd.step();
+           pipe->forward(x).sum().backward();
+         }
        }},
       {"loss",
        [](Subject& it) {

@@ -61,7 +61,7 @@ TEST(Cut, KeepsLayersThatShareAParameterTogether) {
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(3, 1));
   EXPECT_THAT(balance_by_time(profile, 3), ElementsAre(1, 2, 1));
   EXPECT_THAT(error_of<std::invalid_argument>([&] { balance_by_time(profile, 4); }),
-              HasSubstr("4 partitions would separate layers that share a parameter"));
+              HasSubstr("4 partitions would separate layers that share a buffer or parameter"));
 }
 
 TEST(Cut, DependsOnBandwidth) {
@@ -73,6 +73,43 @@ TEST(Cut, DependsOnBandwidth) {
   const auto slow = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000});
   const auto fast = predict(profile, {3, 1}, {.chunks = 2, .bandwidth = 1000});
   EXPECT_LT(fast.seconds, slow.seconds) << "the skip's transfer takes longer than the difference between the stages";
+}
+
+TEST(StageCost, CountsTiesOncePerStage) {
+  auto profile = chain({1, 1, 1, 1});
+  profile.ties = {{"w", {0, 2, 3}, 1000}};
+  const StageCost stage(profile);
+  const auto loans = [&](const std::vector<std::int64_t>& balance) {
+    std::vector<std::pair<int, int>> found;
+    const auto bytes = stage.bytes_of_edges(balance);
+    const auto edges = stage.edges(balance);
+    EXPECT_EQ(bytes.size(), edges.size());
+    for (std::size_t i = balance.size() - 1; i < edges.size(); ++i) {
+      EXPECT_EQ(edges[i].name, "parameter w");
+      EXPECT_EQ(bytes[i], 1000);
+      found.emplace_back(edges[i].from, edges[i].to);
+    }
+    return found;
+  };
+  EXPECT_THAT(loans({4}), IsEmpty());
+  EXPECT_THAT(loans({3, 1}), ElementsAre(std::pair(0, 1)));
+  EXPECT_THAT(loans({1, 1, 2}), ElementsAre(std::pair(0, 2)));
+  EXPECT_THAT(loans({2, 1, 1}), ElementsAre(std::pair(0, 1), std::pair(0, 2)));
+  EXPECT_EQ(stage.bytes_in(0, 4), 0);
+  EXPECT_EQ(stage.bytes_in(1, 2), 10);
+  EXPECT_EQ(stage.bytes_in(1, 4), 1010);
+  EXPECT_EQ(stage.bytes_in(2, 4), 1010);
+  EXPECT_EQ(stage.bytes_in(3, 4), 1010);
+}
+
+TEST(Predict, SendsTiedParametersWithEachMicroBatch) {
+  auto profile = chain({1, 1, 1, 1});
+  const auto before = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000, .copies = true});
+  profile.ties = {{"w", {0, 3}, 4000}};
+  const auto tied = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000, .copies = true});
+  EXPECT_GT(tied.seconds, before.seconds + 4);
+  EXPECT_GE(tied.bytes[1], before.bytes[1] + 2 * 4000) << "the last stage holds a copy per micro-batch";
+  EXPECT_THAT(balance_by_time(profile, 1, {.bandwidth = 1000}), ElementsAre(4));
 }
 
 TEST(Cut, BalancesBySizeWithSkips) {

@@ -27,7 +27,8 @@ Profile two_layers() {
                      {.name = "l1", .changes_input = true, .shares_with = 0}},
           .blocks = {{.bytes = 10, .born = Kind::B, .layer = 1, .until = Kind::B, .freed_by = 0, .reaches = 1},
                      {.bytes = 20, .until = Kind::F, .freed_by = Held::kNeverFreed, .reaches = 2, .popped_by = 1}},
-          .skips = {{.name = "a \"name\"", .from = 0, .to = 1, .bytes = 40, .changed = true}}};
+          .skips = {{.name = "a \"name\"", .from = 0, .to = 1, .bytes = 40, .changed = true}},
+          .ties = {{.name = "l0.weight", .layers = {0, 1}, .bytes = 7}}};
 }
 
 class ProfileJson : public ::testing::Test {
@@ -85,8 +86,8 @@ TEST_F(ProfileJson, NamesAMissingField) {
 }
 
 TEST_F(ProfileJson, RefusesOtherVersions) {
-  EXPECT_THAT(refusal("/version", 1), HasSubstr("/version is 1, but only version 2 is supported"));
-  expect_refused("/version", {2.5, "2", nullptr, std::uint64_t{1} << 32 | 2});
+  EXPECT_THAT(refusal("/version", 1), HasSubstr("/version is 1, but only version 3 is supported"));
+  expect_refused("/version", {3.5, "3", nullptr, std::uint64_t{1} << 32 | 3});
 }
 
 TEST_F(ProfileJson, IndicesAreIntegersInRange) {
@@ -100,6 +101,12 @@ TEST_F(ProfileJson, IndicesAreIntegersInRange) {
   expect_refused("/skips/0/to", {0.5, -1, 2, wraps});
   expect_refused("/workers", {0.5, 0, -1, wraps});
   expect_refused("/intraop_threads", {0.5, -1, wraps});
+}
+
+TEST_F(ProfileJson, TiesHaveAscendingLayers) {
+  expect_refused("/ties/0/layers/0", {0.5, -1, 2});
+  expect_refused("/ties/0/layers/1", {0.5, 0, 2});
+  EXPECT_THAT(refusal("/ties/0/layers", Json::array()), HasSubstr("/ties/0/layers is empty"));
 }
 
 TEST_F(ProfileJson, SkipsLeadForward) {

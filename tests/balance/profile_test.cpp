@@ -8,6 +8,7 @@
 
 #include "balance/balance.h"
 #include "balance/predict.h"
+#include "balance/sharing.h"
 #include "balance/suggest.h"
 #include "balance/trial.h"
 #include "gpipe/schedule/schedules.h"
@@ -134,12 +135,38 @@ TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
   EXPECT_EQ(of_skips.skips.size(), 5U);
 }
 
-TEST(Cut, KeepsTiedLayersTogether) {
+nn::Sequential model_with_a_tie() {
   nn::Linear tied(6, 6);
-  nn::Sequential model(nn::Linear(6, 6), NestedSequential(tied), nn::ReLU(), NestedSequential(tied), nn::Linear(6, 6));
-  const auto balance = balance_by_time(3, model, torch::randn({4, 6}), brief());
-  EXPECT_EQ(balance, (std::vector<std::int64_t>{1, 3, 1}));
-  EXPECT_EQ(balance_by_size(2, model, torch::randn({4, 6}), 2).size(), 2U);
+  return nn::Sequential(nn::Linear(6, 6), NestedSequential(tied), nn::ReLU(), NestedSequential(tied), nn::Linear(6, 6));
+}
+
+TEST(Profiler, FindsParametersThatLayersShare) {
+  const auto model = model_with_a_tie();
+  for (const int workers : {1, 3}) {
+    const auto of = profile(model, torch::randn({4, 6}), brief().workers(workers));
+    const std::vector<TieProfile> ties = {{"1.0.weight", {1, 3}, 6 * 6 * 4}, {"1.0.bias", {1, 3}, 6 * 4}};
+    EXPECT_EQ(of.ties, ties);
+    EXPECT_EQ(of.layers[1].parameters, (6 * 6 + 6) * 4);
+    EXPECT_EQ(of.layers[3].parameters, 0) << "counted once";
+    for (int i = 0; i < 5; ++i) EXPECT_EQ(of.layers[i].shares_with, i);
+  }
+  EXPECT_EQ(balance_by_time(5, model, torch::randn({4, 6}), brief()), std::vector<std::int64_t>(5, 1));
+}
+
+TEST(Profiler, KeepsLayersTogetherThatShareABuffer) {
+  auto model = model_with_a_tie();
+  const auto table = torch::ones({6});
+  for (const int layer : {1, 3}) model[layer]->as<NestedSequentialImpl>()->register_buffer("table", table);
+  EXPECT_EQ(profile(model, torch::randn({4, 6}), brief()).layers[3].shares_with, 1);
+}
+
+TEST(Profiler, KeepsTiedLayersTogetherWhereParametersCannotBeLent) {
+  const auto model = model_with_a_tie();
+  Profile of{.layers = std::vector<LayerProfile>(5)};
+  find_sharing(of, Model(model).named_layers(), /*can_lend=*/false);
+  EXPECT_TRUE(of.ties.empty());
+  EXPECT_EQ(of.layers[3].shares_with, 1);
+  EXPECT_EQ(of.layers[4].shares_with, 4);
 }
 
 TEST(Profiler, AcceptsFrozenModels) {

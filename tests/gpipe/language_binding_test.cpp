@@ -18,7 +18,7 @@ namespace {
 
 /// Runs the layers first..end-1 in order, as the run_layers of a stage does.
 RunLayers run_in_a_row(const Sequential& model, int first, int end) {
-  return [model, first, end](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) {
+  return [model, first, end](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) {
     for (int i = first; i < end; ++i) {
       begin(i - first);
       input = make_layers(*model)[i]->forward(std::move(input));
@@ -74,7 +74,7 @@ TEST(LanguageBinding, ReplacesAnError) {
 TEST(LanguageBinding, EndsACallByThrowingInPoll) {
   std::atomic<bool> asked = false;
   Sequential model(Linear(4, 4));
-  const auto wait = [&](Value input, absl::FunctionRef<void(int)>, CellMemo&) {
+  const auto wait = [&](Value input, absl::FunctionRef<void(int)>, CellMemo&, const auto&) {
     while (!asked) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return input;
   };
@@ -97,7 +97,7 @@ struct NamedPair : Structure {
 
 /// Makes a named pair of a tensor. Notes the name of a pair and passes it on.
 RunLayers make_or_note(std::function<std::string()> make, std::vector<std::string>* noted) {
-  return [=](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) -> Value {
+  return [=](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) -> Value {
     begin(0);
     if (input.form().kind == Value::Form::kObject) {
       noted->push_back(input.describe());
@@ -155,7 +155,7 @@ TEST(LanguageBinding, PreparesAWorkerBeforeItsPart) {
     list.push_back(std::this_thread::get_id());
   };
   Sequential model(Linear(4, 4));
-  const auto run = [&](Value input, absl::FunctionRef<void(int)> begin, CellMemo&) {
+  const auto run = [&](Value input, absl::FunctionRef<void(int)> begin, CellMemo&, const auto&) {
     EXPECT_EQ(entered.size(), 1U);
     begin(0);
     note(ran);

@@ -58,13 +58,9 @@ TEST(Refusal, OfOptions) {
   EXPECT_THROW(make(GPipeOptions().devices({torch::kCPU, torch::kMeta})), std::out_of_range);
 }
 
-TEST(Refusal, OfSharedLayersAndParameters) {
+TEST(Refusal, OfSharedLayers) {
   auto linear = Linear(2, 2);
   EXPECT_THROW(GPipe(Sequential(linear, linear), {1, 1}), std::invalid_argument);
-  auto tied = Linear(2, 2);
-  tied->weight = tied->register_parameter("tied", linear->weight);
-  EXPECT_THROW(GPipe(Sequential(linear, tied), {1, 1}), std::invalid_argument);
-  EXPECT_NO_THROW(GPipe(Sequential(linear, tied), {2}));
 }
 
 TEST(Refusal, OfTensorsThatBelongToTheSequential) {

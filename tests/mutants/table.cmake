@@ -51,9 +51,9 @@ mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "
        GradientSums*)
 mutant(pops_what_was_changed gpipe_tests gpipe/autograd/skip_routes.cpp "return version_of(tensor) != version;"
        "return false;" SkipEdges*)
-mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "? stored_ : copies_of(stored_)"
+mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*)
-mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/recompute_state.cpp "  present_->buffers.restore();\n" ""
+mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/recompute_state.cpp "  present_->buffers.restore();" ""
        Recompute.*)
 mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp
        "if (!stores_copies_) fail(stage_, \"by" "if (false) fail(stage_, \"by" InPlace.*)
@@ -71,6 +71,15 @@ mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp
 mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.undo();" "" Errors.*)
 
 # Steps.
+mutant(keeps_gradients_of_borrowed_parameters gpipe_tests gpipe/autograd/stage.cpp
+       "return torch::autograd::impl::gradient_edge(borrowed[k].stand_in);" "break;" TiedParameters.*)
+mutant(drops_gradients_of_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
+       TiedParameters.*)
+mutant(writes_to_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "if (tied.changed()) refuse_write();" ""
+       TiedParameters.*)
+mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/stored_inputs.cpp "1 + stage.skips_in.size()"
+       "parcels.size()" TiedParameters.*)
+mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "last = stage;" "" StageCost.*)
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
        "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Step.*)
 mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (tail_ && !is_checkpointing()) {"

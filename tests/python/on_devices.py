@@ -243,6 +243,112 @@ def test_after_an_error_the_next_step_works(devices, layer):
     assert all(parameter.grad is not None for parameter in pipe.parameters())
 
 
+def tie(model):
+    """Makes the first and the last layer share a parameter."""
+    model[9] = nn.Linear(6, 4).double()
+    model[9].weight = nn.Parameter(model[0].weight.detach().t().clone())
+    model[0] = Transposed(model[9].weight)
+    return model
+
+
+class Transposed(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, x):
+        return x @ self.weight
+
+
+@pytest.mark.parametrize("schedule", [None, "gpipe", "1f1b", "zb_h1"])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_stages_on_several_devices_share_a_parameter(devices, schedule, checkpoint):
+    results = []
+    for places in (devices, ["cpu"] * 3):
+        options = {"checkpoint": checkpoint, "schedule": schedule or "gpipe", "chunks": 3}
+        pipe = gpipe.GPipe(tie(make_model()), [3, 2, 5], devices=places, **options)
+        optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
+        x, _ = batch(places)
+        target = torch.ones(8, 4).double().to(places[-1])
+        for _ in range(2):
+            optimizer.zero_grad()
+            if schedule is None:
+                nn.functional.mse_loss(pipe(x), target).backward()
+            else:
+                pipe.step(x, target, nn.functional.mse_loss)
+            results.append(gradients(pipe))
+            if places[-1] == "cpu" != places[0]:
+                # The call has waited for the CPU stage, which has waited for its copies. The checker knows only the latter.
+                DEVICES.synchronize_device(torch.device(places[0]).index)
+            optimizer.step()
+        assert pipe[0].weight is pipe[9].weight and pipe[0].weight.device == torch.device(places[0])
+        assert pipe[9].bias.device == torch.device(places[-1])
+        assert len(list(pipe.parameters())) == 6 and "0.weight" in pipe.state_dict() and "9.weight" in pipe.state_dict()
+        assert "weight" not in vars(pipe[9])
+        results.append(on_cpu(pipe.state_dict().values()))
+    assert_same(results[0] + results[1] + results[2], results[3] + results[4] + results[5])
+
+
+@pytest.mark.parametrize("schedule, workers", [("1f1b", 4), ("zb_h1", 4), ("interleaved_1f1b", 2), ("zb_v", 2)])
+def test_three_stages_share_a_parameter(schedule, workers):
+    def steps(places):
+        torch.manual_seed(0)
+        layers = [nn.Linear(6, 6) for _ in range(4)]
+        layers[1].weight = layers[3].weight = layers[0].weight
+        options = {"schedule": schedule, "stages_per_worker": 4 // workers, "checkpoint": "always", "chunks": 4}
+        pipe = gpipe.GPipe(nn.Sequential(*layers).double(), [1] * 4, devices=places, **options)
+        x = torch.linspace(-1, 1, 48).double().view(8, 6)
+        for _ in range(2):
+            pipe.step(x.to(places[0]), torch.ones(8, 6).double(), nn.functional.mse_loss)
+        return gradients(pipe)
+
+    assert_same(steps([f"checked:{i}" for i in range(workers)]), steps(["cpu"] * workers))
+
+
+def test_a_shared_parameter_evaluates_freezes_and_moves_between_devices(devices):
+    pipe = gpipe.GPipe(tie(make_model()), [3, 2, 5], devices=devices, chunks=3)
+    on_cpus = gpipe.GPipe(tie(make_model()), [3, 2, 5], devices=["cpu"] * 3, chunks=3)
+    on_cpus[0].weight.detach().mul_(2)
+    pipe.load_state_dict(on_cpus.state_dict())
+    x, _ = batch(devices)
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert_same(on_cpu([pipe.eval()(x)]), on_cpu([on_cpus.eval()(x.cpu())]))
+    for model in (pipe, on_cpus):
+        model.train()
+        model[0].weight.requires_grad_(False)
+        model(x.to(model.devices[0])).sum().backward()
+    assert pipe[0].weight.grad is None
+    assert_same(gradients(pipe)[1:], gradients(on_cpus)[1:])
+
+
+def test_a_layer_that_writes_to_a_shared_parameter_is_refused(devices):
+    class Writes(Transposed):
+        def forward(self, x):
+            self.weight.detach().mul_(2)
+            return x @ self.weight.t()
+
+    model = tie(make_model())
+    model[9] = Writes(model[0].weight)
+    pipe = gpipe.GPipe(model, [3, 2, 5], devices=devices, chunks=3)
+    with pytest.raises(RuntimeError, match="a layer wrote to a parameter that several stages share"):
+        pipe(batch(devices)[0])
+    DEVICES.take_violations()  # a write that is not ordered is one
+
+
+def test_a_module_on_two_devices_is_refused():
+    linear = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(linear), nn.Sequential(linear))
+    with pytest.raises(ValueError, match="'weight' of a Linear belongs to stages on different devices"):
+        gpipe.GPipe(model, [1, 1], devices=["checked:0", "checked:1"])
+    gpipe.GPipe(model, [1, 1], devices=["checked:0", "checked:0"])(torch.rand(4, 4).to("checked:0"))
+    scripted = torch.jit.script(nn.Linear(4, 4))
+    tied = nn.Linear(4, 4)
+    tied.weight = scripted.weight
+    with pytest.raises(ValueError, match="the module is compiled by TorchScript"):
+        gpipe.GPipe(nn.Sequential(tied, scripted), [1, 1], devices=["checked:0", "checked:1"])
+
+
 def test_traces_have_bytes(devices):
     pipe = make_pipe(devices, checkpoint="never")
     timeline = gpipe.Timeline()

@@ -233,3 +233,18 @@ def test_isolated_skips_are_measured():
     namespace = Namespace()
     layers = nn.Sequential(Stash().isolate(namespace), Double(), Add().isolate(namespace))
     assert len(balance.profile(layers, torch.rand(4, 8, requires_grad=True), seconds=0).skips) == 1
+
+
+def test_layers_that_share_a_parameter_can_be_separated():
+    words = nn.Embedding(50, 64)
+    head = nn.Linear(64, 50, bias=False)
+    head.weight = words.weight
+    layers = nn.Sequential(words, nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), head)
+    x = torch.randint(50, (16,))
+    costs = balance.profile(layers, x, workers=2, seconds=0)
+    assert [(tie.name, tie.layers, tie.bytes) for tie in costs.ties] == [("0.weight", [0, 4], 50 * 64 * 4)]
+    assert [layer.parameters for layer in costs.layers][::4] == [50 * 64 * 4, 0]
+    assert len(costs.balance_by_time(5)) == 5
+    best = balance.suggest(layers, x, ["cpu", "cpu"], chunks=[4], seconds=0).best
+    gpipe.GPipe(layers, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)(x).sum().backward()
+    assert words.weight.grad is not None

@@ -1,0 +1,327 @@
+// Parameters that layers of several stages share.
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <functional>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/schedule/schedules.h"
+#include "tests/gpipe/helpers.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+
+/// A layer whose only parameter is that of another layer.
+struct SharerImpl : nn::Module {
+  using Forward = std::function<Tensor(const Tensor& x, const Tensor& weight)>;
+  SharerImpl(const Tensor& of_other, Forward function)
+      : weight(register_parameter("weight", of_other, of_other.requires_grad())), function(std::move(function)) {}
+  Tensor forward(const Tensor& x) { return function(x, weight); }
+  Tensor weight;
+  Forward function;
+};
+TORCH_MODULE(Sharer);
+
+Tensor mix(const Tensor& x, const Tensor& weight) { return x + x.matmul(weight.t()).tanh().matmul(weight); }
+Tensor project(const Tensor& x, const Tensor& weight) { return x.matmul(weight.t()); }
+
+constexpr std::int64_t kWords = 11;
+
+/// Seven layers. The first, the third and the last share a matrix.
+Sequential tied_model(torch::Dtype dtype = torch::kFloat64, std::int64_t width = 6) {
+  torch::manual_seed(1);
+  nn::Embedding words(kWords, width);
+  Sequential model(words, Linear(width, width), Sharer(words->weight, mix), nn::Tanh(), Linear(width, width),
+                   nn::Tanh(), Sharer(words->weight, project));
+  model->to(dtype);
+  return model;
+}
+
+/// The model's parameters, each once: C++ modules list a tied one at each of its places.
+std::vector<Tensor> distinct_parameters(const nn::Module& model) {
+  std::vector<Tensor> parameters;
+  for (const auto& parameter : model.parameters()) {
+    const auto is_it = [&](const Tensor& other) { return other.is_same(parameter); };
+    if (std::none_of(parameters.begin(), parameters.end(), is_it)) parameters.push_back(parameter);
+  }
+  return parameters;
+}
+
+Tensor words_of(std::int64_t samples) {
+  torch::manual_seed(2);
+  return torch::randint(kWords, {samples});
+}
+Tensor next_words(const Tensor& words) { return (words * 7 + 3) % kWords; }
+
+using Train = std::function<Tensor(const Tensor& x, const Tensor& y)>;
+
+/// The losses, gradients and parameters of four steps.
+std::vector<Tensor> trained(const nn::Module& model, const Train& train) {
+  const auto parameters = distinct_parameters(model);
+  torch::optim::SGD optimizer(parameters, torch::optim::SGDOptions(0.1).momentum(0.9));
+  std::vector<Tensor> results;
+  for (int i = 0; i < 4; ++i) {
+    optimizer.zero_grad();
+    const auto x = words_of(8).roll(i);
+    results.push_back(train(x, next_words(x)).detach().clone());
+    for (const auto& parameter : parameters) results.push_back(parameter.grad().clone());
+    optimizer.step();
+  }
+  for (const auto& parameter : parameters) results.push_back(parameter.detach().clone());
+  return results;
+}
+
+template <class Module>
+Train forward_and_backward(Module model) {
+  return [model](const Tensor& x, const Tensor& y) mutable {
+    auto loss = torch::cross_entropy_loss(model->forward(x), y);
+    loss.backward();
+    return loss;
+  };
+}
+
+const LossFunction kCrossEntropy =
+    tensor_loss([](const Tensor& out, const Tensor& t) { return torch::cross_entropy_loss(out, t); });
+
+Train by_steps(GPipe pipe) {
+  return [pipe](const Tensor& x, const Tensor& y) mutable { return pipe->step(x, y, kCrossEntropy).loss; };
+}
+
+void expect_near(const std::vector<Tensor>& a, const std::vector<Tensor>& b, const std::string& what) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) EXPECT_TRUE(torch::allclose(a[i], b[i], 1e-9, 1e-11)) << what << ", " << i;
+}
+
+std::vector<Tensor> trained_whole() {
+  const auto model = tied_model();
+  return trained(*model, forward_and_backward(model));
+}
+
+TEST(TiedParameters, TrainAsTheUnpartitionedModel) {
+  const auto expected = trained_whole();
+  ASSERT_EQ(expected.size(), 4 * 6 + 5U);
+  for (const auto& balance :
+       {Balance{7}, Balance{3, 4}, Balance{1, 6}, Balance{1, 3, 3}, Balance{1, 1, 1, 1, 1, 1, 1}}) {
+    for (const std::int64_t chunks : {1, 3, 4}) {
+      for (const auto checkpoint : kModes) {
+        GPipe pipe(tied_model(), balance, GPipeOptions().chunks(chunks).checkpoint(checkpoint));
+        expect_near(trained(*pipe, forward_and_backward(pipe)), expected,
+                    std::to_string(balance.size()) + " stages, " + to_string(checkpoint));
+      }
+    }
+  }
+}
+
+TEST(TiedParameters, TrainUnderEverySchedule) {
+  const auto expected = trained_whole();
+  for (const auto& rule : schedule_rules()) {
+    for (const auto checkpoint : kModes) {
+      GPipe pipe(tied_model(), {1, 2, 2, 2},
+                 GPipeOptions().chunks(4).checkpoint(checkpoint).schedule(std::string(rule.name)));
+      expect_near(trained(*pipe, by_steps(pipe)), expected, std::string(rule.name) + ", " + to_string(checkpoint));
+    }
+  }
+}
+
+// Wide enough for products to be split, and in single precision. A stage sums the gradients of its own layers first.
+TEST(TiedParameters, HaveTheBitsOfWholeBackwardsAndOfOneStage) {
+  const auto run = [](const Balance& balance, const std::string& schedule) {
+    GPipe pipe(tied_model(torch::kFloat32, 128), balance,
+               GPipeOptions().chunks(4).schedule(schedule).intraop_threads(1).checkpoint(Checkpoint::kNever));
+    return trained(*pipe, by_steps(pipe));
+  };
+  const auto expected = run({7}, "1f1b");
+  EXPECT_TRUE(same(run({1, 6}, "zb_h1"), expected));
+  EXPECT_TRUE(same(run({3, 4}, "zb_h2"), expected));
+  EXPECT_TRUE(same(run({1, 3, 3}, "zb_h1"), run({1, 3, 3}, "1f1b")));
+}
+
+TEST(TiedParameters, GoAlongOneEdgePerStage) {
+  const auto edges = [](const Balance& balance) {
+    std::vector<std::string> found;
+    const auto program = GPipe(tied_model(), balance)->program(2);
+    for (const auto& edge : program->edges()) {
+      if (edge.name == "activation") continue;
+      found.push_back(edge.name + " " + std::to_string(edge.from) + ">" + std::to_string(edge.to));
+    }
+    return found;
+  };
+  using Names = std::vector<std::string>;
+  EXPECT_EQ(edges({7}), Names());
+  EXPECT_EQ(edges({3, 4}), Names({"parameter 0.weight 0>1"}));
+  EXPECT_EQ(edges({1, 6}), Names({"parameter 0.weight 0>1"})) << "one edge for both layers of a stage";
+  EXPECT_EQ(edges({1, 1, 1, 4}), Names({"parameter 0.weight 0>2", "parameter 0.weight 0>3"}));
+}
+
+TEST(TiedParameters, DelayASimulatedStepByTheirEdges) {
+  const auto program = GPipe(tied_model(), Balance{1, 2, 4})->program(3);
+  ASSERT_EQ(program->edges().size(), 4U);
+  Costs costs{.actions = std::vector<std::array<double, 5>>(3, {1, 1, 1, 1, 1}), .edges = {0, 0, 0, 0}};
+  const auto before = simulate(*program, costs).makespan;
+  costs.edges[3] = 100;
+  EXPECT_GT(simulate(*program, costs).makespan, before + 100);
+}
+
+TEST(TiedParameters, HaveOneGradientAndRunTheirHooksOnce) {
+  auto whole = tied_model();
+  const auto x = words_of(8);
+  const auto expected = torch::autograd::grad({whole->forward(x).square().sum()}, {whole->parameters()[0]})[0];
+  auto model = tied_model();
+  GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3));
+  const auto weight = model->parameters()[0];
+  const auto loss = pipe->forward(x).square().sum();
+  EXPECT_TRUE(torch::allclose(torch::autograd::grad({loss}, {weight}, {}, /*retain_graph=*/true)[0], expected));
+  int calls = 0;
+  weight.register_hook([&](const Tensor& gradient) {
+    ++calls;
+    EXPECT_TRUE(torch::allclose(gradient, expected));
+  });
+  loss.backward({}, /*retain_graph=*/true);
+  loss.backward();
+  EXPECT_EQ(calls, 2);
+  EXPECT_TRUE(torch::allclose(weight.grad(), 2 * expected));
+}
+
+TEST(TiedParameters, CanBeFrozen) {
+  const auto freeze = [](Sequential model) {
+    model->parameters()[0].set_requires_grad(false);
+    return model;
+  };
+  const auto x = words_of(8);
+  auto whole = freeze(tied_model());
+  whole->forward(x).square().sum().backward();
+  for (const auto checkpoint : kModes) {
+    auto model = freeze(tied_model());
+    GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    for (int i = 0; i < 2; ++i) {  // the second forward uses what the first has learned
+      model->zero_grad();
+      pipe->forward(x).square().sum().backward();
+      EXPECT_FALSE(model->parameters()[0].grad().defined());
+      EXPECT_TRUE(torch::allclose(model->parameters()[1].grad(), whole->parameters()[1].grad()));
+    }
+    model->parameters()[0].set_requires_grad(true);
+    pipe->forward(x).square().sum().backward();
+    EXPECT_TRUE(model->parameters()[0].grad().defined());
+  }
+}
+
+TEST(TiedParameters, MayLieUnusedInAMicroBatch) {
+  auto whole = tied_model();
+  const auto x = words_of(9);
+  whole->forward(x.slice(0, 0, 6)).square().sum().backward();
+  auto model = tied_model();
+  int runs = 0;
+  // The last of three micro-batches is cut off from the shared parameter.
+  model->at<SharerImpl>(6).function = [&](const Tensor& h, const Tensor& weight) {
+    return runs++ % 3 == 2 ? torch::zeros({h.size(0), kWords}, h.options()) : project(h, weight);
+  };
+  GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kNever));
+  pipe->forward(x).square().sum().backward();
+  const auto expected = distinct_parameters(*whole);
+  const auto found = distinct_parameters(*model);
+  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::allclose(found[i].grad(), expected[i].grad()));
+}
+
+TEST(TiedParameters, MayNotBeWrittenToByALayer) {
+  const auto writes = [](const Tensor& x, Tensor weight) {
+    const torch::NoGradGuard no_grad;
+    weight.mul_(0.5);
+    return x.clone();
+  };
+  for (const int layer : {2, 6}) {
+    for (const auto checkpoint : kModes) {
+      auto model = tied_model();
+      model->at<SharerImpl>(layer).function = writes;
+      const auto options = GPipeOptions().chunks(2).checkpoint(checkpoint);
+      GPipe pipe(model, {3, 4}, options);
+      EXPECT_THAT([&] { pipe->forward(words_of(8)); },
+                  throws<std::runtime_error>("wrote to a parameter that several stages share"));
+      GPipe together(model, {7}, options);
+      EXPECT_NO_THROW(together->forward(words_of(8)));
+    }
+  }
+}
+
+TEST(TiedParameters, ChangedBetweenForwardAndBackwardAreRefused) {
+  auto model = tied_model();
+  GPipe pipe(model, {3, 4}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
+  const auto loss = pipe->forward(words_of(8)).sum();
+  {
+    const torch::NoGradGuard no_grad;
+    model->parameters()[0].mul_(2);
+  }
+  EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("a parameter was changed in place between"));
+}
+
+TEST(TiedParameters, StayTiedInTheStateOfTheModel) {
+  auto model = tied_model();
+  GPipe pipe(model, {1, 3, 3});
+  EXPECT_EQ(pipe->named_parameters().keys(), model->named_parameters().keys());
+  std::stringstream file;
+  torch::save(pipe, file);
+  auto loaded = tied_model();
+  for (auto& parameter : loaded->parameters()) parameter.detach().zero_();
+  torch::load(loaded, file);
+  EXPECT_TRUE(same(loaded->parameters(), model->parameters()));
+  std::stringstream of_model;
+  torch::save(loaded, of_model);
+  for (auto& parameter : pipe->parameters()) parameter.detach().zero_();
+  torch::load(pipe, of_model);
+  EXPECT_TRUE(same(pipe->parameters(), loaded->parameters()));
+  EXPECT_TRUE(pipe->parameters().front().is_same(pipe->parameters().back()));
+}
+
+TEST(TiedParameters, TakeNoMemoryOnOneDevice) {
+  const auto big = torch::ones({1 << 20}).requires_grad_();
+  const auto scale = [](const Tensor& x, const Tensor& weight) { return x * weight[0]; };
+  GPipe pipe(Sequential(Sharer(big, scale), Sharer(big, scale)), {1, 1},
+             GPipeOptions().chunks(3).checkpoint(Checkpoint::kAlways));
+  const auto timeline = std::make_shared<Timeline>();
+  pipe->trace(timeline);
+  pipe->forward(torch::ones({6, 4}));
+  EXPECT_THAT(timeline->peak_bytes(), testing::Each(testing::AllOf(testing::Gt(0), testing::Lt(1 << 20))));
+  ASSERT_EQ(timeline->edges.size(), 2U);
+  EXPECT_EQ(timeline->edges[1].name, "parameter 0.weight");
+}
+
+// As a binding does for a parameter on another device.
+TEST(TiedParameters, HaveStandInsForALanguageBinding) {
+  const auto expected = trained_whole();
+  for (const auto checkpoint : kModes) {
+    auto model = tied_model();
+    const auto run = [model](std::size_t first, std::size_t end) -> RunLayers {
+      return [=](Value value, absl::FunctionRef<void(int)> begin, CellMemo&, const std::vector<Borrowed>& borrowed) {
+        for (auto i = first; i < end; ++i) {
+          begin(static_cast<int>(i - first));
+          auto* sharer = model->ptr(i)->as<SharerImpl>();
+          if (sharer == nullptr) {
+            value = make_layers(*model)[i]->forward(std::move(value));
+            continue;
+          }
+          EXPECT_EQ(borrowed.size(), 1U);
+          EXPECT_TRUE(borrowed[0].parameter.is_same(sharer->weight));
+          value = sharer->function(value.tensor(), borrowed[0].stand_in * 1);
+        }
+        return value;
+      };
+    };
+    GPipe pipe(make_layers(*model), {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint),
+               LanguageBinding{.run_layers = {run(0, 1), run(1, 4), run(4, 7)}});
+    const Train train = [&](const Tensor& x, const Tensor& y) {
+      auto loss = torch::cross_entropy_loss(pipe->forward(Value(x)).tensor(), y);
+      loss.backward();
+      return loss;
+    };
+    expect_near(trained(*pipe, train), expected, to_string(checkpoint));
+  }
+}
+
+}  // namespace
+}  // namespace gpipe

@@ -1,0 +1,250 @@
+"""Parameters that layers of several stages share."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe
+from processes import run_on_two_ranks
+from test_step import SCHEDULES
+
+WORDS = 11
+MODES = ["never", "except_last", "always"]
+
+
+class Mix(nn.Module):
+    """Uses the matrix of another layer twice."""
+
+    def __init__(self, matrix):
+        super().__init__()
+        self.matrix = matrix
+
+    def forward(self, x):
+        return x + torch.tanh(x @ self.matrix.t()) @ self.matrix
+
+
+def make_model(width=6, **options):
+    """Returns seven layers, of which the first, the third and the last share a matrix."""
+    torch.manual_seed(0)
+    words = nn.Embedding(WORDS, width, **options)
+    head = nn.Linear(width, WORDS, bias=False)
+    head.weight = words.weight
+    middle = [nn.Linear(width, width), Mix(words.weight), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(words, *middle, head).double()
+
+
+def batch(step=0):
+    torch.manual_seed(step)
+    x = torch.randint(WORDS, (8,))
+    return x, (7 * x + 3) % WORDS
+
+
+def loss_of(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def train(model, step_of=None):
+    """Returns the losses and gradients of three steps, and the state afterwards."""
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    results = []
+    for step in range(3):
+        optimizer.zero_grad()
+        results.append((step_of or loss_of)(model, *batch(step)).detach())
+        results += [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+    return [*results, *(value.clone() for value in model.state_dict().values())]
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize("chunks", [1, 3, 4])
+@pytest.mark.parametrize("balance", [[7], [3, 4], [1, 6], [1, 3, 3], [1] * 7], ids=str)
+def test_training_equals_that_of_the_model(balance, chunks, checkpoint):
+    pipe = gpipe.GPipe(make_model(), balance, chunks=chunks, checkpoint=checkpoint)
+    torch.testing.assert_close(train(pipe), train(make_model()))
+    assert pipe[0].weight is pipe[2].matrix is pipe[6].weight
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(("schedule", "stages_per_worker"), SCHEDULES)
+def test_steps_equal_those_of_the_model(schedule, stages_per_worker, checkpoint):
+    assert {name for name, _ in SCHEDULES} == set(gpipe.SCHEDULES)
+    pipe = gpipe.GPipe(
+        make_model(),
+        [1, 3, 3] if stages_per_worker == 1 else [1, 2, 2, 2],
+        chunks=4,
+        checkpoint=checkpoint,
+        schedule=schedule,
+        stages_per_worker=stages_per_worker,
+    )
+    steps = train(pipe, lambda pipe, x, y: pipe.step(x, y, F.cross_entropy))
+    torch.testing.assert_close(steps, train(make_model()))
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "zb_h2"])
+def test_split_backwards_have_the_bits_of_whole_ones(schedule):
+    def steps(name):
+        pipe = gpipe.GPipe(make_model(width=128).float(), [1, 3, 3], chunks=4, schedule=name, checkpoint="never")
+        return train(pipe, lambda pipe, x, y: pipe.step(x, y, F.cross_entropy))
+
+    for got, want in zip(steps(schedule), steps("1f1b"), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_names_and_state_are_those_of_the_model():
+    model = make_model()
+    twin = copy.deepcopy(model)
+    pipe = gpipe.GPipe(model, [1, 3, 3])
+    for what in ("named_parameters", "state_dict"):
+        assert list(dict(getattr(pipe, what)())) == list(dict(getattr(twin, what)()))
+    assert len(list(pipe.named_parameters(remove_duplicate=False))) == len(list(pipe.parameters())) + 2
+    other = make_model()
+    with torch.no_grad():
+        other[0].weight.mul_(2)
+    pipe.load_state_dict(other.state_dict())
+    assert torch.equal(pipe[6].weight, other[0].weight) and pipe[0].weight is pipe[6].weight
+    train(pipe)
+    twin.load_state_dict(pipe.state_dict())
+    assert twin[0].weight is twin[6].weight and torch.equal(twin[0].weight, pipe[0].weight)
+
+
+def test_copies_and_pickles_stay_tied():
+    pipe = gpipe.GPipe(make_model(), [1, 3, 3], chunks=2)
+    for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        assert other[0].weight is other[6].weight and other[0].weight is not pipe[0].weight
+        torch.testing.assert_close(train(other), train(copy.deepcopy(pipe)))
+
+
+def test_the_shared_gradient_arrives_once():
+    model = make_model()
+    x, y = batch()
+    expected = torch.autograd.grad(F.cross_entropy(model(x), y), model[0].weight)[0]
+    pipe = gpipe.GPipe(model, [1, 3, 3], chunks=3)
+    weight = pipe[0].weight
+    seen = []
+    weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    torch.testing.assert_close(torch.autograd.grad(F.cross_entropy(pipe(x), y), weight)[0], expected)
+    seen.clear()
+    loss = F.cross_entropy(pipe(x), y)
+    loss.backward(retain_graph=True)
+    weight.grad = None
+    loss.backward()
+    torch.testing.assert_close(seen, [expected] * 4)
+    seen.clear()
+    weight.grad = None
+    pipe.step(x, y, F.cross_entropy)
+    torch.testing.assert_close(seen, [expected] * 2)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_frozen_parameter_gets_no_gradient(checkpoint):
+    pipe = gpipe.GPipe(make_model(), [1, 3, 3], chunks=3, checkpoint=checkpoint)
+    twin = make_model()
+    for frozen in (True, True, False):
+        for model in (pipe, twin):
+            model.zero_grad()
+            model[0].weight.requires_grad_(not frozen)
+            loss_of(model, *batch())
+        assert (pipe[0].weight.grad is None) == frozen
+        torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_a_sparse_gradient_joins_a_dense_one():
+    pipe = gpipe.GPipe(make_model(sparse=True), [1, 3, 3], chunks=3)
+    loss_of(pipe, *batch())
+    twin = make_model()
+    loss_of(twin, *batch())
+    torch.testing.assert_close(pipe[0].weight.grad, twin[0].weight.grad)
+
+
+def test_modules_inside_two_layers():
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(linear, nn.Tanh()), nn.Tanh(), nn.Sequential(linear)).double()
+    twin = copy.deepcopy(model)
+    x = torch.rand(6, 4).double()
+    for each in (gpipe.GPipe(model, [1, 1, 1], chunks=2), twin):
+        each(x).square().sum().backward()
+    torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_layers_can_be_tied_and_untied_later(checkpoint):
+    pipe = gpipe.GPipe(make_model(), [1, 3, 3], chunks=2, checkpoint=checkpoint)
+    twin = make_model()
+    x, y = batch()
+    loss_of(pipe, x, y)
+    pipe.zero_grad()
+    for change in ("untie", "tie"):
+        for model in (pipe, twin):
+            weight = model[0].weight if change == "tie" else nn.Parameter(model[6].weight.detach() * 2)
+            model[6].weight = weight
+        torch.testing.assert_close(train(pipe), train(twin))
+    pipe.load_state_dict(make_model().state_dict(), assign=True)  # as in the model, this unties
+    twin.load_state_dict(make_model().state_dict(), assign=True)
+    loss_of(pipe, x, y)
+    twin.zero_grad()
+    loss_of(twin, x, y)
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], [p.grad for p in twin.parameters()])
+
+
+def test_functional_call_replaces_the_parameter_in_all_stages():
+    pipe = gpipe.GPipe(make_model(), [1, 3, 3], chunks=2, checkpoint="never")
+    twin = make_model()
+    x, _ = batch()
+    other = {"0.weight": nn.Parameter(twin[0].weight.detach() * 2)}
+    for inference in (True, False):
+        with torch.set_grad_enabled(not inference):
+            ours = torch.func.functional_call(pipe, other, (x,))
+            theirs = torch.func.functional_call(twin, other, (x,))
+        torch.testing.assert_close(ours, theirs)
+    gradients = [torch.autograd.grad(output.square().sum(), other["0.weight"])[0] for output in (ours, theirs)]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_layer_that_writes_to_the_parameter_is_an_error(checkpoint):
+    message = "a layer wrote to a parameter that several stages share"
+    x, y = batch()
+    pipe = gpipe.GPipe(make_model(max_norm=0.1), [1, 3, 3], chunks=2, checkpoint=checkpoint)
+    with pytest.raises(RuntimeError, match=message):
+        pipe(x)
+    with pytest.raises(RuntimeError, match=message):
+        pipe.step(x, y, F.cross_entropy)
+    assert pipe[0].weight.grad is None
+    gpipe.GPipe(make_model(max_norm=0.1), [7], chunks=2, checkpoint=checkpoint)(x)
+
+
+PARALLEL = """
+import sys
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, {tests!r})
+import gpipe
+from test_tied import batch, loss_of, make_model
+
+dist.init_process_group("gloo")
+pipe = gpipe.GPipe(make_model(), [1, 3, 3], devices=["cpu"] * 3, chunks=2)
+parallel = DistributedDataParallel(pipe)
+whole = make_model()
+for step in range(2):
+    for model in (parallel, whole):
+        model.zero_grad()
+    loss_of(parallel, *(tensor.chunk(2)[dist.get_rank()] for tensor in batch(step)))
+    loss_of(whole, *batch(step))
+    for ours, theirs in zip(pipe.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+dist.destroy_process_group()
+"""
+
+
+def test_distributed_data_parallel_averages_the_shared_gradient(tmp_path, request):
+    run_on_two_ranks(PARALLEL.format(tests=str(request.path.parent)), tmp_path)
