@@ -59,6 +59,12 @@ def bottlenecks(models):
     return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], num_classes=5, width_per_group=8)
 
 
+def deeplab(models):
+    library = models.segmentation.deeplabv3
+    backbone = models._utils.IntermediateLayerGetter(bottlenecks(models), {"layer4": "out"})
+    return library.DeepLabV3(backbone, library.DeepLabHead(2048, 3))
+
+
 def efficientnet(models):
     library = models.efficientnet
     blocks = [library.MBConvConfig(1, 3, 1, 8, 8, 1, 1.0, 1.0), library.MBConvConfig(4, 3, 2, 8, 16, 2, 1.0, 1.0)]
@@ -94,14 +100,10 @@ MODELS = {
     "vit": lambda: torchvision(lambda models: models.VisionTransformer(**VIT), *images(16)),
     "swin": lambda: torchvision(lambda models: models.SwinTransformer(**SWIN), *images(32)),
     "maxvit": lambda: torchvision(lambda models: models.MaxVit(**MAXVIT), *images(32)),
-    "deeplabv3": lambda: torchvision(
-        lambda models: models.segmentation.deeplabv3_mobilenet_v3_large(
-            weights=None, weights_backbone=None, num_classes=3
-        )
-    ),
+    "deeplabv3": lambda: torchvision(deeplab, *images(32, 8)),
     "hrnet": lambda: timm("hrnet_w18_small"),
     "coatnet": lambda: timm(
-        "coatnet_pico_rw_224", img_size=64, embed_dim=(16, 16, 32, 32), depths=(1, 1, 1, 1), stem_width=(8, 8)
+        "coatnet_pico_rw_224", img_size=64, embed_dim=(32, 32, 32, 32), depths=(1, 1, 1, 1), stem_width=(8, 8)
     ),
     "unet": lambda: segmentation("Unet"),
     "unet++": lambda: segmentation("UnetPlusPlus"),
