@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import random
 from typing import NamedTuple
 
 import pytest
@@ -209,7 +210,7 @@ def test_tied_weights_cross_stages_as_skips():
     assert pipe.state_dict().keys() == model.state_dict().keys()
     assert dict(pipe.named_parameters()).keys() == dict(model.named_parameters()).keys()
     optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (pipe, twin)]
-    tokens = torch.randint(0, 8, (4, 5))
+    tokens = torch.randint(0, 8, (4, 2))
     for _ in range(3):
         for optimizer, module in zip(optimizers, (pipe, twin), strict=True):
             optimizer.zero_grad()
@@ -424,3 +425,139 @@ def test_balances_and_pipelines_of_modules():
     pipe = gpipe.GPipe.from_module(net, (batch(),), stages=3, chunks=2, seconds=0.1, schedule="1f1b")
     assert len(pipe.balance) == 3 and pipe.schedule == "1f1b" and pipe.chunks == 2
     assert pipe(batch()).shape == (6, 3)
+
+
+class Calls(nn.Module):
+    """Calls a function with itself and the input."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.shifts = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
+        self.scales = nn.ParameterDict({"class": nn.Parameter(torch.randn(4)), "w-1": nn.Parameter(torch.randn(4))})
+        self.register_buffer("count", torch.ones(4))
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def counts_through_a_view(self, x):
+    h = self.b(self.a(x) * self.count)
+    self.count[0].add_(1)
+    return h + 1
+
+
+def reads_before_it_counts(self, x):
+    count = self.count[0].item()
+    self.count.add_(1)
+    return self.b(self.a(x) * count) * count
+
+
+def names_that_are_no_identifiers(self, x):
+    return self.b(self.a(x) * self.shifts[0] + self.scales["class"]) * self.scales["w-1"] + self.shifts[1]
+
+
+@pytest.mark.parametrize("function", [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers])
+def test_functions_that_are_hard_to_divide(function):
+    model = Calls(function).double()
+    twin = copy.deepcopy(model)
+    sequence = gpipe.to_sequential(model, batch())
+    for _ in range(2):
+        torch.testing.assert_close(sequence(batch()), twin(batch()))
+    torch.testing.assert_close(dict(sequence.state_dict()), dict(twin.state_dict()))
+
+
+class ManyNames(nn.Module):
+    def forward(self, _input, torch, inf, _device, getattr):
+        return (_input * torch + inf).tanh() / (_device + getattr)
+
+
+def test_names_of_inputs_are_free():
+    inputs = tuple(torch.rand(6, 4) + 1 for _ in range(5))
+    sequence = gpipe.to_sequential(ManyNames(), *inputs)
+    assert torch.equal(sequence(inputs), ManyNames()(*inputs))
+
+
+def test_one_tensor_in_two_places_of_the_example_is_two_inputs():
+    x, y = batch(), batch() + 1
+    sequence = gpipe.to_sequential(Several().double(), x, x, mask=x)
+    model = Several().double()
+    model.load_state_dict(sequence.state_dict())
+    torch.testing.assert_close(sequence(((x, y), {"mask": y + 1})).sum, model(x, y, mask=y + 1).sum)
+    by_name = gpipe.to_sequential(model, x=x, factor=x, mask=x)
+    assert torch.equal(by_name({"mask": y, "factor": x, "x": x}).sum, model(x, x, mask=y).sum)
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def hooked(x):
+    y = x * 2
+    y.register_hook(lambda gradient: gradient / 2)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x * 3 if x.shape[0] > 4 else x * 2, r"its code depends on the number of samples, .*\(s\d+ > 4, for the"),
+        (lambda x: x * 3 if x.shape[0] % 2 == 0 else x * 2, "its code depends on the number of samples"),
+        (Reversed.apply, "calls Reversed, whose backward would be lost"),
+        (
+            lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True),
+            "calls CheckpointFunction, whose backward would be lost",
+        ),
+        (lambda x: hooked(x), "registers a hook of a tensor"),
+        (lambda x: x * random.random(), "draws random numbers from Python or NumPy"),
+    ],
+)
+def test_what_an_export_would_lose_is_refused(function, message):
+    register_hook = torch.Tensor.register_hook
+    with pytest.raises(ValueError, match=message):
+        gpipe.to_sequential(Returns(function), batch().requires_grad_())
+    assert torch.Tensor.register_hook is register_hook
+    Reversed.apply(batch())
+
+
+def test_inputs_that_differ_from_the_example_in_more_than_samples_are_refused():
+    sequence = gpipe.to_sequential(Returns(lambda x: x / x.shape[1]), batch())
+    with pytest.raises(ValueError, match=r"input 0 has the shape \(6, 3\), but the model was converted for \('batch', 4\)"):
+        sequence(batch()[:, :3])
+
+
+def test_constants_among_the_inputs_stay():
+    class Scales(nn.Module):
+        def forward(self, x, factor):
+            return x * factor
+
+    sequence = gpipe.to_sequential(Scales(), batch(), 2)
+    assert torch.equal(sequence((batch(), None)), batch() * 2)
+    with pytest.raises(ValueError, match="input 1 was a constant when the model was converted; give None, not 3"):
+        sequence((batch(), 3))
+
+
+def test_norms_of_exported_programs():
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.InstanceNorm1d(4, track_running_stats=True)
+            self.b = nn.BatchNorm1d(4, track_running_stats=False)
+
+        def forward(self, x):
+            return self.b(self.a(x))
+
+    model, x = Norms(), torch.rand(6, 4, 5)
+    program = export(model, (x,), dynamic_shapes=({0: Dim.DYNAMIC},), strict=False)
+    sequence = gpipe.to_sequential(program)
+    for mode in (True, False):
+        twin = copy.deepcopy(model).train(mode)
+        torch.testing.assert_close(sequence.train(mode)(x), twin(x))
+        model.load_state_dict(twin.state_dict())

@@ -17,9 +17,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gpipe.exported.graph import Graph, read_graph, with_names
 from gpipe.exported.modes import combine_modes, evaluation_of
 from gpipe.exported.opaque import kept_whole, whole_modules
-from gpipe.exported.tensors import Owned, is_inside, modes_of, tensors_of_module, tensors_of_program
+from gpipe.exported.refusals import nothing_lost, refuse_guards, refuse_hooks
+from gpipe.exported.tensors import Owned, modes_of, tensors_of_module, tensors_of_program
 
-__all__ = ["Captured", "capture", "capture_program"]
+__all__ = ["Captured", "capture", "capture_program", "explained"]
 
 
 class Captured(NamedTuple):
@@ -43,20 +44,21 @@ def capture(
         ValueError: if the model cannot be captured. The message tells where and why.
     """
     whole = whole_modules(module, opaque)
-    _refuse_hooks(module, whole)
-    args, kwargs = _with_two_samples(args, dict(kwargs))
+    refuse_hooks(module, whole)
+    args, kwargs = _examples((args, dict(kwargs)))
     programs = []
     for training in (True, False):
         with _mode(module, training), kept_whole(module, whole.values(), args, kwargs):
             programs.append(_exported(module, args, kwargs))
     own = tensors_of_module(module)
     training_tensors, evaluation_tensors = (tensors_of_program(program) for program in programs)
-    renamed = _differing_constants(training_tensors, evaluation_tensors, own)
+    renamed = _names_of_constants(training_tensors, evaluation_tensors, own)
     tensors = {**own, **training_tensors}
     tensors.update({renamed.get(name, name): owned for name, owned in evaluation_tensors.items()})
     names = _one_name_each(tensors)
-    with _explained():
+    with explained():
         graph = with_names(read_graph(programs[0]), names)
+        refuse_guards(graph)
         evaluation = with_names(read_graph(programs[1]), {**names, **renamed})
         return Captured(combine_modes(graph, evaluation), tensors, modes_of(module), whole)
 
@@ -68,7 +70,7 @@ def capture_program(program: ExportedProgram) -> Captured:
         ValueError: if the program cannot be converted, or was not exported in training mode with a dynamic batch.
     """
     tensors = tensors_of_program(program)
-    with _explained():
+    with explained():
         graph = with_names(read_graph(program), _one_name_each(tensors))
         for value in graph.inputs:
             if value is not None and not (value.example.dim() and isinstance(value.example.shape[0], torch.SymInt)):
@@ -76,11 +78,13 @@ def capture_program(program: ExportedProgram) -> Captured:
                     f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
                     f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} for each tensor"
                 )
+        refuse_guards(graph)
         return Captured(combine_modes(graph, evaluation_of(graph)), tensors, {}, {})
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def explained() -> Iterator[None]:
+    """Raises ValueError for a NotImplementedError of a block."""
     try:
         yield
     except NotImplementedError as error:
@@ -93,35 +97,24 @@ def _one_name_each(tensors: dict[str, Owned]) -> dict[str, str]:
     return {name: first[id(owned.tensor)] for name, owned in tensors.items()}
 
 
-def _refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
-    """Refuses hooks, which run while the model is exported, but would not run later."""
-    for path, each in module.named_modules():
-        if is_inside(path, whole):
-            continue
-        hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
-        hooks += [*each._backward_pre_hooks.values(), *each._backward_hooks.values()]
-        for hook in hooks:
-            # Those of weight_norm and spectral_norm compute weights, which the export records.
-            if not (type(hook).__module__ or "").startswith("torch.nn.utils"):
-                raise ValueError(
-                    f"cannot convert the model: '{path}' ({type(each).__name__}) has a hook, which the layers would not "
-                    "run; remove it, or register it on a layer of the sequence"
-                )
-
-
-def _differing_constants(
+def _names_of_constants(
     training: dict[str, Owned], evaluation: dict[str, Owned], own: dict[str, Owned]
 ) -> dict[str, str]:
-    """Returns new names for the constants of evaluation mode that are others in training mode."""
-    return {
-        name: f"{name}_eval"
-        for name, owned in evaluation.items()
-        if name not in own and name in training and not _equal(owned.tensor, training[name].tensor)
-    }
+    """Returns new names for the constants of evaluation mode: those of equal constants of training mode, or unused ones."""
+    free = [name for name in training if name not in own]
+    names = {}
+    for name in [name for name in evaluation if name not in own]:
+        same = next((each for each in free if _equal(evaluation[name].tensor, training[each].tensor)), None)
+        names[name] = same or f"{name}_eval"
+        if same:
+            free.remove(same)
+    return names
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:
-    return ours.dtype == theirs.dtype and torch.equal(ours, theirs)
+    if ours.dtype != theirs.dtype or ours.shape != theirs.shape:
+        return False
+    return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
 
 def _exported(module: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
@@ -130,21 +123,24 @@ def _exported(module: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
         if isinstance(tensor, Tensor):
             shapes[tensor] = {0: Dim.DYNAMIC}
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), nothing_lost():
             warnings.simplefilter("ignore")
             return export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise ValueError(_explanation(module, error)) from error
 
 
-def _with_two_samples(args: Any, kwargs: Any) -> Any:
-    """Repeats samples until there are two, because torch.export treats a size of 1 as a constant."""
-    for tensor in tree_leaves((args, kwargs)):
-        if isinstance(tensor, Tensor) and tensor.dim() == 0:
+def _examples(arguments: Any) -> Any:
+    """Returns copies of the example inputs with at least two samples, because torch.export treats a size of 1 as a
+    constant, and the same tensor in two places as one input."""
+
+    def copied(tensor: Tensor) -> Tensor:
+        if tensor.dim() == 0:
             raise ValueError("an input has no dimensions, but dimension 0 of each input must be the batch")
-    return tree_map_only(
-        Tensor, lambda tensor: tensor.repeat_interleave(2, 0) if tensor.shape[0] == 1 else tensor, (args, kwargs)
-    )
+        copy = tensor.detach().repeat_interleave(2 if tensor.shape[0] == 1 else 1, 0)
+        return copy.requires_grad_(tensor.requires_grad)
+
+    return tree_map_only(Tensor, copied, arguments)
 
 
 @contextmanager

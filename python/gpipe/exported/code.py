@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import keyword
 import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -89,12 +90,14 @@ class _Writer:
         self._needs_device = False
         self._last_use = self._last_uses(route, outputs)
         body = self._operations(route.operations)
-        arriving = [value.name if value else "_" for value in (route.arriving if inputs is None else inputs)]
+        entering: list[Value | None] = [*(route.arriving if inputs is None else inputs)]
+        arriving = [None if value is None else value.name for value in entering]
+        targets = ", ".join(name or "_" for name in arriving)
         lines = []
         if inputs is not None:
-            lines += [f"{', '.join(arriving)}, = _input"]
+            lines += [f"{targets}, = _input"]
         elif arriving:
-            lines += [f"{', '.join(arriving)} = _input"]
+            lines += [f"{targets} = _input"]
         lines += ["del _input"] if lines else []
         lines += [f"{value.name} = _pop({name!r})" for name, value in route.pops]
         if self._needs_device:
@@ -116,10 +119,10 @@ class _Writer:
         last.update(dict.fromkeys([*leaving, *self._tensors], len(route.operations)))
         return last
 
-    def _tensor_of(self, names: list[str]) -> str:
+    def _tensor_of(self, names: list[str | None]) -> str:
         """Returns the expression of some tensor on the layer's device."""
         if names:
-            return next(name for name in names if name != "_")
+            return next(name for name in names if name is not None)
         if self._tensors:
             return self._argument(next(iter(self._tensors)))
         return "torch.tensor(0)"
@@ -166,7 +169,7 @@ class _Writer:
 
     def _function(self, function: Callable[..., Any]) -> str:
         where = _where(function)
-        name = where.removeprefix("torch.ops.").replace(".", "_").replace(":", "_")
+        name = "_" + where.removeprefix("torch.ops.").replace(".", "_").replace(":", "_")
         self._functions[name] = where
         return name
 
@@ -182,7 +185,8 @@ class _Writer:
             if (tensor := self._tensors.get(arg)) is None:
                 return arg.name
             owner, _, name = tensor.rpartition(".")
-            return f"{self._place(owner)}.{name}"
+            plain = name.isidentifier() and not keyword.iskeyword(name)
+            return f"{self._place(owner)}.{name}" if plain else f"getattr({self._place(owner)}, {name!r})"
         if isinstance(arg, (tuple, list)):
             items = ", ".join(self._argument(item, path) for item in arg)
             return f"[{items}]" if isinstance(arg, list) else f"({items},)" if arg else "()"

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from gpipe.exported.capture import Captured, capture, capture_program
+from gpipe.exported.capture import Captured, capture, capture_program, explained
 from gpipe.exported.code import write
 from gpipe.exported.graph import Graph, Value
 from gpipe.exported.layer import ExportedLayer
@@ -24,6 +24,7 @@ __all__ = ["as_sequential", "input_of", "to_sequential"]
 
 def to_sequential(
     module: nn.Module | ExportedProgram | str | os.PathLike[str],
+    /,
     *example_args: Any,
     opaque: Iterable[type[nn.Module]] = (),
     **example_kwargs: Any,
@@ -56,7 +57,8 @@ def to_sequential(
     model = _captured(module, example_args, example_kwargs, opaque)
     _check_outputs(model.graph)
     training = module.training if isinstance(module, nn.Module) else True
-    return _assemble(model, route(model.graph, divide(model.graph)), training)
+    with explained():
+        return _assemble(model, route(model.graph, divide(model.graph)), training)
 
 
 def _captured(
@@ -93,6 +95,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
     inputs, in_spec = tree_flatten(example_input)
     structures = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, model.graph.out_spec)]
+    shapes = [None if value is None else tuple(value.example.shape[1:]) for value in inputs]
     owned = _owners(model, routes)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
@@ -106,7 +109,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
             else:
                 tree.place(path)
         stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
-        ends = (structures[0] if first else None, structures[1] if last else None)
+        ends = (structures[0] if first else None, shapes, structures[1] if last else None)
         layer = ExportedLayer(each.name, tree.root, code, stashes, pops, *ends)
         layer.training = training
         sequence.add_module(_key(each.name, sequence), layer)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from gpipe.exported.graph import Call, Graph, Operation, Value, schema_of
+from gpipe.exported.graph import Call, Graph, Operation, Value, returns_of, schema_of
 
 __all__ = ["Block", "divide"]
 
@@ -76,18 +78,47 @@ class _Names:
 
 
 def _keep_together(graph: Graph, blocks: list[Block]) -> list[Block]:
-    """Joins the layers between the first and the last use of each buffer that an operation changes. A stage has buffers of
-    its own, so others would not see the change."""
-    buffers = set(graph.tensors.values())
+    """Joins layers that must be in one stage: those between the first and the last use of a buffer that an operation
+    changes, because other stages would not see the change, and those between the first and the last use of a number that
+    is read from data, because numbers do not leave a layer."""
+    tensors = set(graph.tensors.values())
+    memory: dict[Value, Value] = {}  # of a view of a buffer: the buffer
     uses: dict[Value, list[int]] = {}
-    changed: set[Value] = set()
+    together: set[Value] = set()
     for index, block in enumerate(blocks):
         for operation in block.operations:
-            for value in buffers.intersection(operation.inputs()):
-                uses.setdefault(value, []).append(index)
-            changed.update(buffers.intersection(_changed_by(operation)))
-    spans = [(uses[value][0], uses[value][-1]) for value in changed]
+            inputs = list(operation.inputs())
+            for value in inputs:
+                uses.setdefault(memory.get(value, value), []).append(index)
+            if (viewed := _viewed_by(operation)) is not None:
+                memory[operation.result] = memory.get(viewed, viewed)
+            together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
+            if _is_number(operation.result) and (_reads_data(operation) or together.intersection(inputs)):
+                together.add(operation.result)
+                uses.setdefault(operation.result, []).append(index)
+    spans = [(uses[value][0], uses[value][-1]) for value in together]
     return _joined(blocks, [span for span in spans if span[0] < span[1]])
+
+
+def _is_number(value: Value) -> bool:
+    return isinstance(value.example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
+
+
+def _reads_data(operation: Operation) -> bool:
+    """Returns whether an operation computes a number from the elements of a tensor, not from its size."""
+    tensors = any(value.is_tensor for value in operation.inputs())
+    return tensors and not str(operation.function).startswith("aten.sym_")
+
+
+def _viewed_by(operation: Operation) -> Value | None:
+    """Returns the tensor whose memory the result of an operation shares, if it does."""
+    if operation.function is operator.getitem:
+        return next(operation.inputs(), None)
+    if not any(result.alias_info is not None for result in returns_of(operation.function)):
+        return None
+    arguments = zip(schema_of(operation.function), operation.args)
+    shared = (value for argument, value in arguments if argument.alias_info is not None and isinstance(value, Value))
+    return next(shared, None)
 
 
 def _changed_by(operation: Operation) -> Iterable[Value]:

@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Call", "Choice", "Context", "Graph", "Operation", "Value", "inputs_of", "read_graph", "schema_of", "with_names", "with_values"]
+__all__ = ["Call", "Choice", "Context", "Graph", "Operation", "Value", "inputs_of", "read_graph", "returns_of", "schema_of", "with_names", "with_values"]
 
 
 @dataclass(eq=False)
@@ -100,6 +100,11 @@ def schema_of(function: Callable[..., Any]) -> list[Any]:
     return list(function._schema.arguments) if isinstance(function, torch._ops.OpOverload) else []
 
 
+def returns_of(function: Callable[..., Any]) -> list[Any]:
+    """Returns the results that an operator of torch declares; none for other functions."""
+    return list(function._schema.returns) if isinstance(function, torch._ops.OpOverload) else []
+
+
 def with_values(arguments: Any, values: Mapping[Value, Value]) -> Any:
     """Returns an argument with some of its values replaced."""
     leaves, tree = tree_flatten(arguments)
@@ -164,7 +169,8 @@ class _Reader:
             raise NotImplementedError("it computes nothing")
 
     def _value(self, node: fx.Node) -> Value:
-        name = node.name
+        # Names that begin with an underscore are those of the generated code.
+        name = f"v_{node.name}" if node.name.startswith("_") or node.name in ("torch", "inf", "nan") else node.name
         while name in self._names:
             name += "_"
         self._names.add(name)

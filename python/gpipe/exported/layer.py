@@ -31,6 +31,7 @@ class ExportedLayer(Skippable):
         stashes: list[str],
         pops: list[str],
         input: Any,
+        shapes: list[Any],
         output: Any,
     ) -> None:
         super().__init__()
@@ -40,6 +41,7 @@ class ExportedLayer(Skippable):
         self.model = model
         self._code = code
         self._input = input  # of the first layer: an object of the structure of the model's input
+        self._shapes = shapes  # of the tensors of the input, without dimension 0; None for what is not a tensor
         self._output = output  # of the last layer: an object of the structure of the model's output
         self._prepare()
 
@@ -57,12 +59,21 @@ class ExportedLayer(Skippable):
         return output if self._output_spec is None else tree_unflatten(output, self._output_spec)
 
     def _flattened(self, input: Any, expected: TreeSpec) -> list[Any]:
-        leaves, found = tree_flatten(input)
+        leaves, found = tree_flatten(_in_order_of(self._input, input))
         if found != expected:
             raise TypeError(
                 f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
                 f"{_shown(found)}; see gpipe.to_sequential"
             )
+        for number, (leaf, shape) in enumerate(zip(leaves, self._shapes)):
+            if shape is None and leaf is not None:
+                raise ValueError(f"input {number} was a constant when the model was converted; give None, not {leaf!r}")
+            if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape[1:]) != shape):
+                given = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+                raise ValueError(
+                    f"input {number} has the shape {given}, but the model was converted for {('batch', *shape)}; only "
+                    "dimension 0 may differ"
+                )
         return leaves
 
     def _pop(self, name: str) -> Tensor | None:
@@ -85,6 +96,15 @@ class ExportedLayer(Skippable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
+
+
+def _in_order_of(example: Any, value: Any) -> Any:
+    """Returns a value with the keys of its dicts in the order of an example."""
+    if isinstance(example, dict) and isinstance(value, dict) and example.keys() == value.keys():
+        return {key: _in_order_of(each, value[key]) for key, each in example.items()}
+    if type(example) is tuple and type(value) is tuple and len(example) == len(value):
+        return tuple(_in_order_of(*pair) for pair in zip(example, value))
+    return value
 
 
 def _shown(spec: TreeSpec) -> str:

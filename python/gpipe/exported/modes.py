@@ -47,6 +47,9 @@ def evaluation_of(graph: Graph) -> Graph:
         args, kwargs = list(each.args), dict(each.kwargs)
         arguments = [argument.name for argument in schema_of(each.function)]
         modes = [name for name in _MODES if name in arguments]
+        if "running_mean" in arguments and each.args[arguments.index("running_mean")] is None:
+            operations.append(each)  # uses the statistics of its input in both modes
+            continue
         for name in modes:
             at = arguments.index(name)
             if at < len(args):
@@ -66,7 +69,7 @@ def evaluation_of(graph: Graph) -> Graph:
     return replace(graph, operations=operations, outputs=list(graph.outputs))
 
 
-_MODES = ("train", "training", "dropout_p")  # arguments of operators
+_MODES = ("train", "training", "use_input_stats", "dropout_p")  # arguments of operators
 
 
 class _Combination:
@@ -199,5 +202,5 @@ def _aligned(ours: list[Operation], theirs: list[Operation]) -> Iterator[tuple[O
 
 def _different(where: Operation) -> NotImplementedError:
     return NotImplementedError(
-        f"'{where.call.path}' computes {where.function} from other values in evaluation mode than in training mode"
+        f"'{where.call.path or 'the model itself'}' computes {where.function} from other values in evaluation mode than in training mode"
     )

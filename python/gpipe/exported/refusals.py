@@ -1,0 +1,95 @@
+"""Refuses what torch.export would lose without an error."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import function
+
+from gpipe.exported.graph import Graph
+from gpipe.exported.tensors import is_inside
+
+__all__ = ["nothing_lost", "refuse_guards", "refuse_hooks"]
+
+def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
+    """Raises ValueError for a module with a hook, except inside the modules at some paths. A hook runs while the model is
+    exported, but would not run later."""
+    for path, each in module.named_modules():
+        if is_inside(path, whole):
+            continue
+        hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
+        hooks += [*each._backward_pre_hooks.values(), *each._backward_hooks.values()]
+        for hook in hooks:
+            # Those of weight_norm and spectral_norm compute weights, which the export records.
+            if not (type(hook).__module__ or "").startswith("torch.nn.utils"):
+                raise ValueError(
+                    f"cannot convert the model: '{path}' ({type(each).__name__}) has a hook, which the layers would not "
+                    "run; remove it, or register it on a layer of the sequence"
+                )
+
+
+def refuse_guards(graph: Graph) -> None:
+    """Raises ValueError if what a model computes depends on the number of samples, as in ``if len(x) > 4``."""
+    for value in graph.inputs:
+        batch = None if value is None else value.example.shape[0]
+        if not isinstance(batch, torch.SymInt):
+            continue
+        for guard in batch.node.shape_env.guards:
+            # Inputs have equal numbers of samples. Some limits are far above all numbers that occur.
+            for samples in range(2, 65):
+                if not guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples)):
+                    raise ValueError(
+                        "cannot convert the model: its code depends on the number of samples, which differs between "
+                        f"micro-batches ({guard.expr}, for the example); do without it, or keep the module whole by opaque"
+                    )
+
+
+@contextmanager
+def nothing_lost() -> Iterator[None]:
+    """Raises ValueError if the calling thread does something in a block that an export does not record: backwards of its
+    own, hooks of tensors, and random numbers of Python and NumPy."""
+    thread = threading.get_ident()
+    is_defined: Any = function._is_setup_context_defined
+    register_hook: Any = Tensor.register_hook
+
+    # Function.apply() calls this. The function itself may be bound to names elsewhere, so replacing it would not do.
+    def checked_apply(setup_context: Any) -> Any:
+        kind = sys._getframe(1).f_locals["cls"]
+        own = not kind.__module__.startswith("torch.") or kind.__name__ == "CheckpointFunction"
+        if own and threading.get_ident() == thread:
+            raise ValueError(f"it calls {kind.__name__}, whose backward would be lost")
+        return is_defined(setup_context)
+
+    def checked_hook(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise ValueError("it registers a hook of a tensor, which would be lost")
+        return register_hook(tensor, *args, **kwargs)
+
+    before = _states()
+    with _replaced(function, "_is_setup_context_defined", checked_apply):
+        with _replaced(Tensor, "register_hook", checked_hook):
+            yield
+    if _states() != before:
+        raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
+
+
+@contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    original = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def _states() -> tuple[Any, ...]:
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), repr(numpy.random.get_state()) if numpy else None
