@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from gpipe.exported.graph import Graph, read_graph, with_names
 from gpipe.exported.modes import combine_modes, evaluation_of
 from gpipe.exported.opaque import kept_whole, whole_modules
-from gpipe.exported.refusals import nothing_lost, refuse_guards, refuse_hooks
+from gpipe.exported.refusals import guards_of, nothing_lost, refuse_hooks
 from gpipe.exported.tensors import Owned, modes_of, tensors_of_module, tensors_of_program
 
 __all__ = ["Captured", "capture", "capture_program", "explained"]
@@ -33,6 +33,8 @@ class Captured(NamedTuple):
     """Whether each module is in training mode, by path."""
     whole: dict[str, nn.Module]
     """The modules that are kept whole, by path."""
+    guards: list[str]
+    """Conditions for the number of samples, as :func:`guards_of` returns them."""
 
 
 def capture(
@@ -58,9 +60,9 @@ def capture(
     names = _one_name_each(tensors)
     with explained():
         graph = with_names(read_graph(programs[0]), names)
-        refuse_guards(graph)
         evaluation = with_names(read_graph(programs[1]), {**names, **renamed})
-        return Captured(combine_modes(graph, evaluation), tensors, modes_of(module), whole)
+        guards = [*dict.fromkeys([*guards_of(graph), *guards_of(evaluation)])]
+        return Captured(combine_modes(graph, evaluation), tensors, modes_of(module), whole, guards)
 
 
 def capture_program(program: ExportedProgram) -> Captured:
@@ -78,8 +80,7 @@ def capture_program(program: ExportedProgram) -> Captured:
                     f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
                     f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} for each tensor"
                 )
-        refuse_guards(graph)
-        return Captured(combine_modes(graph, evaluation_of(graph)), tensors, {}, {})
+        return Captured(combine_modes(graph, evaluation_of(graph)), tensors, {}, {}, guards_of(graph))
 
 
 @contextmanager

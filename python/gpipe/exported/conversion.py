@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from gpipe.exported.capture import Captured, capture, capture_program, explained
 from gpipe.exported.code import write
 from gpipe.exported.graph import Graph, Value
-from gpipe.exported.layer import ExportedLayer
+from gpipe.exported.layer import Expected, ExportedLayer
 from gpipe.exported.division import divide
 from gpipe.exported.routes import Route, route, same_size
 from gpipe.exported.sequence import ExportedSequential
@@ -96,6 +96,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     inputs, in_spec = tree_flatten(example_input)
     structures = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, model.graph.out_spec)]
     shapes = [None if value is None else tuple(value.example.shape[1:]) for value in inputs]
+    expected = Expected(structures[0], shapes, model.guards)
     owned = _owners(model, routes)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
@@ -109,7 +110,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
             else:
                 tree.place(path)
         stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
-        ends = (structures[0] if first else None, shapes, structures[1] if last else None)
+        ends = (expected if first else None, structures[1] if last else None)
         layer = ExportedLayer(each.name, tree.root, code, stashes, pops, *ends)
         layer.training = training
         sequence.add_module(_key(each.name, sequence), layer)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unflatten
@@ -12,7 +13,50 @@ from gpipe.exported.code import Code, load
 from gpipe.skip.layer import Skippable
 from gpipe.skip.namespace import native_namespace
 
-__all__ = ["ExportedLayer"]
+__all__ = ["Expected", "ExportedLayer"]
+
+
+class Expected(NamedTuple):
+    """What a converted model takes as its input."""
+
+    example: Any
+    """An object of the input's structure."""
+    shapes: list[tuple[int, ...] | None]
+    """Of the tensors, without dimension 0. ``None`` for what was a constant."""
+    guards: list[str]
+    """Conditions for the number of samples, as Python expressions of ``samples``."""
+
+    def flattened(self, input: Any) -> list[Any]:
+        """Returns the flattened input.
+
+        Raises:
+            TypeError: if its structure is another.
+            ValueError: if the model was not converted for its shapes.
+        """
+        leaves, found = tree_flatten(_in_order_of(self.example, input))
+        expected = tree_structure(self.example)
+        if found != expected:
+            raise TypeError(
+                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
+                f"{_shown(found)}; see gpipe.to_sequential"
+            )
+        for number, (leaf, shape) in enumerate(zip(leaves, self.shapes)):
+            if shape is None and leaf is not None:
+                raise ValueError(f"input {number} was a constant when the model was converted; give None, not {leaf!r}")
+            if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape[1:]) != shape):
+                given = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+                raise ValueError(
+                    f"input {number} has the shape {given}, but the model was converted for {('batch', *shape)}; only "
+                    "dimension 0 may differ"
+                )
+        samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
+        for guard in self.guards:
+            if not eval(guard, {"math": math}, {"samples": samples}):
+                raise ValueError(
+                    f"the model was converted for a number of samples with {guard}, but a micro-batch has {samples}: its "
+                    "code depends on that; choose chunks accordingly, or keep the module whole by opaque"
+                )
+        return leaves
 
 
 class ExportedLayer(Skippable):
@@ -30,8 +74,7 @@ class ExportedLayer(Skippable):
         code: Code,
         stashes: list[str],
         pops: list[str],
-        input: Any,
-        shapes: list[Any],
+        input: Expected | None,
         output: Any,
     ) -> None:
         super().__init__()
@@ -40,8 +83,7 @@ class ExportedLayer(Skippable):
         self.poppable_names = frozenset(pops)
         self.model = model
         self._code = code
-        self._input = input  # of the first layer: an object of the structure of the model's input
-        self._shapes = shapes  # of the tensors of the input, without dimension 0; None for what is not a tensor
+        self._input = input  # of the first layer
         self._output = output  # of the last layer: an object of the structure of the model's output
         self._prepare()
 
@@ -49,32 +91,13 @@ class ExportedLayer(Skippable):
         modules = dict(self.model.named_modules())
         self._run = load(self._code, self.name)
         self.__dict__["_places"] = [modules[path] for path in self._code.places]
-        self._input_spec = None if self._input is None else tree_structure(self._input)
         self._output_spec = None if self._output is None else tree_structure(self._output)
 
     def forward(self, input: Any) -> Any:
-        if self._input_spec is not None:
-            input = self._flattened(input, self._input_spec)
+        if self._input is not None:
+            input = self._input.flattened(input)
         output = self._run(self._places, self._pop, self._stash, input)
         return output if self._output_spec is None else tree_unflatten(output, self._output_spec)
-
-    def _flattened(self, input: Any, expected: TreeSpec) -> list[Any]:
-        leaves, found = tree_flatten(_in_order_of(self._input, input))
-        if found != expected:
-            raise TypeError(
-                f"the model was converted for another structure of the input: expected {_shown(expected)}, but got "
-                f"{_shown(found)}; see gpipe.to_sequential"
-            )
-        for number, (leaf, shape) in enumerate(zip(leaves, self._shapes)):
-            if shape is None and leaf is not None:
-                raise ValueError(f"input {number} was a constant when the model was converted; give None, not {leaf!r}")
-            if shape is not None and (not isinstance(leaf, Tensor) or tuple(leaf.shape[1:]) != shape):
-                given = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
-                raise ValueError(
-                    f"input {number} has the shape {given}, but the model was converted for {('batch', *shape)}; only "
-                    "dimension 0 may differ"
-                )
-        return leaves
 
     def _pop(self, name: str) -> Tensor | None:
         tensor: Tensor | None = _C.pop(native_namespace(self.namespace_of(name)), name)
@@ -90,7 +113,7 @@ class ExportedLayer(Skippable):
         return f"{type(self).__name__}({self.name})"
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_run", "_places", "_input_spec", "_output_spec")  # by _prepare()
+        made = ("_run", "_places", "_output_spec")  # by _prepare()
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

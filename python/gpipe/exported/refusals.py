@@ -9,14 +9,16 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.autograd import function
+from torch.utils._sympy.printers import PythonPrinter
 
 from gpipe.exported.graph import Graph
 from gpipe.exported.tensors import is_inside
 
-__all__ = ["nothing_lost", "refuse_guards", "refuse_hooks"]
+__all__ = ["guards_of", "nothing_lost", "refuse_hooks"]
 
 def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
     """Raises ValueError for a module with a hook, except inside the modules at some paths. A hook runs while the model is
@@ -35,20 +37,20 @@ def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
                 )
 
 
-def refuse_guards(graph: Graph) -> None:
-    """Raises ValueError if what a model computes depends on the number of samples, as in ``if len(x) > 4``."""
+def guards_of(graph: Graph) -> list[str]:
+    """Returns what the export took for granted about the number of samples, as in ``if len(x) > 4``: Python expressions of
+    ``samples``."""
+    samples = sympy.Symbol("samples", integer=True, positive=True)
+    found: dict[str, None] = {}
     for value in graph.inputs:
         batch = None if value is None else value.example.shape[0]
-        if not isinstance(batch, torch.SymInt):
-            continue
-        for guard in batch.node.shape_env.guards:
-            # Inputs have equal numbers of samples. Some limits are far above all numbers that occur.
-            for samples in range(2, 65):
-                if not guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples)):
-                    raise ValueError(
-                        "cannot convert the model: its code depends on the number of samples, which differs between "
-                        f"micro-batches ({guard.expr}, for the example); do without it, or keep the module whole by opaque"
-                    )
+        if isinstance(batch, torch.SymInt):
+            for guard in batch.node.shape_env.guards:
+                # All inputs have the same number of samples.
+                expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
+                if expression != sympy.true:
+                    found[PythonPrinter().doprint(expression)] = None
+    return list(found)
 
 
 @contextmanager
