@@ -40,7 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "factory",
         metavar="MODULE:FUNCTION",
-        help="returns an nn.Sequential, or a tuple of it and a mini-batch",
+        help="returns a module, or a tuple of it and a mini-batch",
     )
     command.add_argument(
         "--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 64,3,224,224"
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _load(factory: str) -> tuple[nn.Sequential, Any]:
+def _load(factory: str) -> tuple[nn.Module, Any]:
     module_name, colon, function_name = factory.partition(":")
     if not (module_name and colon and function_name):
         raise SystemExit(f"error: '{factory}' is not of the form MODULE:FUNCTION")

@@ -74,7 +74,8 @@ def profile(
     """Measures each layer of a model in training mode, for micro-batches of the sample's size.
 
     Args:
-        module: the model. Nothing else may use it during the measurement.
+        module: the model, a ``nn.Sequential`` or any module that :func:`gpipe.to_sequential` converts. Nothing else may
+            use it during the measurement.
         sample: one micro-batch, as for :meth:`gpipe.GPipe.forward`.
         device: where to measure. Default: the first GPU, or the CPU if there is no GPU.
         workers: number of stages that will run at once on this device. It matters because CPU stages slow each other.
