@@ -23,8 +23,7 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 [[noreturn]] void refuse(int partitions) {
   throw std::invalid_argument(
       absl::StrFormat("[balance] %d partitions would separate layers that share a buffer or parameter; use fewer "
-                      "partitions, or give each "
-                      "layer its own",
+                      "partitions, or give each layer its own",
                       partitions));
 }
 

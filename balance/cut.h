@@ -8,8 +8,8 @@
 
 namespace gpipe {
 
-// Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one
-// stage (LayerProfile::shares_with) stay in one.
+// Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one stage stay in one
+// (LayerProfile::shares_with).
 //
 // Errors: std::invalid_argument for partitions < 1, for more partitions than layers, for invalid options, and, except
 // from balance_within(), if every balance would separate such layers.

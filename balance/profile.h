@@ -40,8 +40,8 @@ struct LayerProfile {
 
   /// This layer, or a later one that gets the same tensor, changes the layer's input in place.
   bool changes_input = false;
-  /// Index of the first layer that must be in the same stage, with all layers between, because both have one of its
-  /// buffers, or a parameter that is no tie; its own index if there is none.
+  /// Index of the first layer that must be in the same stage, with all layers between; its own index if there is none.
+  /// Such layers share a buffer, or a parameter that stages cannot lend each other.
   int shares_with = 0;
 
   friend bool operator==(const LayerProfile&, const LayerProfile&) = default;

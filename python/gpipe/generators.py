@@ -17,7 +17,7 @@ from typing import Any
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 
-__all__ = ["Draws", "without_turn"]
+__all__ = ["Draws", "GeneratorState", "without_turn"]
 
 _lock = threading.Lock()
 _thread = threading.local()
@@ -50,7 +50,7 @@ def without_turn() -> Iterator[None]:
         _thread.has_turn = True
 
 
-class _State:
+class GeneratorState:
     """The state of both generators."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class _State:
         self.numpy = None if numpy is None else numpy.get_state()
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _State) and self._comparable() == other._comparable()
+        return isinstance(other, GeneratorState) and self._comparable() == other._comparable()
 
     def _comparable(self) -> tuple[Any, Any]:
         if self.numpy is None:
@@ -94,9 +94,9 @@ class Draws:
         if not (self._draws or self._first):
             return run(input)
         with _turn():
-            before = _State()
+            before = GeneratorState()
             output = run(input)
-            after = _State()
+            after = GeneratorState()
         self._first = False
         self._draws = after != before
         if self._draws:
@@ -110,11 +110,11 @@ class Draws:
             return run(input)
         before, after = saved
         with _turn():
-            now = _State()
+            now = GeneratorState()
             before.restore()
             try:
                 output = run(input)
-                end = _State()
+                end = GeneratorState()
             finally:
                 now.restore()
         # A stage that draws nothing ends in `before`: then another thread drew during its forward, which is harmless.

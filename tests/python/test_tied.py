@@ -28,7 +28,7 @@ class Mix(nn.Module):
 
 
 def make_model(width=6, **options):
-    """Returns seven layers, of which the first, the third and the last share a matrix."""
+    """Returns seven layers. The first, third and last share a matrix."""
     torch.manual_seed(0)
     words = nn.Embedding(WORDS, width, **options)
     head = nn.Linear(width, WORDS, bias=False)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import importlib
 import keyword
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from gpipe.exported.graph import Choice, Operation, Value, inputs_of
+from gpipe.exported.graph import Choice, Operation, Value, inputs_of, itself
 from gpipe.exported.opaque import OPERATOR, run_whole
 from gpipe.exported.routes import Route
 
@@ -158,10 +158,10 @@ class _Writer:
         name = operation.result.name
         choose = operation.call.path
         args = [self._argument(arg, choose) for arg in operation.args]
-        if isinstance(operation.function, torch._ops.OpOverload) and operation.function._schema.name == OPERATOR:
+        if operation.schema is not None and operation.schema.name == OPERATOR:
             inputs, arguments, _ = args
             return f"{name} = {self._function(run_whole)}({self._place(choose)}, {arguments}, {inputs})"
-        if operation.function.__module__ == "gpipe.exported.modes":
+        if operation.function is itself:
             return f"{name} = {args[0]}"
         args += [f"{key}={self._argument(value, choose)}" for key, value in operation.kwargs.items()]
         call = f"{self._function(operation.function)}({', '.join(args)})"

@@ -12,9 +12,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from gpipe.exported.capture import Captured, capture, capture_program, explained
 from gpipe.exported.code import write
+from gpipe.exported.division import divide
 from gpipe.exported.graph import Graph, Value
 from gpipe.exported.layer import Expected, ExportedLayer
-from gpipe.exported.division import divide
 from gpipe.exported.routes import Route, route, same_size
 from gpipe.exported.sequence import ExportedSequential
 from gpipe.exported.tensors import Tree, is_inside, nearest

@@ -6,10 +6,9 @@ import operator
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
-from gpipe.exported.graph import Call, Graph, Operation, Value, returns_of, schema_of
+from gpipe.exported.graph import Call, Graph, Operation, Value
 
 __all__ = ["Block", "divide"]
 
@@ -33,20 +32,20 @@ def divide(graph: Graph) -> list[Block]:
     outer = _with_submodules(graph)
     blocks: list[Block] = []
     current: Call | None = None
-    names = _Names()
+    taken: set[str] = set()
     for operation in graph.operations:
         own = [parameters[value] for value in operation.inputs() if value in parameters]
         begins = operation.call.path not in outer or bool(own)
         if not blocks or (begins and operation.call != current):
             path = operation.call.path or (own[0] if own else "input")
             if begins and current is None and blocks:
-                blocks[0].name = names.unique(path)  # operators before the first module belong to its layer
+                blocks[0].name = _unique(path, taken)  # operators before the first module belong to its layer
             else:
-                blocks.append(Block(names.unique(path) if begins else ""))
+                blocks.append(Block(_unique(path, taken) if begins else ""))
             current = operation.call if begins else None
         blocks[-1].operations.append(operation)
     if blocks and not blocks[0].name:
-        blocks[0].name = names.unique("model")
+        blocks[0].name = _unique("model", taken)
     return _keep_together(graph, blocks)
 
 
@@ -65,16 +64,13 @@ def _with_submodules(graph: Graph) -> set[str]:
     return outer
 
 
-class _Names:
-    def __init__(self) -> None:
-        self._taken: set[str] = set()
-
-    def unique(self, name: str) -> str:
-        found, count = name, 1
-        while found in self._taken:
-            found, count = f"{name}_{count}", count + 1
-        self._taken.add(found)
-        return found
+def _unique(name: str, taken: set[str]) -> str:
+    """Returns the name, with a number if it is taken. Adds it to those that are taken."""
+    found, count = name, 1
+    while found in taken:
+        found, count = f"{name}_{count}", count + 1
+    taken.add(found)
+    return found
 
 
 def _keep_together(graph: Graph, blocks: list[Block]) -> list[Block]:
@@ -93,15 +89,11 @@ def _keep_together(graph: Graph, blocks: list[Block]) -> list[Block]:
             if (viewed := _viewed_by(operation)) is not None:
                 memory[operation.result] = memory.get(viewed, viewed)
             together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
-            if _is_number(operation.result) and (_reads_data(operation) or together.intersection(inputs)):
+            if operation.result.is_number and (_reads_data(operation) or together.intersection(inputs)):
                 together.add(operation.result)
                 uses.setdefault(operation.result, []).append(index)
     spans = [(uses[value][0], uses[value][-1]) for value in together]
     return _joined(blocks, [span for span in spans if span[0] < span[1]])
-
-
-def _is_number(value: Value) -> bool:
-    return isinstance(value.example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _reads_data(operation: Operation) -> bool:
@@ -114,20 +106,15 @@ def _viewed_by(operation: Operation) -> Value | None:
     """Returns the tensor whose memory the result of an operation shares, if it does."""
     if operation.function is operator.getitem:
         return next(operation.inputs(), None)
-    if not any(result.alias_info is not None for result in returns_of(operation.function)):
+    if operation.schema is None or not any(result.alias_info is not None for result in operation.schema.returns):
         return None
-    arguments = zip(schema_of(operation.function), operation.args)
-    shared = (value for argument, value in arguments if argument.alias_info is not None and isinstance(value, Value))
+    shared = (value for argument, value in operation.given() if argument.alias_info is not None and isinstance(value, Value))
     return next(shared, None)
 
 
 def _changed_by(operation: Operation) -> Iterable[Value]:
     """Yields the values that an operation writes to."""
-    arguments = schema_of(operation.function)
-    named = {argument.name: argument for argument in arguments}
-    given = [*zip(arguments, operation.args)]
-    given += [(named[key], value) for key, value in operation.kwargs.items() if key in named]
-    for argument, value in given:
+    for argument, value in operation.given():
         writes = argument.alias_info is not None and argument.alias_info.is_write
         # The schema of batch norm does not tell that it writes to its running statistics.
         if isinstance(value, Value) and (writes or argument.name in ("running_mean", "running_var")):

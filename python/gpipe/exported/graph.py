@@ -13,7 +13,19 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = ["Call", "Choice", "Context", "Graph", "Operation", "Value", "inputs_of", "read_graph", "returns_of", "schema_of", "with_names", "with_values"]
+__all__ = [
+    "Call",
+    "Choice",
+    "Context",
+    "Graph",
+    "Operation",
+    "Value",
+    "inputs_of",
+    "itself",
+    "map_values",
+    "read_graph",
+    "with_names",
+]
 
 
 @dataclass(eq=False)
@@ -28,6 +40,10 @@ class Value:
     @property
     def is_tensor(self) -> bool:
         return isinstance(self.example, Tensor)
+
+    @property
+    def is_number(self) -> bool:
+        return isinstance(self.example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 class Choice(NamedTuple):
@@ -68,6 +84,21 @@ class Operation:
         """Yields the values among the arguments."""
         return inputs_of((self.args, self.kwargs))
 
+    @property
+    def schema(self) -> torch.FunctionSchema | None:
+        """What an operator of torch declares. Other functions have no schema."""
+        return self.function._schema if isinstance(self.function, torch._ops.OpOverload) else None
+
+    def declared(self) -> list[Any]:
+        """Returns the arguments that the schema declares; none without a schema."""
+        return [] if self.schema is None else list(self.schema.arguments)
+
+    def given(self) -> Iterator[tuple[Any, Any]]:
+        """Yields the declared arguments that have a value, each with its value."""
+        declared = self.declared()
+        yield from zip(declared, self.args)
+        yield from ((each, self.kwargs[each.name]) for each in declared if each.name in self.kwargs)
+
 
 @dataclass(eq=False)
 class Graph:
@@ -95,20 +126,15 @@ def inputs_of(arguments: Any) -> Iterator[Value]:
             yield leaf
 
 
-def schema_of(function: Callable[..., Any]) -> list[Any]:
-    """Returns the arguments that an operator of torch declares; none for other functions."""
-    return list(function._schema.arguments) if isinstance(function, torch._ops.OpOverload) else []
-
-
-def returns_of(function: Callable[..., Any]) -> list[Any]:
-    """Returns the results that an operator of torch declares; none for other functions."""
-    return list(function._schema.returns) if isinstance(function, torch._ops.OpOverload) else []
-
-
-def with_values(arguments: Any, values: Mapping[Value, Value]) -> Any:
-    """Returns an argument with some of its values replaced."""
+def map_values(arguments: Any, call: Callable[[Value], Any]) -> Any:
+    """Returns an argument with ``call(value)`` in place of each of its values."""
     leaves, tree = tree_flatten(arguments)
-    return tree_unflatten([values.get(leaf, leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
+    return tree_unflatten([call(leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
+
+
+def itself(value: Any) -> Any:
+    """The function of an operation that gives a value another name."""
+    return value
 
 
 def with_names(graph: Graph, names: Mapping[str, str]) -> Graph:
@@ -116,9 +142,13 @@ def with_names(graph: Graph, names: Mapping[str, str]) -> Graph:
     tensors: dict[str, Value] = {}
     values = {value: tensors.setdefault(names.get(name, name), value) for name, value in graph.tensors.items()}
     graph.tensors = tensors
-    graph.outputs = with_values(graph.outputs, values)
+
+    def renamed(value: Value) -> Value:
+        return values.get(value, value)
+
+    graph.outputs = map_values(graph.outputs, renamed)
     for operation in graph.operations:
-        operation.args, operation.kwargs = with_values((operation.args, operation.kwargs), values)
+        operation.args, operation.kwargs = map_values((operation.args, operation.kwargs), renamed)
     return graph
 
 
@@ -222,8 +252,7 @@ class _Reader:
         used = set(inputs_of(self.graph.outputs))
         kept = []
         for operation in reversed(self.graph.operations):
-            number = isinstance(operation.result.example, (int, float, torch.SymInt, torch.SymFloat, torch.SymBool))
-            if number and operation.result not in used:
+            if operation.result.is_number and operation.result not in used:
                 continue
             used.update(operation.inputs())
             kept.append(operation)

@@ -106,9 +106,6 @@ class ExportedLayer(Skippable):
     def _stash(self, name: str, tensor: Tensor | None) -> None:
         _C.stash(native_namespace(self.namespace_of(name)), name, tensor)
 
-    def extra_repr(self) -> str:
-        return self.name
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"
 

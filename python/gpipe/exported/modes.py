@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
 
-from gpipe.exported.graph import Choice, Graph, Operation, Value, schema_of
+from gpipe.exported.graph import Choice, Graph, Operation, Value, itself, map_values
 
 __all__ = ["combine_modes", "evaluation_of"]
 
@@ -45,7 +45,7 @@ def evaluation_of(graph: Graph) -> Graph:
         if isinstance(first, Value) and names.get(first, "").endswith("num_batches_tracked"):
             continue
         args, kwargs = list(each.args), dict(each.kwargs)
-        arguments = [argument.name for argument in schema_of(each.function)]
+        arguments = [argument.name for argument in each.declared()]
         modes = [name for name in _MODES if name in arguments]
         if "running_mean" in arguments and each.args[arguments.index("running_mean")] is None:
             operations.append(each)  # uses the statistics of its input in both modes
@@ -106,7 +106,7 @@ class _Combination:
                 args, kwargs = (), _all_arguments(theirs)
             ours.args, ours.kwargs = self._merged((ours.args, ours.kwargs), (args, kwargs), ours)
             return ours
-        theirs.args, theirs.kwargs = self._translated((args, kwargs))
+        theirs.args, theirs.kwargs = map_values((args, kwargs), self._same.__getitem__)
         theirs.training = False
         self._modes[theirs.result] = False
         self._same[theirs.result] = theirs.result
@@ -115,14 +115,10 @@ class _Combination:
         self._names.add(theirs.result.name)
         return theirs
 
-    def _translated(self, arguments: Any) -> Any:
-        leaves, tree = tree_flatten(arguments)
-        return tree_unflatten([self._same[leaf] if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
-
     def _merged(self, ours: Any, theirs: Any, where: Operation) -> Any:
         """Returns arguments for both modes."""
         leaves, tree = tree_flatten(ours)
-        others, other_tree = tree_flatten(self._translated(theirs))
+        others, other_tree = tree_flatten(map_values(theirs, self._same.__getitem__))
         if tree != other_tree:
             raise _different(where)
         return tree_unflatten([self._leaf(*pair, where) for pair in zip(leaves, others, strict=True)], tree)
@@ -167,22 +163,16 @@ class _Combination:
             for value, (mode, other) in list(waiting.items()):
                 if value in known and other in known:
                     del waiting[value]
-                    yield Operation(value, _itself, (other,), {}, operation.call, mode)
+                    yield Operation(value, itself, (other,), {}, operation.call, mode)
         assert not waiting
 
 
 def _all_arguments(operation: Operation) -> dict[str, Any]:
     """Returns the arguments of an operator by name, with defaults."""
-    arguments = schema_of(operation.function)
-    if not arguments:
+    if operation.schema is None:
         raise _different(operation)
-    given = {argument.name: value for argument, value in zip(arguments, operation.args)}
-    defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
-    return {**defaults, **given, **operation.kwargs}
-
-
-def _itself(value: Any) -> Any:
-    return value
+    defaults = {each.name: each.default_value for each in operation.declared() if each.has_default_value()}
+    return {**defaults, **{argument.name: value for argument, value in operation.given()}}
 
 
 def _aligned(ours: list[Operation], theirs: list[Operation]) -> Iterator[tuple[Operation | None, Operation | None]]:
@@ -192,8 +182,8 @@ def _aligned(ours: list[Operation], theirs: list[Operation]) -> Iterator[tuple[O
         return [(*each.call, str(each.function)) for each in operations]
 
     matcher = SequenceMatcher(None, keys(ours), keys(theirs), autojunk=False)
-    for _, first, last, other_first, other_last in matcher.get_opcodes():
-        if last - first == other_last - other_first and keys(ours[first:last]) == keys(theirs[other_first:other_last]):
+    for tag, first, last, other_first, other_last in matcher.get_opcodes():
+        if tag == "equal":
             yield from zip(ours[first:last], theirs[other_first:other_last])
             continue
         yield from ((each, None) for each in ours[first:last])
@@ -202,5 +192,6 @@ def _aligned(ours: list[Operation], theirs: list[Operation]) -> Iterator[tuple[O
 
 def _different(where: Operation) -> NotImplementedError:
     return NotImplementedError(
-        f"'{where.call.path or 'the model itself'}' computes {where.function} from other values in evaluation mode than in training mode"
+        f"'{where.call.path or 'the model itself'}' computes {where.function} from other values in evaluation mode than in "
+        "training mode"
     )

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
+from gpipe.exported.tensors import is_inside
+
 __all__ = ["OPERATOR", "kept_whole", "run_whole", "whole_modules"]
 
 OPERATOR = "gpipe_export::whole"
@@ -48,8 +50,7 @@ def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict
             raise TypeError(f"opaque must be a list of subclasses of nn.Module, but has {kind!r}")
     found: dict[str, nn.Module] = {}
     for path, each in module.named_modules():
-        inside = any(path.startswith(f"{outer}.") for outer in found)
-        if isinstance(each, kinds) and path and not inside:
+        if isinstance(each, kinds) and path and not is_inside(path, found):
             found[path] = each
     for kind in kinds:
         if not any(isinstance(each, kind) for each in found.values()):

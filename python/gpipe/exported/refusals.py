@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import random
+import importlib
 import sys
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
-import sympy  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.autograd import function
-from torch.utils._sympy.printers import PythonPrinter
 
 from gpipe.exported.graph import Graph
 from gpipe.exported.tensors import is_inside
+from gpipe.generators import GeneratorState
 
 __all__ = ["guards_of", "nothing_lost", "refuse_hooks"]
+
 
 def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
     """Raises ValueError for a module with a hook, except inside the modules at some paths. A hook runs while the model is
@@ -40,6 +40,9 @@ def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
 def guards_of(graph: Graph) -> list[str]:
     """Returns what the export took for granted about the number of samples, as in ``if len(x) > 4``: Python expressions of
     ``samples``."""
+    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
+    from torch.utils._sympy.printers import PythonPrinter
+
     samples = sympy.Symbol("samples", integer=True, positive=True)
     found: dict[str, None] = {}
     for value in graph.inputs:
@@ -74,11 +77,13 @@ def nothing_lost() -> Iterator[None]:
             raise ValueError("it registers a hook of a tensor, which would be lost")
         return register_hook(tensor, *args, **kwargs)
 
-    before = _states()
+    with suppress(ImportError):
+        importlib.import_module("numpy.random")  # else the export may import it, which would look like a draw
+    before = GeneratorState()
     with _replaced(function, "_is_setup_context_defined", checked_apply):
         with _replaced(Tensor, "register_hook", checked_hook):
             yield
-    if _states() != before:
+    if GeneratorState() != before:
         raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
 
 
@@ -90,8 +95,3 @@ def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
-
-
-def _states() -> tuple[Any, ...]:
-    numpy = sys.modules.get("numpy")
-    return random.getstate(), repr(numpy.random.get_state()) if numpy else None

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, field
+from collections import Counter
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from gpipe.exported.graph import Choice, Graph, Operation, Value, inputs_of
 from gpipe.exported.division import Block
+from gpipe.exported.graph import Graph, Operation, Value, inputs_of, map_values
 
 __all__ = ["Route", "route", "same_size"]
 
@@ -37,7 +36,8 @@ def route(graph: Graph, blocks: list[Block]) -> list[Route]:
     activation between neighbouring layers, and a skip between others. So it enters a stage at most once.
 
     The first layer has the inputs, and the last layer uses the outputs. A parameter or buffer belongs to the first layer
-    that uses it. Sizes are read off tensors that a layer has anyway. Otherwise they are passed on.
+    that uses it. Sizes are read off tensors that a layer gets anyway. If there are
+    none, the layer gets the tensor that has the size.
 
     Raises:
         NotImplementedError: for a value that exists in one mode only and is used by another layer.
@@ -58,8 +58,7 @@ class _Routes:
         for index, each in enumerate(self.routes):
             for operation in each.operations:
                 self._source.setdefault(operation.result, index)
-                if operation.result not in self._operation:
-                    self._operation[operation.result] = operation
+                self._operation.setdefault(operation.result, operation)
         needs = [self._needed_tensors(index) for index in range(len(self.routes))]
         for index, each in enumerate(self.routes):
             each.operations = _Numbers(self, index, needs).replaced(each.operations)
@@ -92,7 +91,7 @@ class _Routes:
         for index, needed in enumerate(needs):
             for value in needed:
                 holders.setdefault(value, [self._source[value]]).append(index)
-        taken: set[str] = set()
+        skips: Counter[tuple[int, int]] = Counter()  # by their layers
         for value, layers in holders.items():
             operation = self._operation.get(value)
             if operation is not None and operation.training is not None and not self._is_total(value):
@@ -102,7 +101,9 @@ class _Routes:
                     self.routes[giver].leaving.append(value)
                     self.routes[taker].arriving.append(value)
                     continue
-                name = _unique(f"{self.routes[giver].name} -> {self.routes[taker].name}", taken)
+                skips[giver, taker] += 1
+                name = f"{self.routes[giver].name} -> {self.routes[taker].name}"
+                name += f" ({skips[giver, taker]})" if skips[giver, taker] > 1 else ""
                 self.routes[giver].stashes.append((name, value))
                 self.routes[taker].pops.append((name, value))
 
@@ -110,17 +111,6 @@ class _Routes:
         """Returns whether a value that is computed in one mode has an alias in the other."""
         computed = [each for each in self.routes[self._source[value]].operations if each.result is value]
         return len(computed) > 1
-
-
-def _unique(name: str, taken: set[str]) -> str:
-    found = next(each for each in (f"{name}{suffix}" for suffix in _suffixes()) if each not in taken)
-    taken.add(found)
-    return found
-
-
-def _suffixes() -> Any:
-    yield ""
-    yield from (f" ({count})" for count in itertools.count(2))
 
 
 class _Numbers:
@@ -137,13 +127,9 @@ class _Numbers:
         """Returns the operations of the layer, after those that compute its numbers."""
         own = []
         for each in operations:
-            args, kwargs = self._translated((each.args, each.kwargs))
-            own.append(Operation(each.result, each.function, args, kwargs, each.call, each.training, each.contexts))
+            args, kwargs = map_values((each.args, each.kwargs), self._number)
+            own.append(replace(each, args=args, kwargs=kwargs))
         return [*self._added, *own]
-
-    def _translated(self, arguments: Any) -> Any:
-        leaves, tree = tree_flatten(arguments)
-        return tree_unflatten([self._number(leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
 
     def _number(self, value: Value) -> Any:
         if value.is_tensor or not self._routes.is_far(value, self._index):
@@ -168,7 +154,7 @@ class _Numbers:
         for tensor in operation.inputs():
             if tensor.is_tensor and self._routes.is_far(tensor, self._index):
                 self._needed[tensor] = None
-        args, kwargs = self._translated((operation.args, operation.kwargs))
+        args, kwargs = map_values((operation.args, operation.kwargs), self._number)
         return self._add(operation.function, args, number, kwargs)
 
     def _add(self, function: Any, args: Any, number: Value, kwargs: dict[str, Any] | None = None) -> Value:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -47,7 +48,6 @@ def modes_of(module: nn.Module) -> dict[str, bool]:
 
 class _Place(nn.Module):
     """Holds tensors and a mode at a path."""
-
 
 
 class Tree:
@@ -100,12 +100,6 @@ def nearest(name: str, paths: Iterable[str]) -> int:
     """Returns the index of the path that has most in common with a name."""
 
     def common(path: str) -> int:
-        return next(_differences(name.split("."), path.split(".")), 0)
+        return len(os.path.commonprefix([name.split("."), path.split(".")]))
 
     return max(enumerate(paths), key=lambda each: (common(each[1]), -each[0]))[0]
-
-
-def _differences(ours: list[str], theirs: list[str]) -> Iterator[int]:
-    for index in range(max(len(ours), len(theirs))):
-        if ours[index : index + 1] != theirs[index : index + 1]:
-            yield index
