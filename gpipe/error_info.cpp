@@ -2,6 +2,16 @@
 
 namespace gpipe {
 
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "unknown";
+  }
+}
+
 ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer) {
   ErrorInfo info;
   info.action = action;
@@ -9,13 +19,7 @@ ErrorInfo describe(const std::exception_ptr& error, const Action& action, const 
     info.layer = stage.first_layer + layer;
     info.layer_name = stage.name_of(layer);
   }
-  try {
-    std::rethrow_exception(error);
-  } catch (const std::exception& exception) {
-    info.message = exception.what();
-  } catch (...) {
-    info.message = "unknown";
-  }
+  info.message = message_of(error);
   return info;
 }
 

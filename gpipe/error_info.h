@@ -16,6 +16,9 @@ struct ErrorInfo {
   std::string message;     ///< the exception's what(), or "unknown"
 };
 
+/// The what() of an exception, or "unknown".
+std::string message_of(const std::exception_ptr& error);
+
 /// Describes an error of an action. `layer` is the index in the stage of the layer that ran, -1 for none.
 ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer);
 

@@ -3,16 +3,21 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <utility>
 
+#include "absl/strings/str_join.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/checks.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
+#include "gpipe/ranks/model_manifest.h"
+#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks/wire_plan.h"
 #include "gpipe/refuse.h"
 #include "gpipe/runtime/transfer.h"
 #include "gpipe/stages.h"
@@ -38,9 +43,10 @@ void check_options(const GPipeOptions& options) {
   }
 }
 
-int share_of_threads(const std::vector<torch::Device>& devices) {
-  const auto workers = std::count_if(devices.begin(), devices.end(), [](const auto& d) { return d.is_cpu(); });
-  return std::max(1, at::get_num_threads() / std::max(1, static_cast<int>(workers)));
+int share_of_threads(const Workers& workers) {
+  int on_cpu = 0;
+  for (std::size_t w = 0; w < workers.devices.size(); ++w) on_cpu += workers.here[w] && workers.devices[w].is_cpu();
+  return std::max(1, at::get_num_threads() / std::max(1, on_cpu));
 }
 
 // The inputs with their version counters, to detect later in-place changes.
@@ -53,26 +59,29 @@ Parcel as_entered(const Value& input) {
 // Joins the micro-batches' gradients of the inputs and appends those of the parameters: the gradients of the sources of
 // attach_backward(), in order.
 std::vector<at::Tensor> gradients_of_sources(MiniBatch::BackwardResult result, const std::vector<std::int64_t>& sizes,
-                                             const std::vector<torch::Device>& devices) {
+                                             const std::vector<torch::Device>& devices, bool over_ranks) {
   std::vector<at::Tensor> all;
   for (std::size_t k = 0; k < devices.size(); ++k) {
     std::vector<at::Tensor> pieces;
-    for (auto& part : result.inputs) pieces.push_back(std::move(part[k]));
+    for (auto& part : result.inputs) pieces.push_back(part.empty() ? at::Tensor() : std::move(part[k]));
     auto gradient = gather_gradient(std::move(pieces), sizes);
     if (gradient.defined() && gradient.device() != devices[k]) gradient = gradient.to(devices[k]);
     all.push_back(unshared(std::move(gradient)));
   }
   for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
+  if (over_ranks) all.emplace_back();
   return all;
 }
 
-// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks.
+// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one makes
+// every rank run its backward, also if none of its own parameters wants a gradient.
 std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& pipeline, const Value& input) {
   auto sources = input.tensors();
   for (int s = 0; s < pipeline.count(); ++s) {
     const auto& parameters = mini_batch.sinks(s).parameters();
     sources.insert(sources.end(), parameters.begin(), parameters.end());
   }
+  if (pipeline.peers() != nullptr) sources.push_back(at::zeros({}).requires_grad_());
   return sources;
 }
 
@@ -87,6 +96,11 @@ std::vector<torch::Device> devices_of_gradients(const Pipeline& pipeline, const 
   auto devices = devices_of(input);
   devices.insert(devices.end(), pipeline.devices().begin(), pipeline.devices().end());
   return devices;
+}
+
+// Describes a call to the other ranks, which must make the same.
+std::string describe_call(const std::string& what, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint) {
+  return what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}, checkpoint " + to_string(checkpoint);
 }
 
 // Gives the outputs that want a gradient their history: one autograd node over the inputs and all parameters. Calls no
@@ -110,9 +124,28 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
       auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
       for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
     }
-    return gradients_of_sources(mini_batch->backward(std::move(of_parts), retain_graph), sizes, devices);
+    return gradients_of_sources(mini_batch->backward(std::move(of_parts), retain_graph), sizes, devices,
+                                pipeline->peers() != nullptr);
   };
   attach_backward(output.value.tensors(), wanted, sources, devices_of_gradients(*pipeline, input), std::move(backward));
+}
+
+// Meets the other ranks, and drops the layers that they have.
+std::unique_ptr<Peers> join_ranks(std::vector<Stage>& stages, const std::vector<Edge>& edges,
+                                  const std::vector<Loan>& loans, const Workers& workers, const GPipeOptions& options,
+                                  const LanguageBinding& binding) {
+  const auto of_workers = ranks_of_workers(static_cast<int>(workers.devices.size()), options.ranks()->size());
+  std::vector<int> ranks;
+  std::vector<bool> here;
+  for (const int worker : workers.schedules.placement) {
+    ranks.push_back(of_workers[worker]);
+    here.push_back(workers.here[worker]);
+  }
+  check_loans_between_ranks(loans, ranks);
+  auto peers = std::make_unique<Peers>(options.ranks(), of_workers, manifest_of(stages, edges, options),
+                                       binding.structures, binding.poll);
+  drop_layers_elsewhere(stages, here);
+  return peers;
 }
 
 }  // namespace
@@ -126,7 +159,7 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
   const auto links = skip_links(named);
   auto workers = arrange_workers(options_, balance_.size());
-  devices_ = std::move(workers.devices);
+  devices_ = workers.devices;
   std::vector<torch::Device> stage_devices;
   for (const int worker : workers.schedules.placement) stage_devices.push_back(devices_[worker]);
   auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
@@ -135,14 +168,16 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   check_loans(loans_, stages);
   auto shared = find_shared_buffers(stages);
   auto edges = connect_stages(stages, balance_, links, loans_);
+  auto peers = options_.ranks() ? join_ranks(stages, edges, loans_, workers, options_, binding) : nullptr;
+  loans_ = find_loans(stages);  // those of this rank
   move_to_devices(stages);
   for (auto& stage : stages) {
     stage.lock = binding.lock;
     for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
   }
-  const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(devices_);
+  const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),
-                                         std::move(shared), threads, std::move(binding));
+                                         std::move(shared), threads, std::move(binding), std::move(peers));
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
@@ -158,24 +193,40 @@ std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) 
 }
 
 Value GPipeImpl::forward(Value input) {
-  pipeline_->set_error(std::nullopt);
-  const auto sizes = micro_batch_sizes(batch_size(input), options_.chunks(), options_.split_size());
-  return run(std::move(input), sizes, is_training() ? options_.checkpoint() : Checkpoint::kNever);
+  return run(std::move(input), options_.chunks(), options_.split_size(),
+             is_training() ? options_.checkpoint() : Checkpoint::kNever);
 }
 
 Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint) {
-  pipeline_->set_error(std::nullopt);
-  check_chunks(chunks);
-  const auto sizes = micro_batch_sizes(batch_size(input), chunks, /*split_size=*/0);
-  return run(std::move(input), sizes, checkpoint);
+  return run(std::move(input), chunks, /*split_size=*/0, checkpoint);
 }
 
-Value GPipeImpl::run(Value input, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint) {
-  refuse_transforms(input, pipeline_->stages());
+std::shared_ptr<MiniBatch> GPipeImpl::prepare(absl::FunctionRef<std::shared_ptr<MiniBatch>()> make) {
+  pipeline_->set_error(std::nullopt);
+  try {
+    return make();
+  } catch (...) {
+    if (auto* peers = pipeline_->peers()) {
+      MutexLock turn(pipeline_->turn());
+      peers->withdraw(message_of(std::current_exception()));
+    }
+    throw;
+  }
+}
+
+Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint) {
   const bool grad = at::GradMode::is_enabled();
   const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
-  auto mini_batch = std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes),
-                                                MiniBatch::Options{use, checkpoint, options_.deferred_batch_norm()});
+  std::vector<std::int64_t> sizes;
+  auto mini_batch = prepare([&] {
+    if (split_size == 0) check_chunks(chunks);
+    sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
+    refuse_transforms(input, pipeline_->stages());
+    return std::make_shared<MiniBatch>(
+        pipeline_, scatter(input, sizes),
+        MiniBatch::Options{use, checkpoint, options_.deferred_batch_norm(),
+                           describe_call(grad ? "forward with gradients" : "forward", sizes, checkpoint)});
+  });
   auto entered = grad ? as_entered(input) : Parcel();
   auto output = mini_batch->forward();
   if (grad) attach(std::move(mini_batch), pipeline_, input, std::move(entered), sizes, output);
@@ -199,27 +250,31 @@ torch::Tensor GPipeImpl::loss(Value input, Value target, const LossFunction& los
 
 StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
                                std::shared_ptr<const at::Tensor> unit) {
-  pipeline_->set_error(std::nullopt);
-  if (!is_training() || !at::GradMode::is_enabled()) {
-    throw std::runtime_error(
-        "[gpipe] step() trains, so it needs training mode and grad mode; use forward() to evaluate");
-  }
-  refuse_transforms(input, pipeline_->stages());
-  const auto samples = batch_size(input);
-  if (options.chunks() != 0) check_chunks(options.chunks());
-  const auto sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
-                                           : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
-  check_loss_arguments(loss, target, samples, options);
-  auto targets = scatter(target, sizes);
-  auto weights = loss_weights(options, sizes, targets);
-  LossOfMiniBatch parts{loss, std::move(targets), std::move(weights), options.scale(), options.return_output()};
-  auto mini_batch = std::make_shared<MiniBatch>(
-      pipeline_, scatter(input, sizes),
-      MiniBatch::Options{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
-                         options_.deferred_batch_norm()},
-      std::move(parts));
+  std::vector<std::int64_t> sizes;
+  auto mini_batch = prepare([&] {
+    if (!is_training() || !at::GradMode::is_enabled()) {
+      throw std::runtime_error(
+          "[gpipe] step() trains, so it needs training mode and grad mode; use forward() to evaluate");
+    }
+    refuse_transforms(input, pipeline_->stages());
+    const auto samples = batch_size(input);
+    if (options.chunks() != 0) check_chunks(options.chunks());
+    sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
+                                  : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
+    check_loss_arguments(loss, target, samples, options);
+    auto targets = scatter(target, sizes);
+    auto weights = loss_weights(options, sizes, targets);
+    LossOfMiniBatch parts{loss, std::move(targets), std::move(weights), options.scale(), options.return_output()};
+    const auto checkpoint = options.checkpoint().value_or(options_.checkpoint());
+    return std::make_shared<MiniBatch>(
+        pipeline_, scatter(input, sizes),
+        MiniBatch::Options{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm(),
+                           describe_call(options.return_output() ? "step with output" : "step", sizes, checkpoint)},
+        std::move(parts));
+  });
   auto outcome = mini_batch->step();
-  auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input));
+  auto gradients =
+      gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input), pipeline_->peers() != nullptr);
   auto sources = sources_of(*mini_batch, *pipeline_, input);
   mini_batch.reset();
   StepResult result{std::move(outcome.loss), std::move(outcome.output.value)};

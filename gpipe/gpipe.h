@@ -11,6 +11,7 @@
 #include <optional>
 #include <vector>
 
+#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/value.h"
@@ -25,6 +26,9 @@
 #include "skip/skippable.h"
 
 namespace gpipe {
+
+class MiniBatch;
+class Ranks;
 
 /// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
 struct GPipeOptions {
@@ -58,6 +62,9 @@ struct GPipeOptions {
   /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
   /// at least one each.
   TORCH_ARG(int, intraop_threads) = 0;
+  /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` are then
+  /// those of this rank's workers. Null: this process has all workers.
+  TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
 };
 
 /// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by a
@@ -175,7 +182,9 @@ class GPipeImpl : public torch::nn::Module {
   using torch::nn::Module::to;
 
  private:
-  Value run(Value input, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint);
+  /// Makes a mini-batch. On an error, the other ranks' call throws too.
+  std::shared_ptr<MiniBatch> prepare(absl::FunctionRef<std::shared_ptr<MiniBatch>()> make);
+  Value run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint);
   StepResult run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
                       std::shared_ptr<const at::Tensor> unit);
 

@@ -29,10 +29,13 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
       transport_(*pipeline_, micro_batches_),
+      call_(std::move(options.call)),
       loss_(std::move(loss)),
       targets_(*pipeline_, loss_.targets, pipeline_->stages().back().device),
       outputs_(micro_batches_),
-      losses_(micro_batches_) {}
+      losses_(micro_batches_) {
+  if (const auto* peers = pipeline_->peers()) crossing_.emplace(transport_, peers->rank(), peers->codec());
+}
 
 // Runs a forward or a step. On an error, restores the buffers and the default generator.
 void MiniBatch::begin(absl::FunctionRef<void()> run) {
@@ -49,12 +52,23 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
   for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
   SeedDraw draw;
   seed_ = draw.seed();
+  auto* peers = pipeline_->peers();
+  if (peers != nullptr) {
+    try {
+      seed_ = peers->agree(call_, seed_);
+    } catch (...) {
+      draw.undo();
+      throw;
+    }
+    call_number_ = peers->calls();
+  }
   pipeline_->shared_buffers().before_forward(grad);
   try {
     run();
     pipeline_->shared_buffers().after_forward();
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
   } catch (...) {
+    report_failure();
     cells_.clear();  // first, because a cell between its R and its B restores buffers too: those of the R's begin
     for (auto& saved : buffers) saved.restore_after_error();
     draw.undo();
@@ -66,7 +80,7 @@ Gathered MiniBatch::forward() {
   Gathered result;
   begin([&] {
     perform(Part::kForward);
-    result = gather_outputs();
+    result = share_outputs();
   });
   return result;
 }
@@ -81,10 +95,8 @@ MiniBatch::StepOutcome MiniBatch::step() {
     }
     begin_backward();
     perform(Part::kAll);
-    const auto losses = std::exchange(losses_, {});
-    use_on_this_thread(losses);
-    outcome.loss = join_losses(losses, loss_.weights);
-    if (loss_.keep_outputs) outcome.output = gather_outputs();
+    outcome.loss = share_loss();
+    if (loss_.keep_outputs) outcome.output = share_outputs();
     stop_counting({outcome.loss});
     outcome.gradients = take_gradients();
   });
@@ -93,6 +105,9 @@ MiniBatch::StepOutcome MiniBatch::step() {
 
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool retain_graph) {
   MutexLock turn(pipeline_->turn());
+  if (auto* peers = pipeline_->peers()) {
+    peers->agree("the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : ""), 0);
+  }
   const AllocationListener::Scope counting(counter_);
   counted_ = counting.installed();
   retain_graph_ = retain_graph;
@@ -106,6 +121,7 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
     check_parameters_unchanged();
     perform(Part::kBackward);
   } catch (...) {
+    report_failure();
     cells_.clear();
     throw;
   }
@@ -124,6 +140,38 @@ Gathered MiniBatch::gather_outputs() {
   auto result = gather(parts);
   stop_counting(result.value.tensors());
   return result;
+}
+
+// Over ranks, every rank gets the outputs of the last stage's.
+Gathered MiniBatch::share_outputs() {
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return gather_outputs();
+  auto outputs = has_last_stage() ? gather_outputs() : Gathered();
+  Parcel parcel;
+  parcel.form = outputs.value.form();
+  for (std::size_t k = 0; k < outputs.value.tensors().size(); ++k) {
+    parcel.add(outputs.value.tensors()[k], outputs.wants_gradient[k]);
+  }
+  parcel = peers->share(pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel));
+  if (!has_last_stage()) {
+    outputs.wants_gradient = std::move(parcel.wants_gradient);
+    outputs.value = Value(parcel.form, std::move(parcel.tensors));
+  }
+  return outputs;
+}
+
+at::Tensor MiniBatch::share_loss() {
+  at::Tensor loss;
+  if (has_last_stage()) {
+    const auto losses = std::exchange(losses_, {});
+    use_on_this_thread(losses);
+    loss = join_losses(losses, loss_.weights);
+  }
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return loss;
+  Parcel parcel;
+  parcel.add(std::move(loss), /*gradient_wanted=*/false);
+  return peers->share(pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel)).tensors.front();
 }
 
 MiniBatch::BackwardResult MiniBatch::take_gradients() {
@@ -166,6 +214,11 @@ void MiniBatch::perform(Part part) {
   auto* timeline = recording_.timeline.get();
   const auto spans_before = timeline ? timeline->spans.size() : 0;
   const OwnWrites writes(pipeline_->stages(), sinks_);
+  if (auto* peers = pipeline_->peers()) {
+    const auto key = std::to_string(static_cast<int>(part)) + " " + call_;
+    exchange_.emplace(peers->wires(), *program_, part, peers->of_workers(), peers->rank(), key,
+                      peers->options().timeout(), *crossing_);
+  }
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
   state_.reset();
   const auto end = [&] {
@@ -178,7 +231,45 @@ void MiniBatch::perform(Part part) {
     end();
   } catch (...) {  // the device is in an error state; the first error says more
   }
+  if (const auto* peers = pipeline_->peers()) peers->check_others();
   std::rethrow_exception(failure->error);
+}
+
+void MiniBatch::take(const Action& action) {
+  if (exchange_) exchange_->take(action);
+}
+
+void MiniBatch::put(const Action& action) {
+  if (exchange_) exchange_->put(action);
+}
+
+void MiniBatch::cancel(const Failure& failure) noexcept {
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return;
+  const auto where = [&] {
+    if (!failure.action) return std::string();
+    const auto info = describe(*failure.action, failure.error);
+    return to_string(info.action) + " (stage " + std::to_string(info.action.stage) + ", micro-batch " +
+           std::to_string(info.action.micro_batch) +
+           (info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'") + ")";
+  };
+  try {
+    std::rethrow_exception(failure.error);
+  } catch (const ConnectionError& error) {
+    peers->fail(error, exchange_->awaited(pipeline_->worker_of(failure.action->stage)), "the input of " + where());
+  } catch (...) {
+    const auto place = where();
+    peers->fail("rank " + std::to_string(peers->rank()) + " failed" + (place.empty() ? "" : " in " + place) + ": " +
+                message_of(failure.error));
+  }
+}
+
+// For errors outside of actions, which cancel() has not reported. REQUIRES: an exception is being handled.
+void MiniBatch::report_failure() noexcept {
+  if (auto* peers = pipeline_->peers()) {
+    peers->fail("rank " + std::to_string(peers->rank()) + " failed in " + call_ + ": " +
+                message_of(std::current_exception()));
+  }
 }
 
 ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& error) {

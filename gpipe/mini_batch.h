@@ -14,6 +14,8 @@
 #include "gpipe/loss.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/pipeline.h"
+#include "gpipe/ranks/exchange.h"
+#include "gpipe/ranks/parcel_edges.h"
 #include "gpipe/runtime/action_clock.h"
 #include "gpipe/runtime/byte_counter.h"
 #include "gpipe/runtime/cells.h"
@@ -32,6 +34,7 @@ class MiniBatch : public Cells {
     Pipeline::Use use = Pipeline::Use::kForward;
     Checkpoint checkpoint = Checkpoint::kNever;
     bool deferred_batch_norm = false;
+    std::string call;  ///< what the call is, for the other ranks
   };
   /// `inputs` holds one parcel per micro-batch; `loss` serves step(). Unless options.use is kForward, cells keep what a
   /// backward needs.
@@ -61,6 +64,9 @@ class MiniBatch : public Cells {
 
   void work(int worker, absl::FunctionRef<void()> run_actions) override;
   void run(const Action& action) override;
+  void take(const Action& action) override;
+  void put(const Action& action) override;
+  void cancel(const Failure& failure) noexcept override;
   Bytes bytes(int worker) override;
 
  private:
@@ -70,6 +76,10 @@ class MiniBatch : public Cells {
   void begin_backward();
   void perform(Part part);
   Gathered gather_outputs();
+  Gathered share_outputs();
+  at::Tensor share_loss();
+  bool has_last_stage() const { return pipeline_->is_here(pipeline_->count() - 1); }
+  void report_failure() noexcept;
   BackwardResult take_gradients();
   Tail tail(int stage, int micro_batch);
   void note_results(const std::vector<at::Tensor>& results);
@@ -105,6 +115,10 @@ class MiniBatch : public Cells {
   std::vector<std::unique_ptr<Cell>> cells_;
   Inlet inputs_;
   Transport transport_;
+  const std::string call_;
+  std::uint64_t call_number_ = 0;
+  std::optional<ParcelEdges> crossing_;  // this and the next: only over ranks
+  std::optional<Exchange> exchange_;     // of the part that runs
   const LossOfMiniBatch loss_;
   Inlet targets_;
   std::vector<Parcel> outputs_;         // per micro-batch

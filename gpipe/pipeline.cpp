@@ -11,18 +11,36 @@ namespace {
 
 constexpr std::size_t kPrograms = 16;
 
+int workers_of(const ScheduleSource& schedules) {
+  return 1 + *std::max_element(schedules.placement.begin(), schedules.placement.end());
+}
+
+// The workers of this rank: the first one and their number.
+std::pair<int, int> workers_here(const Peers* peers, int workers) {
+  if (peers == nullptr) return {0, workers};
+  const auto& ranks = peers->of_workers();
+  const auto first = std::find(ranks.begin(), ranks.end(), peers->rank());
+  return {static_cast<int>(first - ranks.begin()), static_cast<int>(std::count(first, ranks.end(), peers->rank()))};
+}
+
+Executor make_executor(const Peers* peers, int workers, std::function<void()> poll) {
+  const auto [first, count] = workers_here(peers, workers);
+  return Executor(count, std::move(poll), first, workers - count);
+}
+
 }  // namespace
 
 Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, SharedBuffers shared,
-                   int intraop_threads, LanguageBinding binding)
+                   int intraop_threads, LanguageBinding binding, std::unique_ptr<Peers> peers)
     : stages_(std::move(stages)),
       schedules_(std::move(schedules)),
       edges_(std::move(edges)),
       shared_buffers_(std::move(shared)),
       intraop_threads_(intraop_threads),
       binding_(std::move(binding)),
-      executor_(1 + *std::max_element(schedules_.placement.begin(), schedules_.placement.end()), binding_.poll) {
-  devices_.assign(workers(), c10::kCPU);
+      peers_(std::move(peers)),
+      devices_(workers_of(schedules_), c10::kCPU),
+      executor_(make_executor(peers_.get(), workers(), binding_.poll)) {
   for (const auto& stage : stages_) devices_[worker_of(stage.index)] = stage.device;
   for (const auto device : devices_) streams_.push_back(new_stream(device));
   for (const auto& edge : edges_) {
@@ -31,6 +49,10 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
     links_.push_back(new_link(from, to));
     back_links_.push_back(new_link(to, from));
   }
+}
+
+Pipeline::~Pipeline() {
+  if (executor_.forked()) static_cast<void>(peers_.release());
 }
 
 Link Pipeline::inlet_link(c10::Device from, c10::Device to) {

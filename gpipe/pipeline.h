@@ -12,6 +12,7 @@
 #include "absl/base/thread_annotations.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/error_info.h"
+#include "gpipe/ranks/peers.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/runtime/mutex.h"
 #include "gpipe/runtime/transfer.h"
@@ -34,6 +35,8 @@ struct LanguageBinding {
   std::function<void()> poll = {};
   /// Called on the worker with each error that ends an action. May throw another error instead.
   std::function<void(const ErrorInfo&, const std::exception_ptr&)> on_error = {};
+  /// Lets the structures of the layers' objects cross to other ranks.
+  StructureCodec structures = {};
 };
 
 /// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it, so it lives as
@@ -43,15 +46,23 @@ struct LanguageBinding {
 /// may be called on any thread.
 class Pipeline {
  public:
-  /// REQUIRES: the stages of a worker have one device.
+  /// REQUIRES: the stages of a worker have one device. Over ranks, `peers` are the others, and stages of theirs have no
+  /// layers and the CPU as device.
   Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, SharedBuffers shared,
-           int intraop_threads, LanguageBinding binding = {});
+           int intraop_threads, LanguageBinding binding = {}, std::unique_ptr<Peers> peers = nullptr);
+  ~Pipeline();
 
   std::vector<Stage>& stages() { return stages_; }
   const std::vector<Stage>& stages() const { return stages_; }
   int count() const { return static_cast<int>(stages_.size()); }
   const std::vector<Edge>& edges() const { return edges_; }
-  int workers() const { return executor_.workers(); }
+  /// The other ranks; null if this process has all workers.
+  Peers* peers() const { return peers_.get(); }
+  bool is_here(int stage) const { return !peers_ || peers_->is_here(worker_of(stage)); }
+  /// The rank of a stage. REQUIRES: peers() is not null.
+  int rank_of(int stage) const { return peers_->of_workers()[worker_of(stage)]; }
+  /// The number of workers, on all ranks.
+  int workers() const { return static_cast<int>(devices_.size()); }
   const std::vector<int>& placement() const { return schedules_.placement; }
   int worker_of(int stage) const { return schedules_.placement[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
@@ -113,6 +124,7 @@ class Pipeline {
   SharedBuffers shared_buffers_;
   const int intraop_threads_;
   const LanguageBinding binding_;
+  std::unique_ptr<Peers> peers_;
   std::vector<c10::Device> devices_;                 // per worker
   std::vector<std::optional<c10::Stream>> streams_;  // per worker
   std::vector<Link> links_;

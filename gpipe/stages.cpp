@@ -78,6 +78,25 @@ void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stage
   }
 }
 
+void check_loans_between_ranks(const std::vector<Loan>& loans, const std::vector<int>& ranks) {
+  for (const auto& loan : loans) {
+    if (ranks[loan.owner] == ranks[loan.borrower]) continue;
+    refuse_argument("stages " + std::to_string(loan.owner) + " and " + std::to_string(loan.borrower) +
+                    " share the parameter '" + loan.name + "', but are on ranks " + std::to_string(ranks[loan.owner]) +
+                    " and " + std::to_string(ranks[loan.borrower]) + "; put the layers that share it on one rank");
+  }
+}
+
+void drop_layers_elsewhere(std::vector<Stage>& stages, const std::vector<bool>& here) {
+  for (auto& stage : stages) {
+    if (here[stage.index]) continue;
+    stage.layers.clear();
+    stage.run_layers = nullptr;
+    stage.borrowed.clear();
+    stage.lent.clear();
+  }
+}
+
 SharedBuffers find_shared_buffers(const std::vector<Stage>& stages) {
   SharedBuffers shared;
   absl::flat_hash_map<const void*, const Stage*> owner;

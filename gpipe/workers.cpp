@@ -9,6 +9,8 @@
 #include <utility>
 
 #include "gpipe/checks.h"
+#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks/wire_plan.h"
 
 namespace gpipe {
 namespace {
@@ -20,12 +22,14 @@ int device_count(c10::DeviceType type) {
   return c10::impl::getDeviceGuardImpl(type)->deviceCount();
 }
 
-/// Returns one device per worker: the first of `devices`; if there are none, the GPUs, or the CPU for every worker.
-std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std::size_t workers) {
+/// Returns one device per worker: the first of `devices`; if there are none, the GPUs from `first_gpu` on, or the CPU for
+/// every worker.
+std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std::size_t workers,
+                                         std::size_t first_gpu) {
   if (devices.empty()) {
-    const int gpus = device_count(torch::kCUDA);
+    const auto gpus = static_cast<std::size_t>(device_count(torch::kCUDA));
     if (gpus == 0) return std::vector<torch::Device>(workers, torch::kCPU);
-    for (int i = 0; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
+    for (auto i = first_gpu; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
   }
   if (devices.size() < workers) {
     throw std::out_of_range("[gpipe] too few devices: " + std::to_string(workers) + " workers, but " +
@@ -58,19 +62,39 @@ ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
   return source;
 }
 
+std::vector<bool> workers_here(const GPipeOptions& options, std::size_t workers) {
+  std::vector<bool> here(workers, true);
+  if (const auto& ranks = options.ranks()) {
+    if (workers < static_cast<std::size_t>(ranks->size())) {
+      refuse_argument("the pipeline has " + std::to_string(workers) + " workers, but the job has " +
+                      std::to_string(ranks->size()) + " ranks; give each rank at least one worker");
+    }
+    const auto of_workers = ranks_of_workers(static_cast<int>(workers), ranks->size());
+    for (std::size_t w = 0; w < workers; ++w) here[w] = of_workers[w] == ranks->rank();
+  }
+  return here;
+}
+
 }  // namespace
 
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   auto schedules = source_of_schedules(options, static_cast<int>(stages));
   const auto& placement = schedules.placement;
   const auto workers = static_cast<std::size_t>(*std::max_element(placement.begin(), placement.end())) + 1;
-  if (const auto given = options.devices().size(); workers != stages && given != 0 && given != workers) {
-    refuse_argument("balance has " + std::to_string(stages) + " stages on " + std::to_string(workers) +
+  auto here = workers_here(options, workers);
+  const auto own = static_cast<std::size_t>(std::count(here.begin(), here.end(), true));
+  if (const auto given = options.devices().size(); workers != stages && given != 0 && given != own) {
+    refuse_argument("balance has " + std::to_string(stages) + " stages on " + std::to_string(own) +
                     " workers (stages_per_worker = " + std::to_string(options.stages_per_worker()) +
                     "), but the number of devices is " + std::to_string(given) + "; give one device per worker");
   }
-  auto devices = place_workers(options.devices(), workers);
-  return {std::move(schedules), std::move(devices)};
+  const auto first_gpu = options.ranks() ? options.ranks()->local_rank() * own : 0;
+  const auto own_devices = place_workers(options.devices(), own, first_gpu);
+  std::vector<torch::Device> devices(workers, torch::kCPU);
+  for (std::size_t w = 0, next = 0; w < workers; ++w) {
+    if (here[w]) devices[w] = own_devices[next++];
+  }
+  return {std::move(schedules), std::move(devices), std::move(here)};
 }
 
 }  // namespace gpipe

@@ -13,7 +13,9 @@ namespace gpipe {
 /// The workers of a pipeline: their stages, their devices, and where their schedules come from.
 struct Workers {
   ScheduleSource schedules;
-  std::vector<torch::Device> devices;  ///< per worker; an accelerator without an index is its first device
+  /// Per worker; an accelerator without an index is its first device. The CPU for workers of other ranks.
+  std::vector<torch::Device> devices;
+  std::vector<bool> here;  ///< per worker: whether it is on this rank
 };
 
 /// Arranges the workers for a model of `stages` stages as the options say. Bindings call it before they move a model.

@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -17,6 +18,12 @@ class Structure {
   virtual bool equals(const Structure& other) const = 0;
   /// For messages.
   virtual std::string describe() const = 0;
+};
+
+/// Converts structures to bytes and back, for other processes. Called on any thread. Empty for C++ models.
+struct StructureCodec {
+  std::function<std::string(const Structure&)> encode;
+  std::function<std::shared_ptr<const Structure>(const std::string& bytes)> decode;
 };
 
 /// The input or output of a layer: one tensor, a vector of tensors, a tuple of 2 to 8 tensors, or the tensors of an object

@@ -6,7 +6,6 @@
 #include <chrono>
 #include <cstddef>
 #include <deque>
-#include <span>
 #include <stdexcept>
 #include <thread>
 #include <utility>
@@ -34,14 +33,23 @@ thread_local const Executor* owner_of_this_thread = nullptr;
 ///   3. Only worker w uses spans_[w] until all workers are idle. Then only the caller does.
 class Executor::Run {
  public:
-  Run(const Program& program, Part part, Cells& cells, int spins, bool timed, int step)
-      : program_(program), part_(part), cells_(cells), timed_(timed), step_(step), spans_(program.workers()) {
+  Run(const Executor& owner, const Program& program, Part part, Cells& cells, bool timed, int step)
+      : owner_(owner),
+        program_(program),
+        part_(part),
+        cells_(cells),
+        timed_(timed),
+        step_(step),
+        spans_(program.workers()) {
+    const int spins = spins_for(owner.workers(), owner.cpu_quota_);
     for (const Edge& edge : program.edges()) {
       if (part != Part::kBackward) forward_.emplace_back(edge.capacity, program.layout().micro_batches, spins);
       if (part != Part::kForward) backward_.emplace_back(edge.capacity, program.layout().micro_batches, spins);
     }
     if (!timed) return;
-    for (int w = 0; w < program.workers(); ++w) spans_[w].reserve(actions(w).size());
+    for (int w = 0; w < program.workers(); ++w) {
+      if (is_here(w)) spans_[w].reserve(program.actions(w, part).size());
+    }
   }
 
   /// Runs the worker's actions, on its thread. Does not throw.
@@ -62,14 +70,16 @@ class Executor::Run {
 
   /// Records the error and cancels all channels, unless the run has failed already.
   void fail(std::exception_ptr error, std::optional<Action> action) {
+    const Failure failure{std::move(error), action};
     {
       MutexLock lock(mutex_);
       if (failure_) return;
-      failure_ = Failure{std::move(error), action};
+      failure_ = failure;
       failed_ = true;
     }
     for (Channel& channel : forward_) channel.cancel();
     for (Channel& channel : backward_) channel.cancel();
+    cells_.cancel(failure);
   }
 
   std::optional<Failure> failure() {
@@ -81,30 +91,23 @@ class Executor::Run {
   const std::vector<std::vector<Span>>& spans() const { return spans_; }
 
  private:
-  std::span<const Action> actions(int worker) const {
-    const std::span<const Action> list = program_.schedule()[worker];
-    const auto leading = static_cast<std::size_t>(program_.leading_forwards(worker));
-    switch (part_) {
-      case Part::kForward:
-        return list.first(leading);
-      case Part::kBackward:
-        return list.subspan(leading);
-      case Part::kAll:
-        break;
-    }
-    return list;
+  bool is_here(int worker) const { return worker >= owner_.first_ && worker < owner_.first_ + owner_.workers(); }
+  /// Whether both ends of an edge are workers of this executor.
+  bool has_channel(int edge) const {
+    const auto& placement = program_.layout().placement;
+    return is_here(placement[program_.edges()[edge].from]) && is_here(placement[program_.edges()[edge].to]);
   }
 
   /// Returns early if the run fails, on this worker or another.
   void run_actions(int worker) {
-    for (const Action& action : actions(worker)) {
+    for (const Action& action : program_.actions(worker, part_)) {
       std::deque<Channel>& channels = action.kind == Kind::F ? forward_ : backward_;
       for (const int edge : program_.wiring().takes(action)) {
-        if (!channels[edge].take(action.micro_batch)) return;
+        if (has_channel(edge) && !channels[edge].take(action.micro_batch)) return;
       }
       if (!perform(worker, action)) return;
       for (const int edge : program_.wiring().puts(action)) {
-        if (!channels[edge].put(action.micro_batch)) return;
+        if (has_channel(edge) && !channels[edge].put(action.micro_batch)) return;
       }
     }
   }
@@ -112,11 +115,13 @@ class Executor::Run {
   bool perform(int worker, const Action& action) {
     if (failed_) return false;
     try {
+      cells_.take(action);
       if (timed_) {
         record(worker, action);
       } else {
         cells_.run(action);
       }
+      cells_.put(action);
     } catch (...) {
       fail(std::current_exception(), action);
       return false;
@@ -134,6 +139,7 @@ class Executor::Run {
     spans_[worker].push_back({worker, action, start, end, step_, {before, peak, live}});
   }
 
+  const Executor& owner_;
   const Program& program_;
   const Part part_;
   Cells& cells_;
@@ -196,12 +202,12 @@ class Executor::Worker {
   std::thread thread_;  // last, because the thread uses the other members
 };
 
-Executor::Executor(int workers, std::function<void()> poll)
-    : poll_(std::move(poll)), process_(getpid()), cpu_quota_(cpu_quota()) {
+Executor::Executor(int workers, std::function<void()> poll, int first, int elsewhere)
+    : poll_(std::move(poll)), first_(first), elsewhere_(elsewhere), process_(getpid()), cpu_quota_(cpu_quota()) {
   if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: got %d workers: give at least 1", workers));
   workers_.reserve(workers);
   const int spins = spins_for(workers + 1, cpu_quota_);  // + 1: the caller is busy between runs
-  for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, w, spins));
+  for (int w = 0; w < workers; ++w) workers_.push_back(std::make_unique<Worker>(*this, first + w, spins));
 }
 
 Executor::~Executor() {
@@ -239,16 +245,16 @@ void Executor::wait_for(Worker& worker, Run& run) {
 
 std::optional<Failure> Executor::run(const Program& program, Part part, Cells& cells, Timeline* timeline, int step) {
   check_caller();
-  if (program.workers() != workers()) {
+  if (program.workers() != workers() + elsewhere_) {
     throw std::logic_error(
-        absl::StrFormat("Executor::run: the program has %d workers, but the executor has %d: make them equal",
-                        program.workers(), workers()));
+        absl::StrFormat("Executor::run: the program has %d workers, but the executor was made for %d: make them equal",
+                        program.workers(), workers() + elsewhere_));
   }
   if (part != Part::kAll && !program.two_phase()) {
     throw std::logic_error(
         "Executor::run: the program has forwards after other actions and cannot run in parts: run it with Part::kAll");
   }
-  Run run(program, part, cells, spins_for(workers(), cpu_quota_), timeline != nullptr, step);
+  Run run(*this, program, part, cells, timeline != nullptr, step);
   {
     MutexLock turn(turn_);
     for (const auto& worker : workers_) worker->start(run);

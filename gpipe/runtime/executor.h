@@ -2,7 +2,6 @@
 
 #include <sys/types.h>
 
-#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -15,21 +14,6 @@
 
 namespace gpipe {
 
-/// Which part of each worker's list a run executes. kForward and kBackward need Program::two_phase(), so that no edge
-/// is put in one part and taken in the other.
-enum class Part {
-  kAll,
-  kForward,   ///< the leading forwards
-  kBackward,  ///< all actions after them
-};
-
-/// The first error of a run.
-struct Failure {
-  std::exception_ptr error;
-  /// The action that threw; std::nullopt if the error came from a worker's set-up or from `poll`.
-  std::optional<Action> action;
-};
-
 /// Persistent worker threads that run programs. Each goes through its list of actions, waits on channels and calls
 /// Cells.
 ///
@@ -38,13 +22,17 @@ struct Failure {
 /// the in-edges. R and W exchange nothing. The first error cancels every channel and each worker stops before its next
 /// action.
 ///
+/// An executor can have only some of a program's workers; the others are in other processes. Edges between its own workers
+/// are channels. Cells::take() and Cells::put() serve the other edges.
+///
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads. While run() waits for them, it calls `poll`, unless that is null, on the caller's thread every
-  /// 50 ms. An exception from `poll` is an error of the run.
+  /// Starts the threads: the programs' workers from `first` on. `elsewhere` more are in other processes. While run() waits
+  /// for the threads, it calls `poll`, unless that is null, on the caller's thread every 50 ms. An exception from `poll` is
+  /// an error of the run.
   /// Errors: std::invalid_argument for fewer than one worker; std::system_error if a thread cannot be started.
-  explicit Executor(int workers, std::function<void()> poll = nullptr);
+  explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int elsewhere = 0);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
   Executor(const Executor&) = delete;
@@ -62,8 +50,8 @@ class Executor {
   /// Runs a part of the program on the cells. Returns when all workers are idle: with the first failure, or with
   /// std::nullopt. With a timeline, appends the actions that ran, with the given step and times in seconds of
   /// std::chrono::steady_clock, and sets the timeline's workers and edges. Without one, reads no clock.
-  /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of workers
-  /// than the executor, or if the part is not kAll and the program is not two_phase().
+  /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of workers,
+  /// or if the part is not kAll and the program is not two_phase().
   std::optional<Failure> run(const Program& program, Part part, Cells& cells, Timeline* timeline = nullptr,
                              int step = 0);
 
@@ -74,6 +62,8 @@ class Executor {
   void wait_for(Worker& worker, Run& run);
 
   const std::function<void()> poll_;
+  const int first_;
+  const int elsewhere_;
   const pid_t process_;
   const double cpu_quota_;  // at construction
   Mutex turn_;

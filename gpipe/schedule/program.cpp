@@ -120,6 +120,20 @@ bool Program::recomputes(int stage, int micro_batch) const {
   return recomputes_[static_cast<std::size_t>(stage) * layout_.micro_batches + micro_batch];
 }
 
+std::span<const Action> Program::actions(int worker, Part part) const {
+  const std::span<const Action> list = schedule_[worker];
+  const auto leading = static_cast<std::size_t>(leading_forwards_[worker]);
+  switch (part) {
+    case Part::kForward:
+      return list.first(leading);
+    case Part::kBackward:
+      return list.subspan(leading);
+    case Part::kAll:
+      break;
+  }
+  return list;
+}
+
 bool Program::two_phase() const {
   std::size_t leading = 0;
   for (const int forwards : leading_forwards_) leading += forwards;

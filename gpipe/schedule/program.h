@@ -72,6 +72,14 @@ struct Wiring {
   std::vector<std::vector<int>> out;
 };
 
+/// Which part of each worker's list a run executes. kForward and kBackward need Program::two_phase(), so that no edge
+/// is put in one part and taken in the other.
+enum class Part {
+  kAll,
+  kForward,   ///< the leading forwards
+  kBackward,  ///< all actions after them
+};
+
 /// A verified schedule with its edges, ready for the executor and the simulator. Immutable; safe to share between
 /// threads.
 class Program {
@@ -95,8 +103,8 @@ class Program {
   bool recomputes(int stage, int micro_batch) const;
   /// Whether the schedule has any backward actions. False for inference.
   bool has_backward() const { return has_backward_; }
-  /// The number of actions before the first one in the worker's list that is not an F.
-  int leading_forwards(int worker) const { return leading_forwards_[worker]; }
+  /// The actions of a worker in a part of the program.
+  std::span<const Action> actions(int worker, Part part) const;
   /// Whether every worker has all its F before any other action, so that forward and backward can be separate runs.
   bool two_phase() const;
 

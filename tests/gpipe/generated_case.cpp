@@ -6,6 +6,8 @@
 #include <sstream>
 
 #include "gpipe/micro_batch.h"
+#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks/wire_plan.h"
 #include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/verifier.h"
 #include "tests/gpipe/instruments.h"
@@ -124,6 +126,10 @@ Sequential build(const Spec& spec) {
   return model;
 }
 
+int workers_of(const Spec& spec, const Sequential& model) {
+  return std::min(spec.workers, static_cast<int>(model->size()) / spec.loops);
+}
+
 /// Equal up to the tolerance, or both undefined; equal also where both are NaN.
 bool same_or_nan(const Tensor& a, const Tensor& b, double tolerance) {
   if (!a.defined() || !b.defined()) return a.defined() == b.defined();
@@ -133,6 +139,7 @@ bool same_or_nan(const Tensor& a, const Tensor& b, double tolerance) {
 
 /// Whether each stage held as many graphs at once as the verifier says, and holds none now.
 bool live_graphs_as_verified(const Sequential& model, const GPipe& pipe, const Spec& spec, int micro_batches) {
+  const auto here = pipe->modules();
   const auto program = pipe->program(micro_batches);
   const auto& layout = program->layout();
   const auto schedule = spec.schedule.empty() ? fill_drain(layout, spec.checkpoint) : program->schedule();
@@ -140,8 +147,9 @@ bool live_graphs_as_verified(const Sequential& model, const GPipe& pipe, const S
   std::size_t layer = 0;
   for (std::size_t stage = 0; stage < pipe->balance().size(); ++stage) {
     for (auto left = pipe->balance()[stage]; left > 0; --left) {
-      const auto* peak = model->ptr(layer++)->as<PeakImpl>();
-      if (!peak) continue;
+      const auto module = model->ptr(layer++);
+      const auto* peak = module->as<PeakImpl>();
+      if (!peak || std::find(here.begin(), here.end(), module) == here.end()) continue;
       const int live = peak->live->peak;
       const int verified = peaks->graphs[stage];
       // An I may free the layer's part of the graph before the W.
@@ -227,13 +235,17 @@ Spec generate(std::uint64_t seed) {
   return spec;
 }
 
-std::string difference(const Spec& spec, const std::optional<Devices>& devices) try {
+int workers_of(const Spec& spec) { return workers_of(spec, build(spec)); }
+
+std::string difference(const Spec& spec, const std::optional<Devices>& devices,
+                       const std::shared_ptr<Ranks>& ranks) try {
   torch::manual_seed(spec.seed);
   auto model = build(spec);
-  const int workers = std::min(spec.workers, static_cast<int>(model->size()) / spec.loops);
+  const int workers = workers_of(spec, model);
   const auto balance = draw_balance(spec.seed + 1, workers * spec.loops, model->size());
   auto options = options_for(spec, workers);
   if (devices) options.devices({devices->workers.begin(), devices->workers.begin() + workers});
+  options.ranks(ranks);
   GPipe pipe(model, balance, options);
   auto x = torch::randn({spec.batch, width_of(spec)});
   if (devices) x = x.to(devices->input);
@@ -260,12 +272,21 @@ std::string difference(const Spec& spec, const std::optional<Devices>& devices) 
   const double tolerance = !devices ? 0 : spec.wide ? 1e-3 : 1e-4;  // wide sums have ten times the terms
   const auto same = [&](const Tensor& a, const Tensor& b) { return same_or_nan(a, b, tolerance); };
   if (!same(output, expected.outputs[0])) return "the output";
-  if (!same(got[0], expected.input_gradients[0])) return "the gradient of the input";
+  const int first = pipe->placement().front();
+  const bool has_input = !ranks || ranks_of_workers(workers, ranks->size())[first] == ranks->rank();
+  if (!same(got[0], has_input ? expected.input_gradients[0] : Tensor())) return "the gradient of the input";
+  const auto is_here = [](const std::vector<Tensor>& tensors, const Tensor& tensor) {
+    return std::any_of(tensors.begin(), tensors.end(), [&](const Tensor& other) { return other.is_same(tensor); });
+  };
+  const auto parameters = model->parameters();
   for (std::size_t p = 0; p < expected.parameter_gradients.size(); ++p) {
-    if (!same(got[p + 1], expected.parameter_gradients[p])) return "the gradient of parameter " + std::to_string(p);
+    const bool here = is_here(pipe->parameters(), parameters[p]);
+    if (!same(got[p + 1], here ? expected.parameter_gradients[p] : Tensor())) {
+      return "the gradient of parameter " + std::to_string(p);
+    }
   }
   for (std::size_t i = 0; i < buffers.size(); ++i) {
-    if (!same(buffers[i], after[i])) return "buffer " + std::to_string(i);
+    if (is_here(pipe->buffers(), buffers[i]) && !same(buffers[i], after[i])) return "buffer " + std::to_string(i);
   }
   return "";
 } catch (const c10::Error& error) {

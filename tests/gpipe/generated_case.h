@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -65,7 +66,12 @@ struct Devices {
 
 /// Runs a case, on the CPU if no devices are given. Returns the first result that differs from the reference's, or the text
 /// of an error; empty if there is none. Results on the CPU must be bit-equal. Those of other devices may differ by 1e-4
-/// (wide: 1e-3), because a convolution's sums depend on the strides of its input.
-std::string difference(const Spec& spec, const std::optional<Devices>& devices = std::nullopt);
+/// (wide: 1e-3), because a convolution's sums depend on the strides of its input. With ranks, every rank must call this
+/// with the same case, and compares what it has.
+std::string difference(const Spec& spec, const std::optional<Devices>& devices = std::nullopt,
+                       const std::shared_ptr<Ranks>& ranks = nullptr);
+
+/// The number of workers of the case, which its layers may limit.
+int workers_of(const Spec& spec);
 
 }  // namespace gpipe

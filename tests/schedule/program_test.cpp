@@ -99,7 +99,7 @@ TEST(Program, KnowsItsEdgesAndPhases) {
   for (int s = 0; s < 3; ++s) {
     EXPECT_TRUE(program.recomputes(s, 0));
     EXPECT_FALSE(program.recomputes(s, 1));
-    EXPECT_EQ(program.leading_forwards(s), 2);
+    EXPECT_EQ(program.actions(s, Part::kForward).size(), 2u);
   }
 }
 
@@ -107,14 +107,14 @@ TEST(Program, InferenceHasNoBackward) {
   const auto program = testing::make(straight(2, 3), chain(2, 1), fill(straight(2, 3)));
   EXPECT_FALSE(program.has_backward());
   EXPECT_TRUE(program.two_phase());
-  EXPECT_EQ(program.leading_forwards(1), 3);
+  EXPECT_EQ(program.actions(1, Part::kForward).size(), 3u);
 }
 
 TEST(Program, OneForwardOneBackwardIsNotTwoPhase) {
   const auto program = testing::make(straight(2, 3), chain(2, 2), testing::one_forward_one_backward(2, 3));
   EXPECT_FALSE(program.two_phase());
-  EXPECT_EQ(program.leading_forwards(0), 2);
-  EXPECT_EQ(program.leading_forwards(1), 1);
+  EXPECT_EQ(program.actions(0, Part::kForward).size(), 2u);
+  EXPECT_EQ(program.actions(1, Part::kForward).size(), 1u);
 }
 
 }  // namespace

@@ -1,0 +1,50 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <memory>
+#include <span>
+#include <stdexcept>
+
+namespace gpipe {
+
+/// A connection to another rank was lost or closed, or the other rank did not answer in time.
+class ConnectionError : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+/// The other rank did not answer in time.
+class TimeoutError : public ConnectionError {
+ public:
+  using ConnectionError::ConnectionError;
+};
+
+/// One send or receive in flight. Used by one thread at a time. The memory that it reads or writes must stay until it is
+/// complete or the connections are closed.
+class Transfer {
+ public:
+  virtual ~Transfer() = default;
+  /// Waits until it is complete. Errors: ConnectionError.
+  virtual void wait(std::chrono::milliseconds limit) = 0;
+};
+
+/// This process's connections to the other ranks of a job, which carry bytes.
+///
+/// Between two ranks, the n-th send with a tag completes the n-th receive with that tag. A receive's memory must be at
+/// least as long as the message. Every receive must be completed by a send, or the connections closed.
+///
+/// Thread safety: all functions may be called on any thread.
+class Connections {
+ public:
+  virtual ~Connections() = default;
+
+  /// Starts a send or a receive. Does not wait. Errors: ConnectionError.
+  virtual std::unique_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) = 0;
+  virtual std::unique_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) = 0;
+
+  /// Closes all connections: transfers in flight fail, here and on the other ranks. Can be repeated.
+  virtual void close() noexcept = 0;
+};
+
+}  // namespace gpipe

@@ -1,0 +1,88 @@
+#include "gpipe/ranks/exchange.h"
+
+namespace gpipe {
+
+Wires::Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate)
+    : connections_(connections), first_(first), delivery_(delivery), allocate_(std::move(allocate)) {}
+
+WireSender& Wires::sender(int number, int to_rank) {
+  auto& wire = senders_[number];
+  if (!wire) wire = std::make_unique<WireSender>(connections_, to_rank, (first_ + number) * kTagsPerWire, delivery_);
+  return *wire;
+}
+
+WireReceiver& Wires::receiver(int number, int from_rank, std::chrono::milliseconds limit) {
+  auto& wire = receivers_[number];
+  if (!wire)
+    wire = std::make_unique<WireReceiver>(connections_, from_rank, (first_ + number) * kTagsPerWire, limit, allocate_);
+  return *wire;
+}
+
+std::deque<Remembered>& Wires::remembered(int number, const std::string& key, std::size_t messages) {
+  auto& remembered = remembered_[{number, key}];
+  if (remembered.size() < messages) remembered.resize(messages);
+  return remembered;
+}
+
+void Wires::finish() {
+  for (const auto& [number, sender] : senders_) sender->finish();
+}
+
+Exchange::Exchange(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
+                   const std::string& key, std::chrono::milliseconds limit, EdgeContents& contents)
+    : program_(program),
+      ranks_(ranks),
+      rank_(rank),
+      contents_(contents),
+      sending_(program.workers()),
+      arrived_(2 * program.edges().size() * program.layout().micro_batches),
+      awaited_(program.workers(), -1) {
+  for (auto& plan : plan_wires(program, part, ranks)) {
+    const int number = plan.from * program.workers() + plan.to;
+    if (is_here(plan.from)) {
+      auto& remembered = wires.remembered(number, key, plan.messages.size());
+      sending_[plan.from].push_back({&wires.sender(number, ranks[plan.to]), std::move(plan.messages), &remembered});
+    } else if (is_here(plan.to)) {
+      auto& remembered = wires.remembered(number, key, plan.messages.size());
+      auto& wire = wires.receiver(number, ranks[plan.from], limit);
+      std::vector<Remembered*> expected;
+      for (std::size_t i = 0; i < plan.messages.size(); ++i) expected.push_back(&remembered[i]);
+      wire.expect(std::move(expected));
+      receiving_[{plan.from, plan.to}] = {&wire, ranks[plan.from], std::move(plan.messages)};
+    }
+  }
+}
+
+char& Exchange::arrived(int edge, const Action& action) {
+  const std::size_t direction = action.kind == Kind::F ? 0 : 1;
+  return arrived_[(edge * 2 + direction) * program_.layout().micro_batches + action.micro_batch];
+}
+
+void Exchange::take(const Action& action) {
+  const auto& placement = program_.layout().placement;
+  const int worker = placement[action.stage];
+  for (const int edge : program_.wiring().takes(action)) {
+    const auto& ends = program_.edges()[edge];
+    const int from = placement[action.kind == Kind::F ? ends.from : ends.to];
+    if (is_here(from)) continue;
+    auto& wire = receiving_.at({from, worker});
+    while (!arrived(edge, action)) {
+      const auto& message = wire.messages.at(wire.next++);
+      awaited_[worker] = wire.rank;
+      auto received = wire.wire->receive(message.label());
+      awaited_[worker] = -1;
+      contents_.put_on(message.action, message.edges, std::move(received));
+      for (const int of_message : message.edges) arrived(of_message, message.action) = 1;
+    }
+  }
+}
+
+void Exchange::put(const Action& action) {
+  for (auto& wire : sending_[program_.layout().placement[action.stage]]) {
+    if (wire.next == wire.messages.size() || wire.messages[wire.next].action != action) continue;
+    const auto& message = wire.messages[wire.next];
+    wire.wire->send((*wire.remembered)[wire.next++], message.label(), contents_.take_off(action, message.edges));
+  }
+}
+
+}  // namespace gpipe

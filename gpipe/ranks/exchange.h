@@ -1,0 +1,105 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/wire.h"
+#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/schedule/program.h"
+
+namespace gpipe {
+
+/// The wires of one rank, which last as long as its connections.
+///
+/// Thread safety: sender(), receiver() and remembered() on one thread at a time.
+class Wires {
+ public:
+  /// Numbers of wires count from `first`. `delivery`: the longest wait for a delivery. `allocate` makes the memory for
+  /// received messages, on any thread.
+  Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate);
+
+  /// The end of the wire with this number to or from another rank. Both ends use one number per direction. `limit`: the
+  /// longest wait for a message.
+  WireSender& sender(int number, int to_rank);
+  WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
+
+  /// What is remembered of the messages of a wire under a key, for at least `messages` of them. Stays valid.
+  std::deque<Remembered>& remembered(int number, const std::string& key, std::size_t messages);
+
+  /// Nothing more will be sent. Does not wait.
+  void finish();
+
+ private:
+  Connections& connections_;
+  const int first_;
+  const std::chrono::milliseconds delivery_;
+  const Allocate allocate_;
+  std::map<int, std::unique_ptr<WireSender>> senders_;
+  std::map<int, std::unique_ptr<WireReceiver>> receivers_;
+  std::map<std::pair<int, std::string>, std::deque<Remembered>> remembered_;
+};
+
+/// The contents of a mini-batch's edges, as an Exchange moves them. Called on the action's worker.
+class EdgeContents {
+ public:
+  virtual ~EdgeContents() = default;
+  /// Takes off the edges what the action has put there.
+  virtual Outgoing take_off(const Action& action, const std::vector<int>& edges) = 0;
+  /// Puts on the edges what the action put there on another rank.
+  virtual void put_on(const Action& action, const std::vector<int>& edges, std::unique_ptr<Incoming> message) = 0;
+};
+
+/// Moves what crosses ranks during one part of a program: the edges between this rank's workers and those of other ranks.
+///
+/// Thread safety: take() and put() run on their action's worker.
+/// Invariant: each worker takes the messages of a wire in the order of the plan. A message that comes before it is needed
+/// lies on its edges.
+class Exchange {
+ public:
+  /// Posts memory for the first messages. `key` identifies the program and the part on all ranks. `ranks` has the rank of
+  /// each worker. `limit`: the longest wait for a message. All arguments must outlive this.
+  Exchange(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
+           const std::string& key, std::chrono::milliseconds limit, EdgeContents& contents);
+
+  /// See Cells::take() and Cells::put(). Errors: ConnectionError.
+  void take(const Action& action);
+  void put(const Action& action);
+
+  /// The rank whose message a worker waits for, or -1.
+  int awaited(int worker) const { return awaited_[worker]; }
+
+ private:
+  struct Receiving {
+    WireReceiver* wire;
+    int rank;
+    std::vector<WireMessage> messages;
+    std::size_t next = 0;
+  };
+  struct Sending {
+    WireSender* wire;
+    std::vector<WireMessage> messages;
+    std::deque<Remembered>* remembered;
+    std::size_t next = 0;
+  };
+  bool is_here(int worker) const { return ranks_[worker] == rank_; }
+  /// Whether the edge's content for an action of this kind has come.
+  char& arrived(int edge, const Action& action);
+
+  const Program& program_;
+  const std::vector<int>& ranks_;
+  const int rank_;
+  EdgeContents& contents_;
+  std::map<std::pair<int, int>, Receiving> receiving_;  // by the workers at the ends
+  std::vector<std::vector<Sending>> sending_;           // by worker
+  std::vector<char> arrived_;                           // by edge, direction and micro-batch
+  std::vector<int> awaited_;                            // by worker
+};
+
+}  // namespace gpipe

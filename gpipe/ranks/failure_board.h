@@ -1,0 +1,60 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <functional>
+#include <string>
+#include <thread>
+
+#include "absl/base/thread_annotations.h"
+#include "gpipe/runtime/mutex.h"
+
+namespace gpipe {
+
+/// Tells all ranks of the first failure of any rank, through a store. A thread looks there five times per second.
+///
+/// Thread safety: all functions may be called on any thread.
+/// Invariant: once set, the failure never changes, and is the same on all ranks that can reach the store.
+class FailureBoard {
+ public:
+  /// Calls `on_failure` once, on any thread, after the first failure is known. It must not throw.
+  FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, std::function<void()> on_failure);
+  ~FailureBoard();
+  FailureBoard(const FailureBoard&) = delete;
+  FailureBoard& operator=(const FailureBoard&) = delete;
+
+  /// Reports a failure of this rank, unless there was one before.
+  void report(const std::string& cause) noexcept;
+
+  /// Reports that this rank has waited in vain for `what` of another rank. The cause names the rank at the end of the
+  /// chain: the one that is awaited and does not itself wait.
+  void report_wait(int awaited, const std::string& what) noexcept;
+
+  /// Reports that the connection to a rank was lost while this rank waited for `what`. Rank `awaited` may have closed it
+  /// because of a failure, which it has then reported.
+  void report_loss(int awaited, const std::string& what) noexcept;
+
+  /// The first failure; empty if there is none.
+  std::string failure() const;
+  /// Errors: std::runtime_error if there is one; `what` says what it prevents.
+  void check(const std::string& what) const;
+  /// Whether this rank reported it.
+  bool is_own() const;
+
+ private:
+  void set(const std::string& cause, bool own) noexcept;
+  void watch();
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const c10::intrusive_ptr<c10d::Store> watched_;  // a connection of its own
+  const int rank_;
+  const std::function<void()> on_failure_;
+  mutable Mutex mutex_;
+  CondVar changed_;
+  std::string failure_ ABSL_GUARDED_BY(mutex_);
+  bool own_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread watcher_;
+};
+
+}  // namespace gpipe

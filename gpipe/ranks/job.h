@@ -1,0 +1,60 @@
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/exchange.h"
+#include "gpipe/ranks/failure_board.h"
+#include "gpipe/ranks/manifest.h"
+#include "gpipe/ranks/ranks.h"
+#include "gpipe/runtime/mutex.h"
+
+namespace gpipe {
+
+/// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one pipeline
+/// is a failure of all, because it closes the connections.
+///
+/// Thread safety: join() and retire() on one thread at a time; the other functions on any thread.
+class Job {
+ public:
+  Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks);
+  /// Waits until all ranks have got here or one has failed, so that no rank loses what this one has sent. While an exception
+  /// unwinds the stack, reports it as a failure instead.
+  ~Job();
+  Job(const Job&) = delete;
+  Job& operator=(const Job&) = delete;
+
+  /// Meets the other ranks to make the next pipeline. All must make their pipelines in the same order. Returns the first of
+  /// `wires` numbers for the pipeline's wires. Errors: as check_manifests(); ConnectionError; std::runtime_error after a
+  /// failure.
+  int join(const Manifest& manifest, int wires, const std::function<void()>& poll);
+
+  /// REQUIRES: join() has returned.
+  Connections& connections() { return *connections_; }
+  FailureBoard& board() { return *board_; }
+
+  /// Keeps the wires of a pipeline that has ended. Memory that they have posted may still be written to.
+  void retire(std::unique_ptr<Wires> wires) { retired_.push_back(std::move(wires)); }
+
+ private:
+  void await_others();
+
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const int rank_;
+  const int size_;
+  const ListenAt listen_at_;
+  const RanksOptions options_;
+  const int exceptions_;  // on the stack when this was made
+  int pipelines_ = 0;
+  int next_wire_ = 0;
+  std::unique_ptr<Connections> connections_;
+  std::unique_ptr<FailureBoard> board_;
+  std::vector<std::unique_ptr<Wires>> retired_;
+};
+
+}  // namespace gpipe

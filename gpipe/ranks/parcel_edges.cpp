@@ -1,0 +1,38 @@
+#include "gpipe/ranks/parcel_edges.h"
+
+#include <stdexcept>
+#include <utility>
+
+namespace gpipe {
+
+Outgoing ParcelEdges::take_off(const Action& action, const std::vector<int>& edges) {
+  std::vector<Parcel> parcels;
+  for (const int edge : edges) {
+    if (action.kind == Kind::F) {
+      parcels.push_back(transport_.receive(edge, action.micro_batch));
+      continue;
+    }
+    auto& parcel = parcels.emplace_back();
+    for (auto& gradient : transport_.receive_gradients(edge, action.micro_batch)) {
+      parcel.add(std::move(gradient), /*gradient_wanted=*/false);
+    }
+  }
+  return to_message(std::move(parcels), rank_, codec_);
+}
+
+void ParcelEdges::put_on(const Action& action, const std::vector<int>& edges, std::unique_ptr<Incoming> message) {
+  auto parcels = to_parcels(std::move(message));
+  if (parcels.size() != edges.size()) {
+    throw std::runtime_error("[gpipe] a message for " + std::to_string(edges.size()) + " edges has " +
+                             std::to_string(parcels.size()) + " parcels; run the same version of gpipe on all ranks");
+  }
+  for (std::size_t k = 0; k < edges.size(); ++k) {
+    if (action.kind == Kind::F) {
+      transport_.send(edges[k], action.micro_batch, std::move(parcels[k]));
+    } else {
+      transport_.send_gradients(edges[k], action.micro_batch, std::move(parcels[k].tensors));
+    }
+  }
+}
+
+}  // namespace gpipe

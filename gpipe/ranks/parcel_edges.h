@@ -1,0 +1,28 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "gpipe/ranks/exchange.h"
+#include "gpipe/ranks/parcel_message.h"
+#include "gpipe/transport.h"
+
+namespace gpipe {
+
+/// The parcels and gradients of a mini-batch's edges, as its Exchange moves them between a Transport and the wires.
+class ParcelEdges : public EdgeContents {
+ public:
+  /// The arguments must outlive this.
+  ParcelEdges(Transport& transport, int rank, const StructureCodec& codec)
+      : transport_(transport), rank_(rank), codec_(codec) {}
+
+  Outgoing take_off(const Action& action, const std::vector<int>& edges) override;
+  void put_on(const Action& action, const std::vector<int>& edges, std::unique_ptr<Incoming> message) override;
+
+ private:
+  Transport& transport_;
+  const int rank_;
+  const StructureCodec& codec_;
+};
+
+}  // namespace gpipe

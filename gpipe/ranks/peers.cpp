@@ -1,0 +1,210 @@
+#include "gpipe/ranks/peers.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <cstring>
+#include <future>
+#include <stdexcept>
+#include <utility>
+
+#include "gpipe/ranks/gloo.h"
+
+namespace gpipe {
+namespace {
+
+constexpr int kLeader = 0;
+constexpr std::chrono::milliseconds kPollInterval{50};
+constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
+
+// The first letter of what a rank tells the leader, and of what the leader tells the others.
+constexpr char kCall = 'C';
+constexpr char kWithdrawn = 'W';
+constexpr char kRefused = 'R';
+constexpr char kAgreed = 'A';
+constexpr std::size_t kSeedDigits = 20;
+
+Parcel to_parcel(const std::string& words) {
+  const auto padded = (words.size() / kWordBytes + 1) * kWordBytes;
+  auto tensor = at::empty({static_cast<std::int64_t>(padded)}, at::kByte);
+  std::memset(tensor.mutable_data_ptr(), 0, padded);
+  std::memcpy(tensor.mutable_data_ptr(), words.data(), words.size());
+  Parcel parcel;
+  parcel.add(std::move(tensor), /*gradient_wanted=*/false);
+  return parcel;
+}
+
+std::string to_words(const Parcel& parcel) {
+  const auto& tensor = parcel.tensors.at(0);
+  std::string words(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
+  words.erase(words.find_last_not_of('\0') + 1);
+  return words;
+}
+
+}  // namespace
+
+Peers::Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
+             std::function<void()> poll)
+    : ranks_(std::move(ranks)),
+      of_workers_(std::move(of_workers)),
+      codec_(std::move(codec)),
+      poll_(std::move(poll)),
+      job_(ranks_->job()) {
+  const int size = ranks_->size();
+  first_wire_ = job_.join(manifest, wires_between_workers() + kSubjects * size * size, poll_);
+  wires_ = std::make_unique<Wires>(job_.connections(), first_wire_, options().join_timeout(), parcel_memory(codec_));
+  if (rank() != kLeader) {
+    expect(kVerdict, kLeader);
+  } else {
+    for (int r = 1; r < size; ++r) expect(kWord, r);
+  }
+}
+
+Peers::~Peers() {
+  const auto reason = "rank " + std::to_string(rank()) + " has destroyed its pipeline";
+  try {
+    if (rank() != kLeader) {
+      send(kWord, kLeader, to_parcel(kWithdrawn + reason));
+    } else {
+      for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(kRefused + reason));
+    }
+  } catch (const std::exception&) {  // a rank has failed
+  }
+  wires_->finish();
+  job_.retire(std::move(wires_));
+}
+
+int Peers::wire_number(Subject subject, int from, int to) const {
+  return wires_between_workers() + (static_cast<int>(subject) * ranks_->size() + from) * ranks_->size() + to;
+}
+
+void Peers::expect(Subject subject, int from) {
+  const int number = wire_number(subject, from, rank());
+  if (!expected_.insert(number).second) return;
+  const auto limit = subject == kResult ? options().timeout() : options().join_timeout();
+  wires_->receiver(number, from, limit).expect({&wires_->remembered(number, "", 1).front()});
+}
+
+void Peers::send(Subject subject, int to, Parcel parcel) {
+  const int number = wire_number(subject, rank(), to);
+  wires_->sender(number, to)
+      .send(wires_->remembered(number, "", 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
+}
+
+Parcel Peers::receive(Subject subject, int from) {
+  const int number = wire_number(subject, from, rank());
+  expect(subject, from);
+  auto message = wires_->receiver(number, from, {}).receive(calls_);
+  expected_.erase(number);
+  // A large message would keep memory until the next call.
+  if (wires_->remembered(number, "", 1).front().is_small()) expect(subject, from);
+  return std::move(to_parcels(std::move(message)).front());
+}
+
+void Peers::while_polling(absl::FunctionRef<void()> wait) {
+  if (!poll_) return wait();
+  auto waiting = std::async(std::launch::async, [&] { wait(); });
+  std::exception_ptr stopped;
+  while (waiting.wait_for(kPollInterval) == std::future_status::timeout) {
+    if (stopped) continue;
+    try {
+      poll_();
+    } catch (const std::exception& error) {
+      stopped = std::current_exception();
+      fail("rank " + std::to_string(rank()) + " was stopped: " + error.what());
+    }
+  }
+  if (stopped) std::rethrow_exception(stopped);
+  waiting.get();
+}
+
+void Peers::check_others() const {
+  if (!job_.board().is_own()) job_.board().check("another rank has failed");
+}
+
+// Returns the verdict of the leader on what all ranks said.
+std::string Peers::exchange_words(const std::string& mine) {
+  std::string verdict;
+  int awaited = kLeader;
+  try {
+    if (rank() != kLeader) {
+      send(kWord, kLeader, to_parcel(mine));
+      while_polling([&] { verdict = to_words(receive(kVerdict, kLeader)); });
+      return verdict;
+    }
+    std::vector<std::string> words{mine};
+    while_polling([&] {
+      for (awaited = 1; awaited < ranks_->size(); ++awaited) words.push_back(to_words(receive(kWord, awaited)));
+    });
+    verdict = judge(words);
+    for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(verdict));
+    return verdict;
+  } catch (const ConnectionError& error) {
+    fail(error, awaited, "its next call");
+    job_.board().check("a rank has failed");
+    throw;
+  }
+}
+
+std::string Peers::judge(const std::vector<std::string>& words) const {
+  for (std::size_t r = 0; r < words.size(); ++r) {
+    if (words[r].front() == kWithdrawn) {
+      return kRefused + ("rank " + std::to_string(r) + " refused the call: ") + words[r].substr(1);
+    }
+  }
+  const auto call_of = [](const std::string& word) { return word.substr(1 + kSeedDigits); };
+  for (std::size_t r = 1; r < words.size(); ++r) {
+    if (call_of(words[r]) == call_of(words[0])) continue;
+    return kRefused + ("rank " + std::to_string(r) + " calls " + call_of(words[r]) + ", but rank 0 calls " +
+                       call_of(words[0]) + "; make the same calls in the same order on all ranks");
+  }
+  return kAgreed + words[0].substr(1, kSeedDigits);
+}
+
+std::uint64_t Peers::agree(const std::string& call, std::uint64_t seed) {
+  job_.board().check("this pipeline cannot be used any more, because a rank has failed");
+  auto digits = std::to_string(seed);
+  digits.insert(0, kSeedDigits - digits.size(), '0');
+  const auto verdict = exchange_words(kCall + digits + call);
+  ++calls_;
+  if (verdict.front() == kRefused) throw std::runtime_error("[gpipe] " + verdict.substr(1));
+  return std::stoull(verdict.substr(1));
+}
+
+void Peers::withdraw(const std::string& reason) noexcept {
+  try {
+    if (!job_.board().failure().empty()) return;
+    exchange_words(kWithdrawn + reason);
+    ++calls_;
+  } catch (const std::exception&) {  // a rank has failed; the next call says so
+  }
+}
+
+Parcel Peers::share(int owner, Parcel parcel) {
+  try {
+    if (rank() != owner) {
+      while_polling([&] { parcel = receive(kResult, owner); });
+      return parcel;
+    }
+    for (int r = 0; r < ranks_->size(); ++r) {
+      if (r != owner) send(kResult, r, parcel);
+    }
+    return parcel;
+  } catch (const ConnectionError& error) {
+    fail(error, owner, "the result of a call");
+    job_.board().check("a rank has failed");
+    throw;
+  }
+}
+
+void Peers::fail(const std::string& cause) noexcept { job_.board().report(cause); }
+
+void Peers::fail(const ConnectionError& error, int awaited, const std::string& what) noexcept {
+  if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
+    job_.board().report_wait(awaited, what);
+  } else {
+    job_.board().report_loss(awaited, what);
+  }
+}
+
+}  // namespace gpipe

@@ -1,0 +1,94 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/exchange.h"
+#include "gpipe/ranks/job.h"
+#include "gpipe/ranks/manifest.h"
+#include "gpipe/ranks/parcel_message.h"
+#include "gpipe/ranks/ranks.h"
+
+namespace gpipe {
+
+/// The other ranks, as one pipeline sees them: the wires to them, the agreement on each call, and the first failure.
+///
+/// Thread safety: agree(), withdraw() and share() on one thread at a time; the other functions on any thread.
+/// Invariants:
+///   1. The first failure of any rank is the failure of all. It is published before the connections are closed. (FailureBoard)
+///   2. After a failure every call throws.
+class Peers {
+ public:
+  /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker. Calls `poll`, unless
+  /// that is null, every 50 ms while the caller waits for other ranks; an exception from it is a failure.
+  /// Errors: std::runtime_error for a rank that does not come or has another manifest.
+  Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
+        std::function<void()> poll);
+  /// Tells the other ranks. Calls that they begin later throw.
+  ~Peers();
+  Peers(const Peers&) = delete;
+  Peers& operator=(const Peers&) = delete;
+
+  int rank() const { return ranks_->rank(); }
+  /// The rank of each worker.
+  const std::vector<int>& of_workers() const { return of_workers_; }
+  bool is_here(int worker) const { return of_workers_[worker] == rank(); }
+  const RanksOptions& options() const { return ranks_->options(); }
+  Wires& wires() { return *wires_; }
+  const StructureCodec& codec() const { return codec_; }
+
+  /// Begins a call. All ranks must begin the same one, which `call` describes. Returns the seed that rank 0 gave.
+  /// Errors: std::runtime_error if the calls differ, another rank has withdrawn, or a rank has failed.
+  std::uint64_t agree(const std::string& call, std::uint64_t seed);
+
+  /// Makes the call that the other ranks begin throw there, because it cannot begin here.
+  void withdraw(const std::string& reason) noexcept;
+
+  /// The number of calls that were agreed on or withdrawn.
+  std::uint64_t calls() const { return calls_; }
+
+  /// Returns the parcel that rank `owner` gives. The other ranks' parcels are ignored. Errors: std::runtime_error if a rank
+  /// has failed.
+  Parcel share(int owner, Parcel parcel);
+
+  /// Reports a failure of this rank and closes the connections, unless a rank has failed before.
+  void fail(const std::string& cause) noexcept;
+  /// The same for a connection that failed while this rank waited for another one.
+  void fail(const ConnectionError& error, int awaited, const std::string& what) noexcept;
+
+  /// Errors: std::runtime_error if another rank has failed first.
+  void check_others() const;
+
+ private:
+  /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, or results of calls.
+  enum Subject { kWord, kVerdict, kResult };
+  static constexpr int kSubjects = 3;
+  int wires_between_workers() const { return static_cast<int>(of_workers_.size() * of_workers_.size()); }
+  int wire_number(Subject subject, int from, int to) const;
+  void expect(Subject subject, int from);
+  void send(Subject subject, int to, Parcel parcel);
+  Parcel receive(Subject subject, int from);
+  std::string exchange_words(const std::string& mine);
+  std::string judge(const std::vector<std::string>& words) const;
+  void while_polling(absl::FunctionRef<void()> wait);
+
+  const std::shared_ptr<Ranks> ranks_;
+  const std::vector<int> of_workers_;
+  const StructureCodec codec_;
+  const std::function<void()> poll_;
+  Job& job_;
+  int first_wire_ = 0;
+  std::unique_ptr<Wires> wires_;
+  std::set<int> expected_;  // the wires whose next message has been announced
+  std::atomic<std::uint64_t> calls_ = 0;
+};
+
+}  // namespace gpipe

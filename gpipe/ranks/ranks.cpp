@@ -1,0 +1,87 @@
+#include "gpipe/ranks/ranks.h"
+
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
+
+#include <charconv>
+#include <cstdlib>
+#include <stdexcept>
+#include <utility>
+
+#include "gpipe/checks.h"
+#include "gpipe/ranks/job.h"
+#include "gpipe/ranks/network.h"
+
+namespace gpipe {
+namespace {
+
+std::string variable(const char* name) {
+  const char* value = std::getenv(name);
+  return value == nullptr ? "" : value;
+}
+
+int number_in(const char* name) {
+  const auto text = variable(name);
+  int number = 0;
+  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+  if (text.empty() || error != std::errc() || end != text.data() + text.size()) {
+    refuse_argument("the environment variable " + std::string(name) + " is '" + text +
+                    "', but must be a number; start the program with torchrun");
+  }
+  return number;
+}
+
+ListenAt choose_interface(const RanksOptions& options) {
+  if (!options.interface().empty()) return {options.interface(), ""};
+  if (const auto interface = variable("GLOO_SOCKET_IFNAME"); !interface.empty()) return {interface, ""};
+  if (const auto master = variable("MASTER_ADDR"); !master.empty()) return {"", local_address_towards(master)};
+  return {};
+}
+
+}  // namespace
+
+std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options) {
+  const int rank = number_in("RANK");
+  const int size = number_in("WORLD_SIZE");
+  const int port = number_in("MASTER_PORT");
+  const auto host = variable("MASTER_ADDR");
+  if (host.empty()) refuse_argument("the environment variable MASTER_ADDR is not set; start the program with torchrun");
+  c10d::TCPStoreOptions store;
+  store.port = static_cast<std::uint16_t>(port);
+  store.isServer = rank == 0 && variable("TORCHELASTIC_USE_AGENT_STORE") != "True";
+  store.waitWorkers = false;
+  store.timeout = options.join_timeout();
+  if (store.isServer) store.masterListenFd = gpipe::listen_at(host, port);
+  try {
+    // A restarted job must not read what the job before it has left in torchrun's store.
+    auto restarts = variable("TORCHELASTIC_RESTART_COUNT");
+    auto job = c10::make_intrusive<c10d::PrefixStore>("gpipe/" + (restarts.empty() ? "0" : restarts),
+                                                      c10::make_intrusive<c10d::TCPStore>(host, store));
+    return std::make_shared<Ranks>(std::move(job), rank, size, std::move(options));
+  } catch (const c10::Error& error) {
+    throw std::runtime_error("[gpipe] rank " + std::to_string(rank) + " cannot reach the store at " + host + ":" +
+                             std::to_string(port) + ": " + error.what_without_backtrace());
+  }
+}
+
+Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options)
+    : rank_(rank),
+      size_(size),
+      local_rank_(variable("LOCAL_RANK").empty() ? 0 : number_in("LOCAL_RANK")),
+      options_(std::move(options)),
+      listen_at_(choose_interface(options_)) {
+  if (!store) refuse_argument("the store of the ranks is null; pass one");
+  if (rank < 0 || rank >= size) {
+    refuse_argument("the rank is " + std::to_string(rank) + ", but must be from 0 to " + std::to_string(size - 1));
+  }
+  if (options_.timeout().count() <= 0 || options_.join_timeout().count() <= 0) {
+    refuse_argument("the time-outs of the ranks must be positive, but are " +
+                    std::to_string(options_.timeout().count()) + " ms and " +
+                    std::to_string(options_.join_timeout().count()) + " ms");
+  }
+  job_ = std::make_unique<Job>(std::move(store), *this);
+}
+
+Ranks::~Ranks() = default;
+
+}  // namespace gpipe

@@ -1,0 +1,77 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+
+namespace gpipe {
+
+class Job;
+
+/// Where a process accepts connections: a network interface by its name, or an address; the host's own address if both are
+/// empty.
+struct ListenAt {
+  std::string interface;
+  std::string address;
+};
+
+/// Options of Ranks: RanksOptions().timeout(std::chrono::minutes(2)).
+struct RanksOptions {
+  /// The longest wait for a message within a call. A rank that stops or hangs is reported after this time.
+  TORCH_ARG(std::chrono::milliseconds, timeout) = std::chrono::minutes(5);
+  /// The longest wait for a rank to join: when a pipeline is made, and at the start of each call.
+  TORCH_ARG(std::chrono::milliseconds, join_timeout) = std::chrono::minutes(30);
+  /// The network interface that accepts connections, such as "eth0". Empty: GLOO_SOCKET_IFNAME, or else the interface that
+  /// reaches the store, which is the loopback interface on one host.
+  TORCH_ARG(std::string, interface);
+};
+
+/// The processes of a job, which run one pipeline together. Each process, a *rank*, holds one or more workers of each
+/// pipeline and the parameters of their stages.
+///
+///   auto ranks = gpipe::Ranks::from_environment();
+///   auto pipe = gpipe::GPipe(model, {4, 3}, gpipe::GPipeOptions().chunks(8).ranks(ranks));
+///
+/// Traffic between ranks is neither encrypted nor authenticated. It belongs on a private network.
+///
+/// It outlives its pipelines. When it is destroyed, it waits until the other ranks' are too, for at most the time-out.
+///
+/// Thread safety: make and destroy pipelines on one thread at a time.
+class Ranks {
+ public:
+  /// Joins the job of this process, as torchrun describes it in the environment: RANK, WORLD_SIZE, MASTER_ADDR,
+  /// MASTER_PORT. Under torchrun uses its store. Otherwise rank 0 serves one at MASTER_ADDR.
+  /// Errors: std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be
+  /// served or reached.
+  static std::shared_ptr<Ranks> from_environment(RanksOptions options = {});
+
+  /// Joins a job that shares a store. All ranks give stores with the same content, and make their Ranks in the same order.
+  /// Errors: std::invalid_argument for a null store, a rank that is not in 0..size-1, or a time-out that is not positive.
+  Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {});
+
+  ~Ranks();
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  int rank() const { return rank_; }
+  int size() const { return size_; }
+  /// The number of this rank among those of its host: LOCAL_RANK, or 0.
+  int local_rank() const { return local_rank_; }
+  const RanksOptions& options() const { return options_; }
+  const ListenAt& listen_at() const { return listen_at_; }
+
+  Job& job() { return *job_; }
+
+ private:
+  const int rank_;
+  const int size_;
+  const int local_rank_;
+  const RanksOptions options_;
+  const ListenAt listen_at_;
+  std::unique_ptr<Job> job_;
+};
+
+}  // namespace gpipe

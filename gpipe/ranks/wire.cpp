@@ -1,0 +1,241 @@
+#include "gpipe/ranks/wire.h"
+
+#include <cstring>
+#include <numeric>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+
+namespace gpipe {
+namespace {
+
+// Tags, from a wire's first one.
+constexpr int kHeaders = 0;
+constexpr int kPieces = 1;
+constexpr int kChanged = 2;
+
+constexpr std::size_t kSmall = std::size_t{256} << 10;
+constexpr std::size_t kLongestLayout = std::size_t{1} << 20;
+
+// How many messages a receiver posts ahead: at least so many, and more while their memory is small.
+constexpr std::size_t kAhead = 3;
+constexpr std::size_t kAheadBytes = std::size_t{1} << 20;
+
+constexpr std::uint64_t kMagic = 0x6770697065000001;
+
+struct Header {
+  std::uint64_t magic;
+  std::uint64_t sequence;
+  std::uint64_t label;
+  std::uint64_t layout_bytes;  // 0: as remembered
+  std::uint64_t values_bytes;
+};
+
+using Buffer = std::vector<std::byte>;
+
+std::size_t total(const std::vector<std::size_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), std::size_t{0});
+}
+
+template <typename Spans>
+std::vector<std::size_t> sizes_of(const Spans& spans) {
+  std::vector<std::size_t> sizes;
+  for (const auto& span : spans) sizes.push_back(span.size());
+  return sizes;
+}
+
+std::byte* append(std::byte* to, const void* from, std::size_t bytes) {
+  if (bytes != 0) std::memcpy(to, from, bytes);
+  return to + bytes;
+}
+
+std::size_t header_bytes(const Remembered& last) {
+  if (!last.known) return sizeof(Header);
+  return sizeof(Header) + last.values + (last.is_small() ? total(last.pieces) : 0);
+}
+
+}  // namespace
+
+bool Remembered::is_small() const { return total(pieces) <= kSmall; }
+
+WireSender::WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit)
+    : connections_(connections), peer_(peer), first_tag_(first_tag), limit_(limit) {}
+
+void WireSender::finish() {
+  {
+    MutexLock lock(mutex_);
+    ending_ = true;
+  }
+  changed_.notify_all();
+}
+
+WireSender::~WireSender() {
+  finish();
+  if (thread_.joinable()) thread_.join();
+}
+
+void WireSender::start(int tag, std::span<const std::byte> bytes, std::shared_ptr<const void> owner) {
+  auto transfer = connections_.send(peer_, first_tag_ + tag, bytes);
+  {
+    MutexLock lock(mutex_);
+    sent_.push_back({std::move(transfer), std::move(owner)});
+    if (!thread_.joinable()) thread_ = std::thread([this] { await_deliveries(); });
+  }
+  changed_.notify_all();
+}
+
+void WireSender::await_deliveries() {
+  for (;;) {
+    Sent sent;
+    {
+      MutexLock lock(mutex_);
+      while (sent_.empty() && !ending_) changed_.wait(mutex_);
+      if (sent_.empty()) return;
+      sent = std::move(sent_.front());
+      sent_.pop_front();
+    }
+    try {
+      sent.transfer->wait(limit_);
+    } catch (...) {
+      MutexLock lock(mutex_);
+      if (!error_) error_ = std::current_exception();
+    }
+  }
+}
+
+void WireSender::send(Remembered& last, std::uint64_t label, Outgoing message) {
+  {
+    MutexLock lock(mutex_);
+    if (error_) std::rethrow_exception(error_);
+  }
+  const bool same = last.known && message.layout == last.layout;
+  const bool small = same && last.is_small();
+  auto buffer = std::make_shared<Buffer>(same ? header_bytes(last) : sizeof(Header));
+  const Header header{kMagic, sequence_++, label, same ? 0 : message.layout.size(), message.values.size()};
+  auto* end = append(buffer->data(), &header, sizeof header);
+  if (same) end = append(end, message.values.data(), message.values.size());
+  if (small) {
+    for (const auto piece : message.pieces) end = append(end, piece.data(), piece.size());
+  }
+  start(kHeaders, *buffer, buffer);
+  if (small) return;
+  if (!same) {
+    if (last.known && !last.is_small()) {
+      for (const auto piece : last.pieces) {
+        if (piece != 0) start(kPieces, {}, nullptr);
+      }
+    }
+    auto changed = std::make_shared<Buffer>(message.layout.size() + message.values.size());
+    append(append(changed->data(), message.layout.data(), message.layout.size()), message.values.data(),
+           message.values.size());
+    start(kChanged, *changed, changed);
+  }
+  for (const auto piece : message.pieces) {
+    if (!piece.empty()) start(same ? kPieces : kChanged, piece, message.owner);
+  }
+  if (!same) last = {std::move(message.layout), message.values.size(), sizes_of(message.pieces), true};
+}
+
+/// The memory for a message that has not been received, and the receives into it.
+struct WireReceiver::Posted {
+  Remembered* last;
+  Buffer header;
+  std::unique_ptr<Incoming> message;  // null if the pieces come with the header
+  std::vector<std::unique_ptr<Transfer>> transfers;
+
+  std::size_t bytes() const { return header.size() + (message ? total(last->pieces) : 0); }
+};
+
+WireReceiver::WireReceiver(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit,
+                           Allocate allocate)
+    : connections_(connections), peer_(peer), first_tag_(first_tag), limit_(limit), allocate_(std::move(allocate)) {}
+
+WireReceiver::~WireReceiver() = default;
+
+void WireReceiver::expect(std::vector<Remembered*> messages) {
+  expected_.insert(expected_.end(), messages.begin(), messages.end());
+  post();
+}
+
+void WireReceiver::post() {
+  while (!expected_.empty() && (posted_.size() < kAhead || posted_bytes_ < kAheadBytes)) {
+    auto& last = *expected_.front();
+    expected_.pop_front();
+    auto posted = std::make_unique<Posted>();
+    posted->last = &last;
+    posted->header.resize(header_bytes(last));
+    posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kHeaders, posted->header));
+    if (last.known && !last.is_small()) {
+      posted->message = allocate_(last.layout);
+      for (const auto piece : posted->message->pieces()) {
+        if (!piece.empty()) posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kPieces, piece));
+      }
+    }
+    posted_bytes_ += posted->bytes();
+    posted_.push_back(std::move(posted));
+  }
+}
+
+std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
+  auto& posted = *posted_.front();
+  for (const auto& transfer : posted.transfers) transfer->wait(limit_);
+  Header header;
+  std::memcpy(&header, posted.header.data(), sizeof header);
+  if (header.magic != kMagic || header.sequence != sequence_ || header.label != label) {
+    throw std::runtime_error(absl::StrFormat(
+        "[gpipe] rank %d sent message %d with label %x, but message %d with label %x was due; the ranks "
+        "must run the same program",
+        peer_, header.sequence, header.label, sequence_, label));
+  }
+  ++sequence_;
+  posted_bytes_ -= posted.bytes();
+  auto& last = *posted.last;
+  std::unique_ptr<Incoming> message;
+  if (header.layout_bytes != 0) {
+    message = receive_changed(last, {posted.header.data(), sizeof header});
+  } else {
+    message = posted.message ? std::move(posted.message) : allocate_(last.layout);
+    const auto values = message->values();
+    const auto* from = posted.header.data() + sizeof header;
+    append(values.data(), from, values.size());
+    from += values.size();
+    if (last.is_small()) {
+      for (const auto piece : message->pieces()) {
+        append(piece.data(), from, piece.size());
+        from += piece.size();
+      }
+    }
+  }
+  posted_.pop_front();
+  post();
+  return message;
+}
+
+std::unique_ptr<Incoming> WireReceiver::receive_changed(Remembered& last, std::span<const std::byte> bytes) {
+  Header header;
+  std::memcpy(&header, bytes.data(), sizeof header);
+  if (header.layout_bytes > kLongestLayout || header.values_bytes > kLongestLayout) {
+    throw std::runtime_error(
+        absl::StrFormat("[gpipe] rank %d announced a layout of %d bytes with %d bytes of values, but "
+                        "at most %d are accepted",
+                        peer_, header.layout_bytes, header.values_bytes, kLongestLayout));
+  }
+  Buffer buffer(header.layout_bytes + header.values_bytes);
+  connections_.receive(peer_, first_tag_ + kChanged, buffer)->wait(limit_);
+  const std::string layout(reinterpret_cast<const char*>(buffer.data()), header.layout_bytes);
+  auto message = allocate_(layout);
+  const auto values = message->values();
+  if (values.size() != header.values_bytes) {
+    throw std::runtime_error(absl::StrFormat("[gpipe] rank %d sent %d bytes of values, but the layout has %d", peer_,
+                                             header.values_bytes, values.size()));
+  }
+  append(values.data(), buffer.data() + header.layout_bytes, values.size());
+  const auto pieces = message->pieces();
+  for (const auto piece : pieces) {
+    if (!piece.empty()) connections_.receive(peer_, first_tag_ + kChanged, piece)->wait(limit_);
+  }
+  last = {layout, values.size(), sizes_of(pieces), true};
+  return message;
+}
+
+}  // namespace gpipe

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <memory>
+#include <span>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "gpipe/ranks/connections.h"
+#include "gpipe/runtime/mutex.h"
+
+namespace gpipe {
+
+/// A message to send. The layout tells the receiver what memory it needs. The values are bytes whose number follows from
+/// the layout. The pieces are the tensors' memory, which `owner` keeps.
+struct Outgoing {
+  std::string layout;
+  std::string values;
+  std::vector<std::span<const std::byte>> pieces;
+  std::shared_ptr<const void> owner;
+};
+
+/// The memory of a message that is received.
+class Incoming {
+ public:
+  virtual ~Incoming() = default;
+  virtual std::span<std::byte> values() = 0;
+  virtual std::vector<std::span<std::byte>> pieces() = 0;
+};
+
+/// Makes the memory for a layout. Errors: std::runtime_error for a layout that is not valid.
+using Allocate = std::function<std::unique_ptr<Incoming>(std::string_view layout)>;
+
+/// The last message at one position of a wire, as both ends remember it. A layout travels only when it changes.
+struct Remembered {
+  std::string layout;
+  std::size_t values = 0;           ///< bytes
+  std::vector<std::size_t> pieces;  ///< bytes of each
+  bool known = false;
+
+  /// Whether the pieces travel with the header: a second message would cost more than the copies.
+  bool is_small() const;
+};
+
+/// Each wire uses the tags from its first one: headers with what is small, pieces as remembered, and whatever differs.
+inline constexpr int kTagsPerWire = 3;
+
+/// The end of a wire that sends. A wire carries messages from one worker to another on another rank, in order.
+///
+/// Invariant: for each message the receiver has posted the memory that follows from what both ends remember. A message
+/// that differs completes it with nothing, and travels with the third tag.
+///
+/// Thread safety: send() and flush() on one thread at a time.
+class WireSender {
+ public:
+  WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);
+  /// Waits until all messages are delivered, or have failed.
+  ~WireSender();
+  WireSender(const WireSender&) = delete;
+  WireSender& operator=(const WireSender&) = delete;
+
+  /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which message
+  /// it is. Errors: ConnectionError, also of an earlier message.
+  void send(Remembered& last, std::uint64_t label, Outgoing message);
+
+  /// Nothing more will be sent. The wire's thread ends when all is delivered.
+  void finish();
+
+ private:
+  struct Sent {
+    std::unique_ptr<Transfer> transfer;
+    std::shared_ptr<const void> owner;
+  };
+  void start(int tag, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
+  void await_deliveries();
+
+  Connections& connections_;
+  const int peer_;
+  const int first_tag_;
+  const std::chrono::milliseconds limit_;
+  std::uint64_t sequence_ = 0;
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<Sent> sent_ ABSL_GUARDED_BY(mutex_);
+  std::exception_ptr error_ ABSL_GUARDED_BY(mutex_);
+  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
+  std::thread thread_;  // starts with the first message
+};
+
+/// The end of a wire that receives. Thread safety: used by one thread at a time.
+class WireReceiver {
+ public:
+  WireReceiver(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit, Allocate allocate);
+  ~WireReceiver();
+  WireReceiver(const WireReceiver&) = delete;
+  WireReceiver& operator=(const WireReceiver&) = delete;
+
+  /// Announces the messages to come, by what is remembered of each, and posts memory for the first ones. The pointers
+  /// stay valid until these are received. REQUIRES: they differ; all messages announced before have been received.
+  void expect(std::vector<Remembered*> messages);
+
+  /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is
+  /// malformed.
+  std::unique_ptr<Incoming> receive(std::uint64_t label);
+
+ private:
+  struct Posted;
+  void post();
+  std::unique_ptr<Incoming> receive_changed(Remembered& last, std::span<const std::byte> header);
+
+  Connections& connections_;
+  const int peer_;
+  const int first_tag_;
+  const std::chrono::milliseconds limit_;
+  const Allocate allocate_;
+  std::uint64_t sequence_ = 0;
+  std::deque<Remembered*> expected_;  // not posted yet
+  std::deque<std::unique_ptr<Posted>> posted_;
+  std::size_t posted_bytes_ = 0;
+};
+
+}  // namespace gpipe
