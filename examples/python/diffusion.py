@@ -1,9 +1,9 @@
 """Trains a UNet2DModel of Hugging Face's diffusers to draw digits, as a pipeline.
 
-    python diffusion.py --stages 2 --epochs 20
+    python diffusion.py --stages 2 --schedule 1f1b
 
-The model is not written as a sequence: gpipe.to_sequential makes it one. The program has the flags and the output files of
-the other training programs.
+gpipe.to_sequential turns the model into a sequence of layers. The program has the flags and the output files of the other
+training programs. See docs/any_model.md.
 """
 
 from __future__ import annotations
@@ -32,14 +32,32 @@ _MOST_GROUPS = 8  # of a group norm
 def parse_options() -> argparse.Namespace:
     parser = make_parser("Trains a diffusion model to draw digits, as a pipeline over several devices.")
     add_training_options(
-        parser, output=Path("out/diffusion"), epochs=20, batch_size=64, learning_rate=2e-3, clip=1.0, checkpoint="never"
+        parser, output=Path("out/diffusion"), epochs=10, batch_size=64, learning_rate=2e-3, clip=1.0, checkpoint="never"
     )
     add = parser.add_argument_group("data and model").add_argument
     add_data_options(add)
     default = "(default: %(default)s)"
-    add("--size", type=integer(4, 256), default=16, metavar="N", help=f"width and height of the images, to which the data is resized {default}")
-    add("--depth", type=integer(1, 6), default=2, metavar="N", help=f"how often the U-Net halves the resolution {default}")
-    add("--channels", type=integer(2, 1024), default=16, metavar="N", help=f"channels of the U-Net at full resolution {default}")
+    add(
+        "--size",
+        type=integer(4, 256),
+        default=16,
+        metavar="N",
+        help=f"width and height of the model's images, in pixels; the data is resized {default}",
+    )
+    add(
+        "--depth",
+        type=integer(1, 6),
+        default=2,
+        metavar="N",
+        help=f"how often the U-Net halves the resolution {default}",
+    )
+    add(
+        "--channels",
+        type=integer(2, 1024),
+        default=16,
+        metavar="N",
+        help=f"channels of the U-Net at full resolution {default}",
+    )
     return parse(parser)
 
 

@@ -17,9 +17,9 @@ from common.trainer import Trainer  # noqa: E402
 from denoising.process import STEPS, add_noise, draw, make_scheduler  # noqa: E402
 from mnist.digits import draw_digits  # noqa: E402
 
-# 60 images: two mini-batches of 24 and one of 12, all in micro-batches of 6.
+# 60 images: mini-batches of 24, 24 and 12.
 SMALL = ["--samples", "60", "--size", "8", "--depth", "1", "--channels", "4", "--batch-size", "24"]
-CUT = [*SMALL, "--balance", "30,58", "--chunks", "4"]
+CUT = [*SMALL, "--balance", "30,58"]
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_diffusion_resumes_within_an_epoch(trained, tmp_path, monkeypatch):
     monkeypatch.undo()
     latest = tmp_path / "latest.snapshot"
     more = ["--balance", "50,38", "--checkpoint", "always", "--schedule", "looped_bfs", "--resume", latest]
-    assert run(diffusion, *SMALL, "--chunks", "4", *more, "--epochs", "2", "--output", tmp_path) == 0
+    assert run(diffusion, *SMALL, *more, "--epochs", "2", "--output", tmp_path) == 0
     assert history(tmp_path) == history(trained)
     ours, theirs = snapshot.read(latest), snapshot.read(trained / "latest.snapshot")
     assert all(torch.equal(ours.model[name], tensor) for name, tensor in theirs.model.items())

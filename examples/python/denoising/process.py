@@ -25,8 +25,8 @@ def make_scheduler() -> DDIMScheduler:
 
 
 def add_noise(images: Tensor, labels: Tensor, times: Tensor, generator: torch.Generator) -> tuple[Input, Tensor]:
-    """Returns the images as they are at these time steps, as an input of the model, and the velocity to predict: how they
-    change with time.
+    """Returns the images as they are at these time steps, as an input of the model, and the velocity to predict, which
+    tells how they change with time.
 
     Args:
         images: of shape (N, 1, H, W) with values -1 to 1.
@@ -40,8 +40,8 @@ def add_noise(images: Tensor, labels: Tensor, times: Tensor, generator: torch.Ge
 
 
 def draw(pipe: gpipe.GPipe, noise: Tensor, labels: Tensor) -> Tensor:
-    """Returns the images of these classes that a pipeline in evaluation mode makes of noise, with values 0 to 1. The same
-    noise gives the same images (DDIM, arXiv:2010.02502)."""
+    """Draws images of these classes from noise, with a pipeline in evaluation mode. Returns values 0 to 1. The same noise
+    gives the same images (DDIM, arXiv:2010.02502)."""
     scheduler = make_scheduler()
     scheduler.set_timesteps(_DRAWING_STEPS)
     images = noise

@@ -28,11 +28,11 @@ _SAMPLES, _TEST = 0, 1  # streams of random numbers, below those of training
 
 
 class DiffusionTask:
-    """A :class:`common.task.Task` for images in memory. Draws samples of each class after each epoch, always from the same
-    noise.
+    """A :class:`common.task.Task` for images in memory. After each epoch it draws samples of each class, always from the
+    same noise.
 
-    Its scores are the share of the targets' variance that the model explains; the share of the samples whose nearest
-    training image is of their class; and the loss.
+    The scores are the share of the target's variance that the model predicts, the share of the samples whose nearest
+    training image is of their class, and the loss.
 
     Args:
         side: width and height of the model's images. Others are resized.

@@ -29,7 +29,8 @@ def draw_digits(count: int, seed: int, first_stream: int, *, plain: bool = False
     `count`.
 
     Args:
-        plain: draw white on black. Otherwise the brightness of digit and background is random, and there is noise.
+        plain: draw large digits, white on black. Otherwise the brightness of digit and background is random, and there
+            is noise.
     """
     images, labels = [], []
     for number in range(count):
@@ -42,8 +43,9 @@ def draw_digits(count: int, seed: int, first_stream: int, *, plain: bool = False
 def _draw_digit(random: Random, digit: int, plain: bool) -> np.ndarray:
     """The rotation, size, place and thickness are random."""
     image = Image.new("L", (_SIDE, _SIDE))
-    center = _SIDE / 2 + random.between(-3, 3), _SIDE / 2 + random.between(-3, 3)
-    font = ImageFont.load_default(random.between(16, 24))
+    shift, smallest, largest = (1, 26, 30) if plain else (3, 16, 24)
+    center = _SIDE / 2 + random.between(-shift, shift), _SIDE / 2 + random.between(-shift, shift)
+    font = ImageFont.load_default(random.between(smallest, largest))
     light = 255 if plain else random.between(140, 255)
     stroke = random.between(0, 1)
     ImageDraw.Draw(image).text(center, str(digit), fill=light, font=font, anchor="mm", stroke_width=stroke)
