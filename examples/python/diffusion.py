@@ -2,8 +2,8 @@
 
     python diffusion.py --stages 2 --schedule 1f1b
 
-gpipe.to_sequential turns the model into a sequence of layers. The program has the flags and the output files of the other
-training programs. See docs/any_model.md.
+gpipe.to_sequential turns the model into a sequence of layers. The program has the flags and the output files of the
+other training programs. See docs/any_model.md.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def add_noise(images: Tensor, labels: Tensor, times: Tensor, generator: torch.Ge
 
 
 def draw(pipe: gpipe.GPipe, noise: Tensor, labels: Tensor) -> Tensor:
-    """Draws images of these classes from noise, with a pipeline in evaluation mode. Returns values 0 to 1. The same noise
-    gives the same images (DDIM, arXiv:2010.02502)."""
+    """Draws images of these classes from noise, with a pipeline in evaluation mode. Returns values 0 to 1. The same
+    noise gives the same images (DDIM, arXiv:2010.02502)."""
     scheduler = make_scheduler()
     scheduler.set_timesteps(_DRAWING_STEPS)
     images = noise

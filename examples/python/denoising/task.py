@@ -28,8 +28,8 @@ _SAMPLES, _TEST = 0, 1  # streams of random numbers, below those of training
 
 
 class DiffusionTask:
-    """A :class:`common.task.Task` for images in memory. After each epoch it draws samples of each class, always from the
-    same noise.
+    """A :class:`common.task.Task` for images in memory. After each epoch it draws samples of each class, always from
+    the same noise.
 
     The scores are the share of the target's variance that the model predicts, the share of the samples whose nearest
     training image is of their class, and the loss.

@@ -17,8 +17,8 @@ _SIDE = 28
 
 
 def write_digits(directory: Path, training_count: int, test_count: int, seed: int, *, plain: bool = False) -> None:
-    """Writes both parts as MNIST's files. The digits are simpler than those of the C++ program: printed, in one font. See
-    draw_digits() for `plain`."""
+    """Writes both parts as MNIST's files. The digits are simpler than those of the C++ program: printed, in one font.
+    See draw_digits() for `plain`."""
     make_directory(directory)
     for part, count, first_stream in (("train", training_count, 0), ("t10k", test_count, 1 << 32)):
         write_idx(directory, part, *draw_digits(count, seed, first_stream, plain=plain))
