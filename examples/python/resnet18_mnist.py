@@ -14,17 +14,14 @@ from pathlib import Path
 import torch
 
 import gpipe
-from common.options import add_training_options, integer, make_parser, parse, run_program
+from common.options import add_training_options, make_parser, parse, run_program
 from common.outputs import check_outputs
 from common.plan import check_last_mini_batch, check_pipeline, make_pipe, make_plan, print_plan
 from common.start import check_identity, make_identity, read_start, restore_start
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
-from mnist.digits import write_digits
-from mnist.idx import read_idx
+from mnist.data import CLASSES, add_data_options, read_digits
 from mnist.task import SCORES, ClassificationTask
-
-_CLASSES = 10
 
 
 def parse_options() -> argparse.Namespace:
@@ -33,21 +30,7 @@ def parse_options() -> argparse.Namespace:
         parser, output=Path("out/resnet18_mnist"), epochs=5, batch_size=64, chunks=4, learning_rate=2e-3
     )
     add = parser.add_argument_group("data and model").add_argument
-    add(
-        "--data",
-        default="synthetic",
-        metavar="DIR",
-        help="folder with MNIST's four IDX files, uncompressed, or 'synthetic', which draws such files "
-        "(default: %(default)s)",
-    )
-    add(
-        "--samples",
-        type=integer(60, 600_000),
-        default=6000,
-        metavar="N",
-        help="number of training images that 'synthetic' draws; it draws a sixth as many test images "
-        "(default: %(default)s)",
-    )
+    add_data_options(add)
     add(
         "--small-images",
         action="store_true",
@@ -60,7 +43,7 @@ def train(options: argparse.Namespace) -> int:
     identity = make_identity({"--small-images": str(int(options.small_images))}, options)
     start = read_start(options, identity, history_columns(SCORES))
     torch.manual_seed(options.seed)
-    model = gpipe.models.resnet18(_CLASSES, in_channels=1, small_images=options.small_images)
+    model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=options.small_images)
     check_pipeline(model, options)
     if start:
         restore_start(options, start, model)
@@ -68,12 +51,7 @@ def train(options: argparse.Namespace) -> int:
         start = None
     check_outputs(options)
 
-    drawn = None
-    if options.data == "synthetic":
-        drawn = options.output / "digits"
-        write_digits(drawn, options.samples, options.samples // 6, options.seed)
-    data = drawn or Path(options.data)
-    training, test = read_idx(data, "train", _CLASSES), read_idx(data, "t10k", _CLASSES)
+    training, test, drawn = read_digits(options)
     height, width = training[0].shape[2:]
     identity["images"] = str(len(training[0]))
     if start:
@@ -81,11 +59,11 @@ def train(options: argparse.Namespace) -> int:
     check_last_mini_batch(options, len(training[0]))
     print(f"data: {len(training[0])} images to train, {len(test[0])} to test, {width}x{height}")
 
-    plan = make_plan(model, options, (1, height, width))
+    plan = make_plan(model, options, torch.full((1, 1, height, width), 0.5))
     pipe = make_pipe(model, options, plan)
     print_plan("ResNet-18", pipe, plan, options.profile)
 
-    task = ClassificationTask(training, test, _CLASSES, options.batch_size, options.seed)
+    task = ClassificationTask(training, test, CLASSES, options.batch_size, options.seed)
     return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
 
 

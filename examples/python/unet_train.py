@@ -134,7 +134,7 @@ def train(options: argparse.Namespace) -> int:
         f"{options.classes} classes"
     )
 
-    plan = make_plan(model, options, (3, height, width))
+    plan = make_plan(model, options, torch.full((1, 3, height, width), 0.5))
     pipe = make_pipe(model, options, plan)
     print_plan("U-Net", pipe, plan, options.profile)
 

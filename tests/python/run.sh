@@ -22,7 +22,7 @@ venv=$work/venv/bin/python
   --config-settings=wheel.cmake=false "$work/source"
 
 (cd "$root/examples/python" &&
-  "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" unet_train.py resnet18_mnist.py)
+  "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" unet_train.py resnet18_mnist.py diffusion.py)
 cd "$root/tests/python" # no folder here shadows the installed gpipe
 export GPIPE_BUILD_DIR=$build
 "$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"

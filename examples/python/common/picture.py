@@ -10,7 +10,6 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
 # In pixels.
-_SMALLEST_TILE = 256
 _TITLE_BAR = 36
 _TITLE = 20
 _GAP = 4
@@ -18,15 +17,15 @@ _GAP = 4
 _PAPER = 48  # grey
 
 
-def draw_picture(columns: Sequence[tuple[str, Tensor]]) -> Image.Image:
-    """Draws a table with one row per sample and one titled column per tensor, such as image, mask and prediction. Small
-    tiles are enlarged by a whole number, so that the longer side has at least 256 pixels.
+def draw_picture(columns: Sequence[tuple[str, Tensor]], smallest_tile: int = 256) -> Image.Image:
+    """Draws a table with one row per sample and one titled column per tensor, such as image, mask and prediction.
 
     Args:
         columns: titles, and tensors of shape (N, 3, H, W) with values 0 to 1.
+        smallest_tile: the fewest pixels on the longer side of a tile. Smaller tiles are enlarged by a whole number.
     """
     height, width = columns[0][1].shape[2:]
-    factor = -(-_SMALLEST_TILE // max(height, width))
+    factor = -(-smallest_tile // max(height, width))
     padding = (0, _GAP, 0, _GAP)
     padded = [F.pad(_enlarged(tiles, factor), padding, value=_PAPER / 255) for _, tiles in columns]
     pixels = torch.cat([torch.cat(row, dim=-1) for row in zip(*padded, strict=True)], dim=-2)

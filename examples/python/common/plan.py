@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 import gpipe
 from common.autocast import autocast
@@ -88,15 +88,18 @@ def _pipe_options(options: Namespace) -> dict[str, Any]:
     }
 
 
-def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[int]) -> Plan:
-    """Measures the model for images of shape (C, H, W), and plans. Keeps the options' chunks and checkpoint mode, unless
-    the balance is "auto"."""
+def make_plan(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
+    """Measures the model, and plans. Keeps the options' chunks and checkpoint mode, unless the balance is "auto".
+
+    Args:
+        example: an input of the model with a single image.
+    """
     devices = options.devices
     copies = len(set(devices)) > 1
     scheduling = {"schedule": options.schedule, "stages_per_worker": options.stages_per_worker}
     with autocast(options.amp, devices[:1]):
         if options.balance == "auto":
-            batch = torch.full((options.batch_size, *image_shape), 0.5)
+            batch = _repeated(example, options.batch_size)
             suggestion = suggest(
                 model,
                 batch,
@@ -126,7 +129,7 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
 
         sizes = [len(part) for part in torch.empty(options.batch_size).chunk(options.chunks)]
         samples = max(2, sizes[0])  # batch norm can need two
-        sample = torch.full((samples, *image_shape), 0.5)
+        sample = _repeated(example, samples)
         measured = profile(
             model,
             sample,
@@ -148,6 +151,11 @@ def make_plan(model: nn.Sequential, options: Namespace, image_shape: Sequence[in
     return Plan(
         balance, len(sizes), options.checkpoint, options.schedule, measured, prediction, choice=choice
     )
+
+
+def _repeated(example: Any, count: int) -> Any:
+    """An input of `count` equal images."""
+    return tree_map(lambda tensor: tensor.repeat_interleave(count, dim=0), example)
 
 
 def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPipe:

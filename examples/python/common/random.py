@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 _MASK = 2**64 - 1
 
 
@@ -33,3 +36,10 @@ class Random:
         for i in range(len(items) - 1, 0, -1):
             j = self.between(0, i)
             items[i], items[j] = items[j], items[i]
+
+
+def mini_batches(count: int, size: int, seed: int, epoch: int) -> tuple[Tensor, ...]:
+    """The numbers of `count` images in an epoch's order, cut into mini-batches."""
+    order = list(range(count))
+    Random(seed, epoch).shuffle(order)
+    return torch.split(torch.tensor(order), size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from PIL import Image
 from torch import Tensor
@@ -29,10 +29,11 @@ class Task(Protocol):
     def scores(self) -> Sequence[ScoreName]:
         """The scores that validate() returns. The epoch with the highest first score is the best."""
 
-    def training(self, epoch: int, first: int) -> Iterable[tuple[Tensor, Tensor]]:
-        """An epoch's mini-batches, input and target, from number `first` on. They depend on the epoch alone."""
+    def training(self, epoch: int, first: int) -> Iterable[tuple[Any, Tensor]]:
+        """An epoch's mini-batches, input and target, from number `first` on. They depend on the epoch alone. An input
+        is a tensor, or tensors in tuples, lists and dicts."""
 
-    def loss(self, output: Tensor, target: Tensor) -> Tensor: ...
+    def loss(self, output: Any, target: Tensor) -> Tensor: ...
 
     def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
         """Called in evaluation mode, without gradients."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
+from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
 import gpipe
@@ -128,16 +130,16 @@ class Trainer:
         with Progress(f"epoch {epoch}", max(1, self.task.training_images - self.seen)) as progress:
             for input, target in self.task.training(epoch, self.batch):
                 loss = self.step(input, target)
-                progress.add(len(input), loss)
+                progress.add(len(target), loss)
                 self.events.add_scalar("loss/train_step", loss, self.epoch * batches + self.batch)
                 if interrupt.signal:
                     return False
         self.images_per_second = progress.images_per_second
         return True
 
-    def step(self, input: Tensor, target: Tensor) -> float:
-        last = self.epoch + 1 == self.options.epochs and self.seen + len(input) == self.task.training_images
-        whole = len(input) == self.options.batch_size
+    def step(self, input: Any, target: Tensor) -> float:
+        last = self.epoch + 1 == self.options.epochs and self.seen + len(target) == self.task.training_images
+        whole = len(target) == self.options.batch_size
         self.optimizer.zero_grad()
         with self.record.step(self.pipe, whole, last):
             with autocast(self.options.amp, self.pipe.devices):
@@ -150,8 +152,8 @@ class Trainer:
         if self.options.clip > 0:
             torch.nn.utils.clip_grad_norm_(self.pipe.parameters(), self.options.clip)
         self.optimizer.step()
-        self.loss_sum += value * len(input)
-        self.seen += len(input)
+        self.loss_sum += value * len(target)
+        self.seen += len(target)
         self.batch += 1
         return value
 
@@ -167,7 +169,7 @@ class Trainer:
         self.pipe.train()
         try:
             with torch.no_grad():
-                self.pipe(input[:1])
+                self.pipe(tree_map(lambda tensor: tensor[:1], input))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"a micro-batch would have a single image, which the model refuses: {error}; choose --batch-size and "

@@ -9,12 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpipe
-from common.random import Random
+from common.random import mini_batches
 from common.task import ScoreName, Show
 from mnist.confusion import draw_confusion
-
-Labelled = tuple[Tensor, Tensor]  # images, uint8 of shape (N, 1, H, W), and labels, int64 of shape (N,)
-
+from mnist.data import Labelled
 
 SCORES = (ScoreName("accuracy", "accuracy/test"), ScoreName("test_loss", "loss/test"))
 
@@ -33,10 +31,8 @@ class ClassificationTask:
         self.training_images = len(training[0])
 
     def training(self, epoch: int, first: int) -> Iterator[Labelled]:
-        order = list(range(self.training_images))
-        Random(self._seed, epoch).shuffle(order)
         images, labels = self._training
-        for chosen in torch.split(torch.tensor(order), self._batch_size)[first:]:
+        for chosen in mini_batches(self.training_images, self._batch_size, self._seed, epoch)[first:]:
             yield images[chosen], labels[chosen]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
