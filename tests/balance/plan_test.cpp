@@ -45,6 +45,7 @@ Profile chain(const std::vector<double>& seconds) {
                               .forward_extra = 10,
                               .stored_extra = 10,
                               .backward_extra = 10,
+                              .last_backward_extra = 10,
                               .shares_with = layer});
     profile.blocks.push_back({10, Kind::F, layer, Kind::B, layer + 1, layer + 1});
     profile.blocks.push_back({10, Kind::B, layer, Kind::B, layer - 1, layer});
