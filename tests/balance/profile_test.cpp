@@ -3,9 +3,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <map>
 #include <mutex>
-#include <optional>
 #include <set>
 
 #include "balance/balance.h"
@@ -17,7 +15,6 @@
 #include "gpipe/schedule/schedules.h"
 #include "models/resnet.h"
 #include "models/unet.h"
-#include "skip/context.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/support/support.h"
@@ -129,37 +126,6 @@ TEST(Cut, SendsFewerBytesAtLowBandwidth) {
   const auto by_time = balance_by_time(of, 2, {.chunks = 4});
   const auto by_time_and_transfer = balance_by_time(of, 2, {.chunks = 4, .bandwidth = 4000});
   EXPECT_LT(moved(by_time_and_transfer), moved(by_time));
-}
-
-/// Knows the bytes of the skips that are stashed and not yet popped.
-class LiveSkips : public SkipContext {
- public:
-  void stash(const SkipKey& key, at::Tensor tensor) override { skips_[key] = std::move(tensor); }
-  at::Tensor pop(const SkipKey& key) override { return skips_.extract(key).mapped(); }
-  std::int64_t bytes() const {
-    std::int64_t sum = 0;
-    for (const auto& [key, tensor] : skips_) sum += static_cast<std::int64_t>(tensor.nbytes());
-    return sum;
-  }
-
- private:
-  std::map<SkipKey, at::Tensor> skips_;
-};
-
-TEST(Cut, SendsTheTensorsThatLiveAcrossIt) {
-  auto model = models::unet(models::UNetOptions().depth(3).base_channels(4));
-  auto x = torch::rand({2, 3, 24, 24});
-  const auto cuts = cut_bytes(profile(model, x, brief()));
-  ASSERT_EQ(cuts.size(), model->size());
-  LiveSkips skips;
-  const SkipContextGuard guard(skips);
-  auto cut = cuts.begin();
-  for (auto& layer : *model) {
-    x = layer.forward(x);
-    const auto live = static_cast<std::int64_t>(x.nbytes()) + skips.bytes();
-    EXPECT_EQ(*cut, cut + 1 == cuts.end() ? std::nullopt : std::optional(live)) << cut - cuts.begin();
-    ++cut;
-  }
 }
 
 TEST(Profiler, AcceptsTuplesUnusualSkipsAndInPlaceLayers) {
