@@ -34,6 +34,7 @@ void add_schedule_flag(CLI::App& app, Options& options) {
   for (const auto& rule : schedule_rules()) names.emplace_back(rule.name);
   app.add_option("--schedule", options.schedule, "run step() with this schedule instead of forward() and backward()")
       ->check(CLI::IsMember(names));
+  app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker")->check(CLI::PositiveNumber);
 }
 
 void add_steps_flag(CLI::App& app, Options& options) {

@@ -35,6 +35,7 @@ struct Options {
   std::vector<Checkpoint> checkpoints;
   std::vector<std::int64_t> balance = {};  ///< layers per stage; empty: by measured times
   std::string schedule = {};               ///< of step(); empty: forward() and backward() instead
+  int stages_per_worker = 1;
   int repeats = 9;
   bool steps_only = false;  ///< print only each step of the pipeline, to compare with peers
 };
@@ -48,6 +49,7 @@ void add_model_flag(CLI::App& app, Options& options);
 void add_stages_flag(CLI::App& app, Options& options);
 /// REQUIRES: add_stages_flag() was called.
 void add_balance_flag(CLI::App& app, Options& options);
+/// --schedule and --stages-per-worker.
 void add_schedule_flag(CLI::App& app, Options& options);
 void add_steps_flag(CLI::App& app, Options& options);
 
