@@ -1,6 +1,7 @@
 """Conversion of modules to sequences: structure, modes, names, inputs and outputs, and what is refused."""
 
 import copy
+import logging
 import pickle
 import random
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from torch.export import Dim, export
 
 import gpipe
 from gpipe.balance import balance_by_time, suggest
+from gpipe.skip import verify_skippables
 
 
 class Block(nn.Module):
@@ -99,6 +101,13 @@ def test_tensors_are_the_modules_own_under_its_names():
     for module in (sequence, pipe):
         with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first.scale"(.|\n)*: "more"'):
             module.load_state_dict(state)
+        for name, parameter in net.named_parameters():
+            assert module.get_parameter(name) is parameter
+        assert module.get_buffer("table") is net.table
+        with pytest.raises(AttributeError, match="has no attribute `more`"):
+            module.get_parameter("more.scale")
+        with pytest.raises(AttributeError, match="has no attribute .head"):
+            torch.func.functional_call(module, {"head.weight": net.head.weight * 2}, batch())
         nested = nn.ModuleDict({"inner": module})
         assert set(nested.state_dict()) == {f"inner.{name}" for name in net.state_dict()}
         nested.load_state_dict(nested.state_dict())
@@ -126,36 +135,6 @@ def test_modes_are_followed_module_by_module():
         assert torch.equal(*outputs)
         torch.testing.assert_close(dict(sequence.state_dict()), dict(twin.state_dict()), rtol=0, atol=0)
     assert net.training and not net.first.norm.training  # as before
-
-
-class Skipping(nn.Module):
-    """Does nothing in evaluation mode."""
-
-    def forward(self, x):
-        return x * torch.rand_like(x[:, :1]) if self.training else x
-
-
-class Fast(nn.Module):
-    """Computes otherwise in evaluation mode."""
-
-    def forward(self, x):
-        return torch.tanh(x) + 1 if self.training else torch.relu(x)
-
-
-@pytest.mark.parametrize("kind", [Skipping, Fast])
-def test_modules_that_compute_otherwise_in_evaluation_mode(kind):
-    model = nn.ModuleList([nn.Linear(4, 4), kind(), nn.Linear(4, 4)]).double()
-    model.forward = lambda x: model[2](model[1](model[0](x)) + x)
-    sequence = gpipe.to_sequential(model, batch())
-    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1, 2], chunks=2)
-    for mode in (True, False):
-        for module in (model, sequence, pipe):
-            module.train(mode)
-        torch.manual_seed(3)
-        expected = model(batch())
-        torch.manual_seed(3)
-        assert torch.equal(sequence(batch()), expected)
-    torch.testing.assert_close(pipe(batch()), expected)
 
 
 class Pair(NamedTuple):
@@ -188,6 +167,29 @@ def test_inputs_and_outputs_are_trees():
         sequence((x, x))
     by_name = gpipe.to_sequential(model, x=x, factor=x, mask=mask)
     assert torch.equal(by_name({"x": x, "factor": x, "mask": mask}).sum, model(x, x, mask=mask).sum)
+
+
+class AnyArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, *args, factor=1, **kwargs):
+        return self.b(self.a(x)) * factor + sum(args) - kwargs.get("shift", 0) * kwargs.get("power", 1)
+
+
+@pytest.mark.parametrize(
+    ("positional", "names"),
+    [(0, ["shift", "x"]), (1, ["power", "shift"]), (1, ["shift", "factor"]), (3, []), (3, ["shift"])],
+)
+def test_arguments_that_forward_does_not_name(positional, names):
+    model = AnyArguments().double()
+    args = tuple(batch() + i for i in range(positional))
+    kwargs = {name: batch() * (i + 2) for i, name in enumerate(names)}
+    sequence = gpipe.to_sequential(model, *args, **kwargs)
+    input = (args, kwargs) if args and kwargs else kwargs or (args if positional > 1 else args[0])
+    assert torch.equal(sequence(input), model(*args, **kwargs))
+    assert "forward" not in vars(model)
 
 
 class Tied(nn.Module):
@@ -282,7 +284,7 @@ def test_opaque_modules_are_kept_whole():
             parts = samples.chunk(3) if module is pipe else [samples]
             torch.testing.assert_close(module(samples), torch.cat([model(part) for part in parts]))
     pipe(batch()).sum().backward()
-    assert pipe.get_parameter("odd.model.odd.linear.weight").grad is not None
+    assert pipe.get_parameter("odd.linear.weight").grad is not None
     with pytest.raises(ValueError, match="opaque has LSTM, but no submodule"):
         gpipe.to_sequential(model, batch(), opaque=[nn.LSTM])
     with pytest.raises(TypeError, match="opaque must be a list of subclasses"):
@@ -313,7 +315,7 @@ def test_exported_programs(tmp_path):
     with pytest.raises(ValueError, match="exported in evaluation mode"):
         gpipe.to_sequential(exported(make_net().eval()))
     with pytest.raises(ValueError, match="cannot tell what .* does in evaluation mode, because it calls aten.rand_like"):
-        gpipe.to_sequential(exported(Skipping()))
+        gpipe.to_sequential(exported(Returns(lambda x: x * torch.rand_like(x))))
     with pytest.raises(TypeError, match="without an example input"):
         gpipe.to_sequential(exported(net), batch())
     with pytest.raises(FileNotFoundError):
@@ -342,6 +344,16 @@ class Returns(nn.Module):
 def test_models_that_cannot_be_pipelines(function, message):
     with pytest.raises(ValueError, match=message):
         gpipe.to_sequential(Returns(function), batch())
+
+
+def test_a_failed_export_prints_nothing(capfd):
+    handler = logging.getLogger("torch").handlers[0]
+    filters = list(handler.filters)
+    for function in (lambda x: x * float(x.mean()), lambda x: x @ x, lambda x: x if torch.all(x > 0) else -x):
+        with pytest.raises(ValueError, match="cannot convert the model"):
+            gpipe.to_sequential(Returns(function), batch())
+    assert capfd.readouterr() == ("", "")
+    assert handler.filters == filters and "print" not in vars(torch.export._trace)
 
 
 def test_wrong_arguments():
@@ -391,6 +403,8 @@ def test_copies_and_pickles():
         assert torch.equal(other(batch()), sequence(batch()))
         shared = {id(parameter) for parameter in other.parameters()} == {id(parameter) for parameter in net.parameters()}
         assert shared == (other[0] is sequence[0])
+    with pytest.raises(TypeError, match="layer 'first.linear' .* stashes 'first.linear -> first', which no layer pops"):
+        verify_skippables(sequence[:3])
     twice = nn.Sequential(sequence[:5], sequence[5:])
     assert torch.equal(twice(batch()), sequence(batch()))
 
