@@ -565,6 +565,15 @@ def test_numbers_of_samples_that_the_code_distinguishes_are_refused(condition, w
         sequence(batch(wrong))
 
 
+def test_batch_norm_of_one_sample_is_refused_in_training_mode():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)]).double()
+    model.forward = lambda x: model[1](model[0](x))
+    sequence = gpipe.to_sequential(model, batch())
+    with pytest.raises(ValueError, match=r"more than one value per channel .* a micro-batch has the shape \(1, 4\); give"):
+        gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch())
+    assert torch.equal(sequence.eval()(batch(1)), model.eval()(batch(1)))
+
+
 def test_norms_of_exported_programs():
     class Norms(nn.Module):
         def __init__(self):

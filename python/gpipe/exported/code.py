@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from gpipe.exported.calls import batch_norm
 from gpipe.exported.graph import Choice, Operation, Value, inputs_of, itself
 from gpipe.exported.opaque import OPERATOR, run_whole
 from gpipe.exported.routes import Route
@@ -62,6 +63,15 @@ class _Source:
 
     def get_source(self, name: str) -> str:
         return self._text
+
+
+def _called(operation: Operation) -> Callable[..., Any]:
+    """Returns the function to call for an operation."""
+    if operation.function is torch.ops.aten.batch_norm.default:
+        shape = next(operation.inputs()).example.shape
+        if math.prod(shape[2:]) == 1:  # as many values per channel as samples
+            return batch_norm
+    return operation.function
 
 
 def _where(function: Callable[..., Any]) -> str:
@@ -163,7 +173,7 @@ class _Writer:
         if operation.function is itself:
             return f"{name} = {args[0]}"
         args += [f"{key}={self._argument(value)}" for key, value in operation.kwargs.items()]
-        call = f"{self._function(operation.function)}({', '.join(args)})"
+        call = f"{self._function(_called(operation))}({', '.join(args)})"
         return f"{name} = {call}" if operation.result in self._last_use else call
 
     def _function(self, function: Callable[..., Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
+from gpipe.exported.calls import check_modes
 from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values
 
 __all__ = ["combine_modes", "evaluation_of"]
@@ -207,16 +208,6 @@ class _Combination:
                 waiting.remove(merge)
                 yield replace(merge, call=(operation or order[0]).call)
         assert not waiting
-
-
-def check_modes(path: str, training: bool, other: str, other_training: bool) -> None:
-    """Raises RuntimeError unless two modules are in the same mode."""
-    if training != other_training:
-        names = (f"'{each}'" if each else "the model" for each in (path, other))
-        raise RuntimeError(
-            f"{' and '.join(names)} are in different modes, but one uses what the other computes in one mode only; call "
-            "train() or eval() on both"
-        )
 
 
 def _uses(mode: Mode | None, arguments: Any) -> Iterator[tuple[Mode, Value]]:
