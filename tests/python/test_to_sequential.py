@@ -73,6 +73,7 @@ def test_layers_are_named_after_modules():
         "head",
     ]
     assert list(dict(sequence.named_children()))[:2] == ["first_linear", "first_norm"]
+    assert names_of(gpipe.to_sequential(make_net().requires_grad_(False), batch())) == names_of(sequence)
     # The input of a block is a skip to its sum.
     stashed = {name for layer in sequence for name in layer.stashable_names}
     assert stashed == {"first.linear -> first", "second.linear -> second"}

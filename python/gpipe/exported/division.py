@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from gpipe.exported.graph import Call, Graph, Operation, Value, itself
 
-from gpipe.exported.graph import Call, Graph, Operation, Value
-
-__all__ = ["Block", "divide"]
+__all__ = ["Block", "divide", "owners_of_memory"]
 
 
 @dataclass(eq=False)
@@ -28,7 +26,7 @@ def divide(graph: Graph) -> list[Block]:
     own. Operators between two such modules belong to the layer before them. A layer has the name of its module. If
     other layers have it too, a number follows.
     """
-    parameters = {value: name for name, value in graph.tensors.items() if _is_parameter(value)}
+    parameters = {value: name for name, value in graph.tensors.items() if value.is_parameter}
     outer = _with_submodules(graph)
     blocks: list[Block] = []
     current: Call | None = None
@@ -47,10 +45,6 @@ def divide(graph: Graph) -> list[Block]:
     if blocks and not blocks[0].name:
         blocks[0].name = _unique("model", taken)
     return _keep_together(graph, blocks)
-
-
-def _is_parameter(value: Value) -> bool:
-    return isinstance(value.example, Tensor) and value.example.requires_grad
 
 
 def _with_submodules(graph: Graph) -> set[str]:
@@ -78,7 +72,7 @@ def _keep_together(graph: Graph, blocks: list[Block]) -> list[Block]:
     changes, because other stages would not see the change, and those between the first and the last use of a number that
     is read from data, because numbers do not leave a layer."""
     tensors = set(graph.tensors.values())
-    memory: dict[Value, Value] = {}  # of a view of a buffer: the buffer
+    memory = owners_of_memory(graph)
     uses: dict[Value, list[int]] = {}
     together: set[Value] = set()
     for index, block in enumerate(blocks):
@@ -86,8 +80,6 @@ def _keep_together(graph: Graph, blocks: list[Block]) -> list[Block]:
             inputs = list(operation.inputs())
             for value in inputs:
                 uses.setdefault(memory.get(value, value), []).append(index)
-            if (viewed := _viewed_by(operation)) is not None:
-                memory[operation.result] = memory.get(viewed, viewed)
             together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
             if operation.result.is_number and (_reads_data(operation) or together.intersection(inputs)):
                 together.add(operation.result)
@@ -102,14 +94,24 @@ def _reads_data(operation: Operation) -> bool:
     return tensors and not str(operation.function).startswith("aten.sym_")
 
 
-def _viewed_by(operation: Operation) -> Value | None:
-    """Returns the tensor whose memory the result of an operation shares, if it does."""
-    if operation.function is operator.getitem:
-        return next(operation.inputs(), None)
-    if operation.schema is None or not any(result.alias_info is not None for result in operation.schema.returns):
-        return None
-    shared = (value for argument, value in operation.given() if argument.alias_info is not None and isinstance(value, Value))
-    return next(shared, None)
+def owners_of_memory(graph: Graph) -> dict[Value, Value]:
+    """Returns the parameter, buffer or constant whose memory a value shares, for each that does."""
+    owners = {value: value for value in graph.tensors.values()}
+    for operation in graph.operations:
+        for viewed in _viewed_by(operation):
+            if viewed in owners:
+                owners[operation.result] = owners[viewed]
+    return owners
+
+
+def _viewed_by(operation: Operation) -> Iterator[Value]:
+    """Yields the values whose memory the result of an operation may share."""
+    if operation.function in (operator.getitem, itself):
+        yield from operation.inputs()
+    elif operation.schema is not None and any(result.alias_info is not None for result in operation.schema.returns):
+        for argument, value in operation.given():
+            if argument.alias_info is not None and isinstance(value, Value):
+                yield value
 
 
 def _changed_by(operation: Operation) -> Iterable[Value]:

@@ -37,6 +37,7 @@ class Value:
     """A Python identifier that no other value has."""
     example: Any
     """A fake tensor, or a symbolic number."""
+    is_parameter: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -209,6 +210,7 @@ class _Reader:
                     self._values[node] = spec.arg.value
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 assert spec.target is not None
+                value.is_parameter = spec.kind is InputKind.PARAMETER
                 self.graph.tensors[spec.target] = value
             else:
                 raise NotImplementedError(f"the model holds an object that is not a tensor: '{spec.target}'")

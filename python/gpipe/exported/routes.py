@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from gpipe.exported.division import Block
-from gpipe.exported.graph import Choice, Graph, Mode, Operation, Value, inputs_of, map_values
+from gpipe.exported.division import Block, owners_of_memory
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, map_values
 
 __all__ = ["Route", "route", "same_size"]
 
@@ -39,7 +39,7 @@ def route(graph: Graph, blocks: list[Block]) -> list[Route]:
     that uses it. Sizes are read off tensors that a layer gets anyway. If there are
     none, the layer gets the tensor that has the size.
 
-    A value that one mode computes is always a skip, which is ``None`` in the other mode.
+    A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
     """
     return _Routes(graph, blocks).routes
 
@@ -51,6 +51,7 @@ class _Routes:
         self._source: dict[Value, int] = {}  # the layer that has a value first
         self._operation: dict[Value, Operation] = {}
         self._tensors = set(graph.tensors.values())
+        self._owners = owners_of_memory(graph)
         for value in graph.inputs:
             if value is not None:
                 self._source[value] = 0
@@ -99,15 +100,28 @@ class _Routes:
         for value, layers in holders.items():
             mode = self.mode(value)
             for giver, taker in itertools.pairwise(layers):
+                sent = self._copied(value, giver) if giver == layers[0] and self._is_buffer(value) else value
                 if taker == giver + 1 and mode is None:
-                    self.routes[giver].leaving.append(value)
+                    self.routes[giver].leaving.append(sent)
                     self.routes[taker].arriving.append(value)
                     continue
                 skips[giver, taker] += 1
                 name = f"{self.routes[giver].name} -> {self.routes[taker].name}"
                 name += f" ({skips[giver, taker]})" if skips[giver, taker] > 1 else ""
-                self.routes[giver].stashes.append((name, value if mode is None else mode.only(value)))
+                self.routes[giver].stashes.append((name, sent if mode is None else mode.only(sent)))
                 self.routes[taker].pops.append((name, value))
+
+    def _is_buffer(self, value: Value) -> bool:
+        """Returns whether a value shares the memory of a buffer or constant."""
+        return value in self._owners and not self._owners[value].is_parameter
+
+    def _copied(self, value: Value, index: int) -> Value:
+        """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
+        copy = Value(f"_copy_of_{value.name}", value.example)
+        mode = self.mode(value)
+        call = Call("", "") if value in self._tensors else self._operation[value].call
+        self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, call, mode))
+        return copy
 
 
 class _Numbers:
