@@ -1,9 +1,7 @@
-"""Conversion of modules to sequences: structure, modes, names, inputs and outputs, and what is refused."""
+"""Conversion of modules to sequences: structure, names, inputs and outputs."""
 
 import copy
-import logging
 import pickle
-import random
 from typing import NamedTuple
 
 import pytest
@@ -12,47 +10,9 @@ from torch import nn
 from torch.export import Dim, export
 
 import gpipe
+from converted_models import Returns, batch, make_net
 from gpipe.balance import balance_by_time, suggest
 from gpipe.skip import verify_skippables
-
-
-class Block(nn.Module):
-    """A residual block whose last module is called twice."""
-
-    def __init__(self, width=4):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.act = nn.ReLU(inplace=True)
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        y = self.act(self.norm(self.linear(x)))
-        return self.act(x + self.scale * y)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-        self.drop = nn.Dropout(0.5)
-        self.head = nn.Linear(4, 3)
-        self.unused = nn.Linear(2, 2)
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-    def forward(self, x):
-        return self.head(self.drop(self.second(self.first(x + self.table))))
-
-
-def make_net():
-    torch.manual_seed(0)
-    return Net().double()
-
-
-def batch(samples=6):
-    torch.manual_seed(1)
-    return torch.randn(samples, 4).double()
 
 
 def names_of(sequence):
@@ -323,53 +283,6 @@ def test_exported_programs(tmp_path):
         gpipe.to_sequential(tmp_path / "missing.pt2")
 
 
-class Returns(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: x.view(6, 2, 2), "its code fixes dimension 0 of an input, the batch, to 6"),
-        (lambda x: (x * 2, x.mean()), r"output 1 of 2 has the shape \(\), without the batch as dimension 0"),
-        (lambda x: torch.cat([x, x]), r"output 0 of 1 has the shape \(2\*s\d+, 4\), without the batch"),
-        (lambda x: (x * 2, 3), "output 1 of 2 is not a tensor"),
-        (lambda x: x, "it computes nothing"),
-    ],
-)
-def test_models_that_cannot_be_pipelines(function, message):
-    with pytest.raises(ValueError, match=message):
-        gpipe.to_sequential(Returns(function), batch())
-
-
-def test_a_failed_export_prints_nothing(capfd):
-    handler = logging.getLogger("torch").handlers[0]
-    filters = list(handler.filters)
-    for function in (lambda x: x * float(x.mean()), lambda x: x @ x, lambda x: x if torch.all(x > 0) else -x):
-        with pytest.raises(ValueError, match="cannot convert the model"):
-            gpipe.to_sequential(Returns(function), batch())
-    assert capfd.readouterr() == ("", "")
-    assert handler.filters == filters and "print" not in vars(torch.export._trace)
-
-
-def test_wrong_arguments():
-    with pytest.raises(TypeError, match="module must be nn.Module, ExportedProgram or a path, but is <class 'int'>"):
-        gpipe.to_sequential(3, batch())
-    with pytest.raises(ValueError, match="give an example input"):
-        gpipe.to_sequential(make_net())
-    with pytest.raises(ValueError, match="an input has no dimensions"):
-        gpipe.to_sequential(make_net(), torch.tensor(1.0))
-    net = make_net()
-    net.drop.register_forward_hook(lambda *arguments: None)
-    with pytest.raises(ValueError, match=r"'drop' \(Dropout\) has a hook"):
-        gpipe.to_sequential(net, batch())
-
-
 class Constants(nn.Module):
     """Makes tensors in its forward, under no_grad and without autocast."""
 
@@ -473,14 +386,24 @@ def names_that_are_no_identifiers(self, x):
     return self.b(self.a(x) * self.shifts[0] + self.scales["class"]) * self.scales["w-1"] + self.shifts[1]
 
 
-@pytest.mark.parametrize("function", [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers])
+def calls_layers_under_vmap(self, x):
+    return self.b(torch.vmap(lambda row: self.b(self.a(row)) + self.count)(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers, calls_layers_under_vmap],
+)
 def test_functions_that_are_hard_to_divide(function):
     model = Calls(function).double()
     twin = copy.deepcopy(model)
     sequence = gpipe.to_sequential(model, batch())
+    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence))
     for _ in range(2):
-        torch.testing.assert_close(sequence(batch()), twin(batch()))
-    torch.testing.assert_close(dict(sequence.state_dict()), dict(twin.state_dict()))
+        expected = twin(batch())
+        for module in (sequence, pipe):
+            torch.testing.assert_close(module(batch()), expected)
+            torch.testing.assert_close(dict(module.state_dict()), dict(twin.state_dict()))
 
 
 class ManyNames(nn.Module):
@@ -504,48 +427,6 @@ def test_one_tensor_in_two_places_of_the_example_is_two_inputs():
     assert torch.equal(by_name({"mask": y, "factor": x, "x": x}).sum, model(x, x, mask=y).sum)
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-
-
-def hooked(x):
-    y = x * 2
-    y.register_hook(lambda gradient: gradient / 2)
-    return y
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (Reversed.apply, "calls Reversed, whose backward would be lost"),
-        (
-            lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True),
-            "calls CheckpointFunction, whose backward would be lost",
-        ),
-        (lambda x: hooked(x), "registers a hook of a tensor"),
-        (lambda x: x * random.random(), "draws random numbers from Python or NumPy"),
-    ],
-)
-def test_what_an_export_would_lose_is_refused(function, message):
-    register_hook = torch.Tensor.register_hook
-    with pytest.raises(ValueError, match=message):
-        gpipe.to_sequential(Returns(function), batch().requires_grad_())
-    assert torch.Tensor.register_hook is register_hook
-    Reversed.apply(batch())
-
-
-def test_inputs_that_differ_from_the_example_in_more_than_samples_are_refused():
-    sequence = gpipe.to_sequential(Returns(lambda x: x / x.shape[1]), batch())
-    with pytest.raises(ValueError, match=r"input 0 has the shape \(6, 3\), but the model was converted for \('batch', 4\)"):
-        sequence(batch()[:, :3])
-
-
 def test_constants_among_the_inputs_stay():
     class Scales(nn.Module):
         def forward(self, x, factor):
@@ -555,24 +436,6 @@ def test_constants_among_the_inputs_stay():
     assert torch.equal(sequence((batch(), None)), batch() * 2)
     with pytest.raises(ValueError, match="input 1 was a constant when the model was converted; give None, not 3"):
         sequence((batch(), 3))
-
-
-@pytest.mark.parametrize(("condition", "wrong"), [(lambda n: n > 4, 3), (lambda n: n % 2 == 0, 5)])
-def test_numbers_of_samples_that_the_code_distinguishes_are_refused(condition, wrong):
-    model = Returns(lambda x: x * 3 if condition(x.shape[0]) else x * 2)
-    sequence = gpipe.to_sequential(model, batch())
-    assert torch.equal(sequence(batch(8)), batch(8) * 3)
-    with pytest.raises(ValueError, match=f"converted for a number of samples with .*, but a micro-batch has {wrong}: its"):
-        sequence(batch(wrong))
-
-
-def test_batch_norm_of_one_sample_is_refused_in_training_mode():
-    model = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)]).double()
-    model.forward = lambda x: model[1](model[0](x))
-    sequence = gpipe.to_sequential(model, batch())
-    with pytest.raises(ValueError, match=r"more than one value per channel .* a micro-batch has the shape \(1, 4\); give"):
-        gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch())
-    assert torch.equal(sequence.eval()(batch(1)), model.eval()(batch(1)))
 
 
 def test_norms_of_exported_programs():

@@ -69,22 +69,30 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def _keep_together(graph: Graph, blocks: list[Block]) -> list[Block]:
     """Joins layers that must be in one stage: those between the first and the last use of a buffer that an operation
-    changes, because other stages would not see the change, and those between the first and the last use of a number that
-    is read from data, because numbers do not leave a layer."""
+    changes, because other stages would not see the change; those between the first and the last use of a number that is
+    read from data, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
+    because it changes what operators on its thread do."""
     tensors = set(graph.tensors.values())
     memory = owners_of_memory(graph)
     uses: dict[Value, list[int]] = {}
     together: set[Value] = set()
+    begun: list[int] = []
+    spans: list[tuple[int, int]] = []
     for index, block in enumerate(blocks):
         for operation in block.operations:
             inputs = list(operation.inputs())
             for value in inputs:
                 uses.setdefault(memory.get(value, value), []).append(index)
             together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
+            name = getattr(operation.function, "__name__", "")
+            if name == "_vmap_increment_nesting":
+                begun.append(index)
+            elif name == "_vmap_decrement_nesting":
+                spans.append((begun.pop(), index))
             if operation.result.is_number and (_reads_data(operation) or together.intersection(inputs)):
                 together.add(operation.result)
                 uses.setdefault(operation.result, []).append(index)
-    spans = [(uses[value][0], uses[value][-1]) for value in together]
+    spans += [(uses[value][0], uses[value][-1]) for value in together]
     return _joined(blocks, [span for span in spans if span[0] < span[1]])
 
 
