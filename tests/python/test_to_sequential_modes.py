@@ -167,6 +167,27 @@ def test_modules_follow_their_own_mode(frozen):
     assert model.training and not (frozen and model.get_submodule(frozen).training)  # as before
 
 
+class Counts(nn.Module):
+    """Counts its calls in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1 if self.training else 0
+        return x * (self.count + 1)
+
+
+def test_modules_that_only_one_mode_calls_are_refused_in_the_other_mode():
+    model = nn.ModuleDict({"counts": Counts(), "linear": nn.Linear(4, 4)}).double()
+    model.forward = lambda x: model["linear"](model["counts"](x) if model.training else x)
+    model["counts"].eval()
+    with pytest.raises(ValueError, match="some of its modules are in training mode and others in evaluation mode, and the"):
+        gpipe.to_sequential(model, batch())
+    assert model["counts"].count == 0
+
+
 @pytest.mark.parametrize("frozen", ["skip", "second"])
 def test_modes_that_an_export_does_not_show_are_refused(frozen):
     model = Nested()

@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["batch_norm", "check_modes"]
+__all__ = ["ModeError", "batch_norm", "check_modes"]
+
+
+class ModeError(RuntimeError):
+    """Tells that two modules are in different modes."""
 
 
 def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any) -> Tensor:
@@ -26,10 +30,10 @@ def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, 
 
 
 def check_modes(path: str, training: bool, other: str, other_training: bool) -> None:
-    """Raises RuntimeError unless two modules are in the same mode."""
+    """Raises ModeError unless two modules are in the same mode."""
     if training != other_training:
         names = (f"'{each}'" if each else "the model" for each in (path, other))
-        raise RuntimeError(
+        raise ModeError(
             f"{' and '.join(names)} are in different modes, but one uses what the other computes in one mode only; call "
             "train() or eval() on both"
         )

@@ -18,7 +18,7 @@ from gpipe.exported.opaque import kept_whole, whole_modules
 from gpipe.exported.refusals import check_outputs, guards_of, refuse_hooks
 from gpipe.exported.tensors import Owned, modes_of, tensors_of_module, tensors_of_program
 
-__all__ = ["Captured", "capture", "capture_program", "explained"]
+__all__ = ["Captured", "capture", "capture_program", "examples_of", "explained"]
 
 
 class Captured(NamedTuple):
@@ -45,7 +45,7 @@ def capture(
     """
     whole = whole_modules(module, opaque)
     refuse_hooks(module, whole)
-    args, kwargs = _examples((args, dict(kwargs)))
+    args, kwargs = examples_of((args, dict(kwargs)))
     programs, calls = [], []
     for training in (True, False):
         with _mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
@@ -122,7 +122,7 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
     return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
 
-def _examples(arguments: Any) -> Any:
+def examples_of(arguments: Any) -> Any:
     """Returns copies of the example inputs with at least two samples, because torch.export treats a size of 1 as a
     constant, and the same tensor in two places as one input."""
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from gpipe.exported.capture import Captured, capture, capture_program, explained
+from gpipe.exported.calls import ModeError
+from gpipe.exported.capture import Captured, capture, capture_program, examples_of, explained
 from gpipe.exported.code import write
 from gpipe.exported.division import divide
 from gpipe.exported.graph import Value
@@ -18,6 +20,7 @@ from gpipe.exported.layer import Expected, ExportedLayer, Returned
 from gpipe.exported.routes import Route, route
 from gpipe.exported.sequence import ExportedSequential
 from gpipe.exported.tensors import Tree, is_inside, nearest
+from gpipe.exported.trial import compare
 
 __all__ = ["as_sequential", "input_of", "to_sequential"]
 
@@ -57,7 +60,17 @@ def to_sequential(
     model = _captured(module, example_args, example_kwargs, opaque)
     training = module.training if isinstance(module, nn.Module) else True
     with explained():
-        return _assemble(model, route(model.graph, divide(model.graph)), training)
+        sequence = _assemble(model, route(model.graph, divide(model.graph)), training)
+    if isinstance(module, nn.Module) and len(set(model.modes.values())) == 2:
+        _try_modes(module, sequence, *examples_of((example_args, example_kwargs)))
+    return sequence
+
+
+def _try_modes(module: nn.Module, sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Compares the module and the sequence in their present modes. If an error tells that the sequence cannot follow them,
+    calls will raise it too."""
+    with suppress(ModeError):
+        compare(module, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs)))
 
 
 def _captured(
