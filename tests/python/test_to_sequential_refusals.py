@@ -45,6 +45,10 @@ def test_wrong_arguments():
     with pytest.raises(ValueError, match="an input has no dimensions"):
         gpipe.to_sequential(make_net(), torch.tensor(1.0))
     net = make_net()
+    net.second = torch.jit.script(nn.Linear(4, 4).double())
+    with pytest.raises(ValueError, match="'second' is compiled by TorchScript; use the module that it was compiled from"):
+        gpipe.to_sequential(net, batch())
+    net = make_net()
     net.drop.register_forward_hook(lambda *arguments: None)
     with pytest.raises(ValueError, match=r"'drop' \(Dropout\) has a hook"):
         gpipe.to_sequential(net, batch())

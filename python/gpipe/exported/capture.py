@@ -15,7 +15,7 @@ from gpipe.exported.exporter import exported
 from gpipe.exported.graph import Graph, read_graph, with_names
 from gpipe.exported.modes import combine_modes, evaluation_of
 from gpipe.exported.opaque import kept_whole, whole_modules
-from gpipe.exported.refusals import check_outputs, guards_of, refuse_hooks
+from gpipe.exported.refusals import check_outputs, guards_of, refuse_modules
 from gpipe.exported.tensors import Owned, modes_of, tensors_of_module, tensors_of_program
 
 __all__ = ["Captured", "capture", "capture_program", "examples_of", "explained"]
@@ -44,7 +44,7 @@ def capture(
         ValueError: if the model cannot be captured. The message tells where and why.
     """
     whole = whole_modules(module, opaque)
-    refuse_hooks(module, whole)
+    refuse_modules(module, whole)
     args, kwargs = examples_of((args, dict(kwargs)))
     programs, calls = [], []
     for training in (True, False):

@@ -18,13 +18,17 @@ from gpipe.exported.routes import same_size
 from gpipe.exported.tensors import is_inside
 from gpipe.generators import GeneratorState
 
-__all__ = ["check_outputs", "guards_of", "nothing_lost", "refuse_hooks", "replaced"]
+__all__ = ["check_outputs", "guards_of", "nothing_lost", "refuse_modules", "replaced"]
 
 
-def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
-    """Raises ValueError for a module with a hook, except inside the modules at some paths. A hook runs while the model is
-    exported, but would not run later."""
+def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
+    """Raises ValueError for a module that TorchScript has compiled, and for one with a hook, except inside the modules at
+    some paths. A hook runs while the model is exported, but would not run later."""
     for path, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled from"
+            )
         if is_inside(path, whole):
             continue
         hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
