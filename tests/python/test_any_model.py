@@ -149,7 +149,8 @@ def test_a_model_equals_its_pipeline(name):
     sum(losses).backward()
     target = torch.zeros(tree_leaves(input)[0].shape[0])
     loss, output = pipe.step(input, target, weighted_sum, reduction="sum", return_output=True)
-    joined = [torch.cat(leaves) for leaves in zip(*map(tree_leaves, outputs), strict=True) if torch.is_tensor(leaves[0])]
+    leaves = [each for each in zip(*map(tree_leaves, outputs), strict=True) if torch.is_tensor(each[0])]
+    joined = [torch.cat(each) for each in leaves]
     assert_equal([leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)], joined)
     assert_equal(loss, sum(losses))
     assert_same_state(pipe, twin)

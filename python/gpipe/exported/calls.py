@@ -34,6 +34,6 @@ def check_modes(path: str, training: bool, other: str, other_training: bool) -> 
     if training != other_training:
         names = (f"'{each}'" if each else "the model" for each in (path, other))
         raise ModeError(
-            f"{' and '.join(names)} are in different modes, but one uses what the other computes in one mode only; call "
-            "train() or eval() on both"
+            f"{' and '.join(names)} are in different modes, but one uses what the other computes in one mode only; "
+            "call train() or eval() on both"
         )

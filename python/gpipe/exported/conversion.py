@@ -67,8 +67,8 @@ def to_sequential(
 
 
 def _try_modes(module: nn.Module, sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compares the module and the sequence in their present modes. If an error tells that the sequence cannot follow them,
-    calls will raise it too."""
+    """Compares the module and the sequence in their present modes. If an error tells that the sequence cannot follow
+    them, calls will raise it too."""
     with suppress(ModeError):
         compare(module, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs)))
 

@@ -22,12 +22,13 @@ __all__ = ["check_outputs", "guards_of", "nothing_lost", "refuse_modules", "repl
 
 
 def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
-    """Raises ValueError for a module that TorchScript has compiled, and for one with a hook, except inside the modules at
-    some paths. A hook runs while the model is exported, but would not run later."""
+    """Raises ValueError for a module that TorchScript has compiled, and for one with a hook, except inside the modules
+    at some paths. A hook runs while the model is exported, but would not run later."""
     for path, each in module.named_modules():
         if isinstance(each, torch.jit.ScriptModule):
             raise ValueError(
-                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled from"
+                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled "
+                "from"
             )
         if is_inside(path, whole):
             continue
