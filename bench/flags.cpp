@@ -41,6 +41,11 @@ void add_steps_flag(CLI::App& app, Options& options) {
   app.add_flag("--steps-only", options.steps_only, "print only the result of each step of the pipeline");
 }
 
+void add_ranks_flag(CLI::App& app, Options& options) {
+  app.add_flag("--over-ranks", options.over_ranks,
+               "run over the processes that torchrun has started; rank 0 prints; needs --steps-only and --balance");
+}
+
 void add_balance_flag(CLI::App& app, Options& options) {
   app.add_option_function<std::vector<std::int64_t>>(
          "--balance",

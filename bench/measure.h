@@ -38,6 +38,7 @@ struct Options {
   int stages_per_worker = 1;
   int repeats = 9;
   bool steps_only = false;  ///< print only each step of the pipeline, to compare with peers
+  bool over_ranks = false;  ///< run over the processes that torchrun has started
 };
 
 /// Adds the flags that all programs have. The options' values are the defaults. Also adds --reuse, which calls
@@ -52,6 +53,7 @@ void add_balance_flag(CLI::App& app, Options& options);
 /// --schedule and --stages-per-worker.
 void add_schedule_flag(CLI::App& app, Options& options);
 void add_steps_flag(CLI::App& app, Options& options);
+void add_ranks_flag(CLI::App& app, Options& options);
 
 /// Adds --short, which changes the options to fewer rows and repeats.
 void add_short_flag(CLI::App& app, Options& options, std::vector<Checkpoint> checkpoints);

@@ -55,7 +55,7 @@ EVERY_SCHEDULE = [name for names in SCHEDULES.values() for name in names]
 # With a schedule, this project runs step(), else a forward and a backward. With reuse, it calls reuse_cpu_memory() first.
 OURS = [
     f"{library}{schedule}"
-    for library in ["gpipe", "gpipe python"]
+    for library in ["gpipe", "gpipe python", "gpipe ranks"]
     for schedule in ["", *(f" {name}{reuse}" for name in EVERY_SCHEDULE for reuse in ["", " reuse"])]
 ]
 PEERS = ["torchgpipe", "distributed gpipe", *(f"distributed {name}" for name in EVERY_SCHEDULE)]
@@ -96,6 +96,10 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     if program.exists():
         sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
         own["gpipe"] = [program, "--steps-only", *sizes, *settings]
+    if program.exists() and row.bench == "speed":
+        workers = len(row.balance) // row.stages_per_worker
+        job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", workers]
+        own["gpipe ranks"] = [*job, "--master-port", 29511, program, "--over-ranks", *own["gpipe"][1:]]
     in_python = [sys.executable, HERE / "pipe_steps.py", *memory, *subject, *settings]
     own["gpipe python"] = [*in_python, "--library", "gpipe"]
     commands = {}
