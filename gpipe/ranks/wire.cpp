@@ -187,9 +187,15 @@ std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
         "must run the same program",
         peer_, header.sequence, header.label, sequence_, label));
   }
+  auto& last = *posted.last;
+  if (header.layout_bytes == 0 && (!last.known || header.values_bytes != last.values)) {
+    throw std::runtime_error(absl::StrFormat(
+        "[gpipe] rank %d sent message %d without a layout, but it is not like the last one; run the same "
+        "version of gpipe on all ranks",
+        peer_, header.sequence));
+  }
   ++sequence_;
   posted_bytes_ -= posted.bytes();
-  auto& last = *posted.last;
   std::unique_ptr<Incoming> message;
   if (header.layout_bytes != 0) {
     message = receive_changed(last, {posted.header.data(), sizeof header});

@@ -19,7 +19,7 @@
 
 namespace gpipe {
 
-/// A message to send. The layout tells the receiver what memory it needs. The values are bytes whose number follows from
+/// A message to send. The layout, which is not empty, tells the receiver what memory it needs. The values are bytes whose number follows from
 /// the layout. The pieces are the tensors' memory, which `owner` keeps.
 struct Outgoing {
   std::string layout;
