@@ -142,6 +142,7 @@ struct WireReceiver::Posted {
   Buffer header;
   std::unique_ptr<Incoming> message;  // null if the pieces come with the header
   std::vector<std::unique_ptr<Transfer>> transfers;
+  std::exception_ptr error;  // if a receive could not start
 
   std::size_t bytes() const { return header.size() + (message ? total(last->pieces) : 0); }
 };
@@ -164,12 +165,16 @@ void WireReceiver::post() {
     auto posted = std::make_unique<Posted>();
     posted->last = &last;
     posted->header.resize(header_bytes(last));
-    posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kHeaders, posted->header));
-    if (last.known && !last.is_small()) {
-      posted->message = allocate_(last.layout);
-      for (const auto piece : posted->message->pieces()) {
-        if (!piece.empty()) posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kPieces, piece));
+    if (last.known && !last.is_small()) posted->message = allocate_(last.layout);
+    try {
+      posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kHeaders, posted->header));
+      if (posted->message) {
+        for (const auto piece : posted->message->pieces()) {
+          if (!piece.empty()) posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kPieces, piece));
+        }
       }
+    } catch (const ConnectionError&) {
+      posted->error = std::current_exception();
     }
     posted_bytes_ += posted->bytes();
     posted_.push_back(std::move(posted));
@@ -178,6 +183,7 @@ void WireReceiver::post() {
 
 std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
   auto& posted = *posted_.front();
+  if (posted.error) std::rethrow_exception(posted.error);
   for (const auto& transfer : posted.transfers) transfer->wait(limit_);
   Header header;
   std::memcpy(&header, posted.header.data(), sizeof header);

@@ -104,7 +104,8 @@ class WireReceiver {
   WireReceiver& operator=(const WireReceiver&) = delete;
 
   /// Announces the messages to come, by what is remembered of each, and posts memory for the first ones. The pointers
-  /// stay valid until these are received. REQUIRES: they differ; all messages announced before have been received.
+  /// stay valid until these are received. If the connection is lost, receive() says so. REQUIRES: they differ; all messages
+  /// announced before have been received.
   void expect(std::vector<Remembered*> messages);
 
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is

@@ -272,6 +272,13 @@ TEST(Wire, IsRousedByAClose) {
   }
 }
 
+TEST(Wire, TellsOfALostConnectionWhenItReceives) {
+  Wire wire;
+  wire.network.of(0).close();
+  EXPECT_NO_THROW(wire.expect(2));
+  EXPECT_THROW(wire.receive(0), ConnectionError);
+}
+
 TEST(Wire, EndsWithUndeliveredMessagesAfterAClose) {
   Wire wire;
   wire.expect(5);
