@@ -135,7 +135,6 @@ class FakeNetwork::Ending : public Transfer {
       } else if (state_.stopped[rank_]) {
         message.changed.wait(lock);
       } else if (now >= end) {
-        state_.close(rank_);
         throw TimeoutError("no answer in time");
       } else {
         message.changed.wait_until(lock, moves ? std::min(end, message.due) : end);

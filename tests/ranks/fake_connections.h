@@ -19,8 +19,7 @@ inline constexpr std::chrono::milliseconds kShortLimit{20};
 ///
 /// - A message moves after both its send and its receive have started, and after a random delay. Messages with one tag
 ///   between two ranks keep their order. Others overtake each other.
-/// - A rank that closes its connections, or dies, ends its transfers at both ends. A wait that runs out of time closes the
-///   rank's connections, as Gloo's does.
+/// - A rank that closes its connections, or dies, ends its transfers at both ends.
 /// - Nothing moves to or from a rank that has stopped, and its own waits do not run out of time.
 /// - What Connections forbids is a failure of the test: a message that is longer than its receive, and a transfer that is
 ///   dropped before it is complete while its connection is open.

@@ -22,6 +22,7 @@ using testing::allocate;
 using testing::FakeNetwork;
 using ::testing::HasSubstr;
 using testing::kLongLimit;
+using testing::kShortLimit;
 using testing::message;
 using testing::strings;
 
@@ -204,6 +205,15 @@ TEST(Wire, IsEmptiedBeforeItsSenderEnds) {
   receiver.join();
 }
 
+/// What stands before each message.
+struct Header {
+  std::uint64_t magic = 0x6770697065000001;
+  std::uint64_t sequence = 0;
+  std::uint64_t label = 0;
+  std::uint64_t layout_bytes = 3;
+  std::uint64_t values_bytes = 0;
+};
+
 /// Expects that receiving a message throws an error with each of the words.
 void expect_error(const std::function<void()>& receive, const std::vector<std::string>& words) {
   try {
@@ -223,15 +233,6 @@ TEST(Wire, RefusesAnotherLabel) {
   expect_error([&] { wire.receiver.receive(0xdef); }, {"rank 0 sent message 0 with label abc", "label def was due"});
   wire.network.of(1).close();
 }
-
-/// What stands before each message.
-struct Header {
-  std::uint64_t magic = 0x6770697065000001;
-  std::uint64_t sequence = 0;
-  std::uint64_t label = 0;
-  std::uint64_t layout_bytes = 3;
-  std::uint64_t values_bytes = 0;
-};
 
 /// Receives what is sent by hand: a header, then a layout with values.
 void expect_refused(Header header, const std::string& layout_and_values, const std::vector<std::string>& words) {
@@ -291,6 +292,43 @@ TEST(Wire, EndsWithUndeliveredMessagesAfterAClose) {
   EXPECT_TRUE(owner.expired());
 }
 
+[[noreturn]] void send_until_it_throws(WireSender& sender) {
+  for (Remembered remembered;; std::this_thread::yield()) sender.send(remembered, 1, message({""}));
+}
+
+TEST(Wire, KeepsMemoryAfterATimeOutUntilTheConnectionsAreClosed) {
+  FakeNetwork network(2);
+  std::optional<WireSender> sender(std::in_place, network.of(0), 1, kFirstTag, kShortLimit);
+  Remembered by_sender;
+  auto large = message({"", std::string(kLarge, 'x')});
+  const std::weak_ptr<const void> owner = large.owner;
+  sender->send(by_sender, 0, std::move(large));
+  EXPECT_THROW(send_until_it_throws(*sender), TimeoutError);
+  EXPECT_FALSE(owner.expired());
+  network.of(0).close();
+  sender.reset();
+  EXPECT_TRUE(owner.expired());
+}
+
+TEST(Wire, KeepsMemoryThatAMessageMayStillReach) {
+  const std::string layout_and_values = "2 3ab";
+  const std::string piece = "xyz";
+  for (const bool piece_comes : {false, true}) {
+    FakeNetwork network(2);
+    WireReceiver receiver(network.of(1), 0, kFirstTag, kShortLimit, allocate);
+    Remembered remembered;
+    receiver.expect({&remembered});
+    Header header{.values_bytes = 2};
+    const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
+    std::unique_ptr<Transfer> second;
+    if (piece_comes) second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
+    EXPECT_THROW(receiver.receive(0), TimeoutError);
+    const auto late = network.of(0).send(1, kChanged, std::as_bytes(std::span(piece)));
+    late->wait(kLongLimit);
+    network.of(1).close();
+  }
+}
+
 /// Connections that lose every message.
 class LosingConnections : public Connections {
  public:
@@ -311,14 +349,7 @@ TEST(Wire, ReportsTheErrorOfAnEarlierMessage) {
   WireSender sender(connections, 1, kFirstTag, kLongLimit);
   Remembered remembered;
   EXPECT_NO_THROW(sender.send(remembered, 0, message({"", ""})));
-  EXPECT_THROW(
-      {
-        for (;;) {
-          sender.send(remembered, 0, message({"", ""}));
-          std::this_thread::yield();
-        }
-      },
-      TimeoutError);
+  EXPECT_THROW(send_until_it_throws(sender), TimeoutError);
   EXPECT_THROW(sender.send(remembered, 0, message({"", ""})), TimeoutError);
 }
 
