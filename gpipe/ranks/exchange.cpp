@@ -41,7 +41,8 @@ Exchange::Exchange(Wires& wires, const Program& program, Part part, const std::v
     const int number = plan.from * program.workers() + plan.to;
     if (is_here(plan.from)) {
       auto& remembered = wires.remembered(number, key, plan.messages.size());
-      sending_[plan.from].push_back({&wires.sender(number, ranks[plan.to]), std::move(plan.messages), &remembered});
+      sending_[plan.from].push_back(
+          {&wires.sender(number, ranks[plan.to]), ranks[plan.to], std::move(plan.messages), &remembered});
     } else if (is_here(plan.to)) {
       auto& remembered = wires.remembered(number, key, plan.messages.size());
       auto& wire = wires.receiver(number, ranks[plan.from], limit);
@@ -78,10 +79,14 @@ void Exchange::take(const Action& action) {
 }
 
 void Exchange::put(const Action& action) {
-  for (auto& wire : sending_[program_.layout().placement[action.stage]]) {
+  const int worker = program_.layout().placement[action.stage];
+  for (auto& wire : sending_[worker]) {
     if (wire.next == wire.messages.size() || wire.messages[wire.next].action != action) continue;
     const auto& message = wire.messages[wire.next];
-    wire.wire->send((*wire.remembered)[wire.next++], message.label(), contents_.take_off(action, message.edges));
+    auto contents = contents_.take_off(action, message.edges);
+    awaited_[worker] = wire.rank;
+    wire.wire->send((*wire.remembered)[wire.next++], message.label(), std::move(contents));
+    awaited_[worker] = -1;
   }
 }
 

@@ -72,7 +72,7 @@ class Exchange {
   void take(const Action& action);
   void put(const Action& action);
 
-  /// The rank whose message a worker waits for, or -1.
+  /// The rank whose message a worker waits for, or to which it sends, or -1.
   int awaited(int worker) const { return awaited_[worker]; }
 
  private:
@@ -84,6 +84,7 @@ class Exchange {
   };
   struct Sending {
     WireSender* wire;
+    int rank;
     std::vector<WireMessage> messages;
     std::deque<Remembered>* remembered;
     std::size_t next = 0;

@@ -19,7 +19,7 @@
 
 namespace gpipe {
 
-/// A message to send. The layout tells the receiver what memory it needs. The values are bytes whose number follows from
+/// A message to send. The layout, which is not empty, tells the receiver what memory it needs. The values are bytes whose number follows from
 /// the layout. The pieces are the tensors' memory, which `owner` keeps.
 struct Outgoing {
   std::string layout;
@@ -62,7 +62,7 @@ inline constexpr int kTagsPerWire = 3;
 class WireSender {
  public:
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);
-  /// Waits until all messages are delivered, or have failed.
+  /// Waits until all messages are delivered, or have failed. REQUIRES: if one has failed, the connections are closed.
   ~WireSender();
   WireSender(const WireSender&) = delete;
   WireSender& operator=(const WireSender&) = delete;
@@ -76,8 +76,8 @@ class WireSender {
 
  private:
   struct Sent {
-    std::unique_ptr<Transfer> transfer;
     std::shared_ptr<const void> owner;
+    std::unique_ptr<Transfer> transfer;
   };
   void start(int tag, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
   void await_deliveries();
@@ -90,6 +90,7 @@ class WireSender {
   Mutex mutex_;
   CondVar changed_;
   std::deque<Sent> sent_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Sent> failed_;  // used by the thread only; their memory may still be read
   std::exception_ptr error_ ABSL_GUARDED_BY(mutex_);
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // starts with the first message
@@ -99,12 +100,14 @@ class WireSender {
 class WireReceiver {
  public:
   WireReceiver(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit, Allocate allocate);
+  /// REQUIRES: all announced messages have been received, or the connections are closed.
   ~WireReceiver();
   WireReceiver(const WireReceiver&) = delete;
   WireReceiver& operator=(const WireReceiver&) = delete;
 
   /// Announces the messages to come, by what is remembered of each, and posts memory for the first ones. The pointers
-  /// stay valid until these are received. REQUIRES: they differ; all messages announced before have been received.
+  /// stay valid until these are received. If the connection is lost, receive() says so. REQUIRES: they differ; all messages
+  /// announced before have been received.
   void expect(std::vector<Remembered*> messages);
 
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is
@@ -114,7 +117,7 @@ class WireReceiver {
  private:
   struct Posted;
   void post();
-  std::unique_ptr<Incoming> receive_changed(Remembered& last, std::span<const std::byte> header);
+  void receive_changed(Posted& posted);
 
   Connections& connections_;
   const int peer_;
