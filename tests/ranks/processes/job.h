@@ -21,10 +21,15 @@ struct End {
   double seconds = 0;  ///< from the start of the job
 };
 
+/// Time-outs that are long enough for a busy machine.
+inline RanksOptions patient() {
+  return RanksOptions().timeout(std::chrono::seconds(20)).join_timeout(std::chrono::seconds(20));
+}
+
 struct JobOptions {
-  RanksOptions ranks = RanksOptions().timeout(std::chrono::seconds(20)).join_timeout(std::chrono::seconds(20));
+  RanksOptions ranks = patient();
   std::function<void(int rank)> before;  ///< called in each process before its Ranks are made
-  std::chrono::seconds limit{60};       ///< processes that still run then are killed
+  std::chrono::seconds limit{60};        ///< processes that still run then are killed
 };
 
 /// Runs the current test in `size` new processes of this program, where this function calls `body` and then ends the
@@ -37,6 +42,6 @@ std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Rank
 void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options = {});
 
 /// Makes Ranks of the same job of `size` ranks, independent of those before. All ranks call this equally often.
-std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options);
+std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options = patient());
 
 }  // namespace gpipe
