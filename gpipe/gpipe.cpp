@@ -103,6 +103,20 @@ std::string describe_call(const std::string& what, const std::vector<std::int64_
   return what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}, checkpoint " + to_string(checkpoint);
 }
 
+// Prepares a call. On an error, the other ranks' call throws too.
+void prepare(Pipeline& pipeline, absl::FunctionRef<void()> check) {
+  pipeline.set_error(std::nullopt);
+  try {
+    check();
+  } catch (...) {
+    if (auto* peers = pipeline.peers()) {
+      MutexLock turn(pipeline.turn());
+      peers->withdraw(message_of(std::current_exception()));
+    }
+    throw;
+  }
+}
+
 // Gives the outputs that want a gradient their history: one autograd node over the inputs and all parameters. Calls no
 // operator, because an error here would leave buffers changed.
 void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
@@ -113,12 +127,12 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes,
                    devices = devices_of(input),
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
-    pipeline->set_error(std::nullopt);
-    // Micro-batches have version counters of their own.
-    if (entered.changed()) {
+    prepare(*pipeline, [&] {
+      // Micro-batches have version counters of their own.
+      if (!entered.changed()) return;
       throw std::runtime_error(
           "[gpipe] an input was changed in place between the forward and its backward; change a clone instead");
-    }
+    });
     std::vector<Gradients> of_parts(sizes.size());
     for (std::size_t k = 0; k < output_sizes.size(); ++k) {
       auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
@@ -202,16 +216,9 @@ Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint
 }
 
 std::shared_ptr<MiniBatch> GPipeImpl::prepare(absl::FunctionRef<std::shared_ptr<MiniBatch>()> make) {
-  pipeline_->set_error(std::nullopt);
-  try {
-    return make();
-  } catch (...) {
-    if (auto* peers = pipeline_->peers()) {
-      MutexLock turn(pipeline_->turn());
-      peers->withdraw(message_of(std::current_exception()));
-    }
-    throw;
-  }
+  std::shared_ptr<MiniBatch> made;
+  gpipe::prepare(*pipeline_, [&] { made = make(); });
+  return made;
 }
 
 Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint) {

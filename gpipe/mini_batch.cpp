@@ -105,7 +105,15 @@ MiniBatch::StepOutcome MiniBatch::step() {
 
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool retain_graph) {
   MutexLock turn(pipeline_->turn());
-  if (auto* peers = pipeline_->peers()) {
+  auto* peers = pipeline_->peers();
+  try {
+    check_parameters_unchanged();
+  } catch (...) {
+    if (peers != nullptr) peers->withdraw(message_of(std::current_exception()));
+    cells_.clear();
+    throw;
+  }
+  if (peers != nullptr) {
     peers->agree("the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : ""), 0);
   }
   const AllocationListener::Scope counting(counter_);
@@ -118,7 +126,6 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   }
   begin_backward();
   try {
-    check_parameters_unchanged();
     perform(Part::kBackward);
   } catch (...) {
     report_failure();
@@ -214,10 +221,12 @@ void MiniBatch::perform(Part part) {
   auto* timeline = recording_.timeline.get();
   const auto spans_before = timeline ? timeline->spans.size() : 0;
   const OwnWrites writes(pipeline_->stages(), sinks_);
+  std::optional<Peers::Watched> watched;
   if (auto* peers = pipeline_->peers()) {
     const auto key = std::to_string(static_cast<int>(part)) + " " + call_;
     exchange_.emplace(peers->wires(), *program_, part, peers->of_workers(), peers->rank(), key,
                       peers->options().timeout(), *crossing_);
+    watched.emplace(*peers, *exchange_);
   }
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
   state_.reset();
@@ -231,7 +240,7 @@ void MiniBatch::perform(Part part) {
     end();
   } catch (...) {  // the device is in an error state; the first error says more
   }
-  if (const auto* peers = pipeline_->peers()) peers->check_others();
+  if (const auto* peers = pipeline_->peers()) peers->rethrow(failure->error);
   std::rethrow_exception(failure->error);
 }
 
@@ -256,7 +265,7 @@ void MiniBatch::cancel(const Failure& failure) noexcept {
   try {
     std::rethrow_exception(failure.error);
   } catch (const ConnectionError& error) {
-    peers->fail(error, exchange_->awaited(pipeline_->worker_of(failure.action->stage)), "the input of " + where());
+    peers->fail(error, exchange_->activity(pipeline_->worker_of(failure.action->stage)).awaits, where());
   } catch (...) {
     const auto place = where();
     peers->fail("rank " + std::to_string(peers->rank()) + " failed" + (place.empty() ? "" : " in " + place) + ": " +

@@ -36,7 +36,7 @@ Exchange::Exchange(Wires& wires, const Program& program, Part part, const std::v
       contents_(contents),
       sending_(program.workers()),
       arrived_(2 * program.edges().size() * program.layout().micro_batches),
-      awaited_(program.workers(), -1) {
+      activities_(program.workers()) {
   for (auto& plan : plan_wires(program, part, ranks)) {
     const int number = plan.from * program.workers() + plan.to;
     if (is_here(plan.from)) {
@@ -69,13 +69,13 @@ void Exchange::take(const Action& action) {
     auto& wire = receiving_.at({from, worker});
     while (!arrived(edge, action)) {
       const auto& message = wire.messages.at(wire.next++);
-      awaited_[worker] = wire.rank;
+      set_activity(worker, {.awaits = wire.rank});
       auto received = wire.wire->receive(message.label());
-      awaited_[worker] = -1;
       contents_.put_on(message.action, message.edges, std::move(received));
       for (const int of_message : message.edges) arrived(of_message, message.action) = 1;
     }
   }
+  set_activity(worker, {.runs = action});
 }
 
 void Exchange::put(const Action& action) {
@@ -84,10 +84,30 @@ void Exchange::put(const Action& action) {
     if (wire.next == wire.messages.size() || wire.messages[wire.next].action != action) continue;
     const auto& message = wire.messages[wire.next];
     auto contents = contents_.take_off(action, message.edges);
-    awaited_[worker] = wire.rank;
+    set_activity(worker, {.awaits = wire.rank});
     wire.wire->send((*wire.remembered)[wire.next++], message.label(), std::move(contents));
-    awaited_[worker] = -1;
   }
+  set_activity(worker, {});
+}
+
+void Exchange::set_activity(int worker, Activity activity) {
+  MutexLock lock(mutex_);
+  activities_[worker] = activity;
+}
+
+Activity Exchange::activity(int worker) const {
+  MutexLock lock(mutex_);
+  return activities_[worker];
+}
+
+Activity Exchange::activity() const {
+  MutexLock lock(mutex_);
+  Activity found;
+  for (const auto& activity : activities_) {
+    if (activity.runs) return activity;
+    if (activity.awaits >= 0) found = activity;
+  }
+  return found;
 }
 
 }  // namespace gpipe

@@ -5,6 +5,7 @@
 #include <deque>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -12,6 +13,7 @@
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/wire.h"
 #include "gpipe/ranks/wire_plan.h"
+#include "gpipe/runtime/mutex.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
@@ -56,9 +58,15 @@ class EdgeContents {
   virtual void put_on(const Action& action, const std::vector<int>& edges, std::unique_ptr<Incoming> message) = 0;
 };
 
+/// What a worker does during an exchange: runs an action, or waits for another rank, or neither.
+struct Activity {
+  std::optional<Action> runs;
+  int awaits = -1;  ///< the rank whose message it waits for or to which it sends, or -1
+};
+
 /// Moves what crosses ranks during one part of a program: the edges between this rank's workers and those of other ranks.
 ///
-/// Thread safety: take() and put() run on their action's worker.
+/// Thread safety: take() and put() run on their action's worker; activity() on any thread.
 /// Invariant: each worker takes the messages of a wire in the order of the plan. A message that comes before it is needed
 /// lies on its edges.
 class Exchange {
@@ -72,8 +80,9 @@ class Exchange {
   void take(const Action& action);
   void put(const Action& action);
 
-  /// The rank whose message a worker waits for, or to which it sends, or -1.
-  int awaited(int worker) const { return awaited_[worker]; }
+  Activity activity(int worker) const;
+  /// That of the worker that holds up this rank: one that runs an action, or else one that waits.
+  Activity activity() const;
 
  private:
   struct Receiving {
@@ -90,6 +99,7 @@ class Exchange {
     std::size_t next = 0;
   };
   bool is_here(int worker) const { return ranks_[worker] == rank_; }
+  void set_activity(int worker, Activity activity);
   /// Whether the edge's content for an action of this kind has come.
   char& arrived(int edge, const Action& action);
 
@@ -100,7 +110,8 @@ class Exchange {
   std::map<std::pair<int, int>, Receiving> receiving_;  // by the workers at the ends
   std::vector<std::vector<Sending>> sending_;           // by worker
   std::vector<char> arrived_;                           // by edge, direction and micro-batch
-  std::vector<int> awaited_;                            // by worker
+  mutable Mutex mutex_;
+  std::vector<Activity> activities_ ABSL_GUARDED_BY(mutex_);  // by worker
 };
 
 }  // namespace gpipe

@@ -2,6 +2,7 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
 #include <functional>
 #include <string>
 #include <thread>
@@ -17,8 +18,13 @@ namespace gpipe {
 /// Invariant: once set, the failure never changes, and is the same on all ranks that can reach the store.
 class FailureBoard {
  public:
-  /// Calls `on_failure` once, on any thread, after the first failure is known. It must not throw.
-  FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, std::function<void()> on_failure);
+  struct Callbacks {
+    /// Called once, on any thread, after the first failure is known. It must not throw.
+    std::function<void()> on_failure;
+    /// Says what this rank does: the number of the rank that it waits for, or words. Called on any thread.
+    std::function<std::string()> activity;
+  };
+  FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, Callbacks callbacks);
   ~FailureBoard();
   FailureBoard(const FailureBoard&) = delete;
   FailureBoard& operator=(const FailureBoard&) = delete;
@@ -26,13 +32,16 @@ class FailureBoard {
   /// Reports a failure of this rank, unless there was one before.
   void report(const std::string& cause) noexcept;
 
-  /// Reports that this rank has waited in vain for `what` of another rank. The cause names the rank at the end of the
-  /// chain: the one that is awaited and does not itself wait.
+  /// Reports that this rank has waited in vain for `what` of another rank. Asks all ranks what they do. The cause names the
+  /// rank at the end of the chain: the one that is awaited and does not itself wait.
   void report_wait(int awaited, const std::string& what) noexcept;
 
-  /// Reports that the connection to a rank was lost while this rank waited for `what`. Rank `awaited` may have closed it
-  /// because of a failure, which it has then reported.
-  void report_loss(int awaited, const std::string& what) noexcept;
+  /// Reports that the connection to a rank was lost. That rank may have closed it because of a failure, which it has then
+  /// reported.
+  void report_loss(int lost) noexcept;
+
+  /// Waits until all ranks know the failure of one, for at most a short time.
+  void await_others(int size) noexcept;
 
   /// The first failure; empty if there is none.
   std::string failure() const;
@@ -43,12 +52,13 @@ class FailureBoard {
 
  private:
   void set(const std::string& cause, bool own) noexcept;
+  std::string answer_of(int rank, std::chrono::steady_clock::time_point end);
   void watch();
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const c10::intrusive_ptr<c10d::Store> watched_;  // a connection of its own
   const int rank_;
-  const std::function<void()> on_failure_;
+  const Callbacks callbacks_;
   mutable Mutex mutex_;
   CondVar changed_;
   std::string failure_ ABSL_GUARDED_BY(mutex_);

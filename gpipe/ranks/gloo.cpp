@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
+#include <atomic>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -26,31 +28,51 @@ using Work = c10::intrusive_ptr<c10d::Work>;
   throw ConnectionError(what);
 }
 
+using Clock = std::chrono::steady_clock;
+
+// Gloo's own time-out would close all connections before the cause is published.
+constexpr std::chrono::hours kNever{24 * 365};
+constexpr std::chrono::milliseconds kExpiryInterval{100};
+
 class GlooTransfer : public Transfer {
  public:
   explicit GlooTransfer(Work work) : work_(std::move(work)) {}
 
   void wait(std::chrono::milliseconds limit) override {
+    end_ = Clock::now() + std::min<std::chrono::milliseconds>(limit, kNever);
     bool complete = false;
     try {
-      complete = work_->wait(limit);
+      complete = work_->wait(kNever);
     } catch (const std::exception& error) {
       throw_connection_error(error);
     }
-    if (!complete) throw ConnectionError("the connections were closed");
+    if (complete) return;
+    if (expired_) throw TimeoutError("another rank did not answer in time");
+    throw ConnectionError("the connections were closed");
   }
 
   void abort() { work_->abort(); }
+  /// Aborts the wait if its time is over.
+  void expire(Clock::time_point now) {
+    if (now < end_.load()) return;
+    expired_ = true;
+    abort();
+  }
 
  private:
   const Work work_;
+  std::atomic<Clock::time_point> end_ = Clock::time_point::max();
+  std::atomic<bool> expired_ = false;
 };
 
 /// Invariant: `transfers_` has every transfer that may be waited for, so that close() ends the wait.
 class GlooConnections : public Connections {
  public:
-  explicit GlooConnections(c10::intrusive_ptr<Group> group) : group_(std::move(group)) {}
-  ~GlooConnections() override { close(); }
+  explicit GlooConnections(c10::intrusive_ptr<Group> group) : group_(std::move(group)), expiry_([this] { expire(); }) {}
+  ~GlooConnections() override {
+    close();
+    expiry_.join();
+  }
 
   std::unique_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) override {
     return start(bytes.size(), const_cast<std::byte*>(bytes.data()),
@@ -70,6 +92,7 @@ class GlooConnections : public Connections {
       group = std::exchange(group_, nullptr);
       transfers = std::exchange(transfers_, {});
     }
+    closed_.notify_all();
     for (const auto& weak : transfers) {
       if (const auto transfer = weak.lock()) transfer->abort();
     }
@@ -102,6 +125,22 @@ class GlooConnections : public Connections {
     }
   }
 
+  void expire() {
+    for (;;) {
+      std::vector<std::weak_ptr<GlooTransfer>> transfers;
+      {
+        MutexLock lock(mutex_);
+        if (group_) closed_.wait_for(mutex_, kExpiryInterval);
+        if (!group_) return;
+        transfers = transfers_;
+      }
+      const auto now = Clock::now();
+      for (const auto& weak : transfers) {
+        if (const auto transfer = weak.lock()) transfer->expire(now);
+      }
+    }
+  }
+
   // Amortised: looks through the list whenever it has doubled.
   void forget_ended() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
     if (transfers_.size() < most_) return;
@@ -110,9 +149,11 @@ class GlooConnections : public Connections {
   }
 
   Mutex mutex_;
+  CondVar closed_;
   c10::intrusive_ptr<Group> group_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<GlooTransfer>> transfers_ ABSL_GUARDED_BY(mutex_);
   std::size_t most_ ABSL_GUARDED_BY(mutex_) = 64;
+  std::thread expiry_;  // last, because the thread uses the other members
 };
 
 }  // namespace

@@ -2,11 +2,9 @@
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
-#include <chrono>
 #include <exception>
 #include <limits>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "gpipe/ranks/gloo.h"
@@ -14,9 +12,8 @@
 namespace gpipe {
 namespace {
 
-constexpr std::chrono::milliseconds kDoneInterval{5};
-
-std::string done_key(int rank) { return "done/" + std::to_string(rank); }
+// The lifelines have the tags below this wire's.
+constexpr int kFirstWire = (Lifelines::kTags + kTagsPerWire - 1) / kTagsPerWire;
 
 }  // namespace
 
@@ -26,39 +23,85 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks)
       size_(ranks.size()),
       listen_at_(ranks.listen_at()),
       options_(ranks.options()),
-      exceptions_(std::uncaught_exceptions()) {}
+      exceptions_(std::uncaught_exceptions()),
+      next_wire_(kFirstWire),
+      board_(std::make_unique<FailureBoard>(
+          store_, rank_, FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
 
 Job::~Job() {
-  if (!board_) return;
-  if (std::uncaught_exceptions() > exceptions_) {
-    board_->report("rank " + std::to_string(rank_) + " ended with an exception outside of the pipeline");
+  if (const auto cause = unwinding()) {
+    board_->report(*cause);
+  } else if (lifelines_) {
+    lifelines_->part(options_.timeout());
   }
-  try {
-    await_others();
-  } catch (const std::exception&) {  // the store's rank has ended already
-  }
-  connections_->close();
-  board_.reset();  // first, because it refers to the connections
+  // This rank may serve the store.
+  if (rank_ == 0 && !board_->failure().empty()) board_->await_others(size_);
+  close();
+  lifelines_.reset();
+  board_.reset();  // before the connections, which it closes
 }
 
-void Job::await_others() {
-  store_->set(done_key(rank_), "");
-  const auto end = std::chrono::steady_clock::now() + options_.timeout();
-  for (int r = 0; r < size_; ++r) {
-    while (board_->failure().empty() && std::chrono::steady_clock::now() < end && !store_->check({done_key(r)})) {
-      std::this_thread::sleep_for(kDoneInterval);
-    }
+std::optional<std::string> Job::unwinding() const {
+  if (std::uncaught_exceptions() <= exceptions_) return std::nullopt;
+  return "rank " + std::to_string(rank_) + " ended with an exception outside of the pipeline";
+}
+
+void Job::add_activity(const void* owner, Activity activity) {
+  MutexLock lock(mutex_);
+  activities_[owner] = std::move(activity);
+}
+
+void Job::remove_activity(const void* owner) {
+  MutexLock lock(mutex_);
+  activities_.erase(owner);
+}
+
+std::string Job::activity() {
+  MutexLock lock(mutex_);
+  for (const auto& [owner, activity] : activities_) {
+    if (auto found = activity(); !found.empty()) return found;
   }
+  return "makes no call";
+}
+
+void Job::close() noexcept {
+  Connections* connections = nullptr;
+  {
+    MutexLock lock(mutex_);
+    connections = connections_.get();
+  }
+  if (connections != nullptr) connections->close();
+}
+
+void Job::connect() {
+  try {
+    auto made = connect_by_gloo(store_, rank_, size_, listen_at_, options_.timeout());
+    MutexLock lock(mutex_);
+    connections_ = std::move(made);
+  } catch (const ConnectionError&) {
+    board_->check("the ranks cannot connect");
+    throw;
+  }
+  if (!board_->failure().empty()) close();
+  lifelines_ =
+      std::make_unique<Lifelines>(*connections_, rank_, size_, [this](int lost) { board_->report_loss(lost); });
 }
 
 int Job::join(const Manifest& manifest, int wires, const std::function<void()>& poll) {
-  if (board_) board_->check("no pipeline can be made any more, because a rank has failed");
+  const auto poll_or_fail = [&] {
+    board_->check("no pipeline can be made any more, because a rank has failed");
+    if (!poll) return;
+    try {
+      poll();
+    } catch (const std::exception& error) {
+      board_->report("rank " + std::to_string(rank_) + " was stopped: " + error.what());
+      throw;
+    }
+  };
+  poll_or_fail();
   const auto store = c10::make_intrusive<c10d::PrefixStore>("pipeline" + std::to_string(pipelines_++), store_);
-  check_manifests(*store, rank_, size_, manifest, options_.join_timeout(), poll);
-  if (!connections_) {
-    connections_ = connect_by_gloo(store_, rank_, size_, listen_at_, options_.join_timeout());
-    board_ = std::make_unique<FailureBoard>(store_, rank_, [this] { connections_->close(); });
-  }
+  check_manifests(*store, rank_, size_, manifest, options_.join_timeout(), poll_or_fail);
+  if (!connections_) connect();
   if (wires > std::numeric_limits<int>::max() / kTagsPerWire - next_wire_) {
     throw std::runtime_error("[gpipe] the ranks have made so many pipelines that no tags are left; make fewer");
   }

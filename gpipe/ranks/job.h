@@ -2,7 +2,10 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <functional>
+#include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -10,6 +13,7 @@
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/exchange.h"
 #include "gpipe/ranks/failure_board.h"
+#include "gpipe/ranks/lifelines.h"
 #include "gpipe/ranks/manifest.h"
 #include "gpipe/ranks/ranks.h"
 #include "gpipe/runtime/mutex.h"
@@ -24,7 +28,7 @@ class Job {
  public:
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks);
   /// Waits until all ranks have got here or one has failed, so that no rank loses what this one has sent. While an exception
-  /// unwinds the stack, reports it as a failure instead.
+  /// unwinds the stack, reports it as a failure instead. REQUIRES: the pipelines have ended.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -38,11 +42,22 @@ class Job {
   Connections& connections() { return *connections_; }
   FailureBoard& board() { return *board_; }
 
+  /// What a rank does: the number of the rank that it waits for, or words; empty for nothing.
+  using Activity = std::function<std::string()>;
+  /// Adds a pipeline's answer to what this rank does. `owner` identifies it for remove_activity().
+  void add_activity(const void* owner, Activity activity);
+  void remove_activity(const void* owner);
+
+  /// Whether an exception unwinds the stack. Then it says so as a cause.
+  std::optional<std::string> unwinding() const;
+
   /// Keeps the wires of a pipeline that has ended. Memory that they have posted may still be written to.
   void retire(std::unique_ptr<Wires> wires) { retired_.push_back(std::move(wires)); }
 
  private:
-  void await_others();
+  void connect();
+  void close() noexcept;
+  std::string activity();
 
   const c10::intrusive_ptr<c10d::Store> store_;
   const int rank_;
@@ -51,9 +66,12 @@ class Job {
   const RanksOptions options_;
   const int exceptions_;  // on the stack when this was made
   int pipelines_ = 0;
-  int next_wire_ = 0;
-  std::unique_ptr<Connections> connections_;
+  int next_wire_;
+  Mutex mutex_;
+  std::map<const void*, Activity> activities_ ABSL_GUARDED_BY(mutex_);
+  std::unique_ptr<Connections> connections_;  // set once, under the lock
   std::unique_ptr<FailureBoard> board_;
+  std::unique_ptr<Lifelines> lifelines_;
   std::vector<std::unique_ptr<Wires>> retired_;
 };
 

@@ -37,7 +37,7 @@ std::string await(c10d::Store& store, const std::string& key, std::chrono::stead
                   const std::function<void()>& poll) {
   while (!store.check({key})) {
     if (std::chrono::steady_clock::now() >= end) return "";
-    if (poll) poll();
+    poll();
     std::this_thread::sleep_for(kAwaitInterval);
   }
   return store.get_to_str(key);

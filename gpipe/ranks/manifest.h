@@ -16,8 +16,8 @@ using Manifest = std::vector<std::pair<std::string, std::string>>;
 /// Returns the first difference between the manifests of two ranks as a message; empty if there is none.
 std::string compare(const Manifest& first, int first_rank, const Manifest& second, int second_rank);
 
-/// Compares the manifests of all ranks, which meet in the store. Returns when all have come and agree. Calls `poll`, unless
-/// that is null, while it waits.
+/// Compares the manifests of all ranks, which meet in the store. Returns when all have come and agree. Calls `poll` while it
+/// waits.
 /// Errors: std::runtime_error, on all ranks, for a difference, with both values, or for ranks that do not come within
 /// `limit`, with their numbers.
 void check_manifests(c10d::Store& store, int rank, int size, const Manifest& manifest, std::chrono::milliseconds limit,

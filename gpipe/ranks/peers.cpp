@@ -58,10 +58,12 @@ Peers::Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Ma
   } else {
     for (int r = 1; r < size; ++r) expect(kWord, r);
   }
+  job_.add_activity(this, [this] { return activity(); });
 }
 
 Peers::~Peers() {
-  const auto reason = "rank " + std::to_string(rank()) + " has destroyed its pipeline";
+  job_.remove_activity(this);
+  const auto reason = job_.unwinding().value_or("rank " + std::to_string(rank()) + " has destroyed its pipeline");
   try {
     if (rank() != kLeader) {
       send(kWord, kLeader, to_parcel(kWithdrawn + reason));
@@ -94,7 +96,9 @@ void Peers::send(Subject subject, int to, Parcel parcel) {
 Parcel Peers::receive(Subject subject, int from) {
   const int number = wire_number(subject, from, rank());
   expect(subject, from);
+  awaited_ = from;
   auto message = wires_->receiver(number, from, {}).receive(calls_);
+  awaited_ = -1;
   expected_.erase(number);
   // A large message would keep memory until the next call.
   if (wires_->remembered(number, "", 1).front().is_small()) expect(subject, from);
@@ -118,8 +122,37 @@ void Peers::while_polling(absl::FunctionRef<void()> wait) {
   waiting.get();
 }
 
-void Peers::check_others() const {
-  if (!job_.board().is_own()) job_.board().check("another rank has failed");
+void Peers::rethrow(const std::exception_ptr& error) const {
+  bool is_own = job_.board().is_own();
+  try {
+    std::rethrow_exception(error);
+  } catch (const ConnectionError&) {  // only says that another rank has failed
+    is_own = false;
+  } catch (...) {
+  }
+  if (!is_own) job_.board().check("a rank has failed");
+  std::rethrow_exception(error);
+}
+
+Peers::Watched::Watched(Peers& peers, const Exchange& exchange) : peers_(peers) {
+  MutexLock lock(peers_.mutex_);
+  peers_.exchange_ = &exchange;
+}
+
+Peers::Watched::~Watched() {
+  MutexLock lock(peers_.mutex_);
+  peers_.exchange_ = nullptr;
+}
+
+std::string Peers::activity() {
+  if (const int awaited = awaited_; awaited >= 0) return std::to_string(awaited);
+  MutexLock lock(mutex_);
+  if (exchange_ == nullptr) return "";
+  const auto activity = exchange_->activity();
+  if (activity.awaits >= 0) return std::to_string(activity.awaits);
+  if (!activity.runs) return "";
+  return "runs " + to_string(*activity.runs) + " (stage " + std::to_string(activity.runs->stage) + ", micro-batch " +
+         std::to_string(activity.runs->micro_batch) + ")";
 }
 
 // Returns the verdict of the leader on what all ranks said.
@@ -141,8 +174,7 @@ std::string Peers::exchange_words(const std::string& mine) {
     return verdict;
   } catch (const ConnectionError& error) {
     fail(error, awaited, "its next call");
-    job_.board().check("a rank has failed");
-    throw;
+    rethrow(std::current_exception());
   }
 }
 
@@ -192,8 +224,7 @@ Parcel Peers::share(int owner, Parcel parcel) {
     return parcel;
   } catch (const ConnectionError& error) {
     fail(error, owner, "the result of a call");
-    job_.board().check("a rank has failed");
-    throw;
+    rethrow(std::current_exception());
   }
 }
 
@@ -203,7 +234,7 @@ void Peers::fail(const ConnectionError& error, int awaited, const std::string& w
   if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
     job_.board().report_wait(awaited, what);
   } else {
-    job_.board().report_loss(awaited, what);
+    job_.board().report_loss(awaited);
   }
 }
 

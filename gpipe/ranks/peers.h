@@ -2,12 +2,14 @@
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <set>
 #include <string>
 #include <vector>
 
+#include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/parcel.h"
 #include "gpipe/ranks/connections.h"
@@ -16,6 +18,7 @@
 #include "gpipe/ranks/manifest.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/ranks/ranks.h"
+#include "gpipe/runtime/mutex.h"
 
 namespace gpipe {
 
@@ -64,8 +67,20 @@ class Peers {
   /// The same for a connection that failed while this rank waited for another one.
   void fail(const ConnectionError& error, int awaited, const std::string& what) noexcept;
 
-  /// Errors: std::runtime_error if another rank has failed first.
-  void check_others() const;
+  /// Throws the first failure: `error` if that is this rank's own.
+  [[noreturn]] void rethrow(const std::exception_ptr& error) const;
+
+  /// What this rank's workers do, while this exists, is what they do in the exchange.
+  class Watched {
+   public:
+    Watched(Peers& peers, const Exchange& exchange);
+    ~Watched();
+    Watched(const Watched&) = delete;
+    Watched& operator=(const Watched&) = delete;
+
+   private:
+    Peers& peers_;
+  };
 
  private:
   /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, or results of calls.
@@ -79,6 +94,7 @@ class Peers {
   std::string exchange_words(const std::string& mine);
   std::string judge(const std::vector<std::string>& words) const;
   void while_polling(absl::FunctionRef<void()> wait);
+  std::string activity();
 
   const std::shared_ptr<Ranks> ranks_;
   const std::vector<int> of_workers_;
@@ -87,7 +103,10 @@ class Peers {
   Job& job_;
   int first_wire_ = 0;
   std::unique_ptr<Wires> wires_;
-  std::set<int> expected_;  // the wires whose next message has been announced
+  Mutex mutex_;
+  const Exchange* exchange_ ABSL_GUARDED_BY(mutex_) = nullptr;
+  std::atomic<int> awaited_ = -1;  // the rank whose word or result is awaited, or -1
+  std::set<int> expected_;         // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };
 

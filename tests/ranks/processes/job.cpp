@@ -13,6 +13,7 @@
 #include <filesystem>
 #include <fstream>
 #include <iostream>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
@@ -33,11 +34,11 @@ std::string test_name() {
 }
 
 [[noreturn]] void run_as_rank(int size, const std::function<void(std::shared_ptr<Ranks>)>& body,
-                              const RanksOptions& options) {
+                              const JobOptions& options) {
   torch::set_num_threads(1);
   try {
-    const auto store = c10::make_intrusive<c10d::FileStore>(std::string(std::getenv(kFolder)) + "/store", size);
-    body(std::make_shared<Ranks>(store, rank_of_this_process(), size, options));
+    if (options.before) options.before(rank_of_this_process());
+    body(new_ranks(size, options.ranks));
   } catch (const std::exception& error) {
     std::cout << error.what() << std::endl;
     std::_Exit(2);
@@ -83,26 +84,38 @@ int rank_of_this_process() {
   return rank == nullptr ? -1 : std::atoi(rank);
 }
 
-std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, RanksOptions options,
-                         std::chrono::seconds limit) {
-  if (rank_of_this_process() >= 0) run_as_rank(size, body, options.interface("lo"));
+std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options) {
+  static int made = 0;
+  const auto file = std::string(std::getenv(kFolder)) + "/store" + std::to_string(made++);
+  return std::make_shared<Ranks>(c10::make_intrusive<c10d::FileStore>(file, size), rank_of_this_process(), size,
+                                 options.interface("lo"));
+}
+
+std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options) {
+  if (rank_of_this_process() >= 0) run_as_rank(size, body, options);
   std::string folder = std::filesystem::temp_directory_path() / "gpipe_job_XXXXXX";
   if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("cannot make a folder");
   const auto begin = Clock::now();
   std::vector<pid_t> processes;
   for (int r = 0; r < size; ++r) processes.push_back(start(r, folder));
   std::vector<End> ends(size);
-  for (int left = size; left > 0; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
+  std::set<pid_t> stopped;
+  for (std::size_t left = size; left > 0; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
     for (int r = 0; r < size; ++r) {
       int status = 0;
-      if (processes[r] == 0 || waitpid(processes[r], &status, WNOHANG) == 0) continue;
+      if (processes[r] == 0 || waitpid(processes[r], &status, WNOHANG | WUNTRACED) == 0) continue;
+      if (WIFSTOPPED(status)) {
+        stopped.insert(processes[r]);
+        continue;
+      }
+      stopped.erase(processes[r]);
       processes[r] = 0;
       ends[r].status = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
       ends[r].output = content(folder + "/output" + std::to_string(r));
       ends[r].seconds = std::chrono::duration<double>(Clock::now() - begin).count();
       --left;
     }
-    if (Clock::now() - begin < limit) continue;
+    if (left > stopped.size() && Clock::now() - begin < options.limit) continue;
     for (const auto process : processes) {
       if (process != 0) kill(process, SIGKILL);
     }
@@ -111,8 +124,8 @@ std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Rank
   return ends;
 }
 
-void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body) {
-  const auto ends = run_job(size, body);
+void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options) {
+  const auto ends = run_job(size, body, options);
   for (std::size_t r = 0; r < ends.size(); ++r) {
     EXPECT_EQ(ends[r].status, 0) << "rank " << r << " of " << size << ":\n" << ends[r].output;
   }

@@ -21,15 +21,27 @@ struct End {
   double seconds = 0;  ///< from the start of the job
 };
 
+/// Time-outs that are long enough for a busy machine.
+inline RanksOptions patient() {
+  return RanksOptions().timeout(std::chrono::seconds(20)).join_timeout(std::chrono::seconds(20));
+}
+
+struct JobOptions {
+  RanksOptions ranks = patient();
+  std::function<void(int rank)> before;  ///< called in each process before its Ranks are made
+  std::chrono::seconds limit{60};        ///< processes that still run then are killed
+};
+
 /// Runs the current test in `size` new processes of this program, where this function calls `body` and then ends the
-/// process: with status 0 if no expectation failed. In the process that starts the job, returns how the processes ended.
-/// Those that still run after `limit` are killed.
-std::vector<End> run_job(
-    int size, const std::function<void(std::shared_ptr<Ranks>)>& body,
-    RanksOptions options = RanksOptions().timeout(std::chrono::seconds(20)).join_timeout(std::chrono::seconds(20)),
-    std::chrono::seconds limit = std::chrono::seconds(120));
+/// process: with status 0 if no expectation failed, 1 if one did, 2 for an exception. In the process that starts the job,
+/// returns how the processes ended. Stopped processes are killed when the others have ended.
+std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body,
+                         const JobOptions& options = {});
 
 /// The same, and expects each process to end with status 0.
-void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body);
+void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options = {});
+
+/// Makes Ranks of the same job of `size` ranks, independent of those before. All ranks call this equally often.
+std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options = patient());
 
 }  // namespace gpipe

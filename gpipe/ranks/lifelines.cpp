@@ -1,0 +1,78 @@
+#include "gpipe/ranks/lifelines.h"
+
+#include <span>
+#include <utility>
+#include <vector>
+
+namespace gpipe {
+namespace {
+
+constexpr int kTag = 0;
+constexpr std::chrono::hours kForEver{24 * 365};
+
+}  // namespace
+
+Lifelines::Lifelines(Connections& connections, int rank, int size, std::function<void(int rank)> on_loss)
+    : connections_(connections), rank_(rank), on_loss_(std::move(on_loss)) {
+  for (int r = rank == 0 ? 1 : 0; r < (rank == 0 ? size : 1); ++r) lines_.push_back({r, {}, {}, {}});
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  for (auto& line : lines_) transfers.push_back(connections_.receive(line.rank, kTag, std::span(&line.received, 1)));
+  for (std::size_t i = 0; i < lines_.size(); ++i) {
+    lines_[i].thread =
+        std::thread([this, &line = lines_[i], transfer = std::move(transfers[i])] { watch(line, *transfer); });
+  }
+}
+
+Lifelines::~Lifelines() {
+  for (auto& line : lines_) line.thread.join();
+}
+
+void Lifelines::watch(Line& line, Transfer& transfer) {
+  bool lost = false;
+  try {
+    transfer.wait(kForEver);
+  } catch (const ConnectionError&) {
+    lost = true;
+  }
+  bool tell = false;
+  {
+    MutexLock lock(mutex_);
+    lost_ = lost_ || lost;
+    if (!lost) ++goodbyes_;
+    tell = lost && !parting_;
+  }
+  changed_.notify_all();
+  if (tell) on_loss_(line.rank);
+}
+
+void Lifelines::say_goodbye(std::chrono::milliseconds limit) {
+  std::vector<std::unique_ptr<Transfer>> transfers;
+  for (auto& line : lines_) transfers.push_back(connections_.send(line.rank, kTag, std::span(&line.sent, 1)));
+  for (const auto& transfer : transfers) transfer->wait(limit);
+}
+
+void Lifelines::await_goodbyes(std::chrono::steady_clock::time_point end) {
+  MutexLock lock(mutex_);
+  while (goodbyes_ < lines_.size() && !lost_) {
+    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
+    if (left.count() <= 0) return;
+    changed_.wait_for(mutex_, left);
+  }
+}
+
+void Lifelines::part(std::chrono::milliseconds limit) noexcept {
+  const auto end = std::chrono::steady_clock::now() + limit;
+  {
+    MutexLock lock(mutex_);
+    parting_ = true;
+  }
+  try {
+    // Rank 0 answers when all have said goodbye.
+    if (rank_ != 0) say_goodbye(limit);
+    await_goodbyes(end);
+    if (rank_ == 0) say_goodbye(limit);
+  } catch (const ConnectionError&) {  // a rank is lost, or has failed
+  }
+}
+
+}  // namespace gpipe
