@@ -53,7 +53,7 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
   void put(const Action& action) override { exchange_->put(action); }
   void cancel(const Failure& failure) noexcept override {
     const int worker = failure.action ? program_.layout().placement[failure.action->stage] : -1;
-    rank_.report(failure.error, worker == -1 ? -1 : exchange_->awaited(worker));
+    rank_.report(failure.error, worker == -1 ? -1 : exchange_->activity(worker).awaits);
   }
 
  private:
