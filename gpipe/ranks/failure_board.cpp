@@ -48,7 +48,10 @@ FailureBoard::~FailureBoard() {
 void FailureBoard::set(const std::string& cause, bool own) noexcept {
   {
     MutexLock lock(mutex_);
-    if (!failure_.empty()) return;
+    if (!failure_.empty()) {  // the watcher may have read this rank's own report
+      own_ = own_ || (own && failure_ == cause);
+      return;
+    }
     failure_ = cause;
     own_ = own;
   }

@@ -58,7 +58,7 @@ inline constexpr int kTagsPerWire = 3;
 /// Invariant: for each message the receiver has posted the memory that follows from what both ends remember. A message
 /// that differs completes it with nothing, and travels with the third tag.
 ///
-/// Thread safety: send() and flush() on one thread at a time.
+/// Thread safety: send() and finish() on one thread at a time.
 class WireSender {
  public:
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);

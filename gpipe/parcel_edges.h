@@ -14,8 +14,7 @@ namespace gpipe {
 class ParcelEdges : public EdgeContents {
  public:
   /// The arguments must outlive this. `counter` learns when memory that was sent is freed; it may be null.
-  ParcelEdges(Transport& transport, int rank, const StructureCodec& codec,
-              const std::shared_ptr<ByteCounter>& counter)
+  ParcelEdges(Transport& transport, int rank, const StructureCodec& codec, const std::shared_ptr<ByteCounter>& counter)
       : transport_(transport), rank_(rank), codec_(codec), counter_(counter) {}
 
   Outgoing take_off(const Action& action, const std::vector<int>& edges) override;

@@ -1,4 +1,4 @@
-#include "gpipe/ranks/parcel_edges.h"
+#include "gpipe/parcel_edges.h"
 
 #include <stdexcept>
 #include <utility>
