@@ -19,7 +19,7 @@
 
 namespace gpipe {
 
-/// A message to send. The layout, which is not empty, tells the receiver what memory it needs. The values are bytes whose
+/// A message to send. The layout tells the receiver what memory it needs; it is not empty. The values are bytes whose
 /// number follows from the layout. The pieces are the tensors' memory, which `owner` keeps.
 struct Outgoing {
   std::string layout;
@@ -58,7 +58,7 @@ inline constexpr int kTagsPerWire = 3;
 /// Invariant: for each message the receiver has posted the memory that follows from what both ends remember. A message
 /// that differs completes it with nothing, and travels with the third tag.
 ///
-/// Thread safety: send() and flush() on one thread at a time.
+/// Thread safety: send() and finish() on one thread at a time.
 class WireSender {
  public:
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);

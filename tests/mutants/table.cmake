@@ -18,7 +18,8 @@ mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
 mutant(executor_allows_two_calls core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" ExecutorFailure.*)
 mutant(executor_leaves_ranks_waiting core_tests gpipe/runtime/executor.cpp "cells_.cancel(failure);" "" GeneratedJobs.*)
-mutant(wire_leaves_receives_open core_tests gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "" Wire.*)
+mutant(wire_leaves_receives_open core_tests gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;"
+       Wire.SendsALayout*)
 mutant(wire_posts_without_bounds core_tests gpipe/ranks/wire.cpp
        "(posted_.size() < kAhead || posted_bytes_ < kAheadBytes)" "true" Wire.*)
 mutant(wire_frees_what_a_late_receive_reads core_tests gpipe/ranks/wire.cpp "failed_.push_back(std::move(sent));" ""

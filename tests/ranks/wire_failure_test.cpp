@@ -83,7 +83,7 @@ TEST(WireFailure, IsRousedByAClose) {
   for (const int closes : {0, 1}) {
     Wire wire;
     wire.expect(2);
-    std::thread closer([&] { wire.network.of(closes).close(); });
+    std::jthread closer([&] { wire.network.of(closes).close(); });
     EXPECT_THROW(wire.receive(0), ConnectionError);
     closer.join();
     EXPECT_THROW(wire.receive(1), ConnectionError);

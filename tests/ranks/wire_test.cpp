@@ -153,7 +153,7 @@ TEST(Wire, IsEmptiedBeforeItsSenderEnds) {
   Wire wire;
   wire.expect(3);
   for (int i = 0; i < 3; ++i) wire.send(i, {"", std::string(kLarge, 'x')});
-  std::thread receiver([&] {
+  std::jthread receiver([&] {
     for (int i = 0; i < 3; ++i) EXPECT_EQ(wire.receive(i), (Strings{"", std::string(kLarge, 'x')}));
   });
   wire.sender->finish();
@@ -176,7 +176,7 @@ void carry_random_messages(std::uint64_t seed) {
   }
   Wire wire(seed);
   wire.remembered_by_sender.resize(12);
-  std::thread sender([&] {
+  std::jthread sender([&] {
     for (const auto& messages : calls) {
       for (int i = 0; i < 12; ++i) {
         wire.sender->send(wire.remembered_by_sender[i], i, message(messages[i]));

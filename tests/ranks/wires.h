@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
+#include <exception>
 #include <optional>
 #include <string>
 #include <utility>
@@ -33,7 +34,8 @@ struct Wire {
         sender(std::in_place, network.of(0), 1, kFirstTag, kLongLimit),
         receiver(network.of(1), 0, kFirstTag, kLongLimit, std::move(allocate_memory)) {}
   ~Wire() {
-    if (::testing::Test::HasFailure()) network.of(0).close();  // what is undelivered is no failure of its own
+    // After a failure, what is undelivered is no failure of its own.
+    if (std::uncaught_exceptions() > 0 || ::testing::Test::HasFailure()) network.of(0).close();
   }
 
   void expect(std::size_t messages) {
