@@ -19,8 +19,8 @@
 
 namespace gpipe {
 
-/// A message to send. The layout, which is not empty, tells the receiver what memory it needs. The values are bytes whose number follows from
-/// the layout. The pieces are the tensors' memory, which `owner` keeps.
+/// A message to send. The layout tells the receiver what memory it needs; it is not empty. The values are bytes whose
+/// number follows from the layout. The pieces are the tensors' memory, which `owner` keeps.
 struct Outgoing {
   std::string layout;
   std::string values;
@@ -67,8 +67,8 @@ class WireSender {
   WireSender(const WireSender&) = delete;
   WireSender& operator=(const WireSender&) = delete;
 
-  /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which message
-  /// it is. Errors: ConnectionError, also of an earlier message.
+  /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which
+  /// message it is. Errors: ConnectionError, also of an earlier message.
   void send(Remembered& last, std::uint64_t label, Outgoing message);
 
   /// Nothing more will be sent. The wire's thread ends when all is delivered.
@@ -106,8 +106,8 @@ class WireReceiver {
   WireReceiver& operator=(const WireReceiver&) = delete;
 
   /// Announces the messages to come, by what is remembered of each, and posts memory for the first ones. The pointers
-  /// stay valid until these are received. If the connection is lost, receive() says so. REQUIRES: they differ; all messages
-  /// announced before have been received.
+  /// stay valid until these are received. A lost connection is an error of receive().
+  /// REQUIRES: they differ; all messages announced before have been received.
   void expect(std::vector<Remembered*> messages);
 
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is

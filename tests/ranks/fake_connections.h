@@ -21,8 +21,8 @@ inline constexpr std::chrono::milliseconds kShortLimit{20};
 ///   between two ranks keep their order. Others overtake each other.
 /// - A rank that closes its connections, or dies, ends its transfers at both ends.
 /// - Nothing moves to or from a rank that has stopped, and its own waits do not run out of time.
-/// - What Connections forbids is a failure of the test: a message that is longer than its receive, and a transfer that is
-///   dropped before it is complete while its connection is open.
+/// - What Connections forbids is a failure of the test: a message that is longer than its receive, and a transfer that
+///   is dropped before it is complete while its connection is open.
 ///
 /// Thread safety: all functions may be called on any thread. REQUIRES: outlives the transfers.
 class FakeNetwork {

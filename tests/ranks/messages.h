@@ -1,9 +1,7 @@
 #pragma once
 
 #include <cstddef>
-#include <cstring>
 #include <memory>
-#include <numeric>
 #include <span>
 #include <sstream>
 #include <stdexcept>
@@ -16,7 +14,7 @@
 
 namespace gpipe::testing {
 
-/// The memory of a message of plain bytes. Its layout has the numbers of bytes of the values and of each piece, as text.
+/// The memory of a message of plain bytes. Its layout has the sizes of the values and of each piece, as text.
 class Bytes : public Incoming {
  public:
   explicit Bytes(std::string_view layout) {
