@@ -1,10 +1,14 @@
 #include "gpipe/error_info.h"
 
+#include <c10/util/Exception.h>
+
 namespace gpipe {
 
 std::string message_of(const std::exception_ptr& error) {
   try {
     std::rethrow_exception(error);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
   } catch (const std::exception& exception) {
     return exception.what();
   } catch (...) {

@@ -4,7 +4,9 @@
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <charconv>
+#include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
@@ -20,13 +22,13 @@ std::string variable(const char* name) {
   return value == nullptr ? "" : value;
 }
 
-int number_in(const char* name) {
+int number_in(const char* name, int least, int most) {
   const auto text = variable(name);
   int number = 0;
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (text.empty() || error != std::errc() || end != text.data() + text.size()) {
-    refuse_argument("the environment variable " + std::string(name) + " is '" + text +
-                    "', but must be a number; start the program with torchrun");
+  if (text.empty() || error != std::errc() || end != text.data() + text.size() || number < least || number > most) {
+    refuse_argument("the environment variable " + std::string(name) + " is '" + text + "', but must be a number from " +
+                    std::to_string(least) + " to " + std::to_string(most) + "; start the program with torchrun");
   }
   return number;
 }
@@ -48,9 +50,10 @@ ListenAt choose_interface(const RanksOptions& options) {
 }  // namespace
 
 std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options) {
-  const int rank = number_in("RANK");
-  const int size = number_in("WORLD_SIZE");
-  const int port = number_in("MASTER_PORT");
+  constexpr int kMost = std::numeric_limits<int>::max();
+  const int size = number_in("WORLD_SIZE", 1, kMost);
+  const int rank = number_in("RANK", 0, size - 1);
+  const int port = number_in("MASTER_PORT", 1, std::numeric_limits<std::uint16_t>::max());
   const auto host = variable("MASTER_ADDR");
   if (host.empty()) refuse_argument("the environment variable MASTER_ADDR is not set; start the program with torchrun");
   c10d::TCPStoreOptions store;
@@ -74,7 +77,7 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options) {
 Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options)
     : rank_(rank),
       size_(size),
-      local_rank_(variable("LOCAL_RANK").empty() ? 0 : number_in("LOCAL_RANK")),
+      local_rank_(variable("LOCAL_RANK").empty() ? 0 : number_in("LOCAL_RANK", 0, size - 1)),
       options_(std::move(options)),
       listen_at_(choose_interface(options_)) {
   if (!store) refuse_argument("the store of the ranks is null; pass one");

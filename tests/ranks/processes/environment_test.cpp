@@ -1,0 +1,267 @@
+// Ranks as launchers start them: by the environment, torchrun, and on two hosts.
+
+#include <arpa/inet.h>
+#include <gmock/gmock.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <torch/torch.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <iostream>
+#include <iterator>
+#include <set>
+#include <sstream>
+
+#include "tests/gpipe/helpers.h"
+#include "tests/ranks/processes/job.h"
+
+namespace gpipe {
+namespace {
+
+using std::chrono::milliseconds;
+using std::chrono::seconds;
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
+
+using Variables = std::vector<std::pair<std::string, std::string>>;
+
+void set(const Variables& variables) {
+  for (const auto& [name, value] : variables) setenv(name.c_str(), value.c_str(), /*overwrite=*/1);
+}
+void unset(const std::vector<std::string>& names) {
+  for (const auto& name : names) unsetenv(name.c_str());
+}
+
+/// A TCP socket on the loopback interface, at a port that the system chose.
+class Listener {
+ public:
+  Listener() : socket_(socket(AF_INET, SOCK_STREAM, 0)) {
+    sockaddr_in address = {};
+    address.sin_family = AF_INET;
+    address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    socklen_t size = sizeof address;
+    auto* any = reinterpret_cast<sockaddr*>(&address);
+    if (bind(socket_, any, size) != 0 || listen(socket_, 1) != 0 || getsockname(socket_, any, &size) != 0) {
+      throw std::runtime_error("cannot listen");
+    }
+    port = ntohs(address.sin_port);
+  }
+  ~Listener() { close(socket_); }
+  int port;
+
+ private:
+  int socket_;
+};
+
+int free_port() { return Listener().port; }
+
+Variables loopback(int rank, int size, int port) {
+  return {{"RANK", std::to_string(rank)},
+          {"WORLD_SIZE", std::to_string(size)},
+          {"MASTER_ADDR", "127.0.0.1"},
+          {"MASTER_PORT", std::to_string(port)}};
+}
+
+/// Trains one step over two ranks.
+void step(const std::shared_ptr<Ranks>& ranks) {
+  GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
+  pipe->step(torch::ones({4, 4}), torch::ones({4, 4}),
+             tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); }));
+}
+
+TEST(RanksEnvironment, VariablesAreChecked) {
+  const std::vector<std::string> names = {"RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR", "LOCAL_RANK"};
+  const auto from_environment = [] { Ranks::from_environment(); };
+  const auto good = loopback(0, 1, free_port());
+  for (const auto& [name, value] : good) {
+    set(good);
+    unset({name});
+    EXPECT_THAT(from_environment, throws<std::invalid_argument>(name)) << "without " << name;
+  }
+  const Variables bad = {{"RANK", "one"},           {"RANK", "1x"},       {"RANK", "-1"},      {"RANK", "1"},
+                         {"RANK", "99999999999"},   {"WORLD_SIZE", ""},   {"WORLD_SIZE", "0"}, {"MASTER_PORT", "70000"},
+                         {"MASTER_PORT", "29500 "}, {"MASTER_PORT", "0"}, {"LOCAL_RANK", "x"}};
+  for (const auto& [name, value] : bad) {
+    set(good);
+    set({{name, value}});
+    EXPECT_THAT(from_environment, throws<std::invalid_argument>(name)) << name << "=" << value;
+    EXPECT_THAT(from_environment, throws<std::invalid_argument>("'" + value + "'")) << name << "=" << value;
+    unset({"LOCAL_RANK"});
+  }
+  set(good);
+  EXPECT_EQ(Ranks::from_environment()->size(), 1);
+  unset(names);
+}
+
+TEST(RanksEnvironment, TheStoreCannotBeServedOrReached) {
+  const Listener taken;
+  set(loopback(0, 2, taken.port));
+  EXPECT_THAT([] { Ranks::from_environment(); },
+              throws<std::runtime_error>("rank 0 cannot listen at 127.0.0.1:" + std::to_string(taken.port)));
+  set({{"MASTER_ADDR", "192.0.2.1"}});  // not an address of this host
+  EXPECT_THAT([] { Ranks::from_environment(); }, throws<std::runtime_error>("rank 0 cannot listen at 192.0.2.1"));
+  const int unserved = free_port();
+  set(loopback(1, 2, unserved));
+  EXPECT_THAT([] { Ranks::from_environment(RanksOptions().join_timeout(milliseconds(500))); },
+              throws<std::runtime_error>("rank 1 cannot reach the store at 127.0.0.1:" + std::to_string(unserved)));
+  unset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"});
+}
+
+/// The addresses at which this process accepts connections, as /proc/net writes them.
+std::vector<std::string> listens_at() {
+  std::set<std::string> own;  // inodes
+  for (const auto& file : std::filesystem::directory_iterator("/proc/self/fd")) {
+    std::error_code error;
+    const auto target = std::filesystem::read_symlink(file, error).string();
+    if (target.rfind("socket:[", 0) == 0) own.insert(target.substr(8, target.size() - 9));
+  }
+  std::vector<std::string> addresses;
+  for (const auto* table : {"/proc/self/net/tcp", "/proc/self/net/tcp6"}) {
+    std::ifstream file(table);
+    std::string line;
+    std::getline(file, line);  // the titles
+    while (std::getline(file, line)) {
+      std::istringstream text(line);
+      const std::vector<std::string> words{std::istream_iterator<std::string>(text), {}};
+      if (words.at(3) == "0A" && own.count(words.at(9)) != 0)
+        addresses.push_back(words[1].substr(0, words[1].find(':')));
+    }
+  }
+  return addresses;
+}
+
+TEST(RanksEnvironment, RanksListenOnlyOnTheLoopbackInterface) {
+  if (rank_of_this_process() < 0) set({{"GPIPE_TEST_PORT", std::to_string(free_port())}});
+  expect_job(2, [](const std::shared_ptr<Ranks>& outer) {
+    EXPECT_THAT(listens_at(), IsEmpty());
+    set(loopback(outer->rank(), 2, std::atoi(std::getenv("GPIPE_TEST_PORT"))));
+    const auto ranks = Ranks::from_environment(patient());
+    EXPECT_EQ(ranks->rank(), outer->rank());
+    EXPECT_EQ(ranks->size(), 2);
+    step(ranks);
+    // Rank 0 also serves the store.
+    EXPECT_THAT(listens_at(), std::vector<std::string>(outer->rank() == 0 ? 2 : 1, "0100007F"));
+  });
+  unset({"GPIPE_TEST_PORT"});
+}
+
+struct Output {
+  int status;
+  std::string text;
+};
+
+Output shell(const std::string& command) {
+  FILE* pipe = popen(("exec 2>&1\n" + command).c_str(), "r");
+  if (pipe == nullptr) throw std::runtime_error("cannot start a shell");
+  std::string text;
+  char buffer[4096];
+  while (const auto bytes = fread(buffer, 1, sizeof buffer, pipe)) text.append(buffer, bytes);
+  const int status = pclose(pipe);
+  return {WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status), text};
+}
+
+/// The command that runs this test in a process that is a rank of a job, by its environment.
+std::string this_test_as_a_rank() {
+  const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+  return "env GPIPE_TEST_AS_RANK=1 OMP_NUM_THREADS=1 " + std::filesystem::read_symlink("/proc/self/exe").string() +
+         " --gtest_brief=1 --gtest_filter=" + info->test_suite_name() + "." + info->name();
+}
+bool is_a_rank() { return std::getenv("GPIPE_TEST_AS_RANK") != nullptr; }
+
+TEST(RanksEnvironment, TorchrunRestartsAJob) {
+  if (is_a_rank()) {
+    const auto ranks = Ranks::from_environment(patient());
+    EXPECT_EQ(std::to_string(ranks->local_rank()), std::getenv("LOCAL_RANK"));
+    step(ranks);
+    if (std::string(std::getenv("TORCHELASTIC_RESTART_COUNT")) == "1") {
+      std::cout << "the restarted rank " + std::to_string(ranks->rank()) + " trains\n";
+      return;
+    }
+    if (ranks->rank() == 1) raise(SIGKILL);
+    std::string message = "nothing";
+    try {
+      step(ranks);
+    } catch (const std::exception& error) {
+      message = error.what();
+    }
+    std::cout << "rank 0 says: " + message << std::endl;
+    std::_Exit(3);
+  }
+  const char* python = std::getenv("GPIPE_PYTHON");
+  if (python == nullptr) GTEST_SKIP() << "set GPIPE_PYTHON to a Python with torch";
+  const auto run =
+      shell("timeout 100 " + std::string(python) +
+            " -m torch.distributed.run --no-python --nproc-per-node 2 --max-restarts 1 --master-addr 127.0.0.1"
+            " --master-port " +
+            std::to_string(free_port()) + " " + this_test_as_a_rank());
+  EXPECT_EQ(run.status, 0) << run.text;
+  EXPECT_THAT(run.text,
+              AllOf(HasSubstr("rank 0 says: [gpipe] no pipeline can be made any more, because a rank has failed: "
+                              "rank 1 was lost"),
+                    HasSubstr("the restarted rank 0 trains"), HasSubstr("the restarted rank 1 trains")));
+}
+
+// Two network namespaces, joined by a cable. $1: the command. $2: "cut" cuts the cable when both ranks train.
+constexpr const char* kTwoHosts = R"(
+a=gpipe_a_$$ b=gpipe_b_$$ out=$(mktemp -d)
+trap 'ip netns del $a; ip netns del $b; rm -rf $out' EXIT
+ip netns add $a && ip netns add $b && ip link add v0 netns $a type veth peer name v1 netns $b || exit 77
+ip -n $a addr add 10.77.0.1/24 dev v0; ip -n $b addr add 10.77.0.2/24 dev v1
+for end in "$a v0" "$b v1"; do set -- "$1" "$2" $end; ip -n $3 link set lo up; ip -n $3 link set $4 up; done
+host() {
+  ip netns exec $1 env RANK=$2 WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=29700 timeout 60 $3 >$out/$2 2>&1
+  echo "rank $2 ended with $?" >>$out/$2
+}
+host $a 0 "$1" & host $b 1 "$1" &
+if [ "$2" = cut ]; then
+  until grep -q trains $out/0 && grep -q trains $out/1 || grep -q ended $out/0 $out/1; do sleep 0.1; done
+  ip -n $a link set v0 down
+fi
+wait
+cat $out/0 $out/1
+)";
+
+Output on_two_hosts(const std::string& what) {
+  return shell("set -- '" + this_test_as_a_rank() + "' " + what + "\n" + kTwoHosts);
+}
+
+TEST(RanksEnvironment, TwoHosts) {
+  if (is_a_rank()) {
+    const auto ranks = Ranks::from_environment(patient());
+    step(ranks);
+    for (const auto& address : listens_at()) std::cout << "listens at " << address << "\n";
+    return;
+  }
+  const auto run = on_two_hosts("");
+  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.text;
+  EXPECT_THAT(run.text, AllOf(HasSubstr("rank 0 ended with 0"), HasSubstr("rank 1 ended with 0"),
+                              HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
+                              ::testing::Not(HasSubstr("listens at 00000000"))));
+}
+
+TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
+  if (is_a_rank()) try {
+      const auto ranks = Ranks::from_environment(patient().timeout(seconds(2)));
+      GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
+      for (;;) {
+        pipe->forward(torch::ones({4, 4})).sum().backward();
+        std::cout << "trains" << std::endl;
+      }
+    } catch (const std::exception& error) {
+      std::cout << error.what() << std::endl;
+      std::_Exit(3);
+    }
+  const auto run = on_two_hosts("cut");
+  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.text;
+  EXPECT_THAT(run.text, AllOf(HasSubstr("rank 1 is stopped or cut off"), HasSubstr("rank 0 is stopped or cut off"),
+                              HasSubstr("rank 0 ended with 3"), HasSubstr("rank 1 ended with 3")));
+}
+
+}  // namespace
+}  // namespace gpipe
