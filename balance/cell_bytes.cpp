@@ -12,13 +12,13 @@ namespace {
 /// Sums the bytes that an action leaves allocated, by the action that frees them. Searches linearly: there are few.
 class HeldBytes {
  public:
-  void add(std::int64_t bytes, Kind until, int stage) {
+  void add(std::int64_t bytes, Kind until, int stage, bool until_own = false) {
     for (auto& each : held_) {
-      if (each.until != until || each.stage != stage) continue;
+      if (each.until != until || each.stage != stage || each.until_own != until_own) continue;
       each.bytes += bytes;
       return;
     }
-    held_.push_back({bytes, until, stage});
+    held_.push_back({bytes, until, stage, until_own});
   }
   std::vector<Held> take() { return std::move(held_); }
 
@@ -67,6 +67,8 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
   std::vector<std::int64_t> by_backward(end - first);
   std::vector<std::int64_t> by_input_gradient(end - first);
   std::vector<std::int64_t> by_weight_gradient(end - first);
+  // Bytes that a layer of this stage saves for its backward, and a later stage for a W.
+  std::vector<std::int64_t> shared(end - first);
   HeldBytes of_forward;
   HeldBytes of_stored;
   HeldBytes of_recompute;
@@ -85,8 +87,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
         } else if (until == Kind::I) {
           change[block->freed_by - first] -= bytes;
         } else {
-          of_input_gradient.add(bytes, until, stage);
-          by_weight_gradient[block->freed_by - first] -= bytes;
+          of_input_gradient.add(bytes, until, stage);  // the engine holds a W's gradients until the W ends
         }
         continue;
       }
@@ -94,6 +95,13 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
       const bool saved = block->until != Kind::F;
       if (!inside(block->freed_by)) {
         of_forward.add(bytes, saved && !copies ? until : Kind::F, stage_at(block->freed_by));
+      } else if (saved && until == Kind::W && !inside(block->reaches) && block->reaches < layers_) {
+        // Saved by both sides of a cut: here for the backward, there for a W. An R makes it for this side alone.
+        copies ? of_forward.add(bytes, Kind::I, stage)
+               : of_forward.add(bytes, Kind::W, stage_at(block->reaches), /*until_own=*/true);
+        of_recompute.add(bytes, Kind::I, stage);
+        by_backward[block->freed_by - first] -= bytes;
+        if (!copies) shared[block->freed_by - first] += bytes;
       } else if (saved) {
         of_forward.add(bytes, until, stage);
         of_recompute.add(bytes, until, stage);
@@ -159,26 +167,35 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     const auto& of = profile_.layers[layer];
     std::int64_t kept_by_backward = 0;
     for (const Block* block : blocks_[layer]) kept_by_backward += block->born == Kind::B ? block->bytes : 0;
+    const bool as_last = layer + 1 == end && end < layers_ && !copies;
+    const auto backward_extra = as_last ? of.last_backward_extra : of.backward_extra;
+    const auto input_gradient_extra = as_last ? of.last_input_gradient_extra : of.input_gradient_extra;
     const auto change = by_backward[layer - first] + of.late_gradients;
     // The gradients of lent parameters are added to the layer's own in new memory.
     std::int64_t arriving = 0;
     for (const auto& tie : profile_.ties) {
       if (tie.layers.front() == layer && tie.layers.back() >= end) arriving += tie.bytes;
     }
-    backward.run(of.backward_extra + arriving, change);
-    first_backward.run(of.backward_extra + arriving, change + of.gradients - of.late_gradients);
-    input_gradient.run(of.input_gradient_extra + arriving, by_input_gradient[layer - first]);
+    backward.run(backward_extra + arriving, change);
+    first_backward.run(backward_extra + arriving, change + of.gradients - of.late_gradients);
+    if (splits(first)) {
+      input_gradient.run(input_gradient_extra + arriving, by_input_gradient[layer - first]);
+    } else {  // a whole backward, while the later stage's W has yet to come
+      input_gradient.run(backward_extra + arriving + shared[layer - first], change + shared[layer - first]);
+    }
     // A W takes what a whole backward takes above the gradients that it passes on.
     const auto large = of.gradients - of.late_gradients;
     const auto extra = std::max(large, of.backward_extra - kept_by_backward);
     weight_gradient.run(extra, by_weight_gradient[layer - first]);
     first_weight_gradient.run(extra, by_weight_gradient[layer - first] + large);
   }
+  auto held_by_backward = of_backward.take();
+  auto held_by_input_gradient = splits(first) ? of_input_gradient.take() : held_by_backward;
   return {.forward = {forward.peak(), of_forward.take()},
           .stored = {stored.peak(), of_stored.take()},
           .recompute = {forward.peak() - (copies ? bytes_in(first, end) : 0) + buffers, of_recompute.take()},
-          .backward = {backward.peak(), of_backward.take()},
-          .input_gradient = {input_gradient.peak(), of_input_gradient.take()},
+          .backward = {backward.peak(), std::move(held_by_backward)},
+          .input_gradient = {input_gradient.peak(), std::move(held_by_input_gradient)},
           .weight_gradient_extra = weight_gradient.peak(),
           .first_backward_extra = first_backward.peak(),
           .first_weight_gradient_extra = first_weight_gradient.peak(),

@@ -81,4 +81,14 @@ std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& prof
   });
 }
 
+std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile) {
+  const StageCost stage(profile);
+  const int layers = stage.layers();
+  std::vector<std::optional<std::int64_t>> bytes(layers);
+  for (int next = 1; next < layers; ++next) {
+    if (stage.can_cut_before(next)) bytes[next - 1] = stage.bytes_in(next, layers);
+  }
+  return bytes;
+}
+
 }  // namespace gpipe

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "balance/profile.h"
@@ -25,5 +26,11 @@ std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions
 /// there is none.
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options = {});
+
+/// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the skips
+/// that live across the cut, and the lent parameters. Gradients come back along all of them. Empty where the model cannot
+/// be cut, and after the last layer. A skip or a parameter that passes several cuts counts in each, but is sent once to
+/// each stage that uses it. Errors: those of StageCost.
+std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile);
 
 }  // namespace gpipe

@@ -108,7 +108,8 @@ LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
       backward_seen_(layers),
       output_bytes_(layers),
       forward_extra_(layers),
-      backward_extra_(layers) {}
+      backward_extra_(layers),
+      last_backward_extra_(layers) {}
 
 std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_ptr<Layer>> layers) {
   const int count = static_cast<int>(layers.size());
@@ -136,11 +137,14 @@ void LayerTrace::begins(const Part& part) {
 
 // Records the peak of the part that ran until now. A pipeline of one stage runs one part at a time.
 void LayerTrace::close_part() {
-  if (open_.micro_batch == 0 && open_.kind != Kind::R) {
-    auto& extra = (open_.kind == Kind::F ? forward_extra_ : backward_extra_)[open_.layer];
-    extra = std::max(extra, peak_ - bytes_before_);
+  const auto raise = [](std::int64_t& extra, std::int64_t bytes) { extra = std::max(extra, bytes); };
+  if (open_.micro_batch == 0 && open_.kind == Kind::F) raise(forward_extra_[open_.layer], peak_ - bytes_before_);
+  if (open_.micro_batch == 0 && open_.kind == Kind::B) {
+    raise(backward_extra_[open_.layer], peak_ - bytes_before_);
+    raise(last_backward_extra_[open_.layer], peak_as_last_ - bytes_before_);
   }
-  bytes_before_ = peak_ = bytes_;
+  bytes_before_ = peak_ = peak_as_last_ = bytes_;
+  arrived_ = 0;
 }
 
 LayerTrace::Allocation* LayerTrace::find(const at::Tensor& tensor) {
@@ -196,6 +200,7 @@ void LayerTrace::allocated(const void* data, std::int64_t bytes) {
       {.born = *part, .bytes = bytes, .reaches = part->layer, .born_at = now(), .passes_back_to = part->layer});
   bytes_ += bytes;
   peak_ = std::max(peak_, bytes_);
+  peak_as_last_ = std::max(peak_as_last_, bytes_ + arrived_);
 }
 
 void LayerTrace::freed(const void* data, std::int64_t) {
@@ -205,6 +210,7 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   if (!found) return;
   auto& allocation = allocations_[found.mapped()];
   bytes_ -= allocation.bytes;
+  if (allocation.born.kind == Kind::B && allocation.born != open_) arrived_ += allocation.bytes;
   allocation.end = part == nullptr ? Allocation::End::kCaller : Allocation::End::kPart;
   if (part != nullptr) allocation.freed_by = *part;
   allocation.freed_at = now();
@@ -239,7 +245,7 @@ std::vector<LayerTrace::Saved> LayerTrace::saved_for_weights(const Timeline& tim
   return saved;
 }
 
-std::int64_t LayerTrace::peak_between(double start, double end) const {
+std::int64_t LayerTrace::peak_between(double start, double end, bool as_last) const {
   std::vector<std::pair<double, std::int64_t>> changes;
   std::int64_t before = 0;
   const auto add = [&](double time, std::int64_t bytes) {
@@ -248,6 +254,8 @@ std::int64_t LayerTrace::peak_between(double start, double end) const {
   };
   for (const auto& allocation : allocations_) {
     add(allocation.born_at, allocation.bytes);
+    const bool arrives = allocation.born.kind == Kind::B && allocation.born_at < start && allocation.freed_at >= start;
+    if (as_last && arrives) continue;
     if (allocation.end != Allocation::End::kNone) add(allocation.freed_at, -allocation.bytes);
   }
   std::stable_sort(changes.begin(), changes.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -282,8 +290,10 @@ void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
     if (part.kind != Kind::B || part.micro_batch != 0) continue;
     auto end = end_of_action(start, timeline);
     if (i + 1 < marks_.size()) end = std::min(end, marks_[i + 1].start);
-    auto& extra = profile.layers[part.layer].input_gradient_extra;
-    extra = std::max(extra, peak_between(start, end));
+    auto& layer = profile.layers[part.layer];
+    layer.input_gradient_extra = std::max(layer.input_gradient_extra, peak_between(start, end, /*as_last=*/false));
+    layer.last_input_gradient_extra =
+        std::max(layer.last_input_gradient_extra, peak_between(start, end, /*as_last=*/true));
   }
 }
 
@@ -295,6 +305,7 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     (recomputes_ ? layer.stored_extra : layer.forward_extra) = forward_extra_[i];
     if (recomputes_) continue;
     layer.backward_extra = backward_extra_[i];
+    layer.last_backward_extra = last_backward_extra_[i];
     layer.output = output_bytes_[i];
   }
   if (recomputes_) return;

@@ -106,8 +106,9 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
 
   void allocated(const void* data, std::int64_t bytes) override;
   void freed(const void* data, std::int64_t) override;
-  /// The most bytes in use in an interval, above those at its start.
-  std::int64_t peak_between(double start, double end) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// The most bytes in use in an interval, above those at its start. With `as_last`, gradients that were allocated before
+  /// it count to its end.
+  std::int64_t peak_between(double start, double end, bool as_last) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   void close_part() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Allocation* find(const at::Tensor& tensor) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Part* part_of_this_thread() const;
@@ -122,11 +123,15 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
   std::int64_t bytes_before_ ABSL_GUARDED_BY(mutex_) = 0;
   std::int64_t peak_ ABSL_GUARDED_BY(mutex_) = 0;
+  // Of the open part: the bytes that it freed of gradients from other parts, and the peak with these.
+  std::int64_t arrived_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::int64_t peak_as_last_ ABSL_GUARDED_BY(mutex_) = 0;
   Part open_ ABSL_GUARDED_BY(mutex_);
   std::vector<bool> backward_seen_ ABSL_GUARDED_BY(mutex_);  // by layer
   std::vector<std::int64_t> output_bytes_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::int64_t> forward_extra_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::int64_t> backward_extra_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::int64_t> last_backward_extra_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::pair<int, Version>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
   std::map<SkipKey, std::pair<std::int64_t, std::optional<Version>>> skips_ ABSL_GUARDED_BY(mutex_);
 };

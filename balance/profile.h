@@ -37,6 +37,10 @@ struct LayerProfile {
   std::int64_t stored_extra = 0;
   std::int64_t backward_extra = 0;
   std::int64_t input_gradient_extra = 0;  ///< in an I
+  // The same if the layer is the last of its stage: the gradients that it gets are in another worker's memory, so they
+  // make no room when they are freed.
+  std::int64_t last_backward_extra = 0;
+  std::int64_t last_input_gradient_extra = 0;
 
   /// This layer, or a later one that gets the same tensor, changes the layer's input in place.
   bool changes_input = false;

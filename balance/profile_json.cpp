@@ -17,7 +17,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kVersion = 3;
+constexpr int kVersion = 4;
 // Limits far above those of real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
@@ -38,6 +38,8 @@ constexpr auto kFields<LayerProfile> = std::tuple(
     std::pair("forward_extra", &LayerProfile::forward_extra), std::pair("stored_extra", &LayerProfile::stored_extra),
     std::pair("backward_extra", &LayerProfile::backward_extra),
     std::pair("input_gradient_extra", &LayerProfile::input_gradient_extra),
+    std::pair("last_backward_extra", &LayerProfile::last_backward_extra),
+    std::pair("last_input_gradient_extra", &LayerProfile::last_input_gradient_extra),
     std::pair("changes_input", &LayerProfile::changes_input), std::pair("shares_with", &LayerProfile::shares_with));
 template <>
 constexpr auto kFields<Block> = std::tuple(std::pair("bytes", &Block::bytes), std::pair("born", &Block::born),

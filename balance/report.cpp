@@ -9,6 +9,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "balance/cut.h"
 #include "balance/stage_cost.h"
 
 namespace gpipe {
@@ -74,14 +75,18 @@ std::vector<std::string> row(std::string index, std::string name, const LayerPro
 }  // namespace
 
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance) {
-  Table table({"layer", "name", "forward", "recompute", "backward", "output", "saved", "parameters"});
+  Table table({"layer", "name", "forward", "recompute", "backward", "output", "saved", "parameters", "cut"});
+  const auto cuts = cut_bytes(profile);
   const auto layers = static_cast<int>(profile.layers.size());
   int first = 0;
   int stage = 0;
   for (const int end : balance.empty() ? std::vector<int>{layers} : StageCost(profile).ends(balance)) {
     for (int i = first; i < end; ++i) {
       const auto& layer = profile.layers[i];
-      table.add(row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output)));
+      auto cells = row(absl::StrCat(i), layer.name, layer, bytes_to_text(layer.output));
+      if (i + 1 < layers) cells.push_back(cuts[i] ? bytes_to_text(*cuts[i]) : "-");
+      if (i + 1 == end && end < layers) cells.emplace_back("<- cut here");
+      table.add(std::move(cells));
     }
     table.add(row("", balance.empty() ? "all" : absl::StrCat("stage ", stage++), sum(profile.layers, first, end), ""));
     first = end;
@@ -89,7 +94,8 @@ std::string profile_table(const Profile& profile, const std::vector<std::int64_t
   return absl::StrFormat(
       "Per micro-batch of %d %s, measured on %s with %d %s at once.\n%s"
       "output: bytes passed to the next layer. saved: bytes kept for the backward. parameters: bytes without "
-      "gradients.\n",
+      "gradients. cut: bytes that a cut after the layer sends forward, of the output, skips and lent parameters; -: "
+      "cannot be cut.\n",
       profile.samples, profile.samples == 1 ? "sample" : "samples", profile.device, profile.workers,
       profile.workers == 1 ? "stage" : "stages", table.text());
 }

@@ -25,7 +25,8 @@ double all_bytes(const Profile& profile) {
   };
   for (const auto& layer : profile.layers) {
     add({layer.parameters, layer.gradients, layer.optimizer, layer.buffers, layer.output, layer.saved,
-         layer.forward_extra, layer.stored_extra, layer.backward_extra, layer.input_gradient_extra});
+         layer.forward_extra, layer.stored_extra, layer.backward_extra, layer.input_gradient_extra,
+         layer.last_backward_extra, layer.last_input_gradient_extra});
   }
   for (const auto& block : profile.blocks) add({block.bytes});
   for (const auto& skip : profile.skips) add({skip.bytes});

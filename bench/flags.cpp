@@ -34,10 +34,16 @@ void add_schedule_flag(CLI::App& app, Options& options) {
   for (const auto& rule : schedule_rules()) names.emplace_back(rule.name);
   app.add_option("--schedule", options.schedule, "run step() with this schedule instead of forward() and backward()")
       ->check(CLI::IsMember(names));
+  app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker")->check(CLI::PositiveNumber);
 }
 
 void add_steps_flag(CLI::App& app, Options& options) {
   app.add_flag("--steps-only", options.steps_only, "print only the result of each step of the pipeline");
+}
+
+void add_ranks_flag(CLI::App& app, Options& options) {
+  app.add_flag("--over-ranks", options.over_ranks,
+               "run over the processes that torchrun has started; rank 0 prints; needs --steps-only and --balance");
 }
 
 void add_balance_flag(CLI::App& app, Options& options) {

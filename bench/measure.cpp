@@ -51,7 +51,7 @@ void for_each_row(const Options& options, const std::function<void(const Row&)>&
     for (const int stages : options.stages) {
       for (const int chunks : options.chunks) {
         for (const auto checkpoint : options.checkpoints)
-          measure({model, stages, chunks, checkpoint, options.schedule});
+          measure({model, stages, chunks, checkpoint, options.schedule, options.stages_per_worker});
       }
     }
   }

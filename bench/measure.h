@@ -35,8 +35,10 @@ struct Options {
   std::vector<Checkpoint> checkpoints;
   std::vector<std::int64_t> balance = {};  ///< layers per stage; empty: by measured times
   std::string schedule = {};               ///< of step(); empty: forward() and backward() instead
+  int stages_per_worker = 1;
   int repeats = 9;
   bool steps_only = false;  ///< print only each step of the pipeline, to compare with peers
+  bool over_ranks = false;  ///< run over the processes that torchrun has started
 };
 
 /// Adds the flags that all programs have. The options' values are the defaults. Also adds --reuse, which calls
@@ -48,8 +50,10 @@ void add_model_flag(CLI::App& app, Options& options);
 void add_stages_flag(CLI::App& app, Options& options);
 /// REQUIRES: add_stages_flag() was called.
 void add_balance_flag(CLI::App& app, Options& options);
+/// --schedule and --stages-per-worker.
 void add_schedule_flag(CLI::App& app, Options& options);
 void add_steps_flag(CLI::App& app, Options& options);
+void add_ranks_flag(CLI::App& app, Options& options);
 
 /// Adds --short, which changes the options to fewer rows and repeats.
 void add_short_flag(CLI::App& app, Options& options, std::vector<Checkpoint> checkpoints);

@@ -1,7 +1,9 @@
 // Compares step() under each schedule with its simulation: the time of a step and the peak bytes of the workers. The costs
-// in the simulation come from other runs: times from traced steps, bytes from a profile of the model with its loss.
+// in the simulation come from other runs: times from traced steps, bytes from a profile of the model with its loss. Also
+// runs the unpartitioned model with an intra-op thread per worker.
 
 #include <torch/nn/modules/container/functional.h>
+#include <torch/utils.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -124,19 +126,27 @@ Contender make_contender(const Subject& it, const Profile& of_whole, Row row, co
   return contender;
 }
 
+// A step of the whole mini-batch without a pipeline and without checkpointing.
+void step_on_threads(Subject& it, int threads) {
+  torch::set_num_threads(threads);
+  step(it.model, it.input);
+  torch::set_num_threads(1);
+}
+
 // Prints a table of all rows, and whether they are within the limits.
 class Report {
  public:
   Report() {
     add({"model", "stages", "chunks", "checkpoint", "schedule", "ms", "simulated", "time / simulated (min, max)",
-         "speed / gpipe's (min, max)", "simulated", "MiB", "simulated", "MiB / simulated",
-         "MiB / gpipe's (without gradients)"});
+         "speed / gpipe's (min, max)", "simulated", "two intra-op threads / gpipe's (min, max)", "MiB", "simulated",
+         "MiB / simulated", "MiB / gpipe's (without gradients)"});
     lines_.push_back(std::vector<std::string>(lines_.front().size(), "---"));
   }
 
-  // `of_gpipe`: for 1f1b, the peaks relative to those of gpipe, with and without gradients.
+  // `threads`: the speed of the unpartitioned model. `of_gpipe`: for 1f1b, the peaks relative to those of gpipe, with and
+  // without gradients.
   void add(const Contender& contender, const std::vector<double>& seconds, const Simulation& simulated,
-           const Measurement& time, const Measurement& speed, const Measurement& bytes,
+           const Measurement& time, const Measurement& speed, const Measurement& threads, const Measurement& bytes,
            const std::vector<Measurement>& of_gpipe) {
     const auto& row = contender.row;
     const auto range = [](const std::vector<double>& values) {
@@ -146,8 +156,8 @@ class Report {
     add({row.model, std::to_string(row.stages), std::to_string(row.chunks), to_string(row.checkpoint), row.schedule,
          absl::StrFormat("%.4g", median(seconds) * 1e3), absl::StrFormat("%.4g", simulated.makespan * 1e3),
          range(time.values), range(speed.values), absl::StrFormat("%.2f", speed.bound.value_or(1)),
-         mebibytes(median(contender.peaks())), mebibytes(Contender::largest(simulated.timeline.peak_bytes())),
-         absl::StrFormat("%.2f", median(bytes.values)),
+         range(threads.values), mebibytes(median(contender.peaks())),
+         mebibytes(Contender::largest(simulated.timeline.peak_bytes())), absl::StrFormat("%.2f", median(bytes.values)),
          of_gpipe.empty() ? ""
                           : absl::StrFormat("%.2f (%.2f)", median(of_gpipe[0].values), median(of_gpipe[1].values))});
     times_.push_back(time);
@@ -198,7 +208,7 @@ std::vector<double> byte_ratios(const Contender& contender, const Simulation& si
 
 // Runs a step and a traced step of each schedule in turn.
 void measure(const Row& row, const std::vector<std::string>& chosen, const Options& options, Report& report) {
-  const auto it = subject(row.model, row.chunks);
+  auto it = subject(row.model, row.chunks);
   const auto of_whole = profile_with_loss(it);
   std::vector<Contender> contenders;
   for (const auto& [name, stages_per_worker] : kSchedules) {
@@ -211,7 +221,14 @@ void measure(const Row& row, const std::vector<std::string>& chosen, const Optio
     steps.emplace_back([&] { step(each.pipe, it.input, each.row); });
     steps.emplace_back([&] { each.traced_step(it.input); });
   }
+  steps.emplace_back([&] { step_on_threads(it, kWorkers); });
   const auto times = interleave(steps, options.repeats);
+  const Measurement threads{.bench = "schedules",
+                            .row = row,
+                            .unit = "times the speed of " + contenders.front().row.schedule +
+                                    ", of the unpartitioned model on two intra-op threads",
+                            .values = quotients(times.front(), times.back())};
+  print(std::cout, threads);
   const Contender* gpipe = nullptr;
   double simulated_gpipe = 0;
   for (std::size_t i = 0; i < contenders.size(); ++i) {
@@ -247,7 +264,7 @@ void measure(const Row& row, const std::vector<std::string>& chosen, const Optio
     print(std::cout, speed);
     print(std::cout, bytes);
     for (const auto& line : of_gpipe) print(std::cout, line);
-    report.add(each, seconds, simulated, time, speed, bytes, of_gpipe);
+    report.add(each, seconds, simulated, time, speed, threads, bytes, of_gpipe);
   }
 }
 

@@ -4,24 +4,32 @@
 
 #include <CLI/CLI.hpp>
 #include <iostream>
+#include <memory>
+#include <stdexcept>
 
 #include "balance/balance.h"
 #include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/ranks/ranks.h"
 #include "gpipe/schedule/simulator.h"
 
 namespace gpipe::bench {
 namespace {
 
-void measure(const Row& row, const Options& options) {
+void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks>& ranks) {
+  if (ranks && (!options.steps_only || options.balance.empty())) {
+    throw std::invalid_argument("--over-ranks needs --steps-only and --balance");
+  }
+  torch::manual_seed(0);
   auto it = subject(row.model, row.chunks);
   auto balance = options.balance;
   if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
-  auto pipe = make_pipe(it, balance, row);
+  auto pipe = make_pipe(it, balance, row, ranks);
   if (options.steps_only) {
     const auto times = interleave({[&] { step(pipe, it.input, row); }}, options.repeats);
+    if (ranks && ranks->rank() != 0) return;
     return print_steps(std::cout, row, "seconds", times[0]);
   }
   // More micro-batches of the same size, so that the stages overlap.
@@ -53,6 +61,10 @@ int main(int argc, char** argv) {
   add_stages_flag(app, options);
   add_balance_flag(app, options);
   add_schedule_flag(app, options);
+  add_ranks_flag(app, options);
   add_short_flag(app, options, {gpipe::Checkpoint::kNever});
-  return run_program(app, argc, argv, [&] { for_each_row(options, [&](const Row& row) { measure(row, options); }); });
+  return run_program(app, argc, argv, [&] {
+    const auto ranks = options.over_ranks ? gpipe::Ranks::from_environment() : nullptr;
+    for_each_row(options, [&](const Row& row) { measure(row, options, ranks); });
+  });
 }

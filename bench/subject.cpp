@@ -95,12 +95,14 @@ Subject subject(const std::string& name, int chunks) {
   throw std::invalid_argument("unknown model '" + name + "'; give mlp, unet, resnet18, resnet50 or encoder");
 }
 
-GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row) {
+GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row,
+                const std::shared_ptr<Ranks>& ranks) {
   auto options = GPipeOptions()
                      .split_size(subject.split_size)
                      .checkpoint(row.checkpoint)
                      .intraop_threads(1)
-                     .stages_per_worker(row.stages_per_worker);
+                     .stages_per_worker(row.stages_per_worker)
+                     .ranks(ranks);
   if (!row.schedule.empty()) options.schedule(row.schedule);
   return GPipe(subject.model, balance, options);
 }

@@ -4,6 +4,7 @@
 #include <torch/types.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -30,8 +31,9 @@ struct Subject {
 /// for an unknown name, or if the mini-batch cannot be split equally.
 Subject subject(const std::string& name, int chunks);
 
-/// Makes a pipeline for the row, with one thread per stage.
-GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row);
+/// Makes a pipeline for the row, with one thread per stage; over these ranks, unless they are null.
+GPipe make_pipe(const Subject& subject, const std::vector<std::int64_t>& balance, const Row& row,
+                const std::shared_ptr<Ranks>& ranks = nullptr);
 
 /// Clears the gradients of a model or a pipeline.
 template <typename Model>

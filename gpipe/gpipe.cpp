@@ -1,6 +1,7 @@
 #include "gpipe/gpipe.h"
 
 #include <ATen/Parallel.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
@@ -15,7 +16,7 @@
 #include "gpipe/checks.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
-#include "gpipe/ranks/model_manifest.h"
+#include "gpipe/model_manifest.h"
 #include "gpipe/ranks/ranks.h"
 #include "gpipe/ranks/wire_plan.h"
 #include "gpipe/refuse.h"
@@ -99,8 +100,10 @@ std::vector<torch::Device> devices_of_gradients(const Pipeline& pipeline, const 
 }
 
 // Describes a call to the other ranks, which must make the same.
-std::string describe_call(const std::string& what, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint) {
-  return what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}, checkpoint " + to_string(checkpoint);
+std::string describe_call(const std::string& what, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint,
+                          bool training) {
+  return what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}, checkpoint " + to_string(checkpoint) +
+         (training ? "" : ", evaluation mode") + (at::autocast::is_autocast_enabled(at::kCPU) ? ", autocast" : "");
 }
 
 // Prepares a call. On an error, the other ranks' call throws too.
@@ -229,10 +232,10 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     if (split_size == 0) check_chunks(chunks);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
     refuse_transforms(input, pipeline_->stages());
-    return std::make_shared<MiniBatch>(
-        pipeline_, scatter(input, sizes),
-        MiniBatch::Options{use, checkpoint, options_.deferred_batch_norm(),
-                           describe_call(grad ? "forward with gradients" : "forward", sizes, checkpoint)});
+    return std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes),
+                                       MiniBatch::Options{use, checkpoint, options_.deferred_batch_norm(),
+                                                          describe_call(grad ? "forward with gradients" : "forward",
+                                                                        sizes, checkpoint, is_training())});
   });
   auto entered = grad ? as_entered(input) : Parcel();
   auto output = mini_batch->forward();
@@ -270,13 +273,15 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
                                   : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
     check_loss_arguments(loss, target, samples, options);
     auto targets = scatter(target, sizes);
-    auto weights = loss_weights(options, sizes, targets);
+    const bool has_loss = pipeline_->is_here(pipeline_->count() - 1);  // else the targets do not count
+    auto weights = has_loss ? loss_weights(options, sizes, targets) : std::vector<double>(sizes.size());
     LossOfMiniBatch parts{loss, std::move(targets), std::move(weights), options.scale(), options.return_output()};
     const auto checkpoint = options.checkpoint().value_or(options_.checkpoint());
     return std::make_shared<MiniBatch>(
         pipeline_, scatter(input, sizes),
         MiniBatch::Options{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm(),
-                           describe_call(options.return_output() ? "step with output" : "step", sizes, checkpoint)},
+                           describe_call(options.return_output() ? "step with output" : "step", sizes, checkpoint,
+                                         /*training=*/true)},
         std::move(parts));
   });
   auto outcome = mini_batch->step();

@@ -34,7 +34,17 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       targets_(*pipeline_, loss_.targets, pipeline_->stages().back().device),
       outputs_(micro_batches_),
       losses_(micro_batches_) {
-  if (const auto* peers = pipeline_->peers()) crossing_.emplace(transport_, peers->rank(), peers->codec());
+  if (const auto* peers = pipeline_->peers()) crossing_.emplace(transport_, peers->rank(), peers->codec(), counter_);
+}
+
+// Over ranks, an error before a call makes the other ranks' call throw too.
+void MiniBatch::prepare_call(absl::FunctionRef<void()> prepare) {
+  try {
+    prepare();
+  } catch (...) {
+    if (auto* peers = pipeline_->peers()) peers->withdraw(message_of(std::current_exception()));
+    throw;
+  }
 }
 
 // Runs a forward or a step. On an error, restores the buffers and the default generator.
@@ -46,24 +56,26 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
   if (!counted_) counter_.reset();
   const bool grad = use_ != Pipeline::Use::kForward;
   std::vector<SavedBuffers> buffers;
-  for (auto& stage : pipeline_->stages()) {
-    sinks_.emplace_back(stage, grad, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
-  }
-  for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
-  SeedDraw draw;
-  seed_ = draw.seed();
-  auto* peers = pipeline_->peers();
-  if (peers != nullptr) {
+  std::optional<SeedDraw> draw;
+  prepare_call([&] {
+    for (auto& stage : pipeline_->stages()) {
+      sinks_.emplace_back(stage, grad, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
+    }
+    for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
+    draw.emplace();
+  });
+  seed_ = draw->seed();
+  if (auto* peers = pipeline_->peers()) {
     try {
       seed_ = peers->agree(call_, seed_);
     } catch (...) {
-      draw.undo();
+      draw->undo();
       throw;
     }
     call_number_ = peers->calls();
   }
-  pipeline_->shared_buffers().before_forward(grad);
   try {
+    pipeline_->shared_buffers().before_forward(grad);
     run();
     pipeline_->shared_buffers().after_forward();
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
@@ -71,7 +83,7 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
     report_failure();
     cells_.clear();  // first, because a cell between its R and its B restores buffers too: those of the R's begin
     for (auto& saved : buffers) saved.restore_after_error();
-    draw.undo();
+    draw->undo();
     throw;
   }
 }
@@ -105,27 +117,25 @@ MiniBatch::StepOutcome MiniBatch::step() {
 
 MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, bool retain_graph) {
   MutexLock turn(pipeline_->turn());
-  auto* peers = pipeline_->peers();
   try {
-    check_parameters_unchanged();
+    prepare_call([&] { check_parameters_unchanged(); });
   } catch (...) {
-    if (peers != nullptr) peers->withdraw(message_of(std::current_exception()));
     cells_.clear();
     throw;
   }
-  if (peers != nullptr) {
+  if (auto* peers = pipeline_->peers()) {
     peers->agree("the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : ""), 0);
   }
   const AllocationListener::Scope counting(counter_);
   counted_ = counting.installed();
   retain_graph_ = retain_graph;
-  output_gradients_ = std::move(gradients);
-  outputs_ready_.clear();
-  for (const auto& gradient : output_gradients_.front()) {
-    outputs_ready_.push_back(gradient.defined() ? record_event(gradient.device()) : nullptr);
-  }
-  begin_backward();
   try {
+    output_gradients_ = std::move(gradients);
+    outputs_ready_.clear();
+    for (const auto& gradient : output_gradients_.front()) {
+      outputs_ready_.push_back(gradient.defined() ? record_event(gradient.device()) : nullptr);
+    }
+    begin_backward();
     perform(Part::kBackward);
   } catch (...) {
     report_failure();
@@ -159,7 +169,7 @@ Gathered MiniBatch::share_outputs() {
   for (std::size_t k = 0; k < outputs.value.tensors().size(); ++k) {
     parcel.add(outputs.value.tensors()[k], outputs.wants_gradient[k]);
   }
-  parcel = peers->share(pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel));
+  parcel = peers->share(Peers::Result::kOutput, pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel));
   if (!has_last_stage()) {
     outputs.wants_gradient = std::move(parcel.wants_gradient);
     outputs.value = Value(parcel.form, std::move(parcel.tensors));
@@ -178,7 +188,8 @@ at::Tensor MiniBatch::share_loss() {
   if (peers == nullptr) return loss;
   Parcel parcel;
   parcel.add(std::move(loss), /*gradient_wanted=*/false);
-  return peers->share(pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel)).tensors.front();
+  return peers->share(Peers::Result::kLoss, pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel))
+      .tensors.front();
 }
 
 MiniBatch::BackwardResult MiniBatch::take_gradients() {

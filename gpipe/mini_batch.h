@@ -13,9 +13,9 @@
 #include "gpipe/inlet.h"
 #include "gpipe/loss.h"
 #include "gpipe/micro_batch.h"
+#include "gpipe/parcel_edges.h"
 #include "gpipe/pipeline.h"
 #include "gpipe/ranks/exchange.h"
-#include "gpipe/ranks/parcel_edges.h"
 #include "gpipe/runtime/action_clock.h"
 #include "gpipe/runtime/byte_counter.h"
 #include "gpipe/runtime/cells.h"
@@ -72,6 +72,7 @@ class MiniBatch : public Cells {
  private:
   class BackwardScope;
 
+  void prepare_call(absl::FunctionRef<void()> prepare);
   void begin(absl::FunctionRef<void()> run);
   void begin_backward();
   void perform(Part part);

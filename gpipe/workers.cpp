@@ -75,6 +75,16 @@ std::vector<bool> workers_here(const GPipeOptions& options, std::size_t workers)
   return here;
 }
 
+/// Returns the number of workers of the ranks that are on this host and come before this one.
+std::size_t workers_before_on_host(const GPipeOptions& options, std::size_t workers) {
+  const auto& ranks = options.ranks();
+  if (!ranks) return 0;
+  const auto of_workers = ranks_of_workers(static_cast<int>(workers), ranks->size());
+  const int first_rank = ranks->rank() - ranks->local_rank();
+  return std::count_if(of_workers.begin(), of_workers.end(),
+                       [&](int rank) { return rank >= first_rank && rank < ranks->rank(); });
+}
+
 }  // namespace
 
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
@@ -88,7 +98,7 @@ Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
                     " workers (stages_per_worker = " + std::to_string(options.stages_per_worker()) +
                     "), but the number of devices is " + std::to_string(given) + "; give one device per worker");
   }
-  const auto first_gpu = options.ranks() ? options.ranks()->local_rank() * own : 0;
+  const auto first_gpu = workers_before_on_host(options, workers);
   const auto own_devices = place_workers(options.devices(), own, first_gpu);
   std::vector<torch::Device> devices(workers, torch::kCPU);
   for (std::size_t w = 0, next = 0; w < workers; ++w) {

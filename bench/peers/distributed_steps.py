@@ -1,4 +1,4 @@
-"""Times steps of torch.distributed.pipelining with one process per stage. Prints a JSON line.
+"""Times steps of torch.distributed.pipelining with one process per worker. Prints a JSON line.
 
 The processes communicate by Gloo over the loopback device. Each runs one thread. A barrier precedes each step. A step
 lasts from its first start to its last end over all processes. Skips that cross a cut are sent with the activation
@@ -12,12 +12,38 @@ import tempfile
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
 
 import models
 import steps
 
-SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SCHEDULES = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_zb": ScheduleInterleavedZeroBubble,
+    "zb_v": ScheduleZBVZeroBubble,
+}
+
+
+class Stage(PipelineStage):
+    """Opens no connection to its own process, as at the turn of a V: Gloo cannot."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        every = super()._get_init_p2p_neighbors_ops()
+        return [each for each in every if each.group_peer != self.group_rank]
+
+
+def stages_of(rank: int, ranks: int, stages: int, schedule: str) -> list[int]:
+    """Returns a process's stages, which are placed in a V or in loops."""
+    if schedule == "zb_v":
+        return [rank, stages - 1 - rank]
+    return list(range(rank, stages, ranks))
 
 
 def seconds_of(spans: list[list[tuple[float, float]]]) -> list[float]:
@@ -25,22 +51,30 @@ def seconds_of(spans: list[list[tuple[float, float]]]) -> list[float]:
     return [max(end for _, end in each) - min(start for start, _ in each) for each in zip(*spans)]
 
 
-def run_stage(rank: int, args: argparse.Namespace, folder: str) -> None:
+def run_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
-    ranks = len(args.balance)
+    ranks = steps.workers(args)
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
     layers, x = steps.subject(args)
-    module = models.cut(layers, args.balance)[rank]
-    stage = PipelineStage(module, rank, ranks, torch.device("cpu"))
+    modules = models.cut(layers, args.balance)
+    stages = [
+        Stage(modules[index], index, len(modules), torch.device("cpu"))
+        for index in stages_of(rank, ranks, len(modules), args.schedule)
+    ]
     schedule = SCHEDULES[args.schedule](
-        stage, args.chunks, loss_fn=lambda output, _: output.sum(), scale_grads=False
+        stages if args.stages_per_worker > 1 else stages[0],
+        args.chunks,
+        loss_fn=lambda output, _: output.sum(),
+        scale_grads=False,
     )
-    inputs = (x,) if stage.is_first else ()
-    target = torch.empty(args.chunks) if stage.is_last else None  # required by a loss
+    inputs = (x,) if any(stage.is_first for stage in stages) else ()
+    # required by a loss
+    target = torch.empty(args.chunks) if any(stage.is_last for stage in stages) else None
     plain = torch.nn.Sequential(*layers)
 
     def step() -> None:
-        steps.clear_gradients(module)
+        for stage in stages:
+            steps.clear_gradients(stage.submod)
         schedule.step(*inputs, target=target, return_outputs=False)
 
     for _ in range(steps.WARM_UP):
@@ -68,7 +102,7 @@ def main() -> None:
     args = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_stage, (args, folder), nprocs=len(args.balance))
+        mp.spawn(run_worker, (args, folder), nprocs=steps.workers(args))
 
 
 if __name__ == "__main__":

@@ -109,13 +109,16 @@ def main() -> None:
     if args.reuse:
         library.reuse_cpu_memory()
     layers, x = steps.subject(args)
+    scheduling = {}
+    if args.schedule:
+        scheduling = {"schedule": args.schedule, "stages_per_worker": args.stages_per_worker}
     pipe = library.GPipe(
         skippables(layers, importlib.import_module(f"{args.library}.skip")),
         args.balance,
-        devices=["cpu"] * len(args.balance),
+        devices=["cpu"] * steps.workers(args),
         chunks=args.chunks,
         checkpoint=args.checkpoint,
-        **({"schedule": args.schedule} if args.schedule else {}),
+        **scheduling,
     )
     plain = nn.Sequential(*layers)
 

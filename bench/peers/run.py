@@ -27,6 +27,10 @@ HERE = Path(__file__).parent
 # Balances for two stages. No stage begins with an in-place layer, because in the peers a stage must not change its
 # input.
 CUTS = {"mlp": [8, 8], "unet": [43, 28], "resnet18": [44, 27], "resnet50": [103, 80]}
+# Balances for two stages on each of two workers, of models without skips. The zero-bubble schedules of
+# torch.distributed.pipelining fail if a skip leaves a stage: they send gradients that are not contiguous, and detach
+# outputs that W still needs.
+CUTS_OF_ZERO_BUBBLE = {"mlp": [4, 4, 4, 4]}
 
 
 class Bench(NamedTuple):
@@ -45,16 +49,16 @@ BENCHES = {
     "memory": Bench("bytes", "bytes", "MiB", 2**-20, "0,1"),
 }
 
-# With 1f1b, this project runs step(), else a forward and a backward. With reuse, it calls reuse_cpu_memory() first.
+# The schedules of a row, by stages per worker.
+SCHEDULES = {1: ["1f1b"], 2: ["interleaved_zb", "zb_v"]}
+EVERY_SCHEDULE = [name for names in SCHEDULES.values() for name in names]
+# With a schedule, this project runs step(), else a forward and a backward. With reuse, it calls reuse_cpu_memory() first.
 OURS = [
-    "gpipe",
-    "gpipe 1f1b",
-    "gpipe 1f1b reuse",
-    "gpipe python",
-    "gpipe python 1f1b",
-    "gpipe python 1f1b reuse",
+    f"{library}{schedule}"
+    for library in ["gpipe", "gpipe python", "gpipe ranks"]
+    for schedule in ["", *(f" {name}{reuse}" for name in EVERY_SCHEDULE for reuse in ["", " reuse"])]
 ]
-PEERS = ["torchgpipe", "distributed gpipe", "distributed 1f1b"]
+PEERS = ["torchgpipe", "distributed gpipe", *(f"distributed {name}" for name in EVERY_SCHEDULE)]
 
 
 class Row(NamedTuple):
@@ -63,6 +67,7 @@ class Row(NamedTuple):
     balance: list[int]
     chunks: int
     checkpoint: str
+    stages_per_worker: int = 1
 
 
 def rows(short: bool) -> list[Row]:
@@ -73,6 +78,8 @@ def rows(short: bool) -> list[Row]:
     ]
     for model, chunks, checkpoint in itertools.product(CUTS, few, ["never", "always"]):
         every.append(Row("speed", model, CUTS[model], chunks, checkpoint))
+    for model, chunks in itertools.product(CUTS_OF_ZERO_BUBBLE, few):
+        every.append(Row("speed", model, CUTS_OF_ZERO_BUBBLE[model], chunks, "never", 2))
     modes = ["never", "except_last", "always"]
     for model, checkpoint in itertools.product(["unet", "resnet18", "resnet50"], modes):
         every.append(Row("memory", model, CUTS[model], 8, checkpoint))
@@ -83,26 +90,35 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     """Returns the commands that measure the row, by contestant."""
     settings = ["--chunks", row.chunks, "--checkpoint", row.checkpoint, "--repeats", steps]
     subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
-    commands: dict[str, list[object]] = {}
     program = ours / "bench" / row.bench
-    one_f_one_b = ["--schedule", "1f1b"]
-    if program.exists():
-        own = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
-        commands["gpipe"] = [program, "--steps-only", *own, *settings]
-        commands["gpipe 1f1b"] = [*commands["gpipe"], *one_f_one_b]
     memory = ["--memory"] if row.bench == "memory" else []
-    for library, name in {"gpipe": "gpipe python", "torchgpipe": "torchgpipe"}.items():
-        peer = [HERE / "pipe_steps.py", "--library", library, *memory, *subject, *settings]
-        commands[name] = [sys.executable, *peer]
-    commands["gpipe python 1f1b"] = [*commands["gpipe python"], *one_f_one_b]
-    if row.bench == "speed":
-        for name in ["gpipe 1f1b", "gpipe python 1f1b"]:
-            if name in commands:
-                commands[f"{name} reuse"] = [*commands[name], "--reuse"]
+    own: dict[str, list[object]] = {}
+    if program.exists():
+        sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
+        own["gpipe"] = [program, "--steps-only", *sizes, *settings]
+    if program.exists() and row.bench == "speed":
+        workers = len(row.balance) // row.stages_per_worker
+        job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", workers]
+        own["gpipe ranks"] = [*job, "--master-port", 29511, program, "--over-ranks", *own["gpipe"][1:]]
+    in_python = [sys.executable, HERE / "pipe_steps.py", *memory, *subject, *settings]
+    own["gpipe python"] = [*in_python, "--library", "gpipe"]
+    commands = {}
+    distributed = []
+    if row.stages_per_worker == 1:
+        commands = {**own, "torchgpipe": [*in_python, "--library", "torchgpipe"]}
+        distributed = ["gpipe"]
+    for schedule in SCHEDULES[row.stages_per_worker]:
+        flags = ["--schedule", schedule, "--stages-per-worker", row.stages_per_worker]
+        for name, command in own.items():
+            commands[f"{name} {schedule}"] = [*command, *flags]
+            if row.bench == "speed":
+                commands[f"{name} {schedule} reuse"] = [*command, *flags, "--reuse"]
+        distributed.append(schedule)
     if row.checkpoint == "never" and row.bench != "memory":
-        for schedule in ["gpipe", "1f1b"]:
-            peer = [HERE / "distributed_steps.py", "--schedule", schedule, *subject, *settings]
-            commands[f"distributed {schedule}"] = [sys.executable, *peer]
+        peer = [sys.executable, HERE / "distributed_steps.py", *subject, *settings]
+        peer += ["--stages-per-worker", row.stages_per_worker]
+        for schedule in distributed:
+            commands[f"distributed {schedule}"] = [*peer, "--schedule", schedule]
     return commands
 
 
@@ -145,8 +161,9 @@ def line(row: Row, peer: str, values: list[float]) -> str:
 
 
 def table(results: list[tuple[Row, dict[str, list[float]]]]) -> str:
-    names = [*OURS, *PEERS]
-    compared = ["gpipe python", "gpipe python 1f1b", "gpipe python 1f1b reuse"]
+    measured = {name for _, values in results for name in values}
+    names = [name for name in [*OURS, *PEERS] if name in measured]
+    compared = [name for name in names if name.startswith("gpipe python")]
     ratios = [f"best peer / {name}" for name in compared]
     head = ["model", "stages", "chunks", "checkpoint", "unit", *names, *ratios]
     lines = [head, ["---"] * len(head)]

@@ -32,6 +32,26 @@ CLI::Validator size_text() {
           ""};
 }
 
+/// The name of a schedule. With `any`, it can be kAnySchedule.
+CLI::Validator schedule_text(bool any) {
+  return {[any](const std::string& name) {
+            const bool known = name == kForward || (any && name == kAnySchedule) || name.starts_with('@');
+            if (!known) schedule_rule(name);
+            return "";
+          },
+          ""};
+}
+
+std::string help_of_schedules(bool any) {
+  return absl::StrCat("of step(): ", schedule_names(), " or @FILE; ", kForward, ": a forward, then its backward",
+                      any ? "; auto: try all that fit --stages workers" : "");
+}
+
+void add_stages_per_worker_flag(CLI::App& app, Options& options) {
+  app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker, in turn")
+      ->transform(whole_number(1, 1024));
+}
+
 }  // namespace
 
 std::vector<std::int64_t> Options::sizes(int chunks) const { return micro_batch_sizes(batch_size, chunks, 0); }
@@ -114,17 +134,19 @@ void add_schedule_flags(CLI::App& app, Options& options, bool any) {
   app.preparse_callback([&options, any](std::size_t) {
     if (any) options.schedule = kAnySchedule;
   });
-  app.add_option("--schedule", options.schedule,
-                 absl::StrCat("of step(): ", schedule_names(), " or @FILE; ", kForward,
-                              ": a forward, then its backward", any ? "; auto: try all that fit --stages workers" : ""))
-      ->check([any](const std::string& name) {
-        const bool known = name == kForward || (any && name == kAnySchedule) || name.starts_with('@');
-        if (!known) schedule_rule(name);
-        return "";
-      })
+  app.add_option("--schedule", options.schedule, help_of_schedules(any))
+      ->check(schedule_text(any))
       ->default_str(any ? kAnySchedule : kForward);
-  app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker, in turn")
-      ->transform(whole_number(1, 1024));
+  add_stages_per_worker_flag(app, options);
+}
+
+void add_schedule_list(CLI::App& app, Options& options) {
+  app.add_option("--schedule", options.schedules_to_try,
+                 help_of_schedules(/*any=*/true) + "; several names: of these schedules, all that fit --stages workers")
+      ->delimiter(',')
+      ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
+      ->check(schedule_text(/*any=*/true));
+  add_stages_per_worker_flag(app, options);
 }
 
 void add_layers_flag(CLI::App& app, Options& options) {

@@ -26,7 +26,8 @@ struct Options {
   std::vector<int> chunks_to_try;  ///< empty: the verb's default
   int stages = 2;
   std::string schedule = kForward;  ///< of step(); or kForward, or kAnySchedule
-  std::string save_schedule;        ///< a file; empty: do not save
+  std::vector<std::string> schedules_to_try = {kForward};
+  std::string save_schedule;  ///< a file; empty: do not save
   int stages_per_worker = 1;
   std::string devices;  ///< empty: the GPUs in turn, or the CPU
   Checkpoint checkpoint = Checkpoint::kExceptLast;
@@ -66,6 +67,8 @@ void add_bandwidth_flag(CLI::App& app, Options& options);
 void add_memory_limit_flag(CLI::App& app, Options& options);
 /// --schedule and --stages-per-worker. With `any`, the schedule can be kAnySchedule, which is then the default.
 void add_schedule_flags(CLI::App& app, Options& options, bool any = false);
+/// --schedule for one or several schedules, and --stages-per-worker.
+void add_schedule_list(CLI::App& app, Options& options);
 void add_layers_flag(CLI::App& app, Options& options);
 
 }  // namespace gpipe::examples::balance

@@ -25,7 +25,7 @@ class TimeoutError : public ConnectionError {
 class Transfer {
  public:
   virtual ~Transfer() = default;
-  /// Waits until it is complete. Errors: ConnectionError.
+  /// Waits until it is complete. Errors: ConnectionError; TimeoutError, which leaves it in flight.
   virtual void wait(std::chrono::milliseconds limit) = 0;
 };
 

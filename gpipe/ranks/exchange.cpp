@@ -83,8 +83,9 @@ void Exchange::put(const Action& action) {
   for (auto& wire : sending_[worker]) {
     if (wire.next == wire.messages.size() || wire.messages[wire.next].action != action) continue;
     const auto& message = wire.messages[wire.next];
+    auto contents = contents_.take_off(action, message.edges);
     set_activity(worker, {.awaits = wire.rank});
-    wire.wire->send((*wire.remembered)[wire.next++], message.label(), contents_.take_off(action, message.edges));
+    wire.wire->send((*wire.remembered)[wire.next++], message.label(), std::move(contents));
   }
   set_activity(worker, {});
 }

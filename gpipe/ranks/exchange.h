@@ -61,7 +61,7 @@ class EdgeContents {
 /// What a worker does during an exchange: runs an action, or waits for another rank, or neither.
 struct Activity {
   std::optional<Action> runs;
-  int awaits = -1;  ///< a rank, or -1
+  int awaits = -1;  ///< the rank whose message it waits for or to which it sends, or -1
 };
 
 /// Moves what crosses ranks during one part of a program: the edges between this rank's workers and those of other ranks.

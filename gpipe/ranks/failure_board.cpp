@@ -37,17 +37,18 @@ int awaited_in(const std::string& answer) {
 struct FailureBoard::State {
   State(int rank, Callbacks callbacks) : rank(rank), callbacks(std::move(callbacks)) {}
 
-  /// Returns whether the failure is new.
-  bool set(const std::string& cause, bool is_own) {
+  void set(const std::string& cause, bool is_own) {
     {
       MutexLock lock(mutex);
-      if (!failure.empty()) return false;
+      if (!failure.empty()) {  // the store's thread may have read this rank's own report
+        own = own || (is_own && failure == cause);
+        return;
+      }
       failure = cause;
       own = is_own;
     }
     MutexLock lock(calling);
     if (!ended) callbacks.on_failure();
-    return true;
   }
 
   /// Looks for a failure and a question in the store.

@@ -51,7 +51,6 @@ class FailureBoard {
 
  private:
   struct State;
-  void set(const std::string& cause, bool own) noexcept;
   std::string answer_of(int rank);
 
   const int rank_;

@@ -1,6 +1,7 @@
 #include "gpipe/ranks/job.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <unistd.h>
 
 #include <exception>
 #include <limits>
@@ -24,11 +25,19 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks)
       listen_at_(ranks.listen_at()),
       options_(ranks.options()),
       exceptions_(std::uncaught_exceptions()),
+      process_(getpid()),
       next_wire_(kFirstWire),
       board_(std::make_unique<FailureBoard>(
           store_, rank_, FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
 
 Job::~Job() {
+  if (getpid() != process_) {  // a forked process has none of the threads, and shares the sockets
+    for (auto& wires : retired_) static_cast<void>(wires.release());
+    static_cast<void>(lifelines_.release());
+    static_cast<void>(board_.release());
+    static_cast<void>(connections_.release());
+    return;
+  }
   if (const auto cause = unwinding()) {
     board_->report(*cause);
   } else if (lifelines_) {

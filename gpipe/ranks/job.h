@@ -1,5 +1,6 @@
 #pragma once
 
+#include <sys/types.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <functional>
@@ -65,6 +66,7 @@ class Job {
   const ListenAt listen_at_;
   const RanksOptions options_;
   const int exceptions_;  // on the stack when this was made
+  const pid_t process_;
   int pipelines_ = 0;
   int next_wire_;
   Mutex mutex_;

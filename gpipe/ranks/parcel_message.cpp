@@ -99,7 +99,12 @@ at::Tensor tensor_of(std::int64_t type, Reader& layout) {
   for (std::int64_t d = 0; d < dimensions; ++d) strides.push_back(layout.count(kMost));
   // Allocates only what the elements need: no stride may reach beyond them.
   std::int64_t last = 0;
-  for (std::int64_t d = 0; d < dimensions && elements > 0; ++d) last += (sizes[d] - 1) * strides[d];
+  for (std::int64_t d = 0; d < dimensions && elements > 0; ++d) {
+    std::int64_t reach = 0;
+    if (__builtin_mul_overflow(sizes[d] - 1, strides[d], &reach) || __builtin_add_overflow(last, reach, &last)) {
+      refuse_layout();
+    }
+  }
   if (elements > 0 && last != elements - 1) refuse_layout();
   return at::empty_strided(sizes, strides, static_cast<at::ScalarType>(type));
 }

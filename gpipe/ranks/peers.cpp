@@ -8,8 +8,6 @@
 #include <stdexcept>
 #include <utility>
 
-#include "gpipe/ranks/gloo.h"
-
 namespace gpipe {
 namespace {
 
@@ -22,6 +20,7 @@ constexpr char kCall = 'C';
 constexpr char kWithdrawn = 'W';
 constexpr char kRefused = 'R';
 constexpr char kAgreed = 'A';
+constexpr char kGone = 'G';  // the rank's pipeline is destroyed
 constexpr std::size_t kSeedDigits = 20;
 
 Parcel to_parcel(const std::string& words) {
@@ -65,10 +64,12 @@ Peers::~Peers() {
   job_.remove_activity(this);
   const auto reason = job_.unwinding().value_or("rank " + std::to_string(rank()) + " has destroyed its pipeline");
   try {
-    if (rank() != kLeader) {
-      send(kWord, kLeader, to_parcel(kWithdrawn + reason));
+    if (!gone_.empty()) {
+      // Nobody waits for this rank.
+    } else if (rank() != kLeader) {
+      send(kWord, kLeader, to_parcel(kGone + reason));
     } else {
-      for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(kRefused + reason));
+      for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(kGone + reason));
     }
   } catch (const std::exception&) {  // a rank has failed
   }
@@ -83,7 +84,8 @@ int Peers::wire_number(Subject subject, int from, int to) const {
 void Peers::expect(Subject subject, int from) {
   const int number = wire_number(subject, from, rank());
   if (!expected_.insert(number).second) return;
-  const auto limit = subject == kResult ? options().timeout() : options().join_timeout();
+  const bool within_call = subject == kLoss || subject == kOutput;
+  const auto limit = within_call ? options().timeout() : options().join_timeout();
   wires_->receiver(number, from, limit).expect({&wires_->remembered(number, "", 1).front()});
 }
 
@@ -158,28 +160,33 @@ std::string Peers::activity() {
 // Returns the verdict of the leader on what all ranks said.
 std::string Peers::exchange_words(const std::string& mine) {
   std::string verdict;
-  int awaited = kLeader;
+  int other = kLeader;  // the rank of the transfer in progress
   try {
     if (rank() != kLeader) {
       send(kWord, kLeader, to_parcel(mine));
       while_polling([&] { verdict = to_words(receive(kVerdict, kLeader)); });
-      return verdict;
+    } else {
+      std::vector<std::string> words{mine};
+      while_polling([&] {
+        for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
+      });
+      verdict = judge(words);
+      for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(verdict));
     }
-    std::vector<std::string> words{mine};
-    while_polling([&] {
-      for (awaited = 1; awaited < ranks_->size(); ++awaited) words.push_back(to_words(receive(kWord, awaited)));
-    });
-    verdict = judge(words);
-    for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(verdict));
-    return verdict;
   } catch (const ConnectionError& error) {
-    fail(error, awaited, "its next call");
+    fail(error, other, "its next call");
     rethrow(std::current_exception());
+  } catch (const std::exception& error) {
+    fail("rank " + std::to_string(rank()) + " failed before a call: " + error.what());
+    throw;
   }
+  if (verdict.front() == kGone) gone_ = verdict.substr(1);
+  return verdict;
 }
 
 std::string Peers::judge(const std::vector<std::string>& words) const {
   for (std::size_t r = 0; r < words.size(); ++r) {
+    if (words[r].front() == kGone) return words[r];
     if (words[r].front() == kWithdrawn) {
       return kRefused + ("rank " + std::to_string(r) + " refused the call: ") + words[r].substr(1);
     }
@@ -195,35 +202,42 @@ std::string Peers::judge(const std::vector<std::string>& words) const {
 
 std::uint64_t Peers::agree(const std::string& call, std::uint64_t seed) {
   job_.board().check("this pipeline cannot be used any more, because a rank has failed");
+  if (!gone_.empty()) throw std::runtime_error("[gpipe] this pipeline cannot be used any more: " + gone_);
   auto digits = std::to_string(seed);
   digits.insert(0, kSeedDigits - digits.size(), '0');
   const auto verdict = exchange_words(kCall + digits + call);
   ++calls_;
-  if (verdict.front() == kRefused) throw std::runtime_error("[gpipe] " + verdict.substr(1));
+  if (verdict.front() != kAgreed) throw std::runtime_error("[gpipe] " + verdict.substr(1));
   return std::stoull(verdict.substr(1));
 }
 
 void Peers::withdraw(const std::string& reason) noexcept {
   try {
-    if (!job_.board().failure().empty()) return;
+    if (!job_.board().failure().empty() || !gone_.empty()) return;
     exchange_words(kWithdrawn + reason);
     ++calls_;
   } catch (const std::exception&) {  // a rank has failed; the next call says so
   }
 }
 
-Parcel Peers::share(int owner, Parcel parcel) {
+Parcel Peers::share(Result result, int owner, Parcel parcel) {
+  const auto subject = result == Result::kLoss ? kLoss : kOutput;
+  int other = owner;
   try {
     if (rank() != owner) {
-      while_polling([&] { parcel = receive(kResult, owner); });
+      while_polling([&] { parcel = receive(subject, owner); });
       return parcel;
     }
-    for (int r = 0; r < ranks_->size(); ++r) {
-      if (r != owner) send(kResult, r, parcel);
+    auto copy = parcel;  // the caller may change the tensors while they are sent
+    for (auto& tensor : copy.tensors) {
+      if (tensor.defined()) tensor = tensor.clone();
+    }
+    for (other = 0; other < ranks_->size(); ++other) {
+      if (other != owner) send(subject, other, copy);
     }
     return parcel;
   } catch (const ConnectionError& error) {
-    fail(error, owner, "the result of a call");
+    fail(error, other, "the result of a call");
     rethrow(std::current_exception());
   }
 }

@@ -58,9 +58,11 @@ class Peers {
   /// The number of calls that were agreed on or withdrawn.
   std::uint64_t calls() const { return calls_; }
 
-  /// Returns the parcel that rank `owner` gives. The other ranks' parcels are ignored. Errors: std::runtime_error if a rank
-  /// has failed.
-  Parcel share(int owner, Parcel parcel);
+  /// What the ranks share after a call.
+  enum class Result { kLoss, kOutput };
+  /// Returns the parcel that rank `owner` gives, and sends copies of its tensors. The other ranks' parcels are ignored.
+  /// Errors: std::runtime_error if a rank has failed.
+  Parcel share(Result result, int owner, Parcel parcel);
 
   /// Reports a failure of this rank and closes the connections, unless a rank has failed before.
   void fail(const std::string& cause) noexcept;
@@ -84,8 +86,8 @@ class Peers {
 
  private:
   /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, or results of calls.
-  enum Subject { kWord, kVerdict, kResult };
-  static constexpr int kSubjects = 3;
+  enum Subject { kWord, kVerdict, kLoss, kOutput };
+  static constexpr int kSubjects = 4;
   int wires_between_workers() const { return static_cast<int>(of_workers_.size() * of_workers_.size()); }
   int wire_number(Subject subject, int from, int to) const;
   void expect(Subject subject, int from);
@@ -106,6 +108,7 @@ class Peers {
   Mutex mutex_;
   const Exchange* exchange_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::atomic<int> awaited_ = -1;  // the rank whose word or result is awaited, or -1
+  std::string gone_;               // why the pipeline of another rank is gone
   std::set<int> expected_;         // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };

@@ -36,8 +36,15 @@ int number_in(const char* name, int least, int most) {
 ListenAt choose_interface(const RanksOptions& options) {
   if (!options.interface().empty()) return {options.interface(), ""};
   if (const auto interface = variable("GLOO_SOCKET_IFNAME"); !interface.empty()) return {interface, ""};
-  if (const auto master = variable("MASTER_ADDR"); !master.empty()) return {"", local_address_towards(master)};
-  return {};
+  const auto master = variable("MASTER_ADDR");
+  if (master.empty()) return {};
+  const auto address = local_address_towards(master);
+  const bool is_loopback = address.starts_with("127.") || address == "::1";
+  if (is_loopback && variable("LOCAL_WORLD_SIZE") != variable("WORLD_SIZE") && !variable("LOCAL_WORLD_SIZE").empty()) {
+    refuse_argument("MASTER_ADDR is '" + master + "', which is " + address +
+                    " on this host, where other hosts cannot reach it; give RanksOptions().interface()");
+  }
+  return {"", address};
 }
 
 }  // namespace
@@ -82,7 +89,9 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
                     std::to_string(options_.timeout().count()) + " ms and " +
                     std::to_string(options_.join_timeout().count()) + " ms");
   }
-  job_ = std::make_unique<Job>(std::move(store), *this);
+  // A store can serve several jobs, one after the other.
+  const auto number = store->add("jobs of rank " + std::to_string(rank), 1);
+  job_ = std::make_unique<Job>(c10::make_intrusive<c10d::PrefixStore>("job" + std::to_string(number), store), *this);
 }
 
 Ranks::~Ranks() = default;

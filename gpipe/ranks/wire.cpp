@@ -78,7 +78,7 @@ void WireSender::start(int tag, std::span<const std::byte> bytes, std::shared_pt
   auto transfer = connections_.send(peer_, first_tag_ + tag, bytes);
   {
     MutexLock lock(mutex_);
-    sent_.push_back({std::move(transfer), std::move(owner)});
+    sent_.push_back({std::move(owner), std::move(transfer)});
     if (!thread_.joinable()) thread_ = std::thread([this] { await_deliveries(); });
   }
   changed_.notify_all();
@@ -97,6 +97,7 @@ void WireSender::await_deliveries() {
     try {
       sent.transfer->wait(limit_);
     } catch (...) {
+      failed_.push_back(std::move(sent));
       MutexLock lock(mutex_);
       if (!error_) error_ = std::current_exception();
     }
@@ -136,12 +137,14 @@ void WireSender::send(Remembered& last, std::uint64_t label, Outgoing message) {
   if (!same) last = {std::move(message.layout), message.values.size(), sizes_of(message.pieces), true};
 }
 
-/// The memory for a message that has not been received, and the receives into it.
+/// A message that has not been received: its memory, and the receives into it.
 struct WireReceiver::Posted {
   Remembered* last;
   Buffer header;
-  std::unique_ptr<Incoming> message;  // null if the pieces come with the header
+  Buffer changed;                     // layout and values, if they differ from what is remembered
+  std::unique_ptr<Incoming> message;  // null before it is received, if the pieces come with the header
   std::vector<std::unique_ptr<Transfer>> transfers;
+  std::exception_ptr error;  // if a receive could not start
 
   std::size_t bytes() const { return header.size() + (message ? total(last->pieces) : 0); }
 };
@@ -164,12 +167,16 @@ void WireReceiver::post() {
     auto posted = std::make_unique<Posted>();
     posted->last = &last;
     posted->header.resize(header_bytes(last));
-    posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kHeaders, posted->header));
-    if (last.known && !last.is_small()) {
-      posted->message = allocate_(last.layout);
-      for (const auto piece : posted->message->pieces()) {
-        if (!piece.empty()) posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kPieces, piece));
+    if (last.known && !last.is_small()) posted->message = allocate_(last.layout);
+    try {
+      posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kHeaders, posted->header));
+      if (posted->message) {
+        for (const auto piece : posted->message->pieces()) {
+          if (!piece.empty()) posted->transfers.push_back(connections_.receive(peer_, first_tag_ + kPieces, piece));
+        }
       }
+    } catch (const ConnectionError&) {
+      posted->error = std::current_exception();
     }
     posted_bytes_ += posted->bytes();
     posted_.push_back(std::move(posted));
@@ -178,6 +185,7 @@ void WireReceiver::post() {
 
 std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
   auto& posted = *posted_.front();
+  if (posted.error) std::rethrow_exception(posted.error);
   for (const auto& transfer : posted.transfers) transfer->wait(limit_);
   Header header;
   std::memcpy(&header, posted.header.data(), sizeof header);
@@ -187,55 +195,65 @@ std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
         "must run the same program",
         peer_, header.sequence, header.label, sequence_, label));
   }
+  auto& last = *posted.last;
+  if (header.layout_bytes == 0 && (!last.known || header.values_bytes != last.values)) {
+    throw std::runtime_error(absl::StrFormat(
+        "[gpipe] rank %d sent message %d without a layout, but it is not like the last one; run the same "
+        "version of gpipe on all ranks",
+        peer_, header.sequence));
+  }
   ++sequence_;
   posted_bytes_ -= posted.bytes();
-  auto& last = *posted.last;
-  std::unique_ptr<Incoming> message;
   if (header.layout_bytes != 0) {
-    message = receive_changed(last, {posted.header.data(), sizeof header});
+    receive_changed(posted);
   } else {
-    message = posted.message ? std::move(posted.message) : allocate_(last.layout);
-    const auto values = message->values();
+    if (!posted.message) posted.message = allocate_(last.layout);
+    const auto values = posted.message->values();
     const auto* from = posted.header.data() + sizeof header;
     append(values.data(), from, values.size());
     from += values.size();
     if (last.is_small()) {
-      for (const auto piece : message->pieces()) {
+      for (const auto piece : posted.message->pieces()) {
         append(piece.data(), from, piece.size());
         from += piece.size();
       }
     }
   }
+  auto message = std::move(posted.message);
   posted_.pop_front();
   post();
   return message;
 }
 
-std::unique_ptr<Incoming> WireReceiver::receive_changed(Remembered& last, std::span<const std::byte> bytes) {
+// What it receives into stays in `posted`, because after an error the receives may still be in flight.
+void WireReceiver::receive_changed(Posted& posted) {
   Header header;
-  std::memcpy(&header, bytes.data(), sizeof header);
+  std::memcpy(&header, posted.header.data(), sizeof header);
   if (header.layout_bytes > kLongestLayout || header.values_bytes > kLongestLayout) {
     throw std::runtime_error(
         absl::StrFormat("[gpipe] rank %d announced a layout of %d bytes with %d bytes of values, but "
                         "at most %d are accepted",
                         peer_, header.layout_bytes, header.values_bytes, kLongestLayout));
   }
-  Buffer buffer(header.layout_bytes + header.values_bytes);
-  connections_.receive(peer_, first_tag_ + kChanged, buffer)->wait(limit_);
-  const std::string layout(reinterpret_cast<const char*>(buffer.data()), header.layout_bytes);
-  auto message = allocate_(layout);
-  const auto values = message->values();
+  const auto receive = [&](std::span<std::byte> bytes) {
+    posted.transfers.push_back(connections_.receive(peer_, first_tag_ + kChanged, bytes));
+    posted.transfers.back()->wait(limit_);
+  };
+  posted.changed.resize(header.layout_bytes + header.values_bytes);
+  receive(posted.changed);
+  const std::string layout(reinterpret_cast<const char*>(posted.changed.data()), header.layout_bytes);
+  posted.message = allocate_(layout);
+  const auto values = posted.message->values();
   if (values.size() != header.values_bytes) {
     throw std::runtime_error(absl::StrFormat("[gpipe] rank %d sent %d bytes of values, but the layout has %d", peer_,
                                              header.values_bytes, values.size()));
   }
-  append(values.data(), buffer.data() + header.layout_bytes, values.size());
-  const auto pieces = message->pieces();
+  append(values.data(), posted.changed.data() + header.layout_bytes, values.size());
+  const auto pieces = posted.message->pieces();
   for (const auto piece : pieces) {
-    if (!piece.empty()) connections_.receive(peer_, first_tag_ + kChanged, piece)->wait(limit_);
+    if (!piece.empty()) receive(piece);
   }
-  last = {layout, values.size(), sizes_of(pieces), true};
-  return message;
+  *posted.last = {layout, values.size(), sizes_of(pieces), true};
 }
 
 }  // namespace gpipe

@@ -19,8 +19,8 @@
 
 namespace gpipe {
 
-/// A message to send. The layout tells the receiver what memory it needs. The values are bytes whose number follows from
-/// the layout. The pieces are the tensors' memory, which `owner` keeps.
+/// A message to send. The layout tells the receiver what memory it needs; it is not empty. The values are bytes whose
+/// number follows from the layout. The pieces are the tensors' memory, which `owner` keeps.
 struct Outgoing {
   std::string layout;
   std::string values;
@@ -58,17 +58,17 @@ inline constexpr int kTagsPerWire = 3;
 /// Invariant: for each message the receiver has posted the memory that follows from what both ends remember. A message
 /// that differs completes it with nothing, and travels with the third tag.
 ///
-/// Thread safety: send() and flush() on one thread at a time.
+/// Thread safety: send() and finish() on one thread at a time.
 class WireSender {
  public:
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);
-  /// Waits until all messages are delivered, or have failed.
+  /// Waits until all messages are delivered, or have failed. REQUIRES: if one has failed, the connections are closed.
   ~WireSender();
   WireSender(const WireSender&) = delete;
   WireSender& operator=(const WireSender&) = delete;
 
-  /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which message
-  /// it is. Errors: ConnectionError, also of an earlier message.
+  /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which
+  /// message it is. Errors: ConnectionError, also of an earlier message.
   void send(Remembered& last, std::uint64_t label, Outgoing message);
 
   /// Nothing more will be sent. The wire's thread ends when all is delivered.
@@ -76,8 +76,8 @@ class WireSender {
 
  private:
   struct Sent {
-    std::unique_ptr<Transfer> transfer;
     std::shared_ptr<const void> owner;
+    std::unique_ptr<Transfer> transfer;
   };
   void start(int tag, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
   void await_deliveries();
@@ -90,6 +90,7 @@ class WireSender {
   Mutex mutex_;
   CondVar changed_;
   std::deque<Sent> sent_ ABSL_GUARDED_BY(mutex_);
+  std::vector<Sent> failed_;  // used by the thread only; their memory may still be read
   std::exception_ptr error_ ABSL_GUARDED_BY(mutex_);
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // starts with the first message
@@ -99,12 +100,14 @@ class WireSender {
 class WireReceiver {
  public:
   WireReceiver(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit, Allocate allocate);
+  /// REQUIRES: all announced messages have been received, or the connections are closed.
   ~WireReceiver();
   WireReceiver(const WireReceiver&) = delete;
   WireReceiver& operator=(const WireReceiver&) = delete;
 
   /// Announces the messages to come, by what is remembered of each, and posts memory for the first ones. The pointers
-  /// stay valid until these are received. REQUIRES: they differ; all messages announced before have been received.
+  /// stay valid until these are received. A lost connection is an error of receive().
+  /// REQUIRES: they differ; all messages announced before have been received.
   void expect(std::vector<Remembered*> messages);
 
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is
@@ -114,7 +117,7 @@ class WireReceiver {
  private:
   struct Posted;
   void post();
-  std::unique_ptr<Incoming> receive_changed(Remembered& last, std::span<const std::byte> header);
+  void receive_changed(Posted& posted);
 
   Connections& connections_;
   const int peer_;

@@ -106,7 +106,7 @@ class Step {
     const auto [kind, stage, micro_batch] = span.action;
     const CellBytes& bytes = bytes_[stage];
     if (kind == Kind::R) return bytes.recompute;
-    if (kind == Kind::I) return bytes.splits ? bytes.input_gradient : bytes.backward;
+    if (kind == Kind::I) return bytes.input_gradient;
     if (kind != Kind::F) return bytes.backward;
     return cell(stage, micro_batch).recompute == nullptr ? bytes.forward : bytes.stored;
   }
@@ -115,7 +115,11 @@ class Step {
     for (const Span* span : {cell.forward, cell.recompute, cell.sends}) {
       if (span == nullptr) continue;
       Usage& usage = usages_[span->worker];
-      for (const Held& held : of(*span).held) usage.add(held.bytes, span->end, end_of(held, micro_batch));
+      for (const Held& held : of(*span).held) {
+        const double end = end_of(held, micro_batch);
+        const bool waits = held.until_own && cell.sends != nullptr;
+        usage.add(held.bytes, span->end, waits ? std::max(end, cell.sends->end) : end);
+      }
     }
     for (const Span* span : {cell.sends, cell.ends}) {
       if (span == nullptr || span != first_sum_[stage]) continue;

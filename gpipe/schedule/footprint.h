@@ -18,6 +18,8 @@ struct Held {
   /// last action that does anything; both are B if the backward is not split.
   Kind until = Kind::W;
   int stage = 0;  ///< of the action that frees the bytes, or one of the values above
+  /// Not freed before the cell's own action that sends gradients has ended either.
+  bool until_own = false;
 };
 
 /// Bytes that one action allocates.
@@ -43,7 +45,7 @@ struct CellBytes {
   std::int64_t first_weight_gradient_extra = 0;
   /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step.
   std::int64_t parameters = 0;
-  /// Whether an I leaves anything to W. If not, it is a B.
+  /// Whether an I leaves anything to W. If not, it computes everything.
   bool splits = true;
 };
 

@@ -194,9 +194,13 @@ class Profile:
         """
         Returns the balance whose slowest stage is fastest.
         """
+    def cut_bytes(self) -> list[int | None]:
+        """
+        Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the skips that live across the cut, and the lent parameters. None where the model cannot be cut, and after the last layer.
+        """
     def table(self, balance: collections.abc.Sequence[typing.SupportsInt] = []) -> str:
         """
-        Returns a table as text: a row per layer and, for a given balance, the sums per stage.
+        Returns a table as text: a row per layer with the bytes of a cut after it and, for a given balance, its cuts and the sums per stage.
         """
     def to_json(self) -> str:
         """

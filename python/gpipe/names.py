@@ -56,6 +56,15 @@ class OriginalNames(nn.Module):
             for name in layer.model.state_dict(keep_vars=True)
         }
 
+    def _path_of(self, name: str) -> str:
+        """Returns the name in the tree of modules of a converted model's parameter or buffer. Other names stay."""
+        for path, layer in self._layers_by_path().items():
+            if isinstance(layer, ExportedLayer):
+                own = [layer.model.named_parameters, layer.model.named_buffers]
+                if any(name == each for named in own for each, _ in named(remove_duplicate=False)):
+                    return f"{path}.model.{name}"
+        return name
+
     # Parameters and buffers.
 
     def named_parameters(
@@ -71,6 +80,14 @@ class OriginalNames(nn.Module):
         layers = self._layers_by_path()
         for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
             yield self._shown(name, prefix and f"{prefix}.", layers), buffer
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Returns a parameter by its name in the user's model, or in the tree of modules."""
+        return super().get_parameter(self._path_of(target))
+
+    def get_buffer(self, target: str) -> Tensor:
+        """Returns a buffer by its name in the user's model, or in the tree of modules."""
+        return super().get_buffer(self._path_of(target))
 
     # State.
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from gpipe import _C
-from gpipe.exported.layer import ExportedLayer
 from gpipe.generators import Draws
+from gpipe.skip.layer import Skippable
 from gpipe.skip.namespace import native_keys
 from gpipe.skip.verify import skippables_in
 from gpipe.tied import check_stand_ins, standing_in
@@ -67,7 +67,7 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
     ``skips`` has a tuple (module, stashes, pops) for each skippable module that is the layer or nested in it."""
     return [
         (
-            layer.name if isinstance(layer, ExportedLayer) else name,
+            layer.name_in_messages(name) if isinstance(layer, Skippable) else name,
             layer,
             [
                 (skippable, native_keys(skippable.stashable()), native_keys(skippable.poppable()))

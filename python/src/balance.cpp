@@ -105,8 +105,15 @@ void init_balance(py::module_& module) {
            "Returns the balance whose largest stage needs the fewest bytes, skip connections included.",
            py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = "except_last",
            py::arg("bandwidth") = 0.0, py::arg("copies") = false)
+      .def("cut_bytes", &cut_bytes,
+           "Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the "
+           "activation, the "
+           "skips that live across the cut, and the lent parameters. None where the model cannot be cut, and after the "
+           "last layer.")
       .def("table", &profile_table,
-           "Returns a table as text: a row per layer and, for a given balance, the sums per stage.",
+           "Returns a table as text: a row per layer with the bytes of a cut after it and, for a given balance, its "
+           "cuts and "
+           "the sums per stage.",
            py::arg("balance") = std::vector<std::int64_t>())
       .def("to_json", &profile_to_json, "Returns the profile as JSON text.")
       .def_static("from_json", &profile_from_json,

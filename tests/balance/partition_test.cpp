@@ -1,14 +1,23 @@
 #include "balance/partition.h"
 
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
 #include <algorithm>
 #include <cmath>
 #include <functional>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <stdexcept>
+#include <utility>
+
+#include "balance/cut.h"
+#include "balance/profiler.h"
+#include "models/unet.h"
+#include "skip/context.h"
 
 namespace gpipe {
 namespace {
@@ -98,6 +107,37 @@ TEST(BestPartition, RefusesInvalidArguments) {
   EXPECT_THROW(best_partition({1, -2}, 1), std::invalid_argument);
   EXPECT_THROW(best_partition({1, std::nan("")}, 1), std::invalid_argument);
   EXPECT_THROW(best_partition(2, 1, [](int, int) { return std::nan(""); }), std::invalid_argument);
+}
+
+/// Knows the bytes of the skips that are stashed and not yet popped.
+class LiveSkips : public SkipContext {
+ public:
+  void stash(const SkipKey& key, at::Tensor tensor) override { skips_[key] = std::move(tensor); }
+  at::Tensor pop(const SkipKey& key) override { return skips_.extract(key).mapped(); }
+  std::int64_t bytes() const {
+    std::int64_t sum = 0;
+    for (const auto& [key, tensor] : skips_) sum += static_cast<std::int64_t>(tensor.nbytes());
+    return sum;
+  }
+
+ private:
+  std::map<SkipKey, at::Tensor> skips_;
+};
+
+TEST(Cut, SendsTheTensorsThatLiveAcrossIt) {
+  auto model = models::unet(models::UNetOptions().depth(3).base_channels(4));
+  auto x = torch::rand({2, 3, 24, 24});
+  const auto cuts = cut_bytes(profile(model, x, ProfileOptions().seconds(0).repeats(1)));
+  ASSERT_EQ(cuts.size(), model->size());
+  LiveSkips skips;
+  const SkipContextGuard guard(skips);
+  auto cut = cuts.begin();
+  for (auto& layer : *model) {
+    x = layer.forward(x);
+    const auto live = static_cast<std::int64_t>(x.nbytes()) + skips.bytes();
+    EXPECT_EQ(*cut, cut + 1 == cuts.end() ? std::nullopt : std::optional(live)) << cut - cuts.begin();
+    ++cut;
+  }
 }
 
 }  // namespace

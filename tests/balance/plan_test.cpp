@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <limits>
+#include <numeric>
+#include <optional>
 #include <random>
 #include <stdexcept>
 
@@ -43,6 +45,7 @@ Profile chain(const std::vector<double>& seconds) {
                               .forward_extra = 10,
                               .stored_extra = 10,
                               .backward_extra = 10,
+                              .last_backward_extra = 10,
                               .shares_with = layer});
     profile.blocks.push_back({10, Kind::F, layer, Kind::B, layer + 1, layer + 1});
     profile.blocks.push_back({10, Kind::B, layer, Kind::B, layer - 1, layer});
@@ -73,6 +76,26 @@ TEST(Cut, DependsOnBandwidth) {
   const auto slow = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000});
   const auto fast = predict(profile, {3, 1}, {.chunks = 2, .bandwidth = 1000});
   EXPECT_LT(fast.seconds, slow.seconds) << "the skip's transfer takes longer than the difference between the stages";
+}
+
+TEST(Cut, KnowsTheBytesOfEachCut) {
+  auto profile = chain({1, 1, 1, 1, 1, 1});
+  for (std::size_t i = 0; i < profile.layers.size(); ++i) profile.layers[i].output = static_cast<std::int64_t>(i + 1);
+  profile.skips = {{"near", 0, 2, 100}, {"far", 1, 4, 200}};
+  profile.ties = {{"w", {1, 2, 5}, 10000}};
+  profile.layers[3].shares_with = 2;
+  EXPECT_THAT(cut_bytes(profile),
+              ElementsAre(1 + 100, 2 + 100 + 200 + 10000, std::nullopt, 4 + 200 + 10000, 5 + 10000, std::nullopt));
+  // The only cut of two stages sends all that runs along its edges.
+  const StageCost stage(profile);
+  for (const int layers : {1, 2, 4, 5}) {
+    const auto of_edges = stage.bytes_of_edges({layers, 6 - layers});
+    EXPECT_EQ(cut_bytes(profile)[layers - 1], std::accumulate(of_edges.begin(), of_edges.end(), std::int64_t{0}));
+  }
+  EXPECT_THAT(profile_table(profile, {2, 4}),
+              AllOf(ContainsRegex("1 +l1 .* 10.1 KiB +<- cut here\n"), ContainsRegex("2 +l2 .* -\n"),
+                    ContainsRegex("3 +l3 .* 9.96 KiB\n")));
+  EXPECT_THAT(profile_table(profile), Not(HasSubstr("cut here")));
 }
 
 TEST(StageCost, CountsTiesOncePerStage) {

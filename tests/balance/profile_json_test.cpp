@@ -86,8 +86,8 @@ TEST_F(ProfileJson, NamesAMissingField) {
 }
 
 TEST_F(ProfileJson, RefusesOtherVersions) {
-  EXPECT_THAT(refusal("/version", 1), HasSubstr("/version is 1, but only version 3 is supported"));
-  expect_refused("/version", {3.5, "3", nullptr, std::uint64_t{1} << 32 | 3});
+  EXPECT_THAT(refusal("/version", 1), HasSubstr("/version is 1, but only version 4 is supported"));
+  expect_refused("/version", {4.5, "4", nullptr, std::uint64_t{1} << 32 | 4});
 }
 
 TEST_F(ProfileJson, IndicesAreIntegersInRange) {
@@ -119,8 +119,9 @@ TEST_F(ProfileJson, SkipsLeadForward) {
 TEST_F(ProfileJson, BytesAreIntegersInRange) {
   const std::vector<Json> wrong = {
       0.5, -1, 1e30, true, "1", nullptr, (std::int64_t{1} << 53) + 1, std::numeric_limits<std::uint64_t>::max()};
-  for (const auto* name : {"parameters", "gradients", "late_gradients", "optimizer", "buffers", "output", "saved",
-                           "forward_extra", "stored_extra", "backward_extra", "input_gradient_extra"}) {
+  for (const auto* name :
+       {"parameters", "gradients", "late_gradients", "optimizer", "buffers", "output", "saved", "forward_extra",
+        "stored_extra", "backward_extra", "input_gradient_extra", "last_backward_extra", "last_input_gradient_extra"}) {
     expect_refused(std::string("/layers/0/") + name, wrong);
   }
   expect_refused("/blocks/0/bytes", wrong);

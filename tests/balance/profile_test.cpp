@@ -11,6 +11,7 @@
 #include "balance/sharing.h"
 #include "balance/suggest.h"
 #include "balance/trial.h"
+#include "gpipe/nested.h"
 #include "gpipe/schedule/schedules.h"
 #include "models/resnet.h"
 #include "models/unet.h"
@@ -455,9 +456,10 @@ class ProfiledBytes : public testing::Test {
 class BytesOfSchedules : public testing::Test {
  protected:
   /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
-  /// step. The profile's model ends in the loss.
+  /// step: they are at least `least` of these. The profile's model ends in the loss.
   static void expect_close(nn::Sequential model, const torch::Tensor& micro_batch,
-                           const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules) {
+                           const std::vector<std::int64_t>& balance, const std::vector<std::string>& schedules,
+                           double least = 0.93) {
     nn::Sequential whole;
     whole->extend(*model);
     whole->push_back(nn::Functional([](const torch::Tensor& output) { return output.sum().view({1}); }));
@@ -482,7 +484,7 @@ class BytesOfSchedules : public testing::Test {
         for (std::size_t w = 0; w < timeline->peak_bytes().size(); ++w) {
           const auto counted = static_cast<double>(timeline->peak_bytes()[w]);
           const auto ratio = static_cast<double>(accounted.peak_bytes()[w]) / counted;
-          EXPECT_GT(ratio, 0.93) << "worker " << w;
+          EXPECT_GT(ratio, least) << "worker " << w;
           // Workers free each other's memory during their actions. The account frees it at their ends.
           if (balance.size() == 1) EXPECT_LT(ratio, 1.05);
         }
@@ -520,6 +522,18 @@ TEST_F(BytesOfSchedules, TokensThenLinearLayers) {
   const auto ids = torch::randint(0, 50, {64}, torch::kLong);
   expect_close(model, ids, {6, 7}, {"zb_h1", "zb_h2"});
   expect_close(model, ids, {3, 3, 3, 4}, {"zb_v", "v_min"});
+}
+
+// The output of a layer is saved for its own backward and for the next layer's W.
+TEST_F(BytesOfSchedules, LayersThatEndInReLU) {
+  nn::Sequential model;
+  for (int i = 0; i < 8; ++i) {
+    model->push_back(NestedSequential({{"linear", nn::Linear(256, 256)}, {"relu", nn::ReLU()}}));
+  }
+  const auto x = torch::randn({64, 256});
+  expect_close(model, x, {4, 4}, {"gpipe", "1f1b", "zb_h1", "zb_h2", "greedy"}, 0.97);
+  expect_close(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"}, 0.97);
+  expect_close(model, x, {8}, {"zb_h1"});
 }
 
 TEST_F(BytesOfSchedules, AnInputThatRequiresGrad) {

@@ -15,6 +15,7 @@ GIVEN = {
     "index.md": "nn::Sequential model; torch::Tensor input, target; torch::nn::MSELoss criterion;",
     "which.md": "nn::Sequential model; torch::Tensor mini_batch;",
     "how_it_works.md": "nn::Sequential model; gpipe::GPipe pipe(model, {1, 1});",
+    "ranks.md": "nn::Sequential model; torch::Tensor x, y;",
     "schedules.md": "nn::Sequential model; torch::Tensor x, y; torch::optim::SGD optimizer(model->parameters(), 0.1);",
 }
 TYPE = re.compile(r"^struct \w+ .*?^};\n(?:TORCH_MODULE\(\w+\);\n)?", re.MULTILINE | re.DOTALL)

@@ -16,6 +16,7 @@ diff cut.log <("$program" cut "${model[@]}" --profile profile.json --by size) ||
 ! grep -q '^70 ' cut.log || fail "cut lists layers without --layers"
 "$program" cut "${model[@]}" --profile profile.json --by size --layers >layers.log
 [[ $(grep -cE '^[0-9]+ .* (us|ms|s) .* (us|ms|s) ' layers.log) == 71 ]] || fail "cut --layers does not list the layers"
+[[ $(grep -cE '(B|-)  <- cut here$' layers.log) == 1 ]] || fail "cut --layers does not mark the cut"
 "$program" cut "${model[@]}" --chunks 5 >five.log
 grep -q '; 4 chunks' five.log || fail "5 chunks of 8 images are not 4 micro-batches"
 
@@ -46,6 +47,15 @@ refuse 'nothing fits into 1.00 KiB per device' suggest "${model[@]}" --chunks 2 
 [[ $("$program" sweep "${model[@]}" --chunks 2 --near 2 | grep -c '%') == 15 ]] || fail "sweep does not list 3 x 5 balances"
 
 [[ $("$program" sweep "${model[@]}" --chunks 4,5 --near 0 | grep -c '%') == 3 ]] || fail "sweep lists 4 micro-batches twice"
+several=("${model[@]}" --chunks 4 --near 1)
+"$program" sweep "${several[@]}" --schedule gpipe,zb_v,forward >several.log
+[[ $(grep -cE '^(forward|gpipe|gpipe, 2 per worker|gpipe, V|zb_v)  +[0-9,]+ ' several.log) == 5 && $(grep -c '%' several.log) == 5 ]] ||
+  fail "sweep of three schedules does not list their placements"
+"$program" sweep "${several[@]}" --schedule auto --json | grep -oE '"(schedule|seconds)":[^,]*' >auto.log
+for name in 1f1b interleaved_zb dualpipe_v greedy; do grep -q "\"$name\"" auto.log || fail "sweep leaves out $name"; done
+grep seconds auto.log | cut -d: -f2 | sort -gc || fail "sweep does not sort its candidates by time"
+refuse 'error: --schedule 1f1b is none of the schedules' sweep "${several[@]}" --schedule 1f1b,zb_v --stages-per-worker 2
+refuse 'own.schedule is none of the schedules' sweep "${model[@]}" --schedule gpipe,@own.schedule
 
 head -c 100 profile.json >damaged.json
 refuse 'not a profile' cut "${model[@]}" --profile damaged.json

@@ -17,6 +17,17 @@ mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "
        ExecutorFailure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
 mutant(executor_allows_two_calls core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" ExecutorFailure.*)
+mutant(executor_leaves_ranks_waiting core_tests gpipe/runtime/executor.cpp "cells_.cancel(failure);" "" GeneratedJobs.*)
+mutant(wire_leaves_receives_open core_tests gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;"
+       Wire.SendsALayout*)
+mutant(wire_posts_without_bounds core_tests gpipe/ranks/wire.cpp
+       "(posted_.size() < kAhead || posted_bytes_ < kAheadBytes)" "true" Wire.*)
+mutant(wire_frees_what_a_late_receive_reads core_tests gpipe/ranks/wire.cpp "failed_.push_back(std::move(sent));" ""
+       WireFailure.*)
+mutant(wire_believes_sizes core_tests gpipe/ranks/wire.cpp "header.layout_bytes > kLongestLayout || " "" WireFailure.*)
+mutant(exchange_takes_messages_twice core_tests gpipe/ranks/exchange.cpp
+       "for (const int of_message : message.edges) arrived(of_message, message.action) = 1;"
+       "arrived(edge, message.action) = 1;" GeneratedJobs.*)
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)

@@ -55,14 +55,14 @@ def monai():
     return nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2), (torch.rand(SAMPLES, 1, 8, 8, 8),), {}
 
 
-def bottlenecks(models):
-    return models.ResNet(models.resnet.Bottleneck, [2, 1, 1, 1], num_classes=5, width_per_group=8)
+def bottlenecks(models, layers):
+    return models.ResNet(models.resnet.Bottleneck, layers, num_classes=5, width_per_group=8)
 
 
 def deeplab(models):
     library = models.segmentation.deeplabv3
-    backbone = models._utils.IntermediateLayerGetter(bottlenecks(models), {"layer4": "out"})
-    return library.DeepLabV3(backbone, library.DeepLabHead(2048, 3))
+    backbone = models._utils.IntermediateLayerGetter(bottlenecks(models, [2, 1, 1, 1]), {"layer2": "out"})
+    return library.DeepLabV3(backbone, library.DeepLabHead(512, 3))
 
 
 def efficientnet(models):
@@ -90,7 +90,10 @@ MAXVIT = {
     "num_classes": 5,
 }
 MODELS = {
-    "resnet": lambda: torchvision(bottlenecks),
+    "resnet50": lambda: torchvision(lambda models: bottlenecks(models, [3, 4, 6, 3]), *images(40)),
+    "googlenet": lambda: torchvision(  # returns auxiliary outputs in training mode
+        lambda models: models.GoogLeNet(num_classes=5, init_weights=False), *images(48)
+    ),
     "densenet": lambda: torchvision(lambda models: models.DenseNet(4, (2, 2), 8, num_classes=5)),
     "inception": lambda: torchvision(
         lambda models: models.inception_v3(num_classes=5, aux_logits=False, init_weights=False), *images(107, 2)

@@ -4,6 +4,7 @@ process of their own, because the devices change PyTorch's defaults.
 
 import copy
 import ctypes
+import functools
 import os
 import sys
 import types
@@ -347,6 +348,74 @@ def test_a_module_on_two_devices_is_refused():
     tied.weight = scripted.weight
     with pytest.raises(ValueError, match="the module is compiled by TorchScript"):
         gpipe.GPipe(nn.Sequential(tied, scripted), [1, 1], devices=["checked:0", "checked:1"])
+
+
+class Converted(nn.Module):
+    """Makes tensors in its forward, uses values and tensors in several layers, and computes more in training mode."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(dropout)
+        self.extra, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
+        self.third.weight = self.first.weight
+        self.register_buffer("table", torch.linspace(-1, 1, 4), persistent=False)
+
+    def forward(self, x):
+        positions = torch.arange(4, device=x.device, dtype=x.dtype)
+        y = self.norm(self.first(x * self.table)) + positions
+        z = self.drop(self.second(y) * torch.tensor([1.0, 0.5, 2.0, 0.25], dtype=x.dtype, device=x.device))
+        z = z + torch.ones(x.shape[0], 1, dtype=x.dtype, device=x.device) * self.table
+        z = self.third(torch.where(y > 0, z, y)) + torch.full_like(x, 0.5)
+        if self.training:
+            z = self.extra(z) + x
+        return {"out": self.last(z + positions), "aux": y if self.training else None}
+
+
+@functools.cache
+def converted(dropout):
+    torch.manual_seed(0)
+    model = Converted(dropout).double()
+    return model, gpipe.to_sequential(model, batch(["cpu"])[0])
+
+
+@pytest.mark.parametrize("cut", [[1, 2, 4], [3, 1, 3], [2, 4, 1]])
+@pytest.mark.parametrize("checkpoint", MODES)
+def test_a_converted_model_equals_the_original_on_the_cpu(devices, cut, checkpoint):
+    original, sequence = copy.deepcopy(converted(dropout=0.0))
+    pipe = gpipe.GPipe(copy.deepcopy(sequence), cut, devices=devices, chunks=2, checkpoint=checkpoint)
+    for stage, device in zip(pipe.partitions, devices, strict=True):
+        assert {buffer.device for buffer in stage.buffers()} <= {torch.device(device)}
+    x, _ = batch(devices)
+    for training in (True, False):
+        pipe.train(training)
+        original.train(training)
+        output, parts = pipe(x), [original(part) for part in x.cpu().chunk(2)]
+        assert (output["aux"] is not None) == training
+        keys = [key for key in output if output[key] is not None]
+        assert_same(on_cpu(output[key] for key in keys), [torch.cat([part[key] for part in parts]) for key in keys])
+    pipe.train()
+    original.train()
+    pipe.step(x, x, lambda output, _: output["out"].sum() + output["aux"].sin().sum(), reduction="sum")
+    for part in x.cpu().chunk(2):
+        output = original(part)
+        (output["out"].sum() + output["aux"].sin().sum()).backward()
+    names = [name for name, _ in original.named_parameters()]
+    assert_same(on_cpu(pipe.get_parameter(each).grad for each in names), gradients(original))
+    state = pipe.state_dict()
+    assert_same(on_cpu(state[name] for name in original.state_dict()), original.state_dict().values())
+
+
+def test_a_recompute_of_a_converted_model_draws_the_same_numbers(devices):
+    results = []
+    for checkpoint in ("never", "always"):
+        model = copy.deepcopy(converted(dropout=0.5)[1])
+        pipe = gpipe.GPipe(model, [3, 1, 3], devices=devices, chunks=2, checkpoint=checkpoint)
+        x, _ = batch(devices)
+        torch.manual_seed(5)
+        pipe.step(x, x, lambda output, _: output["out"].sum(), reduction="sum")
+        results.append(gradients(pipe))
+    assert_same(*results)
 
 
 def test_traces_have_bytes(devices):

@@ -244,6 +244,7 @@ def test_layers_that_share_a_parameter_can_be_separated():
     costs = balance.profile(layers, x, workers=2, seconds=0)
     assert [(tie.name, tie.layers, tie.bytes) for tie in costs.ties] == [("0.weight", [0, 4], 50 * 64 * 4)]
     assert [layer.parameters for layer in costs.layers][::4] == [50 * 64 * 4, 0]
+    assert costs.cut_bytes() == 4 * [16 * 64 * 4 + 50 * 64 * 4] + [None]
     assert len(costs.balance_by_time(5)) == 5
     best = balance.suggest(layers, x, ["cpu", "cpu"], chunks=[4], seconds=0).best
     gpipe.GPipe(layers, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)(x).sum().backward()

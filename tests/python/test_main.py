@@ -46,6 +46,7 @@ def test_layers():
     done = run("suggest", "factories:model", "--input", "8,16", "--chunks", "2", "--seconds", "0", "--layers")
     assert done.returncode == 0, done.stderr
     assert "Per micro-batch of 4 samples" in done.stdout and "saved: bytes kept" in done.stdout
+    assert "<- cut here" in done.stdout
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,7 @@
-"""Conversion of modules to sequences: structure, modes, names, inputs and outputs, and what is refused."""
+"""Conversion of modules to sequences: structure, names, inputs and outputs."""
 
 import copy
 import pickle
-import random
 from typing import NamedTuple
 
 import pytest
@@ -11,46 +10,9 @@ from torch import nn
 from torch.export import Dim, export
 
 import gpipe
+from converted_models import Returns, batch, make_net
 from gpipe.balance import balance_by_time, suggest
-
-
-class Block(nn.Module):
-    """A residual block whose last module is called twice."""
-
-    def __init__(self, width=4):
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.act = nn.ReLU(inplace=True)
-        self.scale = nn.Parameter(torch.ones(width))
-
-    def forward(self, x):
-        y = self.act(self.norm(self.linear(x)))
-        return self.act(x + self.scale * y)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first = Block()
-        self.second = Block()
-        self.drop = nn.Dropout(0.5)
-        self.head = nn.Linear(4, 3)
-        self.unused = nn.Linear(2, 2)
-        self.register_buffer("table", torch.arange(4.0), persistent=False)
-
-    def forward(self, x):
-        return self.head(self.drop(self.second(self.first(x + self.table))))
-
-
-def make_net():
-    torch.manual_seed(0)
-    return Net().double()
-
-
-def batch(samples=6):
-    torch.manual_seed(1)
-    return torch.randn(samples, 4).double()
+from gpipe.skip import verify_skippables
 
 
 def names_of(sequence):
@@ -71,6 +33,7 @@ def test_layers_are_named_after_modules():
         "head",
     ]
     assert list(dict(sequence.named_children()))[:2] == ["first_linear", "first_norm"]
+    assert names_of(gpipe.to_sequential(make_net().requires_grad_(False), batch())) == names_of(sequence)
     # The input of a block is a skip to its sum.
     stashed = {name for layer in sequence for name in layer.stashable_names}
     assert stashed == {"first.linear -> first", "second.linear -> second"}
@@ -99,6 +62,13 @@ def test_tensors_are_the_modules_own_under_its_names():
     for module in (sequence, pipe):
         with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "first.scale"(.|\n)*: "more"'):
             module.load_state_dict(state)
+        for name, parameter in net.named_parameters():
+            assert module.get_parameter(name) is parameter
+        assert module.get_buffer("table") is net.table
+        with pytest.raises(AttributeError, match="has no attribute `more`"):
+            module.get_parameter("more.scale")
+        with pytest.raises(AttributeError, match="has no attribute .head"):
+            torch.func.functional_call(module, {"head.weight": net.head.weight * 2}, batch())
         nested = nn.ModuleDict({"inner": module})
         assert set(nested.state_dict()) == {f"inner.{name}" for name in net.state_dict()}
         nested.load_state_dict(nested.state_dict())
@@ -126,36 +96,6 @@ def test_modes_are_followed_module_by_module():
         assert torch.equal(*outputs)
         torch.testing.assert_close(dict(sequence.state_dict()), dict(twin.state_dict()), rtol=0, atol=0)
     assert net.training and not net.first.norm.training  # as before
-
-
-class Skipping(nn.Module):
-    """Does nothing in evaluation mode."""
-
-    def forward(self, x):
-        return x * torch.rand_like(x[:, :1]) if self.training else x
-
-
-class Fast(nn.Module):
-    """Computes otherwise in evaluation mode."""
-
-    def forward(self, x):
-        return torch.tanh(x) + 1 if self.training else torch.relu(x)
-
-
-@pytest.mark.parametrize("kind", [Skipping, Fast])
-def test_modules_that_compute_otherwise_in_evaluation_mode(kind):
-    model = nn.ModuleList([nn.Linear(4, 4), kind(), nn.Linear(4, 4)]).double()
-    model.forward = lambda x: model[2](model[1](model[0](x)) + x)
-    sequence = gpipe.to_sequential(model, batch())
-    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1, 2], chunks=2)
-    for mode in (True, False):
-        for module in (model, sequence, pipe):
-            module.train(mode)
-        torch.manual_seed(3)
-        expected = model(batch())
-        torch.manual_seed(3)
-        assert torch.equal(sequence(batch()), expected)
-    torch.testing.assert_close(pipe(batch()), expected)
 
 
 class Pair(NamedTuple):
@@ -188,6 +128,29 @@ def test_inputs_and_outputs_are_trees():
         sequence((x, x))
     by_name = gpipe.to_sequential(model, x=x, factor=x, mask=mask)
     assert torch.equal(by_name({"x": x, "factor": x, "mask": mask}).sum, model(x, x, mask=mask).sum)
+
+
+class AnyArguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, *args, factor=1, **kwargs):
+        return self.b(self.a(x)) * factor + sum(args) - kwargs.get("shift", 0) * kwargs.get("power", 1)
+
+
+@pytest.mark.parametrize(
+    ("positional", "names"),
+    [(0, ["shift", "x"]), (1, ["power", "shift"]), (1, ["shift", "factor"]), (3, []), (3, ["shift"])],
+)
+def test_arguments_that_forward_does_not_name(positional, names):
+    model = AnyArguments().double()
+    args = tuple(batch() + i for i in range(positional))
+    kwargs = {name: batch() * (i + 2) for i, name in enumerate(names)}
+    sequence = gpipe.to_sequential(model, *args, **kwargs)
+    input = (args, kwargs) if args and kwargs else kwargs or (args if positional > 1 else args[0])
+    assert torch.equal(sequence(input), model(*args, **kwargs))
+    assert "forward" not in vars(model)
 
 
 class Tied(nn.Module):
@@ -282,7 +245,7 @@ def test_opaque_modules_are_kept_whole():
             parts = samples.chunk(3) if module is pipe else [samples]
             torch.testing.assert_close(module(samples), torch.cat([model(part) for part in parts]))
     pipe(batch()).sum().backward()
-    assert pipe.get_parameter("odd.model.odd.linear.weight").grad is not None
+    assert pipe.get_parameter("odd.linear.weight").grad is not None
     with pytest.raises(ValueError, match="opaque has LSTM, but no submodule"):
         gpipe.to_sequential(model, batch(), opaque=[nn.LSTM])
     with pytest.raises(TypeError, match="opaque must be a list of subclasses"):
@@ -313,48 +276,11 @@ def test_exported_programs(tmp_path):
     with pytest.raises(ValueError, match="exported in evaluation mode"):
         gpipe.to_sequential(exported(make_net().eval()))
     with pytest.raises(ValueError, match="cannot tell what .* does in evaluation mode, because it calls aten.rand_like"):
-        gpipe.to_sequential(exported(Skipping()))
+        gpipe.to_sequential(exported(Returns(lambda x: x * torch.rand_like(x))))
     with pytest.raises(TypeError, match="without an example input"):
         gpipe.to_sequential(exported(net), batch())
     with pytest.raises(FileNotFoundError):
         gpipe.to_sequential(tmp_path / "missing.pt2")
-
-
-class Returns(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.function = function
-
-    def forward(self, x):
-        return self.function(x)
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (lambda x: x.view(6, 2, 2), "its code fixes dimension 0 of an input, the batch, to 6"),
-        (lambda x: (x * 2, x.mean()), r"output 1 of 2 has the shape \(\), without the batch as dimension 0"),
-        (lambda x: torch.cat([x, x]), r"output 0 of 1 has the shape \(2\*s\d+, 4\), without the batch"),
-        (lambda x: (x * 2, 3), "output 1 of 2 is not a tensor"),
-        (lambda x: x, "it computes nothing"),
-    ],
-)
-def test_models_that_cannot_be_pipelines(function, message):
-    with pytest.raises(ValueError, match=message):
-        gpipe.to_sequential(Returns(function), batch())
-
-
-def test_wrong_arguments():
-    with pytest.raises(TypeError, match="module must be nn.Module, ExportedProgram or a path, but is <class 'int'>"):
-        gpipe.to_sequential(3, batch())
-    with pytest.raises(ValueError, match="give an example input"):
-        gpipe.to_sequential(make_net())
-    with pytest.raises(ValueError, match="an input has no dimensions"):
-        gpipe.to_sequential(make_net(), torch.tensor(1.0))
-    net = make_net()
-    net.drop.register_forward_hook(lambda *arguments: None)
-    with pytest.raises(ValueError, match=r"'drop' \(Dropout\) has a hook"):
-        gpipe.to_sequential(net, batch())
 
 
 class Constants(nn.Module):
@@ -391,6 +317,8 @@ def test_copies_and_pickles():
         assert torch.equal(other(batch()), sequence(batch()))
         shared = {id(parameter) for parameter in other.parameters()} == {id(parameter) for parameter in net.parameters()}
         assert shared == (other[0] is sequence[0])
+    with pytest.raises(TypeError, match="layer 'first.linear' .* stashes 'first.linear -> first', which no layer pops"):
+        verify_skippables(sequence[:3])
     twice = nn.Sequential(sequence[:5], sequence[5:])
     assert torch.equal(twice(batch()), sequence(batch()))
 
@@ -458,14 +386,24 @@ def names_that_are_no_identifiers(self, x):
     return self.b(self.a(x) * self.shifts[0] + self.scales["class"]) * self.scales["w-1"] + self.shifts[1]
 
 
-@pytest.mark.parametrize("function", [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers])
+def calls_layers_under_vmap(self, x):
+    return self.b(torch.vmap(lambda row: self.b(self.a(row)) + self.count)(x))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers, calls_layers_under_vmap],
+)
 def test_functions_that_are_hard_to_divide(function):
     model = Calls(function).double()
     twin = copy.deepcopy(model)
     sequence = gpipe.to_sequential(model, batch())
+    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence))
     for _ in range(2):
-        torch.testing.assert_close(sequence(batch()), twin(batch()))
-    torch.testing.assert_close(dict(sequence.state_dict()), dict(twin.state_dict()))
+        expected = twin(batch())
+        for module in (sequence, pipe):
+            torch.testing.assert_close(module(batch()), expected)
+            torch.testing.assert_close(dict(module.state_dict()), dict(twin.state_dict()))
 
 
 class ManyNames(nn.Module):
@@ -489,48 +427,6 @@ def test_one_tensor_in_two_places_of_the_example_is_two_inputs():
     assert torch.equal(by_name({"mask": y, "factor": x, "x": x}).sum, model(x, x, mask=y).sum)
 
 
-class Reversed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return -gradient
-
-
-def hooked(x):
-    y = x * 2
-    y.register_hook(lambda gradient: gradient / 2)
-    return y
-
-
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (Reversed.apply, "calls Reversed, whose backward would be lost"),
-        (
-            lambda x: torch.utils.checkpoint.checkpoint(torch.tanh, x, use_reentrant=True),
-            "calls CheckpointFunction, whose backward would be lost",
-        ),
-        (lambda x: hooked(x), "registers a hook of a tensor"),
-        (lambda x: x * random.random(), "draws random numbers from Python or NumPy"),
-    ],
-)
-def test_what_an_export_would_lose_is_refused(function, message):
-    register_hook = torch.Tensor.register_hook
-    with pytest.raises(ValueError, match=message):
-        gpipe.to_sequential(Returns(function), batch().requires_grad_())
-    assert torch.Tensor.register_hook is register_hook
-    Reversed.apply(batch())
-
-
-def test_inputs_that_differ_from_the_example_in_more_than_samples_are_refused():
-    sequence = gpipe.to_sequential(Returns(lambda x: x / x.shape[1]), batch())
-    with pytest.raises(ValueError, match=r"input 0 has the shape \(6, 3\), but the model was converted for \('batch', 4\)"):
-        sequence(batch()[:, :3])
-
-
 def test_constants_among_the_inputs_stay():
     class Scales(nn.Module):
         def forward(self, x, factor):
@@ -540,15 +436,6 @@ def test_constants_among_the_inputs_stay():
     assert torch.equal(sequence((batch(), None)), batch() * 2)
     with pytest.raises(ValueError, match="input 1 was a constant when the model was converted; give None, not 3"):
         sequence((batch(), 3))
-
-
-@pytest.mark.parametrize(("condition", "wrong"), [(lambda n: n > 4, 3), (lambda n: n % 2 == 0, 5)])
-def test_numbers_of_samples_that_the_code_distinguishes_are_refused(condition, wrong):
-    model = Returns(lambda x: x * 3 if condition(x.shape[0]) else x * 2)
-    sequence = gpipe.to_sequential(model, batch())
-    assert torch.equal(sequence(batch(8)), batch(8) * 3)
-    with pytest.raises(ValueError, match=f"converted for a number of samples with .*, but a micro-batch has {wrong}: its"):
-        sequence(batch(wrong))
 
 
 def test_norms_of_exported_programs():

@@ -82,18 +82,8 @@ class FakeCells : public Cells {
   std::function<void(int)> before;
   std::function<void(int)> after;
 
- private:
+ protected:
   using Column = std::vector<Number>;
-
-  static Number mix(Number a, Number b) {
-    Number x = a * 0x9E3779B97F4A7C15u + b + 0x632BE59BD9B4E019u;
-    x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
-    return (x ^ (x >> 32)) | 1;  // never 0, which means empty
-  }
-
-  static void delay(Number number) {
-    if (number % 4 > 1) std::this_thread::sleep_for(std::chrono::microseconds(number / 8 % 60));
-  }
 
   static void produce(Number& slot, Number number) {
     if (slot != 0) throw std::logic_error("slot is full");
@@ -103,6 +93,22 @@ class FakeCells : public Cells {
   static Number consume(Number& slot) {
     if (slot == 0) throw std::logic_error("slot is empty");
     return std::exchange(slot, 0);
+  }
+
+  /// The slot of what an action puts on an edge.
+  Number& slot(int edge, const Action& action) {
+    return (action.kind == Kind::F ? forward_ : backward_)[edge][action.micro_batch];
+  }
+
+ private:
+  static Number mix(Number a, Number b) {
+    Number x = a * 0x9E3779B97F4A7C15u + b + 0x632BE59BD9B4E019u;
+    x = (x ^ (x >> 29)) * 0xBF58476D1CE4E5B9u;
+    return (x ^ (x >> 32)) | 1;  // never 0, which means empty
+  }
+
+  static void delay(Number number) {
+    if (number % 4 > 1) std::this_thread::sleep_for(std::chrono::microseconds(number / 8 % 60));
   }
 
   Number input_gradient(int s, int m) {

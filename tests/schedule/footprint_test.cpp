@@ -110,6 +110,14 @@ TEST(Footprint, BytesCanBeHeldUntilAnActionOfAnotherStage) {
   EXPECT_EQ(simulation.timeline.spans[2].bytes.before, 0);
 }
 
+TEST(Footprint, BytesCanBeHeldUntilTheLaterOfTwoActions) {
+  auto sender = cells(0);
+  sender.forward.held = {{1000, Kind::F, 1, /*until_own=*/true}};
+  const auto simulation = run(2, 2, Checkpoint::kNever, {sender, cells(1)});
+  EXPECT_EQ(print(simulation.timeline).substr(0, 83),
+            "0F0 0 1005 1000; 0F1 1000 2005 2000; 0B1 2000 2040 1011; 0B0 1011 1051 21; 1F0 0 10");
+}
+
 TEST(Footprint, RefusesBytesOfOtherStages) {
   const auto message = [](std::vector<CellBytes> bytes) -> std::string {
     try {

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import re
-import traceback
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.export import ExportedProgram
+from torch.utils._pytree import tree_map_only
 
+from gpipe.exported.exporter import exported
 from gpipe.exported.graph import Graph, read_graph, with_names
 from gpipe.exported.modes import combine_modes, evaluation_of
 from gpipe.exported.opaque import kept_whole, whole_modules
-from gpipe.exported.refusals import guards_of, nothing_lost, refuse_hooks
+from gpipe.exported.refusals import check_outputs, guards_of, refuse_modules
 from gpipe.exported.tensors import Owned, modes_of, tensors_of_module, tensors_of_program
 
-__all__ = ["Captured", "capture", "capture_program", "explained"]
+__all__ = ["Captured", "capture", "capture_program", "examples_of", "explained"]
 
 
 class Captured(NamedTuple):
@@ -46,12 +44,13 @@ def capture(
         ValueError: if the model cannot be captured. The message tells where and why.
     """
     whole = whole_modules(module, opaque)
-    refuse_hooks(module, whole)
-    args, kwargs = _examples((args, dict(kwargs)))
-    programs = []
+    refuse_modules(module, whole)
+    args, kwargs = examples_of((args, dict(kwargs)))
+    programs, calls = [], []
     for training in (True, False):
-        with _mode(module, training), kept_whole(module, whole.values(), args, kwargs):
-            programs.append(_exported(module, args, kwargs))
+        with _mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
+            programs.append(exported(module, args, kwargs))
+        calls.append(called)
     own = tensors_of_module(module)
     training_tensors, evaluation_tensors = (tensors_of_program(program) for program in programs)
     renamed = _names_of_constants(training_tensors, evaluation_tensors, own)
@@ -61,8 +60,11 @@ def capture(
     with explained():
         graph = with_names(read_graph(programs[0]), names)
         evaluation = with_names(read_graph(programs[1]), {**names, **renamed})
+        check_outputs(graph)
+        check_outputs(evaluation)
         guards = [*dict.fromkeys([*guards_of(graph), *guards_of(evaluation)])]
-        return Captured(combine_modes(graph, evaluation), tensors, modes_of(module), whole, guards)
+        combined = combine_modes(graph, evaluation, called=calls[0] & calls[1])
+        return Captured(combined, tensors, modes_of(module), whole, guards)
 
 
 def capture_program(program: ExportedProgram) -> Captured:
@@ -80,7 +82,9 @@ def capture_program(program: ExportedProgram) -> Captured:
                     f"the program was exported for inputs with a fixed dimension 0 ('{value.name}' of shape "
                     f"{tuple(value.example.shape)}); export with dynamic_shapes that have {{0: Dim.DYNAMIC}} for each tensor"
                 )
-        return Captured(combine_modes(graph, evaluation_of(graph)), tensors, {}, {}, guards_of(graph))
+        check_outputs(graph)
+        called = {call.path for operation in graph.operations for call in operation.call.around()}
+        return Captured(combine_modes(graph, evaluation_of(graph), called), tensors, {}, {}, guards_of(graph))
 
 
 @contextmanager
@@ -118,20 +122,7 @@ def _equal(ours: Tensor, theirs: Tensor) -> bool:
     return bool(((ours == theirs) | ((ours != ours) & (theirs != theirs))).all())
 
 
-def _exported(module: nn.Module, args: Any, kwargs: Any) -> ExportedProgram:
-    shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
-    for tensor in tree_leaves((args, kwargs)):
-        if isinstance(tensor, Tensor):
-            shapes[tensor] = {0: Dim.DYNAMIC}
-    try:
-        with warnings.catch_warnings(), nothing_lost():
-            warnings.simplefilter("ignore")
-            return export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
-    except Exception as error:
-        raise ValueError(_explanation(module, error)) from error
-
-
-def _examples(arguments: Any) -> Any:
+def examples_of(arguments: Any) -> Any:
     """Returns copies of the example inputs with at least two samples, because torch.export treats a size of 1 as a
     constant, and the same tensor in two places as one input."""
 
@@ -156,20 +147,16 @@ def _mode(module: nn.Module, training: bool) -> Iterator[None]:
             each.training = mode
 
 
-def _explanation(module: nn.Module, error: Exception) -> str:
-    """Tells which module cannot be captured, and why."""
-    paths = {id(each): path for path, each in module.named_modules()}
-    inner = None
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        owner = frame.f_locals.get("self")
-        if isinstance(owner, nn.Module) and id(owner) in paths and frame.f_code.co_name == "forward":
-            inner = owner
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
-    if found := re.search(r"specialized it to be a constant \((\d+)\)", str(error)):
-        reason = f"its code fixes dimension 0 of an input, the batch, to {found[1]}; use x.shape[0] or -1 there"
-    if inner is None or inner is module:
-        return f"cannot convert the model ({type(module).__name__}): {reason}"
-    return (
-        f"cannot convert the model: '{paths[id(inner)]}' ({type(inner).__name__}) cannot be exported: {reason}; to keep "
-        f"each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
-    )
+@contextmanager
+def _calls_of(module: nn.Module) -> Iterator[set[str]]:
+    """Collects the paths of the modules that are called in a block."""
+    paths: dict[nn.Module, list[str]] = {}
+    for path, each in module.named_modules(remove_duplicate=False):
+        paths.setdefault(each, []).append(path)
+    called: set[str] = set()
+    hooks = [each.register_forward_pre_hook(lambda each, args: called.update(paths[each])) for each in paths]
+    try:
+        yield called
+    finally:
+        for hook in hooks:
+            hook.remove()

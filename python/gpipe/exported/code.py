@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+from gpipe.exported.calls import batch_norm
 from gpipe.exported.graph import Choice, Operation, Value, inputs_of, itself
 from gpipe.exported.opaque import OPERATOR, run_whole
 from gpipe.exported.routes import Route
@@ -64,6 +65,15 @@ class _Source:
         return self._text
 
 
+def _called(operation: Operation) -> Callable[..., Any]:
+    """Returns the function to call for an operation."""
+    if operation.function is torch.ops.aten.batch_norm.default:
+        shape = next(operation.inputs()).example.shape
+        if math.prod(shape[2:]) == 1:  # as many values per channel as samples
+            return batch_norm
+    return operation.function
+
+
 def _where(function: Callable[..., Any]) -> str:
     """Tells where to find a function: the path of an operator of torch, or a module and a name."""
     if isinstance(function, torch._ops.OpOverload):
@@ -115,7 +125,7 @@ class _Writer:
         last = {}
         for index, operation in enumerate(route.operations):
             last.update(dict.fromkeys(operation.inputs(), index))
-        leaving = [*route.leaving, *(value for _, value in route.stashes), *inputs_of(outputs)]
+        leaving = inputs_of((route.leaving, [value for _, value in route.stashes], outputs))
         last.update(dict.fromkeys([*leaving, *self._tensors], len(route.operations)))
         return last
 
@@ -133,9 +143,9 @@ class _Writer:
         for index, operation in enumerate(operations):
             around = [f"with {self._expression(context)}:" for context in operation.contexts]
             keys = [context.key for context in operation.contexts]
-            if operation.training is not None:
-                place = self._place(operation.call.path)
-                around.append(f"if {place}.training:" if operation.training else f"if not {place}.training:")
+            if operation.mode is not None:
+                path, training = operation.mode
+                around.append(f"if {'' if training else 'not '}{self._place(path)}.training:")
                 keys.append(around[-1])
             common = 0
             while common < min(len(keys), len(opened)) and keys[common] == opened[common]:
@@ -156,15 +166,14 @@ class _Writer:
 
     def _line(self, operation: Operation) -> str:
         name = operation.result.name
-        choose = operation.call.path
-        args = [self._argument(arg, choose) for arg in operation.args]
+        args = [self._argument(arg) for arg in operation.args]
         if operation.schema is not None and operation.schema.name == OPERATOR:
             inputs, arguments, _ = args
-            return f"{name} = {self._function(run_whole)}({self._place(choose)}, {arguments}, {inputs})"
+            return f"{name} = {self._function(run_whole)}({self._place(operation.call.path)}, {arguments}, {inputs})"
         if operation.function is itself:
             return f"{name} = {args[0]}"
-        args += [f"{key}={self._argument(value, choose)}" for key, value in operation.kwargs.items()]
-        call = f"{self._function(operation.function)}({', '.join(args)})"
+        args += [f"{key}={self._argument(value)}" for key, value in operation.kwargs.items()]
+        call = f"{self._function(_called(operation))}({', '.join(args)})"
         return f"{name} = {call}" if operation.result in self._last_use else call
 
     def _function(self, function: Callable[..., Any]) -> str:
@@ -176,11 +185,11 @@ class _Writer:
     def _place(self, path: str) -> str:
         return self._places.setdefault(path, f"_place{len(self._places)}")
 
-    def _argument(self, arg: Any, path: str = "") -> str:
-        """Returns an argument as an expression. ``path`` is the module whose mode a choice depends on."""
+    def _argument(self, arg: Any) -> str:
+        """Returns an argument as an expression."""
         if isinstance(arg, Choice):
-            yes, no = self._argument(arg.training, path), self._argument(arg.evaluation, path)
-            return f"({yes} if {self._place(path)}.training else {no})"
+            yes, no = self._argument(arg.training), self._argument(arg.evaluation)
+            return f"({yes} if {self._place(arg.path)}.training else {no})"
         if isinstance(arg, Value):
             if (tensor := self._tensors.get(arg)) is None:
                 return arg.name
@@ -188,10 +197,10 @@ class _Writer:
             plain = name.isidentifier() and not keyword.iskeyword(name)
             return f"{self._place(owner)}.{name}" if plain else f"getattr({self._place(owner)}, {name!r})"
         if isinstance(arg, (tuple, list)):
-            items = ", ".join(self._argument(item, path) for item in arg)
+            items = ", ".join(self._argument(item) for item in arg)
             return f"[{items}]" if isinstance(arg, list) else f"({items},)" if arg else "()"
         if isinstance(arg, slice):
-            return f"slice({', '.join(self._argument(part, path) for part in (arg.start, arg.stop, arg.step))})"
+            return f"slice({', '.join(self._argument(part) for part in (arg.start, arg.stop, arg.step))})"
         if isinstance(arg, torch.device):
             self._needs_device = True
             return "_device"

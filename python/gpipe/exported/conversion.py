@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from gpipe.exported.capture import Captured, capture, capture_program, explained
+from gpipe.exported.calls import ModeError
+from gpipe.exported.capture import Captured, capture, capture_program, examples_of, explained
 from gpipe.exported.code import write
 from gpipe.exported.division import divide
-from gpipe.exported.graph import Graph, Value
-from gpipe.exported.layer import Expected, ExportedLayer
-from gpipe.exported.routes import Route, route, same_size
+from gpipe.exported.graph import Value
+from gpipe.exported.layer import Expected, ExportedLayer, Returned
+from gpipe.exported.routes import Route, route
 from gpipe.exported.sequence import ExportedSequential
 from gpipe.exported.tensors import Tree, is_inside, nearest
+from gpipe.exported.trial import compare
 
 __all__ = ["as_sequential", "input_of", "to_sequential"]
 
@@ -55,10 +58,19 @@ def to_sequential(
         TypeError: if an argument has the wrong type.
     """
     model = _captured(module, example_args, example_kwargs, opaque)
-    _check_outputs(model.graph)
     training = module.training if isinstance(module, nn.Module) else True
     with explained():
-        return _assemble(model, route(model.graph, divide(model.graph)), training)
+        sequence = _assemble(model, route(model.graph, divide(model.graph)), training)
+    if isinstance(module, nn.Module) and len(set(model.modes.values())) == 2:
+        _try_modes(module, sequence, *examples_of((example_args, example_kwargs)))
+    return sequence
+
+
+def _try_modes(module: nn.Module, sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Compares the module and the sequence in their present modes. If an error tells that the sequence cannot follow
+    them, calls will raise it too."""
+    with suppress(ModeError):
+        compare(module, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs)))
 
 
 def _captured(
@@ -94,9 +106,9 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     names = {value: name for name, value in model.graph.tensors.items()}
     example_input = input_of(*tree_unflatten(model.graph.inputs, model.graph.in_spec))
     inputs, in_spec = tree_flatten(example_input)
-    structures = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, model.graph.out_spec)]
+    example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
     shapes = [None if value is None else tuple(value.example.shape[1:]) for value in inputs]
-    expected = Expected(structures[0], shapes, model.guards)
+    expected = Expected(example, shapes, model.guards)
     owned = _owners(model, routes)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
@@ -110,10 +122,10 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
             else:
                 tree.place(path)
         stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
-        ends = (expected if first else None, structures[1] if last else None)
+        ends = (expected if first else None, Returned(*returned) if last else None)
         layer = ExportedLayer(each.name, tree.root, code, stashes, pops, *ends)
         layer.training = training
-        sequence.add_module(_key(each.name, sequence), layer)
+        sequence.add_module(_key(each.name, sequence, model.tensors), layer)
     return sequence
 
 
@@ -124,23 +136,6 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     if kwargs:
         return (args, kwargs) if args else kwargs
     return args[0] if len(args) == 1 else args
-
-
-def _check_outputs(graph: Graph) -> None:
-    """Raises ValueError for an output that the outputs of micro-batches cannot be joined to."""
-    batch = [value.example.shape[0] for value in graph.inputs if value is not None]
-    for number, output in enumerate(graph.outputs):
-        if output is None:
-            continue
-        where = f"output {number} of {len(graph.outputs)}"
-        if not isinstance(output, Value) or not output.is_tensor:
-            raise ValueError(f"cannot convert the model: {where} is not a tensor; leave it out")
-        shape = output.example.shape
-        if not shape or not any(same_size(shape[0], size) for size in batch):
-            raise ValueError(
-                f"cannot convert the model: {where} has the shape {tuple(shape)}, without the batch as dimension 0; "
-                "return it per sample, or leave it out"
-            )
 
 
 def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
@@ -162,9 +157,10 @@ def _users(model: Captured, routes: list[Route]) -> Iterator[tuple[str, int]]:
         yield from ((names[value], index) for value in each.owned)
 
 
-def _key(name: str, sequence: nn.Sequential) -> str:
-    """Returns a key for a layer in the sequence. Names of modules cannot have dots."""
-    key = name.replace(".", "_")
-    while hasattr(sequence, key):
+def _key(name: str, sequence: nn.Sequential, tensors: Iterable[str]) -> str:
+    """Returns a key for a layer in the sequence. Names of modules cannot have dots. The original's names must not lead
+    to a layer, because functions that replace tensors by name would take it for the original module."""
+    key, first = name.replace(".", "_"), {each.partition(".")[0] for each in tensors}
+    while hasattr(sequence, key) or key in first:
         key += "_"
     return key

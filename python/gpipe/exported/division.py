@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torch import Tensor
+from gpipe.exported.graph import Call, Graph, Operation, Value, itself
 
-from gpipe.exported.graph import Call, Graph, Operation, Value
-
-__all__ = ["Block", "divide"]
+__all__ = ["Block", "divide", "owners_of_memory"]
 
 
 @dataclass(eq=False)
@@ -28,7 +26,7 @@ def divide(graph: Graph) -> list[Block]:
     own. Operators between two such modules belong to the layer before them. A layer has the name of its module. If
     other layers have it too, a number follows.
     """
-    parameters = {value: name for name, value in graph.tensors.items() if _is_parameter(value)}
+    parameters = {value: name for name, value in graph.tensors.items() if value.is_parameter}
     outer = _with_submodules(graph)
     blocks: list[Block] = []
     current: Call | None = None
@@ -47,10 +45,6 @@ def divide(graph: Graph) -> list[Block]:
     if blocks and not blocks[0].name:
         blocks[0].name = _unique("model", taken)
     return _keep_together(graph, blocks)
-
-
-def _is_parameter(value: Value) -> bool:
-    return isinstance(value.example, Tensor) and value.example.requires_grad
 
 
 def _with_submodules(graph: Graph) -> set[str]:
@@ -75,24 +69,30 @@ def _unique(name: str, taken: set[str]) -> str:
 
 def _keep_together(graph: Graph, blocks: list[Block]) -> list[Block]:
     """Joins layers that must be in one stage: those between the first and the last use of a buffer that an operation
-    changes, because other stages would not see the change, and those between the first and the last use of a number that
-    is read from data, because numbers do not leave a layer."""
+    changes, because other stages would not see the change; those between the first and the last use of a number that is
+    read from data, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
+    because it changes what operators on its thread do."""
     tensors = set(graph.tensors.values())
-    memory: dict[Value, Value] = {}  # of a view of a buffer: the buffer
+    memory = owners_of_memory(graph)
     uses: dict[Value, list[int]] = {}
     together: set[Value] = set()
+    begun: list[int] = []
+    spans: list[tuple[int, int]] = []
     for index, block in enumerate(blocks):
         for operation in block.operations:
             inputs = list(operation.inputs())
             for value in inputs:
                 uses.setdefault(memory.get(value, value), []).append(index)
-            if (viewed := _viewed_by(operation)) is not None:
-                memory[operation.result] = memory.get(viewed, viewed)
             together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
+            name = getattr(operation.function, "__name__", "")
+            if name == "_vmap_increment_nesting":
+                begun.append(index)
+            elif name == "_vmap_decrement_nesting":
+                spans.append((begun.pop(), index))
             if operation.result.is_number and (_reads_data(operation) or together.intersection(inputs)):
                 together.add(operation.result)
                 uses.setdefault(operation.result, []).append(index)
-    spans = [(uses[value][0], uses[value][-1]) for value in together]
+    spans += [(uses[value][0], uses[value][-1]) for value in together]
     return _joined(blocks, [span for span in spans if span[0] < span[1]])
 
 
@@ -102,14 +102,24 @@ def _reads_data(operation: Operation) -> bool:
     return tensors and not str(operation.function).startswith("aten.sym_")
 
 
-def _viewed_by(operation: Operation) -> Value | None:
-    """Returns the tensor whose memory the result of an operation shares, if it does."""
-    if operation.function is operator.getitem:
-        return next(operation.inputs(), None)
-    if operation.schema is None or not any(result.alias_info is not None for result in operation.schema.returns):
-        return None
-    shared = (value for argument, value in operation.given() if argument.alias_info is not None and isinstance(value, Value))
-    return next(shared, None)
+def owners_of_memory(graph: Graph) -> dict[Value, Value]:
+    """Returns the parameter, buffer or constant whose memory a value shares, for each that does."""
+    owners = {value: value for value in graph.tensors.values()}
+    for operation in graph.operations:
+        for viewed in _viewed_by(operation):
+            if viewed in owners:
+                owners[operation.result] = owners[viewed]
+    return owners
+
+
+def _viewed_by(operation: Operation) -> Iterator[Value]:
+    """Yields the values whose memory the result of an operation may share."""
+    if operation.function in (operator.getitem, itself):
+        yield from operation.inputs()
+    elif operation.schema is not None and any(result.alias_info is not None for result in operation.schema.returns):
+        for argument, value in operation.given():
+            if argument.alias_info is not None and isinstance(value, Value):
+                yield value
 
 
 def _changed_by(operation: Operation) -> Iterable[Value]:

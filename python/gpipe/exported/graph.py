@@ -18,6 +18,7 @@ __all__ = [
     "Choice",
     "Context",
     "Graph",
+    "Mode",
     "Operation",
     "Value",
     "inputs_of",
@@ -36,6 +37,7 @@ class Value:
     """A Python identifier that no other value has."""
     example: Any
     """A fake tensor, or a symbolic number."""
+    is_parameter: bool = False
 
     @property
     def is_tensor(self) -> bool:
@@ -47,17 +49,37 @@ class Value:
 
 
 class Choice(NamedTuple):
-    """An argument that depends on the mode of the module that runs the operation."""
+    """An argument that depends on the mode of the module at a path."""
 
+    path: str
     training: Any
     evaluation: Any
 
 
+class Mode(NamedTuple):
+    """A mode of the module at a path."""
+
+    path: str
+    training: bool
+
+    def only(self, value: Any) -> Choice:
+        """Returns the choice of a value in this mode, and of ``None`` in the other."""
+        return Choice(self.path, value, None) if self.training else Choice(self.path, None, value)
+
+
 class Call(NamedTuple):
-    """One call of a module: a key that no other call has, and the module's path."""
+    """One call of a module: a key that no other call has, the module's path, and the call that it is part of."""
 
     key: str
     path: str
+    outer: Call | None = None
+
+    def around(self) -> Iterator[Call]:
+        """Yields the call, and those that it is part of, innermost first."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.outer
 
 
 class Context(NamedTuple):
@@ -76,7 +98,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Call
-    training: bool | None = None
+    mode: Mode | None = None
     """The only mode in which the operation runs; ``None`` for both."""
     contexts: tuple[Context, ...] = ()
 
@@ -110,7 +132,9 @@ class Graph:
     inputs: list[Value | None]
     in_spec: TreeSpec
     outputs: list[Any]
-    out_spec: TreeSpec
+    """Those of the mode with more outputs. The other mode returns the first of them."""
+    out_specs: tuple[TreeSpec, TreeSpec]
+    """In training and in evaluation mode."""
     tensors: dict[str, Value]
     """Parameters, buffers and constants, by name."""
     operations: list[Operation] = field(default_factory=list)
@@ -171,7 +195,7 @@ class _Reader:
         specs = {spec.arg.name: spec for spec in signature.input_specs}
         call = program.call_spec
         assert call.in_spec is not None and call.out_spec is not None
-        self.graph = Graph([], call.in_spec, [], call.out_spec, {})
+        self.graph = Graph([], call.in_spec, [], (call.out_spec, call.out_spec), {})
         self._names: set[str] = set()
         self._values: dict[fx.Node, Any] = {}
         for node in program.graph.nodes:
@@ -186,6 +210,7 @@ class _Reader:
                     self._values[node] = spec.arg.value
             elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR):
                 assert spec.target is not None
+                value.is_parameter = spec.kind is InputKind.PARAMETER
                 self.graph.tensors[spec.target] = value
             else:
                 raise NotImplementedError(f"the model holds an object that is not a tensor: '{spec.target}'")
@@ -265,6 +290,9 @@ def _is_check(target: Any) -> bool:
 
 def _innermost(node: fx.Node) -> Call:
     """Returns the innermost call of a module that a node belongs to."""
-    key, (path, _) = list(node.meta.get("nn_module_stack", {"": ("", "")}).items())[-1]
-    # torch.export adds some operations itself, with a name of its own.
-    return Call("", "") if path.startswith("_empty_nn_module_stack") else Call(key, path.partition("@")[0])
+    call = None
+    for key, (path, _) in node.meta.get("nn_module_stack", {}).items():
+        # torch.export adds some operations itself, with a name of its own.
+        if not path.startswith("_empty_nn_module_stack"):
+            call = Call(key, path.partition("@")[0], call)
+    return call or Call("", "")

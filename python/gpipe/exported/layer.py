@@ -59,6 +59,13 @@ class Expected(NamedTuple):
         return leaves
 
 
+class Returned(NamedTuple):
+    """What a converted model returns: an object of the output's structure in each mode."""
+
+    training: Any
+    evaluation: Any
+
+
 class ExportedLayer(Skippable):
     """A layer of a converted model: what one of its modules computes, with the operators around it.
 
@@ -75,7 +82,7 @@ class ExportedLayer(Skippable):
         stashes: list[str],
         pops: list[str],
         input: Expected | None,
-        output: Any,
+        output: Returned | None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -84,20 +91,26 @@ class ExportedLayer(Skippable):
         self.model = model
         self._code = code
         self._input = input  # of the first layer
-        self._output = output  # of the last layer: an object of the structure of the model's output
+        self._output = output  # of the last layer
         self._prepare()
 
     def _prepare(self) -> None:
         modules = dict(self.model.named_modules())
         self._run = load(self._code, self.name)
         self.__dict__["_places"] = [modules[path] for path in self._code.places]
-        self._output_spec = None if self._output is None else tree_structure(self._output)
+        self._output_specs = self._output and Returned(*map(tree_structure, self._output))
+
+    def name_in_messages(self, key: str) -> str:
+        return self.name
 
     def forward(self, input: Any) -> Any:
         if self._input is not None:
             input = self._input.flattened(input)
         output = self._run(self._places, self._pop, self._stash, input)
-        return output if self._output_spec is None else tree_unflatten(output, self._output_spec)
+        if self._output_specs is None:
+            return output
+        spec = self._output_specs.training if self.model.training else self._output_specs.evaluation
+        return tree_unflatten(output[: spec.num_leaves], spec)
 
     def _pop(self, name: str) -> Tensor | None:
         tensor: Tensor | None = _C.pop(native_namespace(self.namespace_of(name)), name)
@@ -110,7 +123,7 @@ class ExportedLayer(Skippable):
         return f"{type(self).__name__}({self.name})"
 
     def __getstate__(self) -> dict[str, Any]:
-        made = ("_run", "_places", "_output_spec")  # by _prepare()
+        made = ("_run", "_places", "_output_specs")  # by _prepare()
         return {key: value for key, value in self.__dict__.items() if key not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import replace
 from difflib import SequenceMatcher
+from itertools import zip_longest
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_structure, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from gpipe.exported.graph import Choice, Graph, Operation, Value, itself, map_values
+from gpipe.exported.calls import check_modes
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values
 
 __all__ = ["combine_modes", "evaluation_of"]
 
 
-def combine_modes(training: Graph, evaluation: Graph) -> Graph:
+def combine_modes(training: Graph, evaluation: Graph, called: Container[str]) -> Graph:
     """Adds what evaluation mode does differently to the graph of training mode.
 
-    An operation of one graph corresponds to the one of the other graph with the same module and function, in the same
-    order. The others run in one mode only. Arguments that differ become a :class:`Choice`.
+    An operation of one graph corresponds to the one of the other graph with the same call and function, in the same
+    order. The others run in one mode only. Arguments that differ become a :class:`Choice`. An operation that uses
+    another value in each mode gets a merged value.
+
+    A module may decide by its mode what it computes, or which modules it calls. So an operation of one mode follows the
+    mode of the innermost module around it that is called in both modes and computes different things in them.
+
+    Args:
+        called: the paths of the modules that are called in both modes.
 
     Returns:
         The first graph, changed.
-
-    Raises:
-        NotImplementedError: if the modes differ in what the model returns, or in which value an operation uses.
     """
-    return _Combination(training, evaluation).graph
+    return _Combination(training, evaluation, called).graph
 
 
 def evaluation_of(graph: Graph) -> Graph:
@@ -73,8 +79,10 @@ _MODES = ("train", "training", "use_input_stats", "dropout_p")  # arguments of o
 
 
 class _Combination:
-    def __init__(self, training: Graph, evaluation: Graph) -> None:
+    def __init__(self, training: Graph, evaluation: Graph, called: Container[str]) -> None:
         self.graph = training
+        self._called = called
+        self._computed = _computed(training), _computed(evaluation)
         self._same: dict[Value, Value] = {}  # of evaluation: the value in training
         for name, value in evaluation.tensors.items():
             self._same[value] = training.tensors.setdefault(name, value)
@@ -83,94 +91,152 @@ class _Combination:
                 assert ours is not None
                 self._same[theirs] = ours
         self._names = {operation.result.name for operation in training.operations}
-        self._aliases: dict[Value, tuple[bool, Value]] = {}  # the mode in which a value equals another
-        self._modes: dict[Value, bool | None] = {}  # of an operation's result
-        order = []
-        for ours_at, theirs_at in _aligned(training.operations, evaluation.operations):
-            order.append(self._combined(ours_at, theirs_at))
-        self._compare_outputs(training, evaluation)
-        self.graph.operations = list(self._with_aliases(order))
+        self._sources: dict[Value, Operation] = {}
+        self._merges: dict[tuple[Value, Value], Operation] = {}  # by the value in each mode
+        order: list[Operation] = []
+        for pair in _aligned(training.operations, evaluation.operations):
+            order += self._combined(*pair)
+        self._merge_outputs(training, evaluation)
+        self.graph.operations = list(self._checked(self._with_merges(order)))
 
-    def _combined(self, ours: Operation | None, theirs: Operation | None) -> Operation:
-        if theirs is None:
-            assert ours is not None
-            ours.training = True
-            self._modes[ours.result] = True
-            return ours
-        args, kwargs = theirs.args, theirs.kwargs
+    def _combined(self, ours: Operation | None, theirs: Operation | None) -> Iterator[Operation]:
+        """Yields one operation for both modes, or one for each."""
+        if ours is not None and theirs is not None and self._share_arguments(ours, theirs):
+            self._same[theirs.result] = self._sources.setdefault(ours.result, ours).result
+            yield ours
+            return
         if ours is not None:
-            self._same[theirs.result] = ours.result
-            self._modes[ours.result] = None
-            if tree_structure((ours.args, ours.kwargs)) != tree_structure((args, kwargs)):
-                ours.args, ours.kwargs = (), _all_arguments(ours)  # one mode may leave defaults out
-                args, kwargs = (), _all_arguments(theirs)
-            ours.args, ours.kwargs = self._merged((ours.args, ours.kwargs), (args, kwargs), ours)
-            return ours
-        theirs.args, theirs.kwargs = map_values((args, kwargs), self._same.__getitem__)
-        theirs.training = False
-        self._modes[theirs.result] = False
-        self._same[theirs.result] = theirs.result
-        while theirs.result.name in self._names:
-            theirs.result.name += "_eval"
-        self._names.add(theirs.result.name)
-        return theirs
+            ours.mode = Mode(self._decider(ours.call), True)
+            yield self._sources.setdefault(ours.result, ours)
+        if theirs is not None:
+            theirs.args, theirs.kwargs = map_values((theirs.args, theirs.kwargs), self._same.__getitem__)
+            theirs.mode = Mode(self._decider(theirs.call), False)
+            theirs.result.name = self._unused(theirs.result.name)
+            self._same[theirs.result] = theirs.result
+            yield self._sources.setdefault(theirs.result, theirs)
 
-    def _merged(self, ours: Any, theirs: Any, where: Operation) -> Any:
-        """Returns arguments for both modes."""
-        leaves, tree = tree_flatten(ours)
-        others, other_tree = tree_flatten(map_values(theirs, self._same.__getitem__))
+    def _share_arguments(self, ours: Operation, theirs: Operation) -> bool:
+        """Gives an operation the arguments of both modes. Returns whether it could."""
+        arguments: Any = (ours.args, ours.kwargs), (theirs.args, theirs.kwargs)
+        if ours.schema is not None and tree_structure(arguments[0]) != tree_structure(arguments[1]):
+            # One mode may leave defaults out.
+            arguments = ((), _all_arguments(ours)), ((), _all_arguments(theirs))
+        leaves, tree = tree_flatten(arguments[0])
+        others, other_tree = tree_flatten(map_values(arguments[1], self._same.__getitem__))
         if tree != other_tree:
-            raise _different(where)
-        return tree_unflatten([self._leaf(*pair, where) for pair in zip(leaves, others, strict=True)], tree)
+            return False
+        ours.args, ours.kwargs = tree_unflatten([self._leaf(*pair, ours.call) for pair in zip(leaves, others)], tree)
+        return True
 
-    def _leaf(self, ours: Any, theirs: Any, where: Operation) -> Any:
-        if isinstance(ours, Value) != isinstance(theirs, Value):
-            raise _different(where)
-        if not isinstance(ours, Value):
-            same = ours is theirs or (type(ours) is type(theirs) and ours == theirs)
-            return ours if same else Choice(ours, theirs)
-        if ours is theirs:
-            return ours
-        if self._modes.get(ours) is True:
-            return self._alias(ours, False, theirs, where)
-        if self._modes.get(theirs) is False:
-            return self._alias(theirs, True, ours, where)
-        raise _different(where)
+    def _leaf(self, ours: Any, theirs: Any, call: Call) -> Any:
+        """Returns the argument of a call for both modes."""
+        if isinstance(ours, Value) and isinstance(theirs, Value):
+            return ours if ours is theirs else self._merged(ours, theirs, call)
+        if isinstance(ours, Value) or isinstance(theirs, Value):
+            return _choice(self._chooser(ours, theirs, call), ours, theirs)
+        return _choice(call.path, ours, theirs)
 
-    def _alias(self, value: Value, mode: bool, other: Value, where: Operation) -> Value:
-        """Makes a value of one mode equal to another value in the other mode."""
-        if self._aliases.setdefault(value, (mode, other)) != (mode, other):
-            raise _different(where)
-        return value
+    def _merged(self, ours: Value, theirs: Value, call: Call) -> Value:
+        """Returns a value that is one value in training mode and another in evaluation mode."""
+        if (ours, theirs) not in self._merges:
+            result = Value(self._unused(f"{ours.name}_or_{theirs.name}"), ours.example)
+            choice = Choice(self._chooser(ours, theirs, call), ours, theirs)
+            self._merges[ours, theirs] = Operation(result, itself, (choice,), {}, call)
+        return self._merges[ours, theirs].result
 
-    def _compare_outputs(self, training: Graph, evaluation: Graph) -> None:
-        if training.out_spec != evaluation.out_spec:
-            raise NotImplementedError(
-                "in evaluation mode the model returns another structure than in training mode "
-                f"({evaluation.out_spec} instead of {training.out_spec}); convert it with an option that turns such "
-                "outputs off"
-            )
-        where = training.operations[-1]
-        self.graph.outputs = self._merged(training.outputs, evaluation.outputs, where)
+    def _chooser(self, ours: Any, theirs: Any, call: Call) -> str:
+        """Returns the path of the module that passes one or the other argument to a call."""
+        sources = [self._sources[each] for each in (ours, theirs) if isinstance(each, Value) and each in self._sources]
+        for source in sources:
+            if source.mode is not None:
+                return source.mode.path
+        around = {each for source in sources for each in source.call.around()}
+        return self._decider(next((each for each in call.around() if each in around or not sources), call))
 
-    def _with_aliases(self, order: list[Operation]) -> Iterator[Operation]:
-        """Yields the operations, and one for each alias as soon as both values exist."""
-        waiting = dict(self._aliases)
-        known = {value for value in [*self.graph.inputs, *self.graph.tensors.values()] if value is not None}
-        for operation in order:
+    def _checked(self, operations: Iterable[Operation]) -> Iterator[Operation]:
+        """Yields the operations, and checks before those that exist or choose by one module's mode and use what another
+        module's mode decides about. These modules must be in one mode, because the exports show no other case."""
+        deciders: dict[tuple[Value, bool], set[str]] = {}
+        for value, source in self._sources.items():
+            if source.mode is not None:
+                deciders[value, source.mode.training] = {source.mode.path}
+        for pair, merge in self._merges.items():
+            for use in zip(pair, (True, False)):
+                deciders.setdefault(use, set()).add(merge.args[0].path)
+        checked: set[tuple[str, str]] = set()
+
+        def checks(uses: Iterator[tuple[Mode, Value]], call: Call) -> Iterator[Operation]:
+            for (path, training), value in uses:
+                for other in sorted(deciders.get((value, training), set()) - {path}):
+                    if (path, other) not in checked:
+                        checked.add((path, other))
+                        args = (path, Choice(path, True, False), other, Choice(other, True, False))
+                        yield Operation(Value(self._unused("checked"), None), check_modes, args, {}, call)
+
+        for operation in operations:
+            yield from checks(_uses(operation.mode, (operation.args, operation.kwargs)), operation.call)
             yield operation
-            known.add(operation.result)
-            for value, (mode, other) in list(waiting.items()):
-                if value in known and other in known:
-                    del waiting[value]
-                    yield Operation(value, itself, (other,), {}, operation.call, mode)
+        yield from checks(_uses(None, self.graph.outputs), operation.call)
+
+    def _decider(self, call: Call) -> str:
+        """Returns the path of the innermost module around a call whose mode decides what it computes."""
+        return next((each.path for each in call.around() if each.path in self._called and self._differs(each)), "")
+
+    def _differs(self, call: Call) -> bool:
+        return self._computed[0].get(call.key) != self._computed[1].get(call.key)
+
+    def _unused(self, name: str) -> str:
+        while name in self._names:
+            name += "_eval"
+        self._names.add(name)
+        return name
+
+    def _merge_outputs(self, training: Graph, evaluation: Graph) -> None:
+        self.graph.out_specs = training.out_specs[0], evaluation.out_specs[0]
+        theirs = map_values(evaluation.outputs, self._same.__getitem__)
+        pairs = zip_longest(training.outputs, theirs)
+        self.graph.outputs = [_choice("", *pair) for pair in pairs]
+
+    def _with_merges(self, order: list[Operation]) -> Iterator[Operation]:
+        """Yields the operations, and each merge as soon as both of its values exist."""
+        waiting, missing = list(self._merges.values()), set(self._sources)
+        for operation in [None, *order]:
+            if operation is not None:
+                yield operation
+                missing.discard(operation.result)
+            for merge in [each for each in waiting if missing.isdisjoint(each.inputs())]:
+                waiting.remove(merge)
+                yield replace(merge, call=(operation or order[0]).call)
         assert not waiting
+
+
+def _uses(mode: Mode | None, arguments: Any) -> Iterator[tuple[Mode, Value]]:
+    """Yields the values among an operation's arguments that are used in one mode only, each with the mode."""
+    if mode is not None:
+        yield from ((mode, value) for value in inputs_of(arguments))
+    for leaf in tree_leaves(arguments, is_leaf=lambda leaf: isinstance(leaf, Choice)):
+        if isinstance(leaf, Choice):
+            yield from ((Mode(leaf.path, True), value) for value in inputs_of(leaf.training))
+            yield from ((Mode(leaf.path, False), value) for value in inputs_of(leaf.evaluation))
+
+
+def _choice(path: str, ours: Any, theirs: Any) -> Any:
+    """Returns what is one thing in training mode and another in evaluation mode."""
+    same = ours is theirs or (type(ours) is type(theirs) and ours == theirs)
+    return ours if same else Choice(path, ours, theirs)
+
+
+def _computed(graph: Graph) -> dict[str, list[tuple[str, str]]]:
+    """Returns what each call of a module computes, in order: the innermost call and the function of each operation."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for operation in graph.operations:
+        for call in operation.call.around():
+            found.setdefault(call.key, []).append((operation.call.key, str(operation.function)))
+    return found
 
 
 def _all_arguments(operation: Operation) -> dict[str, Any]:
     """Returns the arguments of an operator by name, with defaults."""
-    if operation.schema is None:
-        raise _different(operation)
     defaults = {each.name: each.default_value for each in operation.declared() if each.has_default_value()}
     return {**defaults, **{argument.name: value for argument, value in operation.given()}}
 
@@ -179,7 +245,7 @@ def _aligned(ours: list[Operation], theirs: list[Operation]) -> Iterator[tuple[O
     """Yields pairs of corresponding operations, and the others alone."""
 
     def keys(operations: list[Operation]) -> list[tuple[str, str, str]]:
-        return [(*each.call, str(each.function)) for each in operations]
+        return [(each.call.key, each.call.path, str(each.function)) for each in operations]
 
     matcher = SequenceMatcher(None, keys(ours), keys(theirs), autojunk=False)
     for tag, first, last, other_first, other_last in matcher.get_opcodes():
@@ -188,10 +254,3 @@ def _aligned(ours: list[Operation], theirs: list[Operation]) -> Iterator[tuple[O
             continue
         yield from ((each, None) for each in ours[first:last])
         yield from ((None, each) for each in theirs[other_first:other_last])
-
-
-def _different(where: Operation) -> NotImplementedError:
-    return NotImplementedError(
-        f"'{where.call.path or 'the model itself'}' computes {where.function} from other values in evaluation mode than in "
-        "training mode"
-    )

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from gpipe.exported.tensors import is_inside
+from gpipe.exported.trial import unchanged
 
 __all__ = ["OPERATOR", "kept_whole", "run_whole", "whole_modules"]
 
@@ -82,7 +83,6 @@ def _outputs(
 ) -> dict[nn.Module, list[Any]]:
     """Returns what each module returns, call by call."""
     found: dict[nn.Module, list[Any]] = {each: [] for each in whole}
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
 
     def record(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         batch = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
@@ -96,10 +96,8 @@ def _outputs(
 
     hooks = [each.register_forward_hook(record, with_kwargs=True) for each in whole]
     try:
-        with torch.no_grad(), torch.random.fork_rng():
+        with unchanged(module):
             module(*args, **kwargs)
-            for buffer, value in buffers:
-                buffer.copy_(value)
     finally:
         for hook in hooks:
             hook.remove()

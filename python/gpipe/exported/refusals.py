@@ -13,17 +13,23 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import function
 
-from gpipe.exported.graph import Graph
+from gpipe.exported.graph import Graph, Value
+from gpipe.exported.routes import same_size
 from gpipe.exported.tensors import is_inside
 from gpipe.generators import GeneratorState
 
-__all__ = ["guards_of", "nothing_lost", "refuse_hooks"]
+__all__ = ["check_outputs", "guards_of", "nothing_lost", "refuse_modules", "replaced"]
 
 
-def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
-    """Raises ValueError for a module with a hook, except inside the modules at some paths. A hook runs while the model is
-    exported, but would not run later."""
+def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
+    """Raises ValueError for a module that TorchScript has compiled, and for one with a hook, except inside the modules
+    at some paths. A hook runs while the model is exported, but would not run later."""
     for path, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled "
+                "from"
+            )
         if is_inside(path, whole):
             continue
         hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
@@ -35,6 +41,23 @@ def refuse_hooks(module: nn.Module, whole: Iterable[str]) -> None:
                     f"cannot convert the model: '{path}' ({type(each).__name__}) has a hook, which the layers would not "
                     "run; remove it, or register it on a layer of the sequence"
                 )
+
+
+def check_outputs(graph: Graph) -> None:
+    """Raises NotImplementedError for an output that the outputs of micro-batches cannot be joined to."""
+    batch = [value.example.shape[0] for value in graph.inputs if value is not None]
+    for number, output in enumerate(graph.outputs):
+        if output is None:
+            continue
+        where = f"output {number} of {len(graph.outputs)}"
+        if not isinstance(output, Value) or not output.is_tensor:
+            raise NotImplementedError(f"{where} is not a tensor; leave it out")
+        shape = output.example.shape
+        if not shape or not any(same_size(shape[0], size) for size in batch):
+            raise NotImplementedError(
+                f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
+                "leave it out"
+            )
 
 
 def guards_of(graph: Graph) -> list[str]:
@@ -80,18 +103,22 @@ def nothing_lost() -> Iterator[None]:
     with suppress(ImportError):
         importlib.import_module("numpy.random")  # else the export may import it, which would look like a draw
     before = GeneratorState()
-    with _replaced(function, "_is_setup_context_defined", checked_apply):
-        with _replaced(Tensor, "register_hook", checked_hook):
+    with replaced(function, "_is_setup_context_defined", checked_apply):
+        with replaced(Tensor, "register_hook", checked_hook):
             yield
     if GeneratorState() != before:
         raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    original = owner.__dict__[name]
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of an object for a block. Before, the object may inherit it or lack it."""
+    own, before = name in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, original)
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)

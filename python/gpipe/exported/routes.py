@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from gpipe.exported.division import Block
-from gpipe.exported.graph import Graph, Operation, Value, inputs_of, map_values
+from gpipe.exported.division import Block, owners_of_memory
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, map_values
 
 __all__ = ["Route", "route", "same_size"]
 
@@ -26,7 +26,7 @@ class Route:
     leaving: list[Value] = field(default_factory=list)
     """The activation that leaves."""
     pops: list[tuple[str, Value]] = field(default_factory=list)
-    stashes: list[tuple[str, Value]] = field(default_factory=list)
+    stashes: list[tuple[str, Value | Choice]] = field(default_factory=list)
     owned: list[Value] = field(default_factory=list)
     """Parameters, buffers and constants."""
 
@@ -39,8 +39,7 @@ def route(graph: Graph, blocks: list[Block]) -> list[Route]:
     that uses it. Sizes are read off tensors that a layer gets anyway. If there are
     none, the layer gets the tensor that has the size.
 
-    Raises:
-        NotImplementedError: for a value that exists in one mode only and is used by another layer.
+    A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
     """
     return _Routes(graph, blocks).routes
 
@@ -52,6 +51,7 @@ class _Routes:
         self._source: dict[Value, int] = {}  # the layer that has a value first
         self._operation: dict[Value, Operation] = {}
         self._tensors = set(graph.tensors.values())
+        self._owners = owners_of_memory(graph)
         for value in graph.inputs:
             if value is not None:
                 self._source[value] = 0
@@ -70,6 +70,11 @@ class _Routes:
 
     def operation(self, value: Value) -> Operation:
         return self._operation[value]
+
+    def mode(self, value: Value) -> Mode | None:
+        """Returns the only mode in which a value exists."""
+        operation = self._operation.get(value)
+        return None if operation is None else operation.mode
 
     def _needed_tensors(self, index: int) -> dict[Value, None]:
         """Returns the tensors that a layer uses and does not compute, in the order of use."""
@@ -93,24 +98,30 @@ class _Routes:
                 holders.setdefault(value, [self._source[value]]).append(index)
         skips: Counter[tuple[int, int]] = Counter()  # by their layers
         for value, layers in holders.items():
-            operation = self._operation.get(value)
-            if operation is not None and operation.training is not None and not self._is_total(value):
-                raise NotImplementedError(f"'{operation.call.path}' computes a value in one mode only, which others use")
+            mode = self.mode(value)
             for giver, taker in itertools.pairwise(layers):
-                if taker == giver + 1:
-                    self.routes[giver].leaving.append(value)
+                sent = self._copied(value, giver) if giver == layers[0] and self._is_buffer(value) else value
+                if taker == giver + 1 and mode is None:
+                    self.routes[giver].leaving.append(sent)
                     self.routes[taker].arriving.append(value)
                     continue
                 skips[giver, taker] += 1
                 name = f"{self.routes[giver].name} -> {self.routes[taker].name}"
                 name += f" ({skips[giver, taker]})" if skips[giver, taker] > 1 else ""
-                self.routes[giver].stashes.append((name, value))
+                self.routes[giver].stashes.append((name, sent if mode is None else mode.only(sent)))
                 self.routes[taker].pops.append((name, value))
 
-    def _is_total(self, value: Value) -> bool:
-        """Returns whether a value that is computed in one mode has an alias in the other."""
-        computed = [each for each in self.routes[self._source[value]].operations if each.result is value]
-        return len(computed) > 1
+    def _is_buffer(self, value: Value) -> bool:
+        """Returns whether a value shares the memory of a buffer or constant."""
+        return value in self._owners and not self._owners[value].is_parameter
+
+    def _copied(self, value: Value, index: int) -> Value:
+        """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
+        copy = Value(f"_copy_of_{value.name}", value.example)
+        mode = self.mode(value)
+        call = Call("", "") if value in self._tensors else self._operation[value].call
+        self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, call, mode))
+        return copy
 
 
 class _Numbers:
@@ -143,6 +154,8 @@ class _Numbers:
         if not isinstance(number.example, torch.SymInt):
             return None
         for tensor in self._needed:
+            if self._routes.mode(tensor) not in (None, self._routes.mode(number)):
+                continue
             for dimension, size in enumerate(tensor.example.shape):
                 if same_size(size, number.example):
                     return self._add(torch.ops.aten.sym_size.int, (tensor, dimension), number)
@@ -159,8 +172,8 @@ class _Numbers:
 
     def _add(self, function: Any, args: Any, number: Value, kwargs: dict[str, Any] | None = None) -> Value:
         result = Value(f"{number.name}_in_{self._index}", number.example)
-        call = self._routes.operation(number).call
-        self._added.append(Operation(result, function, tuple(args), kwargs or {}, call))
+        original = self._routes.operation(number)
+        self._added.append(Operation(result, function, tuple(args), kwargs or {}, original.call, original.mode))
         return result
 
 

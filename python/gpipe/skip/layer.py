@@ -80,6 +80,10 @@ class Skippable(nn.Module):
         """Returns the names that the layer pops, each with its namespace."""
         return ((self.namespace_of(name), name) for name in sorted(self.poppable_names))
 
+    def name_in_messages(self, key: str) -> str:
+        """Returns the name that messages show for the module. ``key`` is its name in the model."""
+        return key
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward
         return run_forward(self, lambda: forward(*args, **kwargs))

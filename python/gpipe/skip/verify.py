@@ -12,10 +12,11 @@ from gpipe.skip.namespace import native_keys
 
 
 def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]]:
-    """Yields the skippable modules among a layer and its submodules, each with its path. ``name`` is the layer's."""
+    """Yields the skippable modules among a layer and its submodules, each with its name in messages. ``name`` is the
+    layer's."""
     for path, module in layer.named_modules():
         if isinstance(module, Skippable):
-            yield (f"{name}.{path}" if path else name), module
+            yield module.name_in_messages(f"{name}.{path}" if path else name), module
 
 
 def verify_skippables(module: nn.Sequential) -> None:

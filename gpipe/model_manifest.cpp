@@ -1,4 +1,4 @@
-#include "gpipe/ranks/model_manifest.h"
+#include "gpipe/model_manifest.h"
 
 #include <torch/headeronly/version.h>
 
@@ -8,6 +8,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/schedule/generators.h"
+#include "gpipe/version.h"
 
 namespace gpipe {
 namespace {
@@ -38,7 +39,7 @@ Manifest manifest_of(const std::vector<Stage>& stages, const std::vector<Edge>& 
   const auto add = [&](const std::string& name, const auto& value) {
     manifest.emplace_back(name, absl::StrCat(value));
   };
-  add("gpipe's version", GPIPE_VERSION);
+  add("gpipe's version", version());
   add("torch's version", TORCH_VERSION);
   std::vector<std::size_t> balance;
   for (const auto& stage : stages) balance.push_back(stage.layers.size());

@@ -1,9 +1,21 @@
-#include "gpipe/ranks/parcel_edges.h"
+#include "gpipe/parcel_edges.h"
 
 #include <stdexcept>
 #include <utility>
 
 namespace gpipe {
+namespace {
+
+// The same memory, whose end the counter learns of on any thread.
+std::shared_ptr<const void> counted(std::shared_ptr<const void> owner, std::shared_ptr<ByteCounter> counter) {
+  const auto* memory = owner.get();
+  return {memory, [owner = std::move(owner), counter = std::move(counter)](const void*) mutable {
+            const AllocationListener::Scope counting(counter);
+            owner.reset();
+          }};
+}
+
+}  // namespace
 
 Outgoing ParcelEdges::take_off(const Action& action, const std::vector<int>& edges) {
   std::vector<Parcel> parcels;
@@ -17,7 +29,9 @@ Outgoing ParcelEdges::take_off(const Action& action, const std::vector<int>& edg
       parcel.add(std::move(gradient), /*gradient_wanted=*/false);
     }
   }
-  return to_message(std::move(parcels), rank_, codec_);
+  auto message = to_message(std::move(parcels), rank_, codec_);
+  if (counter_) message.owner = counted(std::move(message.owner), counter_);
+  return message;
 }
 
 void ParcelEdges::put_on(const Action& action, const std::vector<int>& edges, std::unique_ptr<Incoming> message) {

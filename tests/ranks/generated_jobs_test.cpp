@@ -1,0 +1,138 @@
+// Generated jobs of several ranks in one process, on a network with random delays and faults.
+
+#include <gtest/gtest.h>
+
+#include <deque>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "tests/gpipe/random_cases.h"
+#include "tests/ranks/fake_rank.h"
+
+namespace gpipe {
+namespace {
+
+using testing::Cause;
+using testing::Causes;
+using testing::FakeNetwork;
+using testing::FakeRank;
+using testing::generate;
+using testing::GeneratedJob;
+using testing::RankFault;
+
+constexpr int kJobs = 300;
+
+const std::vector<std::string> kFaults = {"no fault", "late", "throw", "death", "stop"};
+
+RankFault draw_fault(std::mt19937_64& random, const GeneratedJob& job) {
+  RankFault fault;
+  const int kind = draw(random, 0, 9);
+  if (kind < 4) return fault;
+  fault.kind = kind < 5   ? RankFault::kLate
+               : kind < 7 ? RankFault::kThrow
+               : kind < 9 ? RankFault::kDeath
+                          : RankFault::kStop;
+  fault.rank = draw(random, 0, job.size() - 1);
+  fault.call = draw(random, 0, static_cast<int>(job.calls.size()));
+  if (fault.call == job.calls.size() || draw(random, 0, 3) == 0) return fault;
+  int worker = 0;
+  do worker = draw(random, 0, job.workers() - 1);
+  while (job.ranks[worker] != fault.rank);
+  const auto& list = job.programs[job.calls[fault.call].program].program.schedule()[worker];
+  fault.action = list[draw(random, 0, static_cast<int>(list.size()) - 1)];
+  return fault;
+}
+
+GeneratedJob generate_job(std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  GeneratedJob job;
+  job.seed = seed;
+  for (const int programs = draw(random, 1, 2); static_cast<int>(job.programs.size()) < programs;) {
+    auto generated = generate(random);
+    const int workers = generated.program.workers();
+    if (workers == 1 || (!job.programs.empty() && workers != job.programs.front().program.workers())) continue;
+    job.programs.push_back(std::move(generated));
+  }
+  for (const auto& generated : job.programs) job.references.push_back(testing::reference(generated.program));
+  const int workers = job.programs.front().program.workers();
+  job.ranks = ranks_of_workers(workers, draw(random, 2, workers));
+  for (int calls = draw(random, 1, 4); calls > 0; --calls) {
+    auto& call = job.calls.emplace_back();
+    call.program = draw(random, 0, static_cast<int>(job.programs.size()) - 1);
+    call.in_parts = job.programs[call.program].program.two_phase() && draw(random, 0, 1) == 0;
+    call.sizes = draw(random, 0, 1);
+  }
+  job.large_pieces = draw(random, 0, 7) == 0;
+  job.fault = draw_fault(random, job);
+  return job;
+}
+
+std::string describe(const GeneratedJob& job) {
+  std::string text = "seed " + std::to_string(job.seed) + ": " + kFaults[job.fault.kind];
+  if (job.fault.kind != RankFault::kNone) {
+    text += " of rank " + std::to_string(job.fault.rank) + " in call " + std::to_string(job.fault.call);
+    if (job.fault.action) text += ", " + to_string(*job.fault.action);
+  }
+  text += "; " + std::to_string(job.calls.size()) + " calls; ranks of the workers:";
+  for (const int rank : job.ranks) text += " " + std::to_string(rank);
+  for (const auto& program : job.programs) text += "\n" + describe(program);
+  return text;
+}
+
+/// Expects that the first cause is the job's fault.
+void expect_cause(const RankFault& fault, const Cause& cause) {
+  switch (fault.kind) {
+    case RankFault::kNone:
+    case RankFault::kLate:
+      ADD_FAILURE() << "nothing should fail";
+      return;
+    case RankFault::kThrow:
+      EXPECT_EQ(cause.kind, Cause::kThrown);
+      EXPECT_EQ(cause.rank, fault.rank);
+      return;
+    case RankFault::kDeath:
+      EXPECT_EQ(cause.kind, Cause::kLost);
+      EXPECT_EQ(cause.rank, fault.rank);
+      return;
+    case RankFault::kStop:
+      EXPECT_EQ(cause.kind, Cause::kTimedOut);
+      EXPECT_GE(cause.rank, 0);
+  }
+}
+
+void run(const GeneratedJob& job) {
+  FakeNetwork network(job.size(), job.seed, std::chrono::microseconds(200));
+  Causes causes;
+  std::deque<FakeRank> ranks;
+  std::vector<std::thread> threads;
+  for (int r = 0; r < job.size(); ++r) ranks.emplace_back(job, r, network, causes);
+  for (auto& rank : ranks) threads.emplace_back([&rank] { rank.run(); });
+  for (auto& thread : threads) thread.join();
+  const bool fails = job.fault.kind > RankFault::kLate;
+  for (int r = 0; r < job.size(); ++r) EXPECT_EQ(ranks[r].failed(), fails) << "rank " << r;
+  const auto first = causes.first();
+  ASSERT_EQ(first.has_value(), fails) << first->text;
+  if (first) expect_cause(job.fault, *first);
+}
+
+TEST(GeneratedJobs, EqualTheReferenceOrEndWithTheFault) {
+  const auto seeds = seeds_from_environment(kJobs);
+  Counts counts;
+  for (auto seed = seeds.first; seed < seeds.first + seeds.count; ++seed) {
+    const auto job = generate_job(seed);
+    run(job);
+    ASSERT_FALSE(HasFailure()) << describe(job);
+    for (const auto& program : job.programs) ++counts[program.schedule];
+    ++counts[kFaults[job.fault.kind]];
+    ++counts[std::to_string(job.size()) + " ranks"];
+  }
+  print(seeds, counts);
+  if (seeds.count < kJobs) return;
+  for (const auto& fault : kFaults) EXPECT_GT(counts[fault], 0) << fault;
+  for (const auto& rule : schedule_rules()) EXPECT_GT(counts[std::string(rule.name)], 0) << rule.name;
+}
+
+}  // namespace
+}  // namespace gpipe

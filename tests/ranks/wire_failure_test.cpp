@@ -1,0 +1,175 @@
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <optional>
+#include <thread>
+
+#include "gpipe/ranks/wire.h"
+#include "tests/ranks/wires.h"
+
+namespace gpipe {
+namespace {
+
+using testing::allocate;
+using testing::FakeNetwork;
+using ::testing::HasSubstr;
+using testing::kChanged;
+using testing::kFirstTag;
+using testing::kHeaders;
+using testing::kLarge;
+using testing::kLongLimit;
+using testing::kShortLimit;
+using testing::message;
+using testing::Wire;
+
+/// What stands before each message.
+struct Header {
+  std::uint64_t magic = 0x6770697065000001;
+  std::uint64_t sequence = 0;
+  std::uint64_t label = 0;
+  std::uint64_t layout_bytes = 3;
+  std::uint64_t values_bytes = 0;
+};
+
+/// Expects that receiving a message throws an error with each of the words.
+void expect_error(const std::function<void()>& receive, const std::vector<std::string>& words) {
+  try {
+    receive();
+    ADD_FAILURE() << "no error";
+  } catch (const ConnectionError& error) {
+    ADD_FAILURE() << error.what();
+  } catch (const std::runtime_error& error) {
+    for (const auto& word : words) EXPECT_THAT(error.what(), HasSubstr(word));
+  }
+}
+
+TEST(WireFailure, RefusesAnotherLabel) {
+  Wire wire;
+  wire.expect(1);
+  wire.sender->send(wire.remembered_by_sender[0], 0xabc, message({"", ""}));
+  expect_error([&] { wire.receiver.receive(0xdef); }, {"rank 0 sent message 0 with label abc", "label def was due"});
+  wire.network.of(1).close();
+}
+
+/// Receives what is sent by hand: a header, then a layout with values.
+void expect_refused(Header header, const std::string& layout_and_values, const std::vector<std::string>& words) {
+  FakeNetwork network(2);
+  WireReceiver receiver(network.of(1), 0, kFirstTag, kLongLimit, allocate);
+  Remembered remembered;
+  receiver.expect({&remembered});
+  const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
+  const auto second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
+  expect_error([&] { receiver.receive(0); }, words);
+  EXPECT_FALSE(remembered.known);
+  network.of(1).close();
+}
+
+TEST(WireFailure, RefusesMalformedMessages) {
+  const std::vector<std::string> due = {"rank 0 sent message", "message 0 with label 0 was due", "the same program"};
+  expect_refused({.magic = 1}, "0 0", due);
+  expect_refused({.sequence = 1}, "0 0", due);
+  expect_refused({.label = 1}, "0 0", due);
+  expect_refused({.layout_bytes = 1 << 21}, "0 0", {"announced a layout of 2097152 bytes"});
+  expect_refused({.layout_bytes = ~std::uint64_t{0}}, "0 0", {"announced a layout"});
+  expect_refused({.values_bytes = 1 << 21}, "0 0", {"with 2097152 bytes of values"});
+  expect_refused({.values_bytes = 1}, "0 0!", {"1 bytes of values, but the layout has 0"});
+  expect_refused({}, "5 0", {"0 bytes of values, but the layout has 5"});
+  expect_refused({}, "bad", {"the layout is malformed: bad"});
+  expect_refused({.layout_bytes = 0}, "0 0", {"message 0 without a layout"});
+}
+
+TEST(WireFailure, IsRousedByAClose) {
+  for (const int closes : {0, 1}) {
+    Wire wire;
+    wire.expect(2);
+    std::jthread closer([&] { wire.network.of(closes).close(); });
+    EXPECT_THROW(wire.receive(0), ConnectionError);
+    closer.join();
+    EXPECT_THROW(wire.receive(1), ConnectionError);
+    EXPECT_THROW(wire.send(0, {"", ""}), ConnectionError);
+  }
+}
+
+TEST(WireFailure, TellsOfALostConnectionWhenItReceives) {
+  Wire wire;
+  wire.network.of(0).close();
+  EXPECT_NO_THROW(wire.expect(2));
+  EXPECT_THROW(wire.receive(0), ConnectionError);
+}
+
+TEST(WireFailure, EndsWithUndeliveredMessagesAfterAClose) {
+  Wire wire;
+  wire.expect(5);
+  auto large = message({"", std::string(kLarge, 'x')});
+  const std::weak_ptr<const void> owner = large.owner;
+  wire.sender->send(wire.remembered_by_sender[0], 0, std::move(large));
+  for (int i = 1; i < 5; ++i) wire.send(i, {"", "x"});
+  wire.network.of(1).close();
+  wire.sender.reset();
+  EXPECT_TRUE(owner.expired());
+}
+
+[[noreturn]] void send_until_it_throws(WireSender& sender) {
+  for (Remembered remembered;; std::this_thread::yield()) sender.send(remembered, 1, message({""}));
+}
+
+TEST(WireFailure, KeepsMemoryAfterATimeOutUntilTheConnectionsAreClosed) {
+  FakeNetwork network(2);
+  std::optional<WireSender> sender(std::in_place, network.of(0), 1, kFirstTag, kShortLimit);
+  Remembered by_sender;
+  auto large = message({"", std::string(kLarge, 'x')});
+  const std::weak_ptr<const void> owner = large.owner;
+  sender->send(by_sender, 0, std::move(large));
+  EXPECT_THROW(send_until_it_throws(*sender), TimeoutError);
+  EXPECT_FALSE(owner.expired());
+  network.of(0).close();
+  sender.reset();
+  EXPECT_TRUE(owner.expired());
+}
+
+TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
+  const std::string layout_and_values = "2 3ab";
+  const std::string piece = "xyz";
+  for (const bool piece_comes : {false, true}) {
+    FakeNetwork network(2);
+    WireReceiver receiver(network.of(1), 0, kFirstTag, kShortLimit, allocate);
+    Remembered remembered;
+    receiver.expect({&remembered});
+    Header header{.values_bytes = 2};
+    const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
+    std::unique_ptr<Transfer> second;
+    if (piece_comes) second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
+    EXPECT_THROW(receiver.receive(0), TimeoutError);
+    const auto late = network.of(0).send(1, kChanged, std::as_bytes(std::span(piece)));
+    late->wait(kLongLimit);
+    network.of(1).close();
+  }
+}
+
+/// Connections that lose every message.
+class LosingConnections : public Connections {
+ public:
+  std::unique_ptr<Transfer> send(int /*rank*/, int /*tag*/, std::span<const std::byte> /*bytes*/) override {
+    struct Lost : Transfer {
+      void wait(std::chrono::milliseconds /*limit*/) override { throw TimeoutError("lost"); }
+    };
+    return std::make_unique<Lost>();
+  }
+  std::unique_ptr<Transfer> receive(int /*rank*/, int /*tag*/, std::span<std::byte> /*bytes*/) override {
+    throw std::logic_error("nothing receives");
+  }
+  void close() noexcept override {}
+};
+
+TEST(WireFailure, ReportsTheErrorOfAnEarlierMessage) {
+  LosingConnections connections;
+  WireSender sender(connections, 1, kFirstTag, kLongLimit);
+  Remembered remembered;
+  EXPECT_NO_THROW(sender.send(remembered, 0, message({"", ""})));
+  EXPECT_THROW(send_until_it_throws(sender), TimeoutError);
+  EXPECT_THROW(sender.send(remembered, 0, message({"", ""})), TimeoutError);
+}
+
+}  // namespace
+}  // namespace gpipe

@@ -1,0 +1,205 @@
+#include "gpipe/ranks/wire.h"
+
+#include <gtest/gtest.h>
+
+#include <array>
+#include <random>
+#include <thread>
+
+#include "tests/gpipe/random_cases.h"
+#include "tests/ranks/wires.h"
+
+namespace gpipe {
+namespace {
+
+using testing::allocate;
+using testing::kChanged;
+using testing::kHeaders;
+using testing::kLarge;
+using testing::kPieces;
+using testing::message;
+using testing::Strings;
+using testing::Wire;
+
+/// Messages with sizes of every kind.
+std::vector<Strings> contents() {
+  return {
+      {"values", "small", ""},
+      {"values", std::string(kLarge, 'x'), "", "tail"},
+      {""},
+      {"values without pieces"},
+      {"", "", ""},
+      {"", std::string(kLarge, 'y'), std::string(kLarge + 1, 'z')},
+      {"other values", "longer pieces, but small"},
+  };
+}
+
+/// The same sizes, other bytes.
+Strings altered(Strings strings) {
+  for (auto& string : strings) {
+    for (auto& letter : string) letter = static_cast<char>(letter + 1);
+  }
+  return strings;
+}
+
+TEST(Wire, CarriesAnyMessageAfterAnyOther) {
+  for (const auto& first : contents()) {
+    for (const auto& second : contents()) {
+      Wire wire;
+      for (const auto& content : {first, altered(first), second, altered(second), first}) {
+        wire.expect(1);
+        wire.send(0, content);
+        EXPECT_EQ(wire.receive(0), content);
+      }
+    }
+  }
+}
+
+TEST(Wire, CarriesManyMessagesInOrder) {
+  Wire wire(/*seed=*/3);
+  for (int call = 0; call < 3; ++call) {
+    wire.expect(20);
+    for (int i = 0; i < 20; ++i) wire.send(i, {"message " + std::to_string(i % 10), std::to_string(call)});
+    for (int i = 0; i < 20; ++i) {
+      EXPECT_EQ(wire.receive(i), (Strings{"message " + std::to_string(i % 10), std::to_string(call)}));
+    }
+  }
+}
+
+TEST(Wire, SendsALayoutOnlyWhenItChanges) {
+  Wire wire;
+  const auto carry = [&](const Strings& content) {
+    const auto sends = [&] {
+      return std::array{wire.network.sends(0, 1, kHeaders), wire.network.sends(0, 1, kPieces),
+                        wire.network.sends(0, 1, kChanged)};
+    };
+    const auto before = sends();
+    wire.expect(1);
+    wire.send(0, content);
+    wire.receive(0);
+    auto after = sends();
+    for (int i = 0; i < 3; ++i) after[i] -= before[i];
+    return after;
+  };
+  const Strings small = {"values", "a piece", "another"};
+  const Strings large = {"values", std::string(kLarge, 'x'), "", "y"};
+  EXPECT_EQ(carry(small), (std::array{1, 0, 3}));
+  EXPECT_EQ(carry(small), (std::array{1, 0, 0}));
+  EXPECT_EQ(carry(large), (std::array{1, 0, 3}));
+  EXPECT_EQ(carry(large), (std::array{1, 2, 0}));
+  EXPECT_EQ(carry(small), (std::array{1, 2, 3}));  // completes the receives for the large one
+}
+
+TEST(Wire, PostsMemoryAheadWithinBounds) {
+  int messages = 0;
+  Wire wire(0, [&](std::string_view layout) {
+    ++messages;
+    return allocate(layout);
+  });
+  const auto carry = [&](const Strings& content) {
+    for (int i = 0; i < 10; ++i) {
+      wire.send(i, content);
+      wire.receive(i);
+    }
+  };
+  wire.expect(10);
+  EXPECT_EQ(wire.network.open_receives(0, 1, kHeaders), 10);
+  carry({"", std::string(2 * kLarge, 'x')});
+  messages = 0;
+  wire.expect(10);
+  EXPECT_EQ(wire.network.open_receives(0, 1, kHeaders), 3);
+  EXPECT_EQ(wire.network.open_receives(0, 1, kPieces), 3);
+  EXPECT_EQ(messages, 3);
+  carry({"", std::string(kLarge / 2, 'x')});
+  wire.expect(10);
+  EXPECT_EQ(wire.network.open_receives(0, 1, kHeaders), 7);  // about a megabyte
+  carry({"", "x"});
+  wire.expect(10);
+  EXPECT_EQ(wire.network.open_receives(0, 1, kHeaders), 10);
+  carry({"", "x"});
+}
+
+TEST(Wire, KeepsAnOwnerUntilDelivery) {
+  Wire wire;
+  wire.expect(2);
+  std::vector<std::weak_ptr<const void>> owners;
+  for (int i = 0; i < 2; ++i) {
+    auto large = message({"", std::string(kLarge, 'x')});
+    owners.push_back(large.owner);
+    wire.sender->send(wire.remembered_by_sender[i], i, std::move(large));
+    EXPECT_FALSE(owners.back().expired());
+  }
+  wire.receive(0);
+  EXPECT_FALSE(owners[1].expired());
+  wire.receive(1);
+  wire.sender.reset();
+  for (const auto& owner : owners) EXPECT_TRUE(owner.expired());
+}
+
+TEST(Wire, FreesTheOwnerOfASmallMessageAtOnce) {
+  Wire wire;
+  wire.expect(1);
+  wire.send(0, {"", "small"});
+  wire.receive(0);
+  wire.expect(1);
+  auto small = message({"", "again"});
+  const std::weak_ptr<const void> owner = small.owner;
+  wire.sender->send(wire.remembered_by_sender[0], 0, std::move(small));
+  EXPECT_TRUE(owner.expired());
+  wire.receive(0);
+}
+
+TEST(Wire, IsEmptiedBeforeItsSenderEnds) {
+  Wire wire;
+  wire.expect(3);
+  for (int i = 0; i < 3; ++i) wire.send(i, {"", std::string(kLarge, 'x')});
+  std::jthread receiver([&] {
+    for (int i = 0; i < 3; ++i) EXPECT_EQ(wire.receive(i), (Strings{"", std::string(kLarge, 'x')}));
+  });
+  wire.sender->finish();
+  wire.sender.reset();
+  receiver.join();
+}
+
+/// Several calls of random messages in one direction, some as in the call before. Each end on its own thread.
+void carry_random_messages(std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  const auto all = contents();
+  std::vector<std::vector<Strings>> calls;
+  for (int call = draw(random, 1, 4); call > 0; --call) {
+    auto& messages = calls.emplace_back();
+    for (int i = 0; i < 12; ++i) {
+      const bool repeats = calls.size() > 1 && draw(random, 0, 2) > 0;
+      messages.push_back(repeats ? altered(calls[calls.size() - 2][i])
+                                 : all[draw(random, 0, static_cast<int>(all.size()) - 1)]);
+    }
+  }
+  Wire wire(seed);
+  wire.remembered_by_sender.resize(12);
+  std::jthread sender([&] {
+    for (const auto& messages : calls) {
+      for (int i = 0; i < 12; ++i) {
+        wire.sender->send(wire.remembered_by_sender[i], i, message(messages[i]));
+      }
+    }
+  });
+  for (const auto& messages : calls) {
+    wire.remembered_by_receiver.resize(12);
+    std::vector<Remembered*> expected;
+    for (auto& it : wire.remembered_by_receiver) expected.push_back(&it);
+    wire.receiver.expect(std::move(expected));
+    for (int i = 0; i < 12; ++i) EXPECT_EQ(wire.receive(i), messages[i]);
+  }
+  sender.join();
+}
+
+TEST(Wire, CarriesRandomMessagesUnderDelays) {
+  const auto seeds = seeds_from_environment(20);
+  for (auto seed = seeds.first; seed < seeds.first + seeds.count && !HasFailure(); ++seed) {
+    SCOPED_TRACE("seed " + std::to_string(seed));
+    carry_random_messages(seed);
+  }
+}
+
+}  // namespace
+}  // namespace gpipe
