@@ -133,6 +133,16 @@ void FailureBoard::report_loss(int lost) noexcept {
   report("rank " + std::to_string(lost) + " was lost: its process has ended, or the network has failed");
 }
 
+void FailureBoard::report_no_connection(int size, const std::string& error) noexcept {
+  store_.post([](c10d::Store& store) { store.set(kQuestion, ""); });
+  std::string silent;
+  for (int r = 0; r < size; ++r) {
+    if (r != rank_ && answer_of(r).empty()) silent += (silent.empty() ? "rank " : ", rank ") + std::to_string(r);
+  }
+  report("rank " + std::to_string(rank_) +
+         " cannot connect to the others: " + (silent.empty() ? error : silent + " does not answer"));
+}
+
 void FailureBoard::await_others(int size) noexcept {
   const auto end = std::chrono::steady_clock::now() + kGather;
   for (int r = 0; r < size; ++r) {

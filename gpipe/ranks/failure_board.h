@@ -39,6 +39,9 @@ class FailureBoard {
   /// reported.
   void report_loss(int lost) noexcept;
 
+  /// Reports that this rank could not connect to the others, with `error`. The cause names the ranks that do not answer.
+  void report_no_connection(int size, const std::string& error) noexcept;
+
   /// Waits until all ranks know the failure of one, for at most a short time.
   void await_others(int size) noexcept;
 
