@@ -2,21 +2,23 @@
 
 #include <charconv>
 #include <chrono>
-#include <exception>
 #include <set>
 #include <stdexcept>
+#include <thread>
 #include <utility>
+
+#include "absl/base/thread_annotations.h"
+#include "gpipe/runtime/mutex.h"
 
 namespace gpipe {
 namespace {
 
-constexpr std::chrono::milliseconds kWatchInterval{200};
 constexpr std::chrono::milliseconds kPollInterval{10};
 /// How long a rank gives the others to say what they do, and to learn of a failure.
 constexpr std::chrono::milliseconds kGather{500};
 
-const std::string kFailure = "failure";
-const std::string kQuestion = "question";
+constexpr const char* kFailure = "failure";
+constexpr const char* kQuestion = "question";
 
 std::string answer_key(int rank) { return "answer/" + std::to_string(rank); }
 std::string knows_key(int rank) { return "knows/" + std::to_string(rank); }
@@ -31,100 +33,129 @@ int awaited_in(const std::string& answer) {
 
 }  // namespace
 
+/// Shared with the store's thread, which may outlive the board.
+struct FailureBoard::State {
+  State(int rank, Callbacks callbacks) : rank(rank), callbacks(std::move(callbacks)) {}
+
+  void set(const std::string& cause, bool is_own) {
+    {
+      MutexLock lock(mutex);
+      if (!failure.empty()) {  // the store's thread may have read this rank's own report
+        own = own || (is_own && failure == cause);
+        return;
+      }
+      failure = cause;
+      own = is_own;
+    }
+    MutexLock lock(calling);
+    if (!ended) callbacks.on_failure();
+  }
+
+  /// Looks for a failure and a question in the store.
+  void look(c10d::Store& store) {
+    if (answered && known) return;
+    if (!known && store.check({kFailure})) {
+      set(store.get_to_str(kFailure), /*is_own=*/false);
+      store.set(knows_key(rank), "");
+      known = true;
+    }
+    if (answered || !store.check({kQuestion})) return;
+    std::string answer;
+    {
+      MutexLock lock(calling);
+      if (!ended) answer = callbacks.activity();
+    }
+    store.set(answer_key(rank), answer);
+    answered = true;
+  }
+
+  const int rank;
+  const Callbacks callbacks;
+  bool known = false;  // this and the next: used only by the store's thread
+  bool answered = false;
+  Mutex mutex;
+  std::string failure ABSL_GUARDED_BY(mutex);
+  bool own ABSL_GUARDED_BY(mutex) = false;
+  Mutex calling;  // held during callbacks
+  bool ended ABSL_GUARDED_BY(calling) = false;
+};
+
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, Callbacks callbacks)
-    : store_(store), watched_(store->clone()), rank_(rank), callbacks_(std::move(callbacks)) {
-  watcher_ = std::thread([this] { watch(); });
-}
+    : rank_(rank),
+      state_(std::make_shared<State>(rank, std::move(callbacks))),
+      store_(store, [state = state_](c10d::Store& store) { state->look(store); }) {}
 
 FailureBoard::~FailureBoard() {
-  {
-    MutexLock lock(mutex_);
-    ending_ = true;
-  }
-  changed_.notify_all();
-  watcher_.join();
-}
-
-void FailureBoard::set(const std::string& cause, bool own) noexcept {
-  {
-    MutexLock lock(mutex_);
-    if (!failure_.empty()) {  // the watcher may have read this rank's own report
-      own_ = own_ || (own && failure_ == cause);
-      return;
-    }
-    failure_ = cause;
-    own_ = own;
-  }
-  changed_.notify_all();
-  callbacks_.on_failure();
-  try {
-    store_->set(knows_key(rank_), "");
-  } catch (const std::exception&) {  // the store's rank has ended
-  }
+  MutexLock lock(state_->calling);
+  state_->ended = true;
 }
 
 void FailureBoard::report(const std::string& cause) noexcept {
   if (!failure().empty()) return;
-  std::string first = cause;
-  try {
-    first = store_->compareSet(kFailure, "", cause);
-  } catch (const std::exception&) {  // the store's rank is gone; the others notice that too
-  }
-  set(first, first == cause);
+  const auto first = store_.ask([cause](c10d::Store& store) { return store.compareSet(kFailure, "", cause); });
+  // Without the store, the other ranks notice that the connections are closed.
+  state_->set(first.value_or(cause), first.value_or(cause) == cause);
+  store_.post([state = state_](c10d::Store& store) { state->look(store); });
 }
 
 void FailureBoard::report_wait(int awaited, const std::string& what) noexcept {
   int blamed = awaited;
   std::string answer;
-  try {
-    store_->set(kQuestion, "");
-    const auto end = std::chrono::steady_clock::now() + kGather;
-    for (std::set<int> seen{rank_, blamed};;) {
-      answer = answer_of(blamed, end);
-      const int next = awaited_in(answer);
-      if (next < 0) break;
-      if (!seen.insert(next).second) {
-        answer = "waits for rank " + answer;
-        break;
-      }
-      blamed = next;
+  store_.post([](c10d::Store& store) { store.set(kQuestion, ""); });
+  for (std::set<int> seen{rank_, blamed};;) {
+    answer = answer_of(blamed);
+    const int next = awaited_in(answer);
+    if (next < 0) break;
+    if (!seen.insert(next).second) {
+      answer = "waits for rank " + answer;
+      break;
     }
-  } catch (const std::exception&) {  // as in report()
+    blamed = next;
   }
   report("rank " + std::to_string(blamed) +
          (answer.empty() ? " is stopped or cut off" : " did not answer in time, it " + answer) + ": rank " +
          std::to_string(rank_) + " waited for " + what);
 }
 
-// What the rank does; empty if it does not say so before `end`.
-std::string FailureBoard::answer_of(int rank, std::chrono::steady_clock::time_point end) {
-  while (!store_->check({answer_key(rank)})) {
-    MutexLock lock(mutex_);
-    if (!failure_.empty() || std::chrono::steady_clock::now() > end) return "";
-    changed_.wait_for(mutex_, kPollInterval);
+// What the rank does; empty if it does not say so soon.
+std::string FailureBoard::answer_of(int rank) {
+  for (const auto end = std::chrono::steady_clock::now() + kGather; std::chrono::steady_clock::now() < end;) {
+    const auto answer = store_.ask([key = answer_key(rank)](c10d::Store& store) {
+      return store.check({key}) ? store.get_to_str(key) : std::string();
+    });
+    if (!answer || !answer->empty()) return answer.value_or("");
+    std::this_thread::sleep_for(kPollInterval);
   }
-  return store_->get_to_str(answer_key(rank));
+  return "";
 }
 
 void FailureBoard::report_loss(int lost) noexcept {
   report("rank " + std::to_string(lost) + " was lost: its process has ended, or the network has failed");
 }
 
+void FailureBoard::report_no_connection(int size, const std::string& error) noexcept {
+  store_.post([](c10d::Store& store) { store.set(kQuestion, ""); });
+  std::string silent;
+  for (int r = 0; r < size; ++r) {
+    if (r != rank_ && answer_of(r).empty()) silent += (silent.empty() ? "rank " : ", rank ") + std::to_string(r);
+  }
+  report("rank " + std::to_string(rank_) +
+         " cannot connect to the others: " + (silent.empty() ? error : silent + " does not answer"));
+}
+
 void FailureBoard::await_others(int size) noexcept {
-  try {
-    const auto end = std::chrono::steady_clock::now() + kGather;
-    for (int r = 0; r < size; ++r) {
-      while (!store_->check({knows_key(r)}) && std::chrono::steady_clock::now() < end) {
-        std::this_thread::sleep_for(kPollInterval);
-      }
+  const auto end = std::chrono::steady_clock::now() + kGather;
+  for (int r = 0; r < size; ++r) {
+    const auto knows = [key = knows_key(r)](c10d::Store& store) { return store.check({key}) ? "yes" : "no"; };
+    while (store_.ask(knows) == "no" && std::chrono::steady_clock::now() < end) {
+      std::this_thread::sleep_for(kPollInterval);
     }
-  } catch (const std::exception&) {  // as in report()
   }
 }
 
 std::string FailureBoard::failure() const {
-  MutexLock lock(mutex_);
-  return failure_;
+  MutexLock lock(state_->mutex);
+  return state_->failure;
 }
 
 void FailureBoard::check(const std::string& what) const {
@@ -132,27 +163,8 @@ void FailureBoard::check(const std::string& what) const {
 }
 
 bool FailureBoard::is_own() const {
-  MutexLock lock(mutex_);
-  return own_;
-}
-
-void FailureBoard::watch() {
-  for (bool answered = false;;) {
-    {
-      MutexLock lock(mutex_);
-      if (!ending_ && failure_.empty()) changed_.wait_for(mutex_, kWatchInterval);
-      if (ending_ || !failure_.empty()) return;
-    }
-    try {
-      if (watched_->check({kFailure})) set(watched_->get_to_str(kFailure), /*own=*/false);
-      if (!answered && watched_->check({kQuestion})) {
-        watched_->set(answer_key(rank_), callbacks_.activity());
-        answered = true;
-      }
-    } catch (const std::exception&) {  // the store is gone, as when its rank has ended; transfers will tell
-      return;
-    }
-  }
+  MutexLock lock(state_->mutex);
+  return state_->own;
 }
 
 }  // namespace gpipe

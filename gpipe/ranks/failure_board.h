@@ -2,17 +2,15 @@
 
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
-#include <chrono>
 #include <functional>
+#include <memory>
 #include <string>
-#include <thread>
 
-#include "absl/base/thread_annotations.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/ranks/store_thread.h"
 
 namespace gpipe {
 
-/// Tells all ranks of the first failure of any rank, through a store. A thread looks there five times per second.
+/// Tells all ranks of the first failure of any rank, through a store. Looks there five times per second.
 ///
 /// Thread safety: all functions may be called on any thread.
 /// Invariant: once set, the failure never changes, and is the same on all ranks that can reach the store.
@@ -25,6 +23,7 @@ class FailureBoard {
     std::function<std::string()> activity;
   };
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, Callbacks callbacks);
+  /// Callbacks have ended then.
   ~FailureBoard();
   FailureBoard(const FailureBoard&) = delete;
   FailureBoard& operator=(const FailureBoard&) = delete;
@@ -40,6 +39,9 @@ class FailureBoard {
   /// reported.
   void report_loss(int lost) noexcept;
 
+  /// Reports that this rank could not connect to the others, with `error`. The cause names the ranks that do not answer.
+  void report_no_connection(int size, const std::string& error) noexcept;
+
   /// Waits until all ranks know the failure of one, for at most a short time.
   void await_others(int size) noexcept;
 
@@ -51,20 +53,12 @@ class FailureBoard {
   bool is_own() const;
 
  private:
-  void set(const std::string& cause, bool own) noexcept;
-  std::string answer_of(int rank, std::chrono::steady_clock::time_point end);
-  void watch();
+  struct State;
+  std::string answer_of(int rank);
 
-  const c10::intrusive_ptr<c10d::Store> store_;
-  const c10::intrusive_ptr<c10d::Store> watched_;  // a connection of its own
   const int rank_;
-  const Callbacks callbacks_;
-  mutable Mutex mutex_;
-  CondVar changed_;
-  std::string failure_ ABSL_GUARDED_BY(mutex_);
-  bool own_ ABSL_GUARDED_BY(mutex_) = false;
-  bool ending_ ABSL_GUARDED_BY(mutex_) = false;
-  std::thread watcher_;
+  const std::shared_ptr<State> state_;
+  StoreThread store_;
 };
 
 }  // namespace gpipe

@@ -21,7 +21,8 @@ using Group = c10d::ProcessGroupGloo;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
 [[noreturn]] void throw_connection_error(const std::exception& error) {
-  const std::string what = error.what();
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string what = of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
   if (what.find("Timed out") != std::string::npos || what.find("timed out") != std::string::npos) {
     throw TimeoutError(what);
   }

@@ -1,7 +1,7 @@
 #include "gpipe/ranks/job.h"
 
-#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <exception>
 #include <limits>
@@ -87,8 +87,9 @@ void Job::connect() {
     auto made = connect_by_gloo(store_, rank_, size_, listen_at_, options_.timeout());
     MutexLock lock(mutex_);
     connections_ = std::move(made);
-  } catch (const ConnectionError&) {
-    board_->check("the ranks cannot connect");
+  } catch (const ConnectionError& error) {
+    board_->report_no_connection(size_, error.what());
+    board_->check("no pipeline can be made");
     throw;
   }
   if (!board_->failure().empty()) close();
@@ -109,7 +110,12 @@ int Job::join(const Manifest& manifest, int wires, const std::function<void()>& 
   };
   poll_or_fail();
   const auto store = c10::make_intrusive<c10d::PrefixStore>("pipeline" + std::to_string(pipelines_++), store_);
-  check_manifests(*store, rank_, size_, manifest, options_.join_timeout(), poll_or_fail);
+  try {
+    check_manifests(*store, rank_, size_, manifest, options_.join_timeout(), poll_or_fail);
+  } catch (const std::exception& error) {
+    board_->report(error.what());
+    throw;
+  }
   if (!connections_) connect();
   if (wires > std::numeric_limits<int>::max() / kTagsPerWire - next_wire_) {
     throw std::runtime_error("[gpipe] the ranks have made so many pipelines that no tags are left; make fewer");

@@ -7,5 +7,5 @@ kills=${2:-50}
 out=$(mktemp)
 trap 'rm -f "$out"' EXIT
 GPIPE_KILLS=$kills "$build/tests/ranks_tests" --gtest_filter='RanksFailures.ARankIsKilled' | tee "$out"
-sed -n 's/^rank . ended \(.*\) s after .*/\1/p' "$out" | sort -g |
+sed -n 's/^rank . ended \(.*\) s after rank .:.*/\1/p' "$out" | sort -g |
   awk '{ t[NR] = $1 } END { print NR " ends: median " t[int((NR + 1) / 2)] " s, longest " t[NR] " s" }'

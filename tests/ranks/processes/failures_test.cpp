@@ -25,17 +25,17 @@ using ::testing::HasSubstr;
 
 constexpr int kRanks = 3;
 
-/// A pipeline of three ranks, each with one faulty layer. The last rank's parameters come first.
+/// A pipeline of three ranks, each with faulty layers.
 struct Subject {
   explicit Subject(std::shared_ptr<Ranks> ranks, const std::string& schedule = "gpipe",
-                   Checkpoint checkpoint = Checkpoint::kNever) {
+                   Checkpoint checkpoint = Checkpoint::kNever, int stages = kRanks) {
     torch::manual_seed(1);
     Sequential model;
-    for (int r = 0; r < kRanks; ++r) {
+    for (int s = 0; s < stages; ++s) {
       model->push_back(Linear(4, 4));
       model->push_back(Faulty(plan));
     }
-    pipe = GPipe(model, Balance{2, 2, 2},
+    pipe = GPipe(model, Balance(stages, 2),
                  GPipeOptions().chunks(4).schedule(schedule).checkpoint(checkpoint).ranks(std::move(ranks)));
   }
 
@@ -81,7 +81,8 @@ struct Throwing {
   FaultPlan::Where where;
   std::string schedule;  // empty: forward and backward
   Checkpoint checkpoint;
-  std::string action;
+  std::string action;  // empty: any
+  int stages = kRanks;
 };
 
 TEST(RanksFailures, ALayerThrows) {
@@ -93,23 +94,28 @@ TEST(RanksFailures, ALayerThrows) {
       {"backward of 1f1b", FaultPlan::kBackward, "1f1b", Checkpoint::kNever, "B1"},
       {"forward of zb_h1", FaultPlan::kForward, "zb_h1", Checkpoint::kNever, "F1"},
       {"backward of zb_h1", FaultPlan::kBackward, "zb_h1", Checkpoint::kNever, "I1"},
+      {"forward with two stages on each rank", FaultPlan::kForward, "1f1b", Checkpoint::kNever, "", 2 * kRanks},
+      {"backward with two stages on each rank", FaultPlan::kBackward, "", Checkpoint::kNever, "", 2 * kRanks},
+      {"backward of zb_v", FaultPlan::kBackward, "zb_v", Checkpoint::kNever, "", 2 * kRanks},
   };
   expect_job(kRanks, [&](const std::shared_ptr<Ranks>& first) {
     const int rank = first->rank();
     for (const auto& test : cases) {
       for (int culprit = 0; culprit < kRanks; ++culprit) {
         SCOPED_TRACE(test.name + " on rank " + std::to_string(culprit));
-        Subject subject(new_ranks(kRanks), test.schedule.empty() ? "gpipe" : test.schedule, test.checkpoint);
+        const auto schedule = test.schedule.empty() ? "gpipe" : test.schedule;
+        Subject subject(new_ranks(kRanks), schedule, test.checkpoint, test.stages);
         const auto call = [&] { test.schedule.empty() ? subject.forward_and_backward() : subject.step(); };
         call();
         if (rank == culprit) subject.arm(test.where, [] { throw std::runtime_error("injected"); });
         const auto stage = std::to_string(culprit);
-        auto cause = "rank " + stage + " failed in " + stage + test.action + " (stage " + stage + ", micro-batch " +
-                     test.action.substr(1);
-        if (test.action[0] == 'F' || test.action[0] == 'R') {
-          cause += ", layer '" + std::to_string(2 * culprit + 1) + "'";
+        auto cause = "rank " + stage + " failed in ";
+        if (!test.action.empty()) {
+          cause += stage + test.action + " (stage " + stage + ", micro-batch " + test.action.substr(1);
+          const bool has_layer = test.action[0] == 'F' || test.action[0] == 'R';
+          if (has_layer) cause += ", layer '" + std::to_string(2 * culprit + 1) + "'";
+          cause += "): injected";
         }
-        cause += "): injected";
         // The last actions of rank 0 are the last of all, so the other ranks may learn of its failure in a later call.
         auto message = message_from(call);
         while (message == "nothing") message = message_from(call);
@@ -133,29 +139,38 @@ void train(const std::shared_ptr<Ranks>& ranks, const std::function<void(Subject
   }
 }
 
-/// Kills one of three ranks at a random moment. GPIPE_KILLS: how often.
+/// Kills one of three ranks at a random moment. GPIPE_KILLS: how often. The first ones while they train, later ones also
+/// while the ranks meet.
 TEST(RanksFailures, ARankIsKilled) {
   const char* kills = std::getenv("GPIPE_KILLS");
   const int count = kills == nullptr ? 3 : std::atoi(kills);
-  const char* seed = std::getenv("GPIPE_KILL");  // the number of the job, which its processes inherit
-  for (int kill = seed == nullptr ? 0 : std::atoi(seed); kill < count; ++kill) {
+  const char* number = std::getenv("GPIPE_KILL");  // of the job, which its processes inherit
+  for (int kill = number == nullptr ? 0 : std::atoi(number); kill < count; ++kill) {
     const int culprit = kill % kRanks;
+    const bool early = kill % 10 > 6;
     setenv("GPIPE_KILL", std::to_string(kill).c_str(), /*overwrite=*/1);
-    const auto ends = run_job(kRanks, [&](const std::shared_ptr<Ranks>& ranks) {
-      train(ranks, [&](Subject&) {
-        if (ranks->rank() != culprit) return;
-        std::thread([kill] {
-          std::this_thread::sleep_for(std::chrono::microseconds(kill * 7919 * 13 % 200000));
-          raise(SIGKILL);
-        }).detach();
-      });
-    });
+    const auto ends =
+        run_job(kRanks,
+                [&](const std::shared_ptr<Ranks>& ranks) {
+                  const auto kill_later = [&] {
+                    if (ranks->rank() != culprit) return;
+                    std::thread([delay = kill * 102947 % (early ? 50000 : 200000)] {
+                      std::this_thread::sleep_for(std::chrono::microseconds(delay));
+                      raise(SIGKILL);
+                    }).detach();
+                  };
+                  if (early) kill_later();
+                  train(ranks, [&](Subject&) {
+                    if (!early) kill_later();
+                  });
+                },
+                {.ranks = early ? RanksOptions().timeout(seconds(4)).join_timeout(seconds(4)) : patient()});
     EXPECT_EQ(ends[culprit].status, -SIGKILL);
-    expect_failed(ends, culprit, "rank " + std::to_string(culprit) + " was lost");
+    expect_failed(ends, culprit, "rank " + std::to_string(culprit) + (early ? "" : " was lost"));
     for (int r = 0; r < kRanks; ++r) {
       if (r == culprit) continue;
       std::cout << "rank " << r << " ended " << ends[r].seconds - ends[culprit].seconds << " s after rank " << culprit
-                << ": " << ends[r].output;
+                << (early ? " (early)" : "") << ": " << ends[r].output;
     }
     if (HasFailure()) break;
   }
