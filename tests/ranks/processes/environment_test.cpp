@@ -244,7 +244,7 @@ TEST(RanksEnvironment, TwoHosts) {
 
 TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
   if (is_a_rank()) try {
-      const auto ranks = Ranks::from_environment(RanksOptions().timeout(seconds(2)).join_timeout(seconds(6)));
+      const auto ranks = Ranks::from_environment(RanksOptions().timeout(seconds(5)).join_timeout(seconds(12)));
       GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
       for (;;) {
         pipe->forward(torch::ones({4, 4})).sum().backward();

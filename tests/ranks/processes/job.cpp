@@ -87,8 +87,8 @@ int rank_of_this_process() {
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options) {
   static int made = 0;
   const auto file = std::string(std::getenv(kFolder)) + "/store" + std::to_string(made++);
-  return std::make_shared<Ranks>(c10::make_intrusive<c10d::FileStore>(file, size), rank_of_this_process(), size,
-                                 options.interface("lo"));
+  return std::make_shared<Ranks>(c10::make_intrusive<c10d::FileStore>(file, /*numWorkers=*/-1), rank_of_this_process(),
+                                 size, options.interface("lo"));
 }
 
 std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options) {
