@@ -18,7 +18,6 @@
 #include "gpipe/mini_batch.h"
 #include "gpipe/model_manifest.h"
 #include "gpipe/ranks/ranks.h"
-#include "gpipe/ranks/wire_plan.h"
 #include "gpipe/refuse.h"
 #include "gpipe/runtime/transfer.h"
 #include "gpipe/stages.h"
@@ -46,7 +45,7 @@ void check_options(const GPipeOptions& options) {
 
 int share_of_threads(const Workers& workers) {
   int on_cpu = 0;
-  for (std::size_t w = 0; w < workers.devices.size(); ++w) on_cpu += workers.here[w] && workers.devices[w].is_cpu();
+  for (std::size_t w = 0; w < workers.devices.size(); ++w) on_cpu += workers.is_here(w) && workers.devices[w].is_cpu();
   return std::max(1, at::get_num_threads() / std::max(1, on_cpu));
 }
 
@@ -151,15 +150,14 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
 std::unique_ptr<Peers> join_ranks(std::vector<Stage>& stages, const std::vector<Edge>& edges,
                                   const std::vector<Loan>& loans, const Workers& workers, const GPipeOptions& options,
                                   const LanguageBinding& binding) {
-  const auto of_workers = ranks_of_workers(static_cast<int>(workers.devices.size()), options.ranks()->size());
   std::vector<int> ranks;
   std::vector<bool> here;
   for (const int worker : workers.schedules.placement) {
-    ranks.push_back(of_workers[worker]);
-    here.push_back(workers.here[worker]);
+    ranks.push_back(workers.ranks[worker]);
+    here.push_back(workers.is_here(worker));
   }
   check_loans_between_ranks(loans, ranks);
-  auto peers = std::make_unique<Peers>(options.ranks(), of_workers, manifest_of(stages, edges, options),
+  auto peers = std::make_unique<Peers>(options.ranks(), workers.ranks, manifest_of(stages, edges, options),
                                        binding.structures, binding.poll);
   drop_layers_elsewhere(stages, here);
   return peers;

@@ -62,27 +62,15 @@ ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
   return source;
 }
 
-std::vector<bool> workers_here(const GPipeOptions& options, std::size_t workers) {
-  std::vector<bool> here(workers, true);
-  if (const auto& ranks = options.ranks()) {
-    if (workers < static_cast<std::size_t>(ranks->size())) {
-      refuse_argument("the pipeline has " + std::to_string(workers) + " workers, but the job has " +
-                      std::to_string(ranks->size()) + " ranks; give each rank at least one worker");
-    }
-    const auto of_workers = ranks_of_workers(static_cast<int>(workers), ranks->size());
-    for (std::size_t w = 0; w < workers; ++w) here[w] = of_workers[w] == ranks->rank();
-  }
-  return here;
-}
-
-/// Returns the number of workers of the ranks that are on this host and come before this one.
-std::size_t workers_before_on_host(const GPipeOptions& options, std::size_t workers) {
+/// Returns the rank of each worker.
+std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
   const auto& ranks = options.ranks();
-  if (!ranks) return 0;
-  const auto of_workers = ranks_of_workers(static_cast<int>(workers), ranks->size());
-  const int first_rank = ranks->rank() - ranks->local_rank();
-  return std::count_if(of_workers.begin(), of_workers.end(),
-                       [&](int rank) { return rank >= first_rank && rank < ranks->rank(); });
+  if (!ranks) return std::vector<int>(workers, 0);
+  if (workers < static_cast<std::size_t>(ranks->size())) {
+    refuse_argument("the pipeline has " + std::to_string(workers) + " workers, but the job has " +
+                    std::to_string(ranks->size()) + " ranks; give each rank at least one worker");
+  }
+  return ranks_of_workers(static_cast<int>(workers), ranks->size());
 }
 
 }  // namespace
@@ -91,20 +79,23 @@ Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   auto schedules = source_of_schedules(options, static_cast<int>(stages));
   const auto& placement = schedules.placement;
   const auto workers = static_cast<std::size_t>(*std::max_element(placement.begin(), placement.end())) + 1;
-  auto here = workers_here(options, workers);
-  const auto own = static_cast<std::size_t>(std::count(here.begin(), here.end(), true));
+  auto ranks = place_ranks(options, workers);
+  const int rank = options.ranks() ? options.ranks()->rank() : 0;
+  const int first_rank = options.ranks() ? rank - options.ranks()->local_rank() : 0;  // of this host
+  const auto own = static_cast<std::size_t>(std::count(ranks.begin(), ranks.end(), rank));
   if (const auto given = options.devices().size(); workers != stages && given != 0 && given != own) {
     refuse_argument("balance has " + std::to_string(stages) + " stages on " + std::to_string(own) +
                     " workers (stages_per_worker = " + std::to_string(options.stages_per_worker()) +
                     "), but the number of devices is " + std::to_string(given) + "; give one device per worker");
   }
-  const auto first_gpu = workers_before_on_host(options, workers);
+  const auto first_gpu =
+      std::count_if(ranks.begin(), ranks.end(), [&](int other) { return other >= first_rank && other < rank; });
   const auto own_devices = place_workers(options.devices(), own, first_gpu);
   std::vector<torch::Device> devices(workers, torch::kCPU);
   for (std::size_t w = 0, next = 0; w < workers; ++w) {
-    if (here[w]) devices[w] = own_devices[next++];
+    if (ranks[w] == rank) devices[w] = own_devices[next++];
   }
-  return {std::move(schedules), std::move(devices), std::move(here)};
+  return {std::move(schedules), std::move(devices), std::move(ranks), rank};
 }
 
 }  // namespace gpipe

@@ -15,7 +15,10 @@ struct Workers {
   ScheduleSource schedules;
   /// Per worker; an accelerator without an index is its first device. The CPU for workers of other ranks.
   std::vector<torch::Device> devices;
-  std::vector<bool> here;  ///< per worker: whether it is on this rank
+  std::vector<int> ranks;  ///< per worker; 0 without Ranks
+  int rank = 0;            ///< this one
+
+  bool is_here(int worker) const { return ranks[worker] == rank; }
 };
 
 /// Arranges the workers for a model of `stages` stages as the options say. Bindings call it before they move a model.

@@ -18,9 +18,8 @@ from diffusers import UNet2DModel
 
 import gpipe
 from common.options import add_training_options, integer, make_parser, parse, run_program
-from common.outputs import check_outputs
-from common.plan import check_last_mini_batch, check_pipeline, make_pipe, make_plan, print_plan
-from common.start import check_identity, make_identity, read_start, restore_start
+from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
+from common.start import check_identity, make_identity, read_start, start_training
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from denoising.task import SCORES, DiffusionTask
@@ -96,12 +95,7 @@ def train(options: argparse.Namespace) -> int:
     times = labels = torch.zeros(2, dtype=torch.long)
     example = (torch.zeros(2, 1, options.size, options.size), times, labels)
     model = gpipe.to_sequential(unet, *example)
-    check_pipeline(model, options)
-    if start:
-        restore_start(options, start, model)
-    if not options.resume:
-        start = None
-    check_outputs(options)
+    start = start_training(options, start, model)
 
     training, test, drawn = read_digits(options, plain=True)
     identity["images"] = str(len(training[0]))

@@ -15,9 +15,8 @@ import torch
 
 import gpipe
 from common.options import add_training_options, make_parser, parse, run_program
-from common.outputs import check_outputs
-from common.plan import check_last_mini_batch, check_pipeline, make_pipe, make_plan, print_plan
-from common.start import check_identity, make_identity, read_start, restore_start
+from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
+from common.start import check_identity, make_identity, read_start, start_training
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from mnist.data import CLASSES, add_data_options, read_digits
@@ -44,12 +43,7 @@ def train(options: argparse.Namespace) -> int:
     start = read_start(options, identity, history_columns(SCORES))
     torch.manual_seed(options.seed)
     model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=options.small_images)
-    check_pipeline(model, options)
-    if start:
-        restore_start(options, start, model)
-    if not options.resume:
-        start = None
-    check_outputs(options)
+    start = start_training(options, start, model)
 
     training, test, drawn = read_digits(options)
     height, width = training[0].shape[2:]

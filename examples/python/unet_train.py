@@ -25,9 +25,8 @@ from common.options import (
     run_program,
     to_flag,
 )
-from common.outputs import check_outputs
-from common.plan import check_last_mini_batch, check_pipeline, make_pipe, make_plan, print_plan
-from common.start import check_identity, make_identity, read_start, restore_start
+from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
+from common.start import check_identity, make_identity, read_start, start_training
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from unet.carvana import image_size, list_samples, scaled, split
@@ -110,12 +109,7 @@ def train(options: argparse.Namespace) -> int:
         base_channels=options.channels,
         upsampling="linear" if options.bilinear else "transposed",
     )
-    check_pipeline(model, options)
-    if start:
-        restore_start(options, start, model)
-    if not options.resume:
-        start = None
-    check_outputs(options)
+    start = start_training(options, start, model)
 
     drawn = None
     if options.data == "synthetic":

@@ -1,6 +1,5 @@
 #include "gpipe/ranks/peers.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <cstring>

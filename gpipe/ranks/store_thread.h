@@ -11,7 +11,7 @@
 
 namespace gpipe {
 
-/// Uses a store on a thread of its own, so that a store that does not answer holds up nobody.
+/// Uses a store on a thread of its own, so that a store that does not answer blocks no other thread.
 ///
 /// Thread safety: all functions may be called on any thread.
 class StoreThread {

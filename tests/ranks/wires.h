@@ -34,7 +34,7 @@ struct Wire {
         sender(std::in_place, network.of(0), 1, kFirstTag, kLongLimit),
         receiver(network.of(1), 0, kFirstTag, kLongLimit, std::move(allocate_memory)) {}
   ~Wire() {
-    // After a failure, what is undelivered is no failure of its own.
+    // After a failure, undelivered messages do not count as another one.
     if (std::uncaught_exceptions() > 0 || ::testing::Test::HasFailure()) network.of(0).close();
   }
 

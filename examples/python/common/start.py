@@ -10,6 +10,8 @@ import torch
 from torch import nn
 
 from common.options import to_flag
+from common.outputs import check_outputs
+from common.plan import check_pipeline
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
 
@@ -97,3 +99,17 @@ def _check_progress(saved: Snapshot, columns: Sequence[str], path: Path) -> None
 
 def _refusal(path: Path, why: str) -> ValueError:
     return ValueError(f"{path} is not a snapshot of this program: {why}")
+
+
+def start_training(options: Namespace, start: Snapshot | None, model: nn.Sequential) -> Snapshot | None:
+    """Checks the flags of the cut, puts the state of the snapshot that read_start() has read into the model, and checks
+    the output files. Returns the snapshot if the training continues it.
+
+    Raises:
+        OSError, ValueError: as check_pipeline(), restore_start() and check_outputs().
+    """
+    check_pipeline(model, options)
+    if start:
+        restore_start(options, start, model)
+    check_outputs(options)
+    return start if options.resume else None

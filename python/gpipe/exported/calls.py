@@ -18,7 +18,7 @@ def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, 
     """Computes ``aten.batch_norm``.
 
     Raises:
-        ValueError: in training mode, for one value per channel, whose variance is no number.
+        ValueError: in training mode, for one value per channel, whose variance is not a number.
     """
     if training and input.numel() == input.shape[1]:
         raise ValueError(

@@ -127,7 +127,7 @@ TEST(RanksFailures, ALayerThrows) {
   });
 }
 
-/// Trains for ever.
+/// Trains until an error ends it.
 void train(const std::shared_ptr<Ranks>& ranks, const std::function<void(Subject&)>& prepare) {
   Subject subject(ranks, "1f1b");
   prepare(subject);
