@@ -183,6 +183,17 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   check_loans(loans_, stages);
   auto shared = find_shared_buffers(stages);
   auto edges = connect_stages(stages, balance_, links, loans_);
+  for (const auto& stage : stages) {
+    for (const auto& layer : stage.layers) {
+      const auto add = [&](const auto& tensors, std::vector<StateName>& names) {
+        for (const auto& name : tensors.keys()) {
+          names.push_back({registered_name(layer->name()) + "." + name, stage.index});
+        }
+      };
+      add(layer->module()->named_parameters(), parameter_names_);
+      add(layer->module()->named_buffers(), buffer_names_);
+    }
+  }
   auto peers = options_.ranks() ? join_ranks(stages, edges, loans_, workers, options_, binding) : nullptr;
   loans_ = find_loans(stages);  // those of this rank
   move_to_devices(stages);

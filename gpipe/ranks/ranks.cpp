@@ -96,4 +96,6 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
 
 Ranks::~Ranks() = default;
 
+std::string Ranks::share(const std::string& text) { return job_->share(text); }
+
 }  // namespace gpipe
