@@ -178,11 +178,23 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   std::vector<torch::Device> stage_devices;
   for (const int worker : workers.schedules.placement) stage_devices.push_back(devices_[worker]);
   auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
-  for (std::size_t s = 0; s < binding.run_layers.size(); ++s) stages.at(s).run_layers = std::move(binding.run_layers[s]);
+  for (std::size_t s = 0; s < binding.run_layers.size(); ++s)
+    stages.at(s).run_layers = std::move(binding.run_layers[s]);
   loans_ = find_loans(stages);
   check_loans(loans_, stages);
   auto shared = find_shared_buffers(stages);
   auto edges = connect_stages(stages, balance_, links, loans_);
+  for (const auto& stage : stages) {
+    for (const auto& layer : stage.layers) {
+      const auto add = [&](const auto& tensors, std::vector<StateName>& names) {
+        for (const auto& name : tensors.keys()) {
+          names.push_back({registered_name(layer->name()) + "." + name, stage.index});
+        }
+      };
+      add(layer->module()->named_parameters(), parameter_names_);
+      add(layer->module()->named_buffers(), buffer_names_);
+    }
+  }
   auto peers = options_.ranks() ? join_ranks(stages, edges, loans_, workers, options_, binding) : nullptr;
   loans_ = find_loans(stages);  // those of this rank
   move_to_devices(stages);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <string>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -21,6 +22,7 @@
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/simulator.h"
+#include "gpipe/schedule/timeline.h"
 #include "gpipe/stages.h"
 #include "skip/layout.h"
 #include "skip/skippable.h"
@@ -171,6 +173,36 @@ class GPipeImpl : public torch::nn::Module {
   /// then make a new pipeline.
   bool fits() const;
 
+  // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one is
+  // an error of all. In one process they return at once.
+
+  /// Returns the bytes that each rank gives, in order, on rank 0; nothing on the other ranks. `what` they are must be the same
+  /// on all ranks.
+  std::vector<std::string> gather(std::string bytes, const std::string& what = "bytes");
+
+  /// Returns the spans of all ranks on rank 0's axis of time, on rank 0; nothing on the other ranks. Between hosts the clocks
+  /// are compared by messages. Trace the same calls on all ranks.
+  Timeline gather(Timeline timeline);
+
+  /// Returns the largest number that a rank gives. So ranks stop at the same step: `if (pipe->largest(signal) != 0) break;`
+  std::uint64_t largest(std::uint64_t number);
+
+  /// Takes a number for each of this rank's parameters(), in order. Returns those of the whole model's parameters, in its
+  /// order, on all ranks. Their sum has the same bits as in one process. Errors: std::invalid_argument for another count.
+  std::vector<double> of_all_parameters(std::vector<double> numbers);
+
+  /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
+  void withdraw(const std::string& reason);
+
+  /// A name in the state of the whole model, and the stage that has it.
+  struct StateName {
+    std::string name;
+    int stage;
+  };
+  /// Those of parameters() and buffers() in the order of one process, with those of the other ranks.
+  const std::vector<StateName>& parameter_names() const { return parameter_names_; }
+  const std::vector<StateName>& buffer_names() const { return buffer_names_; }
+
   /// Returns the program of step() for a number of micro-batches, to simulate or draw. Errors: std::invalid_argument for a
   /// number that is not positive, more than kMostCells cells, or a number that the schedule does not fit.
   std::shared_ptr<const Program> program(int micro_batches) const;
@@ -194,6 +226,8 @@ class GPipeImpl : public torch::nn::Module {
   GPipeOptions options_;
   std::vector<torch::Device> devices_;
   std::vector<Loan> loans_;
+  std::vector<StateName> parameter_names_;
+  std::vector<StateName> buffer_names_;
   std::shared_ptr<Pipeline> pipeline_;
 };
 

@@ -67,7 +67,7 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
   seed_ = draw->seed();
   if (auto* peers = pipeline_->peers()) {
     try {
-      seed_ = peers->agree(call_, seed_);
+      seed_ = peers->agree(call_, peers->rank() == 0 ? seed_ : 0);
     } catch (...) {
       draw->undo();
       throw;
@@ -124,7 +124,7 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
     throw;
   }
   if (auto* peers = pipeline_->peers()) {
-    peers->agree("the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : ""), 0);
+    peers->agree("the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : ""));
   }
   const AllocationListener::Scope counting(counter_);
   counted_ = counting.installed();

@@ -103,6 +103,18 @@ void Job::close() noexcept {
   if (connections != nullptr) connections->close();
 }
 
+std::string Job::share(const std::string& text) {
+  const auto key = "text" + std::to_string(texts_++);
+  if (rank_ == 0) {
+    store_->set(key, "=" + text);
+    return text;
+  }
+  const auto end = std::chrono::steady_clock::now() + options_.join_timeout();
+  const auto shared = await_value(*store_, key, end, [&] { board_->check("rank 0 shares nothing"); });
+  if (shared.empty()) throw std::runtime_error("[gpipe] rank 0 has shared nothing within the join time-out");
+  return shared.substr(1);
+}
+
 void Job::connect() {
   try {
     auto made = connect_by_gloo(store_, rank_, size_, listen_at_, options_.timeout());

@@ -24,7 +24,7 @@ namespace gpipe {
 /// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one pipeline
 /// is a failure of all, because it closes the connections.
 ///
-/// Thread safety: join() and retire() on one thread at a time; the other functions on any thread.
+/// Thread safety: join(), share() and retire() on one thread at a time; the other functions on any thread.
 class Job {
  public:
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks);
@@ -38,6 +38,9 @@ class Job {
   /// `wires` numbers for the pipeline's wires. Errors: as check_manifests(); ConnectionError; std::runtime_error after a
   /// failure.
   int join(const Manifest& manifest, int wires, const std::function<void()>& poll);
+
+  /// Returns rank 0's text. See Ranks.
+  std::string share(const std::string& text);
 
   /// REQUIRES: join() has returned.
   Connections& connections() { return *connections_; }
@@ -76,6 +79,7 @@ class Job {
   const int exceptions_;  // on the stack when this was made
   const pid_t process_;
   int pipelines_ = 0;
+  int texts_ = 0;
   int next_wire_;
   Mutex mutex_;
   std::map<const void*, Member> members_ ABSL_GUARDED_BY(mutex_);

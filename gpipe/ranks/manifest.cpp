@@ -32,17 +32,6 @@ Manifest to_manifest(const std::string& text) {
 
 std::string key_of(int rank) { return "manifest/" + std::to_string(rank); }
 
-// Returns the key's value, or "" if it does not come before `end`.
-std::string await(c10d::Store& store, const std::string& key, std::chrono::steady_clock::time_point end,
-                  const std::function<void()>& poll) {
-  while (!store.check({key})) {
-    if (std::chrono::steady_clock::now() >= end) return "";
-    poll();
-    std::this_thread::sleep_for(kAwaitInterval);
-  }
-  return store.get_to_str(key);
-}
-
 std::string in_seconds(std::chrono::milliseconds time) {
   auto text = std::to_string(static_cast<double>(time.count()) / 1000);
   text.erase(text.find('.') + 2);
@@ -57,7 +46,7 @@ std::string judge(c10d::Store& store, int size, const Manifest& mine, std::chron
   int absent = 0;
   std::string difference;
   for (int r = 1; r < size; ++r) {
-    const auto text = await(store, key_of(r), end, poll);
+    const auto text = await_value(store, key_of(r), end, poll);
     if (text.empty()) {
       missing += (absent++ == 0 ? "" : ", ") + std::to_string(r);
     } else if (difference.empty()) {
@@ -70,6 +59,16 @@ std::string judge(c10d::Store& store, int size, const Manifest& mine, std::chron
 }
 
 }  // namespace
+
+std::string await_value(c10d::Store& store, const std::string& key, std::chrono::steady_clock::time_point end,
+                        const std::function<void()>& poll) {
+  while (!store.check({key})) {
+    if (std::chrono::steady_clock::now() >= end) return "";
+    poll();
+    std::this_thread::sleep_for(kAwaitInterval);
+  }
+  return store.get_to_str(key);
+}
 
 std::string compare(const Manifest& first, int first_rank, const Manifest& second, int second_rank) {
   const auto value_of = [](const Manifest& manifest, const std::string& name) -> std::string {
@@ -100,7 +99,7 @@ void check_manifests(c10d::Store& store, int rank, int size, const Manifest& man
   } else {
     store.set(key_of(rank), to_text(manifest));
     // Rank 0 may have begun to wait later than this rank.
-    verdict = await(store, "verdict", std::chrono::steady_clock::now() + 2 * limit, poll);
+    verdict = await_value(store, "verdict", std::chrono::steady_clock::now() + 2 * limit, poll);
     if (verdict.empty())
       verdict = "rank 0 of " + std::to_string(size) + " did not come within " + in_seconds(2 * limit);
   }

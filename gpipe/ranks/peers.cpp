@@ -1,12 +1,15 @@
 #include "gpipe/ranks/peers.h"
 
-#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
+#include <algorithm>
 #include <cstring>
+#include <limits>
 #include <stdexcept>
 #include <utility>
 
 #include "gpipe/ranks/polling.h"
+#include "gpipe/runtime/clock.h"
 
 namespace gpipe {
 namespace {
@@ -19,22 +22,44 @@ constexpr char kCall = 'C';
 constexpr char kWithdrawn = 'W';
 constexpr char kRefused = 'R';
 constexpr char kAgreed = 'A';
-constexpr char kGone = 'G';  // the rank's pipeline is destroyed
-constexpr std::size_t kSeedDigits = 20;
+constexpr char kGone = 'G';          // the rank's pipeline is destroyed
+constexpr std::size_t kDigits = 20;  // of a number
 
-Parcel to_parcel(const std::string& words) {
-  const auto padded = (words.size() / kWordBytes + 1) * kWordBytes;
-  auto tensor = at::empty({static_cast<std::int64_t>(padded)}, at::kByte);
-  std::memset(tensor.mutable_data_ptr(), 0, padded);
-  std::memcpy(tensor.mutable_data_ptr(), words.data(), words.size());
+constexpr int kPings = 16;
+
+// The tensor is the string's own memory.
+Parcel of_bytes(std::string bytes) {
+  auto owner = std::make_shared<std::string>(std::move(bytes));
   Parcel parcel;
-  parcel.add(std::move(tensor), /*gradient_wanted=*/false);
+  parcel.add(at::from_blob(
+                 owner->data(), {static_cast<std::int64_t>(owner->size())}, [owner](void*) {}, at::kByte),
+             /*gradient_wanted=*/false);
   return parcel;
 }
 
-std::string to_words(const Parcel& parcel) {
+std::string to_bytes(const Parcel& parcel) {
   const auto& tensor = parcel.tensors.at(0);
-  std::string words(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
+  return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
+}
+
+Parcel of_numbers(const std::vector<double>& numbers) {
+  return of_bytes({reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)});
+}
+
+std::vector<double> to_numbers(const Parcel& parcel) {
+  const auto bytes = to_bytes(parcel);
+  std::vector<double> numbers(bytes.size() / sizeof(double));
+  std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(double));
+  return numbers;
+}
+
+Parcel to_parcel(std::string words) {
+  words.resize((words.size() / kWordBytes + 1) * kWordBytes, '\0');
+  return of_bytes(std::move(words));
+}
+
+std::string to_words(const Parcel& parcel) {
+  auto words = to_bytes(parcel);
   words.erase(words.find_last_not_of('\0') + 1);
   return words;
 }
@@ -87,7 +112,7 @@ int Peers::wire_number(Subject subject, int from, int to) const {
 void Peers::expect(Subject subject, int from) {
   const int number = wire_number(subject, from, rank());
   if (!expected_.insert(number).second) return;
-  const bool within_call = subject == kLoss || subject == kOutput;
+  const bool within_call = subject != kWord && subject != kVerdict;
   const auto limit = within_call ? options().timeout() : options().join_timeout();
   wires_->receiver(number, from, limit).expect({&wires_->remembered(number, "", 1).front()});
 }
@@ -183,20 +208,22 @@ std::string Peers::judge(const std::vector<std::string>& words) const {
       return kRefused + ("rank " + std::to_string(r) + " refused the call: ") + words[r].substr(1);
     }
   }
-  const auto call_of = [](const std::string& word) { return word.substr(1 + kSeedDigits); };
+  const auto call_of = [](const std::string& word) { return word.substr(1 + kDigits); };
   for (std::size_t r = 1; r < words.size(); ++r) {
     if (call_of(words[r]) == call_of(words[0])) continue;
     return kRefused + ("rank " + std::to_string(r) + " calls " + call_of(words[r]) + ", but rank 0 calls " +
                        call_of(words[0]) + "; make the same calls in the same order on all ranks");
   }
-  return kAgreed + words[0].substr(1, kSeedDigits);
+  std::string largest;
+  for (const auto& word : words) largest = std::max(largest, word.substr(1, kDigits));
+  return kAgreed + largest;
 }
 
-std::uint64_t Peers::agree(const std::string& call, std::uint64_t seed) {
+std::uint64_t Peers::agree(const std::string& call, std::uint64_t number) {
   job_.board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw std::runtime_error("[gpipe] this pipeline cannot be used any more: " + gone_);
-  auto digits = std::to_string(seed);
-  digits.insert(0, kSeedDigits - digits.size(), '0');
+  auto digits = std::to_string(number);
+  digits.insert(0, kDigits - digits.size(), '0');
   const auto verdict = exchange_words(kCall + digits + call);
   ++calls_;
   if (verdict.front() != kAgreed) throw std::runtime_error("[gpipe] " + verdict.substr(1));
@@ -212,14 +239,23 @@ void Peers::withdraw(const std::string& reason) noexcept {
   }
 }
 
-Parcel Peers::share(Result result, int owner, Parcel parcel) {
-  const auto subject = result == Result::kLoss ? kLoss : kOutput;
-  int other = owner;
+void Peers::transfer(const int& other, absl::FunctionRef<void()> run) {
   try {
-    if (rank() != owner) {
-      while_polling([&] { parcel = receive(subject, owner); });
-      return parcel;
-    }
+    run();
+  } catch (const ConnectionError& error) {
+    fail(error, other, "the result of a call");
+    rethrow(std::current_exception());
+  } catch (const std::exception& error) {
+    fail("rank " + std::to_string(rank()) + " failed after a call: " + error.what());
+    throw;
+  }
+}
+
+Parcel Peers::share(Result result, int owner, Parcel parcel) {
+  const auto subject = result == Result::kLoss ? kLoss : result == Result::kOutput ? kOutput : kNumbers;
+  int other = owner;
+  transfer(other, [&] {
+    if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
     auto copy = parcel;  // the caller may change the tensors while they are sent
     for (auto& tensor : copy.tensors) {
       if (tensor.defined()) tensor = tensor.clone();
@@ -227,11 +263,51 @@ Parcel Peers::share(Result result, int owner, Parcel parcel) {
     for (other = 0; other < ranks_->size(); ++other) {
       if (other != owner) send(subject, other, copy);
     }
-    return parcel;
-  } catch (const ConnectionError& error) {
-    fail(error, other, "the result of a call");
-    rethrow(std::current_exception());
-  }
+  });
+  return parcel;
+}
+
+std::vector<std::string> Peers::gather(std::string bytes) {
+  std::vector<std::string> all;
+  int other = kLeader;
+  transfer(other, [&] {
+    if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
+    all.push_back(std::move(bytes));
+    while_polling([&] {
+      for (other = 1; other < ranks_->size(); ++other) all.push_back(to_bytes(receive(kBytes, other)));
+    });
+  });
+  return all;
+}
+
+// The other rank's clock was read between the two readings of this one. The ping that took least tells most.
+std::vector<Peers::Clock> Peers::clocks() {
+  std::vector<Clock> all;
+  int other = kLeader;
+  transfer(other, [&] {
+    while_polling([&] {
+      if (rank() != kLeader) {
+        for (int i = 0; i < kPings; ++i) {
+          receive(kPing, kLeader);
+          send(kPing, kLeader, of_numbers({now()}));
+        }
+        return;
+      }
+      all.emplace_back();
+      for (other = 1; other < ranks_->size(); ++other) {
+        auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
+        for (int i = 0; i < kPings; ++i) {
+          const double start = now();
+          send(kPing, other, of_numbers({start}));
+          const double there = to_numbers(receive(kPing, other)).front();
+          const double end = now();
+          const Clock clock{there - (start + end) / 2, (end - start) / 2};
+          if (clock.error < best.error) best = clock;
+        }
+      }
+    });
+  });
+  return all;
 }
 
 void Peers::fail(const std::string& cause) noexcept { job_.board().report(cause); }

@@ -24,7 +24,8 @@ namespace gpipe {
 
 /// The other ranks, as one pipeline sees them: the wires to them, the agreement on each call, and the first failure.
 ///
-/// Thread safety: agree(), withdraw() and share() on one thread at a time; the other functions on any thread.
+/// Thread safety: agree(), withdraw(), share(), gather() and clocks() on one thread at a time; the other functions on any
+/// thread.
 /// Invariants:
 ///   1. The first failure of any rank is the failure of all. It is published before the connections are closed. (FailureBoard)
 ///   2. After a failure every call throws.
@@ -48,9 +49,9 @@ class Peers {
   Wires& wires() { return *wires_; }
   const StructureCodec& codec() const { return codec_; }
 
-  /// Begins a call. All ranks must begin the same one, which `call` describes. Returns the seed that rank 0 gave.
+  /// Begins a call. All ranks must begin the same one, which `call` describes. Returns the largest number that a rank gave.
   /// Errors: std::runtime_error if the calls differ, another rank has withdrawn, or a rank has failed.
-  std::uint64_t agree(const std::string& call, std::uint64_t seed);
+  std::uint64_t agree(const std::string& call, std::uint64_t number = 0);
 
   /// Makes the call that the other ranks begin throw there, because it cannot begin here.
   void withdraw(const std::string& reason) noexcept;
@@ -59,10 +60,23 @@ class Peers {
   std::uint64_t calls() const { return calls_; }
 
   /// What the ranks share after a call.
-  enum class Result { kLoss, kOutput };
+  enum class Result { kLoss, kOutput, kNumbers };
   /// Returns the parcel that rank `owner` gives, and sends copies of its tensors. The other ranks' parcels are ignored.
   /// Errors: std::runtime_error if a rank has failed.
   Parcel share(Result result, int owner, Parcel parcel);
+
+  /// Returns the bytes of all ranks, in order, on rank 0; nothing on the other ranks. REQUIRES: within a call.
+  /// Errors: as share().
+  std::vector<std::string> gather(std::string bytes);
+
+  /// A rank's clock, as rank 0 has measured it.
+  struct Clock {
+    double ahead = 0;  ///< of rank 0's, in seconds
+    double error = 0;  ///< the most by which `ahead` can be wrong
+  };
+  /// Returns the clocks of all ranks, in order, on rank 0; nothing on the other ranks. REQUIRES: within a call.
+  /// Errors: as share().
+  std::vector<Clock> clocks();
 
   /// Reports a failure of this rank and closes the connections, unless a rank has failed before.
   void fail(const std::string& cause) noexcept;
@@ -86,13 +100,15 @@ class Peers {
 
  private:
   /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, or results of calls.
-  enum Subject { kWord, kVerdict, kLoss, kOutput };
-  static constexpr int kSubjects = 4;
+  enum Subject { kWord, kVerdict, kLoss, kOutput, kNumbers, kBytes, kPing };
+  static constexpr int kSubjects = 7;
   int wires_between_workers() const { return static_cast<int>(of_workers_.size() * of_workers_.size()); }
   int wire_number(Subject subject, int from, int to) const;
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
   Parcel receive(Subject subject, int from);
+  /// Calls `run`, which transfers a part of a call's result from or to `other`. On an error, this rank has failed.
+  void transfer(const int& other, absl::FunctionRef<void()> run);
   std::string exchange_words(const std::string& mine);
   std::string judge(const std::vector<std::string>& words) const;
   void while_polling(absl::FunctionRef<void()> wait);

@@ -58,6 +58,11 @@ class Ranks {
   Ranks(const Ranks&) = delete;
   Ranks& operator=(const Ranks&) = delete;
 
+  /// Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other ranks
+  /// are ignored. Serves short texts, before pipelines are made. Errors: std::runtime_error if a rank has failed, or rank 0
+  /// does not come within the join time-out.
+  std::string share(const std::string& text);
+
   int rank() const { return rank_; }
   int size() const { return size_; }
   /// The number of this rank among those of its host: LOCAL_RANK, or 0. Unknown for a part of the job that the environment

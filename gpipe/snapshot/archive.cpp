@@ -14,6 +14,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <cstddef>
+#include <functional>
 #include <new>
 #include <sstream>
 #include <stdexcept>
@@ -119,7 +120,11 @@ c10::IValue saveable(const c10::IValue& value) {
                            "of them");
 }
 
-void write_archive(const std::filesystem::path& path, const c10::IValue& value) {
+namespace {
+
+using Sink = std::function<void(const void* data, std::size_t size)>;
+
+void write(const c10::IValue& value, const Sink& sink) {
   std::string pickle;
   torch::jit::Pickler pickler([&](const char* data, std::size_t size) { pickle.append(data, size); },
                               /*tensor_table=*/nullptr, /*type_renamer=*/nullptr, /*memoized_class_types=*/nullptr,
@@ -128,36 +133,51 @@ void write_archive(const std::filesystem::path& path, const c10::IValue& value) 
   pickler.pushIValue(value);
   pickler.stop();
 
-  AtomicFile file(path);
-  {
-    caffe2::serialize::PyTorchStreamWriter writer([&](const void* data, std::size_t size) {
-      file.write(data, size);
-      return size;
-    });
-    writer.writeRecord("data.pkl", pickle.data(), pickle.size());
-    std::size_t i = 0;
-    for (const auto& tensor : pickler.tensorData()) {
-      writer.writeRecord("data/" + std::to_string(i++), tensor.storage().data(), tensor.storage().nbytes());
-    }
-    writer.writeEndOfFile();
+  caffe2::serialize::PyTorchStreamWriter writer([&](const void* data, std::size_t size) {
+    sink(data, size);
+    return size;
+  });
+  writer.writeRecord("data.pkl", pickle.data(), pickle.size());
+  std::size_t i = 0;
+  for (const auto& tensor : pickler.tensorData()) {
+    writer.writeRecord("data/" + std::to_string(i++), tensor.storage().data(), tensor.storage().nbytes());
   }
+  writer.writeEndOfFile();
+}
+
+}  // namespace
+
+void write_archive(const std::filesystem::path& path, const c10::IValue& value) {
+  AtomicFile file(path);
+  write(value, [&](const void* data, std::size_t size) { file.write(data, size); });
   file.commit();
 }
 
-Plain read_archive(const std::filesystem::path& path) {
+std::string to_archive(const c10::IValue& value) {
+  std::string bytes;
+  write(value, [&](const void* data, std::size_t size) { bytes.append(static_cast<const char*>(data), size); });
+  return bytes;
+}
+
+namespace {
+
+Plain read(std::string_view bytes) {
+  const auto records = zip_records(bytes);
+  if (records.contains("constants.pkl")) {
+    throw std::runtime_error("the file contains TorchScript, not a value saved with torch.save");
+  }
+  const auto order = records.find("byteorder");
+  if (order != records.end() && order->second != "little") {
+    throw std::runtime_error("the file was written on a machine with another byte order");
+  }
+  const auto pickle = records.find("data.pkl");
+  if (pickle == records.end()) throw std::runtime_error("the file has no record 'data.pkl'");
+  return read_pickle(pickle->second, records);
+}
+
+Plain with_plain_errors(const std::function<Plain()>& read) {
   try {
-    const auto bytes = read_file(path);
-    const auto records = zip_records(bytes);
-    if (records.contains("constants.pkl")) {
-      throw std::runtime_error("the file contains TorchScript, not a value saved with torch.save");
-    }
-    const auto order = records.find("byteorder");
-    if (order != records.end() && order->second != "little") {
-      throw std::runtime_error("the file was written on a machine with another byte order");
-    }
-    const auto pickle = records.find("data.pkl");
-    if (pickle == records.end()) throw std::runtime_error("the file has no record 'data.pkl'");
-    return read_pickle(pickle->second, records);
+    return read();
   } catch (const std::bad_alloc&) {
     throw std::runtime_error("the file does not fit into memory");
   } catch (const std::length_error&) {
@@ -165,6 +185,16 @@ Plain read_archive(const std::filesystem::path& path) {
   } catch (const c10::Error& error) {
     throw std::runtime_error(error.what_without_backtrace());
   }
+}
+
+}  // namespace
+
+Plain read_archive(const std::filesystem::path& path) {
+  return with_plain_errors([&] { return read(read_file(path)); });
+}
+
+Plain from_archive(std::string_view bytes) {
+  return with_plain_errors([&] { return read(bytes); });
 }
 
 }  // namespace gpipe

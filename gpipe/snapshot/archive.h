@@ -3,6 +3,8 @@
 #include <ATen/core/ivalue.h>
 
 #include <filesystem>
+#include <string>
+#include <string_view>
 
 #include "gpipe/snapshot/plain.h"
 
@@ -20,10 +22,16 @@ c10::IValue saveable(const c10::IValue& value);
 /// Errors: std::runtime_error with the path and the reason.
 void write_archive(const std::filesystem::path& path, const c10::IValue& value);
 
+/// Returns the bytes of the file that write_archive() writes.
+std::string to_archive(const c10::IValue& value);
+
 /// Reads an archive into CPU tensors and other plain values. Verifies all checksums and bounds. Executes nothing from
 /// the file.
 /// Errors, without the path: std::system_error if the file cannot be read; std::runtime_error if it is not a regular
 /// file, not an archive, or damaged.
 Plain read_archive(const std::filesystem::path& path);
+
+/// The same for the bytes of a file. Errors: std::runtime_error.
+Plain from_archive(std::string_view bytes);
 
 }  // namespace gpipe

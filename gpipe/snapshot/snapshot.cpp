@@ -26,4 +26,8 @@ Snapshot read_snapshot(const std::filesystem::path& path) {
   }
 }
 
+std::string to_bytes(const Snapshot& snapshot) { return to_archive(saveable(to_content(snapshot))); }
+
+Snapshot from_bytes(std::string_view bytes) { return from_content(from_archive(bytes)); }
+
 }  // namespace gpipe

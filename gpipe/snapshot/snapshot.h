@@ -8,6 +8,7 @@
 #include <filesystem>
 #include <map>
 #include <string>
+#include <string_view>
 #include <vector>
 
 namespace torch {
@@ -70,6 +71,12 @@ void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot)
 /// Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file, damaged,
 /// truncated, not a snapshot, or of a newer version.
 Snapshot read_snapshot(const std::filesystem::path& path);
+
+/// Returns the bytes of the file that write_snapshot() writes. Errors: std::runtime_error, for the same tensors.
+std::string to_bytes(const Snapshot& snapshot);
+
+/// Reads the bytes of such a file. Errors: std::runtime_error, as read_snapshot().
+Snapshot from_bytes(std::string_view bytes);
 
 /// Copies the parameters and buffers to the CPU.
 NamedTensors capture_model(const torch::nn::Module& model);

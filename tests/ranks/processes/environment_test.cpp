@@ -17,6 +17,7 @@
 #include <set>
 #include <sstream>
 
+#include "gpipe/schedule/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/ranks/processes/job.h"
 
@@ -202,6 +203,26 @@ TEST(RanksEnvironment, TorchrunRestartsAJob) {
   EXPECT_EQ(run.status, 0) << run.text;
   EXPECT_THAT(run.text, AllOf(HasSubstr("a rank has failed: rank 1 was lost"), HasSubstr("rank 0 says: trains"),
                               HasSubstr("rank 1 says: trains")));
+}
+
+TEST(RanksEnvironment, ARankWithAnotherClock) {
+  if (is_a_rank()) {
+    const auto ranks = Ranks::from_environment(patient());
+    GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
+    const auto timeline = std::make_shared<Timeline>();
+    pipe->trace(timeline);
+    pipe->forward(torch::ones({4, 4})).sum().backward();
+    const auto all = pipe->gather(*timeline);
+    std::cout << all.spans.size() << " spans, " << (all.makespan() < 1000 ? "on one axis" : "apart") << "\n";
+    return;
+  }
+  const auto command = this_test_as_a_rank();
+  const auto run =
+      shell("ahead() { timeout 60 unshare --time --monotonic 5000 --fork \"$@\"; }\nahead true || exit 77\n" +
+            ("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port())) +
+            "\nRANK=1 ahead " + command + " &\nRANK=0 " + command + "; wait");
+  if (run.status == 77) GTEST_SKIP() << "this machine does not permit time namespaces: " << run.text;
+  EXPECT_THAT(run.text, HasSubstr("10 spans, on one axis"));
 }
 
 // Two network namespaces, joined by a cable. $1: the command. $2: "cut" cuts the cable when both ranks train.

@@ -1,0 +1,103 @@
+// The calls of a GPipe over ranks that train nothing.
+
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <type_traits>
+#include <utility>
+
+#include "gpipe/checks.h"
+#include "gpipe/error_info.h"
+#include "gpipe/gpipe.h"
+
+namespace gpipe {
+namespace {
+
+template <typename Item>
+std::string to_text(const std::vector<Item>& items) {
+  static_assert(std::is_trivially_copyable_v<Item>);
+  return {reinterpret_cast<const char*>(items.data()), items.size() * sizeof(Item)};
+}
+
+template <typename Item>
+std::vector<Item> to_items(const std::string& bytes) {
+  std::vector<Item> items(bytes.size() / sizeof(Item));
+  if (!items.empty()) std::memcpy(static_cast<void*>(items.data()), bytes.data(), items.size() * sizeof(Item));
+  return items;
+}
+
+}  // namespace
+
+std::vector<std::string> GPipeImpl::gather(std::string bytes, const std::string& what) {
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return {std::move(bytes)};
+  MutexLock turn(pipeline_->turn());
+  peers->agree("gather of " + what);
+  return peers->gather(std::move(bytes));
+}
+
+Timeline GPipeImpl::gather(Timeline timeline) {
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return timeline;
+  MutexLock turn(pipeline_->turn());
+  peers->agree("gather of a timeline");
+  const auto clocks = peers->clocks();
+  const auto all = peers->gather(to_text(timeline.spans));
+  if (all.empty()) return {};
+  for (std::size_t r = 1; r < all.size(); ++r) {
+    // The ranks of one host have the same clock.
+    const double ahead = std::abs(clocks[r].ahead) <= clocks[r].error ? 0 : clocks[r].ahead;
+    for (auto& span : to_items<Span>(all[r])) {
+      span.start -= ahead;
+      span.end -= ahead;
+      timeline.spans.push_back(span);
+    }
+  }
+  return timeline;
+}
+
+std::uint64_t GPipeImpl::largest(std::uint64_t number) {
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return number;
+  MutexLock turn(pipeline_->turn());
+  return peers->agree("largest", number);
+}
+
+std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
+  if (const auto own = parameters().size(); numbers.size() != own) {
+    const auto error = "there must be one number per parameter, " + std::to_string(own) + ", but there are " +
+                       std::to_string(numbers.size());
+    withdraw(error);
+    refuse_argument(error);
+  }
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return numbers;
+  MutexLock turn(pipeline_->turn());
+  peers->agree("numbers of all parameters");
+  std::vector<std::vector<double>> of_ranks;
+  for (const auto& bytes : peers->gather(to_text(numbers))) of_ranks.push_back(to_items<double>(bytes));
+  auto all = at::empty({static_cast<std::int64_t>(parameter_names_.size())}, at::kDouble);
+  auto* number = all.mutable_data_ptr<double>();
+  std::vector<std::size_t> next(of_ranks.size());
+  for (std::size_t p = 0; p < parameter_names_.size() && !of_ranks.empty(); ++p) {
+    const auto rank = pipeline_->rank_of(parameter_names_[p].stage);
+    number[p] = of_ranks[rank].at(next[rank]++);
+  }
+  Parcel parcel;
+  parcel.add(std::move(all), /*gradient_wanted=*/false);
+  const auto shared = peers->share(Peers::Result::kNumbers, /*owner=*/0, std::move(parcel)).tensors.front();
+  const auto* first = shared.const_data_ptr<double>();
+  return {first, first + shared.numel()};
+}
+
+void GPipeImpl::withdraw(const std::string& reason) {
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return;
+  MutexLock turn(pipeline_->turn());
+  peers->withdraw(reason);
+}
+
+}  // namespace gpipe

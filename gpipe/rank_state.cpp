@@ -1,0 +1,137 @@
+#include "gpipe/rank_state.h"
+
+#include <algorithm>
+#include <exception>
+#include <map>
+#include <set>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/checks.h"
+#include "gpipe/error_info.h"
+#include "gpipe/ranks/ranks.h"
+
+namespace gpipe {
+namespace {
+
+std::set<std::string> own_names(const GPipeImpl& pipe) {
+  std::set<std::string> names;
+  for (const auto& parameter : pipe.named_parameters()) names.insert(parameter.key());
+  for (const auto& buffer : pipe.named_buffers()) names.insert(buffer.key());
+  return names;
+}
+
+// The model and the optimizer, which differ from rank to rank.
+Snapshot own_state(const GPipeImpl& pipe, const Snapshot& mine) {
+  const auto own = own_names(pipe);
+  for (const auto& name : own) {
+    if (!mine.model.contains(name)) refuse_argument("the snapshot lacks '" + name + "' of this rank's layers");
+  }
+  const auto check = [&](const std::string& name) {
+    if (own.count(name) == 0) refuse_argument("the snapshot has '" + name + "', which is not of this rank's layers");
+  };
+  for (const auto& tensor : mine.model) check(tensor.key());
+  for (const auto& group : mine.optimizer.param_groups) std::for_each(group.params.begin(), group.params.end(), check);
+  for (const auto& [name, state] : mine.optimizer.state) check(name);
+  Snapshot state;
+  state.model = mine.model;
+  state.optimizer = mine.optimizer;
+  return state;
+}
+
+// What all ranks' optimizers must have in common, with all digits.
+std::string describe(const OptimizerState& optimizer) {
+  std::ostringstream text;
+  text.precision(17);
+  text << "the state of the optimizer '" << optimizer.type << "' with groups";
+  for (const auto& group : optimizer.param_groups) {
+    text << " {";
+    for (const auto& [name, value] : group.options) text << " " << name << "=" << value;
+    text << " }";
+  }
+  return text.str();
+}
+
+/// The places of all names in the state of the whole model.
+std::map<std::string, std::size_t> places_of_names(const GPipeImpl& pipe) {
+  std::map<std::string, std::size_t> places;
+  for (const auto* names : {&pipe.parameter_names(), &pipe.buffer_names()}) {
+    for (const auto& [name, stage] : *names) places.emplace(name, places.size());
+  }
+  return places;
+}
+
+Snapshot join(const GPipeImpl& pipe, std::vector<Snapshot> states) {
+  const auto places = places_of_names(pipe);
+  const auto place_of = [&](const std::string& name) {
+    const auto found = places.find(name);
+    return found == places.end() ? places.size() : found->second;  // one that was added to a layer later
+  };
+  const auto comes_before = [&](const std::string& a, const std::string& b) { return place_of(a) < place_of(b); };
+  std::vector<std::string> names;
+  for (const auto& state : states) {
+    for (const auto& tensor : state.model) names.push_back(tensor.key());
+  }
+  std::stable_sort(names.begin(), names.end(), comes_before);
+  Snapshot whole;
+  for (const auto& name : names) {
+    const auto has = [&](const Snapshot& state) { return state.model.contains(name); };
+    whole.model.insert(name, std::find_if(states.begin(), states.end(), has)->model[name]);
+  }
+  whole.optimizer = std::move(states.front().optimizer);
+  for (std::size_t r = 1; r < states.size(); ++r) {
+    auto& optimizer = states[r].optimizer;
+    for (std::size_t g = 0; g < optimizer.param_groups.size(); ++g) {
+      const auto& params = optimizer.param_groups[g].params;
+      auto& joined = whole.optimizer.param_groups.at(g).params;
+      joined.insert(joined.end(), params.begin(), params.end());
+    }
+    whole.optimizer.state.merge(optimizer.state);
+  }
+  for (auto& group : whole.optimizer.param_groups) {
+    std::stable_sort(group.params.begin(), group.params.end(), comes_before);
+  }
+  return whole;
+}
+
+}  // namespace
+
+Snapshot gather(GPipeImpl& pipe, const Snapshot& mine) {
+  if (!pipe.options().ranks()) return mine;
+  const int rank = pipe.options().ranks()->rank();
+  std::vector<Snapshot> states;
+  std::string bytes;  // rank 0 keeps its own state
+  try {
+    states.push_back(own_state(pipe, mine));
+    if (rank != 0) bytes = to_bytes(states.front());
+  } catch (...) {
+    pipe.withdraw(message_of(std::current_exception()));
+    throw;
+  }
+  auto parts = pipe.gather(std::move(bytes), describe(mine.optimizer));
+  if (rank != 0) return {};
+  for (std::size_t r = 1; r < parts.size(); ++r) states.push_back(from_bytes(std::exchange(parts[r], {})));
+  auto whole = mine;
+  auto joined = join(pipe, std::move(states));
+  whole.model = std::move(joined.model);
+  whole.optimizer = std::move(joined.optimizer);
+  return whole;
+}
+
+Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole) {
+  const auto own = own_names(pipe);
+  const auto places = places_of_names(pipe);
+  const auto is_elsewhere = [&](const std::string& name) { return places.count(name) != 0 && own.count(name) == 0; };
+  auto part = whole;
+  part.model.clear();
+  for (const auto& tensor : whole.model) {
+    if (!is_elsewhere(tensor.key())) part.model.insert(tensor.key(), tensor.value());
+  }
+  for (auto& group : part.optimizer.param_groups) std::erase_if(group.params, is_elsewhere);
+  std::erase_if(part.optimizer.state, [&](const auto& entry) { return is_elsewhere(entry.first); });
+  return part;
+}
+
+}  // namespace gpipe

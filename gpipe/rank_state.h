@@ -1,0 +1,27 @@
+#pragma once
+
+#include "gpipe/gpipe.h"
+#include "gpipe/snapshot/snapshot.h"
+
+namespace gpipe {
+
+// The state of a training over ranks. In one process both functions return what they are given.
+
+/// Joins the snapshots of all ranks, which each captures from its pipeline and its optimizer. Returns on rank 0 the
+/// snapshot that one process would have captured, with rank 0's epoch, position, random state, options and history; on other
+/// ranks, one without tensors. All ranks call it, as forward(). An optimizer's group must list parameters in the model's
+/// order, or else the joined one lists them so.
+///
+///   auto whole = gpipe::gather(*pipe, mine);
+///   if (ranks->rank() == 0) gpipe::write_snapshot("latest.snapshot", whole);
+///
+/// Errors, on all ranks: std::runtime_error if the optimizers differ in their class, groups or options;
+/// std::invalid_argument, on the others std::runtime_error, for a snapshot that is not of this rank's pipeline.
+Snapshot gather(GPipeImpl& pipe, const Snapshot& mine);
+
+/// Returns the part of a whole model's snapshot that restore_model() and restore_optimizer() accept on this rank. Leaves out
+/// only the state of layers on other ranks, so a snapshot of another model is still refused. Each rank restores its part: an
+/// error on one rank leaves the others restored.
+Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole);
+
+}  // namespace gpipe
