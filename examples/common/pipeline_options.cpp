@@ -15,6 +15,8 @@
 #include "balance/report.h"
 #include "examples/common/files.h"
 #include "examples/common/flags.h"
+#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks/wire_plan.h"
 #include "gpipe/runtime/memory_reuse.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"
@@ -159,15 +161,17 @@ std::vector<torch::Device> place(const PipelineOptions& options) {
   return devices;
 }
 
-void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe,
+void print_stages(std::ostream& out, const std::string& name, const torch::nn::Module& model, const GPipe& pipe,
                   const std::optional<Prediction>& prediction) {
-  const auto layers = pipe->children();
+  const auto layers = model.children();
   const auto count = [](const std::vector<torch::Tensor>& parameters) {
     return std::accumulate(parameters.begin(), parameters.end(), std::int64_t{0},
                            [](std::int64_t sum, const torch::Tensor& parameter) { return sum + parameter.numel(); });
   };
-  out << "model: " << name << ", " << layers.size() << " layers, " << count(pipe->parameters()) << " parameters\n";
+  out << "model: " << name << ", " << layers.size() << " layers, " << count(model.parameters()) << " parameters\n";
   const auto& placement = pipe->placement();
+  const auto& job = pipe->options().ranks();
+  const auto ranks = job ? ranks_of_workers(static_cast<int>(pipe->devices().size()), job->size()) : std::vector<int>();
   std::vector<int> one_per_worker(placement.size());
   std::iota(one_per_worker.begin(), one_per_worker.end(), 0);
   auto layer = layers.begin();
@@ -176,6 +180,7 @@ void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe,
     for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count((*layer++)->parameters());
     out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on ";
     if (placement != one_per_worker) out << "worker " << placement[s] << ", ";
+    if (!ranks.empty()) out << "rank " << ranks[placement[s]] << ", ";
     out << pipe->devices()[placement[s]].str();
     if (prediction) {
       out << "; predicted: " << seconds_to_text(prediction->stages.at(s)) << " per micro-batch";

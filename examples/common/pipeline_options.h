@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <functional>
 #include <iosfwd>
+#include <memory>
 #include <optional>
 #include <string>
 #include <vector>
@@ -31,6 +32,7 @@ struct PipelineOptions {
   std::vector<std::int64_t> layers;  ///< per stage
   std::int64_t chunks = 2;
   std::vector<torch::Device> devices;  ///< one per worker; empty: the GPUs in turn, or the CPU
+  std::shared_ptr<Ranks> ranks;        ///< the processes that train together; null: this one alone
 };
 
 inline constexpr char kPipelineGroup[] = "Pipeline";
@@ -54,10 +56,10 @@ int worker_count(const PipelineOptions& options);
 /// One device per worker: those of the options, or the GPUs in turn, or the CPU.
 std::vector<torch::Device> place(const PipelineOptions& options);
 
-/// Prints a line about the model and one per stage: layers, parameters, device; the worker, unless each stage s is on
-/// worker s; and the predicted time and memory, if there is a prediction. If workers have several stages, their memory is
+/// Prints a line about the model, whose children are the layers, and one per stage: layers, parameters, device; the worker,
+/// unless each stage s is on worker s; the rank, if there are several; and the predicted time and memory, if there is a prediction. If workers have several stages, their memory is
 /// on a line of its own.
-void print_stages(std::ostream& out, const std::string& name, const GPipe& pipe,
+void print_stages(std::ostream& out, const std::string& name, const torch::nn::Module& model, const GPipe& pipe,
                   const std::optional<Prediction>& prediction = std::nullopt);
 
 /// A program's main(): parses the command line and calls `run`, which returns the exit code. Errors become one line on

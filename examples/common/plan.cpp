@@ -4,7 +4,9 @@
 #include <torch/utils.h>
 
 #include <algorithm>
+#include <istream>
 #include <ostream>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <string_view>
@@ -16,7 +18,9 @@
 #include "balance/suggest.h"
 #include "examples/common/autocast.h"
 #include "examples/common/percent.h"
+#include "examples/common/processes.h"
 #include "gpipe/micro_batch.h"
+#include "gpipe/ranks/wire_plan.h"
 
 namespace gpipe::examples {
 namespace {
@@ -65,6 +69,11 @@ void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& o
     throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but the model has " +
                                 std::to_string(layers) + " layers");
   }
+  if (options.ranks && worker_count(options) < options.ranks->size()) {
+    throw std::invalid_argument("the pipeline has " + std::to_string(worker_count(options)) +
+                                " workers, but there are " + std::to_string(options.ranks->size()) +
+                                " processes; give each at least one worker, with more --stages");
+  }
   if (!options.layers.empty()) GPipe(model, options.layers, pipe_options(options));
   stand_in(options)->program(count_micro_batches(options.batch_size, options.chunks));
 }
@@ -81,8 +90,10 @@ void check_last_mini_batch(const PipelineOptions& options, std::int64_t training
   }
 }
 
-Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
-               const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
+namespace {
+
+Plan measure(const torch::nn::Sequential& model, const TrainingOptions& options,
+             const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
   static_assert(std::string_view(kAuto) == kAnySchedule);
   Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint, .schedule = options.schedule};
   const auto devices = place(options);
@@ -129,6 +140,46 @@ Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& option
   return plan;
 }
 
+// How to cut and run.
+std::string to_text(const Plan& plan) {
+  std::ostringstream text;
+  for (const auto layers : plan.balance) text << layers << " ";
+  text << "| ";
+  for (const int worker : plan.placement) text << worker << " ";
+  text << "| " << plan.chunks << " " << to_string(plan.checkpoint) << " " << plan.schedule;
+  return text.str();
+}
+
+template <typename Number>
+std::vector<Number> numbers_to_bar(std::istream& text) {
+  std::vector<Number> numbers;
+  std::string word;
+  while (text >> word && word != "|") numbers.push_back(static_cast<Number>(std::stoll(word)));
+  return numbers;
+}
+
+Plan to_plan(const std::string& text) {
+  std::istringstream words(text);
+  Plan plan;
+  plan.balance = numbers_to_bar<std::int64_t>(words);
+  plan.placement = numbers_to_bar<int>(words);
+  std::string checkpoint;
+  words >> plan.chunks >> checkpoint >> std::ws;
+  plan.checkpoint = checkpoints().at(checkpoint);
+  std::getline(words, plan.schedule);
+  return plan;
+}
+
+}  // namespace
+
+Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
+               const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
+  if (!is_first(options.ranks)) return to_plan(options.ranks->share(""));
+  auto plan = measure(model, options, image_shape, terminal, out);
+  if (options.ranks) options.ranks->share(to_text(plan));
+  return plan;
+}
+
 GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
                           const std::vector<std::int64_t>& image_shape) {
   auto balance = options.layers;
@@ -149,20 +200,36 @@ GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOpti
   return GPipe(model, balance, pipe_options(options));
 }
 
+namespace {
+
+// Those of this rank's workers; empty if none were given.
+std::vector<torch::Device> own_devices(const PipelineOptions& options) {
+  const auto ranks = ranks_of_workers(worker_count(options), options.ranks->size());
+  std::vector<torch::Device> own;
+  for (std::size_t w = 0; w < options.devices.size(); ++w) {
+    if (ranks[w] == options.ranks->rank()) own.push_back(options.devices[w]);
+  }
+  return own;
+}
+
+}  // namespace
+
 GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan, const PipelineOptions& options) {
-  auto made = pipe_options(options).chunks(plan.chunks).checkpoint(plan.checkpoint);
+  auto made = pipe_options(options).chunks(plan.chunks).checkpoint(plan.checkpoint).ranks(options.ranks);
+  if (options.ranks) made.devices(own_devices(options));
   if (!plan.placement.empty()) made.schedule(plan.schedule).placement(plan.placement);
   return GPipe(model, plan.balance, made);
 }
 
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan, bool details) {
+void print_plan(std::ostream& out, const std::string& name, const torch::nn::Sequential& model, const GPipe& pipe,
+                const Plan& plan, bool details) {
   if (details) {
     out << "costs of each layer:\n" << profile_table(plan.profile, plan.balance);
     if (!plan.candidates.empty()) out << "plans compared, as predicted:\n" << candidate_table(plan.candidates);
   }
   out << "plan: balance " << balance_to_text(plan.balance) << " (" << plan.choice << "), " << plan.chunks
       << " micro-batches, checkpoint " << to_string(plan.checkpoint) << ", schedule " << plan.schedule << "\n";
-  print_stages(out, name, pipe, plan.prediction);
+  print_stages(out, name, *model, pipe, plan.prediction);
   if (plan.prediction) {
     out << absl::StrFormat("predicted step: %s, bubble %.0f %%", seconds_to_text(plan.prediction->seconds),
                            100 * plan.prediction->bubble);

@@ -42,7 +42,7 @@ void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& o
 void check_last_mini_batch(const PipelineOptions& options, std::int64_t training_images);
 
 /// Measures the model for images of that shape, with autocast if the options ask for it, and plans. Shows progress on a
-/// terminal. Keeps the options' chunks and checkpoint mode, unless the balance is "auto".
+/// terminal. Over ranks, rank 0 measures, as if it had all workers; the others get how to cut and run, without costs. Keeps the options' chunks and checkpoint mode, unless the balance is "auto".
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out);
 
@@ -54,7 +54,8 @@ GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOpti
                           const std::vector<std::int64_t>& image_shape);
 
 /// Prints the plan: balance, micro-batches, checkpoint mode, and the predicted time and memory per stage. With `details`
-/// it also prints the costs of each layer, and all plans that were compared.
-void print_plan(std::ostream& out, const std::string& name, const GPipe& pipe, const Plan& plan, bool details);
+/// it also prints the costs of each layer, and all plans that were compared. `model` has the layers of all ranks.
+void print_plan(std::ostream& out, const std::string& name, const torch::nn::Sequential& model, const GPipe& pipe,
+                const Plan& plan, bool details);
 
 }  // namespace gpipe::examples

@@ -7,6 +7,7 @@
 #include "balance/report.h"
 #include "balance/trial.h"
 #include "examples/common/files.h"
+#include "examples/common/processes.h"
 
 namespace gpipe::examples {
 namespace {
@@ -23,7 +24,7 @@ void StepRecord::begin(GPipe& pipe, bool whole, bool last) {
   start_ = Clock::now();
 }
 
-void StepRecord::end() {
+void StepRecord::end(GPipe& pipe) {
   const auto seconds = std::chrono::duration<double>(Clock::now() - start_).count();
   ++count_;
   if (!timeline_) {
@@ -31,8 +32,10 @@ void StepRecord::end() {
     return;
   }
   traced_ = true;
-  if (whole_) bytes_ = timeline_->peak_bytes();
-  if (!trace_.empty()) write_file(trace_, to_chrome_json(*timeline_));
+  const auto timeline = pipe->gather(*timeline_);
+  if (!is_first(pipe->options().ranks())) return;
+  if (whole_) bytes_ = timeline.peak_bytes();
+  if (!trace_.empty()) write_file(trace_, to_chrome_json(timeline));
 }
 
 void StepRecord::print(std::ostream& out, const std::optional<Prediction>& prediction) const {

@@ -14,7 +14,7 @@
 
 namespace gpipe::examples {
 
-/// Measures the steps of this process, forward and backward with the loss, and traces one of them. The first two steps are not
+/// Measures steps, forward and backward with the loss, and traces one of them. The first two steps are not
 /// measured, because they warm up memory and caches. Not synchronised.
 class StepRecord {
  public:
@@ -23,8 +23,9 @@ class StepRecord {
 
   /// Begins a step. Only steps of `whole` mini-batches are measured. The `last` step is traced if no other was.
   void begin(GPipe& pipe, bool whole, bool last);
-  /// Ends it. Errors: std::runtime_error if the timeline cannot be written.
-  void end();
+  /// Ends it. Over ranks, the first process records the spans of all. Errors: std::runtime_error if the timeline cannot be
+  /// written.
+  void end(GPipe& pipe);
 
   /// Whether the timeline has been written.
   bool wrote_trace() const { return traced_ && !trace_.empty(); }

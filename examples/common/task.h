@@ -3,14 +3,12 @@
 #include <torch/types.h>
 
 #include <cstdint>
-#include <filesystem>
 #include <functional>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "examples/common/image.h"
-#include "examples/common/tensorboard.h"
 #include "gpipe/gpipe.h"
 
 namespace gpipe::examples {
@@ -19,6 +17,9 @@ struct Example {
   torch::Tensor input;
   torch::Tensor target;
 };
+
+/// Takes a picture of an epoch, with the beginning of its file's name and its tag in TensorBoard.
+using ShowPicture = std::function<void(const Image& picture, const std::string& name, const std::string& tag)>;
 
 /// Returns the mini-batches in order, then std::nullopt.
 using Examples = std::function<std::optional<Example>()>;
@@ -43,16 +44,11 @@ class Task {
 
   /// The scores that validate() returns. The epoch with the highest first score is the best.
   virtual std::vector<ScoreName> scores() const = 0;
-  /// Called in evaluation mode, without gradients. Adds its pictures to `events`, and the paths of its files to `files`.
-  virtual std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
-                                       std::vector<std::filesystem::path>& files) = 0;
+  /// Called in evaluation mode, without gradients. Hands its pictures to `show`.
+  virtual std::vector<double> validate(GPipe& pipe, const ShowPicture& show) = 0;
 };
 
 /// The columns of history.csv for a task with these scores.
 std::vector<std::string> history_columns(const std::vector<ScoreName>& scores);
-
-/// Writes an epoch's picture as a PNG. Adds it to `events` under the tag, and its path to `files`.
-void show_picture(const Image& picture, const std::filesystem::path& path, const std::string& tag, int epoch,
-                  EventFile& events, std::vector<std::filesystem::path>& files);
 
 }  // namespace gpipe::examples

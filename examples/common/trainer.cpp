@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
+#include <numeric>
 #include <ostream>
 #include <stdexcept>
 #include <utility>
@@ -12,10 +13,14 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "examples/common/autocast.h"
+#include "examples/common/codecs.h"
+#include "examples/common/files.h"
 #include "examples/common/learning_rate.h"
 #include "examples/common/outputs.h"
+#include "examples/common/processes.h"
 #include "examples/common/progress.h"
 #include "gpipe/micro_batch.h"
+#include "gpipe/rank_state.h"
 
 namespace gpipe::examples {
 
@@ -34,6 +39,7 @@ Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, Identity ident
       optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options_.learning_rate)),
       scores_(task.scores()),
       columns_(history_columns(scores_)),
+      writes_(is_first(options_.ranks)),
       record_(options_.trace) {}
 
 int Trainer::run() {
@@ -46,8 +52,8 @@ int Trainer::run() {
        << options_.chunks << " micro-batches, schedule " << options_.schedule << ", checkpoint "
        << to_string(options_.checkpoint) << ", learning rate " << options_.learning_rate << " ("
        << options_.learning_rate_schedule << ")" << std::endl;
-  const Interrupt interrupt;
-  while (epoch_ < options_.epochs && interrupt.signal() == 0) {
+  const Interrupt interrupt(options_.ranks ? Interrupt::Second::kIgnored : Interrupt::Second::kEnds);
+  while (epoch_ < options_.epochs && !stops(interrupt)) {
     const bool whole = train(epoch_ + 1, interrupt);
     if (whole) {
       finish(epoch_ + 1);
@@ -59,11 +65,16 @@ int Trainer::run() {
   if (record_.wrote_trace()) files_.push_back(options_.trace);
   if (epoch_ == options_.epochs) return 0;
   out_ << "stopped; to continue, give the same flags and --resume " << path(kLatestSnapshot).string() << std::endl;
-  return interrupt.signal();
+  return signal_;
+}
+
+bool Trainer::stops(const Interrupt& interrupt) {
+  if (signal_ == 0) signal_ = static_cast<int>(pipe_->largest(interrupt.signal()));
+  return signal_ != 0;
 }
 
 void Trainer::resume(const Snapshot& snapshot) {
-  restore_optimizer(optimizer_, *pipe_, snapshot.optimizer);
+  restore_optimizer(optimizer_, *pipe_, own_part(*pipe_, snapshot).optimizer);
   restore_random(snapshot.random);
   epoch_ = static_cast<int>(snapshot.epoch);
   batch_ = snapshot.position.at("batch");
@@ -79,6 +90,7 @@ void Trainer::resume(const Snapshot& snapshot) {
 }
 
 void Trainer::open_files() {
+  if (!writes_) return;
   remove_earlier_training(options_);
   std::vector<std::vector<double>> rows;
   for (int epoch = 1; epoch <= epoch_; ++epoch) rows.push_back(row(epoch));
@@ -101,9 +113,9 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
     const auto images = example->input.size(0);
     const double loss = (loss_sum_ - before) / static_cast<double>(images);
     progress.add(images, loss);
-    events_->add_scalar("loss/train_step", epoch_ * batches + batch_, loss);
-    events_->flush();
-    if (interrupt.signal() != 0) return false;
+    add_scalar("loss/train_step", epoch_ * batches + batch_, loss);
+    if (events_) events_->flush();
+    if (stops(interrupt)) return false;
   }
   images_per_second_ = progress.images_per_second();
   return true;
@@ -120,7 +132,7 @@ void Trainer::step(const Example& example) {
     loss = pipe_->step(example.input, example.target, loss_).loss;
   }
   if (loss.is_cuda()) torch::cuda::synchronize();
-  record_.end();
+  record_.end(pipe_);
   if (options_.clip > 0) clip_gradients();
   optimizer_.step();
   const double value = loss.item<double>();
@@ -152,13 +164,16 @@ void Trainer::check_smallest_micro_batch() {
   restore_random(random);
 }
 
-// clip_grad_norm_() does not take gradients on several devices.
+// clip_grad_norm_() takes neither gradients on several devices nor those of other processes.
 void Trainer::clip_gradients() {
-  double squares = 0;
+  std::vector<double> squares;
   for (const auto& parameter : pipe_->parameters()) {
-    if (parameter.grad().defined()) squares += std::pow(parameter.grad().norm().item<double>(), 2);
+    const auto& gradient = parameter.grad();
+    squares.push_back(gradient.defined() ? std::pow(gradient.norm().item<double>(), 2) : 0);
   }
-  const double factor = options_.clip / (std::sqrt(squares) + 1e-6);
+  squares = pipe_->of_all_parameters(std::move(squares));
+  const double norm = std::sqrt(std::accumulate(squares.begin(), squares.end(), 0.0));
+  const double factor = options_.clip / (norm + 1e-6);
   if (!(factor < 1)) return;
   for (const auto& parameter : pipe_->parameters()) {
     if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
@@ -172,15 +187,17 @@ void Trainer::finish(int epoch) {
     pipe_->eval();
     const torch::NoGradGuard no_grad;
     const Autocast autocast(options_.amp, pipe_->devices());
-    values = task_.validate(pipe_, epoch, *events_, files_);
+    values = task_.validate(pipe_, [&](const Image& picture, const std::string& name, const std::string& tag) {
+      if (writes_) show(picture, name, tag, epoch);
+    });
   }
   std::vector<std::string> tags = {"loss/train"};
   for (const auto& score : scores_) tags.push_back(score.tag);
   tags.insert(tags.end(), {"training/learning_rate", "training/images_per_second"});
   values.insert(values.begin(), loss_sum_ / static_cast<double>(seen_));
   values.insert(values.end(), {optimizer_.param_groups().front().options().get_lr(), images_per_second_});
-  for (std::size_t i = 0; i < tags.size(); ++i) events_->add_scalar(tags[i], epoch, values[i]);
-  events_->flush();
+  for (std::size_t i = 0; i < tags.size(); ++i) add_scalar(tags[i], epoch, values[i]);
+  if (events_) events_->flush();
   values.insert(values.begin(), epoch);
   for (std::size_t i = 0; i < columns_.size(); ++i) history_[columns_[i]].push_back(values[i]);
   epoch_ = epoch;
@@ -189,7 +206,7 @@ void Trainer::finish(int epoch) {
   loss_sum_ = 0;
 
   // latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
-  history_file_->add(values);
+  if (history_file_) history_file_->add(values);
   const auto& best = history_.at(columns_[2]);
   const bool is_best = std::all_of(best.begin(), best.end() - 1, [&](double score) { return best.back() > score; });
   if (is_best) save(kBestSnapshot);
@@ -200,6 +217,17 @@ void Trainer::finish(int epoch) {
     out_ << absl::StrFormat("%s %s %.4f", i > 1 ? "," : "", columns_[i], values[i]);
   }
   out_ << std::endl;
+}
+
+void Trainer::add_scalar(const std::string& tag, std::int64_t step, double value) {
+  if (events_) events_->add_scalar(tag, step, value);
+}
+
+void Trainer::show(const Image& picture, const std::string& name, const std::string& tag, int epoch) {
+  files_.push_back(path(absl::StrFormat("%s_%03d.png", name, epoch)));
+  const auto png = encode_png(picture);
+  write_file(files_.back(), png);
+  events_->add_image(tag, epoch, png, picture.width, picture.height);
 }
 
 void Trainer::set_learning_rate(int epoch) {
@@ -219,6 +247,8 @@ void Trainer::save(const std::string& name) {
   snapshot.history = history_;
   for (const auto& column : columns_) snapshot.history[column];  // an empty list before the first epoch
   snapshot.history["loss_sum"] = {loss_sum_};
+  snapshot = gather(*pipe_, snapshot);
+  if (!writes_) return;
   write_snapshot(path(name), snapshot);
   if (std::find(files_.begin(), files_.end(), path(name)) == files_.end()) files_.push_back(path(name));
 }

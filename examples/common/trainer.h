@@ -27,7 +27,7 @@ namespace gpipe::examples {
 /// Trains a pipeline on a task by GPipe::step(). Writes into options.output: history.csv, a TensorBoard event file, latest.snapshot and
 /// best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and returns. A
 /// resumed run ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the
-/// schedule sums their gradients are the same.
+/// schedule sums their gradients are the same. In several processes, all train, and the first writes.
 class Trainer {
  public:
   /// `start` is the snapshot to resume; the pipeline has its weights already. `prediction` of a step is compared with
@@ -45,12 +45,16 @@ class Trainer {
  private:
   void resume(const Snapshot& snapshot);
   void open_files();
+  /// Whether a process has got a signal. All processes ask at the same time.
+  bool stops(const Interrupt& interrupt);
   /// Trains an epoch from batch_ on. Returns false if a signal ended it.
   bool train(int epoch, const Interrupt& interrupt);
   void step(const Example& example);
   void check_smallest_micro_batch();
   void clip_gradients();
   void finish(int epoch);
+  void add_scalar(const std::string& tag, std::int64_t step, double value);
+  void show(const Image& picture, const std::string& name, const std::string& tag, int epoch);
   void set_learning_rate(int epoch);
   void save(const std::string& name);
   /// An epoch's values in the history, by column.
@@ -69,9 +73,11 @@ class Trainer {
   torch::optim::Adam optimizer_;
   const std::vector<ScoreName> scores_;
   const std::vector<std::string> columns_;
+  const bool writes_;
   std::vector<std::filesystem::path> files_;
-  std::unique_ptr<EventFile> events_;
+  std::unique_ptr<EventFile> events_;  // this and the next: null if another process writes
   std::unique_ptr<History> history_file_;
+  int signal_ = 0;  // that a process has got
 
   // The position of the training, which snapshots store.
   int epoch_ = 0;           // completed epochs

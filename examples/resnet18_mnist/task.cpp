@@ -7,7 +7,6 @@
 #include <numeric>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "examples/common/random.h"
 #include "examples/resnet18_mnist/confusion.h"
 
@@ -28,13 +27,12 @@ Example to_tensors(const LabelledImages& set) {
 std::vector<ScoreName> classification_scores() { return {{"accuracy", "accuracy/test"}, {"test_loss", "loss/test"}}; }
 
 ClassificationTask::ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
-                                       std::int64_t batch_size, std::uint64_t seed, std::filesystem::path folder)
+                                       std::int64_t batch_size, std::uint64_t seed)
     : training_(to_tensors(training)),
       test_(to_tensors(test)),
       classes_(classes),
       batch_size_(batch_size),
-      seed_(seed),
-      folder_(std::move(folder)) {}
+      seed_(seed) {}
 
 Examples ClassificationTask::training(int epoch, std::int64_t first) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(training_images()));
@@ -53,8 +51,7 @@ torch::Tensor ClassificationTask::loss(const torch::Tensor& logits, const torch:
   return torch::nn::functional::cross_entropy(logits.to(torch::kFloat), labels);
 }
 
-std::vector<double> ClassificationTask::validate(GPipe& pipe, int epoch, EventFile& events,
-                                                 std::vector<std::filesystem::path>& files) {
+std::vector<double> ClassificationTask::validate(GPipe& pipe, const ShowPicture& show) {
   const auto count = test_.input.size(0);
   auto pairs = torch::zeros({classes_ * classes_}, torch::kLong);
   double loss_sum = 0;
@@ -67,8 +64,7 @@ std::vector<double> ClassificationTask::validate(GPipe& pipe, int epoch, EventFi
   }
   const auto* counts = pairs.const_data_ptr<std::int64_t>();
   const auto picture = draw_confusion({counts, counts + pairs.numel()}, static_cast<int>(classes_));
-  const auto path = folder_ / absl::StrFormat("confusion_%03d.png", epoch);
-  show_picture(picture, path, "confusion/test", epoch, events, files);
+  show(picture, "confusion", "confusion/test");
   const auto right = pairs.view({classes_, classes_}).trace().item<double>();
   return {right / static_cast<double>(count), loss_sum / static_cast<double>(count)};
 }

@@ -1,6 +1,5 @@
 #pragma once
 
-#include <filesystem>
 #include <vector>
 
 #include "examples/common/task.h"
@@ -14,16 +13,15 @@ std::vector<ScoreName> classification_scores();
 /// Learns to classify images [n, 1, h, w] with values 0 to 1 into logits [n, classes].
 class ClassificationTask : public Task {
  public:
-  /// Draws the confusion matrix of each epoch into the folder.
+  /// Its picture is the confusion matrix of an epoch.
   ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
-                     std::int64_t batch_size, std::uint64_t seed, std::filesystem::path folder);
+                     std::int64_t batch_size, std::uint64_t seed);
 
   std::int64_t training_images() const override { return training_.input.size(0); }
   Examples training(int epoch, std::int64_t first) override;
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override;
   std::vector<ScoreName> scores() const override { return classification_scores(); }
-  std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
-                               std::vector<std::filesystem::path>& files) override;
+  std::vector<double> validate(GPipe& pipe, const ShowPicture& show) override;
 
  private:
   const Example training_;
@@ -31,7 +29,6 @@ class ClassificationTask : public Task {
   const std::int64_t classes_;
   const std::int64_t batch_size_;
   const std::uint64_t seed_;
-  const std::filesystem::path folder_;
 };
 
 }  // namespace gpipe::examples::mnist

@@ -11,6 +11,7 @@
 #include "examples/common/flags.h"
 #include "examples/common/outputs.h"
 #include "examples/common/plan.h"
+#include "examples/common/processes.h"
 #include "examples/common/start.h"
 #include "examples/common/trainer.h"
 #include "examples/resnet18_mnist/digits.h"
@@ -45,6 +46,7 @@ void add_options(CLI::App& app, Options& options) {
 }
 
 int train(Options options) {
+  options.ranks = join_processes();
   auto identity = make_identity({{"--small-images", absl::StrCat(options.small_images)}}, options);
   auto start = read_start(options, identity, history_columns(classification_scores()));
   torch::manual_seed(options.seed);
@@ -53,13 +55,13 @@ int train(Options options) {
   check_pipeline(model, options);
   if (start) restore_start(options, *start, *model);
   if (options.resume.empty()) start.reset();
-  check_outputs(options);
 
-  std::filesystem::path data = options.data;
-  if (options.data == "synthetic") {
-    data = options.output / "digits";
-    write_digits(data, options.samples, options.samples / 6, options.seed);
-  }
+  const bool drawn = options.data == "synthetic";
+  const auto data = drawn ? options.output / "digits" : std::filesystem::path(options.data);
+  run_first(options.ranks, [&] {
+    check_outputs(options);
+    if (drawn) write_digits(data, options.samples, options.samples / 6, options.seed);
+  });
   const auto training = read_idx(training_files(data));
   const auto test = read_idx(test_files(data));
   std::cout << "data: " << training.count() << " images to train, " << test.count() << " to test, "
@@ -71,14 +73,15 @@ int train(Options options) {
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto plan = make_plan(model, options, {1, training.size.height, training.size.width}, terminal, std::cout);
   auto pipe = make_pipe(model, plan, options);
-  print_plan(std::cout, "ResNet-18", pipe, plan, options.profile);
+  if (is_first(options.ranks)) print_plan(std::cout, "ResNet-18", model, pipe, plan, options.profile);
+  model = nullptr;  // the pipeline has the layers of this process
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;
   options.schedule = plan.schedule;
 
-  ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.output);
+  ClassificationTask task(training, test, kClasses, options.batch_size, options.seed);
   Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
-  return run_and_report(trainer, options.data == "synthetic" ? data : "", std::cout);
+  return run_and_report(trainer, drawn ? data : "", std::cout);
 }
 
 }  // namespace

@@ -123,7 +123,7 @@ int evaluate(const Options& options) {
   }
   Predictor predictor(options, images);
   const int classes = predictor.classes();
-  print_stages(std::cout, "U-Net", predictor.pipe());
+  print_stages(std::cout, "U-Net", *predictor.pipe(), predictor.pipe());
 
   Table table(name_width, classes);
   Metrics all(classes);

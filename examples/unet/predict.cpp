@@ -92,7 +92,7 @@ int predict(const Options& options) {
   check_writable_directory(options.output);
   Predictor predictor(options, images);
   const int classes = predictor.classes();
-  print_stages(std::cout, "U-Net", predictor.pipe());
+  print_stages(std::cout, "U-Net", *predictor.pipe(), predictor.pipe());
 
   Progress progress(std::cout, isatty(STDOUT_FILENO) != 0, "predict", static_cast<int64_t>(images.size()));
   predictor.run([&](std::size_t number, const torch::Tensor& probabilities) {

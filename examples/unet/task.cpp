@@ -5,7 +5,6 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 #include "examples/common/picture.h"
 #include "examples/unet/metrics.h"
 #include "examples/unet/segmentation.h"
@@ -25,8 +24,8 @@ std::vector<ScoreName> segmentation_scores(int classes) {
   return scores;
 }
 
-SegmentationTask::SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path folder)
-    : split_(std::move(split)), size_(size), loading_(loading), folder_(std::move(folder)) {}
+SegmentationTask::SegmentationTask(Split split, Size size, LoaderOptions loading)
+    : split_(std::move(split)), size_(size), loading_(loading) {}
 
 Examples SegmentationTask::training(int epoch, std::int64_t first) {
   auto options = loading_;
@@ -44,8 +43,7 @@ torch::Tensor SegmentationTask::loss(const torch::Tensor& logits, const torch::T
   return segmentation_loss(logits, masks);
 }
 
-std::vector<double> SegmentationTask::validate(GPipe& pipe, int epoch, EventFile& events,
-                                               std::vector<std::filesystem::path>& files) {
+std::vector<double> SegmentationTask::validate(GPipe& pipe, const ShowPicture& show) {
   auto options = loading_;
   options.augment = false;
   Loader loader(split_.validation, size_, options);
@@ -63,8 +61,7 @@ std::vector<double> SegmentationTask::validate(GPipe& pipe, int epoch, EventFile
     const auto picture = draw_picture({{"image", batch->images.narrow(0, 0, rows)},
                                        {"mask", paint(truth)},
                                        {"prediction", paint(probabilities.narrow(0, 0, rows))}});
-    const auto path = folder_ / absl::StrFormat("epoch_%03d.png", epoch);
-    show_picture(picture, path, "predictions/val", epoch, events, files);
+    show(picture, "epoch", "predictions/val");
   }
   const auto scores = metrics.scores();
   const auto all = mean(scores.pixels);

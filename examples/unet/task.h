@@ -1,6 +1,5 @@
 #pragma once
 
-#include <filesystem>
 #include <vector>
 
 #include "examples/common/task.h"
@@ -16,21 +15,19 @@ std::vector<ScoreName> segmentation_scores(int classes);
 class SegmentationTask : public Task {
  public:
   /// `loading` applies to both parts, except that the order and the epoch are set for each epoch, and validation is
-  /// never augmented. Each epoch it draws a picture of the first validation images into the folder.
-  SegmentationTask(Split split, Size size, LoaderOptions loading, std::filesystem::path folder);
+  /// never augmented. Its picture shows the first validation images.
+  SegmentationTask(Split split, Size size, LoaderOptions loading);
 
   std::int64_t training_images() const override { return static_cast<std::int64_t>(split_.training.size()); }
   Examples training(int epoch, std::int64_t first) override;
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& masks) const override;
   std::vector<ScoreName> scores() const override { return segmentation_scores(loading_.classes); }
-  std::vector<double> validate(GPipe& pipe, int epoch, EventFile& events,
-                               std::vector<std::filesystem::path>& files) override;
+  std::vector<double> validate(GPipe& pipe, const ShowPicture& show) override;
 
  private:
   const Split split_;
   const Size size_;
   const LoaderOptions loading_;
-  const std::filesystem::path folder_;
 };
 
 }  // namespace gpipe::examples::unet

@@ -11,6 +11,7 @@
 #include "examples/common/flags.h"
 #include "examples/common/outputs.h"
 #include "examples/common/plan.h"
+#include "examples/common/processes.h"
 #include "examples/common/start.h"
 #include "examples/common/trainer.h"
 #include "examples/unet/model.h"
@@ -55,11 +56,8 @@ void add_options(CLI::App& app, Options& options) {
   add_model_options(app, options.model);
 }
 
-std::filesystem::path draw_data(const Options& options) {
-  const auto directory =
-      options.output / absl::StrCat("synthetic_", options.samples, "_", options.size, "_", options.model.classes);
-  write_synthetic(directory, options.samples, to_size(options.size), options.seed, options.model.classes);
-  return directory;
+std::filesystem::path drawn_data(const Options& options) {
+  return options.output / absl::StrCat("synthetic_", options.samples, "_", options.size, "_", options.model.classes);
 }
 
 Identity own_identity(const Options& options) {
@@ -71,6 +69,7 @@ Identity own_identity(const Options& options) {
 }
 
 int train(Options options) {
+  options.ranks = join_processes();
   const bool drawn = options.data == "synthetic";
   if (drawn) check_scene(to_size(options.size), options.model.classes);
   auto identity = make_identity(own_identity(options), options);
@@ -80,9 +79,12 @@ int train(Options options) {
   check_pipeline(model, options);
   if (start) restore_start(options, *start, *model);
   if (options.resume.empty()) start.reset();
-  check_outputs(options);
 
-  const std::filesystem::path data = drawn ? draw_data(options) : std::filesystem::path(options.data);
+  const auto data = drawn ? drawn_data(options) : std::filesystem::path(options.data);
+  run_first(options.ranks, [&] {
+    check_outputs(options);
+    if (drawn) write_synthetic(data, options.samples, to_size(options.size), options.seed, options.model.classes);
+  });
   const auto split = unet::split(list_samples(data), options.validation, options.seed);
   const auto size = scaled(image_size(split.training.front().image), options.scale);
   identity["images"] = absl::StrCat(split.training.size());
@@ -94,7 +96,8 @@ int train(Options options) {
   const bool terminal = isatty(STDOUT_FILENO) != 0;
   const auto plan = make_plan(model, options, {3, size.height, size.width}, terminal, std::cout);
   auto pipe = make_pipe(model, plan, options);
-  print_plan(std::cout, "U-Net", pipe, plan, options.profile);
+  if (is_first(options.ranks)) print_plan(std::cout, "U-Net", model, pipe, plan, options.profile);
+  model = nullptr;  // the pipeline has the layers of this process
   options.chunks = plan.chunks;
   options.checkpoint = plan.checkpoint;
   options.schedule = plan.schedule;
@@ -104,8 +107,7 @@ int train(Options options) {
                          .workers = options.workers,
                          .classes = options.model.classes,
                          .augment = options.augment,
-                         .seed = options.seed},
-                        options.output);
+                         .seed = options.seed});
   Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
   return run_and_report(trainer, drawn ? data : "", std::cout);
 }

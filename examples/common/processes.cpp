@@ -1,0 +1,40 @@
+#include "examples/common/processes.h"
+
+#include <cstdlib>
+#include <iostream>
+#include <streambuf>
+#include <string_view>
+
+namespace gpipe::examples {
+namespace {
+
+/// Takes all and prints nothing.
+class SilentBuffer : public std::streambuf {
+ protected:
+  int_type overflow(int_type c) override { return traits_type::not_eof(c); }
+  std::streamsize xsputn(const char*, std::streamsize count) override { return count; }
+};
+
+}  // namespace
+
+std::shared_ptr<Ranks> join_processes() {
+  // A cluster may set WORLD_SIZE for other reasons. Only torchrun sets the other variable.
+  const char* size = std::getenv("WORLD_SIZE");
+  if (std::getenv("TORCHELASTIC_RUN_ID") == nullptr || (size != nullptr && size == std::string_view("1")))
+    return nullptr;
+  auto ranks = Ranks::from_environment();
+  if (!is_first(ranks)) {
+    static SilentBuffer silent;
+    std::cout.rdbuf(&silent);
+  }
+  return ranks;
+}
+
+bool is_first(const std::shared_ptr<Ranks>& ranks) { return !ranks || ranks->rank() == 0; }
+
+void run_first(const std::shared_ptr<Ranks>& ranks, const std::function<void()>& work) {
+  if (is_first(ranks)) work();
+  if (ranks) ranks->share("");
+}
+
+}  // namespace gpipe::examples
