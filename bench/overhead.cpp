@@ -7,12 +7,15 @@
 
 #include <CLI/CLI.hpp>
 #include <iostream>
+#include <memory>
+#include <stdexcept>
 
 #include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
+#include "gpipe/ranks/ranks.h"
 
 namespace gpipe::bench {
 namespace {
@@ -41,14 +44,14 @@ void plain_step(nn::Sequential& model, const torch::Tensor& input, int chunks, b
   }
 }
 
-GPipe tiny_pipe(const Row& row, const torch::Tensor& input) {
+GPipe tiny_pipe(const Row& row, const torch::Tensor& input, const std::shared_ptr<Ranks>& ranks = nullptr) {
   const Subject it{row.model, tiny_layers(), input, kRows};
-  return make_pipe(it, std::vector<std::int64_t>(row.stages, kLayers / row.stages), row);
+  return make_pipe(it, std::vector<std::int64_t>(row.stages, kLayers / row.stages), row, ranks);
 }
 
 // A step without clearing the gradients, as the plain loop does.
-std::function<void()> pipeline_step(const Row& row, const torch::Tensor& input) {
-  auto pipe = tiny_pipe(row, input);
+std::function<void()> pipeline_step(const Row& row, const torch::Tensor& input, const std::shared_ptr<Ranks>& ranks) {
+  auto pipe = tiny_pipe(row, input, ranks);
   if (row.schedule.empty()) return [=]() mutable { pipe->forward(input).sum().backward(); };
   return [=]() mutable { run_schedule(pipe, input); };
 }
@@ -72,10 +75,15 @@ std::function<void()> repeated(int times, const std::function<void()>& function)
   };
 }
 
-void measure(const Row& row, bool one_core, const Options& options) {
+void measure(const Row& row, bool one_core, const Options& options, const std::shared_ptr<Ranks>& ranks) {
+  if (ranks && !options.steps_only) throw std::invalid_argument("--over-ranks needs --steps-only");
   torch::manual_seed(0);
   auto model = tiny_layers();
   const auto input = torch::randn({row.chunks * kRows, kWidth});
+  if (ranks && ranks->rank() != 0) {
+    interleave({pipeline_step(row, input, ranks)}, options.repeats);
+    return;
+  }
   const auto plain = [&] { plain_step(model, input, row.chunks, row.checkpoint == Checkpoint::kAlways); };
   const double step = median(interleave({plain}, 9)[0]);
   const int steps = options.steps_only ? 1 : std::max(1, static_cast<int>(kSeconds / step));
@@ -84,7 +92,7 @@ void measure(const Row& row, bool one_core, const Options& options) {
     for (const char* schedule : {"gpipe", "1f1b"}) rows.emplace_back(row).schedule = schedule;
   }
   std::vector<std::function<void()>> functions = {repeated(steps, plain)};
-  for (const auto& each : rows) functions.push_back(repeated(steps, pipeline_step(each, input)));
+  for (const auto& each : rows) functions.push_back(repeated(steps, pipeline_step(each, input, ranks)));
   if (rows.size() > 1) functions.push_back(repeated(steps, step_with_losses(row, input)));
   const auto times = interleave(functions, options.repeats);
   const auto us_per_cell = [&](const std::vector<double>& seconds, const std::vector<double>& compared) {
@@ -126,11 +134,13 @@ int main(int argc, char** argv) {
   add_stages_flag(app, options);
   add_schedule_flag(app, options);
   add_steps_flag(app, options);
+  add_ranks_flag(app, options);
   bool one_core = true;
   app.add_flag("!--all-cores", one_core,
                "do not pin the process; print the ratio of the pipeline's time to the loop's instead");
   return run_program(app, argc, argv, [&] {
     if (one_core) pin_to_one_core();
-    for_each_row(options, [&](const Row& row) { measure(row, one_core, options); });
+    const auto ranks = options.over_ranks ? gpipe::Ranks::from_environment() : nullptr;
+    for_each_row(options, [&](const Row& row) { measure(row, one_core, options, ranks); });
   });
 }

@@ -96,7 +96,7 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     if program.exists():
         sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
         own["gpipe"] = [program, "--steps-only", *sizes, *settings]
-    if program.exists() and row.bench == "speed":
+    if program.exists() and row.bench != "memory":
         workers = len(row.balance) // row.stages_per_worker
         job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", workers]
         own["gpipe ranks"] = [*job, "--master-port", 29511, program, "--over-ranks", *own["gpipe"][1:]]
