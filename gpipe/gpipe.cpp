@@ -178,7 +178,8 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   std::vector<torch::Device> stage_devices;
   for (const int worker : workers.schedules.placement) stage_devices.push_back(devices_[worker]);
   auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
-  for (std::size_t s = 0; s < binding.run_layers.size(); ++s) stages.at(s).run_layers = binding.run_layers[s];
+  for (std::size_t s = 0; s < binding.run_layers.size(); ++s)
+    stages.at(s).run_layers = std::move(binding.run_layers[s]);
   loans_ = find_loans(stages);
   check_loans(loans_, stages);
   auto shared = find_shared_buffers(stages);

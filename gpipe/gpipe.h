@@ -147,6 +147,8 @@ class GPipeImpl : public torch::nn::Module {
   /// The worker of each stage.
   const std::vector<int>& placement() const { return pipeline_->placement(); }
   const GPipeOptions& options() const { return options_; }
+  /// Whether a stage is on this rank. Stages of other ranks have no layers here.
+  bool is_here(int stage) const { return pipeline_->is_here(stage); }
 
   /// Returns where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an action.
   std::optional<ErrorInfo> last_error() const;

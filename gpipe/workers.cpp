@@ -73,6 +73,21 @@ std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
   return ranks_of_workers(static_cast<int>(workers), ranks->size());
 }
 
+/// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers` has the rank of each
+/// worker.
+std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector<int>& of_workers) {
+  const auto& ranks = options.ranks();
+  if (!ranks || !options.devices().empty() || device_count(torch::kCUDA) == 0) return 0;
+  if (!ranks->local_rank()) {
+    refuse_argument(
+        "the environment does not tell which GPUs belong to this rank, because it describes a job of another "
+        "size; give devices");
+  }
+  const int first = ranks->rank() - *ranks->local_rank();
+  return std::count_if(of_workers.begin(), of_workers.end(),
+                       [&](int rank) { return rank >= first && rank < ranks->rank(); });
+}
+
 }  // namespace
 
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
@@ -81,16 +96,13 @@ Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   const auto workers = static_cast<std::size_t>(*std::max_element(placement.begin(), placement.end())) + 1;
   auto ranks = place_ranks(options, workers);
   const int rank = options.ranks() ? options.ranks()->rank() : 0;
-  const int first_rank = options.ranks() ? rank - options.ranks()->local_rank() : 0;  // of this host
   const auto own = static_cast<std::size_t>(std::count(ranks.begin(), ranks.end(), rank));
   if (const auto given = options.devices().size(); workers != stages && given != 0 && given != own) {
     refuse_argument("balance has " + std::to_string(stages) + " stages on " + std::to_string(own) +
                     " workers (stages_per_worker = " + std::to_string(options.stages_per_worker()) +
                     "), but the number of devices is " + std::to_string(given) + "; give one device per worker");
   }
-  const auto first_gpu =
-      std::count_if(ranks.begin(), ranks.end(), [&](int other) { return other >= first_rank && other < rank; });
-  const auto own_devices = place_workers(options.devices(), own, first_gpu);
+  const auto own_devices = place_workers(options.devices(), own, gpus_of_earlier_ranks(options, ranks));
   std::vector<torch::Device> devices(workers, torch::kCPU);
   for (std::size_t w = 0, next = 0; w < workers; ++w) {
     if (ranks[w] == rank) devices[w] = own_devices[next++];

@@ -106,7 +106,8 @@ def train(options: argparse.Namespace) -> int:
 
     plan = make_plan(model, options, tuple(tensor[:1] for tensor in example))
     pipe = make_pipe(model, options, plan)
-    print_plan("UNet2DModel", pipe, plan, options.profile)
+    print_plan("UNet2DModel", model, pipe, plan, options.profile)
+    del model  # the pipeline has the layers of this process
 
     task = DiffusionTask(training, test, options.size, options.batch_size, options.seed)
     return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)

@@ -55,7 +55,8 @@ def train(options: argparse.Namespace) -> int:
 
     plan = make_plan(model, options, torch.full((1, 1, height, width), 0.5))
     pipe = make_pipe(model, options, plan)
-    print_plan("ResNet-18", pipe, plan, options.profile)
+    print_plan("ResNet-18", model, pipe, plan, options.profile)
+    del model  # the pipeline has the layers of this process
 
     task = ClassificationTask(training, test, CLASSES, options.batch_size, options.seed)
     return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)

@@ -26,6 +26,7 @@ from common.options import (
     to_flag,
 )
 from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
+from common.processes import run_first
 from common.start import check_identity, make_identity, read_start, start_training
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
@@ -115,7 +116,8 @@ def train(options: argparse.Namespace) -> int:
     if options.data == "synthetic":
         width, height = options.size
         drawn = options.output / f"synthetic_{options.samples}_{width}x{height}_{options.classes}"
-        write_synthetic(drawn, options.samples, options.size, options.seed, options.classes)
+        arguments = (drawn, options.samples, options.size, options.seed, options.classes)
+        run_first(options.ranks, lambda: write_synthetic(*arguments))
     samples = list_samples(drawn or Path(options.data))
     training, validation = split(samples, options.validation, options.seed)
     width, height = scaled(image_size(training[0].image), options.scale)
@@ -130,7 +132,8 @@ def train(options: argparse.Namespace) -> int:
 
     plan = make_plan(model, options, torch.full((1, 3, height, width), 0.5))
     pipe = make_pipe(model, options, plan)
-    print_plan("U-Net", pipe, plan, options.profile)
+    print_plan("U-Net", model, pipe, plan, options.profile)
+    del model  # the pipeline has the layers of this process
 
     loading = Loading(
         (width, height), options.batch_size, options.workers, options.classes, options.augment, options.seed

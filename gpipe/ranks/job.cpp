@@ -8,7 +8,9 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/ranks/gloo.h"
+#include "gpipe/ranks/polling.h"
 
 namespace gpipe {
 namespace {
@@ -38,14 +40,7 @@ Job::~Job() {
     static_cast<void>(connections_.release());
     return;
   }
-  if (const auto cause = unwinding()) {
-    board_->report(*cause);
-  } else if (lifelines_) {
-    lifelines_->part(options_.timeout());
-  }
-  // This rank may serve the store.
-  if (rank_ == 0 && !board_->failure().empty()) board_->await_others(size_);
-  close();
+  finish(unwinding().value_or(""), /*poll=*/nullptr);
   lifelines_.reset();
   board_.reset();  // before the connections, which it closes
 }
@@ -55,20 +50,46 @@ std::optional<std::string> Job::unwinding() const {
   return "rank " + std::to_string(rank_) + " ended with an exception outside of the pipeline";
 }
 
-void Job::add_activity(const void* owner, Activity activity) {
-  MutexLock lock(mutex_);
-  activities_[owner] = std::move(activity);
+void Job::finish(const std::string& cause, const std::function<void()>& poll) {
+  if (getpid() != process_ || std::exchange(finished_, true)) return;
+  if (!cause.empty()) {
+    board_->report(cause);
+  } else {
+    std::vector<std::function<void()>> leave;
+    {
+      MutexLock lock(mutex_);
+      for (const auto& [owner, member] : members_) leave.push_back(member.leave);
+    }
+    for (const auto& each : leave) each();
+  }
+  const auto report_stop = [this](const std::exception& error) {
+    board_->report("rank " + std::to_string(rank_) + " was stopped: " + error.what());
+  };
+  const absl::Cleanup end = [this] {
+    // This rank may serve the store.
+    if (rank_ == 0 && !board_->failure().empty()) board_->await_others(size_);
+    close();
+  };
+  if (lifelines_ && board_->failure().empty()) {
+    while_polling(
+        poll, [this] { lifelines_->part(options_.timeout()); }, report_stop);
+  }
 }
 
-void Job::remove_activity(const void* owner) {
+void Job::add(const void* owner, Member member) {
   MutexLock lock(mutex_);
-  activities_.erase(owner);
+  members_[owner] = std::move(member);
+}
+
+void Job::remove(const void* owner) {
+  MutexLock lock(mutex_);
+  members_.erase(owner);
 }
 
 std::string Job::activity() {
   MutexLock lock(mutex_);
-  for (const auto& [owner, activity] : activities_) {
-    if (auto found = activity(); !found.empty()) return found;
+  for (const auto& [owner, member] : members_) {
+    if (auto found = member.activity(); !found.empty()) return found;
   }
   return "makes no call";
 }
@@ -120,6 +141,7 @@ int Job::join(const Manifest& manifest, int wires, const std::function<void()>& 
       throw;
     }
   };
+  if (finished_) throw std::runtime_error("[gpipe] no pipeline can be made: this rank has left the job");
   poll_or_fail();
   const auto store = c10::make_intrusive<c10d::PrefixStore>("pipeline" + std::to_string(pipelines_++), store_);
   try {

@@ -28,8 +28,8 @@ namespace gpipe {
 class Job {
  public:
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks);
-  /// Waits until all ranks have got here or one has failed, so that no rank loses what this one has sent. While an exception
-  /// unwinds the stack, reports it as a failure instead. REQUIRES: the pipelines have ended.
+  /// finish(), unless that has been called. While an exception unwinds the stack, reports it as a failure. REQUIRES: the
+  /// pipelines have ended.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
@@ -48,11 +48,19 @@ class Job {
 
   /// What a rank does: the number of the rank that it waits for, or words; empty for nothing.
   using Activity = std::function<std::string()>;
-  /// Adds a pipeline's answer to what this rank does. `owner` identifies it for remove_activity().
-  void add_activity(const void* owner, Activity activity);
-  void remove_activity(const void* owner);
+  /// A pipeline of this rank.
+  struct Member {
+    Activity activity;
+    std::function<void()> leave;  ///< ends its calls, and tells the other ranks
+  };
+  /// `owner` identifies it for remove().
+  void add(const void* owner, Member member);
+  void remove(const void* owner);
 
-  /// Whether an exception unwinds the stack. Then it says so as a cause.
+  /// As Ranks::finish(). REQUIRES: without a cause, no call runs.
+  void finish(const std::string& cause, const std::function<void()>& poll);
+
+  /// The cause of a failure, if an exception unwinds the stack.
   std::optional<std::string> unwinding() const;
 
   /// Keeps the wires of a pipeline that has ended. Memory that they have posted may still be written to.
@@ -74,7 +82,8 @@ class Job {
   int texts_ = 0;
   int next_wire_;
   Mutex mutex_;
-  std::map<const void*, Activity> activities_ ABSL_GUARDED_BY(mutex_);
+  std::map<const void*, Member> members_ ABSL_GUARDED_BY(mutex_);
+  bool finished_ = false;
   std::unique_ptr<Connections> connections_;  // set once, under the lock
   std::unique_ptr<FailureBoard> board_;
   std::unique_ptr<Lifelines> lifelines_;

@@ -4,18 +4,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <future>
 #include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "gpipe/ranks/polling.h"
 #include "gpipe/runtime/clock.h"
 
 namespace gpipe {
 namespace {
 
 constexpr int kLeader = 0;
-constexpr std::chrono::milliseconds kPollInterval{50};
 constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
 
 // The first letter of what a rank tells the leader, and of what the leader tells the others.
@@ -82,24 +81,28 @@ Peers::Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Ma
   } else {
     for (int r = 1; r < size; ++r) expect(kWord, r);
   }
-  job_.add_activity(this, [this] { return activity(); });
+  job_.add(this, {[this] { return activity(); }, [this] { leave("has ended"); }});
 }
 
 Peers::~Peers() {
-  job_.remove_activity(this);
-  const auto reason = job_.unwinding().value_or("rank " + std::to_string(rank()) + " has destroyed its pipeline");
+  job_.remove(this);
+  leave("has destroyed its pipeline");
+  wires_->finish();
+  job_.retire(std::move(wires_));
+}
+
+void Peers::leave(const std::string& how) {
+  if (!gone_.empty()) return;  // nobody waits for this rank
+  const auto reason = job_.unwinding().value_or("rank " + std::to_string(rank()) + " " + how);
+  gone_ = reason;
   try {
-    if (!gone_.empty()) {
-      // Nobody waits for this rank.
-    } else if (rank() != kLeader) {
+    if (rank() != kLeader) {
       send(kWord, kLeader, to_parcel(kGone + reason));
     } else {
       for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(kGone + reason));
     }
   } catch (const std::exception&) {  // a rank has failed
   }
-  wires_->finish();
-  job_.retire(std::move(wires_));
 }
 
 int Peers::wire_number(Subject subject, int from, int to) const {
@@ -133,20 +136,9 @@ Parcel Peers::receive(Subject subject, int from) {
 }
 
 void Peers::while_polling(absl::FunctionRef<void()> wait) {
-  if (!poll_) return wait();
-  auto waiting = std::async(std::launch::async, [&] { wait(); });
-  std::exception_ptr stopped;
-  while (waiting.wait_for(kPollInterval) == std::future_status::timeout) {
-    if (stopped) continue;
-    try {
-      poll_();
-    } catch (const std::exception& error) {
-      stopped = std::current_exception();
-      fail("rank " + std::to_string(rank()) + " was stopped: " + error.what());
-    }
-  }
-  if (stopped) std::rethrow_exception(stopped);
-  waiting.get();
+  gpipe::while_polling(poll_, wait, [this](const std::exception& error) {
+    fail("rank " + std::to_string(rank()) + " was stopped: " + error.what());
+  });
 }
 
 void Peers::rethrow(const std::exception_ptr& error) const {

@@ -112,6 +112,7 @@ class Peers {
   std::string exchange_words(const std::string& mine);
   std::string judge(const std::vector<std::string>& words) const;
   void while_polling(absl::FunctionRef<void()> wait);
+  void leave(const std::string& how);
   std::string activity();
 
   const std::shared_ptr<Ranks> ranks_;
@@ -124,7 +125,7 @@ class Peers {
   Mutex mutex_;
   const Exchange* exchange_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::atomic<int> awaited_ = -1;  // the rank whose word or result is awaited, or -1
-  std::string gone_;               // why the pipeline of another rank is gone
+  std::string gone_;               // why the pipeline of a rank is gone
   std::set<int> expected_;         // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };

@@ -33,6 +33,13 @@ int number_in(const char* name, int least, int most) {
   return number;
 }
 
+/// The number of this process among those of its host, unless the environment describes a job of another size.
+std::optional<int> local_rank_in(int size) {
+  if (variable("LOCAL_RANK").empty()) return 0;
+  if (variable("WORLD_SIZE") != std::to_string(size)) return std::nullopt;
+  return number_in("LOCAL_RANK", 0, size - 1);
+}
+
 ListenAt choose_interface(const RanksOptions& options) {
   if (!options.interface().empty()) return {options.interface(), ""};
   if (const auto interface = variable("GLOO_SOCKET_IFNAME"); !interface.empty()) return {interface, ""};
@@ -77,7 +84,7 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options) {
 Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options)
     : rank_(rank),
       size_(size),
-      local_rank_(variable("LOCAL_RANK").empty() ? 0 : number_in("LOCAL_RANK", 0, size - 1)),
+      local_rank_(local_rank_in(size)),
       options_(std::move(options)),
       listen_at_(choose_interface(options_)) {
   if (!store) refuse_argument("the store of the ranks is null; pass one");
@@ -95,6 +102,10 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
 }
 
 Ranks::~Ranks() = default;
+
+void Ranks::finish(const std::string& error, const std::function<void()>& poll) {
+  job_->finish(error.empty() ? "" : "rank " + std::to_string(rank_) + " failed: " + error, poll);
+}
 
 std::string Ranks::share(const std::string& text) { return job_->share(text); }
 

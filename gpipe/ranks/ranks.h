@@ -4,7 +4,9 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 namespace gpipe {
@@ -37,7 +39,7 @@ struct RanksOptions {
 ///
 /// Traffic between ranks is neither encrypted nor authenticated. It belongs on a private network.
 ///
-/// It outlives its pipelines. When it is destroyed, it waits until the other ranks' are too, for at most the time-out.
+/// It outlives its pipelines. When it is destroyed, it leaves the job; see finish().
 ///
 /// Thread safety: make and destroy pipelines on one thread at a time.
 class Ranks {
@@ -63,17 +65,23 @@ class Ranks {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
-  /// The number of this rank among those of its host: LOCAL_RANK, or 0.
-  int local_rank() const { return local_rank_; }
+  /// The number of this rank among those of its host: LOCAL_RANK, or 0. Unknown for a part of the job that the environment
+  /// describes.
+  std::optional<int> local_rank() const { return local_rank_; }
   const RanksOptions& options() const { return options_; }
   const ListenAt& listen_at() const { return listen_at_; }
+
+  /// Leaves the job. Pipelines cannot be used afterwards, and calls that other ranks begin throw. Waits until the other ranks
+  /// have left too, for at most the time-out; calls `poll` meanwhile, unless that is null. With an `error`, instead fails the
+  /// job, as an error in a call does. REQUIRES: without an error, no call runs. Errors: those of `poll`.
+  void finish(const std::string& error = "", const std::function<void()>& poll = nullptr);
 
   Job& job() { return *job_; }
 
  private:
   const int rank_;
   const int size_;
-  const int local_rank_;
+  const std::optional<int> local_rank_;
   const RanksOptions options_;
   const ListenAt listen_at_;
   std::unique_ptr<Job> job_;

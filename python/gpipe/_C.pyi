@@ -1,8 +1,26 @@
 from __future__ import annotations
 import collections.abc
 import torch
+import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+class Ranks:
+    @staticmethod
+    def from_environment(timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str) -> Ranks:
+        ...
+    @staticmethod
+    def from_group(group: torch.distributed.distributed_c10d.ProcessGroup, timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str) -> Ranks:
+        ...
+    def finish(self, error: str) -> None:
+        ...
+    def share(self, text: str) -> str:
+        ...
+    @property
+    def rank(self) -> int:
+        ...
+    @property
+    def size(self) -> int:
+        ...
 class Namespace:
     @staticmethod
     def shared() -> Namespace:
@@ -51,17 +69,29 @@ class StepOptions:
     def __init__(self, count: typing.Any | None, reduction: typing.Any, scale: typing.SupportsFloat, return_output: bool, chunks: typing.SupportsInt, checkpoint: typing.Any) -> None:
         ...
 class Pipeline:
-    def __init__(self, stages: list[typing.Any], devices: collections.abc.Sequence[str], schedule: str, placement: collections.abc.Sequence[typing.SupportsInt], deferred_batch_norm: bool) -> None:
+    def __init__(self, stages: list[typing.Any], devices: collections.abc.Sequence[str], schedule: str, placement: collections.abc.Sequence[typing.SupportsInt], deferred_batch_norm: bool, ranks: Ranks | None) -> None:
         ...
     def forward(self, input: typing.Any, chunks: typing.SupportsInt, checkpoint: typing.Any) -> typing.Any:
         ...
+    def gather(self, bytes: bytes, what: str) -> list[bytes]:
+        ...
+    def gather_timeline(self, timeline: Timeline) -> Timeline:
+        ...
+    def is_here(self, stage: typing.SupportsInt) -> bool:
+        ...
+    def largest(self, number: typing.SupportsInt) -> int:
+        ...
     def loss(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> typing.Any:
+        ...
+    def of_all_parameters(self, numbers: collections.abc.Sequence[typing.SupportsFloat]) -> list[float]:
         ...
     def refresh(self) -> bool:
         ...
     def step(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> tuple[typing.Any, typing.Any]:
         ...
     def trace(self, timeline: Timeline | None) -> None:
+        ...
+    def withdraw(self, reason: str) -> None:
         ...
 class LayerProfile:
     """
@@ -403,9 +433,9 @@ class NativeLayer:
     @property
     def name(self) -> str:
         ...
-def arrange_workers(devices: collections.abc.Sequence[str], stages: typing.SupportsInt, schedule: str, stages_per_worker: typing.SupportsInt, placement: collections.abc.Sequence[typing.SupportsInt]) -> tuple[list[str], list[int]]:
+def arrange_workers(devices: collections.abc.Sequence[str], stages: typing.SupportsInt, schedule: str, stages_per_worker: typing.SupportsInt, placement: collections.abc.Sequence[typing.SupportsInt], ranks: Ranks | None) -> tuple[list[str], list[int], list[int]]:
     """
-    Returns the device of each worker, and the worker of each stage.
+    Returns the device of each worker, the worker of each stage, and the rank of each worker.
     """
 def begin_layer(stage: typing.Any, layer: typing.SupportsInt) -> None:
     ...

@@ -35,12 +35,14 @@ from gpipe.exported.conversion import to_sequential
 from gpipe.losses import check_loss
 from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.randomness import RandomScope
+from gpipe.ranks import Ranks
 from gpipe.reference_run import reference
 
 __all__ = [
     "SCHEDULES",
     "GPipe",
     "RandomScope",
+    "Ranks",
     "Timeline",
     "__version__",
     "balance",

@@ -317,7 +317,7 @@ def _layers(module: nn.Sequential) -> list[Any]:
 
 
 def _device(device: Device | None) -> torch.device:
-    return arrange_workers(None, 1)[0][0] if device is None else torch.device(device)
+    return arrange_workers(None, 1).devices[0] if device is None else torch.device(device)
 
 
 def _on(value: object, device: torch.device) -> Any:

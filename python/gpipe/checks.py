@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Mapping, Set
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from gpipe import _C
 
 __all__ = [
     "BalanceError",
+    "Workers",
     "arrange_workers",
     "check_balance",
     "check_checkpoint",
@@ -118,20 +120,38 @@ def check_devices(devices: object) -> list[torch.device]:
     return [torch.device(device) for device in listed]
 
 
+class Workers(NamedTuple):
+    """Where the stages of a pipeline run."""
+
+    devices: list[torch.device]
+    """The device of each worker; the CPU for those of other ranks."""
+    placement: list[int]
+    """The worker of each stage."""
+    ranks: list[int]
+    """The rank of each worker."""
+
+
 def arrange_workers(
-    devices: object | None, stages: int, schedule: object = "gpipe", stages_per_worker: object = 1, placement: object = "looped"
-) -> tuple[list[torch.device], list[int]]:
-    """Returns the device of each worker, and the worker of each stage.
+    devices: object | None,
+    stages: int,
+    schedule: object = "gpipe",
+    stages_per_worker: object = 1,
+    placement: object = "looped",
+    ranks: _C.Ranks | None = None,
+) -> Workers:
+    """Arranges the workers of a pipeline.
 
     Args:
         devices: the user's devices, or ``None`` for the default: the GPUs, or the CPU for each worker if there are none.
         stages: the number of stages.
         schedule, stages_per_worker, placement: as for :class:`gpipe.GPipe`.
+        ranks: the processes that run the pipeline together.
 
     Raises:
         TypeError: if an argument has the wrong type.
         RuntimeError: if PyTorch does not know the name of a device.
-        ValueError: for a schedule that does not exist or does not fit, or arguments that contradict each other.
+        ValueError: for a schedule that does not exist or does not fit, arguments that contradict each other, or more ranks
+            than workers.
         IndexError: for fewer devices than workers, or a device that this process does not have.
     """
     given = [] if devices is None else [str(device) for device in check_devices(devices)]
@@ -141,9 +161,11 @@ def arrange_workers(
     if stages == 0:
         if not name.startswith("@"):
             _C.place_stages(name, 2, 1, [])  # refuses an unknown name
-        return [], []
-    names, placed = _C.arrange_workers(given, stages, name, per_worker, workers)
-    return [torch.device(name) for name in names], placed
+        if ranks is not None:
+            raise ValueError("the model has no layers, so it cannot run over ranks")
+        return Workers([], [], [])
+    names, placed, of_workers = _C.arrange_workers(given, stages, name, per_worker, workers, ranks)
+    return Workers([torch.device(name) for name in names], placed, of_workers)
 
 
 def place_stages(

@@ -9,6 +9,7 @@ from torch import nn
 
 from gpipe import _C
 from gpipe.generators import Draws
+from gpipe.meta import materialize
 from gpipe.skip.layer import Skippable
 from gpipe.skip.namespace import native_keys
 from gpipe.skip.verify import skippables_in
@@ -41,11 +42,14 @@ class Stages(nn.ModuleList):
         return {f"stage {index}": str(index) for index in range(len(self))}
 
 
-def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]) -> list[Partition]:
-    """Returns the stages of a model, each moved to its device. ``balance`` and ``devices`` have an item per stage.
+def split(
+    module: nn.Sequential, balance: list[int], devices: list[torch.device], is_here: list[bool]
+) -> list[Partition]:
+    """Returns the stages of a model. Those of this rank, as ``is_here`` tells, are moved to their devices. ``balance``,
+    ``devices`` and ``is_here`` have an item per stage.
 
     Raises:
-        ValueError: see :func:`gpipe.tied.check_stand_ins`.
+        ValueError: as :func:`gpipe.tied.check_stand_ins` and :func:`gpipe.meta.materialize`.
     """
     layers = iter(module.named_children())
     stages = []
@@ -56,9 +60,11 @@ def split(module: nn.Sequential, balance: list[int], devices: list[torch.device]
         partition.training = module.training
         stages.append(partition)
     check_stand_ins(stages, devices)
+    materialize(stages, devices, is_here)
     # From last to first, so that a parameter of several stages ends on the device of the first one.
-    for partition, device in reversed(list(zip(stages, devices))):
-        partition.to(device)
+    for partition, device, here in reversed(list(zip(stages, devices, is_here))):
+        if here:
+            partition.to(device)
     return stages
 
 

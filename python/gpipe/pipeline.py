@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.distributed import ProcessGroup
 
 from gpipe import _C
 from gpipe.balance import balance_by_time
@@ -22,6 +23,7 @@ from gpipe.caller import (
     refuse_tracing,
 )
 from gpipe.checks import BalanceError, arrange_workers, check_balance, check_checkpoint, check_chunks
+from gpipe.collectives import Collectives
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
 from gpipe.losses import check_scale, checked, step_options
@@ -29,6 +31,7 @@ from gpipe.model_checks import verify_module
 from gpipe.names import UnpartitionedNames
 from gpipe.partition import Partition, Stages, layers_of, split
 from gpipe.placement import FixedPlacement
+from gpipe.ranks import Ranks, core_of, ranks_of
 from gpipe.skip import verify_skippables
 from gpipe.structure import take_apart
 
@@ -38,7 +41,7 @@ SCHEDULES: tuple[str, ...] = tuple(_C.schedule_names())
 """The names of the schedules of :meth:`GPipe.step`."""
 
 
-class GPipe(UnpartitionedNames, FixedPlacement):
+class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
     """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, places them on workers, each
     with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, Huang et al.,
     arXiv:1811.06965).
@@ -80,6 +83,10 @@ class GPipe(UnpartitionedNames, FixedPlacement):
             ``s % (n / stages_per_worker)``.
         placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, where stages ``s`` and
             ``n - 1 - s`` share one; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file has its own.
+        group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
+            Each has an equal share of the workers, in order, and keeps only the layers of its own stages. ``devices`` are
+            then those of this process's workers. All processes make the same pipeline and the same calls. Default: this
+            process has all workers.
 
     Raises:
         TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match
@@ -88,11 +95,13 @@ class GPipe(UnpartitionedNames, FixedPlacement):
             if ``module`` itself has hooks, parameters or buffers; if a parameter is not initialized; if stages on
             different devices share a parameter through one module.
         IndexError: for fewer devices than workers, or a device that this process does not have.
+        RuntimeError: over ranks, if a rank does not come, has failed, or makes another pipeline.
 
     Attributes:
         balance: the number of layers of each stage.
-        devices: the device of each worker.
-        partitions: the stages, each a :class:`gpipe.pipeline.Partition`.
+        devices: the device of each worker; the CPU for those of other ranks.
+        whole_state: over ranks, the names of the state of the whole model, in order, as keys.
+        partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
 
     balance: list[int]
@@ -109,6 +118,7 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         schedule: str = "gpipe",
         stages_per_worker: int = 1,
         placement: Iterable[int] | str = "looped",
+        group: ProcessGroup | Ranks | None = None,
     ) -> None:
         super().__init__()
         self._chunks = check_chunks(chunks)
@@ -116,15 +126,23 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         verify_module(module)
         verify_skippables(module)
         self.balance = check_balance(balance, len(module))
-        self.devices, self._placement = arrange_workers(
-            devices, len(self.balance), schedule, stages_per_worker, placement
+        self._ranks = None if group is None else ranks_of(group)
+        workers = arrange_workers(
+            devices, len(self.balance), schedule, stages_per_worker, placement, core_of(self._ranks)
         )
+        self.devices = workers.devices
+        self._placement = workers.placement
         self._schedule = schedule
         self.deferred_batch_norm = bool(deferred_batch_norm)
-        self.partitions = Stages(split(module, self.balance, [self.devices[worker] for worker in self.placement]))
+        rank = 0 if self._ranks is None else self._ranks.rank
+        self._is_here = [workers.ranks[worker] == rank for worker in self._placement]
+        self.partitions = Stages(
+            split(module, self.balance, [self.devices[worker] for worker in self._placement], self._is_here)
+        )
         self.training = module.training
         self._core_lock = threading.RLock()
         self._core: _C.Pipeline | None = None
+        self.whole_state = dict.fromkeys(() if self._ranks is None else self.state_dict())
         self._layers: list[nn.Module] = []  # of the core
         self._norms: list[DeferredBatchNorm] = []
         if self.balance:
@@ -142,7 +160,7 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         **options: Any,
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, measures its layers, and cuts it
-        into stages of equal time.
+        into stages of equal time. Over ranks, rank 0 measures.
 
         Args:
             module: the model.
@@ -161,8 +179,13 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         model = to_sequential(module, *args, **(kwargs or {}))
         tensors, structure = take_apart(input_of(args, kwargs or {}))
         micro_batches = (tensor.chunk(check_chunks(options.get("chunks", 1)))[0] for tensor in tensors)
-        balance = balance_by_time(stages, model, structure.build(micro_batches), timeout=seconds)
-        return cls(model, balance, **options)
+        sample = structure.build(micro_batches)
+        if (group := options.get("group")) is None:
+            return cls(model, balance_by_time(stages, model, sample, timeout=seconds), **options)
+        ranks = ranks_of(group)
+        measured = balance_by_time(stages, model, sample, timeout=seconds) if ranks.rank == 0 else []
+        balance = [int(layers) for layers in ranks.share(" ".join(map(str, measured))).split()]
+        return cls(model, balance, **options | {"group": ranks})
 
     @property
     def chunks(self) -> int:
@@ -231,13 +254,14 @@ class GPipe(UnpartitionedNames, FixedPlacement):
             NotImplementedError: under ``torch.export``, ``make_fx``, ``FakeTensorMode``, ``torch.jit.trace``,
                 ``torch.func`` and forward-mode differentiation.
         """
-        refuse_tracing()
-        refuse_sharded_layers(self.partitions)
-        if not self.balance:
-            take_apart(input)
-            return input
-        checkpoint = self._checkpoint if self.training else "never"
-        pipeline = self._pipeline()
+        with self.refusing():
+            refuse_tracing()
+            refuse_sharded_layers(self.partitions)
+            if not self.balance:
+                take_apart(input)
+                return input
+            checkpoint = self._checkpoint if self.training else "never"
+            pipeline = self._pipeline()
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self._chunks, checkpoint)
 
@@ -327,16 +351,19 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         scale: float | GradScaler,
         return_output: bool,
     ) -> Any:
-        refuse_tracing()
-        refuse_step_of_sharded(self, method)
-        refuse_sharded_layers(self.partitions)
-        if not self.balance:
-            raise ValueError("the model has no layers, so it cannot be trained")
-        if not self.training or not torch.is_grad_enabled():
-            raise RuntimeError(f"{method}() trains, so it needs training mode and grad mode; use forward() to evaluate")
-        pipeline = self._pipeline()
-        factor = check_scale(scale, self.devices[self.placement[-1]])
-        options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint)
+        with self.refusing():
+            refuse_tracing()
+            refuse_step_of_sharded(self, method)
+            refuse_sharded_layers(self.partitions)
+            if not self.balance:
+                raise ValueError("the model has no layers, so it cannot be trained")
+            if not self.training or not torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{method}() trains, so it needs training mode and grad mode; use forward() to evaluate"
+                )
+            pipeline = self._pipeline()
+            factor = check_scale(scale, self.devices[self.placement[-1]])
+            options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             run = pipeline.step if method == "step" else pipeline.loss
             return run(input, target, checked(loss), options)
@@ -355,6 +382,8 @@ class GPipe(UnpartitionedNames, FixedPlacement):
     # A copy or a pickle is a pipeline of its own, which makes its core at its first call.
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._ranks is not None:
+            raise TypeError("a pipeline over ranks cannot be copied or pickled; save its state_dict()")
         state = self.__dict__.copy()
         del state["_core_lock"]
         state["_core"] = None
@@ -366,6 +395,11 @@ class GPipe(UnpartitionedNames, FixedPlacement):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._core_lock = threading.RLock()
 
+    def _drop_layers_elsewhere(self) -> None:
+        for stage, is_here in enumerate(self._is_here):
+            if not is_here:
+                self.partitions[stage] = Partition().train(self.training)
+
     def _pipeline(self) -> _C.Pipeline:
         """Returns the core. Makes a new one if layers have been replaced, or if stages share other parameters."""
         prepare_compilation()
@@ -373,9 +407,22 @@ class GPipe(UnpartitionedNames, FixedPlacement):
             layers = list(self)
             replaced = any(a is not b for a, b in zip_longest(layers, self._layers))
             if self._core is None or replaced or not self._core.refresh():
-                self._layers = layers
+                if self._core is not None and self._ranks is not None:
+                    raise RuntimeError(
+                        "layers or shared parameters of this pipeline were replaced; over ranks, make a new pipeline on all "
+                        "ranks"
+                    )
                 stages = [(partition, layers_of(partition)) for partition in self._stages()]
-                devices = [str(device) for device in self.devices]
-                self._core = _C.Pipeline(stages, devices, self.schedule, self.placement, self.deferred_batch_norm)
+                here = {worker for worker, is_here in zip(self._placement, self._is_here) if is_here}
+                self._core = _C.Pipeline(
+                    stages,
+                    [str(device) for worker, device in enumerate(self.devices) if worker in here],
+                    self.schedule,
+                    self.placement,
+                    self.deferred_batch_norm,
+                    core_of(self._ranks),
+                )
+                self._drop_layers_elsewhere()
+                self._layers = list(self)
                 self._norms = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             return self._core

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import io
+import pickle
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.utils._pytree import (
+    SUPPORTED_NODES,
+    LeafSpec,
+    TreeSpec,
+    is_namedtuple_class,
+    tree_flatten,
+    tree_unflatten,
+)
 
-__all__ = ["Structure", "take_apart"]
+__all__ = ["Structure", "decode", "encode", "take_apart"]
 
 
 class Structure:
@@ -54,6 +64,39 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
             )
     present = tuple(leaf is not None for leaf in leaves)
     return [leaf for leaf in leaves if leaf is not None], Structure(tree, present)
+
+
+def encode(structure: Structure) -> bytes:
+    """Returns a structure as bytes, for other ranks.
+
+    Raises:
+        TypeError: for a structure that cannot be pickled, such as one with a class that a function defines.
+    """
+    try:
+        return pickle.dumps((structure._tree, structure._present))
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise TypeError(f"{structure!r} cannot go to another rank: {error}") from error
+
+
+def decode(encoded: bytes) -> Structure:
+    """Returns the structure of :func:`encode`. Creates objects of containers only.
+
+    Raises:
+        pickle.UnpicklingError: for other bytes, and for classes that this process has not imported or that are not
+            containers.
+    """
+    return Structure(*_Containers(io.BytesIO(encoded)).load())
+
+
+class _Containers(pickle.Unpickler):
+    """Refuses everything but containers and what they consist of."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module in sys.modules else None
+        named = isinstance(found, type) and is_namedtuple_class(found)
+        if named or found in SUPPORTED_NODES or found in (TreeSpec, LeafSpec):
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
 
 
 class _AnyTensor:

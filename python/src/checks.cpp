@@ -2,13 +2,17 @@
 
 #include <pybind11/stl.h>
 
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "gpipe/checks.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/ranks/ranks.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"
 #include "gpipe/workers.h"
@@ -35,15 +39,16 @@ void init_checks(py::module_& module) {
   module.def(
       "arrange_workers",
       [](const std::vector<std::string>& devices, std::size_t stages, const std::string& schedule,
-         int stages_per_worker, const std::vector<int>& placement) {
+         int stages_per_worker, const std::vector<int>& placement, std::optional<std::shared_ptr<Ranks>> ranks) {
         auto options = GPipeOptions().schedule(schedule).stages_per_worker(stages_per_worker).placement(placement);
+        options.ranks(std::move(ranks).value_or(nullptr));
         const auto workers = arrange_workers(options.devices({devices.begin(), devices.end()}), stages);
         std::vector<std::string> names;
         for (const auto& device : workers.devices) names.push_back(device.str());
-        return std::make_pair(names, workers.schedules.placement);
+        return std::make_tuple(names, workers.schedules.placement, workers.ranks);
       },
       py::arg("devices"), py::arg("stages"), py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"),
-      "Returns the device of each worker, and the worker of each stage.");
+      py::arg("ranks"), "Returns the device of each worker, the worker of each stage, and the rank of each worker.");
   module.def(
       "place_stages",
       [](const std::string& schedule, int stages, int stages_per_worker, std::vector<int> placement) {

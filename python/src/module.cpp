@@ -23,6 +23,7 @@ PYBIND11_MODULE(_C, module) {
       raised.restore();
     }
   });
+  init_ranks(module);
   init_checks(module);
   init_skip(module);
   init_snapshot(module);

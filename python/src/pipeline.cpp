@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/ranks/ranks.h"
 #include "python/src/checks.h"
 #include "python/src/errors.h"
 #include "python/src/values.h"
@@ -86,18 +87,17 @@ void lock(absl::FunctionRef<void()> call) {
   call();
 }
 
-/// Raises what signal handlers raise, such as KeyboardInterrupt.
-void poll() {
-  const Section section;
-  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-}
-
 /// Whether an object's constructor has finished.
 bool is_made(PyObject* object) {
   return reinterpret_cast<py::detail::instance*>(object)->get_value_and_holder().holder_constructed();
 }
 
 }  // namespace
+
+void poll() {
+  const Section section;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
 
 std::vector<SkipKey> to_keys(const py::handle& names) {
   std::vector<SkipKey> keys;
@@ -117,24 +117,33 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
 PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
   std::vector<std::unique_ptr<Layer>> layers;
   std::vector<std::int64_t> balance;
+  std::vector<std::vector<PythonLayer*>> of_stages;
+  std::vector<Reference> modules;
   LanguageBinding binding{.lock = lock,
                           .enter_worker = [states = states_] { states->create_for_this_thread(); },
                           .poll = poll,
-                          .on_error = on_error};
+                          .on_error = on_error,
+                          .structures = {encode_structure, decode_structure}};
   for (const auto& each : stages) {
     const auto stage = each.cast<py::tuple>();
     const auto stage_layers = py::reinterpret_borrow<Objects>(stage[1]);
     balance.push_back(static_cast<std::int64_t>(stage_layers.size()));
-    std::vector<const PythonLayer*> in_stage;
+    auto& in_stage = of_stages.emplace_back();
     for (auto& layer : make_layers(stage_layers, states_)) {
-      layers_.push_back(static_cast<PythonLayer*>(layer.get()));
-      in_stage.push_back(layers_.back());
+      in_stage.push_back(static_cast<PythonLayer*>(layer.get()));
       layers.push_back(std::move(layer));
     }
-    stages_.push_back(reference_to(stage[0].cast<py::object>().ptr()));
-    binding.run_layers.push_back(run_stage(stages_.back(), std::move(in_stage), states_));
+    modules.push_back(reference_to(stage[0].cast<py::object>().ptr()));
+    binding.run_layers.push_back(run_stage(modules.back(), {in_stage.begin(), in_stage.end()}, states_));
   }
-  pipe_ = GPipe(std::move(layers), std::move(balance), std::move(options), std::move(binding));
+  // Over ranks, this waits for the others.
+  pipe_ =
+      released([&] { return GPipe(std::move(layers), std::move(balance), std::move(options), std::move(binding)); });
+  for (std::size_t s = 0; s < modules.size(); ++s) {
+    if (!is_here(static_cast<int>(s))) continue;
+    stages_.push_back(std::move(modules[s]));
+    layers_.insert(layers_.end(), of_stages[s].begin(), of_stages[s].end());
+  }
 }
 
 PythonPipeline::~PythonPipeline() { clear(); }
@@ -156,8 +165,18 @@ auto PythonPipeline::run(F f) {
   return released(std::move(f));
 }
 
+template <typename F>
+auto PythonPipeline::convert(F f) {
+  try {
+    return f();
+  } catch (const std::exception& error) {
+    withdraw(error.what());
+    throw;
+  }
+}
+
 py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const py::object& checkpoint) {
-  auto value = to_value(input.ptr());
+  auto value = convert([&] { return to_value(input.ptr()); });
   const auto mode = to_checkpoint(checkpoint);
   const auto output = run([&] { return pipe_->forward(std::move(value), chunks, mode); });
   return py::reinterpret_steal<py::object>(to_python(output));
@@ -165,8 +184,8 @@ py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks,
 
 Pair PythonPipeline::step(const py::object& input, const py::object& target, const py::object& loss,
                           const StepOptions& options) {
-  auto value = to_value(input.ptr());
-  auto wanted = to_value(target.ptr());
+  auto value = convert([&] { return to_value(input.ptr()); });
+  auto wanted = convert([&] { return to_value(target.ptr()); });
   const auto function = to_loss(loss, states_);
   const auto result = run([&] { return pipe_->step(std::move(value), std::move(wanted), function, options); });
   auto output = options.return_output() ? py::reinterpret_steal<py::object>(to_python(result.output)) : py::none();
@@ -175,8 +194,8 @@ Pair PythonPipeline::step(const py::object& input, const py::object& target, con
 
 py::object PythonPipeline::loss(const py::object& input, const py::object& target, const py::object& loss,
                                 const StepOptions& options) {
-  auto value = to_value(input.ptr());
-  auto wanted = to_value(target.ptr());
+  auto value = convert([&] { return to_value(input.ptr()); });
+  auto wanted = convert([&] { return to_value(target.ptr()); });
   const auto function = to_loss(loss, states_);
   const auto result = run([&] { return pipe_->loss(std::move(value), std::move(wanted), function, options); });
   return py::reinterpret_steal<py::object>(to_python(result));
@@ -198,6 +217,29 @@ void PythonPipeline::clear() {
   stages_.clear();
   const Released released;
   pipe_ = nullptr;
+}
+
+py::typing::List<py::bytes> PythonPipeline::gather(const py::bytes& bytes, const std::string& what) {
+  const auto gathered = run([&, own = std::string(bytes)]() mutable { return pipe_->gather(std::move(own), what); });
+  py::typing::List<py::bytes> list;
+  for (const auto& each : gathered) list.append(py::bytes(each));
+  return list;
+}
+
+std::shared_ptr<Timeline> PythonPipeline::gather_timeline(const Timeline& timeline) {
+  return run([&] { return std::make_shared<Timeline>(pipe_->gather(timeline)); });
+}
+
+std::uint64_t PythonPipeline::largest(std::uint64_t number) {
+  return run([&] { return pipe_->largest(number); });
+}
+
+std::vector<double> PythonPipeline::of_all_parameters(std::vector<double> numbers) {
+  return run([&] { return pipe_->of_all_parameters(std::move(numbers)); });
+}
+
+void PythonPipeline::withdraw(const std::string& reason) {
+  run([&] { pipe_->withdraw(reason); });
 }
 
 void PythonPipeline::trace(std::optional<std::shared_ptr<Timeline>> timeline) {
@@ -225,17 +267,25 @@ void init_pipeline(py::module_& module) {
   module.def("saved_for_recompute", &saved_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
       .def(py::init([](const Objects& stages, const std::vector<std::string>& devices, const std::string& schedule,
-                       std::vector<int> placement, bool deferred_batch_norm) {
+                       std::vector<int> placement, bool deferred_batch_norm,
+                       std::optional<std::shared_ptr<Ranks>> ranks) {
              auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
              options.devices({devices.begin(), devices.end()}).deferred_batch_norm(deferred_batch_norm);
+             options.ranks(std::move(ranks).value_or(nullptr));
              return std::make_unique<PythonPipeline>(stages, std::move(options));
            }),
            py::arg("stages"), py::arg("devices"), py::arg("schedule"), py::arg("placement"),
-           py::arg("deferred_batch_norm"))
+           py::arg("deferred_batch_norm"), py::arg("ranks"))
+      .def("is_here", &PythonPipeline::is_here, py::arg("stage"))
       .def("refresh", &PythonPipeline::refresh)
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"))
       .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
       .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
+      .def("gather", &PythonPipeline::gather, py::arg("bytes"), py::arg("what"))
+      .def("gather_timeline", &PythonPipeline::gather_timeline, py::arg("timeline"))
+      .def("largest", &PythonPipeline::largest, py::arg("number"))
+      .def("of_all_parameters", &PythonPipeline::of_all_parameters, py::arg("numbers"))
+      .def("withdraw", &PythonPipeline::withdraw, py::arg("reason"))
       .def("trace", &PythonPipeline::trace, py::arg("timeline"));
   module.def("is_checkpointing", &is_checkpointing,
              "Returns whether the calling layer's forward will be recomputed. The graph of this forward is not kept.");

@@ -42,6 +42,16 @@ class PythonPipeline {
   pybind11::object loss(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
                         const StepOptions& options);
 
+  /// Whether a stage is on this rank.
+  bool is_here(int stage) const { return pipe_->is_here(stage); }
+
+  // As those of GPipe.
+  pybind11::typing::List<pybind11::bytes> gather(const pybind11::bytes& bytes, const std::string& what);
+  std::shared_ptr<Timeline> gather_timeline(const Timeline& timeline);
+  std::uint64_t largest(std::uint64_t number);
+  std::vector<double> of_all_parameters(std::vector<double> numbers);
+  void withdraw(const std::string& reason);
+
   void trace(std::optional<std::shared_ptr<Timeline>> timeline);
 
   /// For the garbage collector. traverse() visits the Python objects that only this pipeline owns; none while a graph
@@ -54,11 +64,14 @@ class PythonPipeline {
   /// Calls f() without the interpreter's lock.
   template <typename F>
   auto run(F f);
+  /// Calls f(), which converts the arguments of a call. On an error, the other ranks' call throws too.
+  template <typename F>
+  auto convert(F f);
 
   std::shared_ptr<ThreadStates> states_ = std::make_shared<ThreadStates>();
-  int calls_ = 0;  // calls of run() in progress; guarded by the interpreter's lock
-  std::vector<Reference> stages_;
-  std::vector<PythonLayer*> layers_;  // owned by pipe_
+  int calls_ = 0;                     // calls of run() in progress; guarded by the interpreter's lock
+  std::vector<Reference> stages_;     // of this rank
+  std::vector<PythonLayer*> layers_;  // of this rank; owned by pipe_
   GPipe pipe_{nullptr};
 };
 
@@ -72,10 +85,14 @@ std::vector<SkipKey> to_keys(const pybind11::handle& names);
 /// Makes a loss function of a Python callable that returns a tensor. REQUIRES: the interpreter's lock.
 LossFunction to_loss(const pybind11::object& callable, std::shared_ptr<ThreadStates> states);
 
+/// Raises what signal handlers raise, such as KeyboardInterrupt.
+void poll();
+
 void init_balance(pybind11::module_& module);
 void init_models(pybind11::module_& module);
 void init_pipeline(pybind11::module_& module);
 void init_randomness(pybind11::module_& module);
+void init_ranks(pybind11::module_& module);
 void init_step(pybind11::module_& module);
 void init_skip(pybind11::module_& module);
 void init_snapshot(pybind11::module_& module);

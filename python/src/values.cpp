@@ -32,6 +32,9 @@ class PythonStructure : public Structure {
     return py::repr(structure_.get()).cast<std::string>();
   }
 
+  /// REQUIRES: the interpreter's lock.
+  PyObject* get() const { return structure_.get(); }
+
   /// Returns a new reference. REQUIRES: the interpreter's lock.
   PyObject* build(const py::list& tensors) const {
     return py::handle(structure_.get()).attr("build")(tensors).release().ptr();
@@ -83,6 +86,18 @@ Value to_value(PyObject* object) {
     tensors.push_back(THPVariable_Unpack(item));
   }
   return Value(std::move(tensors));
+}
+
+std::string encode_structure(const Structure& structure) {
+  const Section section;
+  const py::handle object = static_cast<const PythonStructure&>(structure).get();
+  return py::module_::import("gpipe.structure").attr("encode")(object).cast<py::bytes>();
+}
+
+std::shared_ptr<const Structure> decode_structure(const std::string& bytes) {
+  const Section section;
+  const auto structure = py::module_::import("gpipe.structure").attr("decode")(py::bytes(bytes));
+  return std::make_shared<PythonStructure>(structure.ptr());
 }
 
 }  // namespace gpipe::python

@@ -2,6 +2,9 @@
 
 #include <Python.h>
 
+#include <memory>
+#include <string>
+
 #include "gpipe/autograd/value.h"
 
 // Conversions between Python objects and values of the library. REQUIRES: the interpreter's lock.
@@ -16,5 +19,10 @@ PyObject* to_python(const at::Tensor& tensor);
 /// Takes the tensors and the structure of a Python object (see gpipe/structure.py). Errors: TypeError, as
 /// pybind11::error_already_set, for objects that hold anything but tensors and None.
 Value to_value(PyObject* object);
+
+/// Converts the structure of a Python object to bytes and back, for other ranks. Called without the interpreter's lock.
+/// Errors: those of gpipe.structure.encode() and decode(), as pybind11::error_already_set.
+std::string encode_structure(const Structure& structure);
+std::shared_ptr<const Structure> decode_structure(const std::string& bytes);
 
 }  // namespace gpipe::python

@@ -15,6 +15,7 @@ import torch
 
 import gpipe
 from common.files import remove_empty_directories
+from common.processes import joined_processes
 from gpipe.checks import place_stages
 
 _MAX_COUNT = 1 << 20  # the upper limit of several flags
@@ -147,12 +148,13 @@ def parse(parser: Parser) -> argparse.Namespace:
 
 
 def run_program(train: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Runs a program, which returns its exit code. Errors become one line on standard error and a non-zero exit code. A
+    """Runs a program, which returns its exit code. Adds the ``ranks`` that train together to its options. Errors become one line on standard error and a non-zero exit code. A
     program that fails leaves no empty folders behind."""
     gpipe.reuse_cpu_memory(options.reuse_memory)
     try:
-        code = train(options)
-        sys.stdout.flush()
+        with joined_processes() as options.ranks:
+            code = train(options)
+            sys.stdout.flush()
         return code
     except KeyboardInterrupt:
         remove_empty_directories()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 from dataclasses import dataclass
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -12,9 +14,12 @@ from torch.utils._pytree import tree_map
 
 import gpipe
 from common.autocast import autocast
+from common.processes import is_first
 from common.progress import show_percent
 from common.units import bytes_to_text, seconds_to_text
 from gpipe.balance import Prediction, Profile, Suggestion, predict, profile, suggest
+from gpipe.checks import arrange_workers, place_stages
+from gpipe.ranks import core_of
 
 # The time that profiling takes.
 _SECONDS = 5.0
@@ -29,8 +34,8 @@ class Plan:
     chunks: int
     checkpoint: str
     schedule: str  # a name, or @FILE
-    profile: Profile
-    prediction: Prediction | None  # none for micro-batches of a single image, which are measured as two
+    profile: Profile | None = None  # none in processes that have not measured
+    prediction: Prediction | None = None  # none also for micro-batches of a single image, which are measured as two
     suggestion: Suggestion | None = None  # the plans that --balance auto compared
     choice: str = "auto"  # how the balance was chosen, such as "by-time"
     placement: list[int] | None = None  # with --schedule auto; else as the options say
@@ -89,11 +94,22 @@ def _pipe_options(options: Namespace) -> dict[str, Any]:
 
 
 def make_plan(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
-    """Measures the model, and plans. Keeps the options' chunks and checkpoint mode, unless the balance is "auto".
+    """Measures the model, and plans. Keeps the options' chunks and checkpoint mode, unless the balance is "auto". The first
+    process measures, as if it had all workers. The others get how to cut and run, without costs.
 
     Args:
         example: an input of the model with a single image.
     """
+    shared = ("balance", "chunks", "checkpoint", "schedule", "placement")
+    if not is_first(options.ranks):
+        return Plan(**json.loads(options.ranks.share("")))
+    plan = _measure(model, options, example)
+    if options.ranks:
+        options.ranks.share(json.dumps({name: getattr(plan, name) for name in shared}))
+    return plan
+
+
+def _measure(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
     devices = options.devices
     copies = len(set(devices)) > 1
     scheduling = {"schedule": options.schedule, "stages_per_worker": options.stages_per_worker}
@@ -161,14 +177,22 @@ def _repeated(example: Any, count: int) -> Any:
 def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPipe:
     """The pipeline of a plan."""
     arguments = _pipe_options(options)
+    if options.ranks:
+        placement = plan.placement or place_stages(options.schedule, options.stages, options.stages_per_worker)
+        workers = arrange_workers(None, options.stages, placement=placement, ranks=core_of(options.ranks))
+        here = [rank == options.ranks.rank for rank in workers.ranks]
+        arguments |= {"group": options.ranks, "devices": list(compress(options.devices, here))}
     if plan.placement:
         arguments |= {"schedule": plan.schedule, "placement": plan.placement}
     return gpipe.GPipe(model, plan.balance, chunks=plan.chunks, checkpoint=plan.checkpoint, **arguments)
 
 
-def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
+def print_plan(name: str, model: nn.Sequential, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
     """Prints the plan: balance, micro-batches, checkpoint mode, and the predicted time and memory per stage. With
-    `details` it also prints the costs of each layer, and all plans that were compared."""
+    `details` it also prints the costs of each layer, and all plans that were compared. `model` has the layers of all
+    processes. Prints nothing in a process that has not measured."""
+    if plan.profile is None:
+        return
     if details:
         print("costs of each layer:")
         print(plan.profile.table(plan.balance), end="")
@@ -177,10 +201,12 @@ def print_plan(name: str, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:
     balance = ",".join(map(str, plan.balance))
     print(f"plan: balance {balance} ({plan.choice}), {plan.chunks} micro-batches, checkpoint {plan.checkpoint}, "
         f"schedule {plan.schedule}")
-    print(f"model: {name}, {len(pipe)} layers, {_count(pipe)} parameters")
+    print(f"model: {name}, {len(model)} layers, {_count(model)} parameters")
     one_per_worker = pipe.placement == list(range(len(pipe.placement)))
-    for number, (stage, worker) in enumerate(zip(pipe.partitions, pipe.placement, strict=True)):
-        line = f"stage {number}: {pipe.balance[number]} layers, {_count(stage)} parameters, on "
+    layers = iter(model)
+    for number, (count, worker) in enumerate(zip(pipe.balance, pipe.placement, strict=True)):
+        stage = nn.ModuleList(islice(layers, count))
+        line = f"stage {number}: {count} layers, {_count(stage)} parameters, on "
         line += f"{pipe.devices[worker]}" if one_per_worker else f"worker {worker}, {pipe.devices[worker]}"
         if plan.prediction:
             line += f"; predicted: {seconds_to_text(plan.prediction.stages[number])} per micro-batch"

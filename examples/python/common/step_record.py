@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gpipe
 from common.files import writing
+from common.processes import is_first
 from common.units import bytes_to_text, seconds_to_text
 from gpipe.balance import Prediction
 
@@ -17,8 +18,8 @@ _WARM_STEPS = 2
 
 
 class StepRecord:
-    """Measures the steps of this process, forward and backward, and traces one of them. The first two steps are not
-    measured, because they warm up memory and caches.
+    """Measures steps, forward and backward, and traces one of them. The first two steps are not measured, because they warm
+    up memory and caches. Over ranks, rank 0 records the traced step of all.
 
     Args:
         trace: file for the timeline of the traced step.
@@ -45,6 +46,9 @@ class StepRecord:
             self._seconds += [time.perf_counter() - start] * timed
             return
         self._traced = True
+        timeline = pipe.gather_timeline(timeline)
+        if not is_first(pipe.ranks):
+            return
         if whole:
             self._bytes = timeline.peak_bytes()
         if self._trace:

@@ -21,6 +21,7 @@ from common.files import writing
 from common.history import History
 from common.interrupt import Interrupt
 from common.outputs import BEST, EVENT_SUFFIX, HISTORY, LATEST, remove_earlier_training
+from common.processes import is_first
 from common.progress import Progress
 from common.step_record import StepRecord
 from common.task import Task, history_columns
@@ -32,7 +33,8 @@ from gpipe.snapshot import Snapshot
 class Trainer:
     """Trains a pipeline on a task. Writes into options.output: history.csv, a TensorBoard event file, latest.snapshot
     and best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and
-    returns. A resumed run ends with the weights of an uninterrupted one.
+    returns. A resumed run ends with the weights of an uninterrupted one. In several processes, all train, and the first
+    writes.
 
     Args:
         start: the snapshot to resume; the pipeline has its weights already.
@@ -53,7 +55,8 @@ class Trainer:
         self.options = options
         self.identity = identity
         self.prediction = prediction
-        self.optimizer = torch.optim.Adam(pipe.parameters(), lr=options.learning_rate)
+        # A process whose stages have no parameters has an empty group.
+        self.optimizer = torch.optim.Adam([{"params": list(pipe.parameters())}], lr=options.learning_rate)
         self.columns = history_columns(task.scores)
         self.files: dict[Path, None] = {}  # written so far, in order
 
@@ -64,6 +67,10 @@ class Trainer:
         self.loss_sum = 0.0  # over those images
         self.history: dict[str, list[float]] = {column: [] for column in self.columns}
 
+        self.writes = is_first(pipe.ranks)
+        self.history_file: History | None = None  # this and the next: None if another process writes
+        self.events: SummaryWriter | None = None
+        self.signal = 0  # that a process has got
         self.record = StepRecord(options.trace)
         self.images_per_second = 0.0
         if start:
@@ -79,13 +86,14 @@ class Trainer:
             f"learning rate {self.options.learning_rate:g} ({self.options.learning_rate_schedule})",
             flush=True,
         )
-        with Interrupt() as interrupt:
-            while self.epoch < self.options.epochs and not interrupt.signal:
+        with Interrupt(second_ends=self.pipe.ranks is None) as interrupt:
+            while self.epoch < self.options.epochs and not self.stops(interrupt):
                 if self.train(self.epoch + 1, interrupt):
                     self.finish(self.epoch + 1)
                 else:
                     self.save(LATEST)
-        self.events.close()
+        if self.events:
+            self.events.close()
         self.record.print(self.prediction)
         if self.record.wrote_trace:
             self.files[self.options.trace] = None
@@ -93,10 +101,15 @@ class Trainer:
             return 0
         latest = self.options.output / LATEST
         print(f"stopped; to continue, give the same flags and --resume {latest}", flush=True)
-        return interrupt.signal
+        return self.signal
+
+    def stops(self, interrupt: Interrupt) -> bool:
+        """Whether a process has got a signal. All processes ask at the same time."""
+        self.signal = self.signal or self.pipe.largest(interrupt.signal)
+        return self.signal != 0
 
     def resume(self, saved: Snapshot) -> None:
-        snapshot.restore_optimizer(self.optimizer, self.pipe, saved.optimizer)
+        snapshot.restore_optimizer(self.optimizer, self.pipe, snapshot.own_part(self.pipe, saved).optimizer)
         assert saved.random is not None  # restore_start() checks it
         torch.set_rng_state(saved.random)
         self.epoch, self.batch, self.seen = saved.epoch, saved.position["batch"], saved.position["images"]
@@ -110,6 +123,8 @@ class Trainer:
             )
 
     def open_files(self) -> None:
+        if not self.writes:
+            return
         remove_earlier_training(self.options)
         rows = zip(*(self.history[column] for column in self.columns), strict=True)
         self.history_file = History(self.path(HISTORY), self.columns, rows)
@@ -131,8 +146,8 @@ class Trainer:
             for input, target in self.task.training(epoch, self.batch):
                 loss = self.step(input, target)
                 progress.add(len(target), loss)
-                self.events.add_scalar("loss/train_step", loss, self.epoch * batches + self.batch)
-                if interrupt.signal:
+                self.add_scalar("loss/train_step", loss, self.epoch * batches + self.batch)
+                if self.stops(interrupt):
                     return False
         self.images_per_second = progress.images_per_second
         return True
@@ -150,7 +165,7 @@ class Trainer:
         if not math.isfinite(value):
             raise ValueError("the loss is not finite; try a lower --learning-rate")
         if self.options.clip > 0:
-            torch.nn.utils.clip_grad_norm_(self.pipe.parameters(), self.options.clip)
+            self.pipe.clip_grad_norm_(self.options.clip)
         self.optimizer.step()
         self.loss_sum += value * len(target)
         self.seen += len(target)
@@ -191,12 +206,14 @@ class Trainer:
         tags = [score.tag for score in self.task.scores]
         tags = ["loss/train", *tags, "training/learning_rate", "training/images_per_second"]
         for tag, value in zip(tags, row[1:], strict=True):
-            self.events.add_scalar(tag, value, epoch)
-        self.events.flush()
+            self.add_scalar(tag, value, epoch)
+        if self.events:
+            self.events.flush()
         self.epoch, self.batch, self.seen, self.loss_sum = epoch, 0, 0, 0.0
 
         # latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
-        self.history_file.add(row)
+        if self.history_file:
+            self.history_file.add(row)
         *before, score = self.history[self.columns[2]]
         if all(score > other for other in before):
             self.save(BEST)
@@ -204,7 +221,13 @@ class Trainer:
         values = [f"{column} {value:.4f}" for column, value in zip(self.columns[1:-2], row[1:-2], strict=True)]
         print(f"epoch {epoch}/{self.options.epochs}: {', '.join(values)}", flush=True)
 
+    def add_scalar(self, tag: str, value: float, step: int) -> None:
+        if self.events:
+            self.events.add_scalar(tag, value, step)
+
     def show(self, picture: Image.Image, name: str, tag: str) -> None:
+        if not self.events:
+            return
         path = self.path(name)
         with writing(path):
             picture.save(path)
@@ -222,7 +245,9 @@ class Trainer:
             options=self.identity,
             history=self.history | {"loss_sum": [self.loss_sum]},
         )
-        snapshot.write(self.path(name), saved)
+        whole = snapshot.gather(self.pipe, saved)
+        if self.writes:
+            snapshot.write(self.path(name), whole)
 
     def path(self, name: str) -> Path:
         """The path of a file that is written now."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from common.options import integer
+from common.processes import run_first
 from mnist.digits import write_digits
 from mnist.idx import read_idx
 
@@ -51,6 +52,7 @@ def read_digits(options: Namespace, *, plain: bool = False) -> Digits:
     drawn = None
     if options.data == "synthetic":
         drawn = options.output / "digits"
-        write_digits(drawn, options.samples, options.samples // 6, options.seed, plain=plain)
+        arguments = (drawn, options.samples, options.samples // 6, options.seed)
+        run_first(options.ranks, lambda: write_digits(*arguments, plain=plain))
     folder = drawn or Path(options.data)
     return Digits(read_idx(folder, "train", CLASSES), read_idx(folder, "t10k", CLASSES), drawn)

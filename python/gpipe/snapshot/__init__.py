@@ -12,6 +12,9 @@
     snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
     torch.set_rng_state(saved.random)
 
+Over ranks, all ranks capture, :func:`gather` joins their snapshots on rank 0, which writes, and each rank restores its
+:func:`own_part`.
+
 Parameters have the names of the unpartitioned model, so a snapshot fits the model at any balance. Python and C++ read
 and write the same files. A file is a zip archive with a pickled dict that has a key for each field of
 :class:`Snapshot`; ``torch.load(path, weights_only=True)`` reads it without this package.
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from gpipe.snapshot.model import capture_model, restore_model
 from gpipe.snapshot.optimizer import OptimizerState, capture_optimizer, restore_optimizer
+from gpipe.snapshot.ranks import gather, own_part
 from gpipe.snapshot.snapshot import Snapshot, read, write
 
 __all__ = [
@@ -28,6 +32,8 @@ __all__ = [
     "Snapshot",
     "capture_model",
     "capture_optimizer",
+    "gather",
+    "own_part",
     "read",
     "restore_model",
     "restore_optimizer",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,9 +54,10 @@ def plain(value: Any, where: str, depth: int = 0) -> Any:
         if not -(2**63) <= value < 2**63:
             raise ValueError(f"{where} is {value}, but integers in a snapshot have 64 bits; store it as a str")
         return int(value)
-    for kind in (float, str):
-        if isinstance(value, kind):
-            return kind(value)
+    if isinstance(value, float):
+        return float(value)
+    if isinstance(value, str):
+        return _text(value)
     if isinstance(value, Tensor):
         return _plain_tensor(value, where)
     if isinstance(value, Mapping):
@@ -82,4 +84,9 @@ def _plain_tensor(value: Tensor, where: str) -> Tensor:
 def _key(key: object, where: str) -> str:
     if not isinstance(key, str):
         raise TypeError(f"{where} has the key {key!r}, but keys in a snapshot are str")
-    return str(key)
+    return _text(key)
+
+
+def _text(value: str) -> str:
+    """Returns the same object for equal strings, so that equal snapshots become equal files."""
+    return sys.intern(str(value))

@@ -181,7 +181,7 @@ TEST(RanksEnvironment, TorchrunRestartsAJob) {
     std::string message = "trains";
     try {
       const auto ranks = Ranks::from_environment(patient());
-      EXPECT_EQ(std::to_string(ranks->local_rank()), std::getenv("LOCAL_RANK"));
+      EXPECT_EQ(std::to_string(ranks->local_rank().value()), std::getenv("LOCAL_RANK"));
       step(ranks);
       if (std::getenv("TORCHELASTIC_RESTART_COUNT") == std::string("0")) {
         if (ranks->rank() == 1) raise(SIGKILL);

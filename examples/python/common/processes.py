@@ -1,0 +1,46 @@
+"""Trainings in several processes, which torchrun starts. The first one, rank 0, writes the files and prints. The others print
+only errors."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
+
+import gpipe
+
+
+@contextmanager
+def joined_processes() -> Iterator[gpipe.Ranks | None]:
+    """Joins the processes that torchrun has started together with this one, for a block; None if there are no others. In the
+    others nothing is printed to standard output.
+
+    Raises:
+        RuntimeError, ValueError: as :meth:`gpipe.Ranks.from_environment`.
+    """
+    # A cluster may set WORLD_SIZE for other reasons. Only torchrun sets the other variable.
+    if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+        yield None
+        return
+    with ExitStack() as stack:
+        ranks = stack.enter_context(gpipe.Ranks.from_environment())
+        if not is_first(ranks):
+            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+        yield ranks
+
+
+def is_first(ranks: gpipe.Ranks | None) -> bool:
+    """Whether this process writes and prints."""
+    return ranks is None or ranks.rank == 0
+
+
+def run_first(ranks: gpipe.Ranks | None, work: Callable[[], None]) -> None:
+    """Calls `work` in the first process. The others wait for it.
+
+    Raises:
+        RuntimeError: in the others, if `work` fails.
+    """
+    if is_first(ranks):
+        work()
+    if ranks:
+        ranks.share("")

@@ -1,0 +1,83 @@
+"""Models on the ``meta`` device, whose layers get memory only where they run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from gpipe.randomness import RandomScope
+
+__all__ = ["materialize"]
+
+
+def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
+    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank. Each module that has such tensors
+    initializes them by its ``reset_parameters()``, submodules first, each layer with random numbers of its own. So the values
+    do not depend on the cut, nor on the number of ranks. Does nothing if no stage has such tensors.
+
+    A tensor of several modules gets the values of the first one. All arguments have an item per stage.
+
+    Raises:
+        ValueError: for a module with such tensors but without ``reset_parameters()``.
+    """
+    if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
+        return
+    seed = RandomScope.draw_seed()
+    made: dict[int, Tensor] = {}  # by the id of the meta tensor
+    for stage, device, here in zip(stages, devices, is_here):
+        if here:
+            for tensor in chain(stage.parameters(), stage.buffers()):
+                if tensor.is_meta and id(tensor) not in made:
+                    made[id(tensor)] = _with_memory(tensor, device)
+    # In stages of other ranks too, so that shared tensors stay shared.
+    _replace(stages, made)
+    new = {id(tensor) for tensor in made.values()}
+    initialized: set[int] = set()
+    layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
+    for index, ((name, layer), here) in enumerate(layers):
+        if here:
+            with RandomScope(seed, index, 0), torch.no_grad():
+                _initialize(layer, name, new, initialized)
+
+
+def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    empty = torch.empty_like(tensor, device=device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+    return empty
+
+
+def _replace(stages: Sequence[nn.Module], made: dict[int, Tensor]) -> None:
+    """Replaces tensors, by id, in the modules of the stages."""
+    former = []  # keeps them, so that no new tensor gets the id of one
+    for module in (module for stage in stages for module in stage.modules()):
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None and id(tensor) in made:
+                    former.append(tensor)
+                    tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+
+
+def _initialize(layer: nn.Module, name: str, made: set[int], initialized: set[int]) -> None:
+    """Initializes the tensors of a layer that are in ``made``, except those that are in ``initialized``."""
+
+    def initialize(module: nn.Module) -> None:
+        own = [each for each in chain(module._parameters.values(), module._buffers.values()) if each is not None]
+        if all(id(tensor) not in made or id(tensor) in initialized for tensor in own):
+            return
+        reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"layer '{name}' has a {type(module).__name__} on the meta device without reset_parameters(), which would "
+                "initialize it; add that method, or make the model on the CPU"
+            )
+        kept = [(tensor, tensor.clone()) for tensor in own if id(tensor) in initialized]
+        reset()
+        for tensor, value in kept:
+            tensor.copy_(value)
+        initialized.update(map(id, own))
+
+    layer.apply(initialize)

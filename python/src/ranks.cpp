@@ -1,0 +1,60 @@
+#include "gpipe/ranks/ranks.h"
+
+#include <pybind11/pybind11.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
+
+#include <chrono>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "python/src/interpreter.h"
+#include "python/src/pipeline.h"
+
+namespace gpipe::python {
+namespace {
+
+namespace py = pybind11;
+
+RanksOptions make_options(double timeout, double join_timeout, const std::string& interface) {
+  const auto milliseconds = [](double seconds) {
+    return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
+  };
+  return RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout)).interface(interface);
+}
+
+std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface) {
+  auto options = make_options(timeout, join_timeout, interface);
+  return released([&] { return Ranks::from_environment(std::move(options)); });
+}
+
+std::shared_ptr<Ranks> from_group(const c10d::ProcessGroup& group, double timeout, double join_timeout,
+                                  const std::string& interface) {
+  auto options = make_options(timeout, join_timeout, interface);
+  return released(
+      [&] { return std::make_shared<Ranks>(group.getStore(), group.getRank(), group.getSize(), std::move(options)); });
+}
+
+void finish(Ranks& ranks, const std::string& error) {
+  const bool within_call = running_calls() > 0;
+  released([&] { ranks.finish(error.empty() && within_call ? "it ended during a call" : error, poll); });
+}
+
+}  // namespace
+
+void init_ranks(py::module_& module) {
+  // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
+  py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
+      .def_static("from_environment", &from_environment, py::arg("timeout"), py::arg("join_timeout"),
+                  py::arg("interface"))
+      .def_static("from_group", &from_group, py::arg("group"), py::arg("timeout"), py::arg("join_timeout"),
+                  py::arg("interface"))
+      .def_property_readonly("rank", &Ranks::rank)
+      .def_property_readonly("size", &Ranks::size)
+      .def(
+          "share", [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text); }); },
+          py::arg("text"))
+      .def("finish", &finish, py::arg("error"));
+}
+
+}  // namespace gpipe::python

@@ -1,0 +1,380 @@
+"""Pipelines over several processes. They must compute the same bits as in one process."""
+
+import copy
+import os
+import pickle
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gpipe
+from gpipe import structure
+from jobs import results_of, run_job
+from layers import Add, Stash
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor | None
+
+
+class Split(nn.Module):
+    """Returns an object of several containers."""
+
+    def forward(self, x):
+        return {"pair": Pair(x * 2, None), "list": [x.sum(1, keepdim=True), (x.argmax(1),)], 3: OrderedDict(a=x)}
+
+
+class Join(nn.Module):
+    def forward(self, x):
+        assert type(x["pair"]) is Pair and x["pair"].second is None and type(x[3]) is OrderedDict
+        total, (index,) = x["list"]
+        return x["pair"].first + total + x[3]["a"] * index[:, None]
+
+
+def make_model(in_device="cpu"):
+    torch.manual_seed(0)
+    with torch.device(in_device):
+        return nn.Sequential(
+            nn.Linear(4, 6),
+            Stash(),
+            nn.BatchNorm1d(6),
+            Split(),
+            Join(),
+            nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)),
+            Add(),
+            nn.Linear(6, 3),
+        )
+
+
+BALANCES = {2: [4, 4], 4: [2, 2, 2, 2]}
+CASES = [
+    (stages, schedule, placement, checkpoint)
+    for stages, placement, schedules in [
+        (2, "looped", ["gpipe", "1f1b", "zb_h1"]),
+        (4, [0, 1, 0, 1], ["interleaved_1f1b", "interleaved_zb"]),
+        (4, "v", ["zb_v", "dualpipe_v"]),
+    ]
+    for schedule in schedules
+    for checkpoint in ["never", "except_last", "always"]
+]
+
+
+def batch(samples=11):
+    torch.manual_seed(1)
+    return torch.randn(samples, 4), torch.randint(3, (samples,))
+
+
+def train(case, group=None, model=None):
+    """Trains for three steps, the last by forward() and backward(). Returns losses, output and state."""
+    stages, schedule, placement, checkpoint = case
+    options = {"schedule": schedule, "placement": placement, "checkpoint": checkpoint, "chunks": 4}
+    pipe = gpipe.GPipe(model or make_model(), BALANCES[stages], deferred_batch_norm=True, group=group, **options)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    results = []
+    for samples in (8, 11):
+        optimizer.zero_grad()
+        x, y = batch(samples)
+        loss, output = pipe.step(x, y, F.cross_entropy, return_output=True)
+        results += [loss, output]
+        optimizer.step()
+    optimizer.zero_grad()
+    loss = F.cross_entropy(pipe(x), y)
+    loss.backward()
+    optimizer.step()
+    pipe.eval()
+    with torch.no_grad():
+        results += [loss.detach(), pipe(x)]
+    return results, {name: value.detach().clone() for name, value in pipe.state_dict().items()}
+
+
+def assert_equal_bits(ranks, alone):
+    """Compares the results of all ranks with those of one process."""
+    joined = {}
+    for results, state in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(results, alone[0], strict=True))
+        assert not joined.keys() & state.keys()
+        joined |= state
+    assert joined.keys() == alone[1].keys()
+    assert all(torch.equal(joined[name], alone[1][name]) for name in joined)
+
+
+def train_all(ranks, cases, in_device):
+    return [train(case, ranks, make_model(in_device)) for case in cases]
+
+
+@pytest.mark.parametrize("in_device", ["cpu", "meta"])
+def test_two_ranks_compute_the_bits_of_one_process(in_device):
+    cases = CASES if in_device == "cpu" else CASES[:1]
+    by_rank = results_of(2, train_all, cases, in_device)
+    torch.set_num_threads(2)  # a thread per stage, as over ranks
+    for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_equal_bits(of_ranks, train(case, model=make_model(in_device)))
+
+
+def test_four_ranks_compute_the_bits_of_one_process():
+    case = (4, "1f1b", "looped", "except_last")
+    assert_equal_bits([each[0] for each in results_of(4, train_all, [case], "cpu")], train(case))
+
+
+def own_layers(ranks):
+    model = make_model("meta")
+    layers = list(model)
+    pipe = gpipe.GPipe(model, [2, 2, 2, 2], placement="v", group=ranks)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(pipe)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        pickle.dumps(pipe)
+    with pytest.raises(TypeError, match="cannot be copied"):
+        pickle.dumps(ranks)
+    here = [layers.index(layer) for layer in pipe]
+    on_meta = [any(p.is_meta for p in layer.parameters()) for layer in layers]
+    return here, list(pipe.state_dict()), [name for name, _ in pipe.named_parameters()], on_meta
+
+
+def test_each_rank_holds_its_own_layers_only():
+    (first, state, _, first_meta), (second, _, parameters, second_meta) = results_of(2, own_layers)
+    assert first == [0, 1, 6, 7] and second == [2, 3, 4, 5]
+    assert state == ["0.weight", "0.bias", "7.weight", "7.bias"]
+    assert parameters == ["2.weight", "2.bias", "5.0.weight", "5.0.bias"]
+    assert [index for index, is_meta in enumerate(first_meta) if is_meta] == [2, 5]
+    assert [index for index, is_meta in enumerate(second_meta) if is_meta] == [0, 7]
+
+
+class FailOn(nn.Module):
+    """Raises an exception in the forward of a tensor that contains 5."""
+
+    def __init__(self, error):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        if (x == 5).any():
+            raise self.error
+        return x
+
+
+def fail_in_a_layer(ranks):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Identity(), FailOn(KeyError("broken")))
+    nn.init.eye_(model[0].weight)
+    nn.init.zeros_(model[0].bias)
+    pipe = gpipe.GPipe(model, [2, 1], chunks=2, group=ranks)
+    pipe(torch.zeros(4, 2))
+    messages = []
+    for x in (torch.tensor([[0.0, 0], [0, 5]]), torch.zeros(4, 2)):
+        with pytest.raises(Exception) as raised:
+            pipe(x)
+        messages.append((raised.type.__name__, str(raised.value)))
+    return messages
+
+
+def test_an_exception_of_a_layer_is_raised_on_all_ranks():
+    first, second = results_of(2, fail_in_a_layer)
+    assert first[0][0] == "RuntimeError" and second[0] == ("KeyError", "'broken'")
+    assert re.search(r"rank 1 failed in 1F1 \(stage 1, micro-batch 1, layer '2'\): KeyError: 'broken'", first[0][1])
+    for _, (kind, message) in (first, second):
+        assert kind == "RuntimeError" and "cannot be used any more" in message and "broken" in message
+
+
+def make_other_pipe(ranks, options):
+    gpipe.GPipe(make_model(), group=ranks, **options[ranks.rank])
+
+
+@pytest.mark.parametrize(
+    ("mine", "message"),
+    [
+        ({"balance": [3, 5]}, r"the balance.*\{4, 4\}.*\{3, 5\}"),
+        ({"balance": [4, 4], "schedule": "1f1b"}, "the schedule.*gpipe.*1f1b"),
+        ({"balance": [4, 4], "deferred_batch_norm": True}, "deferred_batch_norm.*false.*true"),
+    ],
+)
+def test_pipelines_that_differ_are_refused_on_all_ranks(mine, message):
+    for _, error in run_job(2, make_other_pipe, [{"balance": [4, 4]}, mine]):
+        assert re.search(message, error, re.DOTALL)
+
+
+def misuse(ranks):
+    messages = []
+    for arguments in ({"group": 3}, {"group": dist.GroupMember.NON_GROUP_MEMBER}, {"group": ranks, "balance": [8]}):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            gpipe.GPipe(make_model(), **{"balance": [4, 4]} | arguments)
+        messages.append(str(raised.value))
+    with pytest.raises(ValueError, match="no layers"):
+        gpipe.GPipe(nn.Sequential(), group=ranks)
+    with pytest.raises(ValueError, match="must be positive"):
+        gpipe.Ranks(dist.group.WORLD, timeout=-1)
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    x, y = batch(8)
+    with pytest.raises(RuntimeError if ranks.rank else ValueError, match="" if ranks.rank else "batch|samples"):
+        pipe.step(x, y if ranks.rank else y[1:], F.cross_entropy)
+    with pytest.raises(RuntimeError, match="make the same calls"):
+        pipe(x) if ranks.rank else pipe.step(x, y, F.cross_entropy)
+    pipe.step(x, y, F.cross_entropy)  # the pipeline still works
+    if ranks.rank:
+        pipe[-1].weight = nn.Parameter(torch.zeros_like(pipe[-1].weight))
+    pipe.step(x, y, F.cross_entropy)
+    for arguments in ((x, y, 3), ("x", y, F.cross_entropy)):
+        with pytest.raises((TypeError, RuntimeError)):
+            pipe.step(*arguments if ranks.rank else (x, y, F.cross_entropy))
+    pipe.step(x, y, F.cross_entropy)
+    if ranks.rank:
+        setattr(pipe, "7", nn.Linear(6, 3))
+    with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
+        pipe.step(x, y, F.cross_entropy)
+    return messages
+
+
+def test_misuse_is_refused():
+    for not_group, not_member, too_few in results_of(2, misuse):
+        assert "process group" in not_group and "process group" in not_member
+        assert "1 workers, but the job has 2 ranks" in too_few
+
+
+def end_early(ranks, how):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    x, y = batch(8)
+    pipe.step(x, y, F.cross_entropy)
+    if ranks.rank == 1:
+        if how == "raise":
+            raise FileNotFoundError("no data")
+        if how == "exit":
+            raise SystemExit(3)
+        if how == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "interrupt":
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+            pipe.step(x, y, F.cross_entropy)
+        if how == "finish":
+            ranks.finish()
+            return
+    pipe.step(x, y, F.cross_entropy)
+
+
+@pytest.mark.parametrize(
+    ("how", "first", "second"),
+    [
+        ("raise", "rank 1 failed: FileNotFoundError: no data", "FileNotFoundError: no data"),
+        ("exit", "rank 1 failed: SystemExit: 3", "SystemExit: 3"),
+        ("kill", "rank 1 was lost", "no result"),
+        ("interrupt", "rank 1 was stopped: KeyboardInterrupt", "KeyboardInterrupt"),
+        ("finish", "rank 1 has ended", None),
+    ],
+)
+def test_a_rank_that_ends_early_ends_the_calls_of_the_others(how, first, second):
+    if how == "interrupt":
+        results = run_job(2, wait_for_an_interrupt)
+    else:
+        results = run_job(2, end_early, how)
+    assert first in results[0][1]
+    assert results[1][1] is None if second is None else second in results[1][1]
+
+
+def wait_for_an_interrupt(ranks):
+    """Rank 1 waits in a call for rank 0, which is late."""
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    x, y = batch(8)
+    if ranks.rank == 1:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        threading.Event().wait(2)
+    pipe.step(x, y, F.cross_entropy)
+
+
+def train_in_pairs(ranks):
+    """Trains two pipelines of two ranks each, on the groups of a mesh."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
+    group = mesh.get_group("stage")
+    return [train(case, group) for case in (CASES[0], CASES[3])]
+
+
+def test_groups_of_a_device_mesh_run_pipelines_of_their_own():
+    results = results_of(4, train_in_pairs)
+    for first in (0, 2):
+        for number, case in enumerate((CASES[0], CASES[3])):
+            assert_equal_bits([results[first + rank][number] for rank in (0, 1)], train(case))
+
+
+PROGRAM = """
+import sys, torch, gpipe
+from torch import nn
+ranks = gpipe.Ranks.from_environment(timeout=20, join_timeout=20)
+torch.manual_seed(0)
+pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [1, 1], chunks=2, group=ranks)
+keep = pipe(torch.ones(4, 2))  # its graph lives as long as the program
+loss = pipe.step(torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss)
+print(f"rank {ranks.rank} of {ranks.size}: {loss:.6f}", flush=True)
+if len(sys.argv) > 1:
+    if ranks.rank == 1:
+        raise ValueError("after the step")
+    pipe(torch.ones(4, 2))
+"""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_program_runs_under_torchrun_and_leaves_the_job_by_itself(fails, tmp_path):
+    (tmp_path / "train.py").write_text(PROGRAM)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [*command, *["fail"] * fails], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+    )
+    losses = sorted(re.findall(r"rank \d of 2: ([\d.]+)", done.stdout))
+    assert len(losses) == 2 and losses[0] == losses[1], done.stdout + done.stderr
+    assert (done.returncode != 0) == fails, done.stderr
+    if fails:
+        assert "rank 1 failed: ValueError: after the step" in done.stderr
+    else:
+        assert "Error" not in done.stderr and "[gpipe]" not in done.stderr
+
+
+def test_only_containers_are_decoded():
+    for value in ({"a": (torch.ones(1), None)}, Pair(torch.ones(1), None), [OrderedDict(b=torch.ones(1))]):
+        tensors, taken = structure.take_apart(value)
+        copied = structure.decode(structure.encode(taken))
+        assert copied == taken and copied.build(tensors) == value
+    for harmful in (pickle.dumps(os.system), pickle.dumps(((Fails(), ()), ()))):
+        with pytest.raises(pickle.UnpicklingError, match="not a container"):
+            structure.decode(harmful)
+    local = NamedTuple("local", [("a", Tensor)])
+    with pytest.raises(TypeError, match="cannot go to another rank"):
+        structure.encode(structure.take_apart(local(torch.ones(1)))[1])
+
+
+class Fails:
+    def __reduce__(self):
+        return os.system, ("exit",)
+
+
+class Owner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+def test_a_model_without_initial_values_is_initialized_by_its_layers():
+    def make(balance):
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Embedding(5, 3), nn.MultiheadAttention(3, 1), nn.BatchNorm1d(3), nn.Linear(3, 5))
+        model[3].weight = model[0].weight
+        torch.manual_seed(0)
+        return gpipe.GPipe(model, balance).state_dict()
+
+    one, three = make([4]), make([1, 2, 1])
+    assert all(torch.equal(one[name], three[name]) for name in one) and one.keys() == three.keys()
+    assert torch.equal(one["0.weight"], one["3.weight"]) and one["0.weight"].std() > 0.5  # as Embedding draws them
+    assert torch.equal(one["1.in_proj_bias"], torch.zeros(9)) and torch.equal(one["2.running_var"], torch.ones(3))
+    with pytest.raises(ValueError, match="layer '0' has a Owner on the meta device without reset_parameters"):
+        gpipe.GPipe(nn.Sequential(Owner().to("meta")), [1])

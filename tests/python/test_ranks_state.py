@@ -1,0 +1,243 @@
+"""The state of pipelines over several processes: snapshots, clipping, timelines; and the training programs."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe
+from gpipe import snapshot
+from gpipe.snapshot import Snapshot
+from jobs import results_of
+from test_ranks import batch, make_model
+from training import EXAMPLES, UNET_CUT, data, history  # noqa: F401
+
+FIRST = ([4, 4], "looped")  # balance and placement
+SECOND = ([1, 3, 2, 2], "v")
+
+
+def make_training(kind, cut, group=None):
+    balance, placement = cut
+    pipe = gpipe.GPipe(make_model(), balance, placement=placement, chunks=2, deferred_batch_norm=True, group=group)
+    groups = [[], []]
+    for name, parameter in pipe.named_parameters():
+        groups["bias" in name].append(parameter)
+    options = {"momentum": 0.9} if kind is torch.optim.SGD else {"amsgrad": True} if kind is torch.optim.AdamW else {}
+    return pipe, kind([{"params": groups[0], "lr": 0.1}, {"params": groups[1], "lr": 0.2}], lr=0.1, **options)
+
+
+def step(pipe, optimizer, samples):
+    optimizer.zero_grad()
+    loss = pipe.step(*batch(samples), F.cross_entropy)
+    optimizer.step()
+    return loss
+
+
+def save(pipe, optimizer, path):
+    mine = Snapshot(
+        model=snapshot.capture_model(pipe),
+        optimizer=snapshot.capture_optimizer(optimizer, pipe),
+        epoch=3,
+        random=torch.get_rng_state(),
+        options={"--seed": "1"},
+    )
+    whole = snapshot.gather(pipe, mine)
+    if pipe.ranks is None or pipe.ranks.rank == 0:
+        snapshot.write(path, whole)
+    else:
+        assert whole == Snapshot()
+
+
+def train_and_save(ranks, kind, cut, path):
+    pipe, optimizer = make_training(kind, cut, ranks)
+    step(pipe, optimizer, 8)
+    step(pipe, optimizer, 7)
+    save(pipe, optimizer, path)
+
+
+def resume_and_save(ranks, kind, cut, source, path):
+    pipe, optimizer = make_training(kind, cut, ranks)
+    part = snapshot.own_part(pipe, snapshot.read(source))
+    snapshot.restore_model(pipe, part.model)
+    snapshot.restore_optimizer(optimizer, pipe, part.optimizer)
+    torch.set_rng_state(part.random)
+    step(pipe, optimizer, 6)
+    save(pipe, optimizer, path)
+
+
+KINDS = [torch.optim.SGD, torch.optim.AdamW]
+
+
+def run_all(ranks, function, folder, cut, source, name):
+    for kind in KINDS:
+        sources = [] if source is None else [f"{folder}/{kind.__name__}.{source}"]
+        function(ranks, kind, cut, *sources, f"{folder}/{kind.__name__}.{name}")
+
+
+def test_ranks_write_the_file_of_one_process_and_read_it_at_any_cut(tmp_path):
+    def contents(name):
+        return [(tmp_path / f"{kind.__name__}.{name}").read_bytes() for kind in KINDS]
+
+    run_all(None, train_and_save, tmp_path, FIRST, None, "one")
+    results_of(2, run_all, train_and_save, tmp_path, FIRST, None, "two")
+    results_of(2, run_all, train_and_save, tmp_path, SECOND, None, "v")
+    assert contents("one") == contents("two") == contents("v")
+    run_all(None, resume_and_save, tmp_path, SECOND, "one", "one_on")
+    results_of(4, run_all, resume_and_save, tmp_path, ([2, 2, 2, 2], "looped"), "two", "four_on")
+    assert contents("one_on") == contents("four_on") != contents("one")
+
+
+def gather_wrong_states(ranks):
+    pipe, optimizer = make_training(KINDS[ranks.rank], FIRST, ranks)
+    step(pipe, optimizer, 8)
+    with pytest.raises(RuntimeError, match="SGD.*AdamW|AdamW.*SGD"):
+        save(pipe, optimizer, os.devnull)
+    broken = Snapshot(options={}, model={"x": object()} if ranks.rank else {})
+    with pytest.raises(TypeError if ranks.rank else RuntimeError, match="object"):
+        snapshot.gather(pipe, broken)
+    step(pipe, optimizer, 8)  # the pipeline still works
+    assert pipe.largest(5 * ranks.rank) == 5
+    assert pipe.gather(b"rank %d" % ranks.rank) == ([] if ranks.rank else [b"rank 0", b"rank 1"])
+    with pytest.raises(RuntimeError, match="make the same calls"):
+        pipe.gather(b"", f"what {ranks.rank}")
+
+
+def test_states_that_do_not_fit_together_are_refused():
+    results_of(2, gather_wrong_states)
+
+
+def clip(group, norm_type):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=group)
+    pipe.step(*batch(8), F.cross_entropy)
+    of_all = dict(pipe.named_parameters())
+    if "0.weight" in of_all:
+        of_all["0.weight"].grad = None
+    if norm_type is None:
+        total = torch.nn.utils.clip_grad_norm_(pipe.parameters(), 0.1)
+    else:
+        total = pipe.clip_grad_norm_(0.1, norm_type)
+    return total, {name: each.grad for name, each in of_all.items() if each.grad is not None}
+
+
+def clip_all(ranks):
+    return [clip(ranks, norm_type) for norm_type in (2.0, float("inf"))]
+
+
+def test_clipping_has_the_bits_of_one_process():
+    by_rank = results_of(2, clip_all)
+    for number, norm_type in enumerate((2.0, float("inf"))):
+        alone, alone_gradients = clip(None, norm_type)
+        if norm_type == 2.0:
+            expected, expected_gradients = clip(None, None)
+            assert torch.equal(alone, expected)
+            assert all(torch.equal(alone_gradients[name], expected_gradients[name]) for name in expected_gradients)
+        assert alone > 0.1
+        for rank in (0, 1):
+            total, gradients = by_rank[rank][number]
+            assert torch.equal(total, alone)
+            assert all(torch.equal(gradient, alone_gradients[name]) for name, gradient in gradients.items())
+
+
+def clip_what_is_not_finite(ranks):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    pipe.step(*batch(8), F.cross_entropy)
+    if ranks.rank == 1:
+        next(pipe.parameters()).grad.fill_(float("nan"))
+    before = [parameter.grad.clone() for parameter in pipe.parameters()]
+    with pytest.raises(RuntimeError, match="nan"):
+        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], before, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks():
+    results_of(2, clip_what_is_not_finite)
+
+
+def trace(ranks):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    timeline = gpipe.Timeline()
+    pipe.step(*batch(8), F.cross_entropy)
+    pipe.trace(timeline)
+    pipe.step(*batch(8), F.cross_entropy)
+    whole = pipe.gather_timeline(timeline)
+    actions = re.findall(r'"name": ?"([^"]+)"', whole.to_chrome_json())
+    return sorted(actions), whole.makespan(), whole.peak_bytes()
+
+
+def test_one_timeline_has_the_actions_of_all_ranks():
+    (actions, makespan, peaks), (others, _, _) = results_of(2, trace)
+    assert {"0F0", "1F0", "1B1", "0B1"} <= set(actions) and 0 < makespan < 60
+    assert len(peaks) == 2 and all(peaks)
+    assert "0F0" not in others and "1F0" not in others
+
+
+def launch(*flags, processes=2):
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    start = launcher if processes > 1 else [sys.executable]
+    return subprocess.Popen(
+        [*start, EXAMPLES / "unet_train.py", *map(str, flags)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process, code=0):
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == code, out + error
+    return out
+
+
+def without_speed(path):
+    """The bytes of a snapshot without the only values that differ from run to run."""
+    saved = snapshot.read(path)
+    del saved.history["images_per_second"]
+    snapshot.write(path, saved)
+    return path.read_bytes()
+
+
+def test_the_unet_program_runs_over_ranks(data, tmp_path):  # noqa: F811
+    flags = ["--data", data, *UNET_CUT, "--clip", "0.5", "--epochs"]
+    alone = finish(launch(*flags, 2, "--output", tmp_path / "one", processes=1))
+    out = finish(launch(*flags, 2, "--output", tmp_path / "two", "--trace", tmp_path / "trace.json"))
+    for text in ("epoch 2/2", "stage 1: ", "predicted step", "wrote"):
+        assert alone.count(text) == out.count(text) == 1
+    for folder in ("one", "two"):
+        shutil.copy(tmp_path / folder / "latest.snapshot", tmp_path / folder / "resumed.snapshot")
+    for name in ("latest.snapshot", "best.snapshot"):
+        assert without_speed(tmp_path / "one" / name) == without_speed(tmp_path / "two" / name)
+    assert history(tmp_path / "one") == history(tmp_path / "two")
+    assert "1F0" in (tmp_path / "trace.json").read_text() and (tmp_path / "two" / "epoch_002.png").exists()
+    # One process continues what two began, and the other way round.
+    finish(launch(*flags, 3, "--output", tmp_path / "a", "--resume", tmp_path / "two" / "resumed.snapshot", processes=1))
+    finish(launch(*flags, 3, "--output", tmp_path / "b", "--resume", tmp_path / "one" / "resumed.snapshot"))
+    assert without_speed(tmp_path / "a" / "latest.snapshot") == without_speed(tmp_path / "b" / "latest.snapshot")
+
+
+def test_ctrl_c_stops_all_ranks_at_the_same_step(data, tmp_path):  # noqa: F811
+    process = launch("--data", data, *UNET_CUT, "--epochs", 1000, "--output", tmp_path)
+    end = time.monotonic() + 60
+    while not (tmp_path / "latest.snapshot").exists() and time.monotonic() < end:
+        time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=60)
+    assert "stopped; to continue" in out, out + error
+    assert snapshot.read(tmp_path / "latest.snapshot").epoch >= 1
+    assert process.returncode != 0
+
+
+def test_a_wrong_flag_ends_all_ranks(data, tmp_path):  # noqa: F811
+    process = launch("--data", data, *UNET_CUT, "--output", tmp_path, processes=3)
+    out, error = process.communicate(timeout=60)
+    assert process.returncode != 0 and "2 workers, but the job has 3 ranks" in error
