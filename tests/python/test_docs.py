@@ -32,6 +32,7 @@ GIVEN = {
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
     "docs/any_model.md": {},
     "docs/convert_your_model.md": {},
+    "docs/ranks.md": {"make_model": lambda: lambda: nn.Sequential(*model(), nn.ReLU(), nn.ReLU()), "ranks": lambda: None},
     "docs/schedules.md": {},
 }
 # Packages without which a page is skipped.
@@ -75,6 +76,11 @@ def test_the_program_for_two_processes_keeps_them_equal(tmp_path):
     assert set(weights) == {"0", "1"}
     assert weights["0"] == weights["1"]
     assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
+def test_the_program_over_ranks_trains(tmp_path):
+    (program,) = (block for block in blocks_of("docs/ranks.md") if PROGRAM.match(block))
+    assert re.fullmatch(r"loss \d\.\d{4}", run_on_two_ranks(program, tmp_path).strip().splitlines()[-1])
 
 
 def test_quoted_messages_are_those_of_the_sources():
