@@ -29,14 +29,20 @@ together() {
 # The snapshots must have the same bytes, except for the measured images per second.
 equal_files() {
   "$python" - "$@" <<'END_OF_PYTHON' || fail "other files: $*"
-import struct, sys, torch, zipfile
+import io, pickle, struct, sys, zipfile
+
+class WithoutTensors(pickle.Unpickler):
+    def persistent_load(self, _):
+        return None
+
+    def find_class(self, *_):
+        return lambda *_: None
 
 def records(path):
-    times = torch.load(path, weights_only=True)["history"]["images_per_second"]
     with zipfile.ZipFile(path) as file:
         records = {name.split("/", 1)[1]: file.read(name) for name in file.namelist()}
     del records[".data/serialization_id"]  # follows from the others
-    for time in times:
+    for time in WithoutTensors(io.BytesIO(records["data.pkl"])).load()["history"]["images_per_second"]:
         records["data.pkl"] = records["data.pkl"].replace(struct.pack(">d", time), bytes(8))
     return records
 
@@ -73,7 +79,7 @@ equal_files one stray
 
 # Stopped by the terminal, which signals to all processes, and resumed in one process; by a signal to one rank, and resumed
 # in three.
-common+=(--epochs 30)
+common+=(--epochs 12)
 run whole --stages 3
 for how in terminal rank; do
   rm -rf parts
@@ -101,7 +107,7 @@ for how in terminal rank; do
     grep -q 'exitcode *: 143' parts.log || { cat parts.log >&2; fail "another exit code than that of SIGTERM"; }
     together parts 3 --stages 3 --resume parts/latest.snapshot
   fi
-  [[ $(wc -l <parts/history.csv) == 31 ]] || fail "the history has holes"
+  [[ $(wc -l <parts/history.csv) == 13 ]] || fail "the history has holes"
   equal_files whole parts
 done
 
@@ -114,7 +120,7 @@ grep -q 'the pipeline has 2 workers, but there are 3 processes' error.log || fai
 [[ ! -e few ]] || fail "a refused run writes"
 
 program=$mnist
-common=(--samples 240 --epochs 1 --batch-size 16 --chunks 2)
+common=(--samples 60 --epochs 1 --batch-size 10 --chunks 2)
 run one_mnist
 together two_mnist 2
 equal_files one_mnist two_mnist
