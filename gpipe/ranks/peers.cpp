@@ -258,7 +258,7 @@ Parcel Peers::share(Result result, int owner, Parcel parcel) {
     if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
     auto copy = parcel;  // the caller may change the tensors while they are sent
     for (auto& tensor : copy.tensors) {
-      if (tensor.defined()) tensor = tensor.clone();
+      if (tensor.defined()) tensor = tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
     }
     for (other = 0; other < ranks_->size(); ++other) {
       if (other != owner) send(subject, other, copy);
