@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/checks.h"
@@ -103,6 +104,10 @@ std::string describe_call(const std::string& what, const std::vector<std::int64_
                           bool training) {
   return what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}, checkpoint " + to_string(checkpoint) +
          (training ? "" : ", evaluation mode") + (at::autocast::is_autocast_enabled(at::kCPU) ? ", autocast" : "");
+}
+
+std::string describe_step(const StepOptions& options) {
+  return absl::StrCat("step", options.return_output() ? " with output" : "", " scaled by ", options.scale());
 }
 
 // Prepares a call. On an error, the other ranks' call throws too.
@@ -290,8 +295,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     return std::make_shared<MiniBatch>(
         pipeline_, scatter(input, sizes),
         MiniBatch::Options{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm(),
-                           describe_call(options.return_output() ? "step with output" : "step", sizes, checkpoint,
-                                         /*training=*/true)},
+                           describe_call(describe_step(options), sizes, checkpoint, /*training=*/true)},
         std::move(parts));
   });
   auto outcome = mini_batch->step();

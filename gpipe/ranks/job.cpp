@@ -61,6 +61,9 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
       for (const auto& [owner, member] : members_) leave.push_back(member.leave);
     }
     for (const auto& each : leave) each();
+    if (!lifelines_ && size_ > 1) {
+      board_->report("rank " + std::to_string(rank_) + " has left the job before the ranks have made a pipeline");
+    }
   }
   const auto report_stop = [this](const std::exception& error) {
     board_->report("rank " + std::to_string(rank_) + " was stopped: " + error.what());
@@ -104,14 +107,16 @@ void Job::close() noexcept {
 }
 
 std::string Job::share(const std::string& text) {
-  const auto key = "text" + std::to_string(texts_++);
+  const auto key = "text" + std::to_string(texts_);
   if (rank_ == 0) {
     store_->set(key, "=" + text);
+    ++texts_;
     return text;
   }
   const auto end = std::chrono::steady_clock::now() + options_.join_timeout();
   const auto shared = await_value(*store_, key, end, [&] { board_->check("rank 0 shares nothing"); });
   if (shared.empty()) throw std::runtime_error("[gpipe] rank 0 has shared nothing within the join time-out");
+  ++texts_;
   return shared.substr(1);
 }
 

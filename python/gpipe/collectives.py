@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gpipe import _C
+from gpipe.checks import check_number, check_whole
 from gpipe.ranks import Ranks
 
 __all__ = ["Collectives"]
@@ -22,6 +26,7 @@ class Collectives(nn.Module):
 
     _ranks: Ranks | None
     _core: _C.Pipeline | None
+    whole_state: dict[str, str]
 
     def _pipeline(self) -> _C.Pipeline:
         raise NotImplementedError
@@ -34,17 +39,30 @@ class Collectives(nn.Module):
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the other ranks. ``what`` they are
         must be the same on all ranks."""
-        return self._pipeline().gather(data, what)
+        with self.refusing():
+            pipeline = self._pipeline()
+            if not isinstance(data, bytes) or not isinstance(what, str):
+                raise TypeError(f"gather takes bytes and what they are, a str, but got {type(data)} and {type(what)}")
+        return pipeline.gather(data, what)
 
     def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
         """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the other ranks. Trace the same
         calls on all ranks."""
-        return self._pipeline().gather_timeline(timeline)
+        with self.refusing():
+            pipeline = self._pipeline()
+            if not isinstance(timeline, _C.Timeline):
+                raise TypeError(f"timeline must be a gpipe.Timeline, but is {timeline!r}")
+        return pipeline.gather_timeline(timeline)
 
     def largest(self, number: int) -> int:
-        """Returns the largest of the numbers, from 0, that the ranks give. So ranks stop at the same step:
+        """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
         ``if pipe.largest(stop): break``."""
-        return self._pipeline().largest(number)
+        with self.refusing():
+            pipeline = self._pipeline()
+            number = check_whole(number, "number")
+            if not 0 <= number < 2**64:
+                raise ValueError(f"number must be from 0 to 2**64 - 1, but is {number}")
+        return pipeline.largest(number)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -62,28 +80,38 @@ class Collectives(nn.Module):
         Raises:
             RuntimeError: for a total norm that is not finite, if asked for. The gradients are then unchanged.
         """
-        parameters = list(self.parameters())
-        gradients = [parameter.grad for parameter in parameters]
+        with self.refusing():
+            max_norm, norm_type = check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type")
+        gradients = {name: each.grad for name, each in self.named_parameters() if each.grad is not None}
         if self._ranks is None:
-            total = torch.nn.utils.get_total_norm([each for each in gradients if each is not None], norm_type)
+            total = get_total_norm(list(gradients.values()), norm_type)
         else:
-            norms = [None if each is None else torch.linalg.vector_norm(each, norm_type) for each in gradients]
-            values = self._of_all_parameters([-1.0 if norm is None else norm.item() for norm in norms])
-            dtypes = self._of_all_parameters([-1.0 if norm is None else _DTYPES.index(norm.dtype) for norm in norms])
-            total = torch.linalg.vector_norm(
-                torch.stack(
-                    [torch.tensor(value, dtype=_DTYPES[int(dtype)]) for value, dtype in zip(values, dtypes) if dtype >= 0]
-                ),
-                norm_type,
-            )
+            total = self._total_norm(self._ranks, gradients, norm_type)
         if error_if_nonfinite and not total.isfinite():
             raise RuntimeError(f"the total norm of the gradients is {total.item()}, so they cannot be clipped")
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        clip_grads_with_norm_(list(self.parameters()), max_norm, total)
         return total
 
-    def _of_all_parameters(self, numbers: list[float]) -> list[float]:
-        """Takes a number for each of this rank's parameters. Returns those of the whole model's."""
-        return self._pipeline().of_all_parameters(numbers)
+    def _total_norm(self, ranks: Ranks, gradients: dict[str, Tensor], norm_type: float) -> Tensor:
+        """Returns the total norm of the gradients of all ranks, on all ranks."""
+        with self.refusing():
+            norms = []
+            for name, gradient in gradients.items():
+                norm = torch.linalg.vector_norm(gradient, norm_type)
+                norms.append((name, norm.item(), _DTYPES.index(norm.dtype)))
+        gathered = self.gather(json.dumps(norms).encode(), f"norms of type {norm_type} of all gradients")
+        bits = dtype = 0
+        if ranks.rank == 0:
+            places = {name: place for place, name in enumerate(self.whole_state)}
+            of_all = [norm for each in gathered for norm in json.loads(each)]
+            of_all.sort(key=lambda norm: places.get(norm[0], len(places)))
+            # A vector of one element has the norm of its element.
+            total = get_total_norm([torch.tensor([value], dtype=_DTYPES[index]) for _, value, index in of_all], norm_type)
+            (bits,) = struct.unpack("<Q", struct.pack("<d", total.item()))
+            dtype = _DTYPES.index(total.dtype)
+        # The others give 0, so the largest is rank 0's.
+        (value,) = struct.unpack("<d", struct.pack("<Q", self.largest(bits)))
+        return torch.tensor(value, dtype=_DTYPES[self.largest(dtype)])
 
     @contextmanager
     def refusing(self) -> Iterator[None]:

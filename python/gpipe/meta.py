@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import chain
 
@@ -21,7 +22,7 @@ def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]
     A tensor of several modules gets the values of the first one. All arguments have an item per stage.
 
     Raises:
-        ValueError: for a module with such tensors but without ``reset_parameters()``.
+        ValueError: for a module with such tensors whose ``reset_parameters()`` is missing or does not initialize all of them.
     """
     if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
         return
@@ -43,8 +44,17 @@ def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]
                 _initialize(layer, name, new, initialized)
 
 
+def _has_nan(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_in(tensor: Tensor, module: nn.Module) -> bool:
+    """Whether a module still has a tensor of its own."""
+    return any(tensor is each for each in chain(module._parameters.values(), module._buffers.values()))
+
+
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    empty = torch.empty_like(tensor, device=device)
+    empty = torch.full_like(tensor, math.nan if _has_nan(tensor) else 0, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
     return empty
@@ -75,9 +85,17 @@ def _initialize(layer: nn.Module, name: str, made: set[int], initialized: set[in
                 "initialize it; add that method, or make the model on the CPU"
             )
         kept = [(tensor, tensor.clone()) for tensor in own if id(tensor) in initialized]
+        versions = [tensor._version for tensor in own]
         reset()
         for tensor, value in kept:
             tensor.copy_(value)
+        for tensor, version in zip(own, versions):
+            written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
+            if id(tensor) in made and not written and _is_in(tensor, module):
+                raise ValueError(
+                    f"layer '{name}' has a {type(module).__name__} on the meta device whose reset_parameters() leaves a tensor "
+                    f"of shape {tuple(tensor.shape)} without values; make it initialize all, or make the model on the CPU"
+                )
         initialized.update(map(id, own))
 
     layer.apply(initialize)

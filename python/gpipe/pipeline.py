@@ -31,7 +31,7 @@ from gpipe.model_checks import verify_module
 from gpipe.names import UnpartitionedNames
 from gpipe.partition import Partition, Stages, layers_of, split
 from gpipe.placement import FixedPlacement
-from gpipe.ranks import Ranks, core_of, ranks_of
+from gpipe.ranks import Ranks, core_of, on_rank_0, ranks_of
 from gpipe.skip import verify_skippables
 from gpipe.structure import take_apart
 
@@ -183,9 +183,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         if (group := options.get("group")) is None:
             return cls(model, balance_by_time(stages, model, sample, timeout=seconds), **options)
         ranks = ranks_of(group)
-        measured = balance_by_time(stages, model, sample, timeout=seconds) if ranks.rank == 0 else []
-        balance = [int(layers) for layers in ranks.share(" ".join(map(str, measured))).split()]
-        return cls(model, balance, **options | {"group": ranks})
+        text = on_rank_0(ranks, lambda: " ".join(map(str, balance_by_time(stages, model, sample, timeout=seconds))))
+        return cls(model, [int(layers) for layers in text.split()], **options | {"group": ranks})
 
     @property
     def chunks(self) -> int:
@@ -263,7 +262,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             checkpoint = self._checkpoint if self.training else "never"
             pipeline = self._pipeline()
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
-            return pipeline.forward(input, self._chunks, checkpoint)
+            return pipeline.forward(input, self._chunks, checkpoint, self.training)
 
     def step(
         self,
@@ -362,6 +361,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                     f"{method}() trains, so it needs training mode and grad mode; use forward() to evaluate"
                 )
             pipeline = self._pipeline()
+            if self._ranks is not None and isinstance(scale, GradScaler):
+                raise TypeError("each rank would change the scale of its own GradScaler; give a number as scale over ranks")
             factor = check_scale(scale, self.devices[self.placement[-1]])
             options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
@@ -422,7 +423,9 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                     self.deferred_batch_norm,
                     core_of(self._ranks),
                 )
-                self._drop_layers_elsewhere()
+                if self._ranks is not None:
+                    self._ranks.add(self)
+                    self._drop_layers_elsewhere()
                 self._layers = list(self)
                 self._norms = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
             return self._core

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import atexit
+import multiprocessing.util
 import sys
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
 
 from gpipe import _C
 from gpipe.checks import check_number
 
-__all__ = ["Ranks", "core_of", "ranks_of"]
+__all__ = ["Ranks", "core_of", "on_rank_0", "ranks_of"]
+
+_MOST_SECONDS = 1e9
 
 
 class Ranks:
@@ -51,8 +57,8 @@ class Ranks:
     ) -> None:
         if not isinstance(group, ProcessGroup):
             raise TypeError(f"group must be a process group of which this process is a member, but is {group!r}")
-        self._core = _C.Ranks.from_group(group, _seconds(timeout), _seconds(join_timeout), interface)
-        _unfinished.append(self)
+        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
+        self._start(_C.Ranks.from_group(group, *times, interface))
 
     @classmethod
     def from_environment(
@@ -69,10 +75,21 @@ class Ranks:
             ValueError: for a variable that is missing or not valid.
             RuntimeError: if the store cannot be served or reached.
         """
+        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
         ranks = cls.__new__(cls)
-        ranks._core = _C.Ranks.from_environment(_seconds(timeout), _seconds(join_timeout), interface)
-        _unfinished.append(ranks)
+        ranks._start(_C.Ranks.from_environment(*times, interface))
         return ranks
+
+    def _start(self, core: _C.Ranks) -> None:
+        self._core = core
+        self._pipelines: WeakSet[Any] = WeakSet()
+        _unfinished.append(self)
+        # Processes that multiprocessing has forked do not run atexit's functions.
+        multiprocessing.util.Finalize(None, _finish_all, exitpriority=100)
+
+    def add(self, pipeline: Any) -> None:
+        """Notes a pipeline, which has a :class:`gpipe._C.Pipeline` as ``_core``."""
+        self._pipelines.add(pipeline)
 
     @property
     def rank(self) -> int:
@@ -106,7 +123,10 @@ class Ranks:
         if self in _unfinished:
             _unfinished.remove(self)
         failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
-        self._core.finish("".join(traceback.format_exception_only(error)).strip() if failed else "")
+        text = "".join(traceback.format_exception_only(error)).strip() if failed else ""
+        if not failed and any(pipeline._core is not None and pipeline._core.busy for pipeline in self._pipelines):
+            text = "it ended during a call"
+        self._core.finish(text)
 
     def __enter__(self) -> Ranks:
         return self
@@ -120,12 +140,15 @@ class Ranks:
         raise TypeError("Ranks belong to this process, so they cannot be copied or pickled")
 
 
-def _seconds(time: float | timedelta) -> float:
-    return time.total_seconds() if isinstance(time, timedelta) else check_number(time, "a time-out")
+def _seconds(time: float | timedelta, name: str) -> float:
+    seconds = time.total_seconds() if isinstance(time, timedelta) else check_number(time, name)
+    if not 0 < seconds < _MOST_SECONDS:
+        raise ValueError(f"{name} must be positive and below {_MOST_SECONDS:g} seconds, but is {seconds:g}")
+    return seconds
 
 
 _unfinished: list[Ranks] = []
-_of_groups: dict[str, Ranks] = {}
+_of_groups: WeakKeyDictionary[ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: ProcessGroup | Ranks) -> Ranks:
@@ -136,10 +159,29 @@ def ranks_of(group: ProcessGroup | Ranks) -> Ranks:
     """
     if isinstance(group, Ranks):
         return group
-    name = getattr(group, "group_name", "")
-    if name not in _of_groups or _of_groups[name] not in _unfinished:
-        _of_groups[name] = Ranks(group)
-    return _of_groups[name]
+    ranks = _of_groups.get(group) if isinstance(group, ProcessGroup) else None
+    if ranks is None or ranks not in _unfinished:
+        ranks = _of_groups[group] = Ranks(group)
+    return ranks
+
+
+def on_rank_0(ranks: Ranks, work: Callable[[], str]) -> str:
+    """Returns on all ranks what ``work`` returns on rank 0, where it is called. Raises its exception there, and a RuntimeError
+    on the other ranks."""
+    error = None
+    text = ""
+    if ranks.rank == 0:
+        try:
+            text = "+" + work()
+        except Exception as raised:
+            error = raised
+            text = f"-{type(raised).__name__}: {raised}"
+    text = ranks.share(text)
+    if error is not None:
+        raise error
+    if text.startswith("-"):
+        raise RuntimeError(f"rank 0 failed: {text[1:]}")
+    return text[1:]
 
 
 def core_of(ranks: Ranks | None) -> _C.Ranks | None:

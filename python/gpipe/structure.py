@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import sys
@@ -12,7 +13,6 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     SUPPORTED_NODES,
-    LeafSpec,
     TreeSpec,
     is_namedtuple_class,
     tree_flatten,
@@ -70,31 +70,39 @@ def encode(structure: Structure) -> bytes:
     """Returns a structure as bytes, for other ranks.
 
     Raises:
-        TypeError: for a structure that cannot be pickled, such as one with a class that a function defines.
+        TypeError: for a structure that :func:`decode` refuses, or that cannot be pickled, such as one with a class that a
+            function defines.
     """
     try:
-        return pickle.dumps((structure._tree, structure._present))
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        encoded = pickle.dumps(tree_unflatten(structure._present, structure._tree))
+        decode(encoded)
+    except (AttributeError, TypeError, pickle.PickleError) as error:
         raise TypeError(f"{structure!r} cannot go to another rank: {error}") from error
+    return encoded
 
 
+@functools.lru_cache(maxsize=256)
 def decode(encoded: bytes) -> Structure:
-    """Returns the structure of :func:`encode`. Creates objects of containers only.
+    """Returns the structure of :func:`encode`. Creates only containers.
 
     Raises:
-        pickle.UnpicklingError: for other bytes, and for classes that this process has not imported or that are not
-            containers.
+        pickle.UnpicklingError: for anything else, and for classes that this process has not imported.
     """
-    return Structure(*_Containers(io.BytesIO(encoded)).load())
+    try:
+        leaves, tree = tree_flatten(_Containers(io.BytesIO(encoded)).load())
+    except (AttributeError, EOFError, IndexError, TypeError, ValueError) as error:
+        raise pickle.UnpicklingError(f"not a structure: {error}") from error
+    if not all(isinstance(leaf, bool) for leaf in leaves):
+        raise pickle.UnpicklingError("not a structure: it has other values")
+    return Structure(tree, tuple(leaves))
 
 
 class _Containers(pickle.Unpickler):
-    """Refuses everything but containers and what they consist of."""
+    """Refuses everything but containers."""
 
     def find_class(self, module: str, name: str) -> Any:
         found = super().find_class(module, name) if module in sys.modules else None
-        named = isinstance(found, type) and is_namedtuple_class(found)
-        if named or found in SUPPORTED_NODES or found in (TreeSpec, LeafSpec):
+        if isinstance(found, type) and (found in SUPPORTED_NODES or is_namedtuple_class(found)):
             return found
         raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
 

@@ -92,8 +92,6 @@ Section::~Section() {
   PyGILState_Release(state_);
 }
 
-int running_calls() { return calls; }
-
 void await_calls_at_exit() {
   exiting = true;
   const Released released;

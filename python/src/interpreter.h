@@ -68,9 +68,6 @@ auto released(F f) {
   return f();
 }
 
-/// Returns the number of calls in progress.
-int running_calls();
-
 /// For exit: makes new calls and sections throw, and waits up to one second for the present ones to end.
 void await_calls_at_exit();
 

@@ -175,9 +175,15 @@ auto PythonPipeline::convert(F f) {
   }
 }
 
-py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const py::object& checkpoint) {
+void PythonPipeline::set_training(bool training) {
+  if (pipe_->is_training() != training) pipe_->train(training);
+}
+
+py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const py::object& checkpoint,
+                                   bool training) {
   auto value = convert([&] { return to_value(input.ptr()); });
   const auto mode = to_checkpoint(checkpoint);
+  set_training(training);
   const auto output = run([&] { return pipe_->forward(std::move(value), chunks, mode); });
   return py::reinterpret_steal<py::object>(to_python(output));
 }
@@ -187,6 +193,7 @@ Pair PythonPipeline::step(const py::object& input, const py::object& target, con
   auto value = convert([&] { return to_value(input.ptr()); });
   auto wanted = convert([&] { return to_value(target.ptr()); });
   const auto function = to_loss(loss, states_);
+  set_training(true);
   const auto result = run([&] { return pipe_->step(std::move(value), std::move(wanted), function, options); });
   auto output = options.return_output() ? py::reinterpret_steal<py::object>(to_python(result.output)) : py::none();
   return py::make_tuple(py::reinterpret_steal<py::object>(to_python(result.loss)), output);
@@ -197,6 +204,7 @@ py::object PythonPipeline::loss(const py::object& input, const py::object& targe
   auto value = convert([&] { return to_value(input.ptr()); });
   auto wanted = convert([&] { return to_value(target.ptr()); });
   const auto function = to_loss(loss, states_);
+  set_training(true);
   const auto result = run([&] { return pipe_->loss(std::move(value), std::move(wanted), function, options); });
   return py::reinterpret_steal<py::object>(to_python(result));
 }
@@ -277,8 +285,10 @@ void init_pipeline(py::module_& module) {
            py::arg("stages"), py::arg("devices"), py::arg("schedule"), py::arg("placement"),
            py::arg("deferred_batch_norm"), py::arg("ranks"))
       .def("is_here", &PythonPipeline::is_here, py::arg("stage"))
+      .def_property_readonly("busy", &PythonPipeline::busy)
       .def("refresh", &PythonPipeline::refresh)
-      .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"))
+      .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"),
+           py::arg("training"))
       .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
       .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
       .def("gather", &PythonPipeline::gather, py::arg("bytes"), py::arg("what"))

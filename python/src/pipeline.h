@@ -30,9 +30,10 @@ class PythonPipeline {
   /// parameters than before: then make a new pipeline.
   bool refresh();
 
-  /// Runs a mini-batch. Errors: those of GPipe and to_checkpoint(); errors of layers, with a note that says where they
+  /// Runs a mini-batch, of a training or of an evaluation. Errors: those of GPipe and to_checkpoint(); errors of layers, with a note that says where they
   /// were raised.
-  pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const pybind11::object& checkpoint);
+  pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const pybind11::object& checkpoint,
+                           bool training);
 
   /// Trains on a mini-batch. `loss` is called with the output and the target of each micro-batch. Returns a tuple (detached
   /// loss, output or None). Errors: those of GPipe's step(); errors of layers and of `loss`, with a note.
@@ -44,6 +45,9 @@ class PythonPipeline {
 
   /// Whether a stage is on this rank.
   bool is_here(int stage) const { return pipe_->is_here(stage); }
+
+  /// Whether a call runs.
+  bool busy() const { return calls_ > 0; }
 
   // As those of GPipe.
   pybind11::typing::List<pybind11::bytes> gather(const pybind11::bytes& bytes, const std::string& what);
@@ -64,6 +68,8 @@ class PythonPipeline {
   /// Calls f() without the interpreter's lock.
   template <typename F>
   auto run(F f);
+  /// What the other ranks compare.
+  void set_training(bool training);
   /// Calls f(), which converts the arguments of a call. On an error, the other ranks' call throws too.
   template <typename F>
   auto convert(F f);

@@ -36,8 +36,7 @@ std::shared_ptr<Ranks> from_group(const c10d::ProcessGroup& group, double timeou
 }
 
 void finish(Ranks& ranks, const std::string& error) {
-  const bool within_call = running_calls() > 0;
-  released([&] { ranks.finish(error.empty() && within_call ? "it ended during a call" : error, poll); });
+  released([&] { ranks.finish(error, poll); });
 }
 
 }  // namespace

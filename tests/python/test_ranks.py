@@ -7,8 +7,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
+from enum import Enum
 from typing import NamedTuple
 
 import pytest
@@ -240,6 +242,103 @@ def test_misuse_is_refused():
         assert "1 workers, but the job has 2 ranks" in too_few
 
 
+def call_differently(ranks):
+    """Each error of rank 1 ends the same call of rank 0. The calls stay in step."""
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    x, y = batch(8)
+    scaler = torch.amp.GradScaler("cpu")
+    wrong = [
+        (lambda: pipe.largest(3), lambda: pipe.largest(-1)),
+        (lambda: pipe.largest(3), lambda: pipe.largest("3")),
+        (lambda: pipe.gather(b"a"), lambda: pipe.gather("a")),
+        (lambda: pipe.gather_timeline(gpipe.Timeline()), lambda: pipe.gather_timeline(None)),
+        (lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.clip_grad_norm_("x")),
+        (lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.clip_grad_norm_(1.0, 1.0)),
+        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y, F.cross_entropy, scale=2.0)),
+        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y, F.cross_entropy, scale=scaler)),
+        (lambda: pipe(x), lambda: pipe.eval()(x)),
+    ]
+    for right, other in wrong:
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            (other if ranks.rank else right)()
+        pipe.train()
+        assert pipe.largest(7 + ranks.rank) == 8
+    pipe.step(x, y, F.cross_entropy)
+
+
+def test_calls_stay_in_step_after_an_error_of_one_rank():
+    results_of(2, call_differently)
+
+
+def fail_to_measure(ranks):
+    for stages in (100, 2):
+        try:
+            pipe = gpipe.GPipe.from_module(make_model()[0], (torch.ones(4, 4),), stages=stages, group=ranks)
+        except (ValueError, RuntimeError) as error:
+            message = str(error)
+    return message
+
+
+def test_an_error_of_the_rank_that_measures_is_raised_on_all_ranks():
+    first, second = results_of(2, fail_to_measure)
+    assert first and first in second
+
+
+def leave_before_a_pipeline(ranks):
+    if ranks.rank == 0:
+        gpipe.GPipe(make_model(), [4, 4], group=ranks)
+
+
+def run_beside_a_pipeline_of_this_process(ranks):
+    """A call of another pipeline does not count as one of this job."""
+    running = threading.Event()
+    proceed = threading.Event()
+    local = gpipe.GPipe(nn.Sequential(Wait(running, proceed)), [1])
+    thread = threading.Thread(target=local, args=(torch.ones(1),))
+    thread.start()
+    running.wait(20)
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    pipe(batch(8)[0])
+    ranks.finish()
+    proceed.set()
+    thread.join()
+
+
+class Wait(nn.Module):
+    def __init__(self, running, proceed):
+        super().__init__()
+        self.events = running, proceed
+
+    def forward(self, x):
+        running, proceed = self.events
+        running.set()
+        proceed.wait(20)
+        return x
+
+
+def test_a_job_ends_as_its_ranks_do():
+    (_, error), _ = run_job(2, leave_before_a_pipeline)
+    assert "rank 1 has left the job before the ranks have made a pipeline" in error
+    results_of(2, run_beside_a_pipeline_of_this_process)
+
+
+def use_groups(ranks):
+    with pytest.raises(ValueError, match="timeout must be positive"):
+        gpipe.Ranks(dist.group.WORLD, timeout=float("inf"))
+    first = gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD)
+    assert gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD).ranks is first.ranks
+    dist.destroy_process_group()
+    other = tempfile.gettempdir() + f"/gpipe_{os.getppid()}_store"
+    dist.init_process_group("gloo", store=dist.FileStore(other, -1), rank=1 - ranks.rank, world_size=2)
+    second = gpipe.GPipe(make_model(), [4, 4], group=dist.group.WORLD)
+    os.unlink(other) if ranks.rank and os.path.exists(other) else None
+    return first.ranks.rank, second.ranks.rank
+
+
+def test_a_new_group_has_new_ranks():
+    assert results_of(2, use_groups) == [(0, 1), (1, 0)]
+
+
 def end_early(ranks, how):
     pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
     x, y = batch(8)
@@ -338,16 +437,25 @@ def test_a_program_runs_under_torchrun_and_leaves_the_job_by_itself(fails, tmp_p
 
 
 def test_only_containers_are_decoded():
-    for value in ({"a": (torch.ones(1), None)}, Pair(torch.ones(1), None), [OrderedDict(b=torch.ones(1))]):
+    for value in (
+        {"a": (torch.ones(1), None), 3: torch.ones(1)},
+        Pair(torch.ones(1), None),
+        [OrderedDict(b=torch.ones(1))],
+    ):
         tensors, taken = structure.take_apart(value)
         copied = structure.decode(structure.encode(taken))
         assert copied == taken and copied.build(tensors) == value
-    for harmful in (pickle.dumps(os.system), pickle.dumps(((Fails(), ()), ()))):
-        with pytest.raises(pickle.UnpicklingError, match="not a container"):
+    for harmful in (pickle.dumps(os.system), pickle.dumps((Fails(), ())), pickle.dumps(namedtuple), pickle.dumps(3), b""):
+        with pytest.raises(pickle.UnpicklingError, match="not a container|not a structure"):
             structure.decode(harmful)
     local = NamedTuple("local", [("a", Tensor)])
-    with pytest.raises(TypeError, match="cannot go to another rank"):
-        structure.encode(structure.take_apart(local(torch.ones(1)))[1])
+    for value in (local(torch.ones(1)), {Colour.RED: torch.ones(1)}):
+        with pytest.raises(TypeError, match="cannot go to another rank"):
+            structure.encode(structure.take_apart(value)[1])
+
+
+class Colour(Enum):
+    RED = 1
 
 
 class Fails:
@@ -378,3 +486,13 @@ def test_a_model_without_initial_values_is_initialized_by_its_layers():
     assert torch.equal(one["1.in_proj_bias"], torch.zeros(9)) and torch.equal(one["2.running_var"], torch.ones(3))
     with pytest.raises(ValueError, match="layer '0' has a Owner on the meta device without reset_parameters"):
         gpipe.GPipe(nn.Sequential(Owner().to("meta")), [1])
+    with pytest.raises(ValueError, match=r"leaves a tensor of shape \(2, 2\) without values"):
+        gpipe.GPipe(nn.Sequential(Masked(2, 2).to("meta")), [1])
+
+
+class Masked(nn.Linear):
+    """Its ``reset_parameters()`` leaves out a buffer."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mask", torch.ones(*sizes))

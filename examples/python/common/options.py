@@ -148,7 +148,9 @@ def parse(parser: Parser) -> argparse.Namespace:
 
 
 def run_program(train: Callable[[argparse.Namespace], int], options: argparse.Namespace) -> int:
-    """Runs a program, which returns its exit code. Adds the ``ranks`` that train together to its options. Errors become one line on standard error and a non-zero exit code. A
+    """Runs a program, which returns its exit code. Adds the ``ranks`` that train together to its options.
+
+    Errors become one line on standard error and a non-zero exit code. A
     program that fails leaves no empty folders behind."""
     gpipe.reuse_cpu_memory(options.reuse_memory)
     try:
