@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/checks.h"
@@ -171,11 +172,10 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   const auto loans = find_loans(stages);
   auto shared = find_shared_buffers(stages);
   auto edges = connect_stages(stages, balance_, links, loans);
+  absl::flat_hash_set<const void*> across;  // parameters that this rank and another one have
   for (const auto& loan : loans) {
     if (here[loan.owner] == here[loan.borrower]) continue;
-    const auto [stage, index] =
-        here[loan.owner] ? std::pair(loan.owner, loan.lent) : std::pair(loan.borrower, loan.borrowed);
-    across_ranks_.push_back({stage, index, stages[stage].parameters()[index]});
+    across.insert(stages[loan.owner].parameters()[loan.lent].unsafeGetTensorImpl());
   }
   absl::flat_hash_map<const void*, std::string> first_names;
   for (const auto& stage : stages) {
@@ -203,6 +203,9 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   for (auto& stage : stages) {
     stage.lock = binding.lock;
     for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
+  }
+  for (const auto& parameter : named_parameters()) {
+    if (across.contains(parameter->unsafeGetTensorImpl())) across_ranks_.emplace_back(parameter.pair());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),
@@ -332,12 +335,14 @@ std::vector<torch::Tensor> GPipeImpl::parameters() const {
 }
 
 bool GPipeImpl::fits() const {
-  const auto& stages = pipeline_->stages();
-  const auto is_same = [&](const Across& shared) {
-    const auto parameters = stages[shared.stage].parameters();
-    return shared.index < parameters.size() && parameters[shared.index].is_same(shared.parameter);
-  };
-  return find_loans(stages) == loans_ && std::all_of(across_ranks_.begin(), across_ranks_.end(), is_same);
+  std::vector<std::pair<std::string, torch::Tensor>> across;
+  for (const auto& parameter : named_parameters()) {
+    const auto is_it = [&](const auto& known) { return known.second.is_same(*parameter); };
+    if (std::any_of(across_ranks_.begin(), across_ranks_.end(), is_it)) across.push_back(parameter.pair());
+  }
+  const auto is_same = [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_same(b.second); };
+  return find_loans(pipeline_->stages()) == loans_ &&
+         std::equal(across.begin(), across.end(), across_ranks_.begin(), across_ranks_.end(), is_same);
 }
 
 std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }

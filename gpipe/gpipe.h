@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -230,14 +231,8 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;
   std::vector<torch::Device> devices_;
-  std::vector<Loan> loans_;  // on this rank
-  /// The parameters of stages here that stages of other ranks have too.
-  struct Across {
-    int stage;
-    std::size_t index;  // in its parameters()
-    at::Tensor parameter;
-  };
-  std::vector<Across> across_ranks_;
+  std::vector<Loan> loans_;                                          // on this rank
+  std::vector<std::pair<std::string, torch::Tensor>> across_ranks_;  // named_parameters() that other ranks have too
   std::vector<StateName> parameter_names_;
   std::vector<StateName> buffer_names_;
   std::shared_ptr<Pipeline> pipeline_;

@@ -92,11 +92,15 @@ Snapshot join(const GPipeImpl& pipe, std::vector<Snapshot> states) {
   std::stable_sort(names.begin(), names.end(), comes_before);
   Snapshot whole;
   for (const auto& name : names) {
-    const auto found = places.find(name);
-    const auto& first = found == places.end() ? name : found->second.first;
-    const auto has = [&](const Snapshot& state) { return state.model.contains(first); };
-    const auto& value = std::find_if(states.begin(), states.end(), has)->model[first];
-    whole.model.insert(name, first == name ? value : value.clone());  // in the file, names share no memory
+    const auto state_with = [&](const std::string& it) {
+      return std::find_if(states.begin(), states.end(), [&](const auto& state) { return state.model.contains(it); });
+    };
+    const auto place = places.find(name);
+    const auto& first = place == places.end() ? name : place->second.first;
+    const auto own = state_with(name);
+    const auto owner = state_with(first);
+    const bool is_borrowed = owner != own && owner != states.end();
+    whole.model.insert(name, is_borrowed ? owner->model[first].clone() : own->model[name]);
   }
   whole.optimizer = std::move(states.front().optimizer);
   for (std::size_t r = 1; r < states.size(); ++r) {

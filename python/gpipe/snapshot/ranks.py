@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gpipe.snapshot.archive import dump, plain
 from gpipe.snapshot.optimizer import OptimizerState
@@ -51,11 +52,12 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     states = [state, *(torch.load(io.BytesIO(part), weights_only=True) for part in parts[1:])]
     places = {name: place for place, name in enumerate(pipe.whole_state)}
     model = {name: tensor for each in states for name, tensor in each["model"].items()}
+    ranks = {name: rank for rank, each in enumerate(states) for name in each["model"]}
 
-    def value_of(name: str) -> torch.Tensor:
+    def value_of(name: str) -> Tensor:
         first = pipe.whole_state.get(name, name)
-        # In the file, names share no memory.
-        return model[name] if first == name or first not in model else model[first].clone()
+        is_borrowed = ranks.get(first, ranks[name]) != ranks[name]
+        return model[first].clone() if is_borrowed else model[name]
 
     optimizers: list[OptimizerState] = [each["optimizer"] for each in states]
     groups = [
