@@ -79,12 +79,15 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
   peers->agree("numbers of all parameters");
   std::vector<std::vector<double>> of_ranks;
   for (const auto& bytes : peers->gather(to_text(numbers))) of_ranks.push_back(to_items<double>(bytes));
-  auto all = at::empty({static_cast<std::int64_t>(parameter_names_.size())}, at::kDouble);
+  std::vector<int> owners;  // the rank of each parameter
+  for (const auto& [name, stage, first] : parameter_names_) {
+    if (name == first) owners.push_back(pipeline_->rank_of(stage));
+  }
+  auto all = at::empty({static_cast<std::int64_t>(owners.size())}, at::kDouble);
   auto* number = all.mutable_data_ptr<double>();
   std::vector<std::size_t> next(of_ranks.size());
-  for (std::size_t p = 0; p < parameter_names_.size() && !of_ranks.empty(); ++p) {
-    const auto rank = pipeline_->rank_of(parameter_names_[p].stage);
-    number[p] = of_ranks[rank].at(next[rank]++);
+  for (std::size_t p = 0; p < owners.size() && !of_ranks.empty(); ++p) {
+    number[p] = of_ranks[owners[p]].at(next[owners[p]]++);
   }
   Parcel parcel;
   parcel.add(std::move(all), /*gradient_wanted=*/false);

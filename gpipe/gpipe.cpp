@@ -11,6 +11,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/autograd/pipeline_node.h"
@@ -151,23 +153,6 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
   attach_backward(output.value.tensors(), wanted, sources, devices_of_gradients(*pipeline, input), std::move(backward));
 }
 
-// Meets the other ranks, and drops the layers that they have.
-std::unique_ptr<Peers> join_ranks(std::vector<Stage>& stages, const std::vector<Edge>& edges,
-                                  const std::vector<Loan>& loans, const Workers& workers, const GPipeOptions& options,
-                                  const LanguageBinding& binding) {
-  std::vector<int> ranks;
-  std::vector<bool> here;
-  for (const int worker : workers.schedules.placement) {
-    ranks.push_back(workers.ranks[worker]);
-    here.push_back(workers.is_here(worker));
-  }
-  check_loans_between_ranks(loans, ranks);
-  auto peers = std::make_unique<Peers>(options.ranks(), workers.ranks, manifest_of(stages, edges, options),
-                                       binding.structures, binding.poll);
-  drop_layers_elsewhere(stages, here);
-  return peers;
-}
-
 }  // namespace
 
 GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding)
@@ -181,31 +166,51 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   auto workers = arrange_workers(options_, balance_.size());
   devices_ = workers.devices;
   std::vector<torch::Device> stage_devices;
-  for (const int worker : workers.schedules.placement) stage_devices.push_back(devices_[worker]);
+  std::vector<bool> here;
+  for (const int worker : workers.schedules.placement) {
+    stage_devices.push_back(devices_[worker]);
+    here.push_back(workers.is_here(worker));
+  }
   auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
   for (std::size_t s = 0; s < binding.run_layers.size(); ++s)
     stages.at(s).run_layers = std::move(binding.run_layers[s]);
-  loans_ = find_loans(stages);
-  check_loans(loans_, stages);
+  const auto loans = find_loans(stages);
   auto shared = find_shared_buffers(stages);
-  auto edges = connect_stages(stages, balance_, links, loans_);
+  auto edges = connect_stages(stages, balance_, links, loans);
+  absl::flat_hash_set<const void*> across;  // parameters that this rank and another one have
+  for (const auto& loan : loans) {
+    if (here[loan.owner] == here[loan.borrower]) continue;
+    across.insert(stages[loan.owner].parameters()[loan.lent].unsafeGetTensorImpl());
+  }
+  absl::flat_hash_map<const void*, std::string> first_names;
   for (const auto& stage : stages) {
     for (const auto& layer : stage.layers) {
       const auto add = [&](const auto& tensors, std::vector<StateName>& names) {
-        for (const auto& name : tensors.keys()) {
-          names.push_back({registered_name(layer->name()) + "." + name, stage.index});
+        for (const auto& tensor : tensors) {
+          const auto name = registered_name(layer->name()) + "." + tensor.key();
+          names.push_back(
+              {name, stage.index, first_names.try_emplace(tensor->unsafeGetTensorImpl(), name).first->second});
         }
       };
       add(layer->module()->named_parameters(), parameter_names_);
       add(layer->module()->named_buffers(), buffer_names_);
     }
   }
-  auto peers = options_.ranks() ? join_ranks(stages, edges, loans_, workers, options_, binding) : nullptr;
-  loans_ = find_loans(stages);  // those of this rank
+  std::unique_ptr<Peers> peers;
+  if (options_.ranks()) {
+    peers = std::make_unique<Peers>(options_.ranks(), workers.ranks, manifest_of(stages, edges, options_),
+                                    binding.structures, binding.poll);
+    drop_layers_elsewhere(stages, here);
+  }
+  loans_ = find_loans(stages);
+  check_loans(loans_, stages);
   move_to_devices(stages);
   for (auto& stage : stages) {
     stage.lock = binding.lock;
     for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
+  }
+  for (const auto& parameter : named_parameters()) {
+    if (across.contains(parameter->unsafeGetTensorImpl())) across_ranks_.emplace_back(parameter.pair());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),
@@ -322,7 +327,27 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   return result;
 }
 
-bool GPipeImpl::fits() const { return find_loans(pipeline_->stages()) == loans_; }
+std::vector<torch::Tensor> GPipeImpl::parameters() const {
+  std::vector<torch::Tensor> trained;
+  for (const auto& stage : pipeline_->stages()) {
+    const auto parameters = stage.parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (!stage.borrows(i)) trained.push_back(parameters[i]);
+    }
+  }
+  return trained;
+}
+
+bool GPipeImpl::fits() const {
+  std::vector<std::pair<std::string, torch::Tensor>> across;
+  for (const auto& parameter : named_parameters()) {
+    const auto is_it = [&](const auto& known) { return known.second.is_same(*parameter); };
+    if (std::any_of(across_ranks_.begin(), across_ranks_.end(), is_it)) across.push_back(parameter.pair());
+  }
+  const auto is_same = [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_same(b.second); };
+  return find_loans(pipeline_->stages()) == loans_ &&
+         std::equal(across.begin(), across.end(), across_ranks_.begin(), across_ranks_.end(), is_same);
+}
 
 std::optional<ErrorInfo> GPipeImpl::last_error() const { return pipeline_->error(); }
 

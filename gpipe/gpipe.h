@@ -10,6 +10,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "absl/functional/function_ref.h"
@@ -81,9 +82,9 @@ struct GPipeOptions {
 /// whose inputs are the mini-batch and all parameters that require grad. So losses, optimizers, hooks and autograd::grad
 /// work as without a pipeline. create_graph is refused. The module's state has the unpartitioned model's keys.
 ///
-/// The layers are the caller's own modules, moved to their devices. Layers of several stages on one device can share a
-/// parameter; none may write to it. A mini-batch's random numbers derive from one draw
-/// from the default generator (see RandomScope). In training mode with gradients enabled, the checkpoint option decides
+/// The layers are the caller's own modules, moved to their devices. Layers of several stages on one device, or on several
+/// ranks, can share a parameter; none may write to it. A mini-batch's random numbers derive from one draw from the default
+/// generator (see RandomScope). In training mode with gradients enabled, the checkpoint option decides
 /// which cells are recomputed. In eval mode with gradients enabled, every graph is stored. Without gradients nothing is
 /// stored.
 ///
@@ -150,6 +151,10 @@ class GPipeImpl : public torch::nn::Module {
   /// Whether a stage is on this rank. Stages of other ranks have no layers here.
   bool is_here(int stage) const { return pipeline_->is_here(stage); }
 
+  /// The parameters that this rank trains, each once. One that stages of several ranks share belongs to the rank of the
+  /// first of these stages. The layers of the other ranks have copies, which get its value in each call.
+  std::vector<torch::Tensor> parameters() const;
+
   /// Returns where the last forward, backward or step failed; std::nullopt if it succeeded or failed outside of an action.
   std::optional<ErrorInfo> last_error() const;
 
@@ -169,8 +174,8 @@ class GPipeImpl : public torch::nn::Module {
   /// Whether no mini-batch and no graph uses the pipeline.
   bool idle() const { return pipeline_.use_count() == 1; }
 
-  /// Whether the stages share the same parameters as when this was made. Not so if a layer was given other parameters:
-  /// then make a new pipeline.
+  /// Whether the stages share the same parameters as when this was made, on this rank and with other ranks. Not so if a
+  /// layer was given other parameters: then make a new pipeline.
   bool fits() const;
 
   // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one is
@@ -194,12 +199,13 @@ class GPipeImpl : public torch::nn::Module {
   /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
   void withdraw(const std::string& reason);
 
-  /// A name in the state of the whole model, and the stage that has it.
+  /// A name in the state of the whole model, the stage that has it, and the first name of the same tensor.
   struct StateName {
     std::string name;
     int stage;
+    std::string first;
   };
-  /// Those of parameters() and buffers() in the order of one process, with those of the other ranks.
+  /// Those of named_parameters() and buffers() in the order of one process, with those of the other ranks.
   const std::vector<StateName>& parameter_names() const { return parameter_names_; }
   const std::vector<StateName>& buffer_names() const { return buffer_names_; }
 
@@ -225,7 +231,8 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;
   std::vector<torch::Device> devices_;
-  std::vector<Loan> loans_;
+  std::vector<Loan> loans_;                                          // on this rank
+  std::vector<std::pair<std::string, torch::Tensor>> across_ranks_;  // named_parameters() that other ranks have too
   std::vector<StateName> parameter_names_;
   std::vector<StateName> buffer_names_;
   std::shared_ptr<Pipeline> pipeline_;

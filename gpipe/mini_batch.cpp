@@ -396,10 +396,22 @@ void MiniBatch::note_results(const std::vector<at::Tensor>& results) {
   }
 }
 
-void MiniBatch::run_forward(int stage, int micro_batch) {
+// The activation, the skips and the borrowed parameters, as Cell::forward() takes them.
+std::vector<Parcel> MiniBatch::receive_inputs(int stage, int micro_batch) {
   std::vector<Parcel> in;
   if (stage == 0) in.push_back(inputs_.receive(micro_batch));
   for (const int edge : program_->in_edges(stage)) in.push_back(transport_.receive(edge, micro_batch));
+  const auto borrowed = sinks_[stage].borrowed();
+  const auto lenders = program_->in_edges(stage).end() - std::ssize(borrowed);
+  for (std::size_t k = 0; k < borrowed.size(); ++k) {
+    if (pipeline_->is_here(pipeline_->edges()[lenders[k]].from)) continue;
+    borrowed_values_.receive(in[in.size() - borrowed.size() + k], borrowed[k]);
+  }
+  return in;
+}
+
+void MiniBatch::run_forward(int stage, int micro_batch) {
+  auto in = receive_inputs(stage, micro_batch);
   if (auto& clock = clock_of(stage)) clock->start();
   auto& cell = this->cell(stage, micro_batch);
   cell =

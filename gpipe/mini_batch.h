@@ -10,6 +10,7 @@
 
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
+#include "gpipe/borrowed_values.h"
 #include "gpipe/inlet.h"
 #include "gpipe/loss.h"
 #include "gpipe/micro_batch.h"
@@ -85,6 +86,7 @@ class MiniBatch : public Cells {
   Tail tail(int stage, int micro_batch);
   void note_results(const std::vector<at::Tensor>& results);
   Gradients output_gradients(int micro_batch);
+  std::vector<Parcel> receive_inputs(int stage, int micro_batch);
   void run_forward(int stage, int micro_batch);
   void run_recompute(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch, bool split);
@@ -116,6 +118,7 @@ class MiniBatch : public Cells {
   std::vector<std::unique_ptr<Cell>> cells_;
   Inlet inputs_;
   Transport transport_;
+  BorrowedValues borrowed_values_;
   const std::string call_;
   std::uint64_t call_number_ = 0;
   std::optional<ParcelEdges> crossing_;  // this and the next: only over ranks

@@ -16,6 +16,20 @@
 namespace gpipe {
 namespace {
 
+/// A name in the state of the whole model: its place, and the first name of the same tensor.
+struct Place {
+  std::size_t number;
+  std::string first;
+};
+
+std::map<std::string, Place> places_of_names(const GPipeImpl& pipe) {
+  std::map<std::string, Place> places;
+  for (const auto* names : {&pipe.parameter_names(), &pipe.buffer_names()}) {
+    for (const auto& [name, stage, first] : *names) places.emplace(name, Place{places.size(), first});
+  }
+  return places;
+}
+
 std::set<std::string> own_names(const GPipeImpl& pipe) {
   std::set<std::string> names;
   for (const auto& parameter : pipe.named_parameters()) names.insert(parameter.key());
@@ -26,15 +40,25 @@ std::set<std::string> own_names(const GPipeImpl& pipe) {
 // The model and the optimizer, which differ from rank to rank.
 Snapshot own_state(const GPipeImpl& pipe, const Snapshot& mine) {
   const auto own = own_names(pipe);
+  const auto places = places_of_names(pipe);
   for (const auto& name : own) {
     if (!mine.model.contains(name)) refuse_argument("the snapshot lacks '" + name + "' of this rank's layers");
   }
   const auto check = [&](const std::string& name) {
     if (own.count(name) == 0) refuse_argument("the snapshot has '" + name + "', which is not of this rank's layers");
   };
+  const auto check_trained = [&](const std::string& name) {
+    check(name);
+    const auto place = places.find(name);
+    if (place == places.end() || own.count(place->second.first) != 0) return;
+    refuse_argument("the optimizer has '" + name + "', which another rank trains as '" + place->second.first +
+                    "'; make the optimizer of the pipeline's parameters()");
+  };
   for (const auto& tensor : mine.model) check(tensor.key());
-  for (const auto& group : mine.optimizer.param_groups) std::for_each(group.params.begin(), group.params.end(), check);
-  for (const auto& [name, state] : mine.optimizer.state) check(name);
+  for (const auto& group : mine.optimizer.param_groups) {
+    std::for_each(group.params.begin(), group.params.end(), check_trained);
+  }
+  for (const auto& [name, state] : mine.optimizer.state) check_trained(name);
   Snapshot state;
   state.model = mine.model;
   state.optimizer = mine.optimizer;
@@ -54,20 +78,11 @@ std::string describe(const OptimizerState& optimizer) {
   return text.str();
 }
 
-/// The places of all names in the state of the whole model.
-std::map<std::string, std::size_t> places_of_names(const GPipeImpl& pipe) {
-  std::map<std::string, std::size_t> places;
-  for (const auto* names : {&pipe.parameter_names(), &pipe.buffer_names()}) {
-    for (const auto& [name, stage] : *names) places.emplace(name, places.size());
-  }
-  return places;
-}
-
 Snapshot join(const GPipeImpl& pipe, std::vector<Snapshot> states) {
   const auto places = places_of_names(pipe);
   const auto place_of = [&](const std::string& name) {
     const auto found = places.find(name);
-    return found == places.end() ? places.size() : found->second;  // one that was added to a layer later
+    return found == places.end() ? places.size() : found->second.number;  // one that was added to a layer later
   };
   const auto comes_before = [&](const std::string& a, const std::string& b) { return place_of(a) < place_of(b); };
   std::vector<std::string> names;
@@ -77,8 +92,15 @@ Snapshot join(const GPipeImpl& pipe, std::vector<Snapshot> states) {
   std::stable_sort(names.begin(), names.end(), comes_before);
   Snapshot whole;
   for (const auto& name : names) {
-    const auto has = [&](const Snapshot& state) { return state.model.contains(name); };
-    whole.model.insert(name, std::find_if(states.begin(), states.end(), has)->model[name]);
+    const auto state_with = [&](const std::string& it) {
+      return std::find_if(states.begin(), states.end(), [&](const auto& state) { return state.model.contains(it); });
+    };
+    const auto place = places.find(name);
+    const auto& first = place == places.end() ? name : place->second.first;
+    const auto own = state_with(name);
+    const auto owner = state_with(first);
+    const bool is_borrowed = owner != own && owner != states.end();
+    whole.model.insert(name, is_borrowed ? owner->model[first].clone() : own->model[name]);
   }
   whole.optimizer = std::move(states.front().optimizer);
   for (std::size_t r = 1; r < states.size(); ++r) {

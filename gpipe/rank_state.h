@@ -9,8 +9,9 @@ namespace gpipe {
 
 /// Joins the snapshots of all ranks, which each captures from its pipeline and its optimizer. Returns on rank 0 the
 /// snapshot that one process would have captured, with rank 0's epoch, position, random state, options and history; on other
-/// ranks, one without tensors. All ranks call it, as forward(). An optimizer's group must list parameters in the model's
-/// order, or else the joined one lists them so.
+/// ranks, one without tensors. All ranks call it, as forward(). A parameter that ranks share has its owner's value. An
+/// optimizer is made of the pipeline's parameters(). Its groups must list them in the model's order, or else the joined
+/// ones list them so.
 ///
 ///   auto whole = gpipe::gather(*pipe, mine);
 ///   if (ranks->rank() == 0) gpipe::write_snapshot("latest.snapshot", whole);

@@ -78,15 +78,6 @@ void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stage
   }
 }
 
-void check_loans_between_ranks(const std::vector<Loan>& loans, const std::vector<int>& ranks) {
-  for (const auto& loan : loans) {
-    if (ranks[loan.owner] == ranks[loan.borrower]) continue;
-    refuse_argument("stages " + std::to_string(loan.owner) + " and " + std::to_string(loan.borrower) +
-                    " share the parameter '" + loan.name + "', but are on ranks " + std::to_string(ranks[loan.owner]) +
-                    " and " + std::to_string(ranks[loan.borrower]) + "; put the layers that share it on one rank");
-  }
-}
-
 void drop_layers_elsewhere(std::vector<Stage>& stages, const std::vector<bool>& here) {
   for (auto& stage : stages) {
     if (here[stage.index]) continue;
@@ -145,18 +136,21 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
 
 // From the last stage to the first, so that shared parameters end on the device of the first stage that has them.
 void move_to_devices(const std::vector<Stage>& stages) {
+  absl::flat_hash_map<const void*, const Stage*> first_with;
+  for (const auto& stage : stages) {
+    for (const auto& parameter : stage.parameters()) first_with.try_emplace(parameter.unsafeGetTensorImpl(), &stage);
+  }
   for (auto stage = stages.rbegin(); stage != stages.rend(); ++stage) {
-    const auto parameters = stage->parameters();
-    const auto borrows = [&](const at::Tensor& tensor) {
-      return std::any_of(stage->borrowed.begin(), stage->borrowed.end(),
-                         [&](std::size_t i) { return parameters[i].is_same(tensor); });
+    const auto is_borrowed = [&](const at::Tensor& tensor) {
+      const auto found = first_with.find(tensor.unsafeGetTensorImpl());
+      return found != first_with.end() && found->second != &*stage;
     };
     for (const auto& layer : stage->layers) {
       const auto module = layer->module();
       auto tensors = module->parameters();
       for (const auto& buffer : module->buffers()) tensors.push_back(buffer);
       const bool there = std::all_of(tensors.begin(), tensors.end(), [&](const auto& tensor) {
-        return !tensor.defined() || tensor.device() == stage->device || borrows(tensor);
+        return !tensor.defined() || tensor.device() == stage->device || is_borrowed(tensor);
       });
       if (!there) module->to(stage->device);  // a nested pipeline refuses to move
     }

@@ -52,14 +52,11 @@ SharedBuffers find_shared_buffers(const std::vector<Stage>& stages);
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
                                  const std::vector<SkipLink>& skips, const std::vector<Loan>& loans);
 
-/// Errors: std::invalid_argument for a loan between stages of different ranks. `ranks` has one entry per stage.
-void check_loans_between_ranks(const std::vector<Loan>& loans, const std::vector<int>& ranks);
-
 /// Drops the layers of the stages that other ranks have. `here` has one entry per stage.
 void drop_layers_elsewhere(std::vector<Stage>& stages, const std::vector<bool>& here);
 
-/// Moves the stages' layers to their devices, and each shared parameter to that of its owner. Leaves layers alone that are
-/// there already. REQUIRES: the stages are connected.
+/// Moves the stages' layers to their devices, and each shared parameter to that of the first stage here that has it. Leaves
+/// layers alone that are there already.
 void move_to_devices(const std::vector<Stage>& stages);
 
 }  // namespace gpipe

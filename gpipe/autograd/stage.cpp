@@ -63,6 +63,10 @@ std::string Stage::name_of(int layer) const {
   return layer == static_cast<int>(layers.size()) ? "loss" : layers[layer]->name();
 }
 
+bool Stage::borrows(std::size_t parameter) const {
+  return std::find(borrowed.begin(), borrowed.end(), parameter) != borrowed.end();
+}
+
 std::vector<at::Tensor> Stage::parameters() const {
   DistinctTensors distinct;
   for (const auto& layer : layers) {
@@ -83,7 +87,6 @@ bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element
 
 ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
     : stage_(stage), all_(stage.parameters()), sinks_{make_gradient_sink()} {
-  borrowed_accumulators_.resize(stage.borrowed.size());
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const auto& parameter = all_[i];
     versions_.push_back(others_writes(parameter));
@@ -92,15 +95,10 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
     }
-    auto accumulator = torch::autograd::impl::grad_accumulator(parameter);
-    const auto k = std::find(stage.borrowed.begin(), stage.borrowed.end(), i) - stage.borrowed.begin();
-    if (k < std::ssize(stage.borrowed)) {
-      borrowed_accumulators_[k] = std::move(accumulator);
-      continue;
-    }
+    if (stage.borrows(i)) continue;
     has_sink_.back() = true;
     parameters_.push_back(parameter);
-    accumulators_.push_back(std::move(accumulator));
+    accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameter));
   }
   // The engine runs a node on the stream that is current when its input metadata is added.
   const OptionalStreamScope scope(stream);
@@ -134,7 +132,7 @@ std::vector<at::Tensor> ParameterSinks::written() const {
 
 void ParameterSinks::check_unchanged() const {
   for (std::size_t i = 0; i < all_.size(); ++i) {
-    if (others_writes(all_[i]) == versions_[i]) continue;
+    if (stage_.borrows(i) || others_writes(all_[i]) == versions_[i]) continue;
     throw std::runtime_error(
         "[gpipe] a parameter was changed in place between the forward and its backward, so the forward cannot be "
         "recomputed; step the optimizer after the backward");
@@ -153,6 +151,7 @@ OwnWrites::~OwnWrites() {
   for (std::size_t s = 0; s < stages_.size(); ++s) {
     const auto& parameters = sinks_[s].all();
     for (std::size_t i = 0; i < parameters.size(); ++i) {
+      if (stages_[s].borrows(i)) continue;
       const auto writes = version_of(parameters[i]) - versions_[s][i];
       if (writes != 0) stages_[s].own_writes[parameters[i].unsafeGetTensorImpl()] += writes;
     }
@@ -164,9 +163,9 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin,
   // Where an edge to a parameter's accumulator shall lead; invalid for other nodes.
   const auto end_of = [&](const Node* accumulator) {
     if (const auto found = edges_.find(accumulator); found != edges_.end()) return found->second;
-    for (std::size_t k = 0; k < borrowed.size(); ++k) {
-      if (borrowed_accumulators_[k].get() != accumulator) continue;
-      return torch::autograd::impl::gradient_edge(borrowed[k].stand_in);
+    for (const auto& [parameter, stand_in] : borrowed) {
+      const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(accumulator);
+      if (leaf != nullptr && leaf->variable.is_same(parameter)) return torch::autograd::impl::gradient_edge(stand_in);
     }
     return torch::autograd::Edge();
   };

@@ -39,6 +39,7 @@ struct Stage {
   /// come behind those of the skips, in this order.
   std::vector<std::size_t> borrowed;
   std::vector<std::size_t> lent;
+  bool borrows(std::size_t parameter) const;
   /// The stages that receive the activation, each of `skips_out` and each of `lent`. The caller counts as the stage after
   /// the last.
   std::vector<int> receivers;
@@ -99,8 +100,8 @@ class ParameterSinks {
   const std::vector<at::Tensor>& all() const { return all_; }
   std::vector<at::Tensor> written() const;
 
-  /// Errors: std::runtime_error when code other than the stage's own layers has changed a parameter in place since this
-  /// was made.
+  /// Errors: std::runtime_error when code other than the stage's own layers has changed a parameter that the stage owns in
+  /// place since this was made.
   void check_unchanged() const;
 
  private:
@@ -115,10 +116,9 @@ class ParameterSinks {
   std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves the small parameters
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
-  std::vector<std::shared_ptr<torch::autograd::Node>> borrowed_accumulators_;       // null without a gradient
 };
 
-/// Counts changes of parameters during its lifetime as writes by the stage that owns them. REQUIRES: only the stages'
+/// Counts changes of parameters during its lifetime as writes by the stages that own them. REQUIRES: only the stages'
 /// layers write meanwhile.
 class OwnWrites {
  public:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.randomness import RandomScope
+from gpipe.tied import borrowed_across_ranks
 
 __all__ = ["materialize"]
 
@@ -19,7 +20,8 @@ def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]
     initializes them by its ``reset_parameters()``, submodules first, each layer with random numbers of its own. So the values
     do not depend on the cut, nor on the number of ranks. Does nothing if no stage has such tensors.
 
-    A tensor of several modules gets the values of the first one. All arguments have an item per stage.
+    A tensor of several modules gets the values of the first one. If that is on another rank, it is zero here until the first
+    call. All arguments have an item per stage.
 
     Raises:
         ValueError: for a module with such tensors whose ``reset_parameters()`` is missing or does not initialize all of them.
@@ -33,10 +35,14 @@ def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]
             for tensor in chain(stage.parameters(), stage.buffers()):
                 if tensor.is_meta and id(tensor) not in made:
                     made[id(tensor)] = _with_memory(tensor, device)
+    initialized: set[int] = set()
+    for parameter in borrowed_across_ranks(stages, is_here):
+        if (copy := made.get(id(parameter))) is not None:
+            copy.data.zero_()
+            initialized.add(id(copy))
     # In stages of other ranks too, so that shared tensors stay shared.
     _replace(stages, made)
     new = {id(tensor) for tensor in made.values()}
-    initialized: set[int] = set()
     layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
     for index, ((name, layer), here) in enumerate(layers):
         if here:

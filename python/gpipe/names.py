@@ -135,6 +135,8 @@ class UnpartitionedNames(OriginalNames):
     """
 
     partitions: nn.ModuleList
+    _borrowed: list[nn.Parameter]
+    """The parameters of this rank's layers that another rank owns."""
     _depth = 3
 
     def _stages(self) -> list[Partition]:
@@ -146,6 +148,15 @@ class UnpartitionedNames(OriginalNames):
             for j, stage in enumerate(self._stages())
             for name, layer in stage.named_children()
         }
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        # A parameter that another rank owns counts as a duplicate.
+        hidden = {id(each) for each in self._borrowed if remove_duplicate}
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if id(parameter) not in hidden:
+                yield name, parameter
 
     # Layers as attributes.
 

@@ -59,9 +59,9 @@ def split(
             partition.add_module(*next(layers))
         partition.training = module.training
         stages.append(partition)
-    check_stand_ins(stages, devices)
+    check_stand_ins(stages, devices, is_here)
     materialize(stages, devices, is_here)
-    # From last to first, so that a parameter of several stages ends on the device of the first one.
+    # From last to first, so that a parameter of several stages ends on the device of the first one here.
     for partition, device, here in reversed(list(zip(stages, devices, is_here))):
         if here:
             partition.to(device)

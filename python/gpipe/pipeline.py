@@ -34,6 +34,7 @@ from gpipe.placement import FixedPlacement
 from gpipe.ranks import Ranks, core_of, on_rank_0, ranks_of
 from gpipe.skip import verify_skippables
 from gpipe.structure import take_apart
+from gpipe.tied import borrowed_across_ranks
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
 
@@ -60,7 +61,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
     ``state_dict()`` has the keys of the unpartitioned model.
 
     Layers can share parameters. A parameter of several stages is on the device of the first one, which lends it to the
-    others; no layer may write to it.
+    others; no layer may write to it. Over ranks, only the rank of the first one lists it in ``parameters()``. The layers of
+    the others have copies, which get its value in each call.
 
     Forward and backward may be called from any thread except the pipeline's workers; calls take turns.
 
@@ -100,7 +102,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
     Attributes:
         balance: the number of layers of each stage.
         devices: the device of each worker; the CPU for those of other ranks.
-        whole_state: over ranks, the names of the state of the whole model, in order, as keys.
+        whole_state: over ranks, the names of the state of the whole model, in order. The value of each is the first name of
+            the same tensor.
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
 
@@ -139,10 +142,13 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         self.partitions = Stages(
             split(module, self.balance, [self.devices[worker] for worker in self._placement], self._is_here)
         )
+        self._borrowed = borrowed_across_ranks(self._stages(), self._is_here)
         self.training = module.training
         self._core_lock = threading.RLock()
         self._core: _C.Pipeline | None = None
-        self.whole_state = dict.fromkeys(() if self._ranks is None else self.state_dict())
+        state = {} if self._ranks is None else self.state_dict(keep_vars=True)
+        first_names: dict[int, str] = {}
+        self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         self._layers: list[nn.Module] = []  # of the core
         self._norms: list[DeferredBatchNorm] = []
         if self.balance:

@@ -1,7 +1,8 @@
-"""Parameters that stages on different devices share.
+"""Parameters that stages on different devices or ranks share.
 
-The first stage that has such a parameter owns it. The other stages get a stand-in with each micro-batch: a tensor on
-their device. Their modules keep the parameter registered, so that names and optimizers see one parameter.
+The first stage that has such a parameter owns it. A stage on another device gets a stand-in with each micro-batch: a tensor
+on its device. Its modules keep the parameter registered, so that names and optimizers see one parameter. Another rank has a
+copy of the parameter, which the core gives the value.
 """
 
 from __future__ import annotations
@@ -12,7 +13,19 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-__all__ = ["check_stand_ins", "standing_in"]
+__all__ = ["borrowed_across_ranks", "check_stand_ins", "standing_in"]
+
+
+def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) -> list[nn.Parameter]:
+    """Returns the parameters of stages of this rank that belong to a stage of another rank. ``is_here`` has an item per
+    stage."""
+    owned_here: dict[nn.Parameter, bool] = {}
+    borrowed: dict[nn.Parameter, None] = {}
+    for stage, here in zip(stages, is_here):
+        for parameter in stage.parameters():
+            if not owned_here.setdefault(parameter, here) and here:
+                borrowed[parameter] = None
+    return list(borrowed)
 
 
 def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
@@ -38,16 +51,18 @@ def standing_in(stage: nn.Module, borrowed: list[tuple[Tensor, Tensor]]) -> Iter
             del module.__dict__[name]
 
 
-def check_stand_ins(stages: Sequence[nn.Module], devices: Sequence[torch.device]) -> None:
-    """Checks that each module which has a parameter of another device can use a stand-in. ``devices`` has an item per
-    stage.
+def check_stand_ins(stages: Sequence[nn.Module], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
+    """Checks that each module of this rank which has a parameter of another device can use a stand-in. All arguments have an
+    item per stage.
 
     Raises:
         ValueError: if such a module is in two stages, or compiled by TorchScript.
     """
     home: dict[int, torch.device] = {}  # of parameters, by id
     earlier: set[int] = set()  # ids of the modules of earlier stages
-    for stage, device in zip(stages, devices):
+    for stage, device, here in zip(stages, devices, is_here):
+        if not here:
+            continue
         borrowed = [each for each in stage.parameters() if home.setdefault(id(each), device) != device]
         for module, name, _ in _places(stage, borrowed):
             scripted = isinstance(module, torch.jit.ScriptModule)

@@ -2,63 +2,20 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <functional>
 #include <memory>
 #include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "gpipe/schedule/schedules.h"
 #include "tests/gpipe/helpers.h"
+#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
 
 namespace nn = torch::nn;
-
-/// A layer whose only parameter is that of another layer.
-struct SharerImpl : nn::Module {
-  using Forward = std::function<Tensor(const Tensor& x, const Tensor& weight)>;
-  SharerImpl(const Tensor& of_other, Forward function)
-      : weight(register_parameter("weight", of_other, of_other.requires_grad())), function(std::move(function)) {}
-  Tensor forward(const Tensor& x) { return function(x, weight); }
-  Tensor weight;
-  Forward function;
-};
-TORCH_MODULE(Sharer);
-
-Tensor mix(const Tensor& x, const Tensor& weight) { return x + x.matmul(weight.t()).tanh().matmul(weight); }
-Tensor project(const Tensor& x, const Tensor& weight) { return x.matmul(weight.t()); }
-
-constexpr std::int64_t kWords = 11;
-
-/// Seven layers. The first, the third and the last share a matrix.
-Sequential tied_model(torch::Dtype dtype = torch::kFloat64, std::int64_t width = 6) {
-  torch::manual_seed(1);
-  nn::Embedding words(kWords, width);
-  Sequential model(words, Linear(width, width), Sharer(words->weight, mix), nn::Tanh(), Linear(width, width),
-                   nn::Tanh(), Sharer(words->weight, project));
-  model->to(dtype);
-  return model;
-}
-
-/// The model's parameters, each once: C++ modules list a tied one at each of its places.
-std::vector<Tensor> distinct_parameters(const nn::Module& model) {
-  std::vector<Tensor> parameters;
-  for (const auto& parameter : model.parameters()) {
-    const auto is_it = [&](const Tensor& other) { return other.is_same(parameter); };
-    if (std::none_of(parameters.begin(), parameters.end(), is_it)) parameters.push_back(parameter);
-  }
-  return parameters;
-}
-
-Tensor words_of(std::int64_t samples) {
-  torch::manual_seed(2);
-  return torch::randint(kWords, {samples});
-}
-Tensor next_words(const Tensor& words) { return (words * 7 + 3) % kWords; }
 
 using Train = std::function<Tensor(const Tensor& x, const Tensor& y)>;
 
@@ -86,9 +43,6 @@ Train forward_and_backward(Module model) {
     return loss;
   };
 }
-
-const LossFunction kCrossEntropy =
-    tensor_loss([](const Tensor& out, const Tensor& t) { return torch::cross_entropy_loss(out, t); });
 
 Train by_steps(GPipe pipe) {
   return [pipe](const Tensor& x, const Tensor& y) mutable { return pipe->step(x, y, kCrossEntropy).loss; };
@@ -264,6 +218,8 @@ TEST(TiedParameters, StayTiedInTheStateOfTheModel) {
   auto model = tied_model();
   GPipe pipe(model, {1, 3, 3});
   EXPECT_EQ(pipe->named_parameters().keys(), model->named_parameters().keys());
+  EXPECT_EQ(pipe->parameters().size(), distinct_parameters(*model).size());
+  const nn::Module& state = *pipe;
   std::stringstream file;
   torch::save(pipe, file);
   auto loaded = tied_model();
@@ -274,8 +230,8 @@ TEST(TiedParameters, StayTiedInTheStateOfTheModel) {
   torch::save(loaded, of_model);
   for (auto& parameter : pipe->parameters()) parameter.detach().zero_();
   torch::load(pipe, of_model);
-  EXPECT_TRUE(same(pipe->parameters(), loaded->parameters()));
-  EXPECT_TRUE(pipe->parameters().front().is_same(pipe->parameters().back()));
+  EXPECT_TRUE(same(state.parameters(), loaded->parameters()));
+  EXPECT_TRUE(state.parameters().front().is_same(state.parameters().back()));
 }
 
 TEST(TiedParameters, TakeNoMemoryOnOneDevice) {

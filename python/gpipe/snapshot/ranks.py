@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from gpipe.snapshot.archive import dump, plain
 from gpipe.snapshot.optimizer import OptimizerState
@@ -30,16 +31,19 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
 
     Returns:
         On rank 0 the snapshot that one process would have captured; on other ranks one without tensors. In one process
-        ``mine``. An optimizer's group lists its parameters in the order of the model.
+        ``mine``. An optimizer's group lists its parameters in the order of the model. A parameter that ranks share has its
+        owner's value.
 
     Raises:
         RuntimeError: on all ranks, if the optimizers differ in their class, groups or options, or a rank has failed.
-        TypeError, ValueError: for a snapshot that cannot be written, as :func:`write`; RuntimeError on the other ranks.
+        TypeError, ValueError: for a snapshot that cannot be written, as :func:`write`, or an optimizer with a parameter that
+            another rank owns; RuntimeError on the other ranks.
     """
     if pipe.ranks is None:
         return mine
     is_first = pipe.ranks.rank == 0
     with pipe.refusing():
+        _check_owned(pipe, mine.optimizer)
         state = {"model": plain(mine.model, "model"), "optimizer": plain(mine.optimizer, "optimizer")}
         part = b"" if is_first else dump(state).getvalue()
     parts = pipe.gather(part, f"the state of {_description(mine.optimizer)}")
@@ -48,6 +52,13 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     states = [state, *(torch.load(io.BytesIO(part), weights_only=True) for part in parts[1:])]
     places = {name: place for place, name in enumerate(pipe.whole_state)}
     model = {name: tensor for each in states for name, tensor in each["model"].items()}
+    ranks = {name: rank for rank, each in enumerate(states) for name in each["model"]}
+
+    def value_of(name: str) -> Tensor:
+        first = pipe.whole_state.get(name, name)
+        is_borrowed = ranks.get(first, ranks[name]) != ranks[name]
+        return model[first].clone() if is_borrowed else model[name]
+
     optimizers: list[OptimizerState] = [each["optimizer"] for each in states]
     groups = [
         {**group, "params": _ordered((name for each in optimizers for name in each["param_groups"][index]["params"]), places)}
@@ -57,7 +68,7 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     listed = [name for group in groups for name in group["params"] if name in of_parameters]
     return replace(
         mine,
-        model={name: model[name] for name in _ordered(model, places)},
+        model={name: value_of(name) for name in _ordered(model, places)},
         optimizer={
             "type": optimizers[0]["type"],
             "param_groups": groups,
@@ -88,6 +99,16 @@ def own_part(pipe: GPipe, whole: Snapshot) -> Snapshot:
             "state": {name: fields for name, fields in optimizer["state"].items() if name not in elsewhere},
         },
     )
+
+
+def _check_owned(pipe: GPipe, optimizer: OptimizerState) -> None:
+    own = pipe.state_dict().keys()
+    for name in (name for group in optimizer["param_groups"] for name in group["params"]):
+        if (first := pipe.whole_state.get(name, name)) not in own:
+            raise ValueError(
+                f"the optimizer has '{name}', which another rank trains as '{first}'; make the optimizer of the pipeline's "
+                "parameters()"
+            )
 
 
 def _ordered(names: Iterable[str], places: dict[str, int]) -> list[str]:

@@ -1,0 +1,249 @@
+"""Parameters that stages on different ranks share. They must train with the bits of one process."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe
+from gpipe import snapshot
+from gpipe.snapshot import Snapshot
+from jobs import results_of
+from model_zoo import MODELS
+from test_tied import WORDS, Mix
+from test_tied import batch as whole_batch
+
+CASES = [
+    (balance, schedule, placement, checkpoint)
+    for balance, schedule, placement in [
+        ([3, 4], "gpipe", "looped"),
+        ([1, 6], "zb_h1", "looped"),
+        ([1, 2, 2, 2], "1f1b", "looped"),
+        ([1, 1, 1, 4], "1f1b", "looped"),  # two workers of a rank borrow
+        ([1, 2, 2, 2], "interleaved_1f1b", [0, 1, 0, 1]),
+        ([1, 2, 2, 2], "zb_v", "v"),
+    ]
+    for checkpoint in ["never", "except_last", "always"]
+]
+
+
+def make_model(in_device="cpu"):
+    """Returns seven layers. The first, third and last share a matrix."""
+    torch.manual_seed(0)
+    with torch.device(in_device):
+        words = nn.Embedding(WORDS, 6)
+        head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, WORDS))
+        head[1].weight = words.weight
+        return nn.Sequential(words, nn.Linear(6, 6), Mix(words.weight), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), head)
+
+
+def batch(samples=8):
+    x, y = whole_batch()
+    return x[:samples], y[:samples]
+
+
+def make_pipe(case, group, in_device="cpu"):
+    balance, schedule, placement, checkpoint = case
+    options = {"schedule": schedule, "placement": placement, "checkpoint": checkpoint, "chunks": 4}
+    torch.manual_seed(0)
+    return gpipe.GPipe(make_model(in_device), balance, group=group, **options)
+
+
+def evaluate(pipe):
+    pipe.eval()
+    with torch.no_grad():
+        output = pipe(batch(5)[0])
+    pipe.train()
+    return output
+
+
+def train(case, group=None, in_device="cpu"):
+    """Trains by step() and by forward() and backward(). Returns the results, and by name the gradients and the state."""
+    pipe = make_pipe(case, group, in_device)
+    optimizer = torch.optim.SGD([{"params": list(pipe.parameters())}], lr=0.1, momentum=0.9, weight_decay=0.1)
+    x, y = batch()
+    results = []
+    noted = {}
+    for number in range(4):
+        optimizer.zero_grad()
+        if number % 2:
+            loss = F.cross_entropy(pipe(x), y)
+            loss.backward()
+        else:
+            loss = pipe.step(x, y, F.cross_entropy)
+        noted |= {f"{number}: gradient of {name}": p.grad.clone() for name, p in pipe.named_parameters()}
+        results += [loss.detach(), pipe.clip_grad_norm_(0.5)]
+        optimizer.step()
+        results.append(evaluate(pipe))
+        noted |= {f"{number}: {name}": value.clone() for name, value in pipe.state_dict().items()}
+    return results, noted
+
+
+def assert_equal_bits(ranks, alone):
+    """Compares the results of all ranks with those of one process."""
+    joined = {}
+    for results, noted in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(results, alone[0], strict=True))
+        assert not joined.keys() & noted.keys()
+        joined |= noted
+    assert joined.keys() == alone[1].keys()
+    assert all(torch.equal(joined[name], alone[1][name]) for name in joined)
+
+
+def train_all(ranks, cases, in_device):
+    return [train(case, ranks, in_device) for case in cases]
+
+
+@pytest.mark.parametrize("in_device", ["cpu", "meta"])
+def test_two_ranks_train_with_the_bits_of_one_process(in_device):
+    cases = CASES if in_device == "cpu" else CASES[::4]
+    by_rank = results_of(2, train_all, cases, in_device)
+    torch.set_num_threads(2)  # a thread per stage, as over ranks
+    for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_equal_bits(of_ranks, train(case, in_device=in_device))
+
+
+def test_four_ranks_train_with_the_bits_of_one_process():
+    cases = [([1, 2, 2, 2], "1f1b", "looped", "except_last"), ([1, 1, 1, 4], "zb_h1", "looped", "always")]
+    by_rank = results_of(4, train_all, cases, "cpu")
+    for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
+        assert_equal_bits(of_ranks, train(case))
+
+
+def save(pipe, optimizer, path):
+    mine = Snapshot(model=snapshot.capture_model(pipe), optimizer=snapshot.capture_optimizer(optimizer, pipe))
+    whole = snapshot.gather(pipe, mine)
+    if pipe.ranks is None or pipe.ranks.rank == 0:
+        snapshot.write(path, whole)
+
+
+def train_and_save(ranks, cases, in_device, source, path):
+    """Trains one pipeline per case and optimizer, from a snapshot or from the start."""
+    for number, case in enumerate(cases):
+        for kind in (torch.optim.SGD, torch.optim.AdamW):
+            pipe = make_pipe(case, ranks, in_device)
+            optimizer = kind(pipe.parameters(), lr=0.1, weight_decay=0.1)
+            if source:
+                part = snapshot.own_part(pipe, snapshot.read(source.format(0, kind.__name__)))
+                snapshot.restore_model(pipe, part.model)
+                snapshot.restore_optimizer(optimizer, pipe, part.optimizer)
+                evaluate(pipe)
+            for _ in range(2):
+                optimizer.zero_grad()
+                pipe.step(*batch(), F.cross_entropy)
+                optimizer.step()
+            save(pipe, optimizer, path.format(number, kind.__name__))
+
+
+@pytest.mark.parametrize("in_device", ["cpu", "meta"])
+def test_the_ranks_write_the_file_of_one_process(in_device, tmp_path):
+    def contents(name):
+        return [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}.*"))]
+
+    cases = CASES[1::5]
+    start, on = str(tmp_path / "start.{}.{}"), str(tmp_path / "on.{}.{}")
+    train_and_save(None, cases, in_device, None, start)
+    train_and_save(None, cases, in_device, start, on)
+    results_of(2, train_and_save, cases, in_device, None, str(tmp_path / "start_two.{}.{}"))
+    results_of(2, train_and_save, cases, in_device, start, str(tmp_path / "on_two.{}.{}"))
+    assert len(contents("start")) == 2 * len(cases) and contents("start") != contents("on")
+    assert contents("start") == contents("start_two")
+    assert contents("on") == contents("on_two")
+
+
+def names_and_refusals(ranks):
+    pipe = make_pipe(CASES[3], ranks)
+    names = [name for name, _ in pipe.named_parameters()]
+    every_name = [name for name, _ in pipe.named_parameters(remove_duplicate=False)]
+    state = list(pipe.state_dict())
+    # Only the owner tells whether the parameter wants a gradient.
+    pipe.requires_grad_(False)
+    pipe(batch()[0])
+    frozen = [parameter.requires_grad for layer in pipe for parameter in layer.parameters()]
+    pipe.requires_grad_(True)
+    pipe.step(*batch(), F.cross_entropy)
+    trained = [parameter.requires_grad for layer in pipe for parameter in layer.parameters()]
+    # The copies are not for an optimizer.
+    optimizer = torch.optim.SGD(dict.fromkeys(p for layer in pipe for p in layer.parameters()), lr=0.1)
+    with pytest.raises(ValueError if ranks.rank else RuntimeError, match="'2.matrix', which another rank trains as"):
+        save(pipe, optimizer, "")
+    # A parameter that is no longer shared.
+    former = pipe[-1][1].weight if ranks.rank else None
+    if ranks.rank:
+        pipe[-1][1].weight = nn.Parameter(former.detach().clone())
+    with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
+        pipe.step(*batch(), F.cross_entropy)
+    if ranks.rank:
+        pipe[-1][1].weight = former
+    else:
+        pipe[0].weight = nn.Parameter(pipe[0].weight.detach().clone())
+    with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
+        pipe.step(*batch(), F.cross_entropy)
+    return names, every_name, state, frozen, trained
+
+
+def test_names_and_refusals():
+    (first, every_first, state_first, frozen, trained), (second, every_second, state_second, *later) = results_of(
+        2, names_and_refusals
+    )
+    model = make_model()
+    assert first + second == [name for name, _ in model.named_parameters()]
+    assert every_first + every_second == [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert state_first + state_second == list(model.state_dict())
+    assert not any(frozen + later[0]) and all(trained + later[1])
+
+
+def train_shared_module(ranks):
+    torch.manual_seed(0)
+    linear = nn.Linear(4, 4)
+    pipe = gpipe.GPipe(nn.Sequential(nn.Sequential(linear, nn.Tanh()), nn.Sequential(linear)), [1, 1], chunks=2, group=ranks)
+    optimizer = torch.optim.SGD([{"params": list(pipe.parameters())}], lr=0.1)
+    x = torch.rand(6, 4)
+    for _ in range(2):
+        pipe(x).square().sum().backward()
+        optimizer.step()
+    return pipe(x).detach(), len(list(pipe.parameters()))
+
+
+def test_a_module_inside_two_layers():
+    alone, count = train_shared_module(None)
+    (first, of_first), (second, of_second) = results_of(2, train_shared_module)
+    assert torch.equal(first, alone) and torch.equal(second, alone)
+    assert (of_first, of_second) == (count, 0)
+
+
+def train_gpt2(ranks):
+    torch.manual_seed(0)
+    model, _, inputs = MODELS["gpt2"]()
+    sequence = gpipe.to_sequential(model, **inputs)
+    half = len(sequence) // 2
+    pipe = gpipe.GPipe(sequence, [half, len(sequence) - half], chunks=2, schedule="1f1b", group=ranks)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.01)
+    tokens = inputs["input_ids"]
+
+    def loss_of(output, target):
+        return F.cross_entropy(output["logits"].flatten(0, 1), target.flatten())
+
+    results = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        results.append(pipe.step(inputs, tokens.roll(1, 1), loss_of))
+        results.append(pipe.clip_grad_norm_(0.5))
+        optimizer.step()
+    pipe.eval()
+    with torch.no_grad():
+        results.append(pipe(inputs)["logits"])
+    mine = Snapshot(model=snapshot.capture_model(pipe), optimizer=snapshot.capture_optimizer(optimizer, pipe))
+    whole = snapshot.gather(pipe, mine)
+    return results, dict(whole.model)
+
+
+def test_a_converted_language_model():
+    pytest.importorskip("transformers")
+    torch.set_num_threads(2)
+    results, state = train_gpt2(None)
+    assert "lm_head.weight" in state
+    by_rank = results_of(2, train_gpt2)
+    for rank, (ours, whole) in enumerate(by_rank):
+        assert all(torch.equal(a, b) for a, b in zip(ours, results, strict=True))
+        assert rank or (list(whole) == list(state) and all(torch.equal(whole[name], state[name]) for name in state))
