@@ -51,7 +51,7 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
         return Snapshot()
     states = [state, *(torch.load(io.BytesIO(part), weights_only=True) for part in parts[1:])]
     places = {name: place for place, name in enumerate(pipe.whole_state)}
-    model = {name: tensor for each in states for name, tensor in each["model"].items()}
+    model: dict[str, Tensor] = {name: tensor for each in states for name, tensor in each["model"].items()}
     ranks = {name: rank for rank, each in enumerate(states) for name in each["model"]}
 
     def value_of(name: str) -> Tensor:
