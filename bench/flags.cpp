@@ -42,8 +42,9 @@ void add_steps_flag(CLI::App& app, Options& options) {
 }
 
 void add_ranks_flag(CLI::App& app, Options& options) {
-  app.add_flag("--over-ranks", options.over_ranks,
-               "run over the processes that torchrun has started; rank 0 prints; needs --steps-only, and --balance if there is one");
+  app.add_flag(
+      "--over-ranks", options.over_ranks,
+      "run over the processes that torchrun has started; rank 0 prints; needs --steps-only, and in speed --balance");
 }
 
 void add_balance_flag(CLI::App& app, Options& options) {

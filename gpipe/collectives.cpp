@@ -67,14 +67,24 @@ std::uint64_t GPipeImpl::largest(std::uint64_t number) {
 }
 
 std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
-  if (const auto own = parameters().size(); numbers.size() != own) {
-    const auto error = "there must be one number per parameter, " + std::to_string(own) + ", but there are " +
-                       std::to_string(numbers.size());
+  const auto refuse = [&](const std::string& error) {
     withdraw(error);
     refuse_argument(error);
+  };
+  const auto own = static_cast<std::ptrdiff_t>(parameters().size());
+  if (std::ssize(numbers) != own) {
+    refuse("there must be one number per parameter, " + std::to_string(own) + ", but there are " +
+           std::to_string(numbers.size()));
   }
   auto* peers = pipeline_->peers();
   if (peers == nullptr) return numbers;
+  const auto known = std::count_if(parameter_names_.begin(), parameter_names_.end(), [&](const StateName& each) {
+    return each.name == each.first && pipeline_->is_here(each.stage);
+  });
+  if (own != known) {
+    refuse("the layers of this rank have " + std::to_string(own) + " parameters, but had " + std::to_string(known) +
+           " when the pipeline was made; make a new pipeline on all ranks");
+  }
   MutexLock turn(pipeline_->turn());
   peers->agree("numbers of all parameters");
   std::vector<std::vector<double>> of_ranks;

@@ -175,6 +175,7 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   for (std::size_t s = 0; s < binding.run_layers.size(); ++s)
     stages.at(s).run_layers = std::move(binding.run_layers[s]);
   const auto loans = find_loans(stages);
+  check_loans(loans, stages, here);
   auto shared = find_shared_buffers(stages);
   auto edges = connect_stages(stages, balance_, links, loans);
   absl::flat_hash_set<const void*> across;  // parameters that this rank and another one have
@@ -203,7 +204,6 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
     drop_layers_elsewhere(stages, here);
   }
   loans_ = find_loans(stages);
-  check_loans(loans_, stages);
   move_to_devices(stages);
   for (auto& stage : stages) {
     stage.lock = binding.lock;

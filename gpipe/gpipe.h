@@ -100,8 +100,8 @@ class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a
   /// balance that is not positive or does not sum to the number of layers, duplicate layers, a parameter in stages on
-  /// two devices, a buffer in two stages that they cannot share, skips that do not match (see verify_skippables), or invalid options;
-  /// std::out_of_range for fewer devices than stages, or a device that does not exist.
+  /// two devices, a buffer in two stages that they cannot share, skips that do not match (see verify_skippables), or
+  /// invalid options; std::out_of_range for fewer devices than stages, or a device that does not exist.
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for a NestedSequential.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});

@@ -67,8 +67,9 @@ std::vector<Loan> find_loans(const std::vector<Stage>& stages) {
   return loans;
 }
 
-void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages) {
+void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages, const std::vector<bool>& here) {
   for (const auto& loan : loans) {
+    if (!here[loan.owner] || !here[loan.borrower]) continue;
     const auto& owner = stages[loan.owner];
     const auto& borrower = stages[loan.borrower];
     if (borrower.run_layers || borrower.device == owner.device) continue;

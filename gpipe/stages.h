@@ -40,8 +40,9 @@ struct Loan {
 /// Returns a loan for each parameter and each stage that has it, except the first.
 std::vector<Loan> find_loans(const std::vector<Stage>& stages);
 
-/// Errors: std::invalid_argument for a loan between devices, unless the borrower has run_layers, which use stand-ins.
-void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages);
+/// Errors: std::invalid_argument for a loan between two devices of this rank, unless the borrower has run_layers, which use
+/// stand-ins. `here` says of each stage whether it is on this rank.
+void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages, const std::vector<bool>& here);
 
 /// Returns the buffers that stages on one device share and that none of them may write to. Errors: std::invalid_argument
 /// for other shared buffers.

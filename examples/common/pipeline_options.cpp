@@ -180,8 +180,11 @@ void print_stages(std::ostream& out, const std::string& name, const torch::nn::M
     for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count((*layer++)->parameters());
     out << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on ";
     if (placement != one_per_worker) out << "worker " << placement[s] << ", ";
-    if (!ranks.empty()) out << "rank " << ranks[placement[s]] << ", ";
-    out << pipe->devices()[placement[s]].str();
+    if (pipe->is_here(static_cast<int>(s))) {
+      out << pipe->devices()[placement[s]].str();
+    } else {
+      out << "rank " << ranks[placement[s]];
+    }
     if (prediction) {
       out << "; predicted: " << seconds_to_text(prediction->stages.at(s)) << " per micro-batch";
       if (placement == one_per_worker) out << ", " << bytes_to_text(prediction->bytes.at(s));

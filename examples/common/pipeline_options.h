@@ -56,9 +56,9 @@ int worker_count(const PipelineOptions& options);
 /// One device per worker: those of the options, or the GPUs in turn, or the CPU.
 std::vector<torch::Device> place(const PipelineOptions& options);
 
-/// Prints a line about the model, whose children are the layers, and one per stage: layers, parameters, device; the worker,
-/// unless each stage s is on worker s; the rank, if there are several; and the predicted time and memory, if there is a prediction. If workers have several stages, their memory is
-/// on a line of its own.
+/// Prints a line about the model, whose children are the layers, and one per stage: layers, parameters, device, or the rank
+/// if that is another one; the worker, unless each stage s is on worker s; and the predicted time and memory, if there is a
+/// prediction. If workers have several stages, their memory is on a line of its own.
 void print_stages(std::ostream& out, const std::string& name, const torch::nn::Module& model, const GPipe& pipe,
                   const std::optional<Prediction>& prediction = std::nullopt);
 

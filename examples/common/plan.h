@@ -42,7 +42,8 @@ void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& o
 void check_last_mini_batch(const PipelineOptions& options, std::int64_t training_images);
 
 /// Measures the model for images of that shape, with autocast if the options ask for it, and plans. Shows progress on a
-/// terminal. Over ranks, rank 0 measures, as if it had all workers; the others get how to cut and run, without costs. Keeps the options' chunks and checkpoint mode, unless the balance is "auto".
+/// terminal. Over ranks, rank 0 measures, as if it had all workers; the others get how to cut and run, without costs. Keeps
+/// the options' chunks and checkpoint mode, unless the balance is "auto".
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
                const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out);
 

@@ -24,8 +24,8 @@ std::shared_ptr<Ranks> join_processes() {
     return nullptr;
   auto ranks = Ranks::from_environment();
   if (!is_first(ranks)) {
-    static SilentBuffer silent;
-    std::cout.rdbuf(&silent);
+    static auto* silent = new SilentBuffer;  // never destroyed, because std::cout is flushed at the very end
+    std::cout.rdbuf(silent);
   }
   return ranks;
 }

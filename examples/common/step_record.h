@@ -27,7 +27,7 @@ class StepRecord {
   /// written.
   void end(GPipe& pipe);
 
-  /// Whether the timeline has been written.
+  /// Whether the timeline has been written, over ranks by rank 0.
   bool wrote_trace() const { return traced_ && !trace_.empty(); }
 
   /// Prints what a step took, next to the prediction.

@@ -131,7 +131,9 @@ void Trainer::step(const Example& example) {
     const Autocast autocast(options_.amp, pipe_->devices());
     loss = pipe_->step(example.input, example.target, loss_).loss;
   }
-  if (loss.is_cuda()) torch::cuda::synchronize();
+  for (const auto& device : pipe_->devices()) {
+    if (device.is_cuda()) torch::cuda::synchronize(device.index());
+  }
   record_.end(pipe_);
   if (options_.clip > 0) clip_gradients();
   optimizer_.step();

@@ -24,8 +24,8 @@
 
 namespace gpipe::examples {
 
-/// Trains a pipeline on a task by GPipe::step(). Writes into options.output: history.csv, a TensorBoard event file, latest.snapshot and
-/// best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and returns. A
+/// Trains a pipeline on a task by GPipe::step(). Writes into options.output: history.csv, a TensorBoard event file,
+/// latest.snapshot and best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and returns. A
 /// resumed run ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the
 /// schedule sums their gradients are the same. In several processes, all train, and the first writes.
 class Trainer {

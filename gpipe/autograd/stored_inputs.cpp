@@ -10,7 +10,7 @@ namespace {
 
 using InPlace = Stage::InPlace;
 
-// Copies the activation and the skips. Borrowed parameters, which follow, never change.
+// Copies the activation and the skips. Borrowed parameters, which follow, do not change during a call.
 std::vector<Parcel> copies_of(std::vector<Parcel> parcels, const Stage& stage) {
   for (std::size_t p = 0; p < 1 + stage.skips_in.size(); ++p) {
     for (auto& tensor : parcels[p].tensors) {

@@ -55,12 +55,10 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
   if (!cause.empty()) {
     board_->report(cause);
   } else {
-    std::vector<std::function<void()>> leave;
     {
-      MutexLock lock(mutex_);
-      for (const auto& [owner, member] : members_) leave.push_back(member.leave);
+      MutexLock lock(mutex_);  // so that no pipeline is destroyed meanwhile
+      for (const auto& [owner, member] : members_) member.leave();
     }
-    for (const auto& each : leave) each();
     if (!lifelines_ && size_ > 1) {
       board_->report("rank " + std::to_string(rank_) + " has left the job before the ranks have made a pipeline");
     }
@@ -106,7 +104,7 @@ void Job::close() noexcept {
   if (connections != nullptr) connections->close();
 }
 
-std::string Job::share(const std::string& text) {
+std::string Job::share(const std::string& text, const std::function<void()>& poll) {
   const auto key = "text" + std::to_string(texts_);
   if (rank_ == 0) {
     store_->set(key, "=" + text);
@@ -114,8 +112,15 @@ std::string Job::share(const std::string& text) {
     return text;
   }
   const auto end = std::chrono::steady_clock::now() + options_.join_timeout();
-  const auto shared = await_value(*store_, key, end, [&] { board_->check("rank 0 shares nothing"); });
-  if (shared.empty()) throw std::runtime_error("[gpipe] rank 0 has shared nothing within the join time-out");
+  const auto shared = await_value(*store_, key, end, [&] {
+    board_->check("rank 0 shares nothing");
+    if (poll) poll();
+  });
+  if (shared.empty()) {
+    throw std::runtime_error("[gpipe] rank 0 has shared nothing within the join time-out, " +
+                             std::to_string(options_.join_timeout().count()) +
+                             " ms; share() must be called on all ranks, as often on each");
+  }
   ++texts_;
   return shared.substr(1);
 }

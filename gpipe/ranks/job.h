@@ -40,7 +40,7 @@ class Job {
   int join(const Manifest& manifest, int wires, const std::function<void()>& poll);
 
   /// Returns rank 0's text. See Ranks.
-  std::string share(const std::string& text);
+  std::string share(const std::string& text, const std::function<void()>& poll);
 
   /// REQUIRES: join() has returned.
   Connections& connections() { return *connections_; }

@@ -107,6 +107,6 @@ void Ranks::finish(const std::string& error, const std::function<void()>& poll) 
   job_->finish(error.empty() ? "" : "rank " + std::to_string(rank_) + " failed: " + error, poll);
 }
 
-std::string Ranks::share(const std::string& text) { return job_->share(text); }
+std::string Ranks::share(const std::string& text, const std::function<void()>& poll) { return job_->share(text, poll); }
 
 }  // namespace gpipe

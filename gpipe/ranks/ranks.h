@@ -61,7 +61,7 @@ class Ranks {
   /// Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other ranks
   /// are ignored. Serves short texts, before pipelines are made. Errors: std::runtime_error if a rank has failed, or rank 0
   /// does not come within the join time-out.
-  std::string share(const std::string& text);
+  std::string share(const std::string& text, const std::function<void()>& poll = nullptr);
 
   int rank() const { return rank_; }
   int size() const { return size_; }

@@ -242,10 +242,6 @@ std::uint64_t PythonPipeline::largest(std::uint64_t number) {
   return run([&] { return pipe_->largest(number); });
 }
 
-std::vector<double> PythonPipeline::of_all_parameters(std::vector<double> numbers) {
-  return run([&] { return pipe_->of_all_parameters(std::move(numbers)); });
-}
-
 void PythonPipeline::withdraw(const std::string& reason) {
   run([&] { pipe_->withdraw(reason); });
 }
@@ -284,7 +280,6 @@ void init_pipeline(py::module_& module) {
            }),
            py::arg("stages"), py::arg("devices"), py::arg("schedule"), py::arg("placement"),
            py::arg("deferred_batch_norm"), py::arg("ranks"))
-      .def("is_here", &PythonPipeline::is_here, py::arg("stage"))
       .def_property_readonly("busy", &PythonPipeline::busy)
       .def("refresh", &PythonPipeline::refresh)
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"),
@@ -294,7 +289,6 @@ void init_pipeline(py::module_& module) {
       .def("gather", &PythonPipeline::gather, py::arg("bytes"), py::arg("what"))
       .def("gather_timeline", &PythonPipeline::gather_timeline, py::arg("timeline"))
       .def("largest", &PythonPipeline::largest, py::arg("number"))
-      .def("of_all_parameters", &PythonPipeline::of_all_parameters, py::arg("numbers"))
       .def("withdraw", &PythonPipeline::withdraw, py::arg("reason"))
       .def("trace", &PythonPipeline::trace, py::arg("timeline"));
   module.def("is_checkpointing", &is_checkpointing,

@@ -30,8 +30,8 @@ class PythonPipeline {
   /// parameters than before: then make a new pipeline.
   bool refresh();
 
-  /// Runs a mini-batch, of a training or of an evaluation. Errors: those of GPipe and to_checkpoint(); errors of layers, with a note that says where they
-  /// were raised.
+  /// Runs a mini-batch, of a training or of an evaluation. Errors: those of GPipe and to_checkpoint(); errors of layers,
+  /// with a note that says where they were raised.
   pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const pybind11::object& checkpoint,
                            bool training);
 
@@ -53,7 +53,6 @@ class PythonPipeline {
   pybind11::typing::List<pybind11::bytes> gather(const pybind11::bytes& bytes, const std::string& what);
   std::shared_ptr<Timeline> gather_timeline(const Timeline& timeline);
   std::uint64_t largest(std::uint64_t number);
-  std::vector<double> of_all_parameters(std::vector<double> numbers);
   void withdraw(const std::string& reason);
 
   void trace(std::optional<std::shared_ptr<Timeline>> timeline);

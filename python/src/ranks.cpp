@@ -51,7 +51,8 @@ void init_ranks(py::module_& module) {
       .def_property_readonly("rank", &Ranks::rank)
       .def_property_readonly("size", &Ranks::size)
       .def(
-          "share", [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text); }); },
+          "share",
+          [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); },
           py::arg("text"))
       .def("finish", &finish, py::arg("error"));
 }

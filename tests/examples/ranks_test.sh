@@ -61,7 +61,7 @@ equal_files one two
 diff <(column one 1-5) <(column two 1-5) || fail "other losses or scores"
 written two
 [[ $(grep -c '^epoch 1/2' two.log) == 1 ]] || fail "progress is printed twice"
-grep -q '^stage 1: .* rank 1, cpu' two.log || fail "the stages do not show their ranks"
+grep -q '^stage 1: .* on rank 1' two.log || fail "the stages do not show their ranks"
 [[ $(ls two/events.out.tfevents.*.gpipe | wc -l) == 1 ]] || fail "there are several event files"
 for picture in one/epoch_*.png; do cmp "$picture" "two/${picture#one/}"; done
 # All ranks are in the trace, one after the other: each runs 5 actions.

@@ -207,7 +207,8 @@ def print_plan(name: str, model: nn.Sequential, pipe: gpipe.GPipe, plan: Plan, d
     for number, (count, worker) in enumerate(zip(pipe.balance, pipe.placement, strict=True)):
         stage = nn.ModuleList(islice(layers, count))
         line = f"stage {number}: {count} layers, {_count(stage)} parameters, on "
-        line += f"{pipe.devices[worker]}" if one_per_worker else f"worker {worker}, {pipe.devices[worker]}"
+        device = pipe.devices[worker] if len(pipe.partitions[number]) else "another process"  # type: ignore[arg-type]
+        line += f"{device}" if one_per_worker else f"worker {worker}, {device}"
         if plan.prediction:
             line += f"; predicted: {seconds_to_text(plan.prediction.stages[number])} per micro-batch"
             if one_per_worker:

@@ -160,8 +160,9 @@ class Trainer:
             with autocast(self.options.amp, self.pipe.devices):
                 loss: Tensor = self.pipe.step(input, target, self.task.loss)
             value: float = loss.item()
-            if loss.is_cuda:
-                torch.cuda.synchronize()
+            for device in self.pipe.devices:
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
         if not math.isfinite(value):
             raise ValueError("the loss is not finite; try a lower --learning-rate")
         if self.options.clip > 0:
