@@ -31,7 +31,11 @@ grep -q '^measured .* per step: balance ' suggest.log || fail "suggest --refine 
 grep -q '"candidates".*"unpartitioned":{' json.log || fail "suggest --json"
 grep -q '"schedule":"zb_v"' json.log || fail "suggest does not try every schedule"
 "$program" suggest "${model[@]}" --schedule gpipe --chunks 4 --seconds 1 --save-schedule own.schedule >own.log
-[[ $(tail -1 own.log) =~ schedule\(\"@own.schedule\"\) && $(grep -c '0F0' own.schedule) == 1 ]] || fail "suggest --save-schedule"
+if grep -q '; own.schedule is not written$' own.log; then  # the measured times decide whether there is a faster one
+  [[ ! -e own.schedule ]] || fail "suggest --save-schedule writes a file and denies it"
+else
+  [[ $(tail -1 own.log) =~ schedule\(\"@own.schedule\"\) && $(grep -c '0F0' own.schedule) == 1 ]] || fail "suggest --save-schedule"
+fi
 four=(--stages 4 --schedule)
 "$program" suggest "${model[@]}" "${four[@]}" looped_bfs --stages-per-worker 2 --refine 1 >looped.log
 [[ $(tail -1 looped.log) =~ \.schedule\(\"looped_bfs\"\)\.stages_per_worker\(2\)\)\;$ ]] || fail "suggest --schedule"
