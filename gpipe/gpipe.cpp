@@ -109,7 +109,9 @@ std::string describe_call(const std::string& what, const std::vector<std::int64_
 }
 
 std::string describe_step(const StepOptions& options) {
-  return absl::StrCat("step", options.return_output() ? " with output" : "", " scaled by ", options.scale());
+  auto text = absl::StrCat("step", options.return_output() ? " with output" : "");
+  if (options.scale() != 1) absl::StrAppend(&text, " scaled by ", options.scale());
+  return text;
 }
 
 // Prepares a call. On an error, the other ranks' call throws too.

@@ -1,6 +1,7 @@
 // Pipelines over ranks, on devices that check the order of streams. Two threads of this process are the ranks.
 #include <gmock/gmock.h>
 
+#include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
@@ -23,13 +24,26 @@ constexpr std::chrono::seconds kPatience{60};
 /// The losses, the output and the gradients, on the CPU.
 using Results = std::vector<Tensor>;
 
+/// A model and a mini-batch, the same each time.
+struct Training {
+  Training() {
+    static std::mutex mutex;  // the ranks are threads that share the default generator
+    const std::lock_guard lock(mutex);
+    torch::manual_seed(3);
+    model = Sequential(Linear(6, 6), Stash("skip"), nn::ReLU(), Linear(6, 6), nn::Tanh(), Linear(6, 6), Pop("skip"),
+                       Linear(6, 5));
+    input = torch::randn({8, 6});
+    target = torch::randn({8, 5});
+  }
+
+  Sequential model;
+  Tensor input;
+  Tensor target;
+};
+
 Results train(const std::string& schedule, Checkpoint checkpoint, const std::vector<torch::Device>& devices,
               const std::shared_ptr<Ranks>& ranks) {
-  torch::manual_seed(3);
-  Sequential model(Linear(6, 6), Stash("skip"), nn::ReLU(), Linear(6, 6), nn::Tanh(), Linear(6, 6), Pop("skip"),
-                   Linear(6, 5));
-  const auto input = torch::randn({8, 6});
-  const auto target = torch::randn({8, 5});
+  const auto [model, input, target] = Training();
   auto options = GPipeOptions().devices(devices).chunks(4).checkpoint(checkpoint).schedule(schedule).intraop_threads(1);
   GPipe pipe(model, Balance{2, 2, 2, 2}, options.stages_per_worker(2).ranks(ranks));
   Results results;
