@@ -6,7 +6,7 @@
 namespace gpipe {
 namespace {
 
-constexpr std::chrono::milliseconds kPollInterval{50};
+constexpr std::chrono::milliseconds kPeriodOfPolls{50};
 
 }  // namespace
 
@@ -15,7 +15,7 @@ void while_polling(const std::function<void()>& poll, absl::FunctionRef<void()> 
   if (!poll) return wait();
   auto waiting = std::async(std::launch::async, [&] { wait(); });
   std::exception_ptr stopped;
-  while (waiting.wait_for(kPollInterval) == std::future_status::timeout) {
+  while (waiting.wait_for(kPeriodOfPolls) == std::future_status::timeout) {
     if (stopped) continue;
     try {
       poll();

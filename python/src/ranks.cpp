@@ -16,7 +16,7 @@ namespace {
 
 namespace py = pybind11;
 
-RanksOptions make_options(double timeout, double join_timeout, const std::string& interface) {
+RanksOptions options_of_ranks(double timeout, double join_timeout, const std::string& interface) {
   const auto milliseconds = [](double seconds) {
     return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   };
@@ -24,13 +24,13 @@ RanksOptions make_options(double timeout, double join_timeout, const std::string
 }
 
 std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface) {
-  auto options = make_options(timeout, join_timeout, interface);
+  auto options = options_of_ranks(timeout, join_timeout, interface);
   return released([&] { return Ranks::from_environment(std::move(options)); });
 }
 
 std::shared_ptr<Ranks> from_group(const c10d::ProcessGroup& group, double timeout, double join_timeout,
                                   const std::string& interface) {
-  auto options = make_options(timeout, join_timeout, interface);
+  auto options = options_of_ranks(timeout, join_timeout, interface);
   return released(
       [&] { return std::make_shared<Ranks>(group.getStore(), group.getRank(), group.getSize(), std::move(options)); });
 }
