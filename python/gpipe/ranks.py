@@ -43,7 +43,7 @@ class Ranks:
             the environment, or else the interface that reaches the store: the loopback interface on one host.
 
     Raises:
-        TypeError: if ``group`` is not a process group of which this process is a member.
+        TypeError: if ``group`` is not a process group that this process belongs to.
         ValueError: for a time-out that is not positive, or an interface that other hosts cannot reach.
     """
 
@@ -56,7 +56,7 @@ class Ranks:
         interface: str = "",
     ) -> None:
         if not isinstance(group, ProcessGroup):
-            raise TypeError(f"group must be a process group of which this process is a member, but is {group!r}")
+            raise TypeError(f"group must be a process group that this process belongs to, but is {group!r}")
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
         self._start(_C.Ranks.from_group(group, *times, interface))
 

@@ -6,7 +6,6 @@ import pickle
 import re
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections import OrderedDict, namedtuple
@@ -21,8 +20,9 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import structure
-from jobs import results_of, run_job
+from jobs import assert_equal_bits, results_of, run_job
 from layers import Add, Stash
+from processes import launcher, on_cpu
 
 
 class Pair(NamedTuple):
@@ -98,17 +98,6 @@ def train(case, group=None, model=None):
     with torch.no_grad():
         results += [loss.detach(), pipe(x)]
     return results, {name: value.detach().clone() for name, value in pipe.state_dict().items()}
-
-
-def assert_equal_bits(ranks, alone):
-    """Compares the results of all ranks with those of one process."""
-    joined = {}
-    for results, state in ranks:
-        assert all(torch.equal(a, b) for a, b in zip(results, alone[0], strict=True))
-        assert not joined.keys() & state.keys()
-        joined |= state
-    assert joined.keys() == alone[1].keys()
-    assert all(torch.equal(joined[name], alone[1][name]) for name in joined)
 
 
 def train_all(ranks, cases, in_device):
@@ -422,11 +411,8 @@ if len(sys.argv) > 1:
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_program_runs_under_torchrun_and_leaves_the_job_by_itself(fails, tmp_path):
     (tmp_path / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "train.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*command, *["fail"] * fails], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-    )
+    command = [*launcher(2), "train.py", *["fail"] * fails]
+    done = subprocess.run(command, cwd=tmp_path, env=on_cpu(), capture_output=True, text=True, timeout=120)
     losses = sorted(re.findall(r"rank \d of 2: ([\d.]+)", done.stdout))
     assert len(losses) == 2 and losses[0] == losses[1], done.stdout + done.stderr
     assert (done.returncode != 0) == fails, done.stderr

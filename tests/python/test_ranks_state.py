@@ -17,6 +17,7 @@ import gpipe
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
 from jobs import results_of
+from processes import launcher, on_cpu
 from test_ranks import batch, make_model
 from training import EXAMPLES, UNET_CUT, data, history  # noqa: F401
 
@@ -198,12 +199,10 @@ def test_one_timeline_has_the_actions_of_all_ranks():
 
 
 def launch(*flags, processes=2):
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    start = launcher if processes > 1 else [sys.executable]
+    start = launcher(processes) if processes > 1 else [sys.executable]
     return subprocess.Popen(
         [*start, EXAMPLES / "unet_train.py", *map(str, flags)],
-        env=environment,
+        env=on_cpu(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -8,7 +8,7 @@ from torch import nn
 import gpipe
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
-from jobs import results_of
+from jobs import assert_equal_bits, results_of
 from model_zoo import MODELS
 from test_tied import WORDS, Mix
 from test_tied import batch as whole_batch
@@ -77,17 +77,6 @@ def train(case, group=None, in_device="cpu"):
         results.append(evaluate(pipe))
         noted |= {f"{number}: {name}": value.clone() for name, value in pipe.state_dict().items()}
     return results, noted
-
-
-def assert_equal_bits(ranks, alone):
-    """Compares the results of all ranks with those of one process."""
-    joined = {}
-    for results, noted in ranks:
-        assert all(torch.equal(a, b) for a, b in zip(results, alone[0], strict=True))
-        assert not joined.keys() & noted.keys()
-        joined |= noted
-    assert joined.keys() == alone[1].keys()
-    assert all(torch.equal(joined[name], alone[1][name]) for name in joined)
 
 
 def train_all(ranks, cases, in_device):

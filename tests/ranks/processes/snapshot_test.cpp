@@ -139,22 +139,19 @@ void expect_same_files(const std::shared_ptr<Ranks>& ranks) {
     // Training goes on as if it had never stopped, also at another cut, schedule and number of processes.
     alone.train();
     const auto later = file_of(alone);
-    Training resumed(way, ranks);
-    resumed.restore(from_bytes(expected));
-    resumed.train();
-    const auto file_later = file_of(resumed);
+    const auto resumed_file = [&](const auto& at, const std::shared_ptr<Ranks>& with) {
+      Training resumed(at, with);
+      resumed.restore(from_bytes(expected));
+      resumed.train();
+      return file_of(resumed);
+    };
+    const auto file_later = resumed_file(way, ranks);
     if (ranks->rank() == 0) EXPECT_TRUE(file_later == later);
     for (const auto& other : kWays) {
       if (other.adam != way.adam || other.schedule == way.schedule) continue;
       SCOPED_TRACE("resumed with " + other.schedule);
-      Training one(other, nullptr);
-      one.restore(from_bytes(expected));
-      one.train();
-      const auto of_one = file_of(one);
-      Training many(other, ranks);
-      many.restore(from_bytes(expected));
-      many.train();
-      const auto of_many = file_of(many);
+      const auto of_one = resumed_file(other, nullptr);
+      const auto of_many = resumed_file(other, ranks);
       if (ranks->rank() == 0) EXPECT_TRUE(of_many == of_one);
     }
   }
