@@ -35,7 +35,7 @@ std::vector<std::string> GPipeImpl::gather(std::string bytes, const std::string&
   auto* peers = pipeline_->peers();
   if (peers == nullptr) return {std::move(bytes)};
   MutexLock turn(pipeline_->turn());
-  peers->agree("gather of " + what);
+  peers->agree({.what = "gather of " + what});
   return peers->gather(std::move(bytes));
 }
 
@@ -43,7 +43,7 @@ Timeline GPipeImpl::gather(Timeline timeline) {
   auto* peers = pipeline_->peers();
   if (peers == nullptr) return timeline;
   MutexLock turn(pipeline_->turn());
-  peers->agree("gather of a timeline");
+  peers->agree({.what = "gather of a timeline"});
   const auto clocks = peers->clocks();
   const auto all = peers->gather(to_text(timeline.spans));
   if (all.empty()) return {};
@@ -53,6 +53,7 @@ Timeline GPipeImpl::gather(Timeline timeline) {
     for (auto& span : to_items<Span>(all[r])) {
       span.start -= ahead;
       span.end -= ahead;
+      span.worker += options_.ranks()->mesh().replica_of(static_cast<int>(r)) * pipeline_->workers();
       timeline.spans.push_back(span);
     }
   }
@@ -63,7 +64,7 @@ std::uint64_t GPipeImpl::largest(std::uint64_t number) {
   auto* peers = pipeline_->peers();
   if (peers == nullptr) return number;
   MutexLock turn(pipeline_->turn());
-  return peers->agree("largest", number);
+  return peers->agree({.what = "largest", .number = number}).largest;
 }
 
 std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
@@ -86,7 +87,7 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
            " when the pipeline was made; make a new pipeline on all ranks");
   }
   MutexLock turn(pipeline_->turn());
-  peers->agree("numbers of all parameters");
+  peers->agree({.what = "numbers of all parameters"});
   std::vector<std::vector<double>> of_ranks;
   for (const auto& bytes : peers->gather(to_text(numbers))) of_ranks.push_back(to_items<double>(bytes));
   std::vector<int> owners;  // the rank of each parameter

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
+#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -22,6 +23,7 @@
 #include "gpipe/model_manifest.h"
 #include "gpipe/ranks/ranks.h"
 #include "gpipe/refuse.h"
+#include "gpipe/replica_state.h"
 #include "gpipe/runtime/transfer.h"
 #include "gpipe/stages.h"
 #include "gpipe/workers.h"
@@ -101,11 +103,14 @@ std::vector<torch::Device> devices_of_gradients(const Pipeline& pipeline, const 
   return devices;
 }
 
-// Describes a call to the other ranks, which must make the same.
-std::string describe_call(const std::string& what, const std::vector<std::int64_t>& sizes, Checkpoint checkpoint,
-                          bool training) {
-  return what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}, checkpoint " + to_string(checkpoint) +
-         (training ? "" : ", evaluation mode") + (at::autocast::is_autocast_enabled(at::kCPU) ? ", autocast" : "");
+// Describes a call to the other ranks, which must make the same. The sizes are those of one replica.
+void describe_call(MiniBatch::Options& options, const std::string& what, const std::vector<std::int64_t>& sizes) {
+  const auto how = std::string(", checkpoint ") + to_string(options.checkpoint) +
+                   (options.training ? "" : ", evaluation mode") +
+                   (at::autocast::is_autocast_enabled(at::kCPU) ? ", autocast" : "");
+  options.call = what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}" + how;
+  options.in_common = what + how;
+  options.samples = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
 }
 
 std::string describe_step(const StepOptions& options) {
@@ -201,8 +206,8 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   }
   std::unique_ptr<Peers> peers;
   if (options_.ranks()) {
-    peers = std::make_unique<Peers>(options_.ranks(), workers.ranks, manifest_of(stages, edges, options_),
-                                    binding.structures, binding.poll);
+    peers = std::make_unique<Peers>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()),
+                                    manifest_of(stages, edges, options_), binding.structures, binding.poll);
     drop_layers_elsewhere(stages, here);
   }
   loans_ = find_loans(stages);
@@ -217,6 +222,7 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),
                                          std::move(shared), threads, std::move(binding), std::move(peers));
+  if (options_.ranks() && options_.ranks()->replicas() > 1) take_state_of_first_replica(*pipeline_);
 }
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
@@ -254,10 +260,9 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     if (split_size == 0) check_chunks(chunks);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
     refuse_transforms(input, pipeline_->stages());
-    return std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes),
-                                       MiniBatch::Options{use, checkpoint, options_.deferred_batch_norm(),
-                                                          describe_call(grad ? "forward with gradients" : "forward",
-                                                                        sizes, checkpoint, is_training())});
+    MiniBatch::Options made{use, checkpoint, options_.deferred_batch_norm(), is_training()};
+    describe_call(made, grad ? "forward with gradients" : "forward", sizes);
+    return std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), std::move(made));
   });
   auto entered = grad ? as_entered(input) : Parcel();
   auto output = mini_batch->forward();
@@ -297,13 +302,12 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     auto targets = scatter(target, sizes);
     const bool has_loss = pipeline_->is_here(pipeline_->count() - 1);  // else the targets do not count
     auto weights = has_loss ? loss_weights(options, sizes, targets) : std::vector<double>(sizes.size());
-    LossOfMiniBatch parts{loss, std::move(targets), std::move(weights), options.scale(), options.return_output()};
-    const auto checkpoint = options.checkpoint().value_or(options_.checkpoint());
-    return std::make_shared<MiniBatch>(
-        pipeline_, scatter(input, sizes),
-        MiniBatch::Options{Pipeline::Use::kStep, checkpoint, options_.deferred_batch_norm(),
-                           describe_call(describe_step(options), sizes, checkpoint, /*training=*/true)},
-        std::move(parts));
+    LossOfMiniBatch parts{
+        loss, std::move(targets), std::move(weights), options.reduction(), options.scale(), options.return_output()};
+    MiniBatch::Options made{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
+                            options_.deferred_batch_norm()};
+    describe_call(made, describe_step(options), sizes);
+    return std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), std::move(made), std::move(parts));
   });
   auto outcome = mini_batch->step();
   auto gradients =

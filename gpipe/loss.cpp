@@ -59,14 +59,18 @@ std::vector<double> loss_weights(const StepOptions& options, const std::vector<s
   if (options.count()) {
     for (std::size_t i = 0; i < weights.size(); ++i) weights[i] = count_of(options, targets[i], i);
   }
-  const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
+  return weights;
+}
+
+void normalize(std::vector<double>& weights, double total, Reduction reduction) {
+  if (reduction == Reduction::kSum) return;
   if (total == 0) {
-    refuse_argument(options.count()
-                        ? "count returned 0 for every micro-batch, so the loss has no mean; skip this mini-batch"
-                        : "the mini-batch has no samples, so the loss has no mean; skip it");
+    refuse_argument(
+        "the mini-batch has no samples, or `count` returned 0 for every micro-batch, so the loss has no mean; skip "
+        "this "
+        "mini-batch");
   }
   for (auto& weight : weights) weight /= total;
-  return weights;
 }
 
 at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
@@ -116,7 +120,9 @@ LossCheck check_loss(const LossFunction& loss, const Value& output, const Value&
     losses.push_back(call_loss(loss, clone_of(value_of(outputs[i])), targets[i]));
   }
   const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
-  return {whole.item<double>(), join_losses(losses, loss_weights(options, sizes, targets)).item<double>()};
+  auto weights = loss_weights(options, sizes, targets);
+  normalize(weights, std::accumulate(weights.begin(), weights.end(), 0.0), options.reduction());
+  return {whole.item<double>(), join_losses(losses, weights).item<double>()};
 }
 
 }  // namespace gpipe

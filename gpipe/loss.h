@@ -59,7 +59,8 @@ struct StepResult {
 struct LossOfMiniBatch {
   LossFunction function;
   std::vector<Parcel> targets;  ///< per micro-batch
-  std::vector<double> weights;  ///< per micro-batch; a loss of weight 0 gets no backward
+  std::vector<double> weights;  ///< per micro-batch, as loss_weights(); a loss of weight 0 gets no backward
+  Reduction reduction = Reduction::kMean;
   double scale = 1;
   bool keep_outputs = false;
 };
@@ -69,10 +70,14 @@ struct LossOfMiniBatch {
 void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
                           const StepOptions& options);
 
-/// Returns the weights of the micro-batches. Errors: std::invalid_argument for a count that is negative or not finite, or
-/// if all are 0.
+/// Returns the weights of the micro-batches, before normalize(). Errors: std::invalid_argument for a count that is negative
+/// or not finite.
 std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
                                  const std::vector<Parcel>& targets);
+
+/// Divides the weights of a mean by `total`, the sum of those of the whole mini-batch. Errors: std::invalid_argument if that
+/// is 0.
+void normalize(std::vector<double>& weights, double total, Reduction reduction);
 
 /// Calls a loss function on one micro-batch. Errors: std::invalid_argument unless it returns a floating-point scalar, with
 /// a graph if the output has one; std::runtime_error if it changes the target in place.

@@ -7,15 +7,34 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <numeric>
 #include <sstream>
 #include <utility>
 
 #include "gpipe/autograd/seed_draw.h"
 #include "gpipe/autograd/skip_routes.h"
+#include "gpipe/replica_state.h"
 #include "gpipe/runtime/profiler_range.h"
 #include "gpipe/worker_scope.h"
 
 namespace gpipe {
+
+namespace {
+
+// Returns the sum of the replicas' parts of the loss, in their order. The part of a replica without samples is undefined.
+at::Tensor sum_over_replicas(const at::Tensor& part, Peers& peers, c10::Device device) {
+  at::NoGradGuard no_grad;
+  Parcel parcel;
+  parcel.add(part, /*gradient_wanted=*/false);
+  at::Tensor sum;
+  for (const auto& each : peers.exchange(std::move(parcel))) {
+    const auto& other = each.tensors.front();
+    if (other.defined()) sum = sum.defined() ? sum + other.to(at::kCPU) : other.to(at::kCPU);
+  }
+  return sum.to(part.defined() ? part.device() : device);
+}
+
+}  // namespace
 
 MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
                      LossOfMiniBatch loss)
@@ -29,7 +48,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
       transport_(*pipeline_, micro_batches_),
-      call_(std::move(options.call)),
+      options_(std::move(options)),
       loss_(std::move(loss)),
       targets_(*pipeline_, loss_.targets, pipeline_->stages().back().device),
       outputs_(micro_batches_),
@@ -65,19 +84,20 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
     draw.emplace();
   });
   seed_ = draw->seed();
-  if (auto* peers = pipeline_->peers()) {
-    try {
-      seed_ = peers->agree(call_, peers->rank() == 0 ? seed_ : 0);
-    } catch (...) {
-      draw->undo();
-      throw;
-    }
-    call_number_ = peers->calls();
+  try {
+    agree();
+  } catch (...) {
+    draw->undo();
+    throw;
   }
   try {
+    if (has_replicas() && std::exchange(pipeline_->buffers_differ(), options_.training)) {
+      take_buffers_of_first_replica(*pipeline_);
+    }
     pipeline_->shared_buffers().before_forward(grad);
     run();
     pipeline_->shared_buffers().after_forward();
+    if (has_replicas()) merge_over_replicas(statistics_, *pipeline_);
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
   } catch (...) {
     report_failure();
@@ -86,6 +106,40 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
     draw->undo();
     throw;
   }
+}
+
+// Agrees with the other ranks on the call: on its random numbers, and on the weight of each replica's part.
+void MiniBatch::agree() {
+  double total = std::accumulate(loss_.weights.begin(), loss_.weights.end(), 0.0);
+  if (auto* peers = pipeline_->peers()) {
+    const auto verdict = peers->agree({.what = options_.call,
+                                       .in_common = options_.in_common,
+                                       .of_twins = has_replicas() ? trained_parameters() : "",
+                                       .number = peers->rank() == 0 ? seed_ : 0,
+                                       .weight = loss_.function ? total : static_cast<double>(options_.samples),
+                                       .micro_batches = micro_batches_});
+    seed_ = verdict.largest;
+    call_number_ = peers->calls();
+    total = std::accumulate(verdict.weights.begin(), verdict.weights.end(), 0.0);
+    const int replica = peers->replica();
+    share_ = total == 0 ? 0 : verdict.weights[replica] / total;
+    first_micro_batch_ = std::accumulate(verdict.micro_batches.begin(), verdict.micro_batches.begin() + replica, 0);
+  }
+  if (loss_.function) normalize(loss_.weights, total, loss_.reduction);
+}
+
+// Which of this rank's parameters get gradients, in a few words.
+std::string MiniBatch::trained_parameters() const {
+  std::size_t count = 0;
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  for (const auto& sinks : sinks_) {
+    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
+      count += sinks.has_sink()[p];
+      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
+      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
+    }
+  }
+  return "trains " + std::to_string(count) + " parameters (" + std::to_string(hash) + ")";
 }
 
 Gathered MiniBatch::forward() {
@@ -124,7 +178,8 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
     throw;
   }
   if (auto* peers = pipeline_->peers()) {
-    peers->agree("the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : ""));
+    peers->agree(
+        {.what = "the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : "")});
   }
   const AllocationListener::Scope counting(counter_);
   counted_ = counting.installed();
@@ -132,23 +187,40 @@ MiniBatch::BackwardResult MiniBatch::backward(std::vector<Gradients> gradients, 
   try {
     output_gradients_ = std::move(gradients);
     outputs_ready_.clear();
+    if (has_replicas()) {
+      for (auto& of_micro_batch : output_gradients_) {
+        for (auto& gradient : of_micro_batch) {
+          if (gradient.defined()) gradient = share_ == 0 ? at::Tensor() : gradient * share_;
+        }
+      }
+    }
     for (const auto& gradient : output_gradients_.front()) {
       outputs_ready_.push_back(gradient.defined() ? record_event(gradient.device()) : nullptr);
     }
     begin_backward();
     perform(Part::kBackward);
+    return take_gradients();
   } catch (...) {
     report_failure();
     cells_.clear();
     throw;
   }
-  return take_gradients();
 }
 
 void MiniBatch::begin_backward() {
   input_gradients_.assign(micro_batches_, {});
   sums_.clear();
   for (const auto& sinks : sinks_) sums_.emplace_back(sinks.parameters().size());
+  if (!has_replicas()) return;
+  last_backwards_.resize(pipeline_->count());
+  for (const auto& actions : program_->schedule()) {
+    for (const auto& action : actions) {
+      if (action.kind == Kind::B || action.kind == Kind::W) last_backwards_[action.stage] = action;
+    }
+  }
+  std::vector<std::vector<at::Tensor>> parameters;
+  for (const auto& sinks : sinks_) parameters.push_back(sinks.parameters());
+  reduction_ = std::make_unique<GradientReduction>(*pipeline_->peers(), std::move(parameters));
 }
 
 Gathered MiniBatch::gather_outputs() {
@@ -183,6 +255,7 @@ at::Tensor MiniBatch::share_loss() {
     const auto losses = std::exchange(losses_, {});
     use_on_this_thread(losses);
     loss = join_losses(losses, loss_.weights);
+    if (has_replicas()) loss = sum_over_replicas(loss, *pipeline_->peers(), pipeline_->stages().back().device);
   }
   auto* peers = pipeline_->peers();
   if (peers == nullptr) return loss;
@@ -195,7 +268,11 @@ at::Tensor MiniBatch::share_loss() {
 MiniBatch::BackwardResult MiniBatch::take_gradients() {
   BackwardResult result;
   result.inputs = std::exchange(input_gradients_, {});
-  for (auto& sums : sums_) result.parameters.push_back(sums.take_unshared());
+  if (reduction_) {
+    result.parameters = std::exchange(reduction_, nullptr)->take();
+  } else {
+    for (auto& sums : sums_) result.parameters.push_back(sums.take_unshared());
+  }
   for (const auto& list : {&result.inputs, &result.parameters}) {
     for (const auto& tensors : *list) {
       use_on_this_thread(tensors);
@@ -234,13 +311,14 @@ void MiniBatch::perform(Part part) {
   const OwnWrites writes(pipeline_->stages(), sinks_);
   std::optional<Peers::Watched> watched;
   if (auto* peers = pipeline_->peers()) {
-    const auto key = std::to_string(static_cast<int>(part)) + " " + call_;
+    const auto key = std::to_string(static_cast<int>(part)) + " " + options_.call;
     exchange_.emplace(peers->wires(), *program_, part, peers->of_workers(), peers->rank(), key,
                       peers->options().timeout(), *crossing_);
     watched.emplace(*peers, *exchange_);
   }
   const auto failure = pipeline_->executor().run(*program_, part, *this, timeline, recording_.step);
   state_.reset();
+  if (failure) reduction_.reset();
   const auto end = [&] {
     wait_for_workers();
     if (timeline) place_spans(*timeline, spans_before);
@@ -287,7 +365,7 @@ void MiniBatch::cancel(const Failure& failure) noexcept {
 // For errors outside of actions, which cancel() has not reported. REQUIRES: an exception is being handled.
 void MiniBatch::report_failure() noexcept {
   if (auto* peers = pipeline_->peers()) {
-    peers->fail("rank " + std::to_string(peers->rank()) + " failed in " + call_ + ": " +
+    peers->fail("rank " + std::to_string(peers->rank()) + " failed in " + options_.call + ": " +
                 message_of(std::current_exception()));
   }
 }
@@ -339,13 +417,13 @@ void MiniBatch::run(const Action& action) {
         run_recompute(action.stage, action.micro_batch);
         break;
       case Kind::B:
-        run_backward(action.stage, action.micro_batch, /*split=*/false);
+        run_and_reduce(action, [&] { run_backward(action.stage, action.micro_batch, /*split=*/false); });
         break;
       case Kind::I:
         run_backward(action.stage, action.micro_batch, /*split=*/true);
         break;
       case Kind::W:
-        run_backward_weights(action.stage, action.micro_batch);
+        run_and_reduce(action, [&] { run_backward_weights(action.stage, action.micro_batch); });
         break;
     }
     if (auto& clock = clock_of(action.stage)) clock->end();
@@ -414,8 +492,8 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
   auto in = receive_inputs(stage, micro_batch);
   if (auto& clock = clock_of(stage)) clock->start();
   auto& cell = this->cell(stage, micro_batch);
-  cell =
-      std::make_unique<Cell>(pipeline_->stages()[stage], sinks_[stage], seed_, micro_batch, tail(stage, micro_batch));
+  cell = std::make_unique<Cell>(pipeline_->stages()[stage], sinks_[stage], seed_, first_micro_batch_ + micro_batch,
+                                tail(stage, micro_batch));
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
   const bool grad = use_ != Pipeline::Use::kForward;
   auto out = cell->forward(std::move(in), {.grad = grad, .recompute = program_->recomputes(stage, micro_batch)});
@@ -486,6 +564,19 @@ void MiniBatch::run_backward(int stage, int micro_batch, bool split) {
   for (std::size_t k = 0; k < edges.size(); ++k) {
     transport_.send_gradients(edges[k], micro_batch, std::move(result[k]));
   }
+}
+
+// Runs a B or a W. Hands the gradients of a stage's last one to the sum over replicas: those of a B as they come.
+void MiniBatch::run_and_reduce(const Action& action, absl::FunctionRef<void()> run) {
+  const int stage = action.stage;
+  if (!reduction_ || action != last_backwards_[stage]) return run();
+  auto& sums = sums_[stage];
+  if (action.kind == Kind::B) {
+    sums.watch([&, stage](std::size_t parameter) { reduction_->add(stage, parameter, sums.take_unshared(parameter)); });
+  }
+  run();
+  sums.watch({});
+  reduction_->add_rest(stage, sums.take_unshared());
 }
 
 void MiniBatch::run_backward_weights(int stage, int micro_batch) {

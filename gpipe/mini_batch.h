@@ -11,6 +11,7 @@
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
 #include "gpipe/borrowed_values.h"
+#include "gpipe/gradient_reduction.h"
 #include "gpipe/inlet.h"
 #include "gpipe/loss.h"
 #include "gpipe/micro_batch.h"
@@ -35,7 +36,10 @@ class MiniBatch : public Cells {
     Pipeline::Use use = Pipeline::Use::kForward;
     Checkpoint checkpoint = Checkpoint::kNever;
     bool deferred_batch_norm = false;
-    std::string call;  ///< what the call is, for the other ranks
+    bool training = true;
+    std::int64_t samples = 0;
+    std::string call = {};       ///< what the call is, for the other ranks
+    std::string in_common = {};  ///< what it has in common with those of other replicas
   };
   /// `inputs` holds one parcel per micro-batch; `loss` serves step(). Unless options.use is kForward, cells keep what a
   /// backward needs.
@@ -75,6 +79,9 @@ class MiniBatch : public Cells {
 
   void prepare_call(absl::FunctionRef<void()> prepare);
   void begin(absl::FunctionRef<void()> run);
+  void agree();
+  std::string trained_parameters() const;
+  bool has_replicas() const { return pipeline_->peers() != nullptr && pipeline_->peers()->replicas() > 1; }
   void begin_backward();
   void perform(Part part);
   Gathered gather_outputs();
@@ -91,6 +98,7 @@ class MiniBatch : public Cells {
   void run_recompute(int stage, int micro_batch);
   void run_backward(int stage, int micro_batch, bool split);
   void run_backward_weights(int stage, int micro_batch);
+  void run_and_reduce(const Action& action, absl::FunctionRef<void()> run);
 
   void check_parameters_unchanged() const;
   void wait_for_workers();
@@ -119,11 +127,13 @@ class MiniBatch : public Cells {
   Inlet inputs_;
   Transport transport_;
   BorrowedValues borrowed_values_;
-  const std::string call_;
+  const Options options_;
   std::uint64_t call_number_ = 0;
+  int first_micro_batch_ = 0;            // of this replica, among those of all
+  double share_ = 1;                     // of the samples of all replicas
   std::optional<ParcelEdges> crossing_;  // this and the next: only over ranks
   std::optional<Exchange> exchange_;     // of the part that runs
-  const LossOfMiniBatch loss_;
+  LossOfMiniBatch loss_;
   Inlet targets_;
   std::vector<Parcel> outputs_;         // per micro-batch
   std::vector<c10::Device> elsewhere_;  // of results that are not on the last stage's device
@@ -141,6 +151,8 @@ class MiniBatch : public Cells {
   std::vector<StreamEvent> outputs_ready_;   // per gradient of a micro-batch: after the caller's work on its device
   std::vector<Gradients> input_gradients_;   // per micro-batch
   std::vector<GradientSums> sums_;           // per stage
+  std::vector<Action> last_backwards_;       // per stage; this and the next: only with replicas
+  std::unique_ptr<GradientReduction> reduction_;
 };
 
 }  // namespace gpipe

@@ -7,6 +7,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/ranks/ranks.h"
 #include "gpipe/schedule/generators.h"
 #include "gpipe/version.h"
 
@@ -41,6 +42,7 @@ Manifest manifest_of(const std::vector<Stage>& stages, const std::vector<Edge>& 
   };
   add("gpipe's version", version());
   add("torch's version", TORCH_VERSION);
+  if (options.ranks()) add("the number of replicas", options.ranks()->replicas());
   std::vector<std::size_t> balance;
   for (const auto& stage : stages) balance.push_back(stage.layers.size());
   add("the balance", "{" + absl::StrJoin(balance, ", ") + "}");

@@ -68,6 +68,9 @@ class Pipeline {
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
   SharedBuffers& shared_buffers() { return shared_buffers_; }
+  /// Whether buffers may differ between replicas, because a call has trained since they were made equal. Belongs to the
+  /// holder of turn().
+  bool& buffers_differ() { return buffers_differ_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
@@ -122,6 +125,7 @@ class Pipeline {
   const ScheduleSource schedules_;
   const std::vector<Edge> edges_;
   SharedBuffers shared_buffers_;
+  bool buffers_differ_ = false;
   const int intraop_threads_;
   const LanguageBinding binding_;
   std::unique_ptr<Peers> peers_;

@@ -122,19 +122,22 @@ Snapshot join(const GPipeImpl& pipe, std::vector<Snapshot> states) {
 
 Snapshot gather(GPipeImpl& pipe, const Snapshot& mine) {
   if (!pipe.options().ranks()) return mine;
+  const auto& mesh = pipe.options().ranks()->mesh();
   const int rank = pipe.options().ranks()->rank();
   std::vector<Snapshot> states;
   std::string bytes;  // rank 0 keeps its own state
   try {
     states.push_back(own_state(pipe, mine));
-    if (rank != 0) bytes = to_bytes(states.front());
+    if (rank != 0 && mesh.replica_of(rank) == 0) bytes = to_bytes(states.front());
   } catch (...) {
     pipe.withdraw(message_of(std::current_exception()));
     throw;
   }
   auto parts = pipe.gather(std::move(bytes), describe(mine.optimizer));
   if (rank != 0) return {};
-  for (std::size_t r = 1; r < parts.size(); ++r) states.push_back(from_bytes(std::exchange(parts[r], {})));
+  for (int p = 1; p < mesh.positions; ++p) {
+    states.push_back(from_bytes(std::exchange(parts[mesh.rank_at(p, /*replica=*/0)], {})));
+  }
   auto whole = mine;
   auto joined = join(pipe, std::move(states));
   whole.model = std::move(joined.model);

@@ -66,11 +66,13 @@ ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
 std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
   const auto& ranks = options.ranks();
   if (!ranks) return std::vector<int>(workers, 0);
-  if (workers < static_cast<std::size_t>(ranks->size())) {
-    refuse_argument("the pipeline has " + std::to_string(workers) + " workers, but the job has " +
-                    std::to_string(ranks->size()) + " ranks; give each rank at least one worker");
+  const auto& mesh = ranks->mesh();
+  if (workers < static_cast<std::size_t>(mesh.positions)) {
+    refuse_argument("the pipeline has " + std::to_string(workers) + " workers, but " +
+                    (mesh.replicas == 1 ? "the job" : "each replica") + " has " + std::to_string(mesh.positions) +
+                    " ranks; give each rank at least one worker");
   }
-  return ranks_of_workers(static_cast<int>(workers), ranks->size());
+  return ranks_of_workers(static_cast<int>(workers), *ranks);
 }
 
 /// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers` has the rank of each
@@ -83,12 +85,21 @@ std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector
         "the environment does not tell which GPUs belong to this rank, because it describes a job of another "
         "size; give devices");
   }
-  const int first = ranks->rank() - *ranks->local_rank();
-  return std::count_if(of_workers.begin(), of_workers.end(),
-                       [&](int rank) { return rank >= first && rank < ranks->rank(); });
+  const auto& mesh = ranks->mesh();
+  std::size_t gpus = 0;
+  for (int earlier = ranks->rank() - *ranks->local_rank(); earlier < ranks->rank(); ++earlier) {
+    gpus += std::count(of_workers.begin(), of_workers.end(), mesh.rank_at(mesh.position_of(earlier), ranks->replica()));
+  }
+  return gpus;
 }
 
 }  // namespace
+
+std::vector<int> ranks_of_workers(int workers, const Ranks& ranks) {
+  auto of_workers = ranks_of_workers(workers, ranks.mesh().positions);
+  for (auto& rank : of_workers) rank = ranks.mesh().rank_at(rank, ranks.replica());
+  return of_workers;
+}
 
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   auto schedules = source_of_schedules(options, static_cast<int>(stages));

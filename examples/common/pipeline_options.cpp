@@ -171,7 +171,7 @@ void print_stages(std::ostream& out, const std::string& name, const torch::nn::M
   out << "model: " << name << ", " << layers.size() << " layers, " << count(model.parameters()) << " parameters\n";
   const auto& placement = pipe->placement();
   const auto& job = pipe->options().ranks();
-  const auto ranks = job ? ranks_of_workers(static_cast<int>(pipe->devices().size()), job->size()) : std::vector<int>();
+  const auto ranks = job ? ranks_of_workers(static_cast<int>(pipe->devices().size()), *job) : std::vector<int>();
   std::vector<int> one_per_worker(placement.size());
   std::iota(one_per_worker.begin(), one_per_worker.end(), 0);
   auto layer = layers.begin();

@@ -204,7 +204,7 @@ namespace {
 
 // Those of this rank's workers; empty if none were given.
 std::vector<torch::Device> own_devices(const PipelineOptions& options) {
-  const auto ranks = ranks_of_workers(worker_count(options), options.ranks->size());
+  const auto ranks = ranks_of_workers(worker_count(options), *options.ranks);
   std::vector<torch::Device> own;
   for (std::size_t w = 0; w < options.devices.size(); ++w) {
     if (ranks[w] == options.ranks->rank()) own.push_back(options.devices[w]);

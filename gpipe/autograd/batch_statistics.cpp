@@ -3,6 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/batch_norm_ops.h>
 #include <ATen/ops/mean.h>
+#include <ATen/ops/tensor.h>
 #include <ATen/ops/var.h>
 #include <torch/library.h>
 
@@ -50,10 +51,8 @@ BatchStatistics* BatchStatistics::current() { return current_statistics; }
 void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var,
                           double momentum) {
   at::NoGradGuard no_grad;
-  auto entry = std::find_if(entries_.begin(), entries_.end(),
-                            [&](const Entry& known) { return known.running_mean.is_same(running_mean); });
-  if (entry == entries_.end()) entry = entries_.insert(entry, Entry{running_mean, running_var, momentum});
-  ++entry->calls;
+  auto& entry = entry_of(running_mean, running_var, momentum);
+  ++entry.calls;
   if (input.numel() == 0) return;
 
   std::vector<std::int64_t> all_but_channels = {0};
@@ -66,17 +65,68 @@ void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mea
   const auto deviations =
       at::var(is_reduced ? values.to(at::kFloat) : values, all_but_channels, /*correction=*/0.0).to(at::kDouble) *
       count;
-  if (entry->count == 0) {
-    entry->mean = mean;
-    entry->deviations = deviations;
-    entry->count = count;
+  merge(entry, count, mean, deviations);
+}
+
+BatchStatistics::Entry& BatchStatistics::entry_of(const at::Tensor& running_mean, const at::Tensor& running_var,
+                                                  double momentum) {
+  const auto entry = std::find_if(entries_.begin(), entries_.end(),
+                                  [&](const Entry& known) { return known.running_mean.is_same(running_mean); });
+  if (entry != entries_.end()) return *entry;
+  return *entries_.insert(entries_.end(), Entry{running_mean, running_var, momentum});
+}
+
+void BatchStatistics::merge(Entry& entry, double count, const at::Tensor& mean, const at::Tensor& deviations) {
+  if (entry.count == 0) {
+    entry.mean = mean;
+    entry.deviations = deviations;
+    entry.count = count;
     return;
   }
-  const double joined = entry->count + count;
-  const auto apart = mean - entry->mean;
-  entry->mean.add_(apart, count / joined);
-  entry->deviations.add_(deviations).add_(apart.square(), entry->count * count / joined);
-  entry->count = joined;
+  const double joined = entry.count + count;
+  const auto apart = mean - entry.mean;
+  entry.mean.add_(apart, count / joined);
+  entry.deviations.add_(deviations).add_(apart.square(), entry.count * count / joined);
+  entry.count = joined;
+}
+
+std::vector<at::Tensor> BatchStatistics::to_tensors(const std::vector<at::Tensor>& buffers) const {
+  const auto index_of = [&](const at::Tensor& buffer) {
+    const auto is_it = [&](const auto& each) { return each.is_same(buffer); };
+    return std::find_if(buffers.begin(), buffers.end(), is_it) - buffers.begin();
+  };
+  std::vector<at::Tensor> tensors(3 * buffers.size());
+  for (const auto& entry : entries_) {
+    const auto mean = static_cast<std::size_t>(index_of(entry.running_mean));
+    const auto var = static_cast<std::size_t>(index_of(entry.running_var));
+    if (entry.count == 0 || mean == buffers.size() || var == buffers.size()) continue;
+    use_on_current_stream(entry.mean);
+    use_on_current_stream(entry.deviations);
+    tensors[3 * mean] = at::tensor({static_cast<double>(var), entry.momentum, entry.count}, at::kDouble);
+    tensors[3 * mean + 1] = entry.mean.to(at::kCPU);
+    tensors[3 * mean + 2] = entry.deviations.to(at::kCPU);
+  }
+  return tensors;
+}
+
+void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
+                           const std::vector<std::vector<at::Tensor>>& of_others) {
+  at::NoGradGuard no_grad;
+  for (std::size_t b = 0; b < buffers.size(); ++b) {
+    Entry joined;
+    for (const auto& tensors : of_others) {
+      const auto& numbers = tensors.at(3 * b);
+      if (!numbers.defined()) continue;
+      const auto var = static_cast<std::size_t>(numbers[0].item<double>());
+      auto& entry = entry_of(buffers[b], buffers.at(var), numbers[1].item<double>());
+      const auto device = buffers[b].device();
+      merge(joined, numbers[2].item<double>(), tensors.at(3 * b + 1).to(device, at::kDouble, false, /*copy=*/true),
+            tensors.at(3 * b + 2).to(device, at::kDouble, false, /*copy=*/true));
+      entry.count = joined.count;
+      entry.mean = joined.mean;
+      entry.deviations = joined.deviations;
+    }
+  }
 }
 
 void BatchStatistics::commit(const Stage& stage) {

@@ -37,6 +37,15 @@ class BatchStatistics {
   /// Adds one micro-batch. An empty input only counts as a call. REQUIRES: batch norm accepts `input`.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
+  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean of theirs: the index of the
+  /// running variance in `buffers`, the momentum and the number of values per channel; the mean; the sum of squared
+  /// deviations. Undefined for other buffers.
+  std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
+
+  /// Takes instead the merged statistics of to_tensors() of several objects, in order, for equal `buffers`. The numbers of
+  /// calls stay this object's.
+  void join(const std::vector<at::Tensor>& buffers, const std::vector<std::vector<at::Tensor>>& of_others);
+
   /// Updates the running statistics and counts of the stage's layers, as one batch norm over the whole mini-batch does.
   /// Uses the first micro-batch's momentum. Leaves statistics alone where the mini-batch had fewer than two values per
   /// channel, because their variance is undefined.
@@ -52,6 +61,9 @@ class BatchStatistics {
     at::Tensor mean = {};        // per channel, double
     at::Tensor deviations = {};  // sum of squared deviations per channel, double
   };
+  Entry& entry_of(const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
+  static void merge(Entry& entry, double count, const at::Tensor& mean, const at::Tensor& deviations);
+
   std::vector<Entry> entries_;
 };
 

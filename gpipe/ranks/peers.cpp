@@ -17,14 +17,6 @@ namespace {
 constexpr int kLeader = 0;
 constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
 
-// The first letter of what a rank tells the leader, and of what the leader tells the others.
-constexpr char kCall = 'C';
-constexpr char kWithdrawn = 'W';
-constexpr char kRefused = 'R';
-constexpr char kAgreed = 'A';
-constexpr char kGone = 'G';          // the rank's pipeline is destroyed
-constexpr std::size_t kDigits = 20;  // of a number
-
 constexpr int kPings = 16;
 
 // The tensor is the string's own memory.
@@ -64,17 +56,27 @@ std::string to_words(const Parcel& parcel) {
   return words;
 }
 
+// The caller may change the tensors while they are sent.
+Parcel copy_to_send(Parcel parcel) {
+  for (auto& tensor : parcel.tensors) {
+    if (tensor.defined()) tensor = tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+  }
+  return parcel;
+}
+
 }  // namespace
 
-Peers::Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
-             std::function<void()> poll)
+Peers::Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
+             StructureCodec codec, std::function<void()> poll)
     : ranks_(std::move(ranks)),
       of_workers_(std::move(of_workers)),
+      stages_(stages),
       codec_(std::move(codec)),
       poll_(std::move(poll)),
       job_(ranks_->job()) {
   const int size = ranks_->size();
-  first_wire_ = job_.join(manifest, wires_between_workers() + kSubjects * size * size, poll_);
+  const int gradient_wires = replicas() == 1 ? 0 : 2 * stages_ * replicas() * replicas();
+  first_wire_ = job_.join(manifest, wire_number(kSubjects, 0, 0) + gradient_wires, poll_);
   wires_ = std::make_unique<Wires>(job_.connections(), first_wire_, options().join_timeout(), parcel_memory(codec_));
   if (rank() != kLeader) {
     expect(kVerdict, kLeader);
@@ -97,16 +99,34 @@ void Peers::leave(const std::string& how) {
   gone_ = reason;
   try {
     if (rank() != kLeader) {
-      send(kWord, kLeader, to_parcel(kGone + reason));
+      send(kWord, kLeader, to_parcel(farewell(reason)));
     } else {
-      for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(kGone + reason));
+      for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(farewell(reason)));
     }
   } catch (const std::exception&) {  // a rank has failed
   }
 }
 
-int Peers::wire_number(Subject subject, int from, int to) const {
-  return wires_between_workers() + (static_cast<int>(subject) * ranks_->size() + from) * ranks_->size() + to;
+int Peers::wire_number(int subject, int from, int to) const {
+  return wires_between_workers() + (subject * ranks_->size() + from) * ranks_->size() + to;
+}
+
+int Peers::gradient_wire(Gradient kind, int stage, int from_replica, int to_replica) const {
+  const int wire = static_cast<int>(kind) * stages_ + stage;
+  return wire_number(kSubjects, 0, 0) + (wire * replicas() + from_replica) * replicas() + to_replica;
+}
+
+WireSender& Peers::gradient_sender(Gradient kind, int stage, int replica) {
+  return wires_->sender(gradient_wire(kind, stage, this->replica(), replica), twin(replica));
+}
+
+WireReceiver& Peers::gradient_receiver(Gradient kind, int stage, int replica) {
+  return wires_->receiver(gradient_wire(kind, stage, replica, this->replica()), twin(replica), options().timeout());
+}
+
+std::deque<Remembered>& Peers::remembered_gradients(Gradient kind, int stage, int from_replica, int to_replica,
+                                                    std::size_t messages) {
+  return wires_->remembered(gradient_wire(kind, stage, from_replica, to_replica), "", messages);
 }
 
 void Peers::expect(Subject subject, int from) {
@@ -166,29 +186,31 @@ Peers::Watched::~Watched() {
 std::string Peers::activity() {
   if (const int awaited = awaited_; awaited >= 0) return std::to_string(awaited);
   MutexLock lock(mutex_);
-  if (exchange_ == nullptr) return "";
-  const auto activity = exchange_->activity();
+  const auto activity = exchange_ == nullptr ? Activity() : exchange_->activity();
   if (activity.awaits >= 0) return std::to_string(activity.awaits);
-  if (!activity.runs) return "";
+  if (!activity.runs) {
+    const int awaited = awaited_for_gradients_;
+    return awaited < 0 ? "" : std::to_string(awaited);
+  }
   return "runs " + to_string(*activity.runs) + " (stage " + std::to_string(activity.runs->stage) + ", micro-batch " +
          std::to_string(activity.runs->micro_batch) + ")";
 }
 
-// Returns the verdict of the leader on what all ranks said.
+// Returns the leader's judgement of what all ranks said.
 std::string Peers::exchange_words(const std::string& mine) {
-  std::string verdict;
+  std::string judgement;
   int other = kLeader;  // the rank of the transfer in progress
   try {
     if (rank() != kLeader) {
       send(kWord, kLeader, to_parcel(mine));
-      while_polling([&] { verdict = to_words(receive(kVerdict, kLeader)); });
+      while_polling([&] { judgement = to_words(receive(kVerdict, kLeader)); });
     } else {
       std::vector<std::string> words{mine};
       while_polling([&] {
         for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
       });
-      verdict = judge(words);
-      for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(verdict));
+      judgement = judge(words, ranks_->mesh());
+      for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(judgement));
     }
   } catch (const ConnectionError& error) {
     fail(error, other, "its next call");
@@ -197,43 +219,22 @@ std::string Peers::exchange_words(const std::string& mine) {
     fail("rank " + std::to_string(rank()) + " failed before a call: " + error.what());
     throw;
   }
-  if (verdict.front() == kGone) gone_ = verdict.substr(1);
-  return verdict;
+  if (auto reason = reason_of_farewell(judgement)) gone_ = *std::move(reason);
+  return judgement;
 }
 
-std::string Peers::judge(const std::vector<std::string>& words) const {
-  for (std::size_t r = 0; r < words.size(); ++r) {
-    if (words[r].front() == kGone) return words[r];
-    if (words[r].front() == kWithdrawn) {
-      return kRefused + ("rank " + std::to_string(r) + " refused the call: ") + words[r].substr(1);
-    }
-  }
-  const auto call_of = [](const std::string& word) { return word.substr(1 + kDigits); };
-  for (std::size_t r = 1; r < words.size(); ++r) {
-    if (call_of(words[r]) == call_of(words[0])) continue;
-    return kRefused + ("rank " + std::to_string(r) + " calls " + call_of(words[r]) + ", but rank 0 calls " +
-                       call_of(words[0]) + "; make the same calls in the same order on all ranks");
-  }
-  std::string largest;
-  for (const auto& word : words) largest = std::max(largest, word.substr(1, kDigits));
-  return kAgreed + largest;
-}
-
-std::uint64_t Peers::agree(const std::string& call, std::uint64_t number) {
+Verdict Peers::agree(const Call& call) {
   job_.board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw std::runtime_error("[gpipe] this pipeline cannot be used any more: " + gone_);
-  auto digits = std::to_string(number);
-  digits.insert(0, kDigits - digits.size(), '0');
-  const auto verdict = exchange_words(kCall + digits + call);
+  const auto judgement = exchange_words(to_word(call));
   ++calls_;
-  if (verdict.front() != kAgreed) throw std::runtime_error("[gpipe] " + verdict.substr(1));
-  return std::stoull(verdict.substr(1));
+  return to_verdict(judgement);
 }
 
 void Peers::withdraw(const std::string& reason) noexcept {
   try {
     if (!job_.board().failure().empty() || !gone_.empty()) return;
-    exchange_words(kWithdrawn + reason);
+    exchange_words(refusal(reason));
     ++calls_;
   } catch (const std::exception&) {  // a rank has failed; the next call says so
   }
@@ -251,20 +252,53 @@ void Peers::transfer(const int& other, absl::FunctionRef<void()> run) {
   }
 }
 
+// The ranks among which this rank shares a result.
+std::vector<int> Peers::sharing(Result result) const {
+  const auto& mesh = ranks_->mesh();
+  std::vector<int> found;
+  for (int other = 0; other < ranks_->size(); ++other) {
+    const bool is_twin = mesh.position_of(other) == mesh.position_of(rank());
+    const bool is_in_replica = mesh.replica_of(other) == replica();
+    if (result == Result::kNumbers || (result == Result::kOfTwins ? is_twin : is_in_replica)) found.push_back(other);
+  }
+  return found;
+}
+
 Parcel Peers::share(Result result, int owner, Parcel parcel) {
-  const auto subject = result == Result::kLoss ? kLoss : result == Result::kOutput ? kOutput : kNumbers;
+  const auto subject = result == Result::kLoss      ? kLoss
+                       : result == Result::kOutput  ? kOutput
+                       : result == Result::kOfTwins ? kOfTwins
+                                                    : kNumbers;
   int other = owner;
   transfer(other, [&] {
     if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
-    auto copy = parcel;  // the caller may change the tensors while they are sent
-    for (auto& tensor : copy.tensors) {
-      if (tensor.defined()) tensor = tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
-    }
-    for (other = 0; other < ranks_->size(); ++other) {
+    const auto copy = copy_to_send(parcel);
+    for (const int receiver : sharing(result)) {
+      other = receiver;
       if (other != owner) send(subject, other, copy);
     }
   });
   return parcel;
+}
+
+std::vector<Parcel> Peers::exchange(Parcel parcel) {
+  std::vector<Parcel> all(replicas());
+  int other = rank();
+  transfer(other, [&] {
+    const auto copy = copy_to_send(parcel);
+    for (int r = 0; r < replicas(); ++r) {
+      other = twin(r);
+      if (r != replica()) send(kExchanged, other, copy);
+    }
+    while_polling([&] {
+      for (int r = 0; r < replicas(); ++r) {
+        other = twin(r);
+        if (r != replica()) all[r] = receive(kExchanged, other);
+      }
+    });
+  });
+  all[replica()] = std::move(parcel);
+  return all;
 }
 
 std::vector<std::string> Peers::gather(std::string bytes) {

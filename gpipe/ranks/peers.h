@@ -2,6 +2,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
@@ -12,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/parcel.h"
+#include "gpipe/ranks/call.h"
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/exchange.h"
 #include "gpipe/ranks/job.h"
@@ -31,27 +33,31 @@ namespace gpipe {
 ///   2. After a failure every call throws.
 class Peers {
  public:
-  /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker. Calls `poll`, unless
-  /// that is null, every 50 ms while the caller waits for other ranks; an exception from it is a failure.
+  /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this replica;
+  /// `stages` is the number of stages. Calls `poll`, unless that is null, every 50 ms while the caller waits for other ranks;
+  /// an exception from it is a failure.
   /// Errors: std::runtime_error for a rank that does not come or has another manifest.
-  Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, const Manifest& manifest, StructureCodec codec,
-        std::function<void()> poll);
+  Peers(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
+        StructureCodec codec, std::function<void()> poll);
   /// Tells the other ranks. Calls that they begin later throw.
   ~Peers();
   Peers(const Peers&) = delete;
   Peers& operator=(const Peers&) = delete;
 
   int rank() const { return ranks_->rank(); }
-  /// The rank of each worker.
+  int replica() const { return ranks_->replica(); }
+  int replicas() const { return ranks_->replicas(); }
+  /// The rank that has this rank's stages in another replica.
+  int twin(int replica) const { return ranks_->mesh().rank_at(ranks_->mesh().position_of(rank()), replica); }
+  /// The rank of each worker of this replica.
   const std::vector<int>& of_workers() const { return of_workers_; }
   bool is_here(int worker) const { return of_workers_[worker] == rank(); }
   const RanksOptions& options() const { return ranks_->options(); }
   Wires& wires() { return *wires_; }
   const StructureCodec& codec() const { return codec_; }
 
-  /// Begins a call. All ranks must begin the same one, which `call` describes. Returns the largest number that a rank gave.
-  /// Errors: std::runtime_error if the calls differ, another rank has withdrawn, or a rank has failed.
-  std::uint64_t agree(const std::string& call, std::uint64_t number = 0);
+  /// Begins a call. Errors: std::runtime_error if the calls differ, another rank has withdrawn, or a rank has failed.
+  Verdict agree(const Call& call);
 
   /// Makes the call that the other ranks begin throw there, because it cannot begin here.
   void withdraw(const std::string& reason) noexcept;
@@ -59,11 +65,27 @@ class Peers {
   /// The number of calls that were agreed on or withdrawn.
   std::uint64_t calls() const { return calls_; }
 
-  /// What the ranks share after a call.
-  enum class Result { kLoss, kOutput, kNumbers };
+  /// What ranks share within a call: those of a replica, those with the same stages, or all.
+  enum class Result { kLoss, kOutput, kOfTwins, kNumbers };
   /// Returns the parcel that rank `owner` gives, and sends copies of its tensors. The other ranks' parcels are ignored.
   /// Errors: std::runtime_error if a rank has failed.
   Parcel share(Result result, int owner, Parcel parcel);
+
+  /// Returns the parcels that the ranks with the same stages give, in the order of replicas. REQUIRES: within a call.
+  /// Errors: as share().
+  std::vector<Parcel> exchange(Parcel parcel);
+
+  /// The wires that carry the gradients of a stage from one replica to another: parts of sums, and sums.
+  enum class Gradient { kPart, kSum };
+  WireSender& gradient_sender(Gradient kind, int stage, int replica);
+  WireReceiver& gradient_receiver(Gradient kind, int stage, int replica);
+  /// What is remembered of the messages of such a wire; see Wires.
+  std::deque<Remembered>& remembered_gradients(Gradient kind, int stage, int from_replica, int to_replica,
+                                               std::size_t messages);
+  /// For whom a thread waits that sums gradients; -1 for nobody. Any thread.
+  void set_awaited_for_gradients(int rank) { awaited_for_gradients_ = rank; }
+  /// Calls `wait`, and polls meanwhile.
+  void while_polling(absl::FunctionRef<void()> wait);
 
   /// Returns the bytes of all ranks, in order, on rank 0; nothing on the other ranks. REQUIRES: within a call.
   /// Errors: as share().
@@ -100,23 +122,24 @@ class Peers {
 
  private:
   /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, or results of calls.
-  enum Subject { kWord, kVerdict, kLoss, kOutput, kNumbers, kBytes, kPing };
-  static constexpr int kSubjects = 7;
+  enum Subject { kWord, kVerdict, kLoss, kOutput, kOfTwins, kNumbers, kBytes, kPing, kExchanged };
+  static constexpr int kSubjects = 9;
   int wires_between_workers() const { return static_cast<int>(of_workers_.size() * of_workers_.size()); }
-  int wire_number(Subject subject, int from, int to) const;
+  int wire_number(int subject, int from, int to) const;
+  int gradient_wire(Gradient kind, int stage, int from_replica, int to_replica) const;
+  std::vector<int> sharing(Result result) const;
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
   Parcel receive(Subject subject, int from);
   /// Calls `run`, which transfers a part of a call's result from or to `other`. On an error, this rank has failed.
   void transfer(const int& other, absl::FunctionRef<void()> run);
   std::string exchange_words(const std::string& mine);
-  std::string judge(const std::vector<std::string>& words) const;
-  void while_polling(absl::FunctionRef<void()> wait);
   void leave(const std::string& how);
   std::string activity();
 
   const std::shared_ptr<Ranks> ranks_;
   const std::vector<int> of_workers_;
+  const int stages_;
   const StructureCodec codec_;
   const std::function<void()> poll_;
   Job& job_;
@@ -125,8 +148,9 @@ class Peers {
   Mutex mutex_;
   const Exchange* exchange_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::atomic<int> awaited_ = -1;  // the rank whose word or result is awaited, or -1
-  std::string gone_;               // why the pipeline of a rank is gone
-  std::set<int> expected_;         // the wires whose next message has been announced
+  std::atomic<int> awaited_for_gradients_ = -1;
+  std::string gone_;        // why the pipeline of a rank is gone
+  std::set<int> expected_;  // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };
 

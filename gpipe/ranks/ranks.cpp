@@ -40,6 +40,14 @@ std::optional<int> local_rank_in(int size) {
   return number_in("LOCAL_RANK", 0, size - 1);
 }
 
+Mesh divide(int size, int replicas) {
+  if (replicas < 1 || size % replicas != 0) {
+    refuse_argument("the number of replicas is " + std::to_string(replicas) +
+                    ", but must divide the number of ranks, " + std::to_string(size));
+  }
+  return {size / replicas, replicas};
+}
+
 ListenAt choose_interface(const RanksOptions& options) {
   if (!options.interface().empty()) return {options.interface(), ""};
   if (const auto interface = variable("GLOO_SOCKET_IFNAME"); !interface.empty()) return {interface, ""};
@@ -86,6 +94,7 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
       size_(size),
       local_rank_(local_rank_in(size)),
       options_(std::move(options)),
+      mesh_(divide(size, options_.replicas())),
       listen_at_(choose_interface(options_)) {
   if (!store) refuse_argument("the store of the ranks is null; pass one");
   if (rank < 0 || rank >= size) {
@@ -102,6 +111,11 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
 }
 
 Ranks::~Ranks() = default;
+
+std::pair<std::int64_t, std::int64_t> Ranks::part(std::int64_t samples) const {
+  const auto begin = [&](std::int64_t replica) { return (samples * replica + replicas() - 1) / replicas(); };
+  return {begin(replica()), begin(replica() + 1)};
+}
 
 void Ranks::finish(const std::string& error, const std::function<void()>& poll) {
   job_->finish(error.empty() ? "" : "rank " + std::to_string(rank_) + " failed: " + error, poll);

@@ -4,10 +4,14 @@
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
 #include <chrono>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
+
+#include "gpipe/ranks/mesh.h"
 
 namespace gpipe {
 
@@ -29,10 +33,13 @@ struct RanksOptions {
   /// The network interface that accepts connections, such as "eth0". Empty: GLOO_SOCKET_IFNAME, or else the interface that
   /// reaches the store, which is the loopback interface on one host.
   TORCH_ARG(std::string, interface);
+  /// The number of equal pipelines among which the ranks are divided. Each trains on its own part of the mini-batch, and
+  /// their gradients are summed. Divides the number of ranks.
+  TORCH_ARG(int, replicas) = 1;
 };
 
-/// The processes of a job, which run one pipeline together. Each process, a *rank*, holds one or more workers of each
-/// pipeline and the parameters of their stages.
+/// The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a *rank*,
+/// holds one or more workers of each pipeline and the parameters of their stages.
 ///
 ///   auto ranks = gpipe::Ranks::from_environment();
 ///   auto pipe = gpipe::GPipe(model, {4, 3}, gpipe::GPipeOptions().chunks(8).ranks(ranks));
@@ -51,7 +58,8 @@ class Ranks {
   static std::shared_ptr<Ranks> from_environment(RanksOptions options = {});
 
   /// Joins a job that shares a store. All ranks give stores with the same content, and make their Ranks in the same order.
-  /// Errors: std::invalid_argument for a null store, a rank that is not in 0..size-1, or a time-out that is not positive.
+  /// Errors: std::invalid_argument for a null store, a rank that is not in 0..size-1, a time-out that is not positive, or a
+  /// number of replicas that does not divide `size`.
   Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {});
 
   ~Ranks();
@@ -65,6 +73,13 @@ class Ranks {
 
   int rank() const { return rank_; }
   int size() const { return size_; }
+  /// The number of replicas, and the one to which this rank belongs.
+  int replicas() const { return mesh_.replicas; }
+  int replica() const { return mesh_.replica_of(rank_); }
+  const Mesh& mesh() const { return mesh_; }
+  /// Returns the part of a mini-batch that belongs to this replica: its first sample and the one behind its last. Parts differ
+  /// by one sample at most. The first replica's part is empty only if the mini-batch is.
+  std::pair<std::int64_t, std::int64_t> part(std::int64_t samples) const;
   /// The number of this rank among those of its host: LOCAL_RANK, or 0. Unknown for a part of the job that the environment
   /// describes.
   std::optional<int> local_rank() const { return local_rank_; }
@@ -83,6 +98,7 @@ class Ranks {
   const int size_;
   const std::optional<int> local_rank_;
   const RanksOptions options_;
+  const Mesh mesh_;
   const ListenAt listen_at_;
   std::unique_ptr<Job> job_;
 };

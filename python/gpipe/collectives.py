@@ -103,7 +103,7 @@ class Collectives(nn.Module):
         bits = dtype = 0
         if ranks.rank == 0:
             places = {name: place for place, name in enumerate(self.whole_state)}
-            of_all = [norm for each in gathered for norm in json.loads(each)]
+            of_all = [norm for each in gathered[:: ranks.replicas] for norm in json.loads(each)]
             of_all.sort(key=lambda norm: places.get(norm[0], len(places)))
             # A vector of one element has the norm of its element.
             total = get_total_norm([torch.tensor([value], dtype=_DTYPES[index]) for _, value, index in of_all], norm_type)

@@ -23,8 +23,8 @@ _MOST_SECONDS = 1e9
 
 
 class Ranks:
-    """The processes of a job, which run one pipeline together. Each process, a *rank*, holds one or more workers, and the
-    parameters of their stages. ``torchrun`` starts the processes.
+    """The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a *rank*,
+    holds one or more workers, and the parameters of their stages. ``torchrun`` starts the processes.
 
         with gpipe.Ranks.from_environment() as ranks:
             pipe = gpipe.GPipe(model, [4, 3], chunks=8, group=ranks)
@@ -41,10 +41,13 @@ class Ranks:
         join_timeout: the longest wait for a rank to join, in seconds: when a pipeline is made, and at the start of each call.
         interface: the network interface that accepts connections, such as ``"eth0"``. Default: ``GLOO_SOCKET_IFNAME`` in
             the environment, or else the interface that reaches the store: the loopback interface on one host.
+        replicas: the number of equal pipelines among which the processes are divided. Each trains on its own part of the
+            mini-batch, and their gradients are summed. Divides the number of processes.
 
     Raises:
         TypeError: if ``group`` is not a process group that this process belongs to.
-        ValueError: for a time-out that is not positive, or an interface that other hosts cannot reach.
+        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, or a number of replicas
+            that does not divide the number of processes.
     """
 
     def __init__(
@@ -54,11 +57,12 @@ class Ranks:
         timeout: float | timedelta = 300.0,
         join_timeout: float | timedelta = 1800.0,
         interface: str = "",
+        replicas: int = 1,
     ) -> None:
         if not isinstance(group, ProcessGroup):
             raise TypeError(f"group must be a process group that this process belongs to, but is {group!r}")
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._start(_C.Ranks.from_group(group, *times, interface))
+        self._start(_C.Ranks.from_group(group, *times, interface, replicas))
 
     @classmethod
     def from_environment(
@@ -67,6 +71,7 @@ class Ranks:
         timeout: float | timedelta = 300.0,
         join_timeout: float | timedelta = 1800.0,
         interface: str = "",
+        replicas: int = 1,
     ) -> Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
         ``MASTER_PORT``. Needs no process group. Arguments as for the constructor.
@@ -77,7 +82,7 @@ class Ranks:
         """
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
         ranks = cls.__new__(cls)
-        ranks._start(_C.Ranks.from_environment(*times, interface))
+        ranks._start(_C.Ranks.from_environment(*times, interface, replicas))
         return ranks
 
     def _start(self, core: _C.Ranks) -> None:
@@ -100,6 +105,21 @@ class Ranks:
     def size(self) -> int:
         """The number of processes."""
         return self._core.size
+
+    @property
+    def replicas(self) -> int:
+        """The number of replicas."""
+        return self._core.replicas
+
+    @property
+    def replica(self) -> int:
+        """The replica that this process belongs to, from 0. Its part of a mini-batch: ``ranks.part(len(x))``."""
+        return self._core.replica
+
+    def part(self, samples: int) -> slice:
+        """Returns the part of a mini-batch that belongs to this replica. Parts differ by one sample at most. The first
+        replica's part is empty only if the mini-batch is."""
+        return slice(*(-(-samples * replica // self.replicas) for replica in (self.replica, self.replica + 1)))
 
     def share(self, text: str) -> str:
         """Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other

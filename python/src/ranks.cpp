@@ -16,21 +16,26 @@ namespace {
 
 namespace py = pybind11;
 
-RanksOptions options_of_ranks(double timeout, double join_timeout, const std::string& interface) {
+RanksOptions options_of_ranks(double timeout, double join_timeout, const std::string& interface, int replicas) {
   const auto milliseconds = [](double seconds) {
     return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   };
-  return RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout)).interface(interface);
+  return RanksOptions()
+      .timeout(milliseconds(timeout))
+      .join_timeout(milliseconds(join_timeout))
+      .interface(interface)
+      .replicas(replicas);
 }
 
-std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface) {
-  auto options = options_of_ranks(timeout, join_timeout, interface);
+std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface,
+                                        int replicas) {
+  auto options = options_of_ranks(timeout, join_timeout, interface, replicas);
   return released([&] { return Ranks::from_environment(std::move(options)); });
 }
 
 std::shared_ptr<Ranks> from_group(const c10d::ProcessGroup& group, double timeout, double join_timeout,
-                                  const std::string& interface) {
-  auto options = options_of_ranks(timeout, join_timeout, interface);
+                                  const std::string& interface, int replicas) {
+  auto options = options_of_ranks(timeout, join_timeout, interface, replicas);
   return released(
       [&] { return std::make_shared<Ranks>(group.getStore(), group.getRank(), group.getSize(), std::move(options)); });
 }
@@ -45,11 +50,13 @@ void init_ranks(py::module_& module) {
   // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
   py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
       .def_static("from_environment", &from_environment, py::arg("timeout"), py::arg("join_timeout"),
-                  py::arg("interface"))
+                  py::arg("interface"), py::arg("replicas"))
       .def_static("from_group", &from_group, py::arg("group"), py::arg("timeout"), py::arg("join_timeout"),
-                  py::arg("interface"))
+                  py::arg("interface"), py::arg("replicas"))
       .def_property_readonly("rank", &Ranks::rank)
       .def_property_readonly("size", &Ranks::size)
+      .def_property_readonly("replica", &Ranks::replica)
+      .def_property_readonly("replicas", &Ranks::replicas)
       .def(
           "share",
           [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); },

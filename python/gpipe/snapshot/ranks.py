@@ -41,22 +41,23 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
     """
     if pipe.ranks is None:
         return mine
-    is_first = pipe.ranks.rank == 0
+    ranks = pipe.ranks
+    is_first = ranks.rank == 0
     with pipe.refusing():
         _check_owned(pipe, mine.optimizer)
         state = {"model": plain(mine.model, "model"), "optimizer": plain(mine.optimizer, "optimizer")}
-        part = b"" if is_first else dump(state).getvalue()
+        part = b"" if is_first or ranks.replica != 0 else dump(state).getvalue()
     parts = pipe.gather(part, f"the state of {_description(mine.optimizer)}")
     if not is_first:
         return Snapshot()
-    states = [state, *(torch.load(io.BytesIO(part), weights_only=True) for part in parts[1:])]
+    states = [state, *(torch.load(io.BytesIO(part), weights_only=True) for part in parts[ranks.replicas :: ranks.replicas])]
     places = {name: place for place, name in enumerate(pipe.whole_state)}
     model: dict[str, Tensor] = {name: tensor for each in states for name, tensor in each["model"].items()}
-    ranks = {name: rank for rank, each in enumerate(states) for name in each["model"]}
+    owners = {name: rank for rank, each in enumerate(states) for name in each["model"]}
 
     def value_of(name: str) -> Tensor:
         first = pipe.whole_state.get(name, name)
-        is_borrowed = ranks.get(first, ranks[name]) != ranks[name]
+        is_borrowed = owners.get(first, owners[name]) != owners[name]
         return model[first].clone() if is_borrowed else model[name]
 
     optimizers: list[OptimizerState] = [each["optimizer"] for each in states]

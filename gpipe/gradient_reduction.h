@@ -1,0 +1,88 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <exception>
+#include <memory>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/gradient_buckets.h"
+#include "gpipe/ranks/peers.h"
+#include "gpipe/runtime/mutex.h"
+
+namespace gpipe {
+
+/// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs. A bucket starts when
+/// its last gradient is there. Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the
+/// others. So the bits are the same on all replicas and in all runs, and a rank sends 2 (R - 1) / R times the bytes of its
+/// gradients. A gradient that no replica has stays undefined.
+///
+/// Serves one backward. Thread safety: add() and add_rest() on one thread at a time per stage; cancel() on any thread.
+class GradientReduction {
+ public:
+  /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas. A stage without any may be
+  /// another rank's.
+  GradientReduction(Peers& peers, std::vector<std::vector<at::Tensor>> parameters);
+  /// Cancels what has not been taken.
+  ~GradientReduction();
+  GradientReduction(const GradientReduction&) = delete;
+  GradientReduction& operator=(const GradientReduction&) = delete;
+
+  /// The gradient of a parameter, or undefined. The caller gives up its reference. Errors: ConnectionError;
+  /// std::invalid_argument for a sparse gradient.
+  void add(int stage, std::size_t parameter, at::Tensor gradient);
+  /// Those of the stage's parameters that have not been added.
+  void add_rest(int stage, Gradients gradients);
+
+  /// Waits for no further gradients. For an error in the backward.
+  void cancel() noexcept;
+
+  /// Waits for all sums and returns them, per stage, on the devices of the parameters. REQUIRES: add_rest() has been called
+  /// for each stage. Errors: the first error of any rank.
+  std::vector<Gradients> take();
+
+ private:
+  /// The ends of a stage's wires to another replica.
+  struct Wires {
+    WireSender* send_part;
+    WireSender* send_sum;
+    WireReceiver* receive_part;
+    WireReceiver* receive_sum;
+    std::deque<Remembered>* sent_parts;
+    std::deque<Remembered>* sent_sums;
+  };
+  struct OfStage {
+    std::vector<at::Tensor> parameters;
+    std::vector<GradientBucket> buckets;
+    std::vector<Wires> wires;   // per replica; unused for this one
+    Gradients gradients;        // as in_parameters_order()
+    std::vector<char> is_here;  // per parameter
+    std::size_t started = 0;    // buckets
+  };
+  void start_buckets(int stage);
+  void run();
+  void sum_bucket(int stage, const GradientBucket& bucket, std::size_t number);
+  Parcel receive(WireReceiver& wire, int replica);
+  at::Tensor& gradient_of(OfStage& stage, std::size_t parameter);
+
+  Peers& peers_;
+  const std::uint64_t call_;
+  std::vector<OfStage> stages_;
+  std::size_t buckets_ = 0;
+  int awaited_ = -1;  // used by the thread
+  Mutex mutex_;
+  CondVar changed_;
+  std::deque<std::pair<int, std::size_t>> started_ ABSL_GUARDED_BY(mutex_);  // (stage, bucket)
+  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  std::exception_ptr error_;  // of the thread
+  std::thread thread_;
+};
+
+}  // namespace gpipe

@@ -1,0 +1,95 @@
+#include "gpipe/ranks/call.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_split.h"
+
+namespace gpipe {
+namespace {
+
+// The first letter of each word.
+constexpr char kCall = 'C';
+constexpr char kRefused = 'R';
+constexpr char kAgreed = 'A';
+constexpr char kGone = 'G';
+
+constexpr char kBetween = '\x1f';  // the parts of a word
+
+Call to_call(const std::string& word) {
+  const std::vector<std::string> parts = absl::StrSplit(word.substr(1), absl::MaxSplits(kBetween, 5));
+  return {.what = parts.at(5),
+          .in_common = parts[4],
+          .of_twins = parts[3],
+          .number = std::stoull(parts[0]),
+          .weight = std::stod(parts[1]),
+          .micro_batches = std::stoi(parts[2])};
+}
+
+std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
+  return refusal(absl::StrFormat("rank %d %s, but rank %d %s; make the same calls in the same order on all ranks", rank,
+                                 does, other, other_does));
+}
+
+}  // namespace
+
+// Numbers have a fixed length, so that words seldom change theirs.
+std::string to_word(Call call) {
+  if (call.in_common.empty()) call.in_common = call.what;
+  return absl::StrFormat("%c%020d%c%.17e%c%010d%c%s%c%s%c%s", kCall, call.number, kBetween, call.weight, kBetween,
+                         call.micro_batches, kBetween, call.of_twins, kBetween, call.in_common, kBetween, call.what);
+}
+
+std::string refusal(const std::string& reason) { return kRefused + reason; }
+
+std::string farewell(const std::string& reason) { return kGone + reason; }
+
+std::string judge(const std::vector<std::string>& words, const Mesh& mesh) {
+  for (std::size_t r = 0; r < words.size(); ++r) {
+    if (words[r].front() == kGone) return words[r];
+    if (words[r].front() == kRefused) {
+      return refusal("rank " + std::to_string(r) + " refused the call: " + words[r].substr(1));
+    }
+  }
+  std::vector<Call> calls;
+  for (const auto& word : words) calls.push_back(to_call(word));
+  Verdict verdict{0, std::vector<double>(mesh.replicas), std::vector<int>(mesh.replicas)};
+  for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
+    const auto& call = calls[rank];
+    const int replica = mesh.replica_of(rank);
+    const int first = mesh.rank_at(0, replica);
+    const int twin = mesh.rank_at(mesh.position_of(rank), 0);
+    const auto& [what, in_common, of_twins, number, weight, micro_batches] = call;
+    if (in_common != calls[0].in_common) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
+    if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
+    if (of_twins != calls[twin].of_twins) return difference(rank, of_twins, twin, calls[twin].of_twins);
+    verdict.largest = std::max(verdict.largest, number);
+    verdict.weights[replica] = std::max(verdict.weights[replica], weight);
+    verdict.micro_batches[replica] = micro_batches;
+  }
+  auto judgement = absl::StrFormat("%c%020d", kAgreed, verdict.largest);
+  for (int r = 0; r < mesh.replicas; ++r) {
+    absl::StrAppendFormat(&judgement, "%c%.17e%c%010d", kBetween, verdict.weights[r], kBetween,
+                          verdict.micro_batches[r]);
+  }
+  return judgement;
+}
+
+std::optional<std::string> reason_of_farewell(const std::string& words) {
+  return words.front() == kGone ? std::optional(words.substr(1)) : std::nullopt;
+}
+
+Verdict to_verdict(const std::string& judgement) {
+  if (judgement.front() != kAgreed) throw std::runtime_error("[gpipe] " + judgement.substr(1));
+  const std::vector<std::string> parts = absl::StrSplit(judgement.substr(1), kBetween);
+  Verdict verdict{.largest = std::stoull(parts[0]), .weights = {}, .micro_batches = {}};
+  for (std::size_t i = 1; i + 1 < parts.size(); i += 2) {
+    verdict.weights.push_back(std::stod(parts[i]));
+    verdict.micro_batches.push_back(std::stoi(parts[i + 1]));
+  }
+  return verdict;
+}
+
+}  // namespace gpipe

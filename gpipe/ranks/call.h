@@ -1,0 +1,43 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gpipe/ranks/mesh.h"
+
+namespace gpipe {
+
+/// A call that all ranks begin together.
+struct Call {
+  std::string what;            ///< the same on all ranks of a replica
+  std::string in_common = "";  ///< the same on all ranks; empty: `what`
+  std::string of_twins = "";   ///< the same on all ranks with the same stages
+  std::uint64_t number = 0;    ///< of which the largest is wanted
+  double weight = 0;           ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
+  int micro_batches = 0;       ///< of the replica
+};
+
+/// What the ranks have agreed on.
+struct Verdict {
+  std::uint64_t largest = 0;
+  /// Of each replica.
+  std::vector<double> weights;
+  std::vector<int> micro_batches;
+};
+
+/// The words that ranks exchange before a call: each rank tells the leader, rank 0, one of the first three, and the leader
+/// answers all with its judgement.
+std::string to_word(Call call);
+std::string refusal(const std::string& reason);   ///< this rank cannot make the call
+std::string farewell(const std::string& reason);  ///< this rank will make no more calls
+std::string judge(const std::vector<std::string>& words, const Mesh& mesh);
+
+/// Returns the reason if the words are a farewell.
+std::optional<std::string> reason_of_farewell(const std::string& words);
+
+/// Returns the verdict of a judgement. Errors: std::runtime_error unless all ranks agreed.
+Verdict to_verdict(const std::string& judgement);
+
+}  // namespace gpipe

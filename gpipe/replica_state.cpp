@@ -1,0 +1,64 @@
+#include "gpipe/replica_state.h"
+
+#include <ATen/core/grad_mode.h>
+
+#include <utility>
+#include <vector>
+
+#include "gpipe/ranks/peers.h"
+
+namespace gpipe {
+
+namespace {
+
+// Gives the tensors the values that they have in the first replica. Undefined ones of `sent` stay as they are.
+void take_values(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& sent, Peers& peers) {
+  at::NoGradGuard no_grad;
+  if (tensors.empty()) return;
+  Parcel parcel;
+  for (const auto& tensor : sent) parcel.add(tensor.defined() ? tensor.detach() : tensor, /*gradient_wanted=*/false);
+  parcel = peers.share(Peers::Result::kOfTwins, peers.twin(0), std::move(parcel));
+  if (peers.replica() == 0) return;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (const auto& value = parcel.tensors.at(i); value.defined()) tensors[i].variable_data().copy_(value);
+  }
+}
+
+}  // namespace
+
+void take_state_of_first_replica(Pipeline& pipeline) {
+  std::vector<at::Tensor> tensors;
+  for (const auto& stage : pipeline.stages()) {
+    for (const auto& list : {stage.parameters(), stage.buffers()}) {
+      tensors.insert(tensors.end(), list.begin(), list.end());
+    }
+  }
+  take_values(tensors, tensors, *pipeline.peers());
+}
+
+void take_buffers_of_first_replica(Pipeline& pipeline) {
+  std::vector<at::Tensor> buffers;
+  std::vector<at::Tensor> sent;
+  for (const auto& stage : pipeline.stages()) {
+    for (const auto& buffer : stage.buffers()) {
+      buffers.push_back(buffer);
+      sent.push_back(stage.habits.is_constant(buffer) ? at::Tensor() : buffer);
+    }
+  }
+  take_values(buffers, sent, *pipeline.peers());
+}
+
+void merge_over_replicas(std::vector<BatchStatistics>& statistics, Pipeline& pipeline) {
+  auto& peers = *pipeline.peers();
+  for (std::size_t s = 0; s < statistics.size(); ++s) {
+    const auto buffers = pipeline.stages()[s].buffers();
+    if (buffers.empty()) continue;
+    Parcel parcel;
+    for (auto& tensor : statistics[s].to_tensors(buffers)) parcel.add(std::move(tensor), /*gradient_wanted=*/false);
+    std::vector<Gradients> of_replicas;
+    for (auto& each : peers.exchange(std::move(parcel))) of_replicas.push_back(std::move(each.tensors));
+    statistics[s].join(buffers, of_replicas);
+  }
+}
+
+}  // namespace gpipe
