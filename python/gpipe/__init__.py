@@ -37,10 +37,12 @@ from gpipe.pipeline import SCHEDULES, GPipe
 from gpipe.randomness import RandomScope
 from gpipe.ranks import Ranks
 from gpipe.reference_run import reference
+from gpipe.scaling import GradScaler
 
 __all__ = [
     "SCHEDULES",
     "GPipe",
+    "GradScaler",
     "RandomScope",
     "Ranks",
     "Timeline",

@@ -367,8 +367,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                     f"{method}() trains, so it needs training mode and grad mode; use forward() to evaluate"
                 )
             pipeline = self._pipeline()
-            if self._ranks is not None and isinstance(scale, GradScaler):
-                raise TypeError("each rank would change the scale of its own GradScaler; give a number as scale over ranks")
+            if self._ranks is not None and type(scale) is GradScaler:
+                raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
             factor = check_scale(scale, self.devices[self.placement[-1]])
             options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():

@@ -1,0 +1,238 @@
+"""Replicas: several equal pipelines over ranks, which train as one does on the larger mini-batch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+import gpipe
+from gpipe import snapshot
+from gpipe.snapshot import Snapshot
+from jobs import results_of, run_job
+from test_ranks import batch, make_model
+
+
+def replicas(ranks, count):
+    """Ranks of the same processes, divided into replicas."""
+    return gpipe.Ranks(dist.group.WORLD, timeout=20, join_timeout=20, replicas=count)
+
+
+def sgd(pipe):
+    return torch.optim.SGD(pipe.parameters(), lr=0.1)
+
+
+def states(pipe):
+    gradients = {f"gradient of {name}": each.grad for name, each in pipe.named_parameters()}
+    return {name: value.clone() for name, value in (pipe.state_dict() | gradients).items() if value is not None}
+
+
+def train(pipe, whole_batches, part=None):
+    """The loss and the state after each step."""
+    optimizer = sgd(pipe)
+    record = []
+    for samples in whole_batches:
+        x, y = (each[part(samples)] if part else each for each in batch(samples))
+        optimizer.zero_grad()
+        loss = pipe.step(x, y, F.cross_entropy)
+        norm = pipe.clip_grad_norm_(0.5)
+        record.append({"loss": loss, "norm": norm} | states(pipe))
+        optimizer.step()
+    return record
+
+
+def train_as_replicas(ranks, count, balance, chunks, batches, meta):
+    with replicas(ranks, count) as mesh:
+        assert mesh.replicas == count and mesh.replica == mesh.rank % count
+        torch.manual_seed(5 + mesh.replica)
+        with torch.device("meta" if meta else "cpu"):
+            model = make_model()
+        pipe = gpipe.GPipe(model, balance, chunks=chunks, deferred_batch_norm=True, schedule="1f1b", group=mesh)
+        torch.manual_seed(5)
+        return train(pipe, batches, mesh.part)
+
+
+@pytest.mark.parametrize("count, balance, size", [(2, [8], 2), (2, [4, 4], 4), (3, [3, 5], 3)])
+def test_replicas_equal_one_pipeline(count, balance, size):
+    batches = [12 * count, 6 * count]
+    of_ranks = results_of(size, train_as_replicas, count, balance, 2, batches, False)
+    torch.manual_seed(5)
+    model = make_model()
+    alone = gpipe.GPipe(model, balance, chunks=2 * count, deferred_batch_norm=True, schedule="1f1b")
+    torch.manual_seed(5)
+    expected = train(alone, batches)
+    for rank, record in enumerate(of_ranks):
+        for actual, of_alone in zip(record, expected, strict=True):
+            for name, value in actual.items():
+                torch.testing.assert_close(value, of_alone[name], msg=lambda text: f"{name}: {text}")
+                # Replicas are equal bit by bit.
+                twin = of_ranks[rank // count * count]
+                assert torch.equal(value, twin[record.index(actual)][name]), name
+
+
+def test_models_without_memory():
+    first, second = results_of(2, train_as_replicas, 2, [8], 2, [8, 6], True)
+    for one, other in zip(first, second, strict=True):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def backward_and_evaluate(ranks):
+    with replicas(ranks, 2) as mesh:
+        torch.manual_seed(mesh.rank)
+        pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, deferred_batch_norm=True, group=mesh)
+        x, y = batch(9)
+        part = mesh.part(9)
+        torch.manual_seed(2)
+        output = pipe(x[part])
+        F.cross_entropy(output, y[part]).backward()
+        trained = states(pipe)
+        pipe.eval()
+        with torch.no_grad():
+            evaluated = pipe(x)
+        mine = Snapshot(
+            model=snapshot.capture_model(pipe), optimizer=snapshot.capture_optimizer(sgd(pipe), pipe), epoch=1
+        )
+        return trained, evaluated, snapshot.gather(pipe, mine).model
+
+
+def test_backward_evaluation_and_snapshots():
+    results = results_of(4, backward_and_evaluate)
+    whole = results[0][2]
+    assert all(not result[2] for result in results[1:])
+    assert list(whole) == list(make_model().state_dict())
+    for rank, (trained, evaluated, _) in enumerate(results):
+        assert torch.equal(evaluated, results[0][1])
+        assert all(torch.equal(value, results[rank // 2 * 2][0][name]) for name, value in trained.items())
+        for name, value in trained.items():
+            if name in whole:
+                assert torch.equal(value, whole[name])
+    model = make_model()
+    model.load_state_dict(whole)
+    model.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch(9)[0]), results[0][1])
+
+
+class Overflowing(nn.Module):
+    """Has a gradient that is not finite while ``huge`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.huge = False
+
+    def forward(self, x):
+        return x * self.weight * (torch.inf if self.huge else 1.0)
+
+
+def scale_losses(ranks):
+    torch.manual_seed(0)
+    scales = []
+    layer = Overflowing()
+    with gpipe.Ranks(dist.group.WORLD, timeout=20, join_timeout=20, replicas=1 if ranks is None else 2) as mesh:
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6)), [1, 2], chunks=2, group=mesh)
+        optimizer = sgd(pipe)
+        scaler = gpipe.GradScaler(pipe, init_scale=2.0**10, growth_interval=2)
+        for huge in (False, True, False, False):
+            layer.huge = huge and mesh.rank == 3  # on one rank only
+            optimizer.zero_grad()
+            before = [each.clone() for each in pipe.parameters()]
+            x = torch.arange(48.0).view(8, 6).sin()
+            pipe.step(x[mesh.part(8)], x[mesh.part(8)].cos(), lambda out, y: F.mse_loss(out, y), scale=scaler)
+            scaler.step(optimizer)
+            changed = any(not torch.equal(a, b) for a, b in zip(before, pipe.parameters(), strict=True))
+            assert changed is not huge
+            scaler.update()
+            scales.append(scaler.get_scale())
+    return scales
+
+
+def test_all_ranks_skip_a_step_alike():
+    assert results_of(4, scale_losses) == [[1024.0, 512.0, 512.0, 1024.0]] * 4
+
+
+def use_zero(ranks):
+    torch.manual_seed(1)
+    x, y = batch(8)
+    records = []
+    for zero in (False, True):
+        with replicas(ranks, 2) as mesh:
+            torch.manual_seed(1)
+            pipe = gpipe.GPipe(make_model(), [8], chunks=2, deferred_batch_norm=True, group=mesh)
+            parameters = pipe.parameters()
+            optimizer = (
+                ZeroRedundancyOptimizer(parameters, torch.optim.Adam, lr=0.1)
+                if zero
+                else torch.optim.Adam(parameters, lr=0.1)
+            )
+            for seed in range(3):
+                torch.manual_seed(seed)
+                optimizer.zero_grad()
+                pipe.step(x[mesh.part(8)], y[mesh.part(8)], F.cross_entropy)
+                optimizer.step()
+            records.append(states(pipe))
+    assert all(torch.equal(value, records[1][name]) for name, value in records[0].items())
+
+
+def test_zero_redundancy_optimizer():
+    results_of(2, use_zero)
+
+
+def use_ddp(ranks):
+    """Pipelines in one process each, whose gradients DistributedDataParallel averages."""
+    torch.manual_seed(1)
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2)
+    around = DistributedDataParallel(pipe)
+    x, y = batch(8)
+    half = slice(4 * ranks.rank, 4 * ranks.rank + 4)
+    torch.manual_seed(ranks.rank)
+    F.cross_entropy(around(x[half]), y[half]).backward()
+    return states(pipe)
+
+
+def test_distributed_data_parallel_around_a_pipeline():
+    first, second = results_of(2, use_ddp)
+    gradients = [name for name in first if name.startswith("gradient")]
+    assert gradients
+    assert all(torch.equal(first[name], second[name]) for name in gradients)
+
+
+def disagree(ranks):
+    with pytest.raises(ValueError, match="the number of replicas is 3, but must divide the number of ranks, 2"):
+        replicas(ranks, 3)
+    with replicas(ranks, 2) as mesh:
+        pipe = gpipe.GPipe(make_model(), [8], chunks=2, group=mesh)
+        if mesh.rank == 1:
+            next(iter(pipe.parameters())).requires_grad_(False)
+        with pytest.raises(RuntimeError, match="rank 1 trains .* parameters .* but rank 0 trains"):
+            pipe.step(*batch(4), F.cross_entropy)
+        next(iter(pipe.parameters())).requires_grad_(True)
+        with pytest.raises(ValueError, match="no samples"):
+            pipe.step(*batch(0), F.cross_entropy)
+        pipe.step(*batch(4), F.cross_entropy)
+
+
+def test_disagreements_are_told():
+    results_of(2, disagree)
+
+
+def die(ranks):
+    with replicas(ranks, 2) as mesh:
+        pipe = gpipe.GPipe(make_model(), [8], chunks=2, group=mesh)
+
+        def loss(output, y):
+            if mesh.rank == 1:
+                raise ValueError("no idea")
+            return F.cross_entropy(output, y)
+
+        for _ in range(2):
+            pipe.step(*batch(8), loss)
+
+
+def test_the_first_failure_is_named():
+    errors = [error for _, error in run_job(2, die)]
+    assert "no idea" in errors[1]
+    assert "rank 1 failed in" in errors[0] and "no idea" in errors[0]
