@@ -305,7 +305,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
                 adds them up.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
-                ``step(optimizer)`` and ``update()`` afterwards.
+                ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.GradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
 
         Returns:

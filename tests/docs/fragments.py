@@ -15,6 +15,8 @@ GIVEN = {
     "index.md": "nn::Sequential model; torch::Tensor input, target; torch::nn::MSELoss criterion;",
     "which.md": "nn::Sequential model; torch::Tensor mini_batch;",
     "how_it_works.md": "nn::Sequential model; gpipe::GPipe pipe(model, {1, 1});",
+    "replicas.md": "nn::Sequential model; std::vector<std::pair<torch::Tensor, torch::Tensor>> batches; "
+    "gpipe::LossFunction loss;",
     "ranks.md": "nn::Sequential model; torch::Tensor x, y;",
     "schedules.md": "nn::Sequential model; torch::Tensor x, y; torch::optim::SGD optimizer(model->parameters(), 0.1);",
 }
