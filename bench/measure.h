@@ -39,6 +39,7 @@ struct Options {
   int repeats = 9;
   bool steps_only = false;  ///< print only each step of the pipeline, to compare with peers
   bool over_ranks = false;  ///< run over the processes that torchrun has started
+  int replicas = 1;         ///< among which these are divided
 };
 
 /// Adds the flags that all programs have. The options' values are the defaults. Also adds --reuse, which calls

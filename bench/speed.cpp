@@ -26,6 +26,10 @@ void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks
   auto it = subject(row.model, row.chunks);
   auto balance = options.balance;
   if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
+  if (ranks) {
+    const auto [begin, end] = ranks->part(it.input.size(0));
+    it.input = it.input.slice(0, begin, end);
+  }
   auto pipe = make_pipe(it, balance, row, ranks);
   if (options.steps_only) {
     const auto times = interleave({[&] { step(pipe, it.input, row); }}, options.repeats);
@@ -62,9 +66,14 @@ int main(int argc, char** argv) {
   add_balance_flag(app, options);
   add_schedule_flag(app, options);
   add_ranks_flag(app, options);
+  app.add_option("--replicas", options.replicas, "divide the processes among so many pipelines; needs --over-ranks")
+      ->capture_default_str()
+      ->needs("--over-ranks")
+      ->check(CLI::PositiveNumber);
   add_short_flag(app, options, {gpipe::Checkpoint::kNever});
   return run_program(app, argc, argv, [&] {
-    const auto ranks = options.over_ranks ? gpipe::Ranks::from_environment() : nullptr;
+    const auto ranks = options.over_ranks ? gpipe::Ranks::from_environment(gpipe::RanksOptions().replicas(options.replicas))
+                                          : nullptr;
     for_each_row(options, [&](const Row& row) { measure(row, options, ranks); });
   });
 }

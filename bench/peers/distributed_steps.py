@@ -1,17 +1,21 @@
 """Times steps of torch.distributed.pipelining with one process per worker. Prints a JSON line.
 
 The processes communicate by Gloo over the loopback device. Each runs one thread. A barrier precedes each step. A step
-lasts from its first start to its last end over all processes. Skips that cross a cut are sent with the activation
+lasts from its first start to its last end over all processes. With --replicas, DistributedDataParallel sums the gradients of
+the processes that have the same stage; with one stage it is all there is, and a step is one forward and one backward. Skips that cross a cut are sent with the activation
 through every stage in between. Steps return no output: the loss is the sum of each micro-batch's output.
 """
 
 import argparse
 import os
 import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import Tensor
 from torch.distributed.pipelining import (
     PipelineStage,
     Schedule1F1B,
@@ -19,6 +23,7 @@ from torch.distributed.pipelining import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.nn.parallel import DistributedDataParallel
 
 import models
 import steps
@@ -51,31 +56,73 @@ def seconds_of(spans: list[list[tuple[float, float]]]) -> list[float]:
     return [max(end for _, end in each) - min(start for start, _ in each) for each in zip(*spans)]
 
 
-def run_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
-    torch.set_num_threads(1)
-    ranks = steps.workers(args)
-    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
-    layers, x = steps.subject(args)
+def data_parallel_step(args: argparse.Namespace, layers: models.Layers, x: Tensor) -> Callable[[], None]:
+    """Returns the step of a model that is not cut."""
+    (module,) = models.cut(layers, args.balance)
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True)
+    chunks = args.chunks // args.replicas
+
+    def step() -> None:
+        steps.clear_gradients(model)
+        for index, part in enumerate(x.chunk(chunks)):
+            with model.no_sync() if index + 1 < chunks else nullcontext():
+                model(part).sum().backward()
+
+    return step
+
+
+def pipeline_step(
+    args: argparse.Namespace, layers: models.Layers, x: Tensor, position: int, pipeline: dist.ProcessGroup, twins: dist.ProcessGroup
+) -> Callable[[], None]:
+    """Returns the step of this process's stages."""
     modules = models.cut(layers, args.balance)
+    if args.replicas > 1:
+        modules = [
+            DistributedDataParallel(module, process_group=twins, gradient_as_bucket_view=True) for module in modules
+        ]
     stages = [
-        Stage(modules[index], index, len(modules), torch.device("cpu"))
-        for index in stages_of(rank, ranks, len(modules), args.schedule)
+        Stage(modules[index], index, len(modules), torch.device("cpu"), group=pipeline)
+        for index in stages_of(position, steps.workers(args), len(modules), args.schedule)
     ]
+    chunks = args.chunks // args.replicas
     schedule = SCHEDULES[args.schedule](
         stages if args.stages_per_worker > 1 else stages[0],
-        args.chunks,
+        chunks,
         loss_fn=lambda output, _: output.sum(),
         scale_grads=False,
     )
     inputs = (x,) if any(stage.is_first for stage in stages) else ()
     # required by a loss
-    target = torch.empty(args.chunks) if any(stage.is_last for stage in stages) else None
-    plain = torch.nn.Sequential(*layers)
+    target = torch.empty(chunks) if any(stage.is_last for stage in stages) else None
 
     def step() -> None:
         for stage in stages:
             steps.clear_gradients(stage.submod)
         schedule.step(*inputs, target=target, return_outputs=False)
+
+    return step
+
+
+def mesh_groups(rank: int, positions: int, replicas: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """Returns the processes of this one's pipeline, and those that have the same stages."""
+    pipelines = [dist.new_group([p * replicas + r for p in range(positions)]) for r in range(replicas)]
+    twins = [dist.new_group([p * replicas + r for r in range(replicas)]) for p in range(positions)]
+    return pipelines[rank % replicas], twins[rank // replicas]
+
+
+def run_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
+    torch.set_num_threads(1)
+    positions = steps.workers(args)
+    ranks = positions * args.replicas
+    dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
+    layers, x = steps.subject(args)
+    plain = torch.nn.Sequential(*layers)
+    x = x.chunk(args.replicas)[rank % args.replicas]
+    pipeline, twins = mesh_groups(rank, positions, args.replicas)
+    if positions == 1:
+        step = data_parallel_step(args, layers, x)
+    else:
+        step = pipeline_step(args, layers, x, rank // args.replicas, pipeline, twins)
 
     for _ in range(steps.WARM_UP):
         step()
@@ -99,10 +146,11 @@ def run_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
 def main() -> None:
     parser = steps.flags(__doc__, ["never"])
     parser.add_argument("--schedule", choices=SCHEDULES, default="gpipe")
+    parser.add_argument("--replicas", type=int, default=1, help="default: %(default)s")
     args = parser.parse_args()
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_worker, (args, folder), nprocs=steps.workers(args))
+        mp.spawn(run_worker, (args, folder), nprocs=steps.workers(args) * args.replicas)
 
 
 if __name__ == "__main__":
