@@ -28,7 +28,7 @@ if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
         f"gpipe was built for torch {_C.torch_version}, but torch {_torch.__version__} is installed; {_REINSTALL}"
     )
 
-from gpipe import balance, batchnorm, checkpoint, models, skip, snapshot
+from gpipe import balance, batchnorm, checkpoint, data, models, skip, snapshot
 from gpipe._C import Timeline, reuse_cpu_memory
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 from gpipe.exported.conversion import to_sequential
@@ -51,6 +51,7 @@ __all__ = [
     "batchnorm",
     "check_loss",
     "checkpoint",
+    "data",
     "is_checkpointing",
     "is_recomputing",
     "models",

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import gpipe
 from gpipe import snapshot
@@ -73,7 +74,7 @@ def test_replicas_equal_one_pipeline(count, balance, size):
 
 
 def test_models_without_memory():
-    first, second = results_of(2, train_as_replicas, 2, [8], 2, [8, 6], True)
+    first, second = results_of(2, train_as_replicas, 2, [8], 2, [8, 12], True)
     for one, other in zip(first, second, strict=True):
         assert one.keys() == other.keys()
         assert all(torch.equal(one[name], other[name]) for name in one)
@@ -198,6 +199,32 @@ def test_distributed_data_parallel_around_a_pipeline():
     gradients = [name for name in first if name.startswith("gradient")]
     assert gradients
     assert all(torch.equal(first[name], second[name]) for name in gradients)
+
+
+def load_parts(ranks, workers):
+    dataset = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
+    with replicas(ranks, 2) as mesh:
+        parts = []
+        for epoch in range(2):
+            order = RandomSampler(dataset, generator=torch.Generator().manual_seed(epoch))
+            batches = gpipe.data.PartSampler(BatchSampler(order, batch_size=3, drop_last=False), mesh)
+            assert len(batches) == 4
+            parts += DataLoader(
+                dataset, batch_sampler=batches, collate_fn=gpipe.data.collate_part(dataset), num_workers=workers
+            )
+        return parts
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_replicas_read_their_parts_of_each_mini_batch(workers):
+    of_ranks = results_of(2, load_parts, workers)
+    seen = []
+    for parts in zip(*of_ranks, strict=True):
+        assert [len(x) for x, _ in parts] in ([2, 1], [1, 0])
+        assert all(x.shape[1:] == (2,) and torch.equal(x[:, 0].long(), 2 * y) for x, y in parts)
+        seen += torch.cat([y for _, y in parts]).tolist()
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
 
 
 def disagree(ranks):

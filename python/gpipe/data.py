@@ -1,0 +1,68 @@
+"""Data for replicas: each reads only its own part of every mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sized
+from typing import Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import Dataset, Sampler, default_collate
+
+from gpipe.ranks import Ranks
+
+__all__ = ["PartSampler", "collate_part"]
+
+
+class PartSampler(Sampler[list[int]]):
+    """Yields this replica's part of each mini-batch of another sampler. So an epoch is the same for any number of replicas.
+
+        batches = BatchSampler(RandomSampler(dataset, generator=generator), batch_size=64, drop_last=False)
+        loader = DataLoader(
+            dataset, batch_sampler=gpipe.data.PartSampler(batches, ranks), collate_fn=gpipe.data.collate_part(dataset)
+        )
+
+    Args:
+        batches: the indices of the samples of each mini-batch, the same on all ranks: seed its generator alike.
+        ranks: the ranks, with ``replicas``.
+    """
+
+    def __init__(self, batches: Iterable[list[int]], ranks: Ranks) -> None:
+        self._batches = batches
+        self._ranks = ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self._batches:
+            yield batch[self._ranks.part(len(batch))]
+
+    def __len__(self) -> int:
+        if not isinstance(self._batches, Sized):
+            raise TypeError(f"{self._batches!r} has no length")
+        return len(self._batches)
+
+
+def collate_part(
+    dataset: Dataset[Any], collate: Callable[[list[Any]], Any] = default_collate
+) -> Callable[[list[Any]], Any]:
+    """Returns a function for ``DataLoader(collate_fn=...)`` that also makes mini-batches without samples: the last mini-batch
+    of an epoch can have fewer samples than there are replicas.
+
+    Args:
+        dataset: its first sample gives the shapes of an empty mini-batch.
+        collate: makes the others.
+    """
+    return _CollatePart(dataset, collate)
+
+
+class _CollatePart:
+    """Can be pickled, for a loader's worker processes."""
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
+        self._dataset = dataset
+        self._collate = collate
+
+    def __call__(self, samples: list[Any]) -> Any:
+        if samples:
+            return self._collate(samples)
+        one = self._collate([self._dataset[0]])
+        return tree_map(lambda value: value[:0] if isinstance(value, Tensor) else value, one)
