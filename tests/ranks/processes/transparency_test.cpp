@@ -1,5 +1,4 @@
 // Pipelines over processes equal the reference bit by bit.
-//   GPIPE_GENERATED_CASES=5000 gpipe_tests --gtest_filter='RanksTransparency.*'
 
 #include <gtest/gtest.h>
 
