@@ -108,8 +108,8 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for a model that is given as factories. Calls them in order, each in a RandomScope of its own, and keeps the
   /// layers of this rank. So the initial values do not depend on the balance, nor on the number of ranks, but differ from those
-  /// of a Sequential. Errors: also what a factory throws, which the other ranks are told; std::invalid_argument for a
-  /// factory that returns no module, or two layers of one name.
+  /// of a Sequential. Errors: also what a factory throws, which ends the job on all ranks; std::invalid_argument for a factory
+  /// that returns no module, or two layers of one name.
   GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for layers of any kind; `binding` serves programs in other languages.
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},

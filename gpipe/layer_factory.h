@@ -42,8 +42,8 @@ class LayerFactory {
   /// Empty if it is the layer's index.
   const std::string& name() const { return name_; }
 
-  /// Returns a new layer. Errors: std::invalid_argument if there is no module; what `make` throws. A c10::Error names the
-  /// layer.
+  /// Returns a new layer. Errors: std::invalid_argument if there is no module; what `make` throws, a c10::Error
+  /// with the layer's name.
   std::unique_ptr<Layer> operator()() const;
 
  private:

@@ -80,8 +80,7 @@ TEST(Factories, LayersShareWhatTheirFactoriesCapture) {
   };
   const auto expected =
       train(GPipe(Sequential(Stash("a"), tied(), tied(), nn::Tanh(), Pop("a")), Balance{2, 3}, GPipeOptions()));
-  const LayerFactories model{[] { return Stash("a"); }, tied, tied, [] { return nn::Tanh(); },
-                             [] { return Pop("a"); }};
+  const LayerFactories model{[] { return Stash("a"); }, tied, tied, [] { return nn::Tanh(); }, [] { return Pop("a"); }};
   EXPECT_EQ(expected.size(), 2);
   EXPECT_TRUE(same(train(GPipe(model, Balance{2, 3}, GPipeOptions())), expected));
   EXPECT_TRUE(same(train(GPipe(model, Balance{1, 1, 1, 2}, GPipeOptions())), expected));  // a second use
