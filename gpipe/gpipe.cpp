@@ -31,7 +31,18 @@
 namespace gpipe {
 namespace {
 
-using Layers = std::vector<std::unique_ptr<Layer>>;
+// Returns the names of tensors in the state. `first_names` has those that are known, by the tensor's identity.
+std::vector<GPipeImpl::StateName> state_names(const std::vector<TensorPlace>& places,
+                                              absl::flat_hash_map<const void*, std::string>& first_names) {
+  std::vector<GPipeImpl::StateName> names;
+  for (const auto& place : places) {
+    const auto name = registered_name(place.layer) + "." + place.key;
+    const auto* identity = place.identity();
+    const auto first = identity == nullptr ? name : first_names.try_emplace(identity, name).first->second;
+    names.push_back({name, place.stage, first});
+  }
+  return names;
+}
 
 void check_options(const GPipeOptions& options) {
   check_chunks(options.chunks());
@@ -162,14 +173,11 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
 
 }  // namespace
 
-GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding)
+GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance, GPipeOptions options,
+                     LanguageBinding binding)
     : balance_(std::move(balance)), options_(std::move(options)) {
-  check_balance(balance_, layers.size());
-  check_distinct(layers);
+  check_balance(balance_, factories.size());
   check_options(options_);
-  std::vector<NamedLayer> named;
-  for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
-  const auto links = skip_links(named);
   auto workers = arrange_workers(options_, balance_.size());
   devices_ = workers.devices;
   std::vector<torch::Device> stage_devices;
@@ -178,43 +186,36 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
     stage_devices.push_back(devices_[worker]);
     here.push_back(workers.is_here(worker));
   }
-  auto stages = cut_into_stages(std::move(layers), balance_, stage_devices);
-  for (std::size_t s = 0; s < binding.run_layers.size(); ++s)
-    stages.at(s).run_layers = std::move(binding.run_layers[s]);
-  const auto loans = find_loans(stages);
+  auto stages = make_stages(balance_, stage_devices);
+  for (std::size_t s = 0; s < binding.run_layers.size(); ++s) {
+    auto& stage = stages.at(s);
+    if (here[s]) stage.run_layers = std::move(binding.run_layers[s]);
+  }
+  const auto inventory = fill_stages(stages, balance_, std::move(factories), here, options_.ranks().get());
+  const auto loans = find_loans(inventory.parameters());
   check_loans(loans, stages, here);
-  auto shared = find_shared_buffers(stages);
-  auto edges = connect_stages(stages, balance_, links, loans);
-  absl::flat_hash_set<const void*> across;  // parameters that this rank and another one have
-  for (const auto& loan : loans) {
-    if (here[loan.owner] == here[loan.borrower]) continue;
-    across.insert(stages[loan.owner].parameters()[loan.lent].unsafeGetTensorImpl());
-  }
+  auto shared = find_shared_buffers(inventory.buffers(), stages, here);
+  auto edges = connect_stages(stages, balance_, match_skips(inventory.skips()), loans, here);
   absl::flat_hash_map<const void*, std::string> first_names;
-  for (const auto& stage : stages) {
-    for (const auto& layer : stage.layers) {
-      const auto add = [&](const auto& tensors, std::vector<StateName>& names) {
-        for (const auto& tensor : tensors) {
-          const auto name = registered_name(layer->name()) + "." + tensor.key();
-          names.push_back(
-              {name, stage.index, first_names.try_emplace(tensor->unsafeGetTensorImpl(), name).first->second});
-        }
-      };
-      add(layer->module()->named_parameters(), parameter_names_);
-      add(layer->module()->named_buffers(), buffer_names_);
-    }
-  }
+  parameter_names_ = state_names(inventory.parameters(), first_names);
+  buffer_names_ = state_names(inventory.buffers(), first_names);
   std::unique_ptr<Peers> peers;
   if (options_.ranks()) {
     peers = std::make_unique<Peers>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()),
-                                    manifest_of(stages, edges, options_), binding.structures, binding.poll);
-    drop_layers_elsewhere(stages, here);
+                                    manifest_of(balance_, edges, inventory.descriptions(), options_),
+                                    binding.structures, binding.poll);
   }
-  loans_ = find_loans(stages);
+  loans_ = find_loans(places_of_parameters(stages));
   move_to_devices(stages);
   for (auto& stage : stages) {
     stage.lock = binding.lock;
     for (const auto& layer : stage.layers) register_module(registered_name(layer->name()), layer->module());
+  }
+  absl::flat_hash_set<const void*> across;  // parameters that this rank and another one have
+  for (const auto& [name, owner, borrower, lent, borrowed] : loans) {
+    if (here[owner] == here[borrower]) continue;
+    const auto parameter = here[owner] ? stages[owner].parameters()[lent] : stages[borrower].parameters()[borrowed];
+    across.insert(parameter.unsafeGetTensorImpl());
   }
   for (const auto& parameter : named_parameters()) {
     if (across.contains(parameter->unsafeGetTensorImpl())) across_ranks_.emplace_back(parameter.pair());
@@ -224,6 +225,13 @@ GPipeImpl::GPipeImpl(Layers layers, std::vector<std::int64_t> balance, GPipeOpti
                                          std::move(shared), threads, std::move(binding), std::move(peers));
   if (options_.ranks() && options_.ranks()->replicas() > 1) take_state_of_first_replica(*pipeline_);
 }
+
+GPipeImpl::GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options)
+    : GPipeImpl(independent(std::move(model)), std::move(balance), std::move(options), LanguageBinding()) {}
+
+GPipeImpl::GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance,
+                     GPipeOptions options, LanguageBinding binding)
+    : GPipeImpl(factories_of(std::move(layers)), std::move(balance), std::move(options), std::move(binding)) {}
 
 GPipeImpl::GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options)
     : GPipeImpl(make_layers(*model), std::move(balance), std::move(options)) {}
@@ -351,7 +359,7 @@ bool GPipeImpl::fits() const {
     if (std::any_of(across_ranks_.begin(), across_ranks_.end(), is_it)) across.push_back(parameter.pair());
   }
   const auto is_same = [](const auto& a, const auto& b) { return a.first == b.first && a.second.is_same(b.second); };
-  return find_loans(pipeline_->stages()) == loans_ &&
+  return find_loans(places_of_parameters(pipeline_->stages())) == loans_ &&
          std::equal(across.begin(), across.end(), across_ranks_.begin(), across_ranks_.end(), is_same);
 }
 

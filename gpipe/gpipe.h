@@ -17,6 +17,7 @@
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/value.h"
+#include "gpipe/layer_factory.h"
 #include "gpipe/loss.h"
 #include "gpipe/nested.h"
 #include "gpipe/pipeline.h"
@@ -105,6 +106,11 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(const torch::nn::Sequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for a NestedSequential.
   GPipeImpl(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {});
+  /// The same for a model that is given as factories. Calls them in order, each in a RandomScope of its own, and keeps the
+  /// layers of this rank. So the initial values do not depend on the balance, nor on the number of ranks, but differ from those
+  /// of a Sequential. Errors: also what a factory throws, which ends the job on all ranks; std::invalid_argument for a factory
+  /// that returns no module, or two layers of one name.
+  GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {});
   /// The same for layers of any kind; `binding` serves programs in other languages.
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
             LanguageBinding binding = {});
@@ -222,6 +228,8 @@ class GPipeImpl : public torch::nn::Module {
   using torch::nn::Module::to;
 
  private:
+  /// All others delegate to this one.
+  GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding);
   /// Makes a mini-batch. On an error, the other ranks' call throws too.
   std::shared_ptr<MiniBatch> prepare(absl::FunctionRef<std::shared_ptr<MiniBatch>()> make);
   Value run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint);
@@ -248,6 +256,8 @@ class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
   GPipe(const NestedSequential& model, std::vector<std::int64_t> balance, GPipeOptions options = {})
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
+  GPipe(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {})
+      : ModuleHolder(std::make_shared<GPipeImpl>(std::move(model), std::move(balance), std::move(options))) {}
   GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
         LanguageBinding binding = {})
       : ModuleHolder(std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options),

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <cstdint>
+#include <string>
 #include <vector>
 
 #include "gpipe/gpipe.h"
@@ -7,8 +9,8 @@
 
 namespace gpipe {
 
-/// Returns what all ranks of a pipeline must have in common: versions, options, edges, and each layer's name, parameters and
-/// buffers.
-Manifest manifest_of(const std::vector<Stage>& stages, const std::vector<Edge>& edges, const GPipeOptions& options);
+/// Returns what all ranks of a pipeline must have in common: versions, options, edges, and the descriptions of the layers.
+Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
+                     const std::vector<std::string>& layers, const GPipeOptions& options);
 
 }  // namespace gpipe

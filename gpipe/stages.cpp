@@ -6,7 +6,11 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "gpipe/checks.h"
+#include "gpipe/error_info.h"
+#include "gpipe/ranks/job.h"
+#include "gpipe/ranks/ranks.h"
 
 namespace gpipe {
 namespace {
@@ -16,53 +20,60 @@ namespace {
                   "; put the layers that share it into one stage");
 }
 
-std::string name_of(const at::Tensor& parameter, const Stage& stage) {
-  for (const auto& layer : stage.layers) {
-    for (const auto& named : layer->module()->named_parameters()) {
-      if (named.value().is_same(parameter)) return layer->name() + "." + named.key();
+// On an error, tells the other ranks.
+std::unique_ptr<Layer> make_or_report(const LayerFactory& factory, Ranks* ranks) {
+  try {
+    return factory();
+  } catch (...) {
+    if (ranks != nullptr) {
+      ranks->job().board().report("rank " + std::to_string(ranks->rank()) + " cannot make layer '" + factory.name() +
+                                  "': " + message_of(std::current_exception()));
     }
+    throw;
   }
-  return "";
 }
 
 }  // namespace
 
-void check_distinct(const std::vector<std::unique_ptr<Layer>>& layers) {
-  absl::flat_hash_map<const void*, std::string> seen;
-  for (const auto& layer : layers) {
-    const auto [first, inserted] = seen.emplace(layer->module().get(), layer->name());
-    if (!inserted) {
-      refuse_argument("layers '" + first->second + "' and '" + layer->name() +
-                      "' are the same module; use a copy, because each layer belongs to one place");
-    }
-  }
-}
-
-std::vector<Stage> cut_into_stages(std::vector<std::unique_ptr<Layer>> layers, const std::vector<std::int64_t>& balance,
-                                   const std::vector<torch::Device>& devices) {
-  std::vector<Stage> stages;
-  std::size_t next = 0;
-  for (std::size_t s = 0; s < balance.size(); ++s) {
-    auto& stage = stages.emplace_back();
-    stage.index = static_cast<int>(s);
-    stage.first_layer = static_cast<int>(next);
-    stage.device = devices[s];
-    for (std::int64_t i = 0; i < balance[s]; ++i) stage.layers.push_back(std::move(layers[next++]));
+std::vector<Stage> make_stages(const std::vector<std::int64_t>& balance, const std::vector<torch::Device>& devices) {
+  std::vector<Stage> stages(balance.size());
+  std::int64_t next = 0;
+  for (std::size_t s = 0; s < stages.size(); ++s) {
+    stages[s].index = static_cast<int>(s);
+    stages[s].first_layer = static_cast<int>(next);
+    stages[s].device = devices[s];
+    next += balance[s];
   }
   return stages;
 }
 
-std::vector<Loan> find_loans(const std::vector<Stage>& stages) {
-  std::vector<Loan> loans;
-  absl::flat_hash_map<const void*, std::pair<int, std::size_t>> owners;
-  for (const auto& stage : stages) {
-    const auto parameters = stage.parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
-      const auto [found, inserted] = owners.try_emplace(parameters[i].unsafeGetTensorImpl(), stage.index, i);
-      if (inserted) continue;
-      const auto [owner, lent] = found->second;
-      loans.push_back({name_of(parameters[i], stages[owner]), owner, stage.index, lent, i});
+Inventory fill_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance, LayerFactories factories,
+                      const std::vector<bool>& here, Ranks* ranks) {
+  Inventory inventory;
+  auto factory = factories.begin();
+  for (auto& stage : stages) {
+    for (std::int64_t i = 0; i < balance[stage.index]; ++i, ++factory) {
+      auto layer = make_or_report(*factory, ranks);
+      inventory.add(stage.index, *layer);
+      if (here[stage.index]) stage.layers.push_back(std::move(layer));
     }
+  }
+  return inventory;
+}
+
+std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters) {
+  std::vector<Loan> loans;
+  absl::flat_hash_map<const void*, std::pair<const TensorPlace*, std::size_t>> owners;
+  absl::flat_hash_set<const void*> of_stage;  // those of the present stage so far
+  int stage = 0;
+  for (const auto& parameter : parameters) {
+    if (std::exchange(stage, parameter.stage) != parameter.stage) of_stage.clear();
+    const auto index = of_stage.size();
+    if (!of_stage.insert(parameter.identity()).second) continue;
+    const auto [found, inserted] = owners.try_emplace(parameter.identity(), &parameter, index);
+    if (inserted) continue;
+    const auto [owner, lent] = found->second;
+    loans.push_back({owner->name(), owner->stage, stage, lent, index});
   }
   return loans;
 }
@@ -79,42 +90,31 @@ void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stage
   }
 }
 
-void drop_layers_elsewhere(std::vector<Stage>& stages, const std::vector<bool>& here) {
-  for (auto& stage : stages) {
-    if (here[stage.index]) continue;
-    stage.layers.clear();
-    stage.run_layers = nullptr;
-    stage.borrowed.clear();
-    stage.lent.clear();
-  }
-}
-
-SharedBuffers find_shared_buffers(const std::vector<Stage>& stages) {
+SharedBuffers find_shared_buffers(const std::vector<TensorPlace>& buffers, const std::vector<Stage>& stages,
+                                  const std::vector<bool>& here) {
   SharedBuffers shared;
-  absl::flat_hash_map<const void*, const Stage*> owner;
-  for (const auto& stage : stages) {
-    for (const auto& layer : stage.layers) {
-      for (const auto& buffer : layer->module()->named_buffers()) {
-        if (!buffer.value().defined()) continue;
-        const auto [first, inserted] = owner.emplace(buffer.value().unsafeGetTensorImpl(), &stage);
-        const auto& other = *first->second;
-        if (inserted || &other == &stage) continue;
-        const auto& key = buffer.key();
-        const auto what = "buffer '" + key.substr(key.rfind('.') + 1) + "'";
-        // Batch norm writes to these.
-        if (what == "buffer 'running_mean'" || what == "buffer 'running_var'" || other.device != stage.device) {
-          refuse_shared(other.index, stage.index, what);
-        }
-        shared.add(buffer.value(),
-                   what + " of stages " + std::to_string(other.index) + " and " + std::to_string(stage.index));
-      }
+  absl::flat_hash_map<const void*, int> owner;  // the first stage
+  for (const auto& buffer : buffers) {
+    if (buffer.identity() == nullptr) continue;
+    const int stage = buffer.stage;
+    const int other = owner.emplace(buffer.identity(), stage).first->second;
+    if (other == stage) continue;
+    const auto what = "buffer '" + buffer.key.substr(buffer.key.rfind('.') + 1) + "'";
+    // Batch norm writes to these.
+    if (what == "buffer 'running_mean'" || what == "buffer 'running_var'" ||
+        stages[other].device != stages[stage].device) {
+      refuse_shared(other, stage, what);
     }
+    if (!here[other] && !here[stage]) continue;
+    shared.add(at::Tensor(buffer.tensor.lock()),
+               what + " of stages " + std::to_string(other) + " and " + std::to_string(stage));
   }
   return shared;
 }
 
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
-                                 const std::vector<SkipLink>& skips, const std::vector<Loan>& loans) {
+                                 const std::vector<SkipLink>& skips, const std::vector<Loan>& loans,
+                                 const std::vector<bool>& here) {
   std::vector<LayerLink> links;
   for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
   std::vector<int> crossing;
@@ -128,9 +128,9 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
   }
   for (const auto& loan : loans) {
     edges.push_back({loan.owner, loan.borrower, 1, "parameter " + loan.name});
-    stages[loan.owner].lent.push_back(loan.lent);
+    if (here[loan.owner]) stages[loan.owner].lent.push_back(loan.lent);
     stages[loan.owner].receivers.push_back(loan.borrower);
-    stages[loan.borrower].borrowed.push_back(loan.borrowed);
+    if (here[loan.borrower]) stages[loan.borrower].borrowed.push_back(loan.borrowed);
   }
   return edges;
 }

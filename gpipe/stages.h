@@ -4,26 +4,30 @@
 #include <torch/types.h>
 
 #include <cstdint>
-#include <memory>
 #include <string>
 #include <vector>
 
-#include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage.h"
+#include "gpipe/inventory.h"
+#include "gpipe/layer_factory.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/shared_buffers.h"
 #include "skip/layout.h"
 
 namespace gpipe {
 
+class Ranks;
+
 /// The steps that make stages from a model. GPipe's constructor calls them in this order.
 
-/// Errors: std::invalid_argument for a module that is a layer twice.
-void check_distinct(const std::vector<std::unique_ptr<Layer>>& layers);
+/// Returns stages without layers. `devices` has one entry per stage.
+std::vector<Stage> make_stages(const std::vector<std::int64_t>& balance, const std::vector<torch::Device>& devices);
 
-/// `devices` has one entry per stage.
-std::vector<Stage> cut_into_stages(std::vector<std::unique_ptr<Layer>> layers, const std::vector<std::int64_t>& balance,
-                                   const std::vector<torch::Device>& devices);
+/// Calls the factories in order and gives the layers of this rank to their stages. Drops each other layer before the next one
+/// is made. `here` says of each stage whether it is on this rank. Errors: those of Inventory::add(); those of a factory, which
+/// `ranks`, unless null, tells the other ranks.
+Inventory fill_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance, LayerFactories factories,
+                      const std::vector<bool>& here, Ranks* ranks);
 
 /// A parameter of two stages. The first stage that has it owns it and sums its gradients. It lends the parameter to each
 /// other one along an edge, as a skip, and the gradient comes back along the edge.
@@ -38,23 +42,22 @@ struct Loan {
 };
 
 /// Returns a loan for each parameter and each stage that has it, except the first.
-std::vector<Loan> find_loans(const std::vector<Stage>& stages);
+std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters);
 
 /// Errors: std::invalid_argument for a loan between two devices of this rank, unless the borrower has run_layers, which use
-/// stand-ins. `here` says of each stage whether it is on this rank.
+/// stand-ins.
 void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages, const std::vector<bool>& here);
 
-/// Returns the buffers that stages on one device share and that none of them may write to. Errors: std::invalid_argument
-/// for other shared buffers.
-SharedBuffers find_shared_buffers(const std::vector<Stage>& stages);
+/// Returns the buffers that stages on one device share, at least one of them on this rank, and that none may write to.
+/// Errors: std::invalid_argument for other shared buffers.
+SharedBuffers find_shared_buffers(const std::vector<TensorPlace>& buffers, const std::vector<Stage>& stages,
+                                  const std::vector<bool>& here);
 
-/// Returns the edges between the stages, and sets each stage's skips, borrowed and lent parameters, and receivers, in the
-/// order of the edges.
+/// Returns the edges between the stages, and sets each stage's skips and receivers, and the borrowed and lent parameters of
+/// those of this rank, in the order of the edges.
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,
-                                 const std::vector<SkipLink>& skips, const std::vector<Loan>& loans);
-
-/// Drops the layers of the stages that other ranks have. `here` has one entry per stage.
-void drop_layers_elsewhere(std::vector<Stage>& stages, const std::vector<bool>& here);
+                                 const std::vector<SkipLink>& skips, const std::vector<Loan>& loans,
+                                 const std::vector<bool>& here);
 
 /// Moves the stages' layers to their devices, and each shared parameter to that of the first stage here that has it. Leaves
 /// layers alone that are there already.

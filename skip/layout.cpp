@@ -87,14 +87,20 @@ std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declaratio
   throw std::invalid_argument(text);
 }
 
+std::vector<SkipDeclaration> skip_declarations(const NamedLayer& layer, int index) {
+  std::vector<SkipDeclaration> declarations;
+  for (const auto& module : layer.module->named_modules(layer.name)) {
+    const auto* skippable = dynamic_cast<const Skippable*>(module.value().get());
+    if (skippable == nullptr) continue;
+    declarations.push_back({index, module.key(), skippable->stashes(), skippable->pops()});
+  }
+  return declarations;
+}
+
 std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers) {
   std::vector<SkipDeclaration> declarations;
   for (int layer = 0; layer < static_cast<int>(layers.size()); ++layer) {
-    for (const auto& module : layers[layer].module->named_modules(layers[layer].name)) {
-      const auto* skippable = dynamic_cast<const Skippable*>(module.value().get());
-      if (skippable == nullptr) continue;
-      declarations.push_back({layer, module.key(), skippable->stashes(), skippable->pops()});
-    }
+    for (auto& declaration : skip_declarations(layers[layer], layer)) declarations.push_back(std::move(declaration));
   }
   return match_skips(declarations);
 }

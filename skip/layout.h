@@ -37,6 +37,9 @@ struct SkipDeclaration {
 /// name: a name stashed or popped twice, popped without or before its stash, or stashed and never popped.
 std::vector<SkipLink> match_skips(const std::vector<SkipDeclaration>& declarations);
 
+/// The skips that a layer declares, and those of Skippable modules nested in it. `index` is the layer's.
+std::vector<SkipDeclaration> skip_declarations(const NamedLayer& layer, int index);
+
 /// The skips of a model. Skippable modules nested in a layer count as that layer's and run in the order in which they
 /// were registered, as in a Sequential. Errors: as match_skips().
 std::vector<SkipLink> skip_links(const std::vector<NamedLayer>& layers);

@@ -10,6 +10,9 @@
 
 namespace gpipe {
 
+/// A weak reference to a tensor, which prevents another tensor from getting the same address.
+using WeakTensor = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+
 /// A map with weak references to tensors as keys. An entry is removed after its tensor is destroyed.
 template <typename Known>
 class WeakTensorMap {
@@ -21,13 +24,12 @@ class WeakTensorMap {
 
   void insert(const at::Tensor& tensor, Known known) {
     absl::erase_if(known_, [](const auto& each) { return each.second.first.expired(); });
-    known_.insert_or_assign(tensor.unsafeGetTensorImpl(), std::pair(Weak(tensor.getIntrusivePtr()), std::move(known)));
+    known_.insert_or_assign(tensor.unsafeGetTensorImpl(),
+                            std::pair(WeakTensor(tensor.getIntrusivePtr()), std::move(known)));
   }
 
  private:
-  // The weak reference prevents another tensor from getting the same address.
-  using Weak = c10::weak_intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  absl::flat_hash_map<const c10::TensorImpl*, std::pair<Weak, Known>> known_;
+  absl::flat_hash_map<const c10::TensorImpl*, std::pair<WeakTensor, Known>> known_;
 };
 
 }  // namespace gpipe

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -101,9 +102,23 @@ def gather_wrong_states(ranks):
     step(pipe, optimizer, 8)
     with pytest.raises(RuntimeError, match="SGD.*AdamW|AdamW.*SGD"):
         save(pipe, optimizer, os.devnull)
-    broken = Snapshot(options={}, model={"x": object()} if ranks.rank else {})
-    with pytest.raises(TypeError if ranks.rank else RuntimeError, match="object"):
-        snapshot.gather(pipe, broken)
+    mine = Snapshot(model=snapshot.capture_model(pipe))
+    own = next(iter(mine.model))
+    other = next(name for name in pipe.whole_state if name not in mine.model)
+    tensor = mine.model[own]
+    for changes, error, message in [
+        ({"model": {**mine.model, own: object()}}, TypeError, "object"),
+        ({"model": {**mine.model, other: tensor}}, ValueError, f"has '{other}', which is not of this rank's layers"),
+        ({"model": {name: tensor for name in mine.model if name != own}}, ValueError, f"lacks '{own}' of this rank's layers"),
+        ({"optimizer": {"type": "SGD", "param_groups": [{"params": [other]}], "state": {}}}, ValueError, f"has '{other}'"),
+        ({"optimizer": {"type": "SGD", "param_groups": [], "state": {other: {}}}}, ValueError, f"has '{other}'"),
+    ]:
+        if ranks.rank == 1:
+            with pytest.raises(error, match=re.escape(message)):
+                snapshot.gather(pipe, replace(mine, **changes))
+        else:
+            with pytest.raises(RuntimeError, match="rank 1 refused the call"):
+                snapshot.gather(pipe, mine)
     step(pipe, optimizer, 8)  # the pipeline still works
     assert pipe.largest(5 * ranks.rank) == 5
     assert pipe.gather(b"rank %d" % ranks.rank) == ([] if ranks.rank else [b"rank 0", b"rank 1"])

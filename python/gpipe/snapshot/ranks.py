@@ -36,16 +36,16 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
 
     Raises:
         RuntimeError: on all ranks, if the optimizers differ in their class, groups or options, or a rank has failed.
-        TypeError, ValueError: for a snapshot that cannot be written, as :func:`write`, or an optimizer with a parameter that
-            another rank owns; RuntimeError on the other ranks.
+        TypeError, ValueError: for a snapshot that cannot be written, as :func:`write`, that is not of this rank's layers, or
+            whose optimizer has a parameter that another rank owns; RuntimeError on the other ranks.
     """
     if pipe.ranks is None:
         return mine
     ranks = pipe.ranks
     is_first = ranks.rank == 0
     with pipe.refusing():
-        _check_owned(pipe, mine.optimizer)
         state = {"model": plain(mine.model, "model"), "optimizer": plain(mine.optimizer, "optimizer")}
+        _check_own(pipe, mine)
         part = b"" if is_first or ranks.replica != 0 else dump(state).getvalue()
     parts = pipe.gather(part, f"the state of {_description(mine.optimizer)}")
     if not is_first:
@@ -102,9 +102,17 @@ def own_part(pipe: GPipe, whole: Snapshot) -> Snapshot:
     )
 
 
-def _check_owned(pipe: GPipe, optimizer: OptimizerState) -> None:
+def _check_own(pipe: GPipe, mine: Snapshot) -> None:
+    """Refuses a snapshot that is not of this rank's layers, or whose optimizer trains what another rank owns."""
     own = pipe.state_dict().keys()
-    for name in (name for group in optimizer["param_groups"] for name in group["params"]):
+    for name in own:
+        if name not in mine.model:
+            raise ValueError(f"the snapshot lacks '{name}' of this rank's layers")
+    trained = [*(name for group in mine.optimizer["param_groups"] for name in group["params"]), *mine.optimizer["state"]]
+    for name in (*mine.model, *trained):
+        if name not in own:
+            raise ValueError(f"the snapshot has '{name}', which is not of this rank's layers")
+    for name in trained:
         if (first := pipe.whole_state.get(name, name)) not in own:
             raise ValueError(
                 f"the optimizer has '{name}', which another rank trains as '{first}'; make the optimizer of the pipeline's "

@@ -6,7 +6,6 @@
 #include <torch/torch.h>
 
 #include <csignal>
-#include <cstdlib>
 #include <iostream>
 #include <optional>
 #include <thread>
@@ -139,25 +138,17 @@ void train(const std::shared_ptr<Ranks>& ranks, const std::function<void(Subject
   }
 }
 
-/// Kills one of three ranks at a random moment. GPIPE_KILLS: how often. The first ones while they train, later ones also
-/// while the ranks meet.
+/// Kills one of three ranks at a random moment. The first ones while they train, later ones also while the ranks meet.
 TEST(RanksFailures, ARankIsKilled) {
-  const char* kills = std::getenv("GPIPE_KILLS");
-  const int count = kills == nullptr ? 3 : std::atoi(kills);
-  const char* number = std::getenv("GPIPE_KILL");  // of the job, which its processes inherit
-  for (int kill = number == nullptr ? 0 : std::atoi(number); kill < count; ++kill) {
+  repeat_job(number_of_kills(), [](int kill) {
     const int culprit = kill % kRanks;
     const bool early = kill % 10 > 6;
-    setenv("GPIPE_KILL", std::to_string(kill).c_str(), /*overwrite=*/1);
     const auto ends =
         run_job(kRanks,
                 [&](const std::shared_ptr<Ranks>& ranks) {
                   const auto kill_later = [&] {
-                    if (ranks->rank() != culprit) return;
-                    std::thread([delay = kill * 102947 % (early ? 50000 : 200000)] {
-                      std::this_thread::sleep_for(std::chrono::microseconds(delay));
-                      raise(SIGKILL);
-                    }).detach();
+                    const std::chrono::microseconds delay(kill * 102947 % (early ? 50000 : 200000));
+                    if (ranks->rank() == culprit) kill_after(delay);
                   };
                   if (early) kill_later();
                   train(ranks, [&](Subject&) {
@@ -172,9 +163,7 @@ TEST(RanksFailures, ARankIsKilled) {
       std::cout << "rank " << r << " ended " << ends[r].seconds - ends[culprit].seconds << " s after rank " << culprit
                 << (early ? " (early)" : "") << ": " << ends[r].output;
     }
-    if (HasFailure()) break;
-  }
-  unsetenv("GPIPE_KILL");
+  });
 }
 
 TEST(RanksFailures, ARankIsKilledBeforeThePipelineIsMade) {
@@ -200,10 +189,8 @@ TEST(RanksFailures, ARankIsKilledBetweenTwoPipelines) {
 }
 
 TEST(RanksFailures, ARankIsStopped) {
-  for (const int culprit : {0, 2}) {
-    const char* inherited = std::getenv("GPIPE_STOPPED");
-    if (inherited != nullptr && std::atoi(inherited) != culprit) continue;
-    setenv("GPIPE_STOPPED", std::to_string(culprit).c_str(), /*overwrite=*/1);
+  repeat_job(2, [](int number) {
+    const int culprit = 2 * number;
     const auto ends = run_job(kRanks,
                               [&](const std::shared_ptr<Ranks>& ranks) {
                                 train(ranks, [&](Subject& subject) {
@@ -214,8 +201,7 @@ TEST(RanksFailures, ARankIsStopped) {
                               {.ranks = patient().timeout(seconds(4)), .limit = seconds(60)});
     EXPECT_EQ(ends[culprit].status, -SIGKILL);  // by the test, which finds it stopped
     expect_failed(ends, culprit, "rank " + std::to_string(culprit) + " is stopped or cut off: rank ");
-    unsetenv("GPIPE_STOPPED");
-  }
+  });
 }
 
 TEST(RanksFailures, ALayerHangs) {

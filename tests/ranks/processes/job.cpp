@@ -27,6 +27,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr const char* kRank = "GPIPE_TEST_RANK";
 constexpr const char* kFolder = "GPIPE_TEST_FOLDER";
+constexpr const char* kNumber = "GPIPE_TEST_NUMBER";  // of a repeated job
 
 std::string test_name() {
   const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
@@ -129,6 +130,27 @@ void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& bod
   for (std::size_t r = 0; r < ends.size(); ++r) {
     EXPECT_EQ(ends[r].status, 0) << "rank " << r << " of " << size << ":\n" << ends[r].output;
   }
+}
+
+void repeat_job(int count, const std::function<void(int number)>& run) {
+  if (rank_of_this_process() >= 0) return run(std::atoi(std::getenv(kNumber)));
+  for (int number = 0; number < count && !::testing::Test::HasFailure(); ++number) {
+    setenv(kNumber, std::to_string(number).c_str(), /*overwrite=*/1);
+    run(number);
+  }
+  unsetenv(kNumber);
+}
+
+int number_of_kills() {
+  const char* kills = std::getenv("GPIPE_KILLS");
+  return kills == nullptr ? 3 : std::atoi(kills);
+}
+
+void kill_after(std::chrono::microseconds delay) {
+  std::thread([delay] {
+    std::this_thread::sleep_for(delay);
+    raise(SIGKILL);
+  }).detach();
 }
 
 }  // namespace gpipe

@@ -41,6 +41,16 @@ std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Rank
 /// The same, and expects each process to end with status 0.
 void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options = {});
 
+/// Calls `run`, which runs a job, with the numbers from 0 to `count` - 1. In a process of a job, calls it with the job's number
+/// only. Stops when an expectation has failed.
+void repeat_job(int count, const std::function<void(int number)>& run);
+
+/// How often tests kill a rank: GPIPE_KILLS, or a few times.
+int number_of_kills();
+
+/// Kills this process after a delay.
+void kill_after(std::chrono::microseconds delay);
+
 /// Makes Ranks of the same job of `size` ranks, independent of those before. All ranks call this equally often.
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options = patient());
 

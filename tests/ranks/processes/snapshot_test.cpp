@@ -240,5 +240,56 @@ TEST(RanksSnapshot, ARankIsLostBeforeItsState) {
   EXPECT_THAT(ends[0].output, HasSubstr("rank 1 was lost"));
 }
 
+/// Gathers and writes snapshots until an error ends it. All values in a snapshot are the number of the gather.
+void write_snapshots(const std::shared_ptr<Ranks>& ranks, const std::filesystem::path& path,
+                     const std::function<void()>& after_first) {
+  constexpr std::int64_t kLarge = 1500;  // so that most of the time is spent in the transfer
+  GPipe pipe(Sequential(Linear(kLarge, kLarge), Linear(kLarge, kLarge), Linear(kLarge, kLarge)), Balance{1, 1, 1},
+             GPipeOptions().ranks(ranks));
+  for (int number = 1;; ++number) {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : pipe->parameters()) parameter.fill_(number);
+    Snapshot mine;
+    mine.model = capture_model(*pipe);
+    mine.epoch = number;
+    const auto whole = gather(*pipe, mine);
+    if (ranks->rank() == 0) write_snapshot(path, whole);
+    if (number == 1) {
+      pipe->largest(0);  // the file is there now
+      after_first();
+    }
+  }
+}
+
+TEST(RanksSnapshot, ARankIsKilledWhileTheyGather) {
+  constexpr int kRanks = 3;
+  const bool is_rank = rank_of_this_process() >= 0;
+  const auto folder =
+      std::filesystem::temp_directory_path() / ("gpipe_gather_" + std::to_string(is_rank ? getppid() : getpid()));
+  const auto path = folder / "latest.snapshot";
+  repeat_job(number_of_kills(), [&](int kill) {
+    const int culprit = (kill + 1) % kRanks;
+    if (!is_rank) std::filesystem::create_directory(folder);
+    const auto ends = run_job(kRanks, [&](const std::shared_ptr<Ranks>& ranks) {
+      write_snapshots(ranks, path, [&] {
+        if (ranks->rank() == culprit) kill_after(std::chrono::microseconds(kill * 102947 % 300000));
+      });
+    });
+    for (int r = 0; r < kRanks; ++r) {
+      EXPECT_EQ(ends[r].status, r == culprit ? -SIGKILL : 2) << "rank " << r << ":\n" << ends[r].output;
+      if (r == culprit) continue;
+      EXPECT_THAT(ends[r].output, HasSubstr("rank " + std::to_string(culprit) + " was lost")) << "rank " << r;
+    }
+    const auto snapshot = read_snapshot(path);
+    EXPECT_EQ(snapshot.model.size(), 6);
+    for (const auto& tensor : snapshot.model) {
+      EXPECT_TRUE(tensor->eq(snapshot.epoch).all().item<bool>()) << tensor.key();
+    }
+    const auto files = std::distance(std::filesystem::directory_iterator(folder), {});
+    if (culprit != 0) EXPECT_EQ(files, 1);  // a rank 0 that is killed while it writes leaves a second one
+    std::filesystem::remove_all(folder);
+  });
+}
+
 }  // namespace
 }  // namespace gpipe

@@ -1,5 +1,4 @@
 // Pipelines over processes equal the reference bit by bit.
-//   GPIPE_GENERATED_CASES=5000 gpipe_tests --gtest_filter='RanksTransparency.*'
 
 #include <gtest/gtest.h>
 
@@ -10,9 +9,12 @@
 namespace gpipe {
 namespace {
 
+/// Seeds to begin with, and the number of cases for each number of ranks.
+Seeds cases() { return seeds_from_environment(80); }
+
 /// Runs generated cases that have enough workers. All ranks generate the same.
 void run_cases(const std::shared_ptr<Ranks>& ranks) {
-  const auto seeds = seeds_from_environment(80);
+  const auto seeds = cases();
   Counts seen;
   std::uint64_t run = 0;
   for (std::uint64_t seed = seeds.first; run < seeds.count; ++seed) {
@@ -28,9 +30,13 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
   print(std::to_string(run) + " cases from seed " + std::to_string(seeds.first), seen);
 }
 
-TEST(RanksTransparency, TwoRanks) { expect_job(2, run_cases); }
-TEST(RanksTransparency, ThreeRanks) { expect_job(3, run_cases); }
-TEST(RanksTransparency, FourRanks) { expect_job(4, run_cases); }
+void expect_transparency(int ranks) {
+  expect_job(ranks, run_cases, {.limit = std::chrono::seconds(60 + cases().count)});
+}
+
+TEST(RanksTransparency, TwoRanks) { expect_transparency(2); }
+TEST(RanksTransparency, ThreeRanks) { expect_transparency(3); }
+TEST(RanksTransparency, FourRanks) { expect_transparency(4); }
 
 }  // namespace
 }  // namespace gpipe

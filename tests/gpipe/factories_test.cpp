@@ -1,0 +1,156 @@
+// A model that is given as factories of its layers.
+
+#include <gmock/gmock.h>
+#include <torch/torch.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tests/gpipe/helpers.h"
+#include "tests/gpipe/layers.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+using ::testing::ElementsAre;
+
+LayerFactories five_layers() {
+  return {{"first", [] { return Linear(4, 4); }},
+          [] { return nn::Tanh(); },
+          {"norm", [] { return nn::AnyModule(nn::BatchNorm1d(4)); }},
+          [] { return std::make_shared<nn::LinearImpl>(4, 4); },
+          {"last", [] { return make_layer("last", nn::AnyModule(Linear(4, 2))); }}};
+}
+
+GPipe make_pipe(LayerFactories model, Balance balance) {
+  torch::manual_seed(5);
+  return GPipe(std::move(model), std::move(balance), GPipeOptions().chunks(2));
+}
+
+TEST(Factories, EachLayerHasARandomScope) {
+  for (const auto& balance : {Balance{5}, Balance{2, 3}, Balance{1, 1, 1, 1, 1}}) {
+    const auto pipe = make_pipe(five_layers(), balance);
+    const auto generator = generator_state();
+
+    torch::manual_seed(5);
+    const auto seed = RandomScope::draw_seed();
+    std::vector<Tensor> expected;
+    const auto add = [&](std::int64_t index, auto make) {
+      const RandomScope scope(seed, index, 0);
+      for (const auto& parameter : make()->parameters()) expected.push_back(parameter);
+    };
+    add(0, [] { return Linear(4, 4); });
+    add(2, [] { return nn::BatchNorm1d(4); });
+    add(3, [] { return Linear(4, 4); });
+    add(4, [] { return Linear(4, 2); });
+    EXPECT_TRUE(same(pipe->parameters(), expected));
+    EXPECT_TRUE(same(generator, generator_state()));
+  }
+}
+
+TEST(Factories, LayersHaveTheirNamesOrIndices) {
+  const auto pipe = make_pipe(five_layers(), {2, 3});
+  std::vector<std::string> names;
+  for (const auto& layer : pipe->named_children()) names.push_back(layer.key());
+  EXPECT_THAT(names, ElementsAre("first", "1", "norm", "3", "last"));
+  EXPECT_EQ(pipe->parameter_names().front().name, "first.weight");
+  EXPECT_EQ(pipe->buffer_names().front().name, "norm.running_mean");
+}
+
+/// Layers 1 and 2 share the parameter of the first one; a skip goes from layer 0 to layer 4.
+struct OfMatrixImpl : nn::Module {
+  explicit OfMatrixImpl(const Tensor& weight) : weight(register_parameter("weight", weight)) {}
+  Tensor forward(const Tensor& x) { return x.matmul(weight).tanh(); }
+  Tensor weight;
+};
+TORCH_MODULE(OfMatrix);
+
+TEST(Factories, LayersShareWhatTheirFactoriesCapture) {
+  const auto weight = torch::eye(4).mul(0.5);
+  const auto tied = [weight] { return OfMatrix(weight); };
+  const auto train = [&](GPipe pipe) {
+    auto output = pipe->forward(torch::ones({6, 4}));
+    output.sum().backward();
+    auto results = std::vector<Tensor>{output.detach()};
+    for (const auto& parameter : pipe->parameters()) results.push_back(parameter.grad().clone());
+    pipe->zero_grad();
+    return results;
+  };
+  const auto expected =
+      train(GPipe(Sequential(Stash("a"), tied(), tied(), nn::Tanh(), Pop("a")), Balance{2, 3}, GPipeOptions()));
+  const LayerFactories model{[] { return Stash("a"); }, tied, tied, [] { return nn::Tanh(); }, [] { return Pop("a"); }};
+  EXPECT_EQ(expected.size(), 2);
+  EXPECT_TRUE(same(train(GPipe(model, Balance{2, 3}, GPipeOptions())), expected));
+  EXPECT_TRUE(same(train(GPipe(model, Balance{1, 1, 1, 2}, GPipeOptions())), expected));  // a second use
+}
+
+TEST(Factories, ArgumentsAreRefusedBeforeAFactoryRuns) {
+  int calls = 0;
+  const auto make = [&calls] {
+    ++calls;
+    return Linear(2, 2);
+  };
+  torch::manual_seed(1);
+  const auto generator = generator_state();
+  const LayerFactories model{{"a", make}, {"b", make}};
+  EXPECT_THAT([&] { GPipe(model, Balance{1, 2}); }, throws<std::invalid_argument>("{1, 2} sums to 3"));
+  EXPECT_THAT([&] { GPipe(LayerFactories(), Balance{1}); }, throws<std::invalid_argument>("has no layers"));
+  EXPECT_THAT([&] { GPipe(model, Balance{2}, GPipeOptions().chunks(0)); }, throws<std::invalid_argument>("chunks"));
+  EXPECT_THAT([&] { GPipe(model, Balance{2}, GPipeOptions().schedule("none")); },
+              throws<std::invalid_argument>("none"));
+  EXPECT_THAT(
+      [&] {
+        GPipe(LayerFactories{{"a", make}, {"a", make}}, Balance{2});
+      },
+      throws<std::invalid_argument>("two layers have the name 'a'"));
+  EXPECT_THAT(
+      [&] {
+        GPipe(LayerFactories{{"1", make}, make}, Balance{2});
+      },
+      throws<std::invalid_argument>("two layers have the name '1'"));
+  EXPECT_THAT([&] { LayerFactory("a.b", make); }, throws<std::invalid_argument>("but is 'a.b'"));
+  EXPECT_THAT([&] { LayerFactory("", make); }, throws<std::invalid_argument>("but is ''"));
+  EXPECT_EQ(calls, 0);
+  EXPECT_TRUE(same(generator_state(), generator));
+}
+
+TEST(Factories, LayersAreChecked) {
+  const auto refused = [](LayerFactory factory, const std::string& what) {
+    const LayerFactories model{[] { return Linear(2, 2); }, std::move(factory)};
+    EXPECT_THAT([&] { GPipe(model, Balance{1, 1}); }, throws<std::invalid_argument>(what));
+  };
+  const std::string nothing = "the factory of layer 'it' returned no module";
+  refused({"it", [] { return Linear(nullptr); }}, nothing);
+  refused({"it", [] { return nn::AnyModule(); }}, nothing);
+  refused({"it", [] { return std::shared_ptr<nn::LinearImpl>(); }}, nothing);
+  refused({"it", [] { return std::unique_ptr<Layer>(); }}, nothing);
+  refused({"it", [] { return Pop("a"); }}, "layer 'it' (1) pops 'a'");
+  const Linear one(2, 2);
+  EXPECT_THAT(
+      [&] {
+        GPipe(LayerFactories{[=] { return one; }, [=] { return one; }}, Balance{2});
+      },
+      throws<std::invalid_argument>("layers '0' and '1' are the same module"));
+}
+
+TEST(Factories, AnErrorOfAFactoryIsThrown) {
+  int calls = 0;
+  const auto good = [&calls] {
+    ++calls;
+    return Linear(2, 2);
+  };
+  struct Own : std::runtime_error {
+    using std::runtime_error::runtime_error;
+  };
+  const auto throwing = [&](LayerFactory factory) {
+    return [&, factory = std::move(factory)] { GPipe(LayerFactories{good, factory, good}, Balance{2, 1}); };
+  };
+  EXPECT_THAT(throwing([]() -> Linear { throw Own("injected"); }), throws<Own>("injected"));
+  EXPECT_EQ(calls, 1);
+  EXPECT_THAT(throwing({"wrong", [] { return Linear(-1, 2); }}), throws<c10::Error>("in the factory of layer 'wrong'"));
+}
+
+}  // namespace
+}  // namespace gpipe
