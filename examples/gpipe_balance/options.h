@@ -53,6 +53,8 @@ struct Options {
   /// stages that does not fit.
   Scheduling scheduling() const;
   RunOptions run(int chunks, Checkpoint mode) const;
+  /// The devices of one pipeline.
+  Mesh mesh() const;
   ProfileOptions profiling() const;
 };
 

@@ -46,7 +46,7 @@ Model to_model(const Objects& layers) {
 std::vector<torch::Device> to_devices(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
 RunOptions run_options(int chunks, const py::object& checkpoint, double bandwidth, bool copies) {
-  return {chunks, to_checkpoint(checkpoint), bandwidth, copies};
+  return {chunks, to_checkpoint(checkpoint), {.inside = {.bandwidth = bandwidth}}, copies};
 }
 
 RunOptions run_options_of_step(int chunks, const py::object& checkpoint, double bandwidth, bool copies,
