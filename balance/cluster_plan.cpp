@@ -59,7 +59,11 @@ std::vector<Case> cases_of(const std::vector<Profile>& profiles, const ClusterPl
 std::vector<Scheduling> schedulings_of(const std::string& schedule, int workers, int most_stages) {
   if (schedule.empty()) return {{.placement = looped_placement(workers, workers)}};
   auto found = all_schedulings(workers, most_stages);
-  if (schedule != kAnySchedule) std::erase_if(found, [&](const auto& each) { return each.schedule != schedule; });
+  if (schedule == kAnySchedule) return found;
+  std::erase_if(found, [&](const auto& each) { return each.schedule != schedule; });
+  const auto looped = looped_placement(workers, workers);
+  const bool left_out = found.empty() && schedule_rule(schedule).misfit({workers, 1, looped}).empty();
+  if (left_out) found.push_back({schedule, 1, looped});  // because another schedule has the same lists
   return found;
 }
 

@@ -63,7 +63,7 @@ refuse 'own.schedule is none of the schedules' sweep "${model[@]}" --schedule gp
 
 head -c 100 profile.json >damaged.json
 refuse 'not a profile' cut "${model[@]}" --profile damaged.json
-refuse 'error: /dev/zero is not a profile: it has more than 16777216 bytes' cut "${model[@]}" --profile /dev/zero
+refuse 'error: /dev/zero has more than 16777216 bytes' cut "${model[@]}" --profile /dev/zero
 refuse 'was measured with micro-batches of 2, but --batch-size and --chunks make micro-batches of 4' \
   cut "${model[@]}" --profile profile.json --chunks 2
 refuse 'is not a profile of resnet18' cut --model resnet18 --batch-size 8 --stages 2 --profile profile.json
