@@ -1,11 +1,8 @@
 #include "examples/gpipe_balance/cluster.h"
 
 #include <CLI/CLI.hpp>
-#include <algorithm>
 #include <iostream>
-#include <stdexcept>
 
-#include "absl/strings/str_format.h"
 #include "balance/cluster_plan.h"
 #include "balance/report.h"
 #include "examples/common/flags.h"
@@ -67,11 +64,6 @@ void add_cluster_flags(CLI::App& app, Options& options) {
 }
 
 int run_cluster(const Options& options) {
-  if (options.schedule.starts_with('@')) {
-    throw std::invalid_argument(
-        absl::StrFormat("--schedule %s is for one number of stages, so it cannot be planned for --cluster; give a name",
-                        options.schedule));
-  }
   const auto cluster = cluster_from_json(read_text(options.cluster, kMaxClusterJson));
   const auto schedule = options.schedule == kForward ? "" : options.schedule;
   const auto plan = plan_cluster(cluster, profiles_of(options), {.samples = options.batch_size, .schedule = schedule});
