@@ -9,7 +9,7 @@
 namespace gpipe {
 namespace {
 
-void check_link(const Link& link, const char* where) {
+void check_link(const LinkSpeed& link, const char* where) {
   if (link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency)) return;
   throw std::invalid_argument(
       absl::StrFormat("[balance] bandwidth and latency %s must not be negative, but are %g bytes/s and %g s", where,
@@ -18,30 +18,29 @@ void check_link(const Link& link, const char* where) {
 
 }  // namespace
 
-const Link& Mesh::link(int a, int b) const {
+const LinkSpeed& Network::link(int a, int b) const {
   // The ranks of both workers lie between these two, and the ranks of some replica of either are these two.
   const std::int64_t first = std::int64_t{std::min(a, b)} * replicas;
   const std::int64_t last = std::int64_t{std::max(a, b)} * replicas + replicas - 1;
   return devices_per_host == 0 || first / devices_per_host == last / devices_per_host ? inside : between;
 }
 
-double Mesh::reduction(int worker, std::int64_t bytes) const {
+double Network::reduction(int worker, std::int64_t bytes) const {
   if (replicas == 1 || bytes == 0) return 0;
   const auto& link = this->link(worker, worker);
-  const double turns = 2.0 * (replicas - 1);
-  return turns * link.latency + turns / replicas * link.sending(bytes);
+  return 2 * (link.latency + (replicas - 1.0) / replicas * link.sending(bytes));
 }
 
-void check(const Mesh& mesh) {
-  if (mesh.replicas < 1) {
-    throw std::invalid_argument(absl::StrFormat("[balance] replicas must be positive, but is %d", mesh.replicas));
+void check(const Network& network) {
+  if (network.replicas < 1) {
+    throw std::invalid_argument(absl::StrFormat("[balance] replicas must be positive, but is %d", network.replicas));
   }
-  if (mesh.devices_per_host < 0) {
+  if (network.devices_per_host < 0) {
     throw std::invalid_argument(
-        absl::StrFormat("[balance] devices_per_host must not be negative, but is %d", mesh.devices_per_host));
+        absl::StrFormat("[balance] devices_per_host must not be negative, but is %d", network.devices_per_host));
   }
-  check_link(mesh.inside, "inside a host");
-  check_link(mesh.between, "between hosts");
+  check_link(network.inside, "inside a host");
+  check_link(network.between, "between hosts");
 }
 
 }  // namespace gpipe

@@ -7,7 +7,7 @@
 namespace gpipe {
 
 /// How fast one device sends to another.
-struct Link {
+struct LinkSpeed {
   double bandwidth = 0;  ///< bytes per second; 0: transfers take no time
   double latency = 0;    ///< seconds, added to each transfer
 
@@ -19,36 +19,36 @@ struct Link {
 
 /// The devices of equal replicas of a pipeline, each with the same workers. Worker w of replica r is on device
 /// w * replicas + r, and each host has the next devices_per_host devices. So replicas of a worker are neighbours.
-struct Mesh {
+struct Network {
   int replicas = 1;
   int devices_per_host = 0;  ///< 0: all devices are on one host
-  Link inside = {};          ///< between two devices of a host
-  Link between = {};         ///< between two devices of different hosts
+  LinkSpeed inside = {};     ///< between two devices of a host
+  LinkSpeed between = {};    ///< between two devices of different hosts
 
   /// The link between two workers of a replica: `inside` if it is so for every replica. With a == b, the link between the
   /// replicas of a worker.
-  const Link& link(int a, int b) const;
+  const LinkSpeed& link(int a, int b) const;
 
-  /// Seconds to sum `bytes` of gradients over the replicas of a worker, in a ring: a reduce-scatter and an all-gather, each
-  /// of replicas - 1 turns in which each replica sends its part.
+  /// Seconds to sum `bytes` of gradients over the replicas of a worker: each sends every other one its share, sums its
+  /// own, and sends the sum to every other one.
   double reduction(int worker, std::int64_t bytes) const;
 };
 
 /// Errors: std::invalid_argument for a number of replicas that is not positive, and for negative or NaN numbers.
-void check(const Mesh& mesh);
+void check(const Network& network);
 
 /// Hosts of equal devices.
 struct Cluster {
   int hosts = 1;
   int devices_per_host = 1;
   std::int64_t memory = 0;  ///< bytes per device; 0: no limit
-  Link inside = {};         ///< between two devices of a host
+  LinkSpeed inside = {};    ///< between two devices of a host
   /// Between two devices of different hosts. If the devices of a host share a network card, a device's share of it.
-  Link between = {};
+  LinkSpeed between = {};
 
   int devices() const { return hosts * devices_per_host; }
   /// The devices as replicas of a pipeline.
-  Mesh mesh(int replicas) const { return {replicas, devices_per_host, inside, between}; }
+  Network network(int replicas) const { return {replicas, devices_per_host, inside, between}; }
 };
 
 /// The most devices of a cluster.

@@ -58,7 +58,7 @@ class Members {
     return value;
   }
 
-  Link link(const char* name) const {
+  LinkSpeed link(const char* name) const {
     const Members members(json_.at(name), place(name), {"bandwidth", "latency"});
     return {members.number("bandwidth", 1, kMostClusterBytes), members.number("latency", 0, kMostLatency)};
   }

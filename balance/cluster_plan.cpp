@@ -72,7 +72,7 @@ void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, co
     throw std::invalid_argument(StrFormat("[suggest] a cluster has 1 to %d devices, but got %d hosts of %d devices",
                                           kMostDevices, cluster.hosts, cluster.devices_per_host));
   }
-  check(cluster.mesh(1));
+  check(cluster.network(1));
   if (cluster.memory < 0) {
     throw std::invalid_argument(StrFormat("[suggest] memory must not be negative, but is %d", cluster.memory));
   }
@@ -104,7 +104,7 @@ class Replicated {
  public:
   Replicated(const Cluster& cluster, int replicas, std::vector<Scheduling> schedulings)
       : options_{.memory_limit = cluster.memory,
-                 .mesh = cluster.mesh(replicas),
+                 .network = cluster.network(replicas),
                  .copies = true,
                  .schedulings = std::move(schedulings),
                  .most_actions = 0} {}

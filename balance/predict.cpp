@@ -67,7 +67,7 @@ Workload Predictor::workload(const std::vector<std::int64_t>& balance) const {
   for (std::size_t e = 0; e < work.edges.size(); ++e) {
     const auto& edge = work.edges[e];
     const auto link =
-        crosses(edge) ? options_.mesh.link(source_.placement[edge.from], source_.placement[edge.to]) : Link();
+        crosses(edge) ? options_.network.link(source_.placement[edge.from], source_.placement[edge.to]) : LinkSpeed();
     work.costs.edges.push_back(link.seconds(bytes[e]));
     work.costs.sending.push_back(link.sending(bytes[e]));
   }
@@ -100,7 +100,7 @@ double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline
   for (const auto stage : order) {
     const int worker = source_.placement[stage];
     const auto gradients = stage_.gradients(stage == 0 ? 0 : ends[stage - 1], ends[stage]);
-    free[worker] = std::max(free[worker], last[stage]) + options_.mesh.reduction(worker, gradients);
+    free[worker] = std::max(free[worker], last[stage]) + options_.network.reduction(worker, gradients);
   }
   return *std::max_element(free.begin(), free.end());
 }
@@ -126,7 +126,7 @@ Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
   const auto kept = static_bytes(balance);
   for (std::size_t w = 0; w < kept.size(); ++w) prediction.bytes[w] += kept[w];
   auto alone = options_;
-  alone.mesh = {};
+  alone.network = {};
   int first = 0;
   for (const int end : ends) {
     prediction.stages.push_back(stage_.seconds(first, end, alone));

@@ -25,7 +25,7 @@ void check_devices(const SearchOptions& options, std::size_t workers) {
 }
 
 RunOptions run_options(int chunks, Checkpoint checkpoint, const Scheduling& scheduling, const SearchOptions& options) {
-  return {chunks, checkpoint, options.mesh, options.copies, scheduling};
+  return {chunks, checkpoint, options.network, options.copies, scheduling};
 }
 
 int stages_of(const Scheduling& scheduling, const SearchOptions& options) {
@@ -88,7 +88,7 @@ Candidate candidate_of(Prediction prediction, const RunOptions& run, const Searc
           std::move(prediction.bytes),
           fits,
           prediction.crossing,
-          run.mesh.replicas,
+          run.network.replicas,
           prediction.reduction};
 }
 

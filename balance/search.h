@@ -42,8 +42,8 @@ struct SearchOptions {
   /// Device names, one per worker; empty: one device per worker. The bytes of workers on one device add up. Their times
   /// do not: they are taken to run at once.
   std::vector<std::string> devices = {};
-  Mesh mesh = {};       ///< as in RunOptions
-  bool copies = false;  ///< as in RunOptions
+  Network network = {};  ///< as in RunOptions
+  bool copies = false;   ///< as in RunOptions
   /// The schedules to try. One with a placement has as many stages as that has.
   std::vector<Scheduling> schedulings = {{}};
   /// Most actions that are simulated to move cuts.

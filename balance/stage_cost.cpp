@@ -61,7 +61,7 @@ void StageCost::check(const RunOptions& options) const {
         absl::StrFormat("[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks",
                         options.chunks, all_bytes_));
   }
-  gpipe::check(options.mesh);
+  gpipe::check(options.network);
 }
 
 StageCost::StageCost(const Profile& profile)
@@ -137,7 +137,7 @@ double StageCost::seconds(int first, int end, const RunOptions& options) const {
   double seconds = (after.backward - before.backward) + (1 - share) * (after.forward - before.forward) +
                    share * (after.stored - before.stored + after.recompute - before.recompute);
   const auto bytes = bytes_in(first, end);
-  return bytes > 0 ? seconds + 2 * options.mesh.link(0, 1).seconds(bytes) : seconds;
+  return bytes > 0 ? seconds + 2 * options.network.link(0, 1).seconds(bytes) : seconds;
 }
 
 bool StageCost::splits(int first) const { return profile_.input_requires_grad || gradients(0, first) > 0; }

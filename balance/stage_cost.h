@@ -25,7 +25,7 @@ struct Scheduling {
 struct RunOptions {
   int chunks = 1;  ///< micro-batches of the profile's size
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  Mesh mesh = {};  ///< the workers' devices. By default transfers take no time, as between CPU stages
+  Network network = {};  ///< the workers' devices. By default transfers take no time, as between CPU stages
   /// Parcels are copied to the receiver's device, as between GPUs. Otherwise the receiver uses the sender's memory.
   bool copies = false;
   Scheduling scheduling = {};
@@ -41,7 +41,7 @@ class StageCost {
   explicit StageCost(const Profile& profile);
 
   /// Errors: std::invalid_argument for chunks < 1, for so many chunks that their bytes would overflow when summed, and
-  /// those of check(Mesh). The functions below that take RunOptions REQUIRE options that pass.
+  /// those of check(Network). The functions below that take RunOptions REQUIRE options that pass.
   void check(const RunOptions& options) const;
 
   int layers() const { return layers_; }

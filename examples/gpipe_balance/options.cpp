@@ -72,7 +72,8 @@ Scheduling Options::scheduling() const {
 
 SearchOptions Options::search() const {
   const auto workers = place();
-  SearchOptions search{.stages = stages, .memory_limit = memory, .mesh = mesh(), .copies = copies_between(workers)};
+  SearchOptions search{
+      .stages = stages, .memory_limit = memory, .network = network(), .copies = copies_between(workers)};
   for (const auto& device : workers) {
     search.devices.push_back(device.is_cpu() ? std::to_string(search.devices.size()) : device.str());
   }
@@ -80,10 +81,10 @@ SearchOptions Options::search() const {
 }
 
 RunOptions Options::run(int chunks, Checkpoint mode) const {
-  return {static_cast<int>(sizes(chunks).size()), mode, mesh(), copies_between(place()), scheduling()};
+  return {static_cast<int>(sizes(chunks).size()), mode, network(), copies_between(place()), scheduling()};
 }
 
-Mesh Options::mesh() const { return {.inside = {.bandwidth = bandwidth * 1e9}}; }
+Network Options::network() const { return {.inside = {.bandwidth = bandwidth * 1e9}}; }
 
 ProfileOptions Options::profiling() const { return profile_options(place()).seconds(seconds).param_scale(param_scale); }
 

@@ -57,7 +57,7 @@ struct Options {
   Scheduling scheduling() const;
   RunOptions run(int chunks, Checkpoint mode) const;
   /// The devices of one pipeline.
-  Mesh mesh() const;
+  Network network() const;
   ProfileOptions profiling() const;
 };
 

@@ -159,8 +159,9 @@ void init_balance(py::module_& module) {
       .def_readonly("placement", &Candidate::placement, "The worker of each stage.")
       .def_readonly("fits", &Candidate::fits, "Whether every device stays within the memory limit.")
       .def_readonly("crossing", &Candidate::crossing, "Bytes that the forward of a mini-batch sends to other workers.")
-      .def_readonly("replicas", &Candidate::replicas,
-                    "Number of pipelines that share the mini-batch. The numbers of chunks and bytes are of one of them.")
+      .def_readonly(
+          "replicas", &Candidate::replicas,
+          "Number of pipelines that share the mini-batch. The numbers of chunks and bytes are of one of them.")
       .def_readonly("reduction", &Candidate::reduction,
                     "The part of the seconds after the last backward, until the replicas have summed all gradients.")
       .def_property_readonly(

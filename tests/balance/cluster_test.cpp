@@ -49,49 +49,48 @@ Profile equal_layers(int layers, int samples = 1, std::int64_t gradients = 0) {
   return profile;
 }
 
-RunOptions run_on(const Mesh& mesh, int chunks, Scheduling scheduling = {}) {
-  return {.chunks = chunks, .checkpoint = Checkpoint::kNever, .mesh = mesh, .scheduling = std::move(scheduling)};
+RunOptions run_on(const Network& network, int chunks, Scheduling scheduling = {}) {
+  return {.chunks = chunks, .checkpoint = Checkpoint::kNever, .network = network, .scheduling = std::move(scheduling)};
 }
 
-TEST(Mesh, LinksAreInsideOnlyIfTheyAreForEveryReplica) {
+TEST(Network, LinksAreInsideOnlyIfTheyAreForEveryReplica) {
   for (int replicas = 1; replicas <= 9; ++replicas) {
     for (int per_host = 1; per_host <= 9; ++per_host) {
-      const Mesh mesh{replicas, per_host, {1, 0}, {2, 0}};
+      const Network network{replicas, per_host, {1, 0}, {2, 0}};
       const auto host = [&](int worker, int replica) { return (worker * replicas + replica) / per_host; };
       for (int a = 0; a < 5; ++a) {
         for (int b = 0; b < 5; ++b) {
           bool inside = true;
           for (int r = 0; r < replicas; ++r) inside = inside && host(a, r) == host(b, a == b ? 0 : r);
-          EXPECT_EQ(&mesh.link(a, b), inside ? &mesh.inside : &mesh.between)
+          EXPECT_EQ(&network.link(a, b), inside ? &network.inside : &network.between)
               << replicas << " replicas, " << per_host << " devices per host, workers " << a << " and " << b;
         }
       }
     }
   }
-  const Mesh one_host{7, 0, {1, 0}, {2, 0}};
+  const Network one_host{7, 0, {1, 0}, {2, 0}};
   EXPECT_EQ(&one_host.link(0, 1000), &one_host.inside);
 }
 
-TEST(Mesh, AReductionSendsAllButOnePartTwice) {
-  const Mesh mesh{4, 4, {.bandwidth = 100, .latency = 0.5}, {.bandwidth = 10, .latency = 1}};
-  // 2 x 3 turns of a quarter of the bytes.
-  EXPECT_DOUBLE_EQ(mesh.reduction(0, 1000), 6 * (0.5 + 250 / 100.0));
-  const Mesh spread{4, 2, mesh.inside, mesh.between};
-  EXPECT_DOUBLE_EQ(spread.reduction(0, 1000), 6 * (1 + 250 / 10.0));
-  EXPECT_EQ(mesh.reduction(0, 0), 0);
-  EXPECT_EQ(Mesh{}.reduction(0, 1000), 0) << "a single replica";
+TEST(Network, AReductionSendsThreeOfFourSharesTwice) {
+  const Network network{4, 4, {.bandwidth = 100, .latency = 0.5}, {.bandwidth = 10, .latency = 1}};
+  EXPECT_DOUBLE_EQ(network.reduction(0, 1000), 2 * (0.5 + 3 * 250 / 100.0));
+  const Network spread{4, 2, network.inside, network.between};
+  EXPECT_DOUBLE_EQ(spread.reduction(0, 1000), 2 * (1 + 3 * 250 / 10.0));
+  EXPECT_EQ(network.reduction(0, 0), 0);
+  EXPECT_EQ(Network{}.reduction(0, 1000), 0) << "a single replica";
 }
 
 TEST(Predict, ChargesLatencyAndBandwidth) {
   // An activation takes 0.25 + 10 / 20 s. So worker 1 starts at 1.75 s and ends 3 + 6 s later. Its last gradient takes
   // 0.75 s, and worker 0's last backward 2 s.
-  const Mesh mesh{.inside = {.bandwidth = 20, .latency = 0.25}};
-  EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(mesh, 3)).seconds, 1.75 + 3 + 6 + 0.75 + 2);
+  const Network network{.inside = {.bandwidth = 20, .latency = 0.25}};
+  EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(network, 3)).seconds, 1.75 + 3 + 6 + 0.75 + 2);
 }
 
 TEST(Predict, ASlowLinkSendsOneMicroBatchAfterAnother) {
   // An activation takes 2 s. Worker 1 gets them at 3, 5 and 7 s, and its backwards end at 10, 12 and 14 s.
-  const Mesh slow{.inside = {.bandwidth = 5}};
+  const Network slow{.inside = {.bandwidth = 5}};
   EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(slow, 3)).seconds, 14 + 2 + 2);
   // Two skips share the link with the activation: 6 s per micro-batch, so worker 1's forwards start at 7 and 13 s. Its first
   // backward ends at 16 s, then two micro-batches' gradients follow each other.
@@ -102,8 +101,8 @@ TEST(Predict, ASlowLinkSendsOneMicroBatchAfterAnother) {
 
 TEST(Predict, TransfersDependOnTheHosts) {
   const auto seconds = [](int replicas, int per_host) {
-    const Mesh mesh{replicas, per_host, {}, {.latency = 5}};
-    return predict(equal_layers(4), {1, 1, 1, 1}, run_on(mesh, 1)).seconds;
+    const Network network{replicas, per_host, {}, {.latency = 5}};
+    return predict(equal_layers(4), {1, 1, 1, 1}, run_on(network, 1)).seconds;
   };
   EXPECT_DOUBLE_EQ(seconds(1, 4), 4 * 3);
   EXPECT_DOUBLE_EQ(seconds(1, 2), 4 * 3 + 2 * 5) << "one of three cuts is between hosts";
@@ -113,12 +112,12 @@ TEST(Predict, TransfersDependOnTheHosts) {
 
 TEST(Predict, SumsGradientsAfterTheLastBackwardOfAStage) {
   // The backwards of worker 0 end at 12 s, those of worker 1 at 10 s. Two replicas, on one host, send each gradient once.
-  const Mesh mesh{.replicas = 2, .devices_per_host = 2, .inside = {.bandwidth = 50, .latency = 0.25}};
+  const Network network{.replicas = 2, .devices_per_host = 2, .inside = {.bandwidth = 50, .latency = 0.25}};
   const auto with_gradients = [&](std::int64_t first, std::int64_t last) {
     auto profile = equal_layers(2);
     profile.layers[0].gradients = first;
     profile.layers[1].gradients = last;
-    return predict(profile, {1, 1}, run_on(mesh, 3));
+    return predict(profile, {1, 1}, run_on(network, 3));
   };
   EXPECT_DOUBLE_EQ(with_gradients(0, 50).seconds, 12) << "hidden behind worker 0";
   EXPECT_EQ(with_gradients(0, 50).reduction, 0);
@@ -131,15 +130,15 @@ TEST(Predict, SumsGradientsAfterTheLastBackwardOfAStage) {
 
 TEST(Predict, AWorkerSumsOneStageAfterAnother) {
   // Stage 1 is summed from 4 to 7 s, stage 0, whose backward ends at 6 s, from 7 to 10 s.
-  const Mesh mesh{.replicas = 2, .inside = {.bandwidth = 50}};
-  const auto prediction = predict(equal_layers(2, 1, 150), {1, 1}, run_on(mesh, 1, {.placement = {0, 0}}));
+  const Network network{.replicas = 2, .inside = {.bandwidth = 50}};
+  const auto prediction = predict(equal_layers(2, 1, 150), {1, 1}, run_on(network, 1, {.placement = {0, 0}}));
   EXPECT_DOUBLE_EQ(prediction.seconds, 10);
   EXPECT_DOUBLE_EQ(prediction.reduction, 4);
 }
 
-TEST(Predict, RefusesAMeshThatCannotBe) {
-  const auto refusal = [](const Mesh& mesh) {
-    return error_of<std::invalid_argument>([&] { predict(equal_layers(2), {1, 1}, run_on(mesh, 2)); });
+TEST(Predict, RefusesANetworkThatCannotBe) {
+  const auto refusal = [](const Network& network) {
+    return error_of<std::invalid_argument>([&] { predict(equal_layers(2), {1, 1}, run_on(network, 2)); });
   };
   EXPECT_THAT(refusal({.replicas = 0}), HasSubstr("replicas must be positive, but is 0"));
   EXPECT_THAT(refusal({.devices_per_host = -1}), HasSubstr("devices_per_host must not be negative, but is -1"));
@@ -150,7 +149,7 @@ TEST(Predict, RefusesAMeshThatCannotBe) {
   }
 }
 
-Cluster cluster_of(int hosts, int per_host, Link inside, Link between, std::int64_t memory = 0) {
+Cluster cluster_of(int hosts, int per_host, LinkSpeed inside, LinkSpeed between, std::int64_t memory = 0) {
   return {.hosts = hosts, .devices_per_host = per_host, .memory = memory, .inside = inside, .between = between};
 }
 
@@ -201,7 +200,7 @@ TEST(ClusterPlan, ChoosesTheSizeOfMicroBatches) {
 TEST(ClusterPlan, KeepsToTheMemory) {
   const std::vector<Profile> profiles = {equal_layers(4, 1, 1000)};
   const auto plan = [&](std::int64_t memory) {
-    const Link link{.bandwidth = 1e9};
+    const LinkSpeed link{.bandwidth = 1e9};
     return plan_cluster(cluster_of(2, 2, link, link, memory), profiles, {.samples = 16});
   };
   EXPECT_EQ(plan(0).best().replicas, 4);

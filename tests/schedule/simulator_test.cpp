@@ -178,6 +178,11 @@ TEST(Simulator, RefusesCostsThatDoNotFit) {
   auto short_of_an_edge = good;
   short_of_an_edge.edges.clear();
   EXPECT_THROW(simulate(program, short_of_an_edge), std::invalid_argument);
+  for (const auto& sending : std::vector<std::vector<double>>{{0.0, 0.0}, {-1.0}, {2.0}}) {
+    auto costs = good;
+    costs.sending = sending;
+    EXPECT_THROW(simulate(program, costs), std::invalid_argument);
+  }
 }
 
 TEST(Simulator, HandlesLargePrograms) {
