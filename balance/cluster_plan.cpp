@@ -18,42 +18,43 @@ using absl::StrFormat;
 /// Most actions that are simulated to move cuts, for all numbers of replicas together.
 constexpr std::int64_t kMostActions = 2'000'000;
 
-/// A number of micro-batches and a checkpoint mode for a number of replicas.
-struct Case {
+/// A profile, and the number of its micro-batches in a replica's share of the mini-batch.
+struct Share {
   const Profile* profile;
   int chunks;
-  Checkpoint checkpoint;
-  double least_seconds;  ///< of a step, with any schedule
+};
+
+/// What is searched for one number of replicas.
+struct Case {
+  ChunkedProfile profile;
+  SearchOptions options;
+  Candidate best = {};
 };
 
 /// The time of a step if no worker ever waited.
-double least_seconds(const Profile& profile, int chunks, Checkpoint checkpoint, int workers) {
+double least_seconds(const Share& share, Checkpoint checkpoint, int workers) {
   double once = 0;
   double again = 0;  // more for a micro-batch that is recomputed
-  for (const auto& layer : profile.layers) {
+  for (const auto& layer : share.profile->layers) {
     once += layer.forward + std::min(layer.backward, layer.input_gradient + layer.weight_gradient);
     again += layer.stored + layer.recompute - layer.forward;
   }
   int recomputed = 0;
-  for (int m = 0; m < chunks; ++m) recomputed += recomputes(checkpoint, m, chunks) ? 1 : 0;
-  return (chunks * once + recomputed * again) / workers;
+  for (int m = 0; m < share.chunks; ++m) recomputed += recomputes(checkpoint, m, share.chunks) ? 1 : 0;
+  return (share.chunks * once + recomputed * again) / workers;
 }
 
-/// Returns the cases for a number of replicas, those that can be fastest first.
-std::vector<Case> cases_of(const std::vector<Profile>& profiles, const ClusterPlanOptions& options, int replicas,
-                           int workers) {
-  std::vector<Case> cases;
+/// Returns the ways to cut a replica's share into micro-batches, those that can be fastest first.
+std::vector<Share> shares_of(const std::vector<Profile>& profiles, std::int64_t samples, int replicas, int workers) {
+  std::vector<Share> shares;
   for (const auto& profile : profiles) {
-    const auto per_turn = replicas * profile.samples;
-    if (options.samples % per_turn != 0 || options.samples / per_turn * workers > kMostPlannedCells) continue;
-    const auto chunks = static_cast<int>(options.samples / per_turn);
-    for (const auto mode : options.checkpoints) {
-      cases.push_back({&profile, chunks, mode, least_seconds(profile, chunks, mode, workers)});
-    }
+    if (samples % replicas != 0 || samples / replicas % profile.samples != 0) continue;
+    const auto chunks = samples / replicas / profile.samples;
+    if (chunks <= kMostPlannedCells / workers) shares.push_back({&profile, static_cast<int>(chunks)});
   }
-  std::stable_sort(cases.begin(), cases.end(),
-                   [](const Case& a, const Case& b) { return a.least_seconds < b.least_seconds; });
-  return cases;
+  std::ranges::stable_sort(shares, {},
+                           [&](const Share& share) { return least_seconds(share, Checkpoint::kNever, workers); });
+  return shares;
 }
 
 std::vector<Scheduling> schedulings_of(const std::string& schedule, int workers, int most_stages) {
@@ -99,42 +100,45 @@ bool is_better_plan(const Candidate& a, const Candidate& b) {
   return std::ranges::max(a.bytes) < std::ranges::max(b.bytes);
 }
 
-/// The choices for one number of replicas.
-class Replicated {
- public:
-  Replicated(const Cluster& cluster, int replicas, std::vector<Scheduling> schedulings)
-      : options_{.memory_limit = cluster.memory,
+/// Whether the parameters and gradients alone have more bytes than the workers have memory.
+bool is_too_large(const Profile& profile, std::int64_t memory, int workers) {
+  const StageCost cost(profile);
+  return memory > 0 && (cost.static_bytes(0, cost.layers()) + cost.gradients(0, cost.layers())) / workers > memory;
+}
+
+/// Returns the best case for a number of replicas; nothing if there is none. A schedule that fits without recomputing, or
+/// with less of it, is not tried with more.
+std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares, std::vector<Checkpoint> modes,
+                              const std::vector<Scheduling>& schedulings, int replicas, int workers) {
+  std::optional<Case> best;
+  if (shares.empty()) return best;
+  if (is_too_large(*shares.front().profile, cluster.memory, workers)) {  // only say so
+    shares = {*std::ranges::min_element(shares, {}, [](const Share& share) { return share.profile->samples; })};
+    modes = {modes.back()};
+  }
+  for (const auto& share : shares) {
+    auto left = schedulings;
+    for (const auto mode : modes) {
+      if (left.empty() || (best && best->best.fits && least_seconds(share, mode, workers) >= best->best.seconds)) break;
+      Case next{{share.chunks, *share.profile},
+                {.checkpoints = {mode},
+                 .memory_limit = cluster.memory,
                  .network = cluster.network(replicas),
                  .copies = true,
-                 .schedulings = std::move(schedulings),
-                 .most_actions = 0} {}
-
-  /// Keeps the best of all schedules if it is better than those of the cases before.
-  void offer(const Case& next) {
-    if (case_ && best_.fits && next.least_seconds >= best_.seconds) return;
-    auto candidate = search_in(next).candidates.front();
-    if (case_ && !is_better_plan(candidate, best_)) return;
-    best_ = std::move(candidate);
-    case_ = next;
+                 .schedulings = left,
+                 .most_actions = 0}};
+      const auto candidates = search({next.profile}, next.options).candidates;
+      for (const auto& candidate : candidates) {
+        std::erase_if(left, [&](const Scheduling& each) {
+          return candidate.fits && each.schedule == candidate.schedule && each.placement == candidate.placement;
+        });
+      }
+      next.best = candidates.front();
+      if (!best || is_better_plan(next.best, best->best)) best = std::move(next);
+    }
   }
-
-  /// Moves the best candidate's cuts. Returns it as the only candidate.
-  Suggestion improve(std::int64_t most_actions) {
-    options_.schedulings = {{best_.schedule, 1, best_.placement}};
-    options_.most_actions = most_actions;
-    return search_in(*case_);
-  }
-
- private:
-  Suggestion search_in(const Case& next) {
-    options_.checkpoints = {next.checkpoint};
-    return search({{next.chunks, *next.profile}}, options_);
-  }
-
-  SearchOptions options_;
-  std::optional<Case> case_;
-  Candidate best_;
-};
+  return best;
+}
 
 }  // namespace
 
@@ -146,21 +150,19 @@ const Candidate& ClusterPlan::best() const {
 ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& profiles,
                          const ClusterPlanOptions& options) {
   check_plan(cluster, profiles, options);
+  auto modes = options.checkpoints;
+  std::ranges::sort(modes);
   const int devices = cluster.devices();
   const int most_stages = StageCost(profiles.front()).most_stages();
-  std::vector<Replicated> found;
+  std::vector<Case> cases;
   for (int replicas = 1; replicas <= devices; ++replicas) {
     const int workers = devices / replicas;
     if (devices % replicas != 0 || workers > most_stages) continue;
-    const auto cases = cases_of(profiles, options, replicas, workers);
-    if (cases.empty()) continue;
-    auto schedulings = schedulings_of(options.schedule, workers, most_stages);
-    if (schedulings.empty()) continue;
-    Replicated replicated(cluster, replicas, std::move(schedulings));
-    for (const auto& each : cases) replicated.offer(each);
-    found.push_back(std::move(replicated));
+    auto best = best_case(cluster, shares_of(profiles, options.samples, replicas, workers), modes,
+                          schedulings_of(options.schedule, workers, most_stages), replicas, workers);
+    if (best) cases.push_back(*std::move(best));
   }
-  if (found.empty()) {
+  if (cases.empty()) {
     const auto append = [](std::string* text, const Profile& profile) { absl::StrAppend(text, profile.samples); };
     throw std::invalid_argument(StrFormat(
         "[suggest] no number of replicas suits %d devices and %d samples: it must divide both, leave at most %d "
@@ -170,8 +172,9 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
         devices, options.samples, most_stages, absl::StrJoin(profiles, " or ", append), kMostPlannedCells));
   }
   std::vector<std::pair<Candidate, std::string>> plans;
-  for (auto& each : found) {
-    auto suggestion = each.improve(kMostActions / static_cast<std::int64_t>(found.size()));
+  for (auto& [profile, search_options, best] : cases) {
+    search_options.most_actions = kMostActions / static_cast<std::int64_t>(cases.size());
+    auto suggestion = search({std::move(profile)}, search_options);
     plans.emplace_back(std::move(suggestion.candidates.front()), std::move(suggestion.reason));
   }
   std::stable_sort(plans.begin(), plans.end(),
