@@ -16,7 +16,7 @@ namespace {
 using absl::StrFormat;
 
 /// Most actions that are simulated to move cuts, for all numbers of replicas together.
-constexpr std::int64_t kMostActions = 2'000'000;
+constexpr std::int64_t kMostActions = 1'000'000;
 
 /// A profile, and the number of its micro-batches in a replica's share of the mini-batch.
 struct Share {

@@ -28,7 +28,7 @@ struct ClusterPlan {
 };
 
 /// The most cells (stages x micro-batches) of a pipeline that a plan tries.
-inline constexpr std::int64_t kMostPlannedCells = 1 << 14;
+inline constexpr std::int64_t kMostPlannedCells = 1 << 13;
 
 /// Chooses the number of replicas, which divides the number of devices, and for each replica the schedule, placement,
 /// balance, checkpoint mode and number of micro-batches. Each profile is of micro-batches of another size, on a device of
