@@ -201,7 +201,7 @@ TEST(ClusterPlan, KeepsToTheMemory) {
   const std::vector<Profile> profiles = {equal_layers(4, 1, 1000)};
   const auto plan = [&](std::int64_t memory) {
     const LinkSpeed link{.bandwidth = 1e9};
-    return plan_cluster(cluster_of(2, 2, link, link, memory), profiles, {.samples = 16});
+    return plan_cluster(cluster_of(2, 2, link, link, memory), profiles, {.samples = 16, .schedule = "1f1b"});
   };
   EXPECT_EQ(plan(0).best().replicas, 4);
   const auto halves = plan(5000);
