@@ -106,7 +106,7 @@ OF_AMOEBANET: list[Published] = [
 def published(model: UNet | AmoebaNetD, runs: list[Published]) -> str:
     label, speed, samples, chunks, balance, mode = runs[0]
     scale = samples / speed / step(model, samples, chunks, balance, mode, 1).seconds
-    rows = []
+    rows: list[list[str]] = []
     for label, speed, samples, chunks, balance, mode in runs:
         predicted = samples / step(model, samples, chunks, balance, mode, scale).seconds
         rows.append(compared(label, speed, predicted, given=not rows))

@@ -105,8 +105,8 @@ grep -qE '^balance of the first: [0-9,]+$' plan.log || fail "suggest --cluster p
 [[ $(grep -c '^[124]  *forward ' measured.log) == 3 ]] || fail "suggest --cluster does not measure"
 refuse 'no number of replicas suits 4 devices and 15 samples' "${planned[@]}" --batch-size 15 --profile two.json
 refuse "unknown schedule '1f1f'" "${planned[@]}" --profile two.json --schedule 1f1f
-refuse '--cluster excludes --memory-limit' "${planned[@]}" --profile two.json --memory-limit 1GB
-refuse '--profile excludes --model' "${planned[@]}" --profile two.json --model resnet18
+refuse '--memory-limit excludes --cluster' "${planned[@]}" --profile two.json --memory-limit 1GB
+refuse '--model excludes --profile' "${planned[@]}" --profile two.json --model resnet18
 refuse '--micro-batch requires --cluster' suggest --micro-batch 2
 sed -i 's/"memory": 0/"memory": 1024/' cluster.json
 refuse 'nothing fits into 1.00 KiB per device' "${planned[@]}" --profile two.json

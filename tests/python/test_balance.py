@@ -275,8 +275,8 @@ def test_a_plan_has_a_candidate_for_each_number_of_replicas(measured):
 
 
 def test_a_plan_says_why_nothing_fits(measured):
-    plan = balance.plan_cluster(cluster(memory=1000), [measured], 16)
-    assert not plan.fits and "nothing fits into 1000 B per device" in plan.reason
+    plan = balance.plan_cluster(cluster(memory=1024), [measured], 16)
+    assert not plan.fits and "nothing fits into 1.00 KiB per device" in plan.reason
     with pytest.raises(RuntimeError, match="nothing fits"):
         plan.best  # noqa: B018
 
