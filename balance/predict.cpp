@@ -1,6 +1,7 @@
 #include "balance/predict.h"
 
 #include <algorithm>
+#include <numeric>
 #include <string>
 #include <utility>
 
@@ -62,8 +63,13 @@ Workload Predictor::workload(const std::vector<std::int64_t>& balance) const {
                 .costs = stage_.costs(balance, options_),
                 .checkpoint = options_.checkpoint};
   if (!options_.scheduling.schedule.empty()) give_outputs_to_loss(work.costs.bytes);
+  const auto bytes = stage_.bytes_of_edges(balance);
   for (std::size_t e = 0; e < work.edges.size(); ++e) {
-    if (!crosses(work.edges[e])) work.costs.edges[e] = 0;
+    const auto& edge = work.edges[e];
+    const auto link =
+        crosses(edge) ? options_.network.link(source_.placement[edge.from], source_.placement[edge.to]) : LinkSpeed();
+    work.costs.edges.push_back(link.seconds(bytes[e]));
+    work.costs.sending.push_back(link.sending(bytes[e]));
   }
   return work;
 }
@@ -81,6 +87,24 @@ std::vector<std::int64_t> Predictor::static_bytes(const std::vector<std::int64_t
   return bytes;
 }
 
+// A worker begins to sum a stage's gradients after the stage's last backward, one stage at a time.
+double Predictor::reduced(const std::vector<int>& ends, const Timeline& timeline) const {
+  std::vector<double> last(ends.size());
+  for (const auto& [worker, action, start, end, step, bytes] : timeline.spans) {
+    if (action.kind == Kind::B || action.kind == Kind::W) last[action.stage] = std::max(last[action.stage], end);
+  }
+  std::vector<std::size_t> order(ends.size());
+  std::iota(order.begin(), order.end(), 0);
+  std::stable_sort(order.begin(), order.end(), [&](auto a, auto b) { return last[a] < last[b]; });
+  std::vector<double> free(timeline.workers);
+  for (const auto stage : order) {
+    const int worker = source_.placement[stage];
+    const auto gradients = stage_.gradients(stage == 0 ? 0 : ends[stage - 1], ends[stage]);
+    free[worker] = std::max(free[worker], last[stage]) + options_.network.reduction(worker, gradients);
+  }
+  return *std::max_element(free.begin(), free.end());
+}
+
 Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
   auto work = workload(balance);
   const auto bytes = stage_.bytes_of_edges(balance);
@@ -89,9 +113,12 @@ Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
     if (crosses(work.edges[e])) crossing += options_.chunks * bytes[e];
   }
   auto simulation = simulate(program(std::move(work.layout), std::move(work.edges)), work.costs);
+  const auto ends = stage_.ends(balance);
+  const double seconds = std::max(simulation.makespan, reduced(ends, simulation.timeline));
   Prediction prediction{.balance = balance,
-                        .seconds = simulation.makespan,
-                        .bubble = simulation.bubble,
+                        .seconds = seconds,
+                        .reduction = seconds - simulation.makespan,
+                        .bubble = 1 - (1 - simulation.bubble) * simulation.makespan / seconds,
                         .placement = source_.placement,
                         .bytes = simulation.timeline.peak_bytes(),
                         .crossing = crossing,
@@ -99,9 +126,9 @@ Prediction Predictor::predict(const std::vector<std::int64_t>& balance) {
   const auto kept = static_bytes(balance);
   for (std::size_t w = 0; w < kept.size(); ++w) prediction.bytes[w] += kept[w];
   auto alone = options_;
-  alone.bandwidth = 0;
+  alone.network = {};
   int first = 0;
-  for (const int end : stage_.ends(balance)) {
+  for (const int end : ends) {
     prediction.stages.push_back(stage_.seconds(first, end, alone));
     first = end;
   }

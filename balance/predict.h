@@ -13,10 +13,12 @@
 
 namespace gpipe {
 
-/// Predicted cost of a step: forward and backward of one mini-batch, without the time of the loss and the optimizer.
+/// Predicted cost of a step: forward and backward of one mini-batch, and the sums of gradients over replicas. Without the
+/// time of the loss and the optimizer.
 struct Prediction {
   std::vector<std::int64_t> balance;
   double seconds = 0;               ///< of the whole step
+  double reduction = 0;             ///< the part of `seconds` after the last backward, until all gradients are summed
   double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
   std::vector<double> stages = {};  ///< seconds per stage for one micro-batch, with whole backwards and without waiting
   std::vector<int> placement;       ///< the worker of each stage
@@ -51,6 +53,8 @@ class Predictor {
 
  private:
   bool crosses(const Edge& edge) const;
+  /// When the gradients of all stages are summed over the replicas.
+  double reduced(const std::vector<int>& ends, const Timeline& timeline) const;
   const Program& program(Layout layout, std::vector<Edge> edges);
 
   const StageCost stage_;

@@ -192,6 +192,26 @@ std::string candidate_table(const std::vector<Candidate>& candidates, const std:
       unpartitioned ? " speed-up: over the unpartitioned model on one device." : "", "\n");
 }
 
+std::string plan_table(const ClusterPlan& plan) {
+  Table table(
+      {"replicas", "schedule", "workers", "stages", "checkpoint", "chunks", "step", "bubble", "sums", "memory"});
+  for (const auto& candidate : plan.candidates) {
+    table.add({absl::StrCat(candidate.replicas), schedule_of(candidate), absl::StrCat(candidate.bytes.size()),
+               absl::StrCat(candidate.balance.size()), to_string(candidate.checkpoint), absl::StrCat(candidate.chunks),
+               seconds_to_text(candidate.seconds), absl::StrFormat("%.0f %%", 100 * candidate.bubble),
+               seconds_to_text(candidate.reduction), bytes_to_text(std::ranges::max(candidate.bytes)),
+               candidate.fits ? "" : "too large"});
+  }
+  const auto& first = plan.candidates.front();
+  return absl::StrCat(
+      table.text(),
+      "The best for each number of replicas. All figures are predicted. workers, stages: of a replica. chunks: "
+      "micro-batches of a replica. step: forward and backward of one mini-batch, until the replicas have summed the "
+      "gradients. sums: the part of it after the last backward. bubble: share of the step during which workers wait. "
+      "memory: peak of the device that needs the most.\nbalance of the first: ",
+      balance_to_text(first.balance), "\n");
+}
+
 std::string bytes_to_text(std::int64_t bytes) {
   double value = static_cast<double>(bytes);
   for (const char* unit : {"B", "KiB", "MiB", "GiB"}) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "balance/cluster_plan.h"
 #include "balance/predict.h"
 #include "balance/profile.h"
 #include "balance/search.h"
@@ -27,6 +28,9 @@ std::string prediction_table(const Prediction& prediction);
 /// row for it and a column of each candidate's speed-up over it.
 std::string candidate_table(const std::vector<Candidate>& candidates,
                             const std::optional<Candidate>& unpartitioned = std::nullopt);
+
+/// One row per number of replicas, and the balance of the first.
+std::string plan_table(const ClusterPlan& plan);
 
 /// E.g. "1.50 MiB": three digits, in B, KiB, MiB, GiB or TiB.
 std::string bytes_to_text(std::int64_t bytes);

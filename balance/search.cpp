@@ -25,7 +25,7 @@ void check_devices(const SearchOptions& options, std::size_t workers) {
 }
 
 RunOptions run_options(int chunks, Checkpoint checkpoint, const Scheduling& scheduling, const SearchOptions& options) {
-  return {chunks, checkpoint, options.bandwidth, options.copies, scheduling};
+  return {chunks, checkpoint, options.network, options.copies, scheduling};
 }
 
 int stages_of(const Scheduling& scheduling, const SearchOptions& options) {
@@ -55,10 +55,21 @@ bool better(const Candidate& a, const Candidate& b, const SearchOptions& options
 /// Where a search begins: balances for a number of stages and a checkpoint mode.
 using Starts = std::map<std::pair<int, Checkpoint>, std::vector<std::vector<std::int64_t>>>;
 
+/// Whether each stage fits alone on a device.
+bool fits(const StageCost& cost, const std::vector<std::int64_t>& balance, const RunOptions& run, std::int64_t limit) {
+  int first = 0;
+  for (const int end : cost.ends(balance)) {
+    if (cost.bytes(first, end, run) > limit) return false;
+    first = end;
+  }
+  return true;
+}
+
 std::vector<std::vector<std::int64_t>> starts(const Profile& profile, int stages, const RunOptions& run,
                                               const SearchOptions& options) {
   std::vector<std::vector<std::int64_t>> balances = {balance_by_time(profile, stages, run)};
-  if (options.memory_limit == 0) return balances;
+  if (options.memory_limit == 0 || fits(StageCost(profile), balances.front(), run, options.memory_limit))
+    return balances;
   auto within = balance_within(options.memory_limit, profile, stages, run);
   balances.push_back(within.empty() ? balance_by_size(profile, stages, run) : std::move(within));
   return balances;
@@ -76,7 +87,9 @@ Candidate candidate_of(Prediction prediction, const RunOptions& run, const Searc
           prediction.bubble,
           std::move(prediction.bytes),
           fits,
-          prediction.crossing};
+          prediction.crossing,
+          run.network.replicas,
+          prediction.reduction};
 }
 
 /// A candidate that may be improved.
@@ -93,9 +106,6 @@ struct Entry {
   std::unique_ptr<Predictor> predictor;
   Candidate best = {};
 };
-
-/// Most actions that a search simulates to improve its candidates: about two seconds' worth.
-constexpr std::int64_t kMostActions = 1'000'000;
 
 /// Moves cuts. Takes the simulated actions off `budget`, and ends when there is none left.
 void improve(Entry& entry, const SearchOptions& options, std::int64_t& budget) {
@@ -147,7 +157,9 @@ std::string why_not(const Candidate& smallest, const Profile& profile, const Sea
                         profile.layers[layer].name, bytes_to_text(alone));
   }
   const int stages = fewest_stages(cost, run, options.memory_limit);
-  const auto more = stages > static_cast<int>(smallest.bytes.size()) ? StrFormat("use %d devices, or ", stages) : "";
+  const auto per_replica = smallest.replicas > 1 ? " per replica" : "";
+  const auto more =
+      stages > static_cast<int>(smallest.bytes.size()) ? StrFormat("use %d devices%s, or ", stages, per_replica) : "";
   return reason + more + StrFormat("use devices with %s, or a smaller mini-batch", bytes_to_text(most));
 }
 
@@ -229,10 +241,9 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   if (profiles.empty()) throw std::invalid_argument("[suggest] give at least one profile");
   if (options.schedulings.empty()) throw std::invalid_argument("[suggest] give at least one schedule");
   if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
-  if (options.memory_limit < 0 || !(options.bandwidth >= 0)) {
+  if (options.memory_limit < 0) {
     throw std::invalid_argument(
-        StrFormat("[suggest] memory_limit and bandwidth must not be negative, but are %d and %g", options.memory_limit,
-                  options.bandwidth));
+        StrFormat("[suggest] memory_limit must not be negative, but is %d", options.memory_limit));
   }
   std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
@@ -258,7 +269,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
   if (entries.empty()) throw std::invalid_argument("[suggest] every schedule has more stages than the model allows");
   const auto before = [&](const Entry& a, const Entry& b) { return better(a.best, b.best, options); };
   std::stable_sort(entries.begin(), entries.end(), before);
-  auto budget = kMostActions;
+  auto budget = options.most_actions;
   for (auto& entry : entries) {
     if (budget > 0) improve(entry, options, budget);
   }

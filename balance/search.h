@@ -23,6 +23,9 @@ struct Candidate {
   bool fits = true;                 ///< into the memory limit
   /// Bytes of activations and skips that go to another worker in the forward of one mini-batch. As many come back.
   std::int64_t crossing = 0;
+  int replicas = 1;  ///< pipelines that share the mini-batch; `chunks`, `bytes` and `crossing` are of one
+  double reduction =
+      0;  ///< the part of `seconds` after the last backward, until the replicas have summed all gradients
 };
 
 /// A number of chunks, and the model's profile for micro-batches of that size.
@@ -39,10 +42,12 @@ struct SearchOptions {
   /// Device names, one per worker; empty: one device per worker. The bytes of workers on one device add up. Their times
   /// do not: they are taken to run at once.
   std::vector<std::string> devices = {};
-  double bandwidth = 0;  ///< as in RunOptions
+  Network network = {};  ///< as in RunOptions
   bool copies = false;   ///< as in RunOptions
   /// The schedules to try. One with a placement has as many stages as that has.
   std::vector<Scheduling> schedulings = {{}};
+  /// Most actions that are simulated to move cuts.
+  std::int64_t most_actions = 1'000'000;
 };
 
 struct Suggestion {
@@ -62,6 +67,9 @@ struct Suggestion {
   /// profile.
   const Profile& profile_of(const Candidate& candidate) const;
 };
+
+/// The name that stands for every schedule of step(), see all_schedulings().
+inline constexpr char kAnySchedule[] = "auto";
 
 /// Returns every schedule of schedule_rules() that fits `workers` workers, with one and, if there are enough layers, two
 /// stages on each. Those with two stages on a worker are placed in loops and in a V, where they fit. Of schedules with the

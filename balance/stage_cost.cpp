@@ -61,10 +61,7 @@ void StageCost::check(const RunOptions& options) const {
         absl::StrFormat("[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks",
                         options.chunks, all_bytes_));
   }
-  if (!(options.bandwidth >= 0)) {
-    throw std::invalid_argument(
-        absl::StrFormat("[balance] bandwidth must not be negative, but is %g", options.bandwidth));
-  }
+  gpipe::check(options.network);
 }
 
 StageCost::StageCost(const Profile& profile)
@@ -139,11 +136,11 @@ double StageCost::seconds(int first, int end, const RunOptions& options) const {
   const double share = share_recomputed(options);
   double seconds = (after.backward - before.backward) + (1 - share) * (after.forward - before.forward) +
                    share * (after.stored - before.stored + after.recompute - before.recompute);
-  if (options.bandwidth > 0) seconds += 2 * static_cast<double>(bytes_in(first, end)) / options.bandwidth;
-  return seconds;
+  const auto bytes = bytes_in(first, end);
+  return bytes > 0 ? seconds + 2 * options.network.link(0, 1).seconds(bytes) : seconds;
 }
 
-bool StageCost::splits(int first) const { return profile_.input_requires_grad || sums_[first].gradients > 0; }
+bool StageCost::splits(int first) const { return profile_.input_requires_grad || gradients(0, first) > 0; }
 
 std::int64_t StageCost::static_bytes(int first, int end) const {
   const auto& before = sums_[first];
@@ -178,7 +175,7 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
 // `first` saved.
 std::int64_t StageCost::least_bytes(int first, int end, const RunOptions& options) const {
   const auto saved = std::max(std::int64_t{0}, saved_for_[end] - saved_by_[first]);
-  const auto gradients = sums_[end].gradients - sums_[first].gradients;
+  const auto gradients = this->gradients(first, end);
   const std::int64_t others = options.chunks - 1;
   if (others == 0) return static_bytes(first, end) + std::max(saved, gradients);
   const bool never = options.checkpoint == Checkpoint::kNever;
@@ -274,9 +271,6 @@ Costs StageCost::costs(const std::vector<std::int64_t>& balance, const RunOption
     costs.stored.push_back(seconds(after.stored - before.stored));
     costs.bytes.push_back(cell_bytes(first, end, ends, options.copies));
     first = end;
-  }
-  for (const auto bytes : bytes_of_edges(balance)) {
-    costs.edges.push_back(options.bandwidth > 0 ? static_cast<double>(bytes) / options.bandwidth : 0);
   }
   return costs;
 }

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "balance/cluster.h"
 #include "balance/profile.h"
 #include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/generators.h"
@@ -24,8 +25,7 @@ struct Scheduling {
 struct RunOptions {
   int chunks = 1;  ///< micro-batches of the profile's size
   Checkpoint checkpoint = Checkpoint::kExceptLast;
-  /// Bandwidth between devices in bytes per second. 0: transfers take no time, as between CPU stages.
-  double bandwidth = 0;
+  Network network = {};  ///< the workers' devices. By default transfers take no time, as between CPU stages
   /// Parcels are copied to the receiver's device, as between GPUs. Otherwise the receiver uses the sender's memory.
   bool copies = false;
   Scheduling scheduling = {};
@@ -41,7 +41,7 @@ class StageCost {
   explicit StageCost(const Profile& profile);
 
   /// Errors: std::invalid_argument for chunks < 1, for so many chunks that their bytes would overflow when summed, and
-  /// for a bandwidth that is negative or NaN. The functions below that take RunOptions REQUIRE options that pass.
+  /// those of check(Network). The functions below that take RunOptions REQUIRE options that pass.
   void check(const RunOptions& options) const;
 
   int layers() const { return layers_; }
@@ -61,12 +61,14 @@ class StageCost {
   // Costs of a stage of the layers first..end-1:
 
   /// Mean seconds per micro-batch: forward, recompute if any, backward, and the transfer of the stage's inputs and their
-  /// gradients.
+  /// gradients over the link between the first two workers.
   double seconds(int first, int end, const RunOptions& options) const;
 
   /// Upper bound of the stage's peak bytes in a step that fills and drains, for all balances with this stage and all
   /// timings. Other schedules usually need less; those that split backwards can need more.
   std::int64_t bytes(int begin, int end, const RunOptions& options) const;
+  /// Bytes of the gradients of the stage's parameters.
+  std::int64_t gradients(int first, int end) const { return sums_[end].gradients - sums_[first].gradients; }
   /// The part of bytes() that stays between steps: parameters, buffers, optimizer state.
   std::int64_t static_bytes(int first, int end) const;
 
@@ -77,6 +79,7 @@ class StageCost {
   std::int64_t bytes_in(int first, int end) const;
 
   // Inputs of the simulator for a balance.
+  /// Without costs of edges, which depend on the placement.
   Costs costs(const std::vector<std::int64_t>& balance, const RunOptions& options) const;
   std::vector<Edge> edges(const std::vector<std::int64_t>& balance) const;
   /// Bytes per edge for one micro-batch.

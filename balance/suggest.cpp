@@ -217,7 +217,7 @@ Suggestion suggest(const Model& model, const Value& sample, const std::vector<to
   const SearchOptions search_options{.checkpoints = options.checkpoints(),
                                      .memory_limit = options.memory_limit(),
                                      .devices = names(devices),
-                                     .bandwidth = options.bandwidth(),
+                                     .network = {.inside = {.bandwidth = options.bandwidth()}},
                                      .copies = copies_between(devices),
                                      .schedulings = std::move(to_try)};
   auto suggestion = search(std::move(profiles), search_options);

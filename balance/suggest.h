@@ -11,9 +11,6 @@
 
 namespace gpipe {
 
-/// The name that stands for every schedule of step(), see all_schedulings().
-inline constexpr char kAnySchedule[] = "auto";
-
 struct SuggestOptions {
   /// Numbers of chunks to try. Empty: 1, 2, 4, .. 32, without those that the mini-batch or the model does not allow.
   TORCH_ARG(std::vector<int>, chunks);

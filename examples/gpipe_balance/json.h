@@ -18,7 +18,9 @@ inline Json to_json(const Candidate& candidate) {
           {"bubble", candidate.bubble},
           {"bytes", candidate.bytes},
           {"fits", candidate.fits},
-          {"crossing", candidate.crossing}};
+          {"crossing", candidate.crossing},
+          {"replicas", candidate.replicas},
+          {"reduction", candidate.reduction}};
 }
 
 }  // namespace gpipe::examples::balance

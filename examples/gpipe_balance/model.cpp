@@ -24,20 +24,6 @@ const std::map<std::string, torch::nn::Sequential (*)(const models::ResNetOption
     {"resnet101", models::resnet101}, {"resnet152", models::resnet152},
 };
 
-/// Returns the file's text. Reads no further than the size limit of a profile.
-std::string read_profile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::string text(kMaxProfileJson + 1, '\0');
-  file.read(text.data(), static_cast<std::streamsize>(text.size()));
-  if (!file.eof() && file.fail()) throw std::runtime_error("cannot read " + path);
-  text.resize(static_cast<std::size_t>(file.gcount()));
-  if (text.size() > kMaxProfileJson) {
-    throw std::invalid_argument(
-        absl::StrFormat("%s is not a profile: it has more than %d bytes", path, kMaxProfileJson));
-  }
-  return text;
-}
-
 void check_matches(const Profile& profile, const Options& options, int chunks) {
   if (const auto samples = options.sizes(chunks).front(); profile.samples != samples) {
     throw std::invalid_argument(
@@ -55,6 +41,18 @@ void check_matches(const Profile& profile, const Options& options, int chunks) {
 }
 
 }  // namespace
+
+std::string read_text(const std::string& path, std::size_t most) {
+  std::ifstream file(path, std::ios::binary);
+  std::string text(most + 1, '\0');
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
+  if (!file.eof() && file.fail()) throw std::runtime_error("cannot read " + path);
+  text.resize(static_cast<std::size_t>(file.gcount()));
+  if (text.size() > most) {
+    throw std::invalid_argument(absl::StrFormat("%s has more than %d bytes, which is the limit", path, most));
+  }
+  return text;
+}
 
 std::vector<std::string> model_names() {
   std::vector<std::string> names = {"unet"};
@@ -79,7 +77,7 @@ torch::Tensor make_batch(const Options& options) {
 
 Profile profile_of(const Options& options, int chunks) {
   if (!options.profile.empty()) {
-    auto profile = profile_from_json(read_profile(options.profile));
+    auto profile = profile_from_json(read_text(options.profile, kMaxProfileJson));
     check_matches(profile, options, chunks);
     return profile;
   }

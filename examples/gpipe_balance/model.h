@@ -3,6 +3,7 @@
 #include <torch/nn/modules/container/sequential.h>
 #include <torch/types.h>
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,10 @@
 #include "examples/gpipe_balance/options.h"
 
 namespace gpipe::examples::balance {
+
+/// Returns a file's text. Errors: std::runtime_error for a file that cannot be read, std::invalid_argument for one of more
+/// than `most` bytes.
+std::string read_text(const std::string& path, std::size_t most);
 
 /// The values of --model.
 std::vector<std::string> model_names();

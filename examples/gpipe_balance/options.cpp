@@ -73,7 +73,7 @@ Scheduling Options::scheduling() const {
 SearchOptions Options::search() const {
   const auto workers = place();
   SearchOptions search{
-      .stages = stages, .memory_limit = memory, .bandwidth = bandwidth * 1e9, .copies = copies_between(workers)};
+      .stages = stages, .memory_limit = memory, .network = network(), .copies = copies_between(workers)};
   for (const auto& device : workers) {
     search.devices.push_back(device.is_cpu() ? std::to_string(search.devices.size()) : device.str());
   }
@@ -81,8 +81,10 @@ SearchOptions Options::search() const {
 }
 
 RunOptions Options::run(int chunks, Checkpoint mode) const {
-  return {static_cast<int>(sizes(chunks).size()), mode, bandwidth * 1e9, copies_between(place()), scheduling()};
+  return {static_cast<int>(sizes(chunks).size()), mode, network(), copies_between(place()), scheduling()};
 }
+
+Network Options::network() const { return {.inside = {.bandwidth = bandwidth * 1e9}}; }
 
 ProfileOptions Options::profiling() const { return profile_options(place()).seconds(seconds).param_scale(param_scale); }
 

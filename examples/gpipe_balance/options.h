@@ -39,6 +39,9 @@ struct Options {
   int refine = 0;
   int near = 4;
   std::string profile;
+  std::string cluster;                ///< a file; empty: plan for the devices
+  std::vector<std::string> profiles;  ///< files
+  std::vector<int> micro_batches = {1, 2, 4, 8, 16, 32};
   std::string output;
   bool layers = false;
   bool json = false;
@@ -53,6 +56,8 @@ struct Options {
   /// stages that does not fit.
   Scheduling scheduling() const;
   RunOptions run(int chunks, Checkpoint mode) const;
+  /// The devices of one pipeline.
+  Network network() const;
   ProfileOptions profiling() const;
 };
 

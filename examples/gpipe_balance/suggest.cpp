@@ -1,4 +1,4 @@
-// gpipe-balance suggest: searches for the fastest schedule, balance, chunks and checkpoint mode.
+// gpipe-balance suggest: searches for the fastest schedule, balance, chunks and checkpoint mode, on devices or a cluster.
 
 #include "balance/suggest.h"
 
@@ -14,6 +14,7 @@
 #include "examples/common/files.h"
 #include "examples/common/flags.h"
 #include "examples/common/percent.h"
+#include "examples/gpipe_balance/cluster.h"
 #include "examples/gpipe_balance/json.h"
 #include "examples/gpipe_balance/model.h"
 #include "examples/gpipe_balance/verbs.h"
@@ -34,6 +35,7 @@ void add_flags(CLI::App& app, Options& options) {
                  "file for a schedule made for the measured times of the best candidate, if it is faster")
       ->transform(path_name())
       ->always_capture_default(false);
+  add_cluster_flags(app, options);
 }
 
 const char* code_of(Checkpoint mode) {
@@ -125,6 +127,7 @@ void print(const Suggestion& suggestion, const std::vector<Measured>& measured, 
 }
 
 int run(const Options& options) {
+  if (!options.cluster.empty()) return run_cluster(options);
   const auto model = make_model(options);
   const auto batch = make_batch(options);
   const auto devices = options.place();

@@ -33,7 +33,7 @@ struct ListOptions {
 /// A schedule and its time.
 struct ListSchedule {
   Schedule lists;
-  double makespan = 0;  ///< what simulate() says, with sufficient_capacities()
+  double makespan = 0;  ///< what simulate() says, with sufficient_capacities() and without Costs::sending
 };
 
 /// Returns the lists that arise when each free worker runs one of the actions that can start. Nothing is planned ahead.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <map>
 #include <span>
 #include <utility>
 
@@ -14,6 +15,8 @@ constexpr double kAbsent = -1;
 struct Channel {
   std::size_t capacity = 1;
   double latency = 0;
+  double sending = 0;
+  double* link_free = nullptr;  ///< when the link from the producer to the consumer has sent what was put before
   int producer = 0;
   int consumer = 0;
   std::size_t puts = 0;
@@ -33,11 +36,12 @@ struct Progress {
 };
 
 /// Advances the workers in any order, each as far as possible. No event queue is needed, because a worker's times
-/// depend only on its own list and on its exchanges.
+/// depend only on its own list and on its exchanges, and a link has one producer.
 class Replayer {
  public:
   Replayer(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
-           absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies)
+           absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies,
+           const std::vector<double>& sending)
       : wiring_(wiring),
         schedule_(schedule),
         seconds_(seconds),
@@ -48,11 +52,13 @@ class Replayer {
       Channel forward;
       forward.capacity = static_cast<std::size_t>(edges[e].capacity);
       forward.latency = latencies[e];
+      forward.sending = sending.empty() ? 0 : sending[e];
       forward.producer = layout.placement[edges[e].from];
       forward.consumer = layout.placement[edges[e].to];
       forward.arrivals.assign(layout.micro_batches, kAbsent);
       Channel backward = forward;
       std::swap(backward.producer, backward.consumer);
+      for (Channel* each : {&forward, &backward}) each->link_free = &links_free_[{each->producer, each->consumer}];
       channels_.push_back(std::move(forward));
       channels_.push_back(std::move(backward));
     }
@@ -123,7 +129,9 @@ class Replayer {
       clock = std::max(clock, channel.takes[freed]);
     }
     ++channel.puts;
-    channel.arrivals[micro_batch] = clock + channel.latency;
+    const double start = std::max(clock, *channel.link_free);
+    *channel.link_free = start + channel.sending;
+    channel.arrivals[micro_batch] = start + channel.latency;
     wake(channel.consumer);
     return true;
   }
@@ -138,6 +146,7 @@ class Replayer {
   const Schedule& schedule_;
   const absl::FunctionRef<double(const Action&)> seconds_;
   std::vector<Channel> channels_;
+  std::map<std::pair<int, int>, double> links_free_;  ///< by producer and consumer
   std::vector<Progress> progress_;
   std::vector<int> ready_;
   /// True for the workers in ready_ and for the one being advanced, which must not wake itself.
@@ -148,8 +157,9 @@ class Replayer {
 }  // namespace
 
 Replay replay(const Layout& layout, const std::vector<Edge>& edges, const Wiring& wiring, const Schedule& schedule,
-              absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies) {
-  return Replayer(layout, edges, wiring, schedule, seconds, latencies).run();
+              absl::FunctionRef<double(const Action&)> seconds, const std::vector<double>& latencies,
+              const std::vector<double>& sending) {
+  return Replayer(layout, edges, wiring, schedule, seconds, latencies, sending).run();
 }
 
 }  // namespace gpipe

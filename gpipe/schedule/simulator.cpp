@@ -27,6 +27,11 @@ void check(const Program& program, const Costs& costs) {
         StrFormat("simulate: got costs for %d edges, but the program has %d edges: give one per edge",
                   costs.edges.size(), edges.size()));
   }
+  if (!costs.sending.empty() && costs.sending.size() != edges.size()) {
+    throw std::invalid_argument(StrFormat(
+        "simulate: got times of sending for %d edges, but the program has %d edges: give one per edge, or none",
+        costs.sending.size(), edges.size()));
+  }
   if (!costs.stored.empty() && costs.stored.size() != costs.actions.size()) {
     throw std::invalid_argument(
         StrFormat("simulate: got costs of stored forwards for %d stages, but the program has %d stages: give one per "
@@ -56,6 +61,12 @@ void check(const Program& program, const Costs& costs) {
     throw std::invalid_argument(StrFormat("simulate: edge %d ('%s') costs %g s: give a finite time of at least 0", e,
                                           edges[e].name, costs.edges[e]));
   }
+  for (std::size_t e = 0; e < costs.sending.size(); ++e) {
+    if (is_duration(costs.sending[e]) && costs.sending[e] <= costs.edges[e]) continue;
+    throw std::invalid_argument(
+        StrFormat("simulate: edge %d ('%s') sends for %g s: give a time from 0 to its cost, %g s", e, edges[e].name,
+                  costs.sending[e], costs.edges[e]));
+  }
 }
 
 int peak_cells(const std::vector<Action>& list, bool has_backward) {
@@ -79,8 +90,8 @@ Simulation simulate(const Program& program, const Costs& costs) {
     }
     return costs.actions[action.stage][static_cast<std::size_t>(action.kind)];
   };
-  const Replay result =
-      replay(program.layout(), program.edges(), program.wiring(), program.schedule(), seconds, costs.edges);
+  const Replay result = replay(program.layout(), program.edges(), program.wiring(), program.schedule(), seconds,
+                               costs.edges, costs.sending);
   Simulation simulation;
   simulation.timeline.workers = program.workers();
   simulation.timeline.edges = program.edges();

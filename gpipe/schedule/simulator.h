@@ -19,6 +19,9 @@ struct Costs {
   std::vector<CellBytes> bytes = {};
   /// Seconds per stage of an F whose cell is recomputed. If empty, such an F costs the same as any other.
   std::vector<double> stored = {};
+  /// The part of `edges` during which the link between the two workers, in that direction, is busy; at most `edges`. The
+  /// next transfer on the link waits for it. If empty, links carry any number of transfers at once.
+  std::vector<double> sending = {};
 };
 
 struct Simulation {

@@ -3,7 +3,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Candidate', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+__all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
 class Ranks:
     @staticmethod
     def from_environment(timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt) -> Ranks:
@@ -373,6 +373,16 @@ class Candidate:
         The worker of each stage.
         """
     @property
+    def reduction(self) -> float:
+        """
+        The part of the seconds after the last backward, until the replicas have summed all gradients.
+        """
+    @property
+    def replicas(self) -> int:
+        """
+        Number of pipelines that share the mini-batch. The numbers of chunks and bytes are of one of them.
+        """
+    @property
     def schedule(self) -> str:
         """
         The schedule of step(); empty for forward and backward.
@@ -416,6 +426,46 @@ class Suggestion:
     def unpartitioned(self) -> Candidate | None:
         """
         The whole mini-batch on one device, without a pipeline; None if the model does not run that way.
+        """
+class Cluster:
+    """
+    Hosts of equal devices.
+    """
+    @staticmethod
+    def from_json(text: str) -> Cluster:
+        """
+        Reads an object with 'hosts', 'devices_per_host', 'memory' of a device in bytes (0: no limit), and 'inside' and 'between' hosts, which are objects with a device's 'bandwidth' in bytes per second and the 'latency' in seconds. Raises ValueError, with the place and the fault.
+        """
+    @property
+    def devices(self) -> int:
+        """
+        Number of devices.
+        """
+class ClusterPlan:
+    """
+    Ways to train a model on all devices of a cluster, best first.
+    """
+    def __str__(self) -> str:
+        ...
+    @property
+    def best(self) -> Candidate:
+        """
+        The first candidate. Raises RuntimeError, with the reason, if none fits.
+        """
+    @property
+    def candidates(self) -> list[Candidate]:
+        """
+        The best candidate for each number of replicas. The fastest one that fits is first.
+        """
+    @property
+    def fits(self) -> bool:
+        """
+        Whether any candidate fits.
+        """
+    @property
+    def reason(self) -> str:
+        """
+        Why no candidate fits. Empty if one does.
         """
 class ProfileOptions:
     def __init__(self, workers: typing.SupportsInt, intraop_threads: typing.SupportsInt, seconds: typing.SupportsFloat, repeats: typing.SupportsInt, param_scale: typing.SupportsFloat, progress: typing.Any) -> None:
@@ -472,6 +522,8 @@ def place_stages(schedule: str, stages: typing.SupportsInt, stages_per_worker: t
     """
     Returns the worker of each stage.
     """
+def plan_cluster(arg0: Cluster, arg1: collections.abc.Sequence[Profile], arg2: typing.SupportsInt, arg3: collections.abc.Sequence[typing.Any], arg4: str) -> ClusterPlan:
+    ...
 def pop(arg0: Namespace, arg1: str) -> typing.Any:
     ...
 def predict(arg0: Profile, arg1: collections.abc.Sequence[typing.SupportsInt], arg2: RunOptions) -> Prediction:

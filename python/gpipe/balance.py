@@ -22,7 +22,17 @@ import torch
 from torch import nn
 
 from gpipe import _C
-from gpipe._C import Candidate, LayerProfile, Prediction, Profile, SkipProfile, Suggestion, TieProfile
+from gpipe._C import (
+    Candidate,
+    Cluster,
+    ClusterPlan,
+    LayerProfile,
+    Prediction,
+    Profile,
+    SkipProfile,
+    Suggestion,
+    TieProfile,
+)
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.checks import (
     arrange_workers,
@@ -42,6 +52,8 @@ from gpipe.structure import take_apart
 
 __all__ = [
     "Candidate",
+    "Cluster",
+    "ClusterPlan",
     "LayerProfile",
     "Prediction",
     "Profile",
@@ -50,6 +62,7 @@ __all__ = [
     "TieProfile",
     "balance_by_size",
     "balance_by_time",
+    "plan_cluster",
     "predict",
     "profile",
     "suggest",
@@ -259,9 +272,8 @@ def suggest(
     placed = check_devices(devices)
     if not placed:
         raise ValueError("devices is empty; give at least one device")
-    for name, listed in (("chunks", chunks), ("checkpoints", checkpoints)):
-        if isinstance(listed, str) or not isinstance(listed, Iterable):
-            raise TypeError(f"{name} must be a list of values to try, but is {listed!r}")
+    chunks = _check_list("chunks", chunks)
+    checkpoints = _check_list("checkpoints", checkpoints)
     options = _options(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
     model = as_sequential(module, sample)
     layers = _layers(model)
@@ -277,6 +289,53 @@ def suggest(
             _scheduling(schedule, stages_per_worker, "looped", 0),
             options,
         )
+
+
+def plan_cluster(
+    cluster: Cluster,
+    profiles: Sequence[Profile],
+    samples: int,
+    *,
+    checkpoints: Sequence[str] = ("never", "except_last", "always"),
+    schedule: str | None = "auto",
+) -> ClusterPlan:
+    """Chooses how to train a model on all devices of a cluster: the number of replicas, and for each replica the
+    schedule, placement, balance, number of chunks and checkpoint mode.
+
+    Args:
+        cluster: the devices, memory and network.
+        profiles: of one model, on a device of the cluster, each for micro-batches of another size. A replica's share of
+            the mini-batch is cut into micro-batches of one of these sizes.
+        samples: number of samples in the mini-batch, which the replicas share equally.
+        checkpoints: checkpoint modes to try.
+        schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
+
+    Returns:
+        The best candidate for each number of replicas, best first. Every figure is predicted.
+
+    Raises:
+        TypeError: if an argument has the wrong type.
+        ValueError: if an option is out of range, or if no number of replicas suits the devices, samples and layers.
+    """
+    if not isinstance(cluster, Cluster):
+        raise TypeError(f"cluster must be a Cluster, as Cluster.from_json() returns, but is {type(cluster)}")
+    listed = _check_list("profiles", profiles)
+    for each in listed:
+        if not isinstance(each, Profile):
+            raise TypeError(f"profiles must be Profiles, as gpipe.balance.profile() returns, but one is {type(each)}")
+    return _C.plan_cluster(
+        cluster,
+        listed,
+        check_whole(samples, "samples"),
+        [check_checkpoint(mode) for mode in _check_list("checkpoints", checkpoints)],
+        check_scheduling("" if schedule is None else schedule, 1, "looped", 0)[0],
+    )
+
+
+def _check_list(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list of values to try, but is {values!r}")
+    return list(values)
 
 
 def _scheduling(schedule: object, stages_per_worker: object, placement: object, stages: int) -> _C.Scheduling:

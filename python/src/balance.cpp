@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "balance/balance.h"
+#include "balance/cluster_plan.h"
 #include "balance/predict.h"
 #include "balance/report.h"
 #include "balance/search.h"
@@ -43,10 +44,16 @@ Model to_model(const Objects& layers) {
   });
 }
 
+std::vector<Checkpoint> to_checkpoints(const std::vector<py::object>& names) {
+  std::vector<Checkpoint> modes;
+  for (const auto& name : names) modes.push_back(to_checkpoint(name));
+  return modes;
+}
+
 std::vector<torch::Device> to_devices(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
 
 RunOptions run_options(int chunks, const py::object& checkpoint, double bandwidth, bool copies) {
-  return {chunks, to_checkpoint(checkpoint), bandwidth, copies};
+  return {chunks, to_checkpoint(checkpoint), {.inside = {.bandwidth = bandwidth}}, copies};
 }
 
 RunOptions run_options_of_step(int chunks, const py::object& checkpoint, double bandwidth, bool copies,
@@ -152,6 +159,11 @@ void init_balance(py::module_& module) {
       .def_readonly("placement", &Candidate::placement, "The worker of each stage.")
       .def_readonly("fits", &Candidate::fits, "Whether every device stays within the memory limit.")
       .def_readonly("crossing", &Candidate::crossing, "Bytes that the forward of a mini-batch sends to other workers.")
+      .def_readonly(
+          "replicas", &Candidate::replicas,
+          "Number of pipelines that share the mini-batch. The numbers of chunks and bytes are of one of them.")
+      .def_readonly("reduction", &Candidate::reduction,
+                    "The part of the seconds after the last backward, until the replicas have summed all gradients.")
       .def_property_readonly(
           "placed_by",
           [](const Candidate& candidate) {
@@ -186,6 +198,23 @@ void init_balance(py::module_& module) {
                (suggestion.fits() ? "" : suggestion.reason + "\n");
       });
 
+  py::class_<Cluster>(module, "Cluster", "Hosts of equal devices.")
+      .def_static("from_json", &cluster_from_json,
+                  "Reads an object with 'hosts', 'devices_per_host', 'memory' of a device in bytes (0: no limit), and "
+                  "'inside' and 'between' hosts, which are objects with a device's 'bandwidth' in bytes per second and "
+                  "the 'latency' in seconds. Raises ValueError, with the place and the fault.",
+                  py::arg("text"))
+      .def_property_readonly("devices", &Cluster::devices, "Number of devices.");
+  py::class_<ClusterPlan>(module, "ClusterPlan", "Ways to train a model on all devices of a cluster, best first.")
+      .def_readonly("candidates", &ClusterPlan::candidates,
+                    "The best candidate for each number of replicas. The fastest one that fits is first.")
+      .def_readonly("reason", &ClusterPlan::reason, "Why no candidate fits. Empty if one does.")
+      .def_property_readonly("fits", &ClusterPlan::fits, "Whether any candidate fits.")
+      .def_property_readonly("best", &ClusterPlan::best,
+                             "The first candidate. Raises RuntimeError, with the reason, if none fits.")
+      .def("__str__",
+           [](const ClusterPlan& plan) { return plan_table(plan) + (plan.fits() ? "" : plan.reason + "\n"); });
+
   py::class_<ProfileOptions>(module, "ProfileOptions")
       .def(py::init(&profile_options), py::arg("workers"), py::arg("intraop_threads"), py::arg("seconds"),
            py::arg("repeats"), py::arg("param_scale"), py::arg("progress"));
@@ -195,17 +224,20 @@ void init_balance(py::module_& module) {
     return released([&] { return profile(model, value, options); });
   });
   module.def("predict", &predict);
+  module.def("plan_cluster", [](const Cluster& cluster, const std::vector<Profile>& profiles, std::int64_t samples,
+                                const std::vector<py::object>& checkpoints, const std::string& schedule) {
+    const ClusterPlanOptions options{samples, to_checkpoints(checkpoints), schedule};
+    return released([&] { return plan_cluster(cluster, profiles, options); });
+  });
   module.def("suggest",
              [](const Objects& layers, const py::object& sample, const std::vector<std::string>& devices,
                 const std::vector<int>& chunks, const std::vector<py::object>& checkpoints, std::int64_t memory_limit,
                 double bandwidth, const Scheduling& scheduling, const ProfileOptions& profiling) {
                const auto model = to_model(layers);
                const auto value = to_value(sample.ptr());
-               std::vector<Checkpoint> modes;
-               for (const auto& name : checkpoints) modes.push_back(to_checkpoint(name));
                const auto options = SuggestOptions()
                                         .chunks(chunks)
-                                        .checkpoints(modes)
+                                        .checkpoints(to_checkpoints(checkpoints))
                                         .memory_limit(memory_limit)
                                         .bandwidth(bandwidth)
                                         .scheduling(scheduling)

@@ -72,9 +72,9 @@ TEST(Cut, DependsOnBandwidth) {
   auto profile = chain({1, 1, 1, 0.9});
   profile.skips = {{"skip", 0, 2, 4000}};
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(2, 2));
-  EXPECT_THAT(balance_by_time(profile, 2, {.bandwidth = 1000}), ElementsAre(3, 1));
-  const auto slow = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000});
-  const auto fast = predict(profile, {3, 1}, {.chunks = 2, .bandwidth = 1000});
+  EXPECT_THAT(balance_by_time(profile, 2, {.network = {.inside = {.bandwidth = 1000}}}), ElementsAre(3, 1));
+  const auto slow = predict(profile, {2, 2}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}});
+  const auto fast = predict(profile, {3, 1}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}});
   EXPECT_LT(fast.seconds, slow.seconds) << "the skip's transfer takes longer than the difference between the stages";
 }
 
@@ -127,12 +127,13 @@ TEST(StageCost, CountsTiesOncePerStage) {
 
 TEST(Predict, SendsTiedParametersWithEachMicroBatch) {
   auto profile = chain({1, 1, 1, 1});
-  const auto before = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000, .copies = true});
+  const auto before =
+      predict(profile, {2, 2}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}, .copies = true});
   profile.ties = {{"w", {0, 3}, 4000}};
-  const auto tied = predict(profile, {2, 2}, {.chunks = 2, .bandwidth = 1000, .copies = true});
+  const auto tied = predict(profile, {2, 2}, {.chunks = 2, .network = {.inside = {.bandwidth = 1000}}, .copies = true});
   EXPECT_GT(tied.seconds, before.seconds + 4);
   EXPECT_GE(tied.bytes[1], before.bytes[1] + 2 * 4000) << "the last stage holds a copy per micro-batch";
-  EXPECT_THAT(balance_by_time(profile, 1, {.bandwidth = 1000}), ElementsAre(4));
+  EXPECT_THAT(balance_by_time(profile, 1, {.network = {.inside = {.bandwidth = 1000}}}), ElementsAre(4));
 }
 
 TEST(Cut, BalancesBySizeWithSkips) {
@@ -222,7 +223,7 @@ TEST(Predict, SimulatesAStep) {
   EXPECT_THROW(predict(profile, {2, 0}), std::invalid_argument);
   EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_size(profile, 2, {.chunks = 0}), std::invalid_argument);
-  EXPECT_THROW(balance_by_time(profile, 2, {.bandwidth = -1}), std::invalid_argument);
+  EXPECT_THROW(balance_by_time(profile, 2, {.network = {.inside = {.bandwidth = -1}}}), std::invalid_argument);
 }
 
 TEST(StageCost, RefusesNumbersThatOverflow) {
@@ -291,7 +292,7 @@ TEST(Predict, FollowsTheSchedule) {
 TEST(Predict, TransfersWithinAWorkerTakeNoTime) {
   const auto profile = chain({1, 1, 1, 1});
   const auto seconds = [&](std::vector<int> placement) {
-    RunOptions run{.chunks = 2, .checkpoint = Checkpoint::kNever, .bandwidth = 1};
+    RunOptions run{.chunks = 2, .checkpoint = Checkpoint::kNever, .network = {.inside = {.bandwidth = 1}}};
     run.scheduling.placement = std::move(placement);
     return predict(profile, {1, 1, 1, 1}, run).seconds;
   };

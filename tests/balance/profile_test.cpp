@@ -124,7 +124,7 @@ TEST(Cut, SendsFewerBytesAtLowBandwidth) {
     return StageCost(of).bytes_in(static_cast<int>(balance[0]), static_cast<int>(of.layers.size()));
   };
   const auto by_time = balance_by_time(of, 2, {.chunks = 4});
-  const auto by_time_and_transfer = balance_by_time(of, 2, {.chunks = 4, .bandwidth = 4000});
+  const auto by_time_and_transfer = balance_by_time(of, 2, {.chunks = 4, .network = {.inside = {.bandwidth = 4000}}});
   EXPECT_LT(moved(by_time_and_transfer), moved(by_time));
 }
 

@@ -63,7 +63,7 @@ refuse 'own.schedule is none of the schedules' sweep "${model[@]}" --schedule gp
 
 head -c 100 profile.json >damaged.json
 refuse 'not a profile' cut "${model[@]}" --profile damaged.json
-refuse 'error: /dev/zero is not a profile: it has more than 16777216 bytes' cut "${model[@]}" --profile /dev/zero
+refuse 'error: /dev/zero has more than 16777216 bytes' cut "${model[@]}" --profile /dev/zero
 refuse 'was measured with micro-batches of 2, but --batch-size and --chunks make micro-batches of 4' \
   cut "${model[@]}" --profile profile.json --chunks 2
 refuse 'is not a profile of resnet18' cut --model resnet18 --batch-size 8 --stages 2 --profile profile.json
@@ -90,3 +90,25 @@ refuse 'profile.json: Not a directory' profile --seconds 1000 --output profile.j
 refuse 'error: cannot write /dev/full: No space left on device' profile "${model[@]}" --output /dev/full
 if "$program" profile "${model[@]}" --json >/dev/full 2>err.log; then fail "a full standard output was accepted"; fi
 grep -qx 'error: cannot write to standard output' err.log || fail "the error of standard output is not reported"
+
+link='{"bandwidth": 1e9, "latency": 1e-5}'
+echo "{\"hosts\": 2, \"devices_per_host\": 2, \"memory\": 0, \"inside\": $link, \"between\": $link}" >cluster.json
+small=(--model unet --channels 4 --size 32x32 --seconds 1)
+"$program" profile "${small[@]}" --batch-size 2 --chunks 1 --stages 1 --output two.json >two.log
+planned=(suggest --cluster cluster.json --batch-size 16)
+"$program" "${planned[@]}" --profile two.json >plan.log
+[[ $(grep -cE '^[124]  .* [0-9.]+ (us|ms|s) ' plan.log) == 3 ]] || fail "suggest --cluster does not list 1, 2 and 4 replicas"
+grep -q 'All figures are predicted' plan.log || fail "suggest --cluster does not say that it predicts"
+grep -qE '^balance of the first: [0-9,]+$' plan.log || fail "suggest --cluster prints no balance"
+"$program" "${planned[@]}" --profile two.json --json | grep -q '"replicas":4,"reduction":' || fail "suggest --cluster --json"
+"$program" "${planned[@]}" "${small[@]}" --micro-batch 2,4 --schedule forward >measured.log
+[[ $(grep -c '^[124]  *forward ' measured.log) == 3 ]] || fail "suggest --cluster does not measure"
+refuse 'no number of replicas suits 4 devices and 15 samples' "${planned[@]}" --batch-size 15 --profile two.json
+refuse "unknown schedule '1f1f'" "${planned[@]}" --profile two.json --schedule 1f1f
+refuse '--memory-limit excludes --cluster' "${planned[@]}" --profile two.json --memory-limit 1GB
+refuse '--model excludes --profile' "${planned[@]}" --profile two.json --model resnet18
+refuse '--micro-batch requires --cluster' suggest --micro-batch 2
+sed -i 's/"memory": 0/"memory": 1024/' cluster.json
+refuse 'nothing fits into 1.00 KiB per device' "${planned[@]}" --profile two.json
+sed -i 's/1e9/0/' cluster.json
+refuse '/inside/bandwidth is 0, but must be' "${planned[@]}" --profile two.json

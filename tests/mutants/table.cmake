@@ -39,7 +39,8 @@ mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/generators.cpp 
        "micro_batch < micro_batches" FillDrain.*)
 mutant(replay_exceeds_the_capacity core_tests gpipe/schedule/replay.cpp "channel.puts >= channel.capacity"
        "channel.puts > channel.capacity" Verifier.*:Simulator.*)
-mutant(replay_ignores_latency core_tests gpipe/schedule/replay.cpp "clock + channel.latency" "clock" Simulator.*)
+mutant(replay_ignores_latency core_tests gpipe/schedule/replay.cpp "start + channel.latency" "start" Simulator.*)
+mutant(replay_sends_all_at_once core_tests gpipe/schedule/replay.cpp "start + channel.sending" "start" Simulator.*)
 mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
        "std::max(before + extra, after)" "before + extra" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
@@ -113,6 +114,6 @@ mutant(isolates_every_name gpipe_tests skip/skippable.cpp
 mutant(reads_damaged_records gpipe_tests gpipe/snapshot/zip_records.cpp "checksum(data) != crc" "false" *Damage*)
 mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
-       "prediction.bytes[placement[prediction.stages.size()]] += stage.static_bytes(first, end);" "" Predict.*:Search.*)
+       "prediction.bytes[w] += kept[w];" "" Predict.*:Search.*)
 mutant(cuts_between_tied_layers gpipe_tests balance/cut.cpp
        "stage.can_cut_before(first) && stage.can_cut_before(end)" "true" Cut.*)

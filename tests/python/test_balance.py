@@ -1,6 +1,7 @@
 """Profiles, balances, predictions and suggestions."""
 
 import copy
+import json
 
 import pytest
 import torch
@@ -249,3 +250,47 @@ def test_layers_that_share_a_parameter_can_be_separated():
     best = balance.suggest(layers, x, ["cpu", "cpu"], chunks=[4], seconds=0).best
     gpipe.GPipe(layers, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)(x).sum().backward()
     assert words.weight.grad is not None
+
+
+LINK = {"bandwidth": 1e9, "latency": 0}
+
+
+def cluster(**changed):
+    of = {"hosts": 1, "devices_per_host": 2, "memory": 0, "inside": LINK, "between": LINK}
+    return balance.Cluster.from_json(json.dumps({**of, **changed}))
+
+
+def test_a_plan_has_a_candidate_for_each_number_of_replicas(measured):
+    assert cluster(hosts=3).devices == 6
+    plan = balance.plan_cluster(cluster(), [measured], 16, schedule="1f1b")
+    assert plan.fits and plan.reason == ""
+    assert sorted((each.replicas, len(each.bytes), each.chunks) for each in plan.candidates) == [(1, 2, 4), (2, 1, 2)]
+    assert plan.best.seconds == min(each.seconds for each in plan.candidates)
+    assert all(each.schedule == "1f1b" and each.checkpoint == "never" for each in plan.candidates)
+    assert [each.reduction for each in plan.candidates if each.replicas == 1] == [0]
+    assert "All figures are predicted." in str(plan)
+    always = balance.plan_cluster(cluster(), [measured], 16, checkpoints=["always"], schedule=None)
+    assert {each.checkpoint for each in always.candidates} == {"always"}
+    assert {each.schedule for each in always.candidates} == {""}
+
+
+def test_a_plan_says_why_nothing_fits(measured):
+    plan = balance.plan_cluster(cluster(memory=1024), [measured], 16)
+    assert not plan.fits and "nothing fits into 1.00 KiB per device" in plan.reason
+    with pytest.raises(RuntimeError, match="nothing fits"):
+        plan.best  # noqa: B018
+
+
+def test_wrong_plans_are_refused(measured):
+    with pytest.raises(ValueError, match="/inside/bandwidth is 0, but must be a number from 1"):
+        cluster(inside={"bandwidth": 0, "latency": 0})
+    with pytest.raises(ValueError, match="no number of replicas suits 2 devices and 7 samples"):
+        balance.plan_cluster(cluster(), [measured], 7)
+    for arguments, message in (
+        (("cluster", [measured], 8), "cluster must be a Cluster"),
+        ((cluster(), measured, 8), "profiles must be a list"),
+        ((cluster(), ["profile"], 8), "profiles must be Profiles"),
+        ((cluster(), [measured], 8.5), "samples must be an integer, but is 8.5"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            balance.plan_cluster(*arguments)

@@ -16,6 +16,7 @@ from processes import run_on_two_ranks
 ROOT = Path(__file__).parents[2]
 sys.path.append(str(ROOT / "docs"))
 
+import cluster_study  # noqa: E402
 import run_notebook  # noqa: E402
 
 
@@ -23,6 +24,8 @@ def model():
     return nn.Sequential(*(nn.Linear(8, 8) for _ in range(5)))
 
 
+LINK = {"bandwidth": 1e9, "latency": 0}
+CLUSTER = {"hosts": 128, "devices_per_host": 8, "memory": 0, "inside": LINK, "between": LINK}
 # The names that each page uses without defining them.
 GIVEN = {
     "README.md": {},
@@ -31,6 +34,7 @@ GIVEN = {
     "docs/python_and_cpp.md": {},
     "docs/which.md": {"model": model, "mini_batch": (64, 8)},
     "docs/any_model.md": {},
+    "docs/cluster_study.md": {"model": model, "batch": (8, 8), "text": lambda: json.dumps(CLUSTER)},
     "docs/convert_your_model.md": {},
     "docs/ranks.md": {"make_model": lambda: lambda: nn.Sequential(*model(), nn.ReLU(), nn.ReLU()), "ranks": lambda: None},
     "docs/schedules.md": {},
@@ -93,6 +97,11 @@ def test_quoted_messages_are_those_of_the_sources():
     pieces = [piece.strip() for message in quoted.splitlines() for piece in message.split("...")]
     assert len(pieces) > 40
     assert [piece for piece in pieces if piece not in text] == []
+
+
+def test_the_tables_of_the_cluster_study_are_up_to_date(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["cluster_study.py", "--check"])
+    cluster_study.main()
 
 
 def kinds_of_outputs(notebook):

@@ -115,6 +115,32 @@ TEST(Simulator, EdgeLatencyDelaysTheConsumerOnly) {
   EXPECT_EQ(start(result, "0B1"), 5);  // 1B1 ends at 4.5
 }
 
+TEST(Simulator, ALinkSendsOneTransferAfterAnother) {
+  const auto layout = straight(2, 3);
+  const auto program = testing::make(layout, chain(2, 3), fill_drain(layout, Checkpoint::kNever));
+  auto costs = even(program, {1, 0, 1, 0, 0}, 2.5);
+  costs.sending = {2};
+  const auto result = simulate(program, costs);
+  EXPECT_EQ(start(result, "0F2"), 2) << "the producer does not wait";
+  EXPECT_EQ(start(result, "1F0"), 3.5);
+  EXPECT_EQ(start(result, "1F1"), 5.5);
+  EXPECT_EQ(start(result, "1F2"), 7.5);
+  EXPECT_EQ(start(result, "0B2"), 12) << "1B2 ends at 9.5";
+  EXPECT_EQ(start(result, "0B0"), 16);
+}
+
+TEST(Simulator, EdgesBetweenTwoWorkersShareALink) {
+  const auto layout = straight(3, 1);
+  std::vector<Edge> edges = {{0, 1, 1, "a"}, {1, 2, 1, "b"}, {0, 1, 1, "c"}, {0, 2, 1, "d"}};
+  const auto program = testing::make(layout, edges, fill_drain(layout, Checkpoint::kNever));
+  auto costs = even(program, {1, 0, 1, 0, 0}, 2);
+  costs.sending = costs.edges;
+  const auto result = simulate(program, costs);
+  EXPECT_EQ(start(result, "1F0"), 5) << "two transfers of 2 s";
+  EXPECT_EQ(start(result, "2F0"), 8) << "another link";
+  EXPECT_EQ(start(result, "0B0"), 17) << "1B0 ends at 13, and the link back sends two gradients";
+}
+
 TEST(Simulator, ProducerWaitsWhileAnEdgeIsFull) {
   const auto layout = straight(2, 4);
   const auto costs = Costs{{{1, 0, 0, 0, 0}, {3, 0, 0, 0, 0}}, {0}};
@@ -152,6 +178,11 @@ TEST(Simulator, RefusesCostsThatDoNotFit) {
   auto short_of_an_edge = good;
   short_of_an_edge.edges.clear();
   EXPECT_THROW(simulate(program, short_of_an_edge), std::invalid_argument);
+  for (const auto& sending : std::vector<std::vector<double>>{{0.0, 0.0}, {-1.0}, {2.0}}) {
+    auto costs = good;
+    costs.sending = sending;
+    EXPECT_THROW(simulate(program, costs), std::invalid_argument);
+  }
 }
 
 TEST(Simulator, HandlesLargePrograms) {

@@ -1,0 +1,187 @@
+#include "balance/cluster_plan.h"
+
+#include <algorithm>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "gpipe/schedule/schedules.h"
+
+namespace gpipe {
+namespace {
+
+using absl::StrFormat;
+
+/// Most actions that are simulated to move cuts, for all numbers of replicas together.
+constexpr std::int64_t kMostActions = 1'000'000;
+
+/// A profile, and the number of its micro-batches in a replica's share of the mini-batch.
+struct Share {
+  const Profile* profile;
+  int chunks;
+};
+
+/// What is searched for one number of replicas.
+struct Case {
+  ChunkedProfile profile;
+  SearchOptions options;
+  Candidate best = {};
+};
+
+/// The time of a step if no worker ever waited.
+double least_seconds(const Share& share, Checkpoint checkpoint, int workers) {
+  double once = 0;
+  double again = 0;  // more for a micro-batch that is recomputed
+  for (const auto& layer : share.profile->layers) {
+    once += layer.forward + std::min(layer.backward, layer.input_gradient + layer.weight_gradient);
+    again += layer.stored + layer.recompute - layer.forward;
+  }
+  int recomputed = 0;
+  for (int m = 0; m < share.chunks; ++m) recomputed += recomputes(checkpoint, m, share.chunks) ? 1 : 0;
+  return (share.chunks * once + recomputed * again) / workers;
+}
+
+/// Returns the ways to cut a replica's share into micro-batches, those that can be fastest first.
+std::vector<Share> shares_of(const std::vector<Profile>& profiles, std::int64_t samples, int replicas, int workers) {
+  std::vector<Share> shares;
+  for (const auto& profile : profiles) {
+    if (samples % replicas != 0 || samples / replicas % profile.samples != 0) continue;
+    const auto chunks = samples / replicas / profile.samples;
+    if (chunks <= kMostPlannedCells / workers) shares.push_back({&profile, static_cast<int>(chunks)});
+  }
+  std::ranges::stable_sort(shares, {},
+                           [&](const Share& share) { return least_seconds(share, Checkpoint::kNever, workers); });
+  return shares;
+}
+
+std::vector<Scheduling> schedulings_of(const std::string& schedule, int workers, int most_stages) {
+  if (schedule.empty()) return {{.placement = looped_placement(workers, workers)}};
+  auto found = all_schedulings(workers, most_stages);
+  if (schedule == kAnySchedule) return found;
+  std::erase_if(found, [&](const auto& each) { return each.schedule != schedule; });
+  const auto looped = looped_placement(workers, workers);
+  const bool left_out = found.empty() && schedule_rule(schedule).misfit({workers, 1, looped}).empty();
+  if (left_out) found.push_back({schedule, 1, looped});  // because another schedule has the same lists
+  return found;
+}
+
+void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, const ClusterPlanOptions& options) {
+  if (cluster.hosts < 1 || cluster.devices_per_host < 1 || cluster.hosts > kMostDevices / cluster.devices_per_host) {
+    throw std::invalid_argument(StrFormat("[suggest] a cluster has 1 to %d devices, but got %d hosts of %d devices",
+                                          kMostDevices, cluster.hosts, cluster.devices_per_host));
+  }
+  check(cluster.network(1));
+  if (cluster.memory < 0) {
+    throw std::invalid_argument(StrFormat("[suggest] memory must not be negative, but is %d", cluster.memory));
+  }
+  if (profiles.empty()) throw std::invalid_argument("[suggest] give at least one profile");
+  if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
+  if (options.samples < 1) {
+    throw std::invalid_argument(StrFormat("[suggest] samples must be positive, but is %d", options.samples));
+  }
+  if (!options.schedule.empty() && options.schedule != kAnySchedule) schedule_rule(options.schedule);
+  for (const auto& profile : profiles) {
+    if (profile.samples < 1) {
+      throw std::invalid_argument(
+          StrFormat("[suggest] a profile must have at least one sample, but has %d", profile.samples));
+    }
+    if (profile.layers.size() == profiles.front().layers.size()) continue;
+    throw std::invalid_argument(StrFormat("[suggest] profiles have %d and %d layers; give profiles of one model",
+                                          profiles.front().layers.size(), profile.layers.size()));
+  }
+}
+
+/// Whether `a` is better than `b`: as is_better(), but if neither fits, the one that needs fewer bytes on a device.
+bool is_better_plan(const Candidate& a, const Candidate& b) {
+  if (a.fits || b.fits) return is_better(a, b);
+  return std::ranges::max(a.bytes) < std::ranges::max(b.bytes);
+}
+
+/// Whether the parameters and gradients alone have more bytes than the workers have memory.
+bool is_too_large(const Profile& profile, std::int64_t memory, int workers) {
+  const StageCost cost(profile);
+  return memory > 0 && (cost.static_bytes(0, cost.layers()) + cost.gradients(0, cost.layers())) / workers > memory;
+}
+
+/// Returns the best case for a number of replicas; nothing if there is none. A schedule that fits without recomputing, or
+/// with less of it, is not tried with more.
+std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares, std::vector<Checkpoint> modes,
+                              const std::vector<Scheduling>& schedulings, int replicas, int workers) {
+  std::optional<Case> best;
+  if (shares.empty()) return best;
+  if (is_too_large(*shares.front().profile, cluster.memory, workers)) {  // only say so
+    shares = {*std::ranges::min_element(shares, {}, [](const Share& share) { return share.profile->samples; })};
+    modes = {modes.back()};
+  }
+  for (const auto& share : shares) {
+    auto left = schedulings;
+    for (const auto mode : modes) {
+      if (left.empty() || (best && best->best.fits && least_seconds(share, mode, workers) >= best->best.seconds)) break;
+      Case next{{share.chunks, *share.profile},
+                {.checkpoints = {mode},
+                 .memory_limit = cluster.memory,
+                 .network = cluster.network(replicas),
+                 .copies = true,
+                 .schedulings = left,
+                 .most_actions = 0}};
+      const auto candidates = search({next.profile}, next.options).candidates;
+      for (const auto& candidate : candidates) {
+        std::erase_if(left, [&](const Scheduling& each) {
+          return candidate.fits && each.schedule == candidate.schedule && each.placement == candidate.placement;
+        });
+      }
+      next.best = candidates.front();
+      if (!best || is_better_plan(next.best, best->best)) best = std::move(next);
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+const Candidate& ClusterPlan::best() const {
+  if (!fits()) throw std::runtime_error(reason);
+  return candidates.front();
+}
+
+ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& profiles,
+                         const ClusterPlanOptions& options) {
+  check_plan(cluster, profiles, options);
+  auto modes = options.checkpoints;
+  std::ranges::sort(modes);
+  const int devices = cluster.devices();
+  const int most_stages = StageCost(profiles.front()).most_stages();
+  std::vector<Case> cases;
+  for (int replicas = 1; replicas <= devices; ++replicas) {
+    const int workers = devices / replicas;
+    if (devices % replicas != 0 || workers > most_stages) continue;
+    auto best = best_case(cluster, shares_of(profiles, options.samples, replicas, workers), modes,
+                          schedulings_of(options.schedule, workers, most_stages), replicas, workers);
+    if (best) cases.push_back(*std::move(best));
+  }
+  if (cases.empty()) {
+    const auto append = [](std::string* text, const Profile& profile) { absl::StrAppend(text, profile.samples); };
+    throw std::invalid_argument(StrFormat(
+        "[suggest] no number of replicas suits %d devices and %d samples: it must divide both, leave at most %d "
+        "devices "
+        "per replica, one for each stage, and give each replica whole micro-batches of %s samples, at most %d cells "
+        "(devices x micro-batches); change the samples or the profiles",
+        devices, options.samples, most_stages, absl::StrJoin(profiles, " or ", append), kMostPlannedCells));
+  }
+  std::vector<std::pair<Candidate, std::string>> plans;
+  for (auto& [profile, search_options, best] : cases) {
+    search_options.most_actions = kMostActions / static_cast<std::int64_t>(cases.size());
+    auto suggestion = search({std::move(profile)}, search_options);
+    plans.emplace_back(std::move(suggestion.candidates.front()), std::move(suggestion.reason));
+  }
+  std::stable_sort(plans.begin(), plans.end(),
+                   [](const auto& a, const auto& b) { return is_better_plan(a.first, b.first); });
+  ClusterPlan plan{.reason = plans.front().second};
+  for (auto& [candidate, reason] : plans) plan.candidates.push_back(std::move(candidate));
+  return plan;
+}
+
+}  // namespace gpipe

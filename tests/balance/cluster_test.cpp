@@ -1,0 +1,343 @@
+// Clusters, transfers and sums between their devices, and plans for them, from hand-written profiles.
+#include "balance/cluster.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "balance/cluster_plan.h"
+#include "balance/predict.h"
+#include "balance/report.h"
+#include "tests/support/support.h"
+
+namespace gpipe {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::ContainsRegex;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::StartsWith;
+using Json = nlohmann::json;
+
+/// A profile of equal layers for micro-batches of `samples`. Per sample a layer takes 1 s forward and 2 s backward, and
+/// its output has 10 bytes. Its parameters have as many bytes as their gradients.
+Profile equal_layers(int layers, int samples = 1, std::int64_t gradients = 0) {
+  Profile profile{.samples = samples, .device = "cpu"};
+  for (int i = 0; i < layers; ++i) {
+    profile.layers.push_back({.name = "l" + std::to_string(i),
+                              .forward = 1.0 * samples,
+                              .stored = 1.0 * samples,
+                              .recompute = 1.0 * samples,
+                              .backward = 2.0 * samples,
+                              .input_gradient = 1.0 * samples,
+                              .weight_gradient = 1.0 * samples,
+                              .parameters = gradients,
+                              .gradients = gradients,
+                              .output = 10 * samples,
+                              .saved = 10 * samples,
+                              .shares_with = i});
+    profile.blocks.push_back({10 * samples, Kind::F, i, Kind::B, i, i});
+  }
+  return profile;
+}
+
+RunOptions run_on(const Network& network, int chunks, Scheduling scheduling = {}) {
+  return {.chunks = chunks, .checkpoint = Checkpoint::kNever, .network = network, .scheduling = std::move(scheduling)};
+}
+
+TEST(Network, LinksAreInsideOnlyIfTheyAreForEveryReplica) {
+  for (int replicas = 1; replicas <= 9; ++replicas) {
+    for (int per_host = 1; per_host <= 9; ++per_host) {
+      const Network network{replicas, per_host, {1, 0}, {2, 0}};
+      const auto host = [&](int worker, int replica) { return (worker * replicas + replica) / per_host; };
+      for (int a = 0; a < 5; ++a) {
+        for (int b = 0; b < 5; ++b) {
+          bool inside = true;
+          for (int r = 0; r < replicas; ++r) inside = inside && host(a, r) == host(b, a == b ? 0 : r);
+          EXPECT_EQ(&network.link(a, b), inside ? &network.inside : &network.between)
+              << replicas << " replicas, " << per_host << " devices per host, workers " << a << " and " << b;
+        }
+      }
+    }
+  }
+  const Network one_host{7, 0, {1, 0}, {2, 0}};
+  EXPECT_EQ(&one_host.link(0, 1000), &one_host.inside);
+}
+
+TEST(Network, AReductionSendsThreeOfFourSharesTwice) {
+  const Network network{4, 4, {.bandwidth = 100, .latency = 0.5}, {.bandwidth = 10, .latency = 1}};
+  EXPECT_DOUBLE_EQ(network.reduction(0, 1000), 2 * (0.5 + 3 * 250 / 100.0));
+  const Network spread{4, 2, network.inside, network.between};
+  EXPECT_DOUBLE_EQ(spread.reduction(0, 1000), 2 * (1 + 3 * 250 / 10.0));
+  EXPECT_EQ(network.reduction(0, 0), 0);
+  EXPECT_EQ(Network{}.reduction(0, 1000), 0) << "a single replica";
+}
+
+TEST(Predict, ChargesLatencyAndBandwidth) {
+  // An activation takes 0.25 + 10 / 20 s. So worker 1 starts at 1.75 s and ends 3 + 6 s later. Its last gradient takes
+  // 0.75 s, and worker 0's last backward 2 s.
+  const Network network{.inside = {.bandwidth = 20, .latency = 0.25}};
+  EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(network, 3)).seconds, 1.75 + 3 + 6 + 0.75 + 2);
+}
+
+TEST(Predict, ASlowLinkSendsOneMicroBatchAfterAnother) {
+  // An activation takes 2 s. Worker 1 gets them at 3, 5 and 7 s, and its backwards end at 10, 12 and 14 s.
+  const Network slow{.inside = {.bandwidth = 5}};
+  EXPECT_DOUBLE_EQ(predict(equal_layers(2), {1, 1}, run_on(slow, 3)).seconds, 14 + 2 + 2);
+  // Two skips share the link with the activation: 6 s per micro-batch, so worker 1's forwards start at 7 and 13 s. Its first
+  // backward ends at 16 s, then two micro-batches' gradients follow each other.
+  auto profile = equal_layers(2);
+  profile.skips = {{"a", 0, 1, 10}, {"b", 0, 1, 10}};
+  EXPECT_DOUBLE_EQ(predict(profile, {1, 1}, run_on(slow, 2)).seconds, 16 + 2 * 6 + 2);
+}
+
+TEST(Predict, TransfersDependOnTheHosts) {
+  const auto seconds = [](int replicas, int per_host) {
+    const Network network{replicas, per_host, {}, {.latency = 5}};
+    return predict(equal_layers(4), {1, 1, 1, 1}, run_on(network, 1)).seconds;
+  };
+  EXPECT_DOUBLE_EQ(seconds(1, 4), 4 * 3);
+  EXPECT_DOUBLE_EQ(seconds(1, 2), 4 * 3 + 2 * 5) << "one of three cuts is between hosts";
+  EXPECT_DOUBLE_EQ(seconds(2, 2), 4 * 3 + 6 * 5) << "a host has the replicas of one worker";
+  EXPECT_DOUBLE_EQ(seconds(2, 8), 4 * 3);
+}
+
+TEST(Predict, SumsGradientsAfterTheLastBackwardOfAStage) {
+  // The backwards of worker 0 end at 12 s, those of worker 1 at 10 s. Two replicas, on one host, send each gradient once.
+  const Network network{.replicas = 2, .devices_per_host = 2, .inside = {.bandwidth = 50, .latency = 0.25}};
+  const auto with_gradients = [&](std::int64_t first, std::int64_t last) {
+    auto profile = equal_layers(2);
+    profile.layers[0].gradients = first;
+    profile.layers[1].gradients = last;
+    return predict(profile, {1, 1}, run_on(network, 3));
+  };
+  EXPECT_DOUBLE_EQ(with_gradients(0, 50).seconds, 12) << "hidden behind worker 0";
+  EXPECT_EQ(with_gradients(0, 50).reduction, 0);
+  const auto later = with_gradients(0, 150);
+  EXPECT_DOUBLE_EQ(later.seconds, 10 + 2 * 0.25 + 150 / 50.0);
+  EXPECT_DOUBLE_EQ(later.reduction, 1.5);
+  EXPECT_DOUBLE_EQ(later.bubble, 1 - 2 * 9 / (2 * 13.5)) << "each worker works for 3 x 3 s";
+  EXPECT_DOUBLE_EQ(with_gradients(100, 150).seconds, 12 + 2 * 0.25 + 100 / 50.0);
+}
+
+TEST(Predict, AWorkerSumsOneStageAfterAnother) {
+  // Stage 1 is summed from 4 to 7 s, stage 0, whose backward ends at 6 s, from 7 to 10 s.
+  const Network network{.replicas = 2, .inside = {.bandwidth = 50}};
+  const auto prediction = predict(equal_layers(2, 1, 150), {1, 1}, run_on(network, 1, {.placement = {0, 0}}));
+  EXPECT_DOUBLE_EQ(prediction.seconds, 10);
+  EXPECT_DOUBLE_EQ(prediction.reduction, 4);
+}
+
+TEST(Predict, RefusesANetworkThatCannotBe) {
+  const auto refusal = [](const Network& network) {
+    return error_of<std::invalid_argument>([&] { predict(equal_layers(2), {1, 1}, run_on(network, 2)); });
+  };
+  EXPECT_THAT(refusal({.replicas = 0}), HasSubstr("replicas must be positive, but is 0"));
+  EXPECT_THAT(refusal({.devices_per_host = -1}), HasSubstr("devices_per_host must not be negative, but is -1"));
+  EXPECT_THAT(refusal({.inside = {.bandwidth = -1}}),
+              HasSubstr("inside a host must not be negative, but are -1 bytes/s"));
+  for (const double latency : {-1.0, std::numeric_limits<double>::infinity(), std::nan("")}) {
+    EXPECT_THAT(refusal({.between = {.latency = latency}}), HasSubstr("bandwidth and latency between hosts"));
+  }
+}
+
+Cluster cluster_of(int hosts, int per_host, LinkSpeed inside, LinkSpeed between, std::int64_t memory = 0) {
+  return {.hosts = hosts, .devices_per_host = per_host, .memory = memory, .inside = inside, .between = between};
+}
+
+TEST(ClusterPlan, WeighsSumsAgainstTheBubble) {
+  // 8 samples on two devices. As one pipeline of two workers: (8 + 1) x 3 s. As two replicas: 4 x 2 x 3 s, and the sums.
+  const std::vector<Profile> profiles = {equal_layers(2, 1, 100)};
+  const auto best = [&](double bandwidth) {
+    const auto cluster = cluster_of(1, 2, {.bandwidth = bandwidth}, {.bandwidth = bandwidth});
+    auto free = profiles;
+    for (auto& layer : free[0].layers) layer.output = 0;  // so that transfers take no time
+    return plan_cluster(cluster, free, {.samples = 8, .schedule = "gpipe"});
+  };
+  const auto fast = best(100);
+  EXPECT_EQ(fast.best().replicas, 2);
+  EXPECT_EQ(fast.best().chunks, 4);
+  EXPECT_DOUBLE_EQ(fast.best().seconds, 4 * 2 * 3 + 200 / 100.0);
+  EXPECT_DOUBLE_EQ(fast.best().reduction, 2);
+  ASSERT_EQ(fast.candidates.size(), 2U);
+  EXPECT_DOUBLE_EQ(fast.candidates[1].seconds, (8 + 1) * 3);
+  EXPECT_EQ(fast.candidates[1].reduction, 0);
+  EXPECT_EQ(best(50).best().replicas, 1);
+  EXPECT_DOUBLE_EQ(best(50).candidates[1].seconds, 4 * 2 * 3 + 200 / 50.0);
+  EXPECT_THAT(plan_table(fast),
+              AllOf(ContainsRegex("\n2 +gpipe +1 +1 +never +4 +26.0 s +8 % +2.00 s "),
+                    HasSubstr("All figures are predicted."), HasSubstr("\nbalance of the first: 2\n")));
+}
+
+TEST(ClusterPlan, ChoosesTheSizeOfMicroBatches) {
+  auto small = equal_layers(4, 1);
+  auto large = equal_layers(4, 4);
+  for (auto& layer : small.layers) layer.forward = layer.stored = layer.recompute = 2;  // less efficient
+  const auto cluster = cluster_of(1, 4, {}, {});
+  const auto of = [&](std::int64_t samples) {
+    const auto plan = plan_cluster(cluster, {small, large}, {.samples = samples, .schedule = "gpipe"});
+    for (const auto& candidate : plan.candidates) {
+      if (candidate.replicas == 1) return candidate;
+    }
+    throw std::runtime_error("no plan with one pipeline");
+  };
+  // 8 samples: (8 + 3) x 4 s in micro-batches of 1, (2 + 3) x 12 s in micro-batches of 4.
+  EXPECT_EQ(of(8).chunks, 8);
+  EXPECT_DOUBLE_EQ(of(8).seconds, 11 * 4);
+  // 64 samples: (64 + 3) x 4 s, (16 + 3) x 12 s.
+  EXPECT_EQ(of(64).chunks, 16);
+  EXPECT_DOUBLE_EQ(of(64).seconds, 19 * 12);
+}
+
+TEST(ClusterPlan, KeepsToTheMemory) {
+  const std::vector<Profile> profiles = {equal_layers(4, 1, 1000)};
+  const auto plan = [&](std::int64_t memory) {
+    const LinkSpeed link{.bandwidth = 1e9};
+    return plan_cluster(cluster_of(2, 2, link, link, memory), profiles, {.samples = 16, .schedule = "1f1b"});
+  };
+  EXPECT_EQ(plan(0).best().replicas, 4);
+  const auto halves = plan(5000);
+  EXPECT_EQ(halves.best().replicas, 2) << "two layers with gradients have 4000 bytes, four have 8000";
+  EXPECT_LE(std::ranges::max(halves.best().bytes), 5000);
+  EXPECT_FALSE(halves.candidates.back().fits);
+  EXPECT_EQ(halves.candidates.back().replicas, 4);
+  EXPECT_THAT(plan_table(halves), HasSubstr("too large"));
+  EXPECT_EQ(plan(3000).best().replicas, 1);
+  const auto nothing = plan(1500);
+  EXPECT_FALSE(nothing.fits());
+  EXPECT_EQ(nothing.candidates.front().replicas, 1) << "the one that needs the fewest bytes";
+  EXPECT_THAT(error_of([&] { nothing.best(); }),
+              AllOf(HasSubstr("nothing fits into 1.46 KiB per device"), HasSubstr("layer 'l0' alone needs")));
+}
+
+TEST(ClusterPlan, UsesAThousandDevices) {
+  std::vector<Profile> profiles;
+  for (const int samples : {1, 4}) profiles.push_back(equal_layers(64, samples, 1'000'000));
+  const auto cluster = cluster_of(128, 8, {.bandwidth = 1e9, .latency = 1e-6}, {.bandwidth = 1e8, .latency = 1e-5},
+                                  std::int64_t{1} << 30);
+  const auto plan = plan_cluster(cluster, profiles, {.samples = 4096});
+  ASSERT_TRUE(plan.fits());
+  std::vector<int> replicas;
+  for (const auto& candidate : plan.candidates) {
+    EXPECT_EQ(candidate.replicas * static_cast<int>(candidate.bytes.size()), 1024);
+    EXPECT_GE(candidate.seconds, 4096 * 64 * 3 / 1024.0) << "the work of a device";
+    EXPECT_GE(candidate.seconds, plan.best().seconds);
+    replicas.push_back(candidate.replicas);
+  }
+  std::ranges::sort(replicas);
+  EXPECT_THAT(replicas, ElementsAre(16, 32, 64, 128, 256, 512, 1024));
+}
+
+TEST(ClusterPlan, KeepsTheSchedule) {
+  const auto cluster = cluster_of(1, 4, {}, {});
+  const auto schedules = [&](const std::string& schedule) {
+    std::vector<std::string> found;
+    const auto plan = plan_cluster(cluster, {equal_layers(8)}, {.samples = 16, .schedule = schedule});
+    for (const auto& candidate : plan.candidates) found.push_back(candidate.schedule);
+    return found;
+  };
+  EXPECT_THAT(schedules(""), ElementsAre("", "", ""));
+  EXPECT_THAT(schedules("1f1b"), ElementsAre("1f1b", "1f1b", "1f1b"));
+  EXPECT_THAT(schedules("zb_h1"), ElementsAre("zb_h1", "zb_h1", "zb_h1"));
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { schedules("2f2b"); }), HasSubstr("unknown schedule '2f2b'"));
+}
+
+TEST(ClusterPlan, RefusesWhatCannotBePlanned) {
+  const auto cluster = cluster_of(2, 4, {}, {});
+  const auto refusal = [](const Cluster& on, const std::vector<Profile>& profiles, const ClusterPlanOptions& options) {
+    return error_of<std::invalid_argument>([&] { plan_cluster(on, profiles, options); });
+  };
+  const std::vector<Profile> profiles = {equal_layers(4)};
+  EXPECT_THAT(refusal(cluster, {}, {}), HasSubstr("give at least one profile"));
+  EXPECT_THAT(refusal(cluster, profiles, {.samples = 0}), HasSubstr("samples must be positive, but is 0"));
+  EXPECT_THAT(refusal(cluster, profiles, {.checkpoints = {}}), HasSubstr("give at least one checkpoint mode"));
+  EXPECT_THAT(refusal(cluster, {equal_layers(4), equal_layers(5)}, {}), HasSubstr("profiles have 4 and 5 layers"));
+  EXPECT_THAT(refusal(cluster, {equal_layers(4, 0)}, {}), HasSubstr("at least one sample, but has 0"));
+  EXPECT_THAT(refusal(cluster_of(0, 4, {}, {}), profiles, {}), HasSubstr("got 0 hosts of 4 devices"));
+  EXPECT_THAT(refusal(cluster_of(1 << 16, 1 << 16, {}, {}), profiles, {}), HasSubstr("got 65536 hosts of 65536"));
+  EXPECT_THAT(refusal(cluster_of(2, 4, {-1, 0}, {}), profiles, {}), HasSubstr("must not be negative"));
+  EXPECT_THAT(refusal(cluster_of(2, 4, {}, {}, -1), profiles, {}), HasSubstr("memory must not be negative, but is -1"));
+  // One pipeline would have 8 stages; 2, 4 and 8 replicas do not divide 9 samples.
+  EXPECT_THAT(refusal(cluster, profiles, {.samples = 9}),
+              AllOf(HasSubstr("no number of replicas suits 8 devices and 9 samples"), HasSubstr("at most 4 devices"),
+                    HasSubstr("whole micro-batches of 1 samples")));
+}
+
+class ClusterJson : public ::testing::Test {
+ protected:
+  static Json good() {
+    return {{"hosts", 128},
+            {"devices_per_host", 8},
+            {"memory", 80'000'000'000},
+            {"inside", {{"bandwidth", 3e11}, {"latency", 5e-6}}},
+            {"between", {{"bandwidth", 25'000'000'000}, {"latency", 0}}}};
+  }
+  static std::string refusal(const std::string& text) {
+    return error_of<std::invalid_argument>([&] { cluster_from_json(text); });
+  }
+  static void expect_refused(const std::string& place, const std::vector<Json>& values) {
+    for (const auto& value : values) {
+      auto json = good();
+      json.at(Json::json_pointer(place)) = value;
+      EXPECT_THAT(refusal(json.dump()), StartsWith("[cluster] not a cluster: " + place + " is ")) << value;
+    }
+  }
+};
+
+TEST_F(ClusterJson, ReadsACluster) {
+  const auto cluster = cluster_from_json(good().dump());
+  EXPECT_EQ(cluster.hosts, 128);
+  EXPECT_EQ(cluster.devices_per_host, 8);
+  EXPECT_EQ(cluster.devices(), 1024);
+  EXPECT_EQ(cluster.memory, 80'000'000'000);
+  EXPECT_EQ(cluster.inside.bandwidth, 3e11);
+  EXPECT_EQ(cluster.inside.latency, 5e-6);
+  EXPECT_EQ(cluster.between.bandwidth, 25e9);
+  EXPECT_EQ(cluster.between.latency, 0);
+}
+
+TEST_F(ClusterJson, RefusesNumbersOutOfRange) {
+  const auto wraps = (std::int64_t{1} << 32) + 1;
+  const auto huge = std::numeric_limits<std::uint64_t>::max();
+  expect_refused("/hosts", {0, -1, 0.5, "8", true, nullptr, wraps, huge});
+  expect_refused("/devices_per_host", {0, -1, 0.5, Json::array(), wraps, huge, kMostDevices / 128 + 1});
+  expect_refused("/memory", {-1, 0.5, 1e10, "80GB", huge});
+  expect_refused("/inside", {3e11, nullptr, Json::array()});
+  expect_refused("/inside/bandwidth", {0, -1, 0.5, 1e30, "3e11", true, nullptr});
+  expect_refused("/between/latency", {-1, -1e-9, 1e30, "0", Json::object()});
+}
+
+TEST_F(ClusterJson, NamesWhatIsMissingOrUnknown) {
+  for (const char* name : {"hosts", "devices_per_host", "memory", "inside", "between"}) {
+    auto json = good();
+    json.erase(name);
+    EXPECT_THAT(refusal(json.dump()), HasSubstr("/" + std::string(name) + " is missing"));
+  }
+  auto json = good();
+  json["between"].erase("latency");
+  EXPECT_THAT(refusal(json.dump()), HasSubstr("/between/latency is missing"));
+  json["between"]["delay"] = json["between"]["latency"] = 1;
+  EXPECT_THAT(refusal(json.dump()), HasSubstr("/between/delay is unknown"));
+}
+
+TEST_F(ClusterJson, RefusesTextThatIsNotACluster) {
+  const auto text = good().dump();
+  EXPECT_THAT(refusal(text.substr(0, text.size() / 2)),
+              AllOf(HasSubstr("not a cluster: "), HasSubstr("parse error at")));
+  EXPECT_THAT(refusal(""), HasSubstr("not a cluster: "));
+  EXPECT_THAT(refusal("[]"), HasSubstr("the text is a list, but must be an object"));
+  EXPECT_THAT(refusal(std::string(kMaxClusterJson, '[')), HasSubstr("parse error"));
+  EXPECT_THAT(refusal(std::string(kMaxClusterJson + 1, ' ')), HasSubstr("65537 bytes, but the limit is 65536"));
+  EXPECT_LT(refusal("{\"" + std::string(10000, 'x') + "\":1}").size(), 300U);
+}
+
+}  // namespace
+}  // namespace gpipe
