@@ -16,7 +16,7 @@
 #include "examples/common/files.h"
 #include "examples/common/flags.h"
 #include "gpipe/ranks/ranks.h"
-#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/workers.h"
 #include "gpipe/runtime/memory_reuse.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"

@@ -20,7 +20,7 @@
 #include "examples/common/percent.h"
 #include "examples/common/processes.h"
 #include "gpipe/micro_batch.h"
-#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/workers.h"
 
 namespace gpipe::examples {
 namespace {
