@@ -1,5 +1,6 @@
 #include "examples/common/history.h"
 
+#include <algorithm>
 #include <cmath>
 #include <fstream>
 #include <locale>
@@ -61,10 +62,11 @@ void History::write_line(const std::vector<double>& values) {
 
 std::filesystem::path temporary_history(std::filesystem::path path) { return path += ".tmp"; }
 
-bool has_lines(const std::filesystem::path& csv) {
+int count_lines(const std::filesystem::path& csv) {
   std::ifstream file(csv);
-  std::string line;
-  return std::getline(file, line) && std::getline(file, line);
+  int count = 0;
+  for (std::string line; std::getline(file, line);) ++count;
+  return std::max(count - 1, 0);
 }
 
 }  // namespace gpipe::examples

@@ -34,7 +34,7 @@ class History {
 /// The file that a History writes before it replaces `path`.
 std::filesystem::path temporary_history(std::filesystem::path path);
 
-/// Whether the file exists and has a line after its header.
-bool has_lines(const std::filesystem::path& csv);
+/// The number of lines after the header; 0 if there is no such file.
+int count_lines(const std::filesystem::path& csv);
 
 }  // namespace gpipe::examples

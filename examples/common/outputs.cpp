@@ -26,13 +26,19 @@ bool resumes_in_place(const TrainingOptions& options) {
   return fs::equivalent(fs::absolute(options.resume).parent_path(), options.output, error);
 }
 
-std::vector<std::string> earlier_training(const fs::path& folder) {
+std::vector<std::string> snapshots(const fs::path& folder) {
   std::vector<std::string> names;
   std::error_code error;
   for (const auto* name : {kLatestSnapshot, kBestSnapshot}) {
     if (fs::exists(folder / name, error)) names.emplace_back(name);
   }
-  if (has_lines(folder / kHistoryFile)) names.emplace_back(kHistoryFile);
+  return names;
+}
+
+std::vector<std::string> earlier_training(const TrainingOptions& options) {
+  auto names = snapshots(options.output);
+  const int lost = options.auto_resume ? 1 : 0;  // epochs that a killed run can leave without a snapshot
+  if (count_lines(options.output / kHistoryFile) > lost) names.emplace_back(kHistoryFile);
   return names;
 }
 
@@ -56,8 +62,14 @@ bool is_output(const std::string& name) {
 
 }  // namespace
 
+// A run that is killed at the end of its first epoch can leave best.snapshot alone.
+fs::path latest_snapshot(const fs::path& folder) {
+  const auto names = snapshots(folder);
+  return names.empty() ? fs::path() : folder / names.front();
+}
+
 void check_outputs(const TrainingOptions& options) {
-  const auto names = earlier_training(options.output);
+  const auto names = earlier_training(options);
   if (!names.empty() && !options.overwrite && !resumes_in_place(options)) {
     std::string resume;
     if (names.front() != kHistoryFile) {

@@ -9,9 +9,13 @@ inline constexpr char kHistoryFile[] = "history.csv";
 inline constexpr char kLatestSnapshot[] = "latest.snapshot";
 inline constexpr char kBestSnapshot[] = "best.snapshot";
 
+/// The snapshot in the folder from which a training can continue; an empty path if there is none.
+std::filesystem::path latest_snapshot(const std::filesystem::path& folder);
+
 /// Checks that the output files can be written, so that a run does not fail after hours of training.
 /// Errors: std::runtime_error for a path that cannot be written, and for an earlier training in options.output, unless
-/// the run resumes or overwrites it.
+/// the run resumes or overwrites it. With --resume auto, a history of one epoch without a snapshot is no earlier training: a
+/// run that is killed at the end of its first epoch leaves it.
 void check_outputs(const TrainingOptions& options);
 
 /// With --overwrite, removes what an earlier training wrote: snapshots, history, event files and pictures. Other files

@@ -17,7 +17,7 @@
 
 namespace gpipe::examples {
 
-inline constexpr char kAuto[] = "auto";       ///< the fastest balance, chunks and checkpoint mode, or schedule
+inline constexpr char kAuto[] = "auto";       ///< the fastest balance or schedule; of --resume, the latest snapshot
 inline constexpr char kByTime[] = "by-time";  ///< stages that take equal time
 inline constexpr char kBySize[] = "by-size";  ///< stages that need equal memory
 

@@ -3,6 +3,7 @@
 #include <torch/nn/module.h>
 
 #include <filesystem>
+#include <iosfwd>
 #include <map>
 #include <optional>
 #include <string>
@@ -25,11 +26,15 @@ Identity make_identity(Identity own, const TrainingOptions& options);
 void check_identity(Identity identity, const Snapshot& snapshot, const std::filesystem::path& path);
 
 /// Reads the snapshot of --resume, or otherwise of --load; std::nullopt if neither is given. Needs no model and no data,
-/// so that a wrong file is found before anything slow. `columns` are those of history.csv.
+/// so that a wrong file is found before anything slow. `columns` are those of history.csv. --resume auto becomes the path of
+/// the output folder's snapshot, or none: the first process looks, and tells the others and `out`.
 /// Errors: std::runtime_error for a file that is missing, damaged or not a snapshot; of --resume also for a snapshot of
-/// another training, without a position in its epoch, or with no epochs left to train.
-std::optional<Snapshot> read_start(const TrainingOptions& options, const Identity& identity,
-                                   const std::vector<std::string>& columns);
+/// another training, without a position in its epoch, or with no epochs left to train, unless --resume was auto.
+std::optional<Snapshot> read_start(TrainingOptions& options, const Identity& identity,
+                                   const std::vector<std::string>& columns, std::ostream& out);
+
+/// Whether --resume auto has found a training with no epochs left to train. Says so.
+bool is_finished(const TrainingOptions& options, const std::optional<Snapshot>& start, std::ostream& out);
 
 /// Gives the model the snapshot's weights. With --resume it also checks the state of the optimizer and of the random
 /// number generator. Errors: std::invalid_argument for a snapshot of another model.

@@ -24,6 +24,9 @@ using ShowPicture = std::function<void(const Image& picture, const std::string& 
 /// Returns the mini-batches in order, then std::nullopt.
 using Examples = std::function<std::optional<Example>()>;
 
+/// Asked before each mini-batch of a validation: whether the program should stop.
+using Stops = std::function<bool()>;
+
 /// A validation score: its column in history.csv and its tag in TensorBoard.
 struct ScoreName {
   std::string column;
@@ -44,8 +47,8 @@ class Task {
 
   /// The scores that validate() returns. The epoch with the highest first score is the best.
   virtual std::vector<ScoreName> scores() const = 0;
-  /// Called in evaluation mode, without gradients. Hands its pictures to `show`.
-  virtual std::vector<double> validate(GPipe& pipe, const ShowPicture& show) = 0;
+  /// Called in evaluation mode, without gradients. Hands its pictures to `show`. Returns no scores if it was stopped.
+  virtual std::vector<double> validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) = 0;
 };
 
 /// The columns of history.csv for a task with these scores.

@@ -3,6 +3,11 @@
 #include <array>
 #include <bit>
 #include <chrono>
+#include <fstream>
+#include <iterator>
+#include <optional>
+#include <stdexcept>
+#include <system_error>
 
 #include "absl/strings/str_format.h"
 
@@ -90,6 +95,65 @@ std::filesystem::path new_file(const std::filesystem::path& folder) {
   }
 }
 
+// Takes bytes off the front of a text. Returns std::nullopt if it is shorter.
+std::optional<std::string_view> take(std::string_view& text, uint64_t count) {
+  if (count > text.size()) return std::nullopt;
+  const auto bytes = text.substr(0, count);
+  text.remove_prefix(count);
+  return bytes;
+}
+
+std::optional<uint64_t> take_varint(std::string_view& text) {
+  uint64_t value = 0;
+  for (int shift = 0; shift < 64; shift += 7) {
+    const auto byte = take(text, 1);
+    if (!byte) return std::nullopt;
+    const auto bits = static_cast<uint8_t>(byte->front());
+    value |= uint64_t{bits & 0x7fu} << shift;
+    if (bits < 0x80) return value;
+  }
+  return std::nullopt;
+}
+
+// A field of a message. `value` is that of a varint, or else the number of bytes.
+struct EventField {
+  uint64_t number = 0;
+  uint64_t value = 0;
+  std::string_view bytes;
+};
+
+std::optional<EventField> take_field(std::string_view& message) {
+  const auto key = take_varint(message);
+  if (!key) return std::nullopt;
+  const auto kind = *key & 7;
+  const auto value = kind == kFixed64 ? 8 : kind == kFixed32 ? 4 : take_varint(message);
+  if (!value) return std::nullopt;
+  const auto bytes = take(message, kind == kVarint ? 0 : *value);
+  if (!bytes) return std::nullopt;
+  return EventField{*key >> 3, *value, *bytes};
+}
+
+// Returns an empty field if the message has none of this number.
+EventField find_field(std::string_view message, uint64_t number) {
+  while (const auto field = take_field(message)) {
+    if (field->number == number) return *field;
+  }
+  return {};
+}
+
+// Takes a record off the front. Returns std::nullopt if it is not whole.
+std::optional<std::string_view> take_record(std::string_view& text) {
+  const auto length = take(text, 8);
+  const auto length_crc = take(text, 4);
+  if (!length || !length_crc || masked_crc(*length) != *length_crc) return std::nullopt;
+  uint64_t size = 0;
+  for (int i = 0; i < 8; ++i) size |= uint64_t{static_cast<uint8_t>((*length)[i])} << (8 * i);
+  const auto data = take(text, size);
+  const auto crc = take(text, 4);
+  if (!data || !crc || masked_crc(*data) != *crc) return std::nullopt;
+  return data;
+}
+
 }  // namespace
 
 bool is_event_file(std::string_view name) { return name.starts_with(kPrefix) && name.ends_with(kSuffix); }
@@ -99,6 +163,35 @@ uint32_t crc32c(std::string_view data) {
   uint32_t crc = ~uint32_t{0};
   for (const char byte : data) crc = (crc >> 8) ^ kTable[(crc ^ static_cast<uint8_t>(byte)) & 0xff];
   return ~crc;
+}
+
+void cut_event_files(const std::filesystem::path& folder,
+                     const std::function<bool(std::string_view tag, int64_t step)>& keeps) {
+  std::vector<std::filesystem::path> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(folder)) {
+    if (is_event_file(entry.path().filename().string())) paths.push_back(entry.path());
+  }
+  for (const auto& path : paths) {
+    std::ifstream file(path, std::ios::binary);
+    if (!file) throw std::runtime_error("cannot read " + path.string());
+    const std::string bytes(std::istreambuf_iterator<char>(file), {});
+    std::string_view rest = bytes;
+    std::size_t kept = 0;
+    while (const auto record = take_record(rest)) {
+      const auto step = static_cast<int64_t>(find_field(*record, 2).value);
+      const auto tag = find_field(find_field(find_field(*record, 5).bytes, 1).bytes, 1).bytes;
+      if (tag.empty()) continue;  // the version
+      if (!keeps(tag, step)) break;
+      kept = bytes.size() - rest.size();
+    }
+    std::error_code error;
+    if (kept == 0) {
+      std::filesystem::remove(path, error);
+    } else if (kept < bytes.size()) {
+      std::filesystem::resize_file(path, kept, error);
+    }
+    if (error) throw std::runtime_error("cannot cut " + path.string() + ": " + error.message());
+  }
 }
 
 EventFile::EventFile(const std::filesystem::path& folder) : file_(new_file(folder)) {

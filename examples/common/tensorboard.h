@@ -2,6 +2,7 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -36,6 +37,12 @@ class EventFile {
 
 /// Whether a file of this name was written by an EventFile, or by the training programs in Python.
 bool is_event_file(std::string_view name);
+
+/// Cuts the folder's event files before the first record that is damaged or that `keeps` refuses, by its tag and step. Removes
+/// files that keep no record. REQUIRES: No EventFile of the folder is open.
+/// Errors: std::runtime_error with the path and the reason.
+void cut_event_files(const std::filesystem::path& folder,
+                     const std::function<bool(std::string_view tag, int64_t step)>& keeps);
 
 /// CRC-32C (Castagnoli), the checksum of records.
 uint32_t crc32c(std::string_view data);

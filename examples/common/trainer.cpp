@@ -23,6 +23,12 @@
 #include "gpipe/rank_state.h"
 
 namespace gpipe::examples {
+namespace {
+
+// The tag of values by step. All other tags have values by epoch.
+constexpr char kStepLoss[] = "loss/train_step";
+
+}  // namespace
 
 Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, Identity identity, std::optional<Snapshot> start,
                  std::optional<Prediction> prediction, std::ostream& out, bool terminal)
@@ -54,12 +60,7 @@ int Trainer::run() {
        << options_.learning_rate_schedule << ")" << std::endl;
   const Interrupt interrupt(options_.ranks ? Interrupt::Second::kIgnored : Interrupt::Second::kEnds);
   while (epoch_ < options_.epochs && !stops(interrupt)) {
-    const bool whole = train(epoch_ + 1, interrupt);
-    if (whole) {
-      finish(epoch_ + 1);
-    } else {
-      save(kLatestSnapshot);
-    }
+    if (!train(epoch_ + 1, interrupt) || !finish(epoch_ + 1, interrupt)) save(kLatestSnapshot);
   }
   record_.print(out_, prediction_);
   if (record_.wrote_trace()) files_.push_back(options_.trace);
@@ -96,6 +97,10 @@ void Trainer::open_files() {
   for (int epoch = 1; epoch <= epoch_; ++epoch) rows.push_back(row(epoch));
   history_file_ = std::make_unique<History>(path(kHistoryFile), columns_, rows);
   files_.push_back(path(kHistoryFile));
+  // A run that was killed may have logged more than its snapshot has.
+  cut_event_files(options_.output, [&](std::string_view tag, std::int64_t step) {
+    return step <= (tag == kStepLoss ? steps() : epoch_);
+  });
   events_ = std::make_unique<EventFile>(options_.output);
   files_.push_back(events_->path());
 }
@@ -106,16 +111,16 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
   auto examples = task_.training(epoch, batch_);
   Progress progress(out_, terminal_, "epoch " + std::to_string(epoch),
                     std::max<std::int64_t>(1, task_.training_images() - seen_));
-  const auto batches = (task_.training_images() + options_.batch_size - 1) / options_.batch_size;
   while (auto example = examples()) {
     const double before = loss_sum_;
     step(*example);
     const auto images = example->input.size(0);
     const double loss = (loss_sum_ - before) / static_cast<double>(images);
     progress.add(images, loss);
-    add_scalar("loss/train_step", epoch_ * batches + batch_, loss);
+    add_scalar(kStepLoss, steps(), loss);
     if (events_) events_->flush();
     if (stops(interrupt)) return false;
+    if (options_.snapshot_every > 0 && batch_ % options_.snapshot_every == 0) save(kLatestSnapshot);
   }
   images_per_second_ = progress.images_per_second();
   return true;
@@ -182,16 +187,24 @@ void Trainer::clip_gradients() {
   }
 }
 
-void Trainer::finish(int epoch) {
+bool Trainer::finish(int epoch, const Interrupt& interrupt) {
   std::vector<double> values;
+  const auto random = capture_random();
   {
     pipe_->trace(nullptr);
     pipe_->eval();
     const torch::NoGradGuard no_grad;
     const Autocast autocast(options_.amp, pipe_->devices());
-    values = task_.validate(pipe_, [&](const Image& picture, const std::string& name, const std::string& tag) {
-      if (writes_) show(picture, name, tag, epoch);
-    });
+    values = task_.validate(
+        pipe_,
+        [&](const Image& picture, const std::string& name, const std::string& tag) {
+          if (writes_) show(picture, name, tag, epoch);
+        },
+        [&] { return stops(interrupt); });
+  }
+  if (values.empty()) {
+    restore_random(random);  // the resumed run validates from the start
+    return false;
   }
   std::vector<std::string> tags = {"loss/train"};
   for (const auto& score : scores_) tags.push_back(score.tag);
@@ -219,6 +232,7 @@ void Trainer::finish(int epoch) {
     out_ << absl::StrFormat("%s %s %.4f", i > 1 ? "," : "", columns_[i], values[i]);
   }
   out_ << std::endl;
+  return true;
 }
 
 void Trainer::add_scalar(const std::string& tag, std::int64_t step, double value) {
@@ -230,6 +244,11 @@ void Trainer::show(const Image& picture, const std::string& name, const std::str
   const auto png = encode_png(picture);
   write_file(files_.back(), png);
   events_->add_image(tag, epoch, png, picture.width, picture.height);
+}
+
+std::int64_t Trainer::steps() const {
+  const auto per_epoch = (task_.training_images() + options_.batch_size - 1) / options_.batch_size;
+  return epoch_ * per_epoch + batch_;
 }
 
 void Trainer::set_learning_rate(int epoch) {

@@ -25,9 +25,10 @@
 namespace gpipe::examples {
 
 /// Trains a pipeline on a task by GPipe::step(). Writes into options.output: history.csv, a TensorBoard event file,
-/// latest.snapshot and best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and returns. A
-/// resumed run ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the
-/// schedule sums their gradients are the same. In several processes, all train, and the first writes.
+/// latest.snapshot and best.snapshot. After SIGINT or SIGTERM it finishes the mini-batch, of training or validation, writes
+/// latest.snapshot and returns. A resumed run ends with the weights of an uninterrupted one, bit for bit if the micro-batches
+/// and the order in which the schedule sums their gradients are the same. In several processes, all train, and the first
+/// writes.
 class Trainer {
  public:
   /// `start` is the snapshot to resume; the pipeline has its weights already. `prediction` of a step is compared with
@@ -52,7 +53,10 @@ class Trainer {
   void step(const Example& example);
   void check_smallest_micro_batch();
   void clip_gradients();
-  void finish(int epoch);
+  /// Validates an epoch and completes it. Returns false if a signal stopped the validation.
+  bool finish(int epoch, const Interrupt& interrupt);
+  /// The steps of all epochs so far.
+  std::int64_t steps() const;
   void add_scalar(const std::string& tag, std::int64_t step, double value);
   void show(const Image& picture, const std::string& name, const std::string& tag, int epoch);
   void set_learning_rate(int epoch);

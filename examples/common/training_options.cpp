@@ -41,11 +41,16 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
   app.add_flag("--amp", options.amp, "compute in bfloat16 where that is safe (autocast)");
   app.add_option("--seed", options.seed, "seed of weights, order and drawn data")
       ->transform(whole_number(0, std::numeric_limits<std::uint64_t>::max()));
-  app.add_option("--resume", options.resume,
-                 "snapshot to continue from, as if the run had never stopped; --epochs can be higher")
+  app.add_option(
+         "--resume", options.resume,
+         "snapshot to continue from, as if the run had never stopped; --epochs can be higher. auto: the latest one "
+         "in --output, or a new training if there is none")
       ->transform(path_name())
       ->always_capture_default(false);
-  app.add_option("-f,--load", options.load, "snapshot to take the weights from; ignored with --resume")
+  app.add_option("--snapshot-every", options.snapshot_every,
+                 "write latest.snapshot also after every so many steps of an epoch; 0: only after each epoch")
+      ->transform(whole_number(0, kMaxCount));
+  app.add_option("-f,--load", options.load, "snapshot to take the weights from; ignored if the run resumes")
       ->transform(path_name())
       ->always_capture_default(false);
 

@@ -20,8 +20,10 @@ struct TrainingOptions : PipelineOptions {
   double clip = 0;                                ///< largest norm of the gradient; 0: no limit
   bool amp = false;                               ///< autocast in bfloat16
   std::uint64_t seed = 0;
-  std::filesystem::path resume;  ///< a snapshot to continue from; empty: none
-  std::filesystem::path load;    ///< a snapshot to take the weights from; empty: none
+  std::filesystem::path resume;     ///< a snapshot to continue from, or kAuto until read_start(); empty: none
+  bool auto_resume = false;         ///< whether --resume was kAuto; set by read_start()
+  std::filesystem::path load;       ///< a snapshot to take the weights from; empty: none
+  std::int64_t snapshot_every = 0;  ///< steps of an epoch between snapshots; 0: only after each epoch
   Checkpoint checkpoint = Checkpoint::kExceptLast;
   std::filesystem::path trace;  ///< file for the timeline of a step; empty: none
   bool profile = false;         ///< print the costs of each layer

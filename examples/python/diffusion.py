@@ -19,7 +19,7 @@ from diffusers import UNet2DModel
 import gpipe
 from common.options import add_training_options, integer, make_parser, parse, run_program
 from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
-from common.start import check_identity, make_identity, read_start, start_training
+from common.start import check_identity, is_finished, make_identity, read_start, start_training
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from denoising.task import SCORES, DiffusionTask
@@ -90,6 +90,8 @@ def train(options: argparse.Namespace) -> int:
     own = {"--size": str(options.size), "--depth": str(options.depth), "--channels": str(options.channels)}
     identity = make_identity(own, options)
     start = read_start(options, identity, history_columns(SCORES))
+    if is_finished(options, start):
+        return 0
     torch.manual_seed(options.seed)
     unet = make_unet(options)
     times = labels = torch.zeros(2, dtype=torch.long)

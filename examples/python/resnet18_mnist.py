@@ -16,7 +16,7 @@ import torch
 import gpipe
 from common.options import add_training_options, make_parser, parse, run_program
 from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
-from common.start import check_identity, make_identity, read_start, start_training
+from common.start import check_identity, is_finished, make_identity, read_start, start_training
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from mnist.data import CLASSES, add_data_options, read_digits
@@ -41,6 +41,8 @@ def parse_options() -> argparse.Namespace:
 def train(options: argparse.Namespace) -> int:
     identity = make_identity({"--small-images": str(int(options.small_images))}, options)
     start = read_start(options, identity, history_columns(SCORES))
+    if is_finished(options, start):
+        return 0
     torch.manual_seed(options.seed)
     model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=options.small_images)
     start = start_training(options, start, model)

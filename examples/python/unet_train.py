@@ -27,7 +27,7 @@ from common.options import (
 )
 from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
 from common.processes import run_first
-from common.start import check_identity, make_identity, read_start, start_training
+from common.start import check_identity, is_finished, make_identity, read_start, start_training
 from common.task import history_columns
 from common.trainer import Trainer, run_and_report
 from unet.carvana import image_size, list_samples, scaled, split
@@ -103,6 +103,8 @@ def train(options: argparse.Namespace) -> int:
     }
     identity = make_identity(own, options)
     start = read_start(options, identity, history_columns(segmentation_scores(options.classes)))
+    if is_finished(options, start):
+        return 0
     torch.manual_seed(options.seed)
     model = gpipe.models.unet(
         out_channels=output_channels(options.classes),

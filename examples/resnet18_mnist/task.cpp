@@ -51,11 +51,12 @@ torch::Tensor ClassificationTask::loss(const torch::Tensor& logits, const torch:
   return torch::nn::functional::cross_entropy(logits.to(torch::kFloat), labels);
 }
 
-std::vector<double> ClassificationTask::validate(GPipe& pipe, const ShowPicture& show) {
+std::vector<double> ClassificationTask::validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) {
   const auto count = test_.input.size(0);
   auto pairs = torch::zeros({classes_ * classes_}, torch::kLong);
   double loss_sum = 0;
   for (std::int64_t start = 0; start < count; start += batch_size_) {
+    if (stops()) return {};
     const auto size = std::min(batch_size_, count - start);
     const auto labels = test_.target.narrow(0, start, size);
     const auto logits = pipe->forward(test_.input.narrow(0, start, size)).cpu();

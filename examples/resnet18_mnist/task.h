@@ -21,7 +21,7 @@ class ClassificationTask : public Task {
   Examples training(int epoch, std::int64_t first) override;
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override;
   std::vector<ScoreName> scores() const override { return classification_scores(); }
-  std::vector<double> validate(GPipe& pipe, const ShowPicture& show) override;
+  std::vector<double> validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) override;
 
  private:
   const Example training_;

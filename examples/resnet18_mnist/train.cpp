@@ -48,7 +48,8 @@ void add_options(CLI::App& app, Options& options) {
 int train(Options options) {
   options.ranks = join_processes();
   auto identity = make_identity({{"--small-images", absl::StrCat(options.small_images)}}, options);
-  auto start = read_start(options, identity, history_columns(classification_scores()));
+  auto start = read_start(options, identity, history_columns(classification_scores()), std::cout);
+  if (is_finished(options, start, std::cout)) return 0;
   torch::manual_seed(options.seed);
   auto model =
       models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));

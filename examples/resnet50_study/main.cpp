@@ -89,7 +89,7 @@ int run(Options options) {
   for (const auto& name : options.devices) experiment.devices.emplace_back(name);
   check(experiment);
   const auto runs = options.output / "runs.csv";
-  if (has_lines(runs) && !options.overwrite) {
+  if (count_lines(runs) > 0 && !options.overwrite) {
     throw std::runtime_error(runs.string() +
                              " exists from an earlier study; give --overwrite to replace it, or another --output");
   }

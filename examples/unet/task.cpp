@@ -43,7 +43,7 @@ torch::Tensor SegmentationTask::loss(const torch::Tensor& logits, const torch::T
   return segmentation_loss(logits, masks);
 }
 
-std::vector<double> SegmentationTask::validate(GPipe& pipe, const ShowPicture& show) {
+std::vector<double> SegmentationTask::validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) {
   auto options = loading_;
   options.augment = false;
   Loader loader(split_.validation, size_, options);
@@ -51,6 +51,7 @@ std::vector<double> SegmentationTask::validate(GPipe& pipe, const ShowPicture& s
   double loss_sum = 0;
   bool first = true;
   while (auto batch = loader.next()) {
+    if (stops()) return {};
     const auto logits = pipe->forward(batch->images).cpu();
     loss_sum += segmentation_loss(logits, batch->masks).item<double>() * static_cast<double>(batch->images.size(0));
     const auto probabilities = to_probabilities(logits);

@@ -22,7 +22,7 @@ class SegmentationTask : public Task {
   Examples training(int epoch, std::int64_t first) override;
   torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& masks) const override;
   std::vector<ScoreName> scores() const override { return segmentation_scores(loading_.classes); }
-  std::vector<double> validate(GPipe& pipe, const ShowPicture& show) override;
+  std::vector<double> validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) override;
 
  private:
   const Split split_;

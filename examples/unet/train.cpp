@@ -73,7 +73,8 @@ int train(Options options) {
   const bool drawn = options.data == "synthetic";
   if (drawn) check_scene(to_size(options.size), options.model.classes);
   auto identity = make_identity(own_identity(options), options);
-  auto start = read_start(options, identity, history_columns(segmentation_scores(options.model.classes)));
+  auto start = read_start(options, identity, history_columns(segmentation_scores(options.model.classes)), std::cout);
+  if (is_finished(options, start, std::cout)) return 0;
   torch::manual_seed(options.seed);
   auto model = make_model(options.model);
   check_pipeline(model, options);

@@ -99,14 +99,15 @@ TEST(HistoryTest, OlderFileStaysUntilTheNewOneIsComplete) {
   EXPECT_FALSE(std::filesystem::exists(temporary_history(path)));
 }
 
-TEST(HistoryTest, HasLinesLooksBehindTheHeader) {
+TEST(HistoryTest, LinesAreCountedWithoutTheHeader) {
   const TemporaryDirectory directory;
   const auto path = directory / "history.csv";
-  EXPECT_FALSE(has_lines(path));
+  EXPECT_EQ(count_lines(path), 0);
   History history(path, kColumns);
-  EXPECT_FALSE(has_lines(path));
+  EXPECT_EQ(count_lines(path), 0);
   history.add({1, 2, 3});
-  EXPECT_TRUE(has_lines(path));
+  history.add({4, 5, 6});
+  EXPECT_EQ(count_lines(path), 2);
 }
 
 // A limit of the file size fails like a full disk.

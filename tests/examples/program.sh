@@ -119,6 +119,7 @@ refuse_training_flags() {
   refuse_value --chunks $value 'at most 1048576'
   refuse_value --stages $value 'at most 1024'
   refuse_value --seed -1 'at least 0'
+  refuse_value --snapshot-every -1 'at least 0'
   refuse_value --seed 18446744073709551616 'at most 18446744073709551615'
   refuse_value --seed "'nan'" 'a whole number'
   for value in "'nan'" "'inf'" "'x'"; do

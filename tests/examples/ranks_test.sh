@@ -1,57 +1,11 @@
 #!/usr/bin/env bash
 # The training programs in several processes, which torchrun starts, write what they write in one:
 # ranks_test.sh PROGRAM FOLDER MNIST_PROGRAM PYTHON
-source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
+here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
+source "$here/program.sh"
 mnist=$1
 python=$2
-export MKL_CBWR=AUTO,STRICT # the bits of products must not depend on the alignment of memory
-
-free_port() {
-  "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
-}
-
-# torchrun PROCESSES PROGRAM FLAG...
-torchrun() {
-  local processes=$1
-  shift
-  exec timeout 120 "$python" -m torch.distributed.run --no-python --nproc-per-node "$processes" \
-    --master-addr 127.0.0.1 --master-port "$(free_port)" "$@"
-}
-
-# together NAME PROCESSES FLAG...: as run, in several processes.
-together() {
-  local name=$1 processes=$2
-  shift 2
-  (torchrun "$processes" "$program" "${common[@]}" --output "$name" "$@") >"$name.log" 2>&1 ||
-    { cat "$name.log" >&2; fail "$name"; }
-}
-
-# The snapshots must have the same bytes, except for the measured images per second.
-equal_files() {
-  "$python" - "$@" <<'END_OF_PYTHON' || fail "other files: $*"
-import io, pickle, struct, sys, zipfile
-
-class WithoutTensors(pickle.Unpickler):
-    def persistent_load(self, _):
-        return None
-
-    def find_class(self, *_):
-        return lambda *_: None
-
-def records(path):
-    with zipfile.ZipFile(path) as file:
-        records = {name.split("/", 1)[1]: file.read(name) for name in file.namelist()}
-    del records[".data/serialization_id"]  # follows from the others
-    for time in WithoutTensors(io.BytesIO(records["data.pkl"])).load()["history"]["images_per_second"]:
-        records["data.pkl"] = records["data.pkl"].replace(struct.pack(">d", time), bytes(8))
-    return records
-
-one, other = (records(f"{run}/latest.snapshot") for run in sys.argv[1:])
-assert list(one) == list(other) and len(one) > 20
-for name in one:
-    assert one[name] == other[name], name
-END_OF_PYTHON
-}
+source "$here/processes.sh"
 
 # 28 images for training and 4 for validation.
 common=(--samples 32 --validation 12.5 --epochs 2 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 0.5)
@@ -77,11 +31,11 @@ END
 WORLD_SIZE=2 RANK=1 run stray --schedule 1f1b
 equal_files one stray
 
-# Stopped by the terminal, which signals to all processes, and resumed in one process; by a signal to one rank, and resumed
-# in three.
+# Stopped by the terminal, which signals to all processes, and resumed in one process; by a signal to torchrun, which passes it
+# on, or to one rank, and resumed in three.
 common+=(--epochs 12)
 run whole --stages 3
-for how in terminal rank; do
+for how in terminal launcher rank; do
   rm -rf parts
   # A group of processes of its own. A background job of a script starts with SIGINT ignored; `trap - INT` undoes that.
   (trap - INT && exec setsid "$python" -m torch.distributed.run --no-python --nproc-per-node 2 \
@@ -92,20 +46,22 @@ for how in terminal rank; do
     kill -0 $group || { cat parts.log >&2; fail "it ended before it was stopped"; }
     sleep 0.01
   done
-  if [[ $how == terminal ]]; then
-    kill -INT -- -$group
-  else
-    for process in $(pgrep -P $group); do
-      ! tr '\0' '\n' <"/proc/$process/environ" | grep -qx RANK=1 || kill -TERM "$process"
-    done
-  fi
+  case $how in
+    terminal) kill -INT -- -$group ;;
+    launcher) kill -TERM $group ;;
+    rank)
+      for process in $(pgrep -P $group); do
+        ! tr '\0' '\n' <"/proc/$process/environ" | grep -qx RANK=1 || kill -TERM "$process"
+      done
+      ;;
+  esac
   ! wait $group || fail "a stopped training succeeds"
   grep -q -- '--resume parts/latest.snapshot' parts.log || { cat parts.log >&2; fail "it does not say how to continue"; }
   if [[ $how == terminal ]]; then
-    run parts --stages 3 --resume parts/latest.snapshot
+    run parts --stages 3 --resume auto
   else
-    grep -q 'exitcode *: 143' parts.log || { cat parts.log >&2; fail "another exit code than that of SIGTERM"; }
-    together parts 3 --stages 3 --resume parts/latest.snapshot
+    [[ $how == launcher ]] || grep -q 'exitcode *: 143' parts.log || { cat parts.log >&2; fail "another exit code than that of SIGTERM"; }
+    together parts 3 --stages 3 --resume auto
   fi
   [[ $(wc -l <parts/history.csv) == 13 ]] || fail "the history has holes"
   equal_files whole parts

@@ -5,6 +5,8 @@
 
 #include <numeric>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "tests/examples/fixtures.h"
 
@@ -55,6 +57,71 @@ TEST(EventFileTest, FilesOfEarlierRunsStayAndSortFirst) {
   const EventFile first(directory.path());
   const EventFile second(directory.path());
   EXPECT_LT(first.path(), second.path());
+}
+
+// Writes a file with a value at steps 1 to 3, and a picture after the second.
+std::filesystem::path write_events(const std::filesystem::path& folder) {
+  EventFile file(folder);
+  for (int step = 1; step <= 3; ++step) {
+    file.add_scalar("loss", step, 0.5);
+    if (step == 2) file.add_image("picture", step, {1, 2, 3}, 300, 1);
+  }
+  return file.path();
+}
+
+using Records = std::vector<std::pair<std::string, int64_t>>;
+
+Records cut_at(const std::filesystem::path& folder, int64_t last) {
+  Records seen;
+  cut_event_files(folder, [&](std::string_view tag, int64_t step) {
+    seen.emplace_back(tag, step);
+    return step <= last;
+  });
+  return seen;
+}
+
+TEST(EventFileTest, FilesAreCutBeforeTheFirstRefusedRecord) {
+  const TemporaryDirectory directory;
+  const auto path = write_events(directory.path());
+  const auto whole = read_bytes(path);
+  const Records all = {{"loss", 1}, {"loss", 2}, {"picture", 2}, {"loss", 3}};
+  EXPECT_EQ(cut_at(directory.path(), 3), all);
+  EXPECT_EQ(read_bytes(path), whole);
+  EXPECT_EQ(cut_at(directory.path(), 2), all);
+  const auto shorter = read_bytes(path);
+  ASSERT_LT(shorter.size(), whole.size());
+  EXPECT_TRUE(std::equal(shorter.begin(), shorter.end(), whole.begin()));
+  EXPECT_EQ(cut_at(directory.path(), 2), (Records{{"loss", 1}, {"loss", 2}, {"picture", 2}}));
+  EXPECT_EQ(read_bytes(path), shorter);
+}
+
+TEST(EventFileTest, FilesWithoutRecordsAreRemovedAndOthersStay) {
+  const TemporaryDirectory directory;
+  const auto path = write_events(directory.path());
+  write_text(directory / "events.out.tfevents.1.other", "x");
+  EXPECT_EQ(cut_at(directory.path(), 0), (Records{{"loss", 1}}));
+  EXPECT_FALSE(std::filesystem::exists(path));
+  EXPECT_TRUE(std::filesystem::exists(directory / "events.out.tfevents.1.other"));
+}
+
+TEST(EventFileTest, ARecordThatIsNotWholeIsCutOff) {
+  const TemporaryDirectory directory;
+  const auto path = write_events(directory.path());
+  const auto whole = read_bytes(path);
+  cut_at(directory.path(), 2);
+  const auto shorter = std::filesystem::file_size(path);
+  for (auto size = shorter; size < whole.size(); ++size) {
+    write_file(path, std::vector<uint8_t>(whole.begin(), whole.begin() + static_cast<std::ptrdiff_t>(size)));
+    EXPECT_EQ(cut_at(directory.path(), 3).size(), 3u) << size;
+    EXPECT_EQ(std::filesystem::file_size(path), shorter) << size;
+  }
+  for (auto changed = shorter; changed < whole.size(); ++changed) {
+    auto damaged = whole;
+    damaged[changed] ^= 1;
+    write_file(path, damaged);
+    EXPECT_EQ(cut_at(directory.path(), 3).size(), 3u) << changed;
+    EXPECT_EQ(std::filesystem::file_size(path), shorter) << changed;
+  }
 }
 
 TEST(EventFileTest, UnwritablePathIsNamed) {

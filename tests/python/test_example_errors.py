@@ -62,6 +62,7 @@ def test_unet_refuses_wrong_flags(flags, message, data, tmp_path, capsys):
         ("--stages", ["0"], "at least 1"),
         ("--stages", ["1025"], "at most 1024"),
         ("--seed", ["-1"], "at least 0"),
+        ("--snapshot-every", ["-1"], "at least 0"),
         ("--seed", ["18446744073709551616"], "at most 18446744073709551615"),
         ("--learning-rate", ["0"], "above 0"),
         ("--learning-rate", ["nan", "inf", "1e999", " 1"], "a finite number"),

@@ -146,8 +146,8 @@ def test_schedules_that_sum_in_the_same_order_train_the_same(data, tmp_path, cap
     assert re.search(r"^predicted memory per worker: [^,]*iB, [^,]*iB$", output, re.MULTILINE)
 
 
-def test_unet_resumes_after_an_interrupt(data, tmp_path):
-    """With another number of stages, another checkpoint mode and other workers."""
+def test_unet_resumes_after_a_signal_to_all_processes(data, tmp_path):
+    """With another number of stages, another checkpoint mode and other workers. The data loaders get the signal too."""
     # 8 images for training. 2 chunks and 3 chunks cut mini-batches of 4 alike, into 2 and 2.
     flags = [*UNET_CUT, "--data", data, "--validation", "33", "--augment", "--epochs", "20"]
     # The same number of threads per stage, whatever the number of stages.
@@ -174,26 +174,27 @@ def test_unet_resumes_after_an_interrupt(data, tmp_path):
         assert process.returncode == code, output
         return output
 
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    undisturbed = start(output=whole)
-    stopped = start("--workers", "2", output=halves)
-    csv_file = halves / "history.csv"
-    while stopped.poll() is None and not (csv_file.exists() and len(csv_file.read_text().splitlines()) > 3):
-        time.sleep(0.01)
-    if stopped.poll() is None:
-        os.killpg(stopped.pid, signal.SIGINT)  # as a terminal does: the data loaders get it too
-    output = finish(stopped, 130)
-    latest = halves / "latest.snapshot"
-    assert f"--resume {latest}" in output
-    assert 3 <= len(history(halves)[1]) < 20
-    more = ["--balance", "5,10,8", "--chunks", "3", "--checkpoint", "always", "--resume", latest]
-    finish(start(*more, output=halves), 0)
-    finish(undisturbed, 0)
-    assert history(halves) == history(whole)
-    ours, theirs = snapshot.read(latest), snapshot.read(whole / "latest.snapshot")
-    assert ours.model.keys() == theirs.model.keys()
-    assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
-    assert torch.equal(ours.random, theirs.random)
+    whole = tmp_path / "whole"
+    finish(start(output=whole), 0)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        halves = tmp_path / number.name
+        stopped = start("--workers", "2", output=halves)
+        csv_file = halves / "history.csv"
+        while stopped.poll() is None and not (csv_file.exists() and len(csv_file.read_text().splitlines()) > 3):
+            time.sleep(0.01)
+        if stopped.poll() is None:
+            os.killpg(stopped.pid, number)
+        output = finish(stopped, 128 + number)
+        latest = halves / "latest.snapshot"
+        assert f"--resume {latest}" in output
+        assert 3 <= len(history(halves)[1]) < 20
+        more = ["--balance", "5,10,8", "--chunks", "3", "--checkpoint", "always", "--resume", latest]
+        finish(start(*more, output=halves), 0)
+        assert history(halves) == history(whole)
+        ours, theirs = snapshot.read(latest), snapshot.read(whole / "latest.snapshot")
+        assert ours.model.keys() == theirs.model.keys()
+        assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
+        assert torch.equal(ours.random, theirs.random)
 
 
 def test_unet_prints_the_profile_only_on_request(data, tmp_path, capsys):

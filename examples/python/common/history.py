@@ -45,12 +45,12 @@ def temporary_history(path: Path) -> Path:
     return path.with_name(f"{path.name}.tmp")
 
 
-def has_lines(path: Path) -> bool:
-    """Whether the file exists and has a line after its header."""
+def count_lines(path: Path) -> int:
+    """The number of lines after the header; 0 if there is no such file."""
     if not path.exists():
-        return False
+        return 0
     with path.open() as file:
-        return len(list(file)) > 1
+        return max(len(list(file)) - 1, 0)
 
 
 def _to_cell(value: float) -> str:

@@ -71,14 +71,23 @@ def add_training_options(parser: Parser, **defaults: Any) -> None:
         "--resume",
         type=path_name,
         metavar="FILE",
-        help="snapshot to continue from, as if the run had never stopped; --epochs can be higher",
+        help="snapshot to continue from, as if the run had never stopped; --epochs can be higher. auto: the latest one in "
+        "--output, or a new training if there is none",
+    )
+    add(
+        "--snapshot-every",
+        type=integer(0, _MAX_COUNT),
+        default=0,
+        metavar="N",
+        help="write latest.snapshot also after every so many steps of an epoch; 0: only after each epoch "
+        f"{default}",
     )
     add(
         "-f",
         "--load",
         type=path_name,
         metavar="FILE",
-        help="snapshot to take the weights from; ignored with --resume",
+        help="snapshot to take the weights from; ignored if the run resumes",
     )
     add = parser.add_argument_group("pipeline").add_argument
     add(

@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 
 from common.files import check_writable_directory, check_writable_file
-from common.history import has_lines, temporary_history
+from common.history import count_lines, temporary_history
 
 HISTORY = "history.csv"
 LATEST = "latest.snapshot"
@@ -17,14 +17,22 @@ EVENT_SUFFIX = ".gpipe"  # of event files that the training programs write
 _PICTURE = re.compile(r"(epoch|confusion)_\d{3,}\.png")  # of an epoch, such as epoch_001.png
 
 
+def latest_snapshot(folder: Path) -> Path | None:
+    """The snapshot in the folder from which a training can continue."""
+    # A run that is killed at the end of its first epoch can leave best.snapshot alone.
+    return next((folder / name for name in _snapshots(folder)), None)
+
+
 def check_outputs(options: Namespace) -> None:
     """Checks that the output files can be written, so that a run does not fail for that after hours.
 
     Raises:
         OSError: for a path that cannot be written.
-        ValueError: for an earlier training in the output folder, unless the run resumes or overwrites it.
+        ValueError: for an earlier training in the output folder, unless the run resumes or overwrites it. With --resume auto,
+            a history of one epoch without a snapshot is no earlier training: a run that is killed at the end of its first
+            epoch leaves it.
     """
-    names = _earlier_training(options.output)
+    names = _earlier_training(options)
     if names and not options.overwrite and not _resumes_in_place(options):
         resume = "" if names[0] == HISTORY else f"--resume {options.output / names[0]} to continue it, "
         raise ValueError(
@@ -34,6 +42,11 @@ def check_outputs(options: Namespace) -> None:
     check_writable_directory(options.output)
     if options.trace:
         check_writable_file(options.trace)
+
+
+def event_files(folder: Path) -> list[Path]:
+    """The files that training programs have written for TensorBoard."""
+    return list(folder.glob(f"events.out.tfevents.*{EVENT_SUFFIX}"))
 
 
 def remove_earlier_training(options: Namespace) -> None:
@@ -59,6 +72,10 @@ def _resumes_in_place(options: Namespace) -> bool:
     return options.resume is not None and options.resume.parent.resolve() == options.output.resolve()
 
 
-def _earlier_training(folder: Path) -> list[str]:
-    names = [name for name in (LATEST, BEST) if (folder / name).exists()]
-    return names + [HISTORY] * has_lines(folder / HISTORY)
+def _snapshots(folder: Path) -> list[str]:
+    return [name for name in (LATEST, BEST) if (folder / name).exists()]
+
+
+def _earlier_training(options: Namespace) -> list[str]:
+    lost = 1 if options.auto_resume else 0  # epochs that a killed run can leave without a snapshot
+    return _snapshots(options.output) + [HISTORY] * (count_lines(options.output / HISTORY) > lost)

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from common.options import to_flag
-from common.outputs import check_outputs
+from common.outputs import check_outputs, latest_snapshot
 from common.plan import check_pipeline
+from common.processes import is_first
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
 
@@ -50,26 +51,38 @@ def check_identity(identity: dict[str, str], saved: Snapshot, path: Path) -> Non
 
 def read_start(options: Namespace, identity: dict[str, str], columns: Sequence[str]) -> Snapshot | None:
     """Reads the snapshot of --resume, or otherwise of --load; None if neither is given. Needs no model and no data, so
-    that a wrong file is found before anything slow.
+    that a wrong file is found before anything slow. --resume auto becomes the path of the output folder's snapshot, or None: the
+    first process looks, tells the others, and prints it.
 
     Args:
         columns: those of history.csv.
 
     Raises:
         OSError, ValueError: for a file that is missing, damaged or not a snapshot; of --resume also for a snapshot of
-            another training, without a position in its epoch, or with no epochs left to train.
+            another training, without a position in its epoch, or with no epochs left to train, unless --resume was auto.
     """
+    options.auto_resume = options.resume == Path("auto")
+    if options.auto_resume:
+        options.resume = _find_snapshot(options)
     if not options.resume:
         return snapshot.read(options.load) if options.load else None
-    saved = snapshot.read(options.resume)
+    saved = _read_resumed(options)
     check_identity(identity, saved, options.resume)
     _check_progress(saved, columns, options.resume)
-    if saved.epoch >= options.epochs:
+    if saved.epoch >= options.epochs and not options.auto_resume:
         raise ValueError(
             f"{options.resume} has {saved.epoch} epochs already, and --epochs is {options.epochs}: nothing is left to "
             "train; give more --epochs"
         )
     return saved
+
+
+def is_finished(options: Namespace, start: Snapshot | None) -> bool:
+    """Whether --resume auto has found a training with no epochs left to train. Prints it."""
+    if not options.resume or not start or start.epoch < options.epochs:
+        return False
+    print(f"nothing is left to train: {options.resume} has {start.epoch} epochs, and --epochs is {options.epochs}")
+    return True
 
 
 def restore_start(options: Namespace, saved: Snapshot, model: nn.Module) -> None:
@@ -86,6 +99,28 @@ def restore_start(options: Namespace, saved: Snapshot, model: nn.Module) -> None
     if saved.random is None:
         raise _refusal(options.resume, "it does not store the random number generator")
     torch.set_rng_state(saved.random)
+
+
+def _find_snapshot(options: Namespace) -> Path | None:
+    """All processes must start alike, so the first one decides."""
+    found = latest_snapshot(options.output) if is_first(options.ranks) else None
+    name = str(found or "")
+    if options.ranks:
+        name = options.ranks.share(name)
+    print(f"resume: {name or f'{options.output} has no snapshot, so a new training begins'}", flush=True)
+    return Path(name) if name else None
+
+
+def _read_resumed(options: Namespace) -> Snapshot:
+    """A damaged snapshot is not skipped, because the training could go back by many epochs unnoticed."""
+    try:
+        return snapshot.read(options.resume)
+    except ValueError as error:
+        if not options.auto_resume:
+            raise
+        raise ValueError(
+            f"{error}; --resume auto does not skip it: move it away to continue from another one or to begin again"
+        ) from error
 
 
 def _check_progress(saved: Snapshot, columns: Sequence[str], path: Path) -> None:

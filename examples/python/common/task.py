@@ -13,6 +13,9 @@ import gpipe
 # Writes a picture: the picture, the file's name, TensorBoard's tag.
 Show = Callable[[Image.Image, str, str], None]
 
+# Asked before each mini-batch of a validation: whether the program should stop.
+Stops = Callable[[], bool]
+
 
 class ScoreName(NamedTuple):
     """A validation score: its column in history.csv and its tag in TensorBoard."""
@@ -35,8 +38,8 @@ class Task(Protocol):
 
     def loss(self, output: Any, target: Tensor) -> Tensor: ...
 
-    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
-        """Called in evaluation mode, without gradients."""
+    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show, stops: Stops) -> list[float]:
+        """Called in evaluation mode, without gradients. Returns no scores if it was stopped."""
 
 
 def history_columns(scores: Sequence[ScoreName]) -> list[str]:

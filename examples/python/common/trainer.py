@@ -17,10 +17,11 @@ from torch.utils.tensorboard import SummaryWriter
 import gpipe
 from common import learning_rate
 from common.autocast import autocast
+from common.events import cut_event_files
 from common.files import writing
 from common.history import History
 from common.interrupt import Interrupt
-from common.outputs import BEST, EVENT_SUFFIX, HISTORY, LATEST, remove_earlier_training
+from common.outputs import BEST, EVENT_SUFFIX, HISTORY, LATEST, event_files, remove_earlier_training
 from common.processes import is_first
 from common.progress import Progress
 from common.step_record import StepRecord
@@ -29,11 +30,13 @@ from gpipe import snapshot
 from gpipe.balance import Prediction
 from gpipe.snapshot import Snapshot
 
+_STEP_LOSS = "loss/train_step"  # the tag of values by step; all other tags have values by epoch
+
 
 class Trainer:
     """Trains a pipeline on a task. Writes into options.output: history.csv, a TensorBoard event file, latest.snapshot
-    and best.snapshot. After SIGINT or SIGTERM it finishes the step or the validation, writes latest.snapshot and
-    returns. A resumed run ends with the weights of an uninterrupted one. In several processes, all train, and the first
+    and best.snapshot. After SIGINT or SIGTERM it finishes the mini-batch, of training or validation, writes latest.snapshot
+    and returns. A resumed run ends with the weights of an uninterrupted one. In several processes, all train, and the first
     writes.
 
     Args:
@@ -88,9 +91,7 @@ class Trainer:
         )
         with Interrupt(second_ends=self.pipe.ranks is None) as interrupt:
             while self.epoch < self.options.epochs and not self.stops(interrupt):
-                if self.train(self.epoch + 1, interrupt):
-                    self.finish(self.epoch + 1)
-                else:
+                if not self.train(self.epoch + 1, interrupt) or not self.finish(self.epoch + 1, interrupt):
                     self.save(LATEST)
         if self.events:
             self.events.close()
@@ -128,9 +129,11 @@ class Trainer:
         remove_earlier_training(self.options)
         rows = zip(*(self.history[column] for column in self.columns), strict=True)
         self.history_file = History(self.path(HISTORY), self.columns, rows)
+        # A run that was killed may have logged more than its snapshot has.
+        cut_event_files(self.options.output, lambda tag, step: step <= (self.steps if tag == _STEP_LOSS else self.epoch))
+        earlier = event_files(self.options.output)
         self.events = SummaryWriter(str(self.options.output), flush_secs=10, filename_suffix=EVENT_SUFFIX)
-        written = self.options.output.glob(f"events.out.tfevents.*{EVENT_SUFFIX}")
-        self.files[max(written, key=lambda path: path.stat().st_mtime)] = None
+        self.files.update(dict.fromkeys(set(event_files(self.options.output)).difference(earlier)))
 
     def train(self, epoch: int, interrupt: Interrupt) -> bool:
         """Trains an epoch from `batch` on. Returns false if a signal ended it."""
@@ -141,14 +144,15 @@ class Trainer:
         )
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        batches = -(-self.task.training_images // self.options.batch_size)
         with Progress(f"epoch {epoch}", max(1, self.task.training_images - self.seen)) as progress:
             for input, target in self.task.training(epoch, self.batch):
                 loss = self.step(input, target)
                 progress.add(len(target), loss)
-                self.add_scalar("loss/train_step", loss, self.epoch * batches + self.batch)
+                self.add_scalar(_STEP_LOSS, loss, self.steps)
                 if self.stops(interrupt):
                     return False
+                if self.options.snapshot_every and self.batch % self.options.snapshot_every == 0:
+                    self.save(LATEST)
         self.images_per_second = progress.images_per_second
         return True
 
@@ -195,11 +199,16 @@ class Trainer:
         torch.set_rng_state(random)
 
     @torch.no_grad()
-    def finish(self, epoch: int) -> None:
+    def finish(self, epoch: int, interrupt: Interrupt) -> bool:
+        """Validates an epoch and completes it. Returns false if a signal stopped the validation."""
+        random = torch.get_rng_state()
         self.pipe.trace(None)
         self.pipe.eval()
         with autocast(self.options.amp, self.pipe.devices):
-            scores = self.task.validate(self.pipe, epoch, self.show)
+            scores = self.task.validate(self.pipe, epoch, self.show, lambda: self.stops(interrupt))
+        if not scores:
+            torch.set_rng_state(random)  # the resumed run validates from the start
+            return False
         rate = self.optimizer.param_groups[0]["lr"]
         row = [float(epoch), self.loss_sum / self.seen, *scores, rate, self.images_per_second]
         for column, value in zip(self.columns, row, strict=True):
@@ -208,8 +217,6 @@ class Trainer:
         tags = ["loss/train", *tags, "training/learning_rate", "training/images_per_second"]
         for tag, value in zip(tags, row[1:], strict=True):
             self.add_scalar(tag, value, epoch)
-        if self.events:
-            self.events.flush()
         self.epoch, self.batch, self.seen, self.loss_sum = epoch, 0, 0, 0.0
 
         # latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
@@ -221,6 +228,13 @@ class Trainer:
         self.save(LATEST)
         values = [f"{column} {value:.4f}" for column, value in zip(self.columns[1:-2], row[1:-2], strict=True)]
         print(f"epoch {epoch}/{self.options.epochs}: {', '.join(values)}", flush=True)
+        return True
+
+    @property
+    def steps(self) -> int:
+        """The steps of all epochs so far."""
+        per_epoch: int = -(-self.task.training_images // self.options.batch_size)
+        return self.epoch * per_epoch + self.batch
 
     def add_scalar(self, tag: str, value: float, step: int) -> None:
         if self.events:
@@ -247,6 +261,8 @@ class Trainer:
             history=self.history | {"loss_sum": [self.loss_sum]},
         )
         whole = snapshot.gather(self.pipe, saved)
+        if self.events:
+            self.events.flush()  # so that the events have no holes where a later run continues
         if self.writes:
             snapshot.write(self.path(name), whole)
 

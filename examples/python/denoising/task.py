@@ -12,7 +12,7 @@ from torch import Tensor
 import gpipe
 from common.picture import draw_picture
 from common.random import Random, mini_batches
-from common.task import ScoreName, Show
+from common.task import ScoreName, Show, Stops
 from denoising.process import STEPS, Input, add_noise, draw
 from mnist.data import CLASSES, Labelled
 
@@ -58,11 +58,13 @@ class DiffusionTask:
     def loss(self, output: Any, velocity: Tensor) -> Tensor:
         return F.mse_loss(output.sample.float(), velocity)
 
-    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
+    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show, stops: Stops) -> list[float]:
         input, velocity = self._test
         loss_sum = 0.0
         parts = [torch.split(tensor, self._batch_size) for tensor in (*input, velocity)]
         for images, times, labels, expected in zip(*parts, strict=True):
+            if stops():
+                return []
             predicted = pipe((images, times, labels)).sample.float().cpu()
             loss_sum += F.mse_loss(predicted, expected, reduction="sum").item()
         loss = loss_sum / velocity.numel()

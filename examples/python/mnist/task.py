@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gpipe
 from common.random import mini_batches
-from common.task import ScoreName, Show
+from common.task import ScoreName, Show, Stops
 from mnist.confusion import draw_confusion
 from mnist.data import Labelled
 
@@ -38,10 +38,12 @@ class ClassificationTask:
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels)
 
-    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
+    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show, stops: Stops) -> list[float]:
         counts = torch.zeros(self._classes, self._classes, dtype=torch.long)
         loss_sum = 0.0
         for images, labels in zip(*(torch.split(tensor, self._batch_size) for tensor in self._test), strict=True):
+            if stops():
+                return []
             logits = pipe(images).cpu()
             loss_sum += self.loss(logits, labels).item() * len(images)
             pairs = labels * self._classes + logits.argmax(1)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 import gpipe
 from common.picture import draw_picture
 from common.random import Random
-from common.task import ScoreName, Show
+from common.task import ScoreName, Show, Stops
 from unet.augment import augment
 from unet.carvana import Sample, read_image
 from unet.classes import read_labels
@@ -82,10 +82,12 @@ class SegmentationTask:
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return segmentation_loss(logits, labels)
 
-    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show) -> list[float]:
+    def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show, stops: Stops) -> list[float]:
         metrics = Metrics(self._loading.classes)
         loss_sum = 0.0
         for number, (images, labels) in enumerate(self._load(Pictures(self._validation, self._loading), 0)):
+            if stops():
+                return []
             logits = pipe(images).cpu()
             loss_sum += segmentation_loss(logits, labels).item() * len(images)
             probabilities = to_probabilities(logits)
@@ -105,11 +107,12 @@ class SegmentationTask:
             self._loading.batch_size,
             sampler=range(first, len(pictures)),
             num_workers=self._loading.workers,
-            worker_init_fn=_ignore_interrupts,
+            worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # the loader draws a seed, which must not change the training's random numbers
         )
 
 
-def _ignore_interrupts(worker: int) -> None:
-    """Ctrl-C reaches all processes. The trainer decides how to stop."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def _ignore_signals(worker: int) -> None:
+    """A terminal and a machine that stops send signals to all processes. The trainer decides how to stop."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)

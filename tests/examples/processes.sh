@@ -1,0 +1,52 @@
+# Sourced by the tests of programs in several processes, after program.sh. `python` names a Python with torch. The tests call:
+#   free_port                          prints a free port
+#   torchrun PROCESSES [FLAG...] PROGRAM FLAG...
+#                                      becomes torchrun
+#   together NAME PROCESSES FLAG...    as run, in several processes
+#   equal_files A B                    compares the final snapshots of two runs
+export MKL_CBWR=AUTO,STRICT # the bits of products must not depend on the alignment of memory
+
+free_port() {
+  "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'
+}
+
+torchrun() {
+  local processes=$1
+  shift
+  exec "$python" -m torch.distributed.run --no-python --nproc-per-node "$processes" \
+    --master-addr 127.0.0.1 --master-port "$(free_port)" "$@"
+}
+
+together() {
+  local name=$1 processes=$2
+  shift 2
+  (torchrun "$processes" "$program" "${common[@]}" --output "$name" "$@") >"$name.log" 2>&1 ||
+    { cat "$name.log" >&2; fail "$name"; }
+}
+
+# The same bytes, except for the measured images per second.
+equal_files() {
+  "$python" - "$@" <<'END_OF_PYTHON' || fail "other files: $*"
+import io, pickle, struct, sys, zipfile
+
+class WithoutTensors(pickle.Unpickler):
+    def persistent_load(self, _):
+        return None
+
+    def find_class(self, *_):
+        return lambda *_: None
+
+def records(path):
+    with zipfile.ZipFile(path) as file:
+        records = {name.split("/", 1)[1]: file.read(name) for name in file.namelist()}
+    del records[".data/serialization_id"]  # follows from the others
+    for time in WithoutTensors(io.BytesIO(records["data.pkl"])).load()["history"]["images_per_second"]:
+        records["data.pkl"] = records["data.pkl"].replace(struct.pack(">d", time), bytes(8))
+    return records
+
+one, other = (records(f"{run}/latest.snapshot") for run in sys.argv[1:])
+assert list(one) == list(other) and len(one) > 20
+for name in one:
+    assert one[name] == other[name], name
+END_OF_PYTHON
+}
