@@ -16,10 +16,10 @@
 #include "examples/common/files.h"
 #include "examples/common/flags.h"
 #include "gpipe/ranks/ranks.h"
-#include "gpipe/workers.h"
 #include "gpipe/runtime/memory_reuse.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/schedules.h"
+#include "gpipe/workers.h"
 
 namespace gpipe::examples {
 namespace {

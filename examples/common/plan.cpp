@@ -52,6 +52,15 @@ int count_micro_batches(std::int64_t images, std::int64_t chunks) {
   return static_cast<int>(micro_batch_sizes(images, chunks, /*split_size=*/0).size());
 }
 
+// Checks that the schedule fits the parts of a mini-batch. Errors: std::invalid_argument.
+void check_micro_batches(const PipelineOptions& options, std::int64_t images) {
+  const auto pipe = stand_in(options);
+  const int chunks = count_micro_batches(options.largest_part(options.batch_size), options.chunks);
+  for (const auto part : {options.largest_part(images), options.smallest_part(images)}) {
+    pipe->program(count_micro_batches(part, chunks));
+  }
+}
+
 torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch::Device device) {
   shape.insert(shape.begin(), count);
   return torch::full(shape, 0.5, device);
@@ -69,21 +78,21 @@ void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& o
     throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but the model has " +
                                 std::to_string(layers) + " layers");
   }
-  if (options.ranks && worker_count(options) < options.ranks->size()) {
+  if (options.ranks && worker_count(options) < options.ranks->mesh().positions) {
     throw std::invalid_argument("the pipeline has " + std::to_string(worker_count(options)) +
-                                " workers, but there are " + std::to_string(options.ranks->size()) +
-                                " processes; give each at least one worker, with more --stages");
+                                " workers, but there are " + std::to_string(options.ranks->mesh().positions) +
+                                " processes" + (options.replicas > 1 ? " per replica" : "") +
+                                "; give each at least one worker, with more --stages");
   }
   if (!options.layers.empty()) GPipe(model, options.layers, pipe_options(options));
-  stand_in(options)->program(count_micro_batches(options.batch_size, options.chunks));
+  check_micro_batches(options, options.batch_size);
 }
 
 void check_last_mini_batch(const PipelineOptions& options, std::int64_t training_images) {
   const auto rest = training_images % options.batch_size;
   if (rest == 0) return;
-  const int chunks = count_micro_batches(options.batch_size, options.chunks);
   try {
-    stand_in(options)->program(count_micro_batches(rest, chunks));
+    check_micro_batches(options, rest);
   } catch (const std::invalid_argument& error) {
     throw std::invalid_argument(absl::StrFormat("the last mini-batch of an epoch has %d of %d images: %s", rest,
                                                 options.batch_size, error.what()));
@@ -100,12 +109,13 @@ Plan measure(const torch::nn::Sequential& model, const TrainingOptions& options,
   const auto device = devices.front();
   const Scheduling scheduling{.schedule = options.schedule, .stages_per_worker = options.stages_per_worker};
   const Autocast autocast(options.amp, {device});
+  const auto part = options.largest_part(options.batch_size);
   Percent percent(out, terminal, "measuring");
   auto profiling = profile_options(devices)
                        .param_scale(4)  // Adam
                        .progress([&](double part) { percent.show(part); });
   if (options.balance == kAuto) {
-    const auto suggestion = suggest(model, images(options.batch_size, image_shape, device), devices,
+    const auto suggestion = suggest(model, images(part, image_shape, device), devices,
                                     SuggestOptions().scheduling(scheduling).profile(profiling.seconds(kAutoSeconds)));
     const auto& best = suggestion.best();
     plan.candidates = suggestion.candidates;
@@ -123,7 +133,7 @@ Plan measure(const torch::nn::Sequential& model, const TrainingOptions& options,
                                .scheduling = {.schedule = best.schedule, .placement = best.placement}});
     return plan;
   }
-  const auto sizes = micro_batch_sizes(options.batch_size, plan.chunks, /*split_size=*/0);
+  const auto sizes = micro_batch_sizes(part, plan.chunks, /*split_size=*/0);
   // Batch norm can need two images.
   const auto samples = std::max<std::int64_t>(2, sizes.front());
   plan.profile = profile(model, images(samples, image_shape, device), profiling.seconds(kSeconds));

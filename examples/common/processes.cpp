@@ -17,17 +17,24 @@ class SilentBuffer : public std::streambuf {
 
 }  // namespace
 
-std::shared_ptr<Ranks> join_processes() {
+std::shared_ptr<Ranks> join_processes(int replicas) {
   // A cluster may set WORLD_SIZE for other reasons. Only torchrun sets the other variable.
   const char* size = std::getenv("WORLD_SIZE");
-  if (std::getenv("TORCHELASTIC_RUN_ID") == nullptr || (size != nullptr && size == std::string_view("1")))
-    return nullptr;
-  auto ranks = Ranks::from_environment();
+  if (std::getenv("TORCHELASTIC_RUN_ID") == nullptr || (size != nullptr && size == std::string_view("1"))) {
+    if (replicas == 1) return nullptr;
+    throw std::invalid_argument("--replicas is " + std::to_string(replicas) +
+                                ", but there is one process; start as many per stage with torchrun");
+  }
+  auto ranks = Ranks::from_environment(RanksOptions().replicas(replicas));
   if (!is_first(ranks)) {
     static auto* silent = new SilentBuffer;  // never destroyed, because std::cout is flushed at the very end
     std::cout.rdbuf(silent);
   }
   return ranks;
+}
+
+std::pair<std::int64_t, std::int64_t> part_of(const std::shared_ptr<Ranks>& ranks, std::int64_t images) {
+  return ranks ? ranks->part(images) : std::pair<std::int64_t, std::int64_t>(0, images);
 }
 
 bool is_first(const std::shared_ptr<Ranks>& ranks) { return !ranks || ranks->rank() == 0; }

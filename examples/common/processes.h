@@ -1,7 +1,9 @@
 #pragma once
 
+#include <cstdint>
 #include <functional>
 #include <memory>
+#include <utility>
 
 #include "gpipe/ranks/ranks.h"
 
@@ -11,8 +13,11 @@ namespace gpipe::examples {
 // print only errors.
 
 /// Joins the processes that torchrun has started together with this one. Null if there are no others. In the others, from now
-/// on std::cout prints nothing. Errors: as Ranks::from_environment().
-std::shared_ptr<Ranks> join_processes();
+/// on std::cout prints nothing. Errors: as Ranks::from_environment(); std::invalid_argument for replicas without processes.
+std::shared_ptr<Ranks> join_processes(int replicas = 1);
+
+/// Returns the part of a mini-batch that this process's replica trains on: its first image and the one behind its last.
+std::pair<std::int64_t, std::int64_t> part_of(const std::shared_ptr<Ranks>& ranks, std::int64_t images);
 
 /// Whether this process writes and prints.
 bool is_first(const std::shared_ptr<Ranks>& ranks);

@@ -39,7 +39,7 @@ class Task {
   virtual ~Task() = default;
 
   virtual std::int64_t training_images() const = 0;
-  /// An epoch's mini-batches from number `first` on. They depend on the epoch alone.
+  /// An epoch's mini-batches from number `first` on, or this replica's parts of them. They depend on the epoch alone.
   virtual Examples training(int epoch, std::int64_t first) = 0;
   /// Returns the loss of a mini-batch, or of one micro-batch: a mean over samples, so that the loss of the mini-batch is
   /// the mean of its micro-batches' losses, weighted by samples. Called on the last stage's worker thread.

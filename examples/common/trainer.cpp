@@ -19,6 +19,7 @@
 #include "examples/common/outputs.h"
 #include "examples/common/processes.h"
 #include "examples/common/progress.h"
+#include "gpipe/gradients.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/rank_state.h"
 
@@ -27,6 +28,10 @@ namespace {
 
 // The tag of values by step. All other tags have values by epoch.
 constexpr char kStepLoss[] = "loss/train_step";
+
+std::string on_replicas(const TrainingOptions& options) {
+  return options.replicas == 1 ? "" : absl::StrCat(" on each of ", options.replicas, " replicas");
+}
 
 }  // namespace
 
@@ -55,8 +60,8 @@ int Trainer::run() {
   open_files();
 
   out_ << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size << " as "
-       << options_.chunks << " micro-batches, schedule " << options_.schedule << ", checkpoint "
-       << to_string(options_.checkpoint) << ", learning rate " << options_.learning_rate << " ("
+       << options_.chunks << " micro-batches" << on_replicas(options_) << ", schedule " << options_.schedule
+       << ", checkpoint " << to_string(options_.checkpoint) << ", learning rate " << options_.learning_rate << " ("
        << options_.learning_rate_schedule << ")" << std::endl;
   const Interrupt interrupt(options_.ranks ? Interrupt::Second::kIgnored : Interrupt::Second::kEnds);
   while (epoch_ < options_.epochs && !stops(interrupt)) {
@@ -113,8 +118,8 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
                     std::max<std::int64_t>(1, task_.training_images() - seen_));
   while (auto example = examples()) {
     const double before = loss_sum_;
-    step(*example);
-    const auto images = example->input.size(0);
+    const auto images = std::min(options_.batch_size, task_.training_images() - seen_);
+    step(*example, images);
     const double loss = (loss_sum_ - before) / static_cast<double>(images);
     progress.add(images, loss);
     add_scalar(kStepLoss, steps(), loss);
@@ -126,8 +131,7 @@ bool Trainer::train(int epoch, const Interrupt& interrupt) {
   return true;
 }
 
-void Trainer::step(const Example& example) {
-  const auto images = example.input.size(0);
+void Trainer::step(const Example& example, std::int64_t images) {
   const bool last = epoch_ + 1 == options_.epochs && seen_ + images == task_.training_images();
   optimizer_.zero_grad();
   record_.begin(pipe_, /*whole=*/images == options_.batch_size, last);
@@ -140,7 +144,7 @@ void Trainer::step(const Example& example) {
     if (device.is_cuda()) torch::cuda::synchronize(device.index());
   }
   record_.end(pipe_);
-  if (options_.clip > 0) clip_gradients();
+  if (options_.clip > 0) clip_grad_norm_(*pipe_, options_.clip);
   optimizer_.step();
   const double value = loss.item<double>();
   if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
@@ -153,15 +157,21 @@ void Trainer::step(const Example& example) {
 // model runs one image before anything is written.
 void Trainer::check_smallest_micro_batch() {
   const auto rest = task_.training_images() % options_.batch_size;
-  const auto smallest = [&](std::int64_t batch) { return micro_batch_sizes(batch, options_.chunks, 0).back(); };
-  if (smallest(options_.batch_size) > 1 && (rest == 0 || smallest(rest) > 1)) return;
-  const auto example = task_.training(/*epoch=*/1, /*first=*/0)();
+  std::vector<std::int64_t> smallest;
+  for (const auto images : {options_.batch_size, rest}) {
+    for (const auto part : {options_.largest_part(images), options_.smallest_part(images)}) {
+      smallest.push_back(micro_batch_sizes(part, options_.chunks, 0).back());
+    }
+  }
+  if (std::find(smallest.begin(), smallest.end(), 1) == smallest.end()) return;
+  auto shape = task_.training(/*epoch=*/1, /*first=*/0)()->input.sizes().vec();
+  shape.front() = 1;
   const auto model = capture_model(*pipe_);
   const auto random = capture_random();
   try {
     const torch::NoGradGuard no_grad;
     pipe_->train();
-    pipe_->forward(example->input.narrow(0, 0, 1));
+    pipe_->forward(torch::full(shape, 0.5));
   } catch (const c10::Error& error) {
     throw std::runtime_error("a micro-batch would have a single image, which the model refuses: " +
                              std::string(error.what_without_backtrace()) +
@@ -169,22 +179,6 @@ void Trainer::check_smallest_micro_batch() {
   }
   restore_model(*pipe_, model);
   restore_random(random);
-}
-
-// clip_grad_norm_() takes neither gradients on several devices nor those of other processes.
-void Trainer::clip_gradients() {
-  std::vector<double> squares;
-  for (const auto& parameter : pipe_->parameters()) {
-    const auto& gradient = parameter.grad();
-    squares.push_back(gradient.defined() ? std::pow(gradient.norm().item<double>(), 2) : 0);
-  }
-  squares = pipe_->of_all_parameters(std::move(squares));
-  const double norm = std::sqrt(std::accumulate(squares.begin(), squares.end(), 0.0));
-  const double factor = options_.clip / (norm + 1e-6);
-  if (!(factor < 1)) return;
-  for (const auto& parameter : pipe_->parameters()) {
-    if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
-  }
 }
 
 bool Trainer::finish(int epoch, const Interrupt& interrupt) {

@@ -50,9 +50,9 @@ class Trainer {
   bool stops(const Interrupt& interrupt);
   /// Trains an epoch from batch_ on. Returns false if a signal ended it.
   bool train(int epoch, const Interrupt& interrupt);
-  void step(const Example& example);
+  /// Trains on a mini-batch of `images`, of which `example` is this replica's part.
+  void step(const Example& example, std::int64_t images);
   void check_smallest_micro_batch();
-  void clip_gradients();
   /// Validates an epoch and completes it. Returns false if a signal stopped the validation.
   bool finish(int epoch, const Interrupt& interrupt);
   /// The steps of all epochs so far.

@@ -64,6 +64,12 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
                  "number of stages on each worker; with p workers, stage s is on worker s mod p, and --devices has p")
       ->transform(whole_number(1, 1024))
       ->group(kPipelineGroup);
+  app.add_option(
+         "--replicas", options.replicas,
+         "number of equal pipelines, over processes that torchrun starts; each trains on its part of a mini-batch, "
+         "of --chunks micro-batches, and their gradients are summed")
+      ->transform(whole_number(1, 1 << 20))
+      ->group(kPipelineGroup);
   app.add_option_function<std::string>(
          "--checkpoint", [&options](const std::string& mode) { options.checkpoint = checkpoints().at(mode); },
          "which micro-batches recompute their activations instead of storing them: never, except_last, always")

@@ -111,7 +111,7 @@ def train(options: argparse.Namespace) -> int:
     print_plan("UNet2DModel", model, pipe, plan, options.profile)
     del model  # the pipeline has the layers of this process
 
-    task = DiffusionTask(training, test, options.size, options.batch_size, options.seed)
+    task = DiffusionTask(training, test, options.size, options.batch_size, options.seed, options.ranks)
     return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
 
 

@@ -60,7 +60,7 @@ def train(options: argparse.Namespace) -> int:
     print_plan("ResNet-18", model, pipe, plan, options.profile)
     del model  # the pipeline has the layers of this process
 
-    task = ClassificationTask(training, test, CLASSES, options.batch_size, options.seed)
+    task = ClassificationTask(training, test, CLASSES, options.batch_size, options.seed, options.ranks)
     return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
 
 

@@ -140,7 +140,7 @@ def train(options: argparse.Namespace) -> int:
     loading = Loading(
         (width, height), options.batch_size, options.workers, options.classes, options.augment, options.seed
     )
-    task = SegmentationTask(training, validation, loading)
+    task = SegmentationTask(training, validation, loading, options.ranks)
     return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
 
 

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <utility>
 
+#include "examples/common/processes.h"
 #include "examples/common/random.h"
 #include "examples/resnet18_mnist/confusion.h"
 
@@ -27,12 +28,13 @@ Example to_tensors(const LabelledImages& set) {
 std::vector<ScoreName> classification_scores() { return {{"accuracy", "accuracy/test"}, {"test_loss", "loss/test"}}; }
 
 ClassificationTask::ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
-                                       std::int64_t batch_size, std::uint64_t seed)
+                                       std::int64_t batch_size, std::uint64_t seed, std::shared_ptr<Ranks> ranks)
     : training_(to_tensors(training)),
       test_(to_tensors(test)),
       classes_(classes),
       batch_size_(batch_size),
-      seed_(seed) {}
+      seed_(seed),
+      ranks_(std::move(ranks)) {}
 
 Examples ClassificationTask::training(int epoch, std::int64_t first) {
   std::vector<std::int64_t> order(static_cast<std::size_t>(training_images()));
@@ -41,7 +43,8 @@ Examples ClassificationTask::training(int epoch, std::int64_t first) {
   return [this, order = torch::tensor(order), next = first * batch_size_]() mutable -> std::optional<Example> {
     const auto count = std::min(batch_size_, order.size(0) - next);
     if (count <= 0) return std::nullopt;
-    const auto chosen = order.narrow(0, next, count);
+    const auto [begin, end] = part_of(ranks_, count);
+    const auto chosen = order.slice(0, next + begin, next + end);
     next += count;
     return Example{training_.input.index_select(0, chosen), training_.target.index_select(0, chosen)};
   };

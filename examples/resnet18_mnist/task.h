@@ -1,9 +1,11 @@
 #pragma once
 
+#include <memory>
 #include <vector>
 
 #include "examples/common/task.h"
 #include "examples/resnet18_mnist/idx.h"
+#include "gpipe/ranks/ranks.h"
 
 namespace gpipe::examples::mnist {
 
@@ -13,9 +15,9 @@ std::vector<ScoreName> classification_scores();
 /// Learns to classify images [n, 1, h, w] with values 0 to 1 into logits [n, classes].
 class ClassificationTask : public Task {
  public:
-  /// Its picture is the confusion matrix of an epoch.
+  /// Its picture is the confusion matrix of an epoch. With `ranks`, trains on this replica's part of each mini-batch.
   ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
-                     std::int64_t batch_size, std::uint64_t seed);
+                     std::int64_t batch_size, std::uint64_t seed, std::shared_ptr<Ranks> ranks = nullptr);
 
   std::int64_t training_images() const override { return training_.input.size(0); }
   Examples training(int epoch, std::int64_t first) override;
@@ -29,6 +31,7 @@ class ClassificationTask : public Task {
   const std::int64_t classes_;
   const std::int64_t batch_size_;
   const std::uint64_t seed_;
+  const std::shared_ptr<Ranks> ranks_;
 };
 
 }  // namespace gpipe::examples::mnist

@@ -46,7 +46,7 @@ void add_options(CLI::App& app, Options& options) {
 }
 
 int train(Options options) {
-  options.ranks = join_processes();
+  options.ranks = join_processes(options.replicas);
   auto identity = make_identity({{"--small-images", absl::StrCat(options.small_images)}}, options);
   auto start = read_start(options, identity, history_columns(classification_scores()), std::cout);
   if (is_finished(options, start, std::cout)) return 0;
@@ -80,7 +80,7 @@ int train(Options options) {
   options.checkpoint = plan.checkpoint;
   options.schedule = plan.schedule;
 
-  ClassificationTask task(training, test, kClasses, options.batch_size, options.seed);
+  ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.ranks);
   Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
   return run_and_report(trainer, drawn ? data : "", std::cout);
 }

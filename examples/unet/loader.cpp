@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "examples/common/processes.h"
 #include "examples/common/random.h"
 #include "examples/unet/augment.h"
 #include "examples/unet/classes.h"
@@ -94,8 +95,11 @@ void Loader::work(std::stop_token stop) {
 }
 
 Batch Loader::decode(int64_t index, const std::stop_token& stop) const {
-  const int64_t first = index * options_.batch_size;
-  const int64_t count = std::min<int64_t>(options_.batch_size, static_cast<int64_t>(samples_.size()) - first);
+  const int64_t first_of_all = index * options_.batch_size;
+  const auto [begin, end] = part_of(
+      options_.ranks, std::min<int64_t>(options_.batch_size, static_cast<int64_t>(samples_.size()) - first_of_all));
+  const int64_t first = first_of_all + begin;
+  const int64_t count = end - begin;
   Batch batch{at::empty({count, 3, size_.height, size_.width}, at::kFloat),
               at::zeros({count, 1, size_.height, size_.width}, at::kByte)};
   auto* image_out = batch.images.mutable_data_ptr<float>();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <exception>
 #include <map>
+#include <memory>
 #include <optional>
 #include <stop_token>
 #include <thread>
@@ -14,6 +15,7 @@
 #include "absl/base/thread_annotations.h"
 #include "examples/common/image.h"
 #include "examples/unet/carvana.h"
+#include "gpipe/ranks/ranks.h"
 #include "gpipe/runtime/mutex.h"
 
 namespace gpipe::examples::unet {
@@ -31,10 +33,12 @@ struct LoaderOptions {
   bool shuffle = false;  ///< otherwise in the order of the samples
   uint64_t seed = 0;     ///< determines the shuffled order, together with the epoch
   int64_t epoch = 0;
-  int64_t first_batch = 0;  ///< earlier ones are skipped
+  int64_t first_batch = 0;                 ///< earlier ones are skipped
+  std::shared_ptr<Ranks> ranks = nullptr;  ///< only the part of each batch that belongs to this replica
 };
 
-/// One pass over the samples in batches, decoded in advance by worker threads. The last batch can be smaller. A batch
+/// One pass over the samples in batches, decoded in advance by worker threads. The last batch can be smaller; a part can be
+/// empty. A batch
 /// does not depend on the number of workers, nor on first_batch. At most workers + 1 batches are decoded or being
 /// decoded at a time.
 ///

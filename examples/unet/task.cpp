@@ -46,6 +46,7 @@ torch::Tensor SegmentationTask::loss(const torch::Tensor& logits, const torch::T
 std::vector<double> SegmentationTask::validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) {
   auto options = loading_;
   options.augment = false;
+  options.ranks = nullptr;
   Loader loader(split_.validation, size_, options);
   Metrics metrics(options.classes);
   double loss_sum = 0;

@@ -69,7 +69,7 @@ Identity own_identity(const Options& options) {
 }
 
 int train(Options options) {
-  options.ranks = join_processes();
+  options.ranks = join_processes(options.replicas);
   const bool drawn = options.data == "synthetic";
   if (drawn) check_scene(to_size(options.size), options.model.classes);
   auto identity = make_identity(own_identity(options), options);
@@ -108,7 +108,8 @@ int train(Options options) {
                          .workers = options.workers,
                          .classes = options.model.classes,
                          .augment = options.augment,
-                         .seed = options.seed});
+                         .seed = options.seed,
+                         .ranks = options.ranks});
   Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
   return run_and_report(trainer, drawn ? data : "", std::cout);
 }

@@ -105,6 +105,14 @@ def add_training_options(parser: Parser, **defaults: Any) -> None:
     )
     add("--chunks", type=integer(1, _MAX_COUNT), default=2, metavar="N", help=f"micro-batches per mini-batch {default}")
     add(
+        "--replicas",
+        type=integer(1, 2**20),
+        default=1,
+        metavar="N",
+        help="number of equal pipelines, over processes that torchrun starts; each trains on its part of a mini-batch, of "
+        f"--chunks micro-batches, and their gradients are summed {default}",
+    )
+    add(
         "--devices",
         metavar="LIST",
         help="one per worker, such as cuda:0,cuda:1, or one for all; by default the GPUs in turn, or the CPU",
@@ -163,7 +171,7 @@ def run_program(train: Callable[[argparse.Namespace], int], options: argparse.Na
     program that fails leaves no empty folders behind."""
     gpipe.reuse_cpu_memory(options.reuse_memory)
     try:
-        with joined_processes() as options.ranks:
+        with joined_processes(options.replicas) as options.ranks:
             code = train(options)
             sys.stdout.flush()
         return code

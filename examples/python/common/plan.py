@@ -53,7 +53,7 @@ def check_pipeline(model: nn.Sequential, options: Namespace) -> None:
         raise ValueError(f"--balance sums to {sum(options.layers)}, but the model has {len(model)} layers")
     stand_in = nn.Sequential(*(nn.Identity() for _ in range(options.stages)))
     pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=options.chunks, **_pipe_options(options))
-    _try_step(pipe, options.batch_size)
+    _try_steps(pipe, options, options.batch_size)
 
 
 def check_last_mini_batch(options: Namespace, training_images: int) -> None:
@@ -66,14 +66,24 @@ def check_last_mini_batch(options: Namespace, training_images: int) -> None:
     if rest == 0:
         return
     stand_in = nn.Sequential(*(nn.Identity() for _ in range(options.stages)))
-    chunks = len(torch.empty(options.batch_size).chunk(options.chunks))
+    chunks = len(torch.empty(parts(options, options.batch_size)[0]).chunk(options.chunks))
     pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=chunks, **_pipe_options(options))
     try:
-        _try_step(pipe, rest)
+        _try_steps(pipe, options, rest)
     except ValueError as error:
         raise ValueError(
             f"the last mini-batch of an epoch has {rest} of {options.batch_size} images: {error}"
         ) from None
+
+
+def parts(options: Namespace, images: int) -> tuple[int, int]:
+    """The images of the largest and of the smallest part of a replica."""
+    return -(-images // options.replicas), images // options.replicas
+
+
+def _try_steps(pipe: gpipe.GPipe, options: Namespace, images: int) -> None:
+    for part in parts(options, images):
+        _try_step(pipe, max(1, part))  # an empty part has one micro-batch too
 
 
 def _try_step(pipe: gpipe.GPipe, images: int) -> None:
@@ -115,7 +125,7 @@ def _measure(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
     scheduling = {"schedule": options.schedule, "stages_per_worker": options.stages_per_worker}
     with autocast(options.amp, devices[:1]):
         if options.balance == "auto":
-            batch = _repeated(example, options.batch_size)
+            batch = _repeated(example, parts(options, options.batch_size)[0])
             suggestion = suggest(
                 model,
                 batch,
@@ -143,7 +153,7 @@ def _measure(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
                 placement,
             )
 
-        sizes = [len(part) for part in torch.empty(options.batch_size).chunk(options.chunks)]
+        sizes = [len(part) for part in torch.empty(parts(options, options.batch_size)[0]).chunk(options.chunks)]
         samples = max(2, sizes[0])  # batch norm can need two
         sample = _repeated(example, samples)
         measured = profile(

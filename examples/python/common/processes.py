@@ -11,22 +11,31 @@ import gpipe
 
 
 @contextmanager
-def joined_processes() -> Iterator[gpipe.Ranks | None]:
+def joined_processes(replicas: int = 1) -> Iterator[gpipe.Ranks | None]:
     """Joins the processes that torchrun has started together with this one, for a block; None if there are no others. In the
     others nothing is printed to standard output.
 
     Raises:
-        RuntimeError, ValueError: as :meth:`gpipe.Ranks.from_environment`.
+        RuntimeError, ValueError: as :meth:`gpipe.Ranks.from_environment`, and for replicas without processes.
     """
     # A cluster may set WORLD_SIZE for other reasons. Only torchrun sets the other variable.
     if "TORCHELASTIC_RUN_ID" not in os.environ or os.environ.get("WORLD_SIZE") == "1":
+        if replicas > 1:
+            raise ValueError(
+                f"--replicas is {replicas}, but there is one process; start as many per stage with torchrun"
+            )
         yield None
         return
     with ExitStack() as stack:
-        ranks = stack.enter_context(gpipe.Ranks.from_environment())
+        ranks = stack.enter_context(gpipe.Ranks.from_environment(replicas=replicas))
         if not is_first(ranks):
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         yield ranks
+
+
+def part_of(ranks: gpipe.Ranks | None, images: int) -> slice:
+    """The part of a mini-batch that this process's replica trains on."""
+    return slice(images) if ranks is None else ranks.part(images)
 
 
 def is_first(ranks: gpipe.Ranks | None) -> bool:

@@ -33,8 +33,8 @@ class Task(Protocol):
         """The scores that validate() returns. The epoch with the highest first score is the best."""
 
     def training(self, epoch: int, first: int) -> Iterable[tuple[Any, Tensor]]:
-        """An epoch's mini-batches, input and target, from number `first` on. They depend on the epoch alone. An input
-        is a tensor, or tensors in tuples, lists and dicts."""
+        """An epoch's mini-batches, input and target, from number `first` on, or this replica's parts of them. They depend on
+        the epoch alone. An input is a tensor, or tensors in tuples, lists and dicts."""
 
     def loss(self, output: Any, target: Tensor) -> Tensor: ...
 

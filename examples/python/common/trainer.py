@@ -22,6 +22,7 @@ from common.files import writing
 from common.history import History
 from common.interrupt import Interrupt
 from common.outputs import BEST, EVENT_SUFFIX, HISTORY, LATEST, event_files, remove_earlier_training
+from common.plan import parts
 from common.processes import is_first
 from common.progress import Progress
 from common.step_record import StepRecord
@@ -83,9 +84,10 @@ class Trainer:
         """Returns the signal that ended it early, or 0."""
         self.check_smallest_micro_batch()
         self.open_files()
+        replicas = f" on each of {self.options.replicas} replicas" if self.options.replicas > 1 else ""
         print(
             f"training: {self.options.epochs - self.epoch} epochs, mini-batches of {self.options.batch_size} as "
-            f"{self.pipe.chunks} micro-batches, schedule {self.pipe.schedule}, checkpoint {self.pipe.checkpoint}, "
+            f"{self.pipe.chunks} micro-batches{replicas}, schedule {self.pipe.schedule}, checkpoint {self.pipe.checkpoint}, "
             f"learning rate {self.options.learning_rate:g} ({self.options.learning_rate_schedule})",
             flush=True,
         )
@@ -146,8 +148,9 @@ class Trainer:
             group["lr"] = rate
         with Progress(f"epoch {epoch}", max(1, self.task.training_images - self.seen)) as progress:
             for input, target in self.task.training(epoch, self.batch):
-                loss = self.step(input, target)
-                progress.add(len(target), loss)
+                images = min(self.options.batch_size, self.task.training_images - self.seen)
+                loss = self.step(input, target, images)
+                progress.add(images, loss)
                 self.add_scalar(_STEP_LOSS, loss, self.steps)
                 if self.stops(interrupt):
                     return False
@@ -156,9 +159,10 @@ class Trainer:
         self.images_per_second = progress.images_per_second
         return True
 
-    def step(self, input: Any, target: Tensor) -> float:
-        last = self.epoch + 1 == self.options.epochs and self.seen + len(target) == self.task.training_images
-        whole = len(target) == self.options.batch_size
+    def step(self, input: Any, target: Tensor, images: int) -> float:
+        """Trains on a mini-batch of `images`, of which input and target are this replica's part."""
+        last = self.epoch + 1 == self.options.epochs and self.seen + images == self.task.training_images
+        whole = images == self.options.batch_size
         self.optimizer.zero_grad()
         with self.record.step(self.pipe, whole, last):
             with autocast(self.options.amp, self.pipe.devices):
@@ -172,8 +176,8 @@ class Trainer:
         if self.options.clip > 0:
             self.pipe.clip_grad_norm_(self.options.clip)
         self.optimizer.step()
-        self.loss_sum += value * len(target)
-        self.seen += len(target)
+        self.loss_sum += value * images
+        self.seen += images
         self.batch += 1
         return value
 
@@ -181,15 +185,15 @@ class Trainer:
         """Batch norm in training mode refuses a single value per channel. An epoch's last mini-batch can lead to that,
         so this is tried before anything is written."""
         rest = self.task.training_images % self.options.batch_size
-        batches = [self.options.batch_size] + [rest] * (rest > 0)
-        if all(len(torch.empty(batch).chunk(self.pipe.chunks)[-1]) > 1 for batch in batches):
+        sizes = [part for images in (self.options.batch_size, rest) for part in parts(self.options, images)]
+        if all(len(torch.empty(size).chunk(self.pipe.chunks)[-1]) != 1 for size in sizes):
             return
         model, random = snapshot.capture_model(self.pipe), torch.get_rng_state()
         input, _ = next(iter(self.task.training(1, 0)))
         self.pipe.train()
         try:
             with torch.no_grad():
-                self.pipe(tree_map(lambda tensor: tensor[:1], input))
+                self.pipe(tree_map(lambda tensor: tensor.new_zeros(1, *tensor.shape[1:]), input))
         except (RuntimeError, ValueError) as error:
             raise ValueError(
                 f"a micro-batch would have a single image, which the model refuses: {error}; choose --batch-size and "

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import gpipe
 from common.picture import draw_picture
+from common.processes import part_of
 from common.random import Random, mini_batches
 from common.task import ScoreName, Show, Stops
 from denoising.process import STEPS, Input, add_noise, draw
@@ -40,10 +41,11 @@ class DiffusionTask:
 
     scores = SCORES
 
-    def __init__(self, training: Labelled, test: Labelled, side: int, batch_size: int, seed: int) -> None:
+    def __init__(self, training: Labelled, test: Labelled, side: int, batch_size: int, seed: int, ranks: gpipe.Ranks | None) -> None:
         self._images, self._labels = _resized(training[0], side), training[1]
         self._batch_size = batch_size
         self._seed = seed
+        self._ranks = ranks
         self.training_images = len(training[0])
         times = torch.arange(len(test[0])) * STEPS // len(test[0])
         self._test = add_noise(_resized(test[0], side), test[1], times, self._generator(_TEST))
@@ -53,7 +55,9 @@ class DiffusionTask:
         for number, chosen in enumerate(batches[first:], first):
             generator = self._generator((epoch << 32) + number)
             times = torch.randint(STEPS, chosen.shape, generator=generator)
-            yield add_noise(self._images[chosen], self._labels[chosen], times, generator)
+            part = part_of(self._ranks, len(chosen))
+            (images, times, labels), velocity = add_noise(self._images[chosen], self._labels[chosen], times, generator)
+            yield (images[part], times[part], labels[part]), velocity[part]
 
     def loss(self, output: Any, velocity: Tensor) -> Tensor:
         return F.mse_loss(output.sample.float(), velocity)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import gpipe
+from common.processes import part_of
 from common.random import mini_batches
 from common.task import ScoreName, Show, Stops
 from mnist.confusion import draw_confusion
@@ -22,18 +23,20 @@ class ClassificationTask:
 
     scores = SCORES
 
-    def __init__(self, training: Labelled, test: Labelled, classes: int, batch_size: int, seed: int) -> None:
+    def __init__(self, training: Labelled, test: Labelled, classes: int, batch_size: int, seed: int, ranks: gpipe.Ranks | None) -> None:
         self._training = training[0].float() / 255, training[1]
         self._test = test[0].float() / 255, test[1]
         self._classes = classes
         self._batch_size = batch_size
         self._seed = seed
+        self._ranks = ranks
         self.training_images = len(training[0])
 
     def training(self, epoch: int, first: int) -> Iterator[Labelled]:
         images, labels = self._training
         for chosen in mini_batches(self.training_images, self._batch_size, self._seed, epoch)[first:]:
-            yield images[chosen], labels[chosen]
+            part = chosen[part_of(self._ranks, len(chosen))]
+            yield images[part], labels[part]
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.float(), labels)

@@ -9,12 +9,13 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import gpipe
 from common.picture import draw_picture
 from common.random import Random
 from common.task import ScoreName, Show, Stops
+from gpipe.data import PartSampler, collate_part
 from unet.augment import augment
 from unet.carvana import Sample, read_image
 from unet.classes import read_labels
@@ -66,10 +67,11 @@ def segmentation_scores(classes: int) -> list[ScoreName]:
 class SegmentationTask:
     """A :class:`common.task.Task` for image files. Each epoch it draws a picture of the first validation images."""
 
-    def __init__(self, training: Sequence[Sample], validation: Sequence[Sample], loading: Loading) -> None:
+    def __init__(self, training: Sequence[Sample], validation: Sequence[Sample], loading: Loading, ranks: gpipe.Ranks | None) -> None:
         self._training = training
         self._validation = validation
         self._loading = loading
+        self._ranks = ranks
         self.training_images = len(training)
         self.scores = segmentation_scores(loading.classes)
 
@@ -77,7 +79,7 @@ class SegmentationTask:
         samples = list(self._training)
         Random(self._loading.seed, epoch).shuffle(samples)
         pictures = Pictures(samples, self._loading, epoch if self._loading.augment else 0)
-        return self._load(pictures, first * self._loading.batch_size)
+        return self._load(pictures, first * self._loading.batch_size, self._ranks)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return segmentation_loss(logits, labels)
@@ -85,7 +87,7 @@ class SegmentationTask:
     def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show, stops: Stops) -> list[float]:
         metrics = Metrics(self._loading.classes)
         loss_sum = 0.0
-        for number, (images, labels) in enumerate(self._load(Pictures(self._validation, self._loading), 0)):
+        for number, (images, labels) in enumerate(self._load(Pictures(self._validation, self._loading))):
             if stops():
                 return []
             logits = pipe(images).cpu()
@@ -101,11 +103,15 @@ class SegmentationTask:
         scores = [statistics.fmean(dice), statistics.fmean(iou), loss_sum / len(self._validation)]
         return scores + dice if self._loading.classes > 2 else scores
 
-    def _load(self, pictures: Pictures, first: int) -> Iterable[tuple[Tensor, Tensor]]:
+    def _load(
+        self, pictures: Pictures, first: int = 0, ranks: gpipe.Ranks | None = None
+    ) -> Iterable[tuple[Tensor, Tensor]]:
+        """The mini-batches from image `first` on; with ranks, this replica's parts of them."""
+        batches = BatchSampler(range(first, len(pictures)), self._loading.batch_size, drop_last=False)
         return DataLoader(
             pictures,
-            self._loading.batch_size,
-            sampler=range(first, len(pictures)),
+            batch_sampler=PartSampler(batches, ranks) if ranks else batches,
+            collate_fn=collate_part(pictures),
             num_workers=self._loading.workers,
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # the loader draws a seed, which must not change the training's random numbers
