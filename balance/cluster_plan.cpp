@@ -1,6 +1,7 @@
 #include "balance/cluster_plan.h"
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <stdexcept>
 #include <utility>
@@ -44,7 +45,7 @@ double least_seconds(const Share& share, Checkpoint checkpoint, int workers) {
   return (share.chunks * once + recomputed * again) / workers;
 }
 
-/// Returns the ways to cut a replica's share into micro-batches, those that can be fastest first.
+/// Returns the ways to cut a replica's share into micro-batches, those that fill and drain fastest first.
 std::vector<Share> shares_of(const std::vector<Profile>& profiles, std::int64_t samples, int replicas, int workers) {
   std::vector<Share> shares;
   for (const auto& profile : profiles) {
@@ -52,8 +53,9 @@ std::vector<Share> shares_of(const std::vector<Profile>& profiles, std::int64_t 
     const auto chunks = samples / replicas / profile.samples;
     if (chunks <= kMostPlannedCells / workers) shares.push_back({&profile, static_cast<int>(chunks)});
   }
-  std::ranges::stable_sort(shares, {},
-                           [&](const Share& share) { return least_seconds(share, Checkpoint::kNever, workers); });
+  std::ranges::stable_sort(shares, {}, [&](const Share& share) {
+    return least_seconds(share, Checkpoint::kNever, workers) * (share.chunks + workers - 1) / share.chunks;
+  });
   return shares;
 }
 
@@ -107,9 +109,10 @@ bool is_too_large(const Profile& profile, std::int64_t memory, int workers) {
 }
 
 /// Returns the best case for a number of replicas; nothing if there is none. A schedule that fits without recomputing, or
-/// with less of it, is not tried with more.
+/// with less of it, is not tried with more. Tries no further share if the best takes more than `most_seconds`.
 std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares, std::vector<Checkpoint> modes,
-                              const std::vector<Scheduling>& schedulings, int replicas, int workers) {
+                              const std::vector<Scheduling>& schedulings, int replicas, int workers,
+                              double most_seconds) {
   std::optional<Case> best;
   if (shares.empty()) return best;
   if (is_too_large(*shares.front().profile, cluster.memory, workers)) {  // only say so
@@ -117,6 +120,7 @@ std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares,
     modes = {modes.back()};
   }
   for (const auto& share : shares) {
+    if (best && best->best.fits && best->best.seconds > most_seconds) break;
     auto left = schedulings;
     for (const auto mode : modes) {
       if (left.empty() || (best && best->best.fits && least_seconds(share, mode, workers) >= best->best.seconds)) break;
@@ -155,12 +159,15 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
   const int devices = cluster.devices();
   const int most_stages = StageCost(profiles.front()).most_stages();
   std::vector<Case> cases;
-  for (int replicas = 1; replicas <= devices; ++replicas) {
+  double fastest = std::numeric_limits<double>::infinity();
+  for (int replicas = devices; replicas >= 1; --replicas) {
     const int workers = devices / replicas;
     if (devices % replicas != 0 || workers > most_stages) continue;
     auto best = best_case(cluster, shares_of(profiles, options.samples, replicas, workers), modes,
-                          schedulings_of(options.schedule, workers, most_stages), replicas, workers);
-    if (best) cases.push_back(*std::move(best));
+                          schedulings_of(options.schedule, workers, most_stages), replicas, workers, 2 * fastest);
+    if (!best) continue;
+    if (best->best.fits) fastest = std::min(fastest, best->best.seconds);
+    cases.push_back(*std::move(best));
   }
   if (cases.empty()) {
     const auto append = [](std::string* text, const Profile& profile) { absl::StrAppend(text, profile.samples); };
