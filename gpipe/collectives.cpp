@@ -47,13 +47,16 @@ Timeline GPipeImpl::gather(Timeline timeline) {
   const auto clocks = peers->clocks();
   const auto all = peers->gather(to_text(timeline.spans));
   if (all.empty()) return {};
+  const auto& mesh = options_.ranks()->mesh();
+  timeline.replicas = mesh.replicas;
+  timeline.workers *= mesh.replicas;
   for (std::size_t r = 1; r < all.size(); ++r) {
     // The ranks of one host have the same clock.
     const double ahead = std::abs(clocks[r].ahead) <= clocks[r].error ? 0 : clocks[r].ahead;
     for (auto& span : to_items<Span>(all[r])) {
       span.start -= ahead;
       span.end -= ahead;
-      span.worker += options_.ranks()->mesh().replica_of(static_cast<int>(r)) * pipeline_->workers();
+      span.worker += mesh.replica_of(static_cast<int>(r)) * pipeline_->workers();
       timeline.spans.push_back(span);
     }
   }

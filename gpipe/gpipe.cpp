@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
@@ -21,6 +22,7 @@
 #include "gpipe/micro_batch.h"
 #include "gpipe/mini_batch.h"
 #include "gpipe/model_manifest.h"
+#include "gpipe/ranks/job.h"
 #include "gpipe/ranks/ranks.h"
 #include "gpipe/refuse.h"
 #include "gpipe/replica_state.h"
@@ -127,6 +129,8 @@ void describe_call(MiniBatch::Options& options, const std::string& what, const s
 std::string describe_step(const StepOptions& options) {
   auto text = absl::StrCat("step", options.return_output() ? " with output" : "");
   if (options.scale() != 1) absl::StrAppend(&text, " scaled by ", options.scale());
+  if (options.reduction() == Reduction::kSum) absl::StrAppend(&text, " with a sum of losses");
+  if (options.count()) absl::StrAppend(&text, " with counts");
   return text;
 }
 
@@ -205,6 +209,12 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
                                     manifest_of(balance_, edges, inventory.descriptions(), options_),
                                     binding.structures, binding.poll);
   }
+  absl::Cleanup tell_twins = [&] {
+    if (options_.ranks() && options_.ranks()->replicas() > 1) {
+      options_.ranks()->job().board().report("rank " + std::to_string(options_.ranks()->rank()) +
+                                             " failed when it made its pipeline");
+    }
+  };
   loans_ = find_loans(places_of_parameters(stages));
   move_to_devices(stages);
   for (auto& stage : stages) {
@@ -223,7 +233,8 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),
                                          std::move(shared), threads, std::move(binding), std::move(peers));
-  if (options_.ranks() && options_.ranks()->replicas() > 1) take_state_of_first_replica(*pipeline_);
+  if (pipeline_->has_replicas()) take_state_of_first_replica(*pipeline_);
+  std::move(tell_twins).Cancel();
 }
 
 GPipeImpl::GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options)

@@ -59,7 +59,6 @@ GradientReduction::GradientReduction(Peers& peers, std::vector<std::vector<at::T
     stage.buckets = cut_into_buckets(stage.parameters, peers.replicas(), kBucketBytes);
     stage.wires.resize(peers.replicas());
     const auto count = stage.buckets.size();
-    buckets_ += count;
     for (int r = 0; r < peers.replicas() && count != 0; ++r) {
       if (r == peers.replica()) continue;
       const auto expect = [&](Kind kind) {
@@ -78,11 +77,15 @@ GradientReduction::GradientReduction(Peers& peers, std::vector<std::vector<at::T
                         &peers.remembered_gradients(Kind::kSum, s, peers.replica(), r, count)};
     }
   }
-  if (buckets_ != 0) thread_ = std::thread([this] { run(); });
+  thread_ = std::thread([this] { run(); });
 }
 
 GradientReduction::~GradientReduction() {
-  cancel();
+  {
+    MutexLock lock(mutex_);
+    ended_ = true;
+  }
+  changed_.notify_all();
   if (thread_.joinable()) thread_.join();
 }
 
@@ -93,18 +96,17 @@ void GradientReduction::add(int stage, std::size_t parameter, at::Tensor gradien
     of_stage.gradients[parameter] = in_parameters_order(std::move(gradient), of_stage.parameters[parameter]);
   }
   of_stage.is_here[parameter] = true;
-  start_buckets(stage);
+  send_buckets(stage);
 }
 
 void GradientReduction::add_rest(int stage, Gradients gradients) {
   for (std::size_t p = 0; p < gradients.size(); ++p) add(stage, p, std::move(gradients[p]));
 }
 
-// Starts the stage's next buckets that are complete. All replicas start them in the same order.
-void GradientReduction::start_buckets(int stage) {
+// Sends the stage's next buckets that are complete.
+void GradientReduction::send_buckets(int stage) {
   auto& of_stage = stages_[stage];
-  for (; of_stage.started < of_stage.buckets.size(); ++of_stage.started) {
-    const auto number = of_stage.started;
+  for (auto number = of_stage.sent; number < of_stage.buckets.size(); ++number) {
     const auto& bucket = of_stage.buckets[number];
     for (const auto p : bucket.parameters) {
       if (!of_stage.is_here[p]) return;
@@ -122,18 +124,17 @@ void GradientReduction::start_buckets(int stage) {
     }
     {
       MutexLock lock(mutex_);
-      started_.emplace_back(stage, number);
+      of_stage.sent = number + 1;
     }
     changed_.notify_all();
   }
 }
 
-void GradientReduction::cancel() noexcept {
-  {
-    MutexLock lock(mutex_);
-    cancelled_ = true;
-  }
-  changed_.notify_all();
+// Returns false if the backward has ended before.
+bool GradientReduction::await_bucket(int stage, std::size_t number) {
+  MutexLock lock(mutex_);
+  while (stages_[stage].sent <= number && !ended_) changed_.wait(mutex_);
+  return stages_[stage].sent > number;
 }
 
 // The thread.
@@ -141,17 +142,12 @@ void GradientReduction::run() {
   set_intraop_threads_of_this_thread(1);
   at::NoGradGuard no_grad;
   try {
-    for (std::size_t done = 0; done < buckets_; ++done) {
-      std::pair<int, std::size_t> next;
-      {
-        MutexLock lock(mutex_);
-        while (started_.empty() && !cancelled_) changed_.wait(mutex_);
-        if (started_.empty()) return;
-        next = started_.front();
-        started_.pop_front();
+    for (int stage = static_cast<int>(stages_.size()) - 1; stage >= 0; --stage) {
+      const auto& buckets = stages_[stage].buckets;
+      for (std::size_t number = 0; number < buckets.size(); ++number) {
+        if (!await_bucket(stage, number)) return;
+        sum_bucket(stage, buckets[number], number);
       }
-      const auto [stage, number] = next;
-      sum_bucket(stage, stages_[stage].buckets[number], number);
     }
   } catch (const ConnectionError& error) {
     error_ = std::current_exception();

@@ -8,7 +8,6 @@
 #include <exception>
 #include <memory>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -19,18 +18,19 @@
 
 namespace gpipe {
 
-/// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs. A bucket starts when
-/// its last gradient is there. Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the
+/// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs. A bucket is sent when
+/// its last gradient is there, and summed in its turn: stages from last to first, the buckets of each in order. Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the
 /// others. So the bits are the same on all replicas and in all runs, and a rank sends 2 (R - 1) / R times the bytes of its
 /// gradients. A gradient that no replica has stays undefined.
 ///
-/// Serves one backward. Thread safety: add() and add_rest() on one thread at a time per stage; cancel() on any thread.
+/// Serves one backward. Thread safety: add() and add_rest() on one thread at a time per stage.
+/// Invariant: all replicas sum the buckets in the same order, so a wait for a sum always ends.
 class GradientReduction {
  public:
   /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas. A stage without any may be
   /// another rank's.
   GradientReduction(Peers& peers, std::vector<std::vector<at::Tensor>> parameters);
-  /// Cancels what has not been taken.
+  /// Ends early if not all gradients have been added. REQUIRES: then a rank has failed.
   ~GradientReduction();
   GradientReduction(const GradientReduction&) = delete;
   GradientReduction& operator=(const GradientReduction&) = delete;
@@ -40,9 +40,6 @@ class GradientReduction {
   void add(int stage, std::size_t parameter, at::Tensor gradient);
   /// Those of the stage's parameters that have not been added.
   void add_rest(int stage, Gradients gradients);
-
-  /// Waits for no further gradients. For an error in the backward.
-  void cancel() noexcept;
 
   /// Waits for all sums and returns them, per stage, on the devices of the parameters. REQUIRES: add_rest() has been called
   /// for each stage. Errors: the first error of any rank.
@@ -64,9 +61,10 @@ class GradientReduction {
     std::vector<Wires> wires;   // per replica; unused for this one
     Gradients gradients;        // as in_parameters_order()
     std::vector<char> is_here;  // per parameter
-    std::size_t started = 0;    // buckets
+    std::size_t sent = 0;       // buckets, guarded by mutex_
   };
-  void start_buckets(int stage);
+  void send_buckets(int stage);
+  bool await_bucket(int stage, std::size_t number);
   void run();
   void sum_bucket(int stage, const GradientBucket& bucket, std::size_t number);
   Parcel receive(WireReceiver& wire, int replica);
@@ -75,12 +73,10 @@ class GradientReduction {
   Peers& peers_;
   const std::uint64_t call_;
   std::vector<OfStage> stages_;
-  std::size_t buckets_ = 0;
   int awaited_ = -1;  // used by the thread
   Mutex mutex_;
   CondVar changed_;
-  std::deque<std::pair<int, std::size_t>> started_ ABSL_GUARDED_BY(mutex_);  // (stage, bucket)
-  bool cancelled_ ABSL_GUARDED_BY(mutex_) = false;
+  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
   std::exception_ptr error_;  // of the thread
   std::thread thread_;
 };

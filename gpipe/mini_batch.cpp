@@ -19,23 +19,6 @@
 
 namespace gpipe {
 
-namespace {
-
-// Returns the sum of the replicas' parts of the loss, in their order. The part of a replica without samples is undefined.
-at::Tensor sum_over_replicas(const at::Tensor& part, Peers& peers, c10::Device device) {
-  at::NoGradGuard no_grad;
-  Parcel parcel;
-  parcel.add(part, /*gradient_wanted=*/false);
-  at::Tensor sum;
-  for (const auto& each : peers.exchange(std::move(parcel))) {
-    const auto& other = each.tensors.front();
-    if (other.defined()) sum = sum.defined() ? sum + other.to(at::kCPU) : other.to(at::kCPU);
-  }
-  return sum.to(part.defined() ? part.device() : device);
-}
-
-}  // namespace
-
 MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
                      LossOfMiniBatch loss)
     : pipeline_(std::move(pipeline)),
@@ -54,16 +37,6 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       outputs_(micro_batches_),
       losses_(micro_batches_) {
   if (const auto* peers = pipeline_->peers()) crossing_.emplace(transport_, peers->rank(), peers->codec(), counter_);
-}
-
-// Over ranks, an error before a call makes the other ranks' call throw too.
-void MiniBatch::prepare_call(absl::FunctionRef<void()> prepare) {
-  try {
-    prepare();
-  } catch (...) {
-    if (auto* peers = pipeline_->peers()) peers->withdraw(message_of(std::current_exception()));
-    throw;
-  }
 }
 
 // Runs a forward or a step. On an error, restores the buffers and the default generator.
@@ -106,40 +79,6 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
     draw->undo();
     throw;
   }
-}
-
-// Agrees with the other ranks on the call: on its random numbers, and on the weight of each replica's part.
-void MiniBatch::agree() {
-  double total = std::accumulate(loss_.weights.begin(), loss_.weights.end(), 0.0);
-  if (auto* peers = pipeline_->peers()) {
-    const auto verdict = peers->agree({.what = options_.call,
-                                       .in_common = options_.in_common,
-                                       .of_twins = has_replicas() ? trained_parameters() : "",
-                                       .number = peers->rank() == 0 ? seed_ : 0,
-                                       .weight = loss_.function ? total : static_cast<double>(options_.samples),
-                                       .micro_batches = micro_batches_});
-    seed_ = verdict.largest;
-    call_number_ = peers->calls();
-    total = std::accumulate(verdict.weights.begin(), verdict.weights.end(), 0.0);
-    const int replica = peers->replica();
-    share_ = total == 0 ? 0 : verdict.weights[replica] / total;
-    first_micro_batch_ = std::accumulate(verdict.micro_batches.begin(), verdict.micro_batches.begin() + replica, 0);
-  }
-  if (loss_.function) normalize(loss_.weights, total, loss_.reduction);
-}
-
-// Which of this rank's parameters get gradients, in a few words.
-std::string MiniBatch::trained_parameters() const {
-  std::size_t count = 0;
-  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
-  for (const auto& sinks : sinks_) {
-    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
-      count += sinks.has_sink()[p];
-      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
-      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
-    }
-  }
-  return "trains " + std::to_string(count) + " parameters (" + std::to_string(hash) + ")";
 }
 
 Gathered MiniBatch::forward() {
@@ -211,16 +150,7 @@ void MiniBatch::begin_backward() {
   input_gradients_.assign(micro_batches_, {});
   sums_.clear();
   for (const auto& sinks : sinks_) sums_.emplace_back(sinks.parameters().size());
-  if (!has_replicas()) return;
-  last_backwards_.resize(pipeline_->count());
-  for (const auto& actions : program_->schedule()) {
-    for (const auto& action : actions) {
-      if (action.kind == Kind::B || action.kind == Kind::W) last_backwards_[action.stage] = action;
-    }
-  }
-  std::vector<std::vector<at::Tensor>> parameters;
-  for (const auto& sinks : sinks_) parameters.push_back(sinks.parameters());
-  reduction_ = std::make_unique<GradientReduction>(*pipeline_->peers(), std::move(parameters));
+  if (has_replicas()) begin_reduction();
 }
 
 Gathered MiniBatch::gather_outputs() {
@@ -231,44 +161,11 @@ Gathered MiniBatch::gather_outputs() {
   return result;
 }
 
-// Over ranks, every rank gets the outputs of the last stage's.
-Gathered MiniBatch::share_outputs() {
-  auto* peers = pipeline_->peers();
-  if (peers == nullptr) return gather_outputs();
-  auto outputs = has_last_stage() ? gather_outputs() : Gathered();
-  Parcel parcel;
-  parcel.form = outputs.value.form();
-  for (std::size_t k = 0; k < outputs.value.tensors().size(); ++k) {
-    parcel.add(outputs.value.tensors()[k], outputs.wants_gradient[k]);
-  }
-  parcel = peers->share(Peers::Result::kOutput, pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel));
-  if (!has_last_stage()) {
-    outputs.wants_gradient = std::move(parcel.wants_gradient);
-    outputs.value = Value(parcel.form, std::move(parcel.tensors));
-  }
-  return outputs;
-}
-
-at::Tensor MiniBatch::share_loss() {
-  at::Tensor loss;
-  if (has_last_stage()) {
-    const auto losses = std::exchange(losses_, {});
-    use_on_this_thread(losses);
-    loss = join_losses(losses, loss_.weights);
-    if (has_replicas()) loss = sum_over_replicas(loss, *pipeline_->peers(), pipeline_->stages().back().device);
-  }
-  auto* peers = pipeline_->peers();
-  if (peers == nullptr) return loss;
-  Parcel parcel;
-  parcel.add(std::move(loss), /*gradient_wanted=*/false);
-  return peers->share(Peers::Result::kLoss, pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel))
-      .tensors.front();
-}
-
 MiniBatch::BackwardResult MiniBatch::take_gradients() {
   BackwardResult result;
   result.inputs = std::exchange(input_gradients_, {});
   if (reduction_) {
+    check_gradients_untouched();
     result.parameters = std::exchange(reduction_, nullptr)->take();
   } else {
     for (auto& sums : sums_) result.parameters.push_back(sums.take_unshared());
@@ -331,43 +228,6 @@ void MiniBatch::perform(Part part) {
   }
   if (const auto* peers = pipeline_->peers()) peers->rethrow(failure->error);
   std::rethrow_exception(failure->error);
-}
-
-void MiniBatch::take(const Action& action) {
-  if (exchange_) exchange_->take(action);
-}
-
-void MiniBatch::put(const Action& action) {
-  if (exchange_) exchange_->put(action);
-}
-
-void MiniBatch::cancel(const Failure& failure) noexcept {
-  auto* peers = pipeline_->peers();
-  if (peers == nullptr) return;
-  const auto where = [&] {
-    if (!failure.action) return std::string();
-    const auto info = describe(*failure.action, failure.error);
-    return to_string(info.action) + " (stage " + std::to_string(info.action.stage) + ", micro-batch " +
-           std::to_string(info.action.micro_batch) +
-           (info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'") + ")";
-  };
-  try {
-    std::rethrow_exception(failure.error);
-  } catch (const ConnectionError& error) {
-    peers->fail(error, exchange_->activity(pipeline_->worker_of(failure.action->stage)).awaits, where());
-  } catch (...) {
-    const auto place = where();
-    peers->fail("rank " + std::to_string(peers->rank()) + " failed" + (place.empty() ? "" : " in " + place) + ": " +
-                message_of(failure.error));
-  }
-}
-
-// For errors outside of actions, which cancel() has not reported. REQUIRES: an exception is being handled.
-void MiniBatch::report_failure() noexcept {
-  if (auto* peers = pipeline_->peers()) {
-    peers->fail("rank " + std::to_string(peers->rank()) + " failed in " + options_.call + ": " +
-                message_of(std::current_exception()));
-  }
 }
 
 ErrorInfo MiniBatch::describe(const Action& action, const std::exception_ptr& error) {
@@ -564,19 +424,6 @@ void MiniBatch::run_backward(int stage, int micro_batch, bool split) {
   for (std::size_t k = 0; k < edges.size(); ++k) {
     transport_.send_gradients(edges[k], micro_batch, std::move(result[k]));
   }
-}
-
-// Runs a B or a W. Hands the gradients of a stage's last one to the sum over replicas: those of a B as they come.
-void MiniBatch::run_and_reduce(const Action& action, absl::FunctionRef<void()> run) {
-  const int stage = action.stage;
-  if (!reduction_ || action != last_backwards_[stage]) return run();
-  auto& sums = sums_[stage];
-  if (action.kind == Kind::B) {
-    sums.watch([&, stage](std::size_t parameter) { reduction_->add(stage, parameter, sums.take_unshared(parameter)); });
-  }
-  run();
-  sums.watch({});
-  reduction_->add_rest(stage, sums.take_unshared());
 }
 
 void MiniBatch::run_backward_weights(int stage, int micro_batch) {

@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "gpipe/autograd/batch_statistics.h"
@@ -81,7 +82,9 @@ class MiniBatch : public Cells {
   void begin(absl::FunctionRef<void()> run);
   void agree();
   std::string trained_parameters() const;
-  bool has_replicas() const { return pipeline_->peers() != nullptr && pipeline_->peers()->replicas() > 1; }
+  bool has_replicas() const { return pipeline_->has_replicas(); }
+  void begin_reduction();
+  void check_gradients_untouched() const;
   void begin_backward();
   void perform(Part part);
   Gathered gather_outputs();
@@ -152,6 +155,7 @@ class MiniBatch : public Cells {
   std::vector<Gradients> input_gradients_;   // per micro-batch
   std::vector<GradientSums> sums_;           // per stage
   std::vector<Action> last_backwards_;       // per stage; this and the next: only with replicas
+  std::vector<std::pair<at::Tensor, std::uint32_t>> present_gradients_;  // each parameter's `.grad`, with its version
   std::unique_ptr<GradientReduction> reduction_;
 };
 

@@ -58,6 +58,8 @@ class Pipeline {
   const std::vector<Edge>& edges() const { return edges_; }
   /// The other ranks; null if this process has all workers.
   Peers* peers() const { return peers_.get(); }
+  /// Whether other ranks run equal pipelines.
+  bool has_replicas() const { return peers_ && peers_->replicas() > 1; }
   bool is_here(int stage) const { return !peers_ || peers_->is_here(worker_of(stage)); }
   /// The rank of a stage. REQUIRES: peers() is not null.
   int rank_of(int stage) const { return peers_->of_workers()[worker_of(stage)]; }

@@ -1,7 +1,10 @@
 #include "gpipe/replica_state.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 
+#include <stdexcept>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -16,11 +19,26 @@ void take_values(const std::vector<at::Tensor>& tensors, const std::vector<at::T
   at::NoGradGuard no_grad;
   if (tensors.empty()) return;
   Parcel parcel;
-  for (const auto& tensor : sent) parcel.add(tensor.defined() ? tensor.detach() : tensor, /*gradient_wanted=*/false);
+  for (const auto& tensor : sent) {
+    // Nobody can write to elements that lie in one place.
+    const bool is_sent = tensor.defined() && at::has_internal_overlap(tensor) != at::MemOverlap::Yes;
+    parcel.add(is_sent ? tensor.detach() : at::Tensor(), /*gradient_wanted=*/false);
+  }
   parcel = peers.share(Peers::Result::kOfTwins, peers.twin(0), std::move(parcel));
   if (peers.replica() == 0) return;
+  if (parcel.tensors.size() != tensors.size()) {
+    throw std::runtime_error("[gpipe] the layers of this replica have " + std::to_string(tensors.size()) +
+                             " parameters and buffers to make equal, but those of the first replica have " +
+                             std::to_string(parcel.tensors.size()));
+  }
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (const auto& value = parcel.tensors.at(i); value.defined()) tensors[i].variable_data().copy_(value);
+    const auto& value = parcel.tensors[i];
+    if (!value.defined()) continue;
+    if (value.sizes() == tensors[i].sizes()) {
+      tensors[i].variable_data().copy_(value);
+    } else {
+      tensors[i].set_data(value.to(tensors[i].device()));  // a buffer whose shape follows the data
+    }
   }
 }
 

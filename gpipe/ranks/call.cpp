@@ -1,6 +1,7 @@
 #include "gpipe/ranks/call.h"
 
 #include <algorithm>
+#include <charconv>
 #include <stdexcept>
 #include <utility>
 
@@ -18,13 +19,20 @@ constexpr char kGone = 'G';
 
 constexpr char kBetween = '\x1f';  // the parts of a word
 
+// Whatever the locale.
+double to_number(const std::string& text) {
+  double number = 0;
+  std::from_chars(text.data(), text.data() + text.size(), number);
+  return number;
+}
+
 Call to_call(const std::string& word) {
   const std::vector<std::string> parts = absl::StrSplit(word.substr(1), absl::MaxSplits(kBetween, 5));
   return {.what = parts.at(5),
           .in_common = parts[4],
           .of_twins = parts[3],
           .number = std::stoull(parts[0]),
-          .weight = std::stod(parts[1]),
+          .weight = to_number(parts[1]),
           .micro_batches = std::stoi(parts[2])};
 }
 
@@ -64,7 +72,10 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh) {
     const auto& [what, in_common, of_twins, number, weight, micro_batches] = call;
     if (in_common != calls[0].in_common) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
-    if (of_twins != calls[twin].of_twins) return difference(rank, of_twins, twin, calls[twin].of_twins);
+    if (of_twins != calls[twin].of_twins) {
+      return refusal(absl::StrFormat("rank %d %s, but rank %d, with the same stages, %s", rank, of_twins, twin,
+                                     calls[twin].of_twins));
+    }
     verdict.largest = std::max(verdict.largest, number);
     verdict.weights[replica] = std::max(verdict.weights[replica], weight);
     verdict.micro_batches[replica] = micro_batches;
@@ -86,7 +97,7 @@ Verdict to_verdict(const std::string& judgement) {
   const std::vector<std::string> parts = absl::StrSplit(judgement.substr(1), kBetween);
   Verdict verdict{.largest = std::stoull(parts[0]), .weights = {}, .micro_batches = {}};
   for (std::size_t i = 1; i + 1 < parts.size(); i += 2) {
-    verdict.weights.push_back(std::stod(parts[i]));
+    verdict.weights.push_back(to_number(parts[i]));
     verdict.micro_batches.push_back(std::stoi(parts[i + 1]));
   }
   return verdict;

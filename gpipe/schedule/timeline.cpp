@@ -98,8 +98,8 @@ class Writer {
   std::string json_ = R"({"displayTimeUnit":"ms","traceEvents":[)";
 };
 
-/// Identifies a span that exchanges data: stage, whether it is gradients, step, micro-batch.
-using Key = std::tuple<int, bool, int, int>;
+/// Identifies a span that exchanges data: stage, whether it is gradients, replica, step, micro-batch.
+using Key = std::tuple<int, bool, int, int, int>;
 
 }  // namespace
 
@@ -146,7 +146,8 @@ std::string to_chrome_json(const Timeline& timeline) {
     if (span.bytes.peak > 0) writer.bytes(span);
     const auto [kind, stage, micro_batch] = span.action;
     if (kind == Kind::R || kind == Kind::W) continue;
-    carriers[{stage, kind != Kind::F, span.step, micro_batch}] = &span;
+    const int replica = timeline.replicas == 1 ? 0 : span.worker / (timeline.workers / timeline.replicas);
+    carriers[{stage, kind != Kind::F, replica, span.step, micro_batch}] = &span;
   }
 
   for (const Edge& edge : timeline.edges) {
@@ -154,10 +155,10 @@ std::string to_chrome_json(const Timeline& timeline) {
       const int from = gradient ? edge.to : edge.from;
       const int to = gradient ? edge.from : edge.to;
       constexpr int kFirst = std::numeric_limits<int>::min();
-      for (auto it = carriers.lower_bound({from, gradient, kFirst, kFirst}); it != carriers.end(); ++it) {
-        const auto [stage, is_gradient, step, micro_batch] = it->first;
+      for (auto it = carriers.lower_bound({from, gradient, kFirst, kFirst, kFirst}); it != carriers.end(); ++it) {
+        const auto [stage, is_gradient, replica, step, micro_batch] = it->first;
         if (stage != from || is_gradient != gradient) break;
-        const auto consumer = carriers.find({to, gradient, step, micro_batch});
+        const auto consumer = carriers.find({to, gradient, replica, step, micro_batch});
         if (consumer != carriers.end()) writer.arrow(edge, *it->second, *consumer->second);
       }
     }

@@ -34,6 +34,7 @@ struct Timeline {
   int workers = 0;
   std::vector<Edge> edges;
   std::vector<Span> spans;
+  int replicas = 1;  ///< equal pipelines, each with as many of the workers, one after the other
 
   /// Last end minus first start, in seconds. 0 if empty.
   double makespan() const;

@@ -48,7 +48,8 @@ def collate_part(
     of an epoch can have fewer samples than there are replicas.
 
     Args:
-        dataset: its first sample gives the shapes of an empty mini-batch.
+        dataset: its first sample gives the shapes of an empty mini-batch. Its samples are tensors or numbers, also in tuples,
+            lists and dicts.
         collate: makes the others.
     """
     return _CollatePart(dataset, collate)

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import gpipe
@@ -227,6 +228,79 @@ def test_replicas_read_their_parts_of_each_mini_batch(workers):
     assert seen[:10] != seen[10:]
 
 
+def run_many_workers(ranks, schedule):
+    """Several workers on each rank end their stages in any order."""
+    with replicas(ranks, 2) as mesh:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+        pipe = gpipe.GPipe(model, [1, 1, 1, 1], chunks=4, schedule=schedule, group=mesh, checkpoint="never")
+        x = torch.randn(64, 64)
+        part = mesh.part(64)
+        for _ in range(40):
+            pipe.zero_grad()
+            pipe.step(x[part], x[part].sin(), F.mse_loss)
+        return states(pipe)
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "1f1b"])
+def test_workers_of_a_rank_end_in_any_order(schedule):
+    first, second = results_of(2, run_many_workers, schedule)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+class Reentrant(nn.Linear):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+class Growing(nn.Module):
+    """Has a buffer that grows with its input, and one whose elements are in one place."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1))
+        self.register_buffer("ones", torch.ones(1).expand(4))
+
+    def forward(self, x):
+        if len(x) > len(self.table):
+            self.table = torch.arange(float(len(x)))
+        return x * self.ones.sum() + self.table[: len(x), None]
+
+
+def use_odd_layers(ranks):
+    with replicas(ranks, 2) as mesh:
+        x = torch.arange(36.0).view(6, 6).sin()
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), Growing()), [2], group=mesh)
+        for samples in (2, 5, 6):
+            part = mesh.part(samples)
+            pipe.step(x[:samples][part], x[:samples][part], F.mse_loss)
+        tables = pipe.state_dict()["1.table"]
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), Reentrant(6, 6)), [2], group=mesh)
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            pipe.step(x[mesh.part(6)], x[mesh.part(6)], F.mse_loss)
+        return tables
+
+
+def test_buffers_that_grow_and_gradients_past_the_pipeline():
+    results = run_job(2, use_odd_layers)
+    assert all(error is None or "use_reentrant" in error for _, error in results), results
+
+
+def drop_with_empty_parts(ranks):
+    with replicas(ranks, 4) as mesh:
+        pipe = gpipe.GPipe(nn.Sequential(nn.Dropout(0.5)), [1], group=mesh)
+        torch.manual_seed(3)
+        return pipe(torch.ones(2, 6)[mesh.part(2)])
+
+
+def test_empty_parts_take_no_random_numbers():
+    outputs = results_of(4, drop_with_empty_parts)
+    assert [len(output) for output in outputs] == [1, 0, 1, 0]
+    torch.manual_seed(3)
+    alone = gpipe.GPipe(nn.Sequential(nn.Dropout(0.5)), [1], chunks=2)(torch.ones(2, 6))
+    assert torch.equal(torch.cat(outputs), alone)
+
+
 def disagree(ranks):
     with pytest.raises(ValueError, match="the number of replicas is 3, but must divide the number of ranks, 2"):
         replicas(ranks, 3)
@@ -234,7 +308,7 @@ def disagree(ranks):
         pipe = gpipe.GPipe(make_model(), [8], chunks=2, group=mesh)
         if mesh.rank == 1:
             next(iter(pipe.parameters())).requires_grad_(False)
-        with pytest.raises(RuntimeError, match="rank 1 trains .* parameters .* but rank 0 trains"):
+        with pytest.raises(RuntimeError, match="rank 1 trains .* but rank 0, with the same stages, trains"):
             pipe.step(*batch(4), F.cross_entropy)
         next(iter(pipe.parameters())).requires_grad_(True)
         with pytest.raises(ValueError, match="no samples"):

@@ -335,6 +335,14 @@ TEST(RanksReplicas, SnapshotsNormsAndTimelines) {
           EXPECT_EQ(spans[0], spans[2]);
           EXPECT_GT(spans[0], 0);
           EXPECT_EQ(spans[1], spans[3]);
+          // Arrows stay within a replica: per micro-batch the activation and the skip, and their gradients.
+          const auto json = to_chrome_json(all);
+          int arrows = 0;
+          for (auto at = json.find("\"ph\":\"s\""); at != std::string::npos; at = json.find("\"ph\":\"s\"", at + 1)) {
+            ++arrows;
+          }
+          EXPECT_EQ(all.workers, 4);
+          EXPECT_EQ(arrows, 2 * 2 * 2 * 2);
         }
         EXPECT_EQ(pair.over->largest(ranks->rank()), 3u);
       },
