@@ -64,7 +64,7 @@ std::string await_value(c10d::Store& store, const std::string& key, std::chrono:
                         const std::function<void()>& poll) {
   while (!store.check({key})) {
     if (std::chrono::steady_clock::now() >= end) return "";
-    poll();
+    if (poll) poll();
     std::this_thread::sleep_for(kAwaitInterval);
   }
   return store.get_to_str(key);

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "gpipe/checks.h"
+#include "gpipe/ranks/attempt.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/network.h"
 
@@ -64,7 +65,7 @@ ListenAt choose_interface(const RanksOptions& options) {
 
 }  // namespace
 
-std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options) {
+std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::function<void()>& poll) {
   constexpr int kMost = std::numeric_limits<int>::max();
   const int size = number_in("WORLD_SIZE", 1, kMost);
   const int rank = number_in("RANK", 0, size - 1);
@@ -78,10 +79,11 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options) {
   store.timeout = options.join_timeout();
   if (store.isServer) store.masterListenFd = gpipe::listen_at(host, port);
   try {
+    auto shared = c10::make_intrusive<c10d::PrefixStore>("gpipe", c10::make_intrusive<c10d::TCPStore>(host, store));
     // A restarted job must not read what the job before it has left in torchrun's store.
-    auto restarts = variable("TORCHELASTIC_RESTART_COUNT");
-    auto job = c10::make_intrusive<c10d::PrefixStore>("gpipe/" + (restarts.empty() ? "0" : restarts),
-                                                      c10::make_intrusive<c10d::TCPStore>(host, store));
+    const bool outlives_job = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
+    const auto attempt = outlives_job ? name_attempt(*shared, rank, size, options.join_timeout(), poll) : "attempt";
+    auto job = c10::make_intrusive<c10d::PrefixStore>(attempt, std::move(shared));
     return std::make_shared<Ranks>(std::move(job), rank, size, std::move(options));
   } catch (const c10::Error& error) {
     throw std::runtime_error("[gpipe] rank " + std::to_string(rank) + " cannot reach the store at " + host + ":" +

@@ -52,10 +52,12 @@ struct RanksOptions {
 class Ranks {
  public:
   /// Joins the job of this process, as torchrun describes it in the environment: RANK, WORLD_SIZE, MASTER_ADDR,
-  /// MASTER_PORT. Under torchrun uses its store. Otherwise rank 0 serves one at MASTER_ADDR.
+  /// MASTER_PORT. Under torchrun uses its store, and waits until all ranks have come; calls `poll` meanwhile, unless that is
+  /// null. Otherwise rank 0 serves a store at MASTER_ADDR.
   /// Errors: std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be
-  /// served or reached.
-  static std::shared_ptr<Ranks> from_environment(RanksOptions options = {});
+  /// served or reached, or a rank does not come within the join time-out; those of `poll`.
+  static std::shared_ptr<Ranks> from_environment(RanksOptions options = {},
+                                                 const std::function<void()>& poll = nullptr);
 
   /// Joins a job that shares a store. All ranks give stores with the same content, and make their Ranks in the same order.
   /// Errors: std::invalid_argument for a null store, a rank that is not in 0..size-1, a time-out that is not positive, or a

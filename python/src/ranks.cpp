@@ -30,7 +30,7 @@ RanksOptions options_of_ranks(double timeout, double join_timeout, const std::st
 std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface,
                                         int replicas) {
   auto options = options_of_ranks(timeout, join_timeout, interface, replicas);
-  return released([&] { return Ranks::from_environment(std::move(options)); });
+  return released([&] { return Ranks::from_environment(std::move(options), poll); });
 }
 
 std::shared_ptr<Ranks> from_group(const c10d::ProcessGroup& group, double timeout, double join_timeout,

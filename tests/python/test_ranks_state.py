@@ -20,7 +20,7 @@ from gpipe.snapshot import Snapshot
 from jobs import results_of
 from processes import launcher, on_cpu
 from test_ranks import batch, make_model
-from training import EXAMPLES, UNET_CUT, data, history  # noqa: F401
+from training import EXAMPLES, UNET, UNET_CUT, data, history  # noqa: F401
 
 FIRST = ([4, 4], "looped")  # balance and placement
 SECOND = ([1, 3, 2, 2], "v")
@@ -255,6 +255,18 @@ def test_the_unet_program_runs_over_ranks(data, tmp_path):  # noqa: F811
     finish(launch(*flags, 3, "--output", tmp_path / "a", "--resume", tmp_path / "two" / "resumed.snapshot", processes=1))
     finish(launch(*flags, 3, "--output", tmp_path / "b", "--resume", tmp_path / "one" / "resumed.snapshot"))
     assert without_speed(tmp_path / "a" / "latest.snapshot") == without_speed(tmp_path / "b" / "latest.snapshot")
+
+
+@pytest.mark.parametrize("processes, balance", [(2, "23"), (4, "5,18")])
+def test_the_unet_program_trains_replicas(data, tmp_path, processes, balance):  # noqa: F811
+    flags = ["--data", data, *UNET, "--balance", balance, "--epochs", 2, "--clip", "0.5"]
+    finish(launch(*flags, "--chunks", 2, "--output", tmp_path / "one", processes=1))
+    two = ["--chunks", 1, "--replicas", 2, "--output", tmp_path / "two"]
+    out = finish(launch(*flags, *two, processes=processes))
+    assert "1 micro-batches on each of 2 replicas" in out
+    (columns, one), (_, other) = history(tmp_path / "one"), history(tmp_path / "two")
+    loss = columns.index("train_loss")
+    assert [row[loss] for row in one] == pytest.approx([row[loss] for row in other], rel=1e-3)
 
 
 def test_ctrl_c_stops_all_ranks_at_the_same_step(data, tmp_path):  # noqa: F811
