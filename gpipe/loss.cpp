@@ -66,8 +66,7 @@ void normalize(std::vector<double>& weights, double total, Reduction reduction) 
   if (reduction == Reduction::kSum) return;
   if (total == 0) {
     refuse_argument(
-        "the mini-batch has no samples, or `count` returned 0 for every micro-batch, so the loss has no mean; skip "
-        "this "
+        "count returned 0 for every micro-batch, or there are no samples, so the loss has no mean; skip this "
         "mini-batch");
   }
   for (auto& weight : weights) weight /= total;

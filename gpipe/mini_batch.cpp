@@ -166,6 +166,7 @@ MiniBatch::BackwardResult MiniBatch::take_gradients() {
   result.inputs = std::exchange(input_gradients_, {});
   if (reduction_) {
     check_gradients_untouched();
+    present_gradients_.clear();
     result.parameters = std::exchange(reduction_, nullptr)->take();
   } else {
     for (auto& sums : sums_) result.parameters.push_back(sums.take_unshared());
