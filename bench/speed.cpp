@@ -72,8 +72,8 @@ int main(int argc, char** argv) {
       ->check(CLI::PositiveNumber);
   add_short_flag(app, options, {gpipe::Checkpoint::kNever});
   return run_program(app, argc, argv, [&] {
-    const auto ranks = options.over_ranks ? gpipe::Ranks::from_environment(gpipe::RanksOptions().replicas(options.replicas))
-                                          : nullptr;
+    const auto ranks =
+        options.over_ranks ? gpipe::Ranks::from_environment(gpipe::RanksOptions().replicas(options.replicas)) : nullptr;
     for_each_row(options, [&](const Row& row) { measure(row, options, ranks); });
   });
 }
