@@ -10,15 +10,13 @@ parameters.
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
 
 import models
-from run import CUTS, HERE
+from run import CUTS, HERE, output_of
 
 
 class Mesh(NamedTuple):
@@ -52,17 +50,8 @@ def sent_bytes() -> int:
 def run(command: list[object]) -> tuple[float, int]:
     """Runs one process. Returns the median of its steps, and the bytes that it sent."""
     before = sent_bytes()
-    done = subprocess.run(
-        ["taskset", "-c", "0,1", *map(str, command)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        timeout=600,
-    )
-    if done.returncode != 0:
-        sys.exit(f"{done.stderr}\n{done.args} failed")
-    line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    output = output_of(command, "0,1")
+    line = next(line for line in output.splitlines() if line.startswith("{"))
     return statistics.median(json.loads(line)["seconds"]), sent_bytes() - before
 
 

@@ -122,10 +122,10 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     return commands
 
 
-def figure(bench: Bench, command: list[object]) -> float:
-    """Runs one process and returns the median of its measurements."""
+def output_of(command: list[object], cores: str) -> str:
+    """Runs a program with one thread per operator on these cores, and returns its standard output."""
     done = subprocess.run(
-        ["taskset", "-c", bench.cores, *map(str, command)],
+        ["taskset", "-c", cores, *map(str, command)],
         env={**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -134,7 +134,12 @@ def figure(bench: Bench, command: list[object]) -> float:
     )
     if done.returncode != 0:
         sys.exit(f"{done.stderr}\n{done.args} failed")
-    value = json.loads(done.stdout)[bench.field]
+    return done.stdout
+
+
+def figure(bench: Bench, command: list[object]) -> float:
+    """Runs one process and returns the median of its measurements."""
+    value = json.loads(output_of(command, bench.cores))[bench.field]
     return statistics.median(value) if isinstance(value, list) else value
 
 

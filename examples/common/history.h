@@ -34,7 +34,7 @@ class History {
 /// The file that a History writes before it replaces `path`.
 std::filesystem::path temporary_history(std::filesystem::path path);
 
-/// The number of lines after the header; 0 if there is no such file.
+/// Returns the number of lines after the header; 0 if there is no such file.
 int count_lines(const std::filesystem::path& csv);
 
 }  // namespace gpipe::examples

@@ -14,8 +14,8 @@ std::filesystem::path latest_snapshot(const std::filesystem::path& folder);
 
 /// Checks that the output files can be written, so that a run does not fail after hours of training.
 /// Errors: std::runtime_error for a path that cannot be written, and for an earlier training in options.output, unless
-/// the run resumes or overwrites it. With --resume auto, a history of one epoch without a snapshot is no earlier training: a
-/// run that is killed at the end of its first epoch leaves it.
+/// the run resumes or overwrites it. With --resume auto, a history of one epoch without a snapshot is not an earlier
+/// training: a run that is killed at the end of its first epoch leaves it.
 void check_outputs(const TrainingOptions& options);
 
 /// With --overwrite, removes what an earlier training wrote: snapshots, history, event files and pictures. Other files

@@ -46,7 +46,7 @@ def temporary_history(path: Path) -> Path:
 
 
 def count_lines(path: Path) -> int:
-    """The number of lines after the header; 0 if there is no such file."""
+    """Returns the number of lines after the header; 0 if there is no such file."""
     if not path.exists():
         return 0
     with path.open() as file:

@@ -29,8 +29,8 @@ def check_outputs(options: Namespace) -> None:
     Raises:
         OSError: for a path that cannot be written.
         ValueError: for an earlier training in the output folder, unless the run resumes or overwrites it. With --resume auto,
-            a history of one epoch without a snapshot is no earlier training: a run that is killed at the end of its first
-            epoch leaves it.
+            a history of one epoch without a snapshot is not an earlier training: a run that is killed at the end of its
+            first epoch leaves it.
     """
     names = _earlier_training(options)
     if names and not options.overwrite and not _resumes_in_place(options):
