@@ -49,11 +49,11 @@ def test_diffusion_resumes_within_an_epoch(trained, tmp_path, monkeypatch):
     """With another cut, checkpoint mode and schedule that sums in the same order."""
     step, steps = Trainer.step, []
 
-    def stop_after_four(self, input, target):
-        steps.append(len(target))
+    def stop_after_four(self, input, target, images):
+        steps.append(images)
         if len(steps) == 4:
             signal.raise_signal(signal.SIGTERM)
-        return step(self, input, target)
+        return step(self, input, target, images)
 
     monkeypatch.setattr(Trainer, "step", stop_after_four)
     assert run(diffusion, *CUT, "--epochs", "2", "--output", tmp_path) == 128 + signal.SIGTERM

@@ -114,11 +114,11 @@ def test_a_killed_training_goes_on_from_the_latest_snapshot(auto, tmp_path, monk
     for moment in (1, 3, 4, 8):
         steps = []
 
-        def kill(self, input, target):
-            steps.append(len(target))
+        def kill(self, input, target, images):
+            steps.append(images)
             if len(steps) == moment:
                 raise Killed
-            return step(self, input, target)
+            return step(self, input, target, images)
 
         monkeypatch.setattr(Trainer, "step", kill)
         with pytest.raises(Killed):
