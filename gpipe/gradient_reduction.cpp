@@ -5,6 +5,7 @@
 #include <ATen/ops/empty_like.h>
 
 #include <string>
+#include <utility>
 
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/runtime/intraop.h"
@@ -141,14 +142,17 @@ bool GradientReduction::await_bucket(int stage, std::size_t number) {
 void GradientReduction::run() {
   set_intraop_threads_of_this_thread(1);
   at::NoGradGuard no_grad;
+  Summed summed;
   try {
     for (int stage = static_cast<int>(stages_.size()) - 1; stage >= 0; --stage) {
       const auto& buckets = stages_[stage].buckets;
       for (std::size_t number = 0; number < buckets.size(); ++number) {
         if (!await_bucket(stage, number)) return;
-        sum_bucket(stage, buckets[number], number);
+        sum_share(stage, buckets[number], number);
+        take_sums(std::exchange(summed, Summed{stage, &buckets[number]}));
       }
     }
+    take_sums(summed);
   } catch (const ConnectionError& error) {
     error_ = std::current_exception();
     peers_.fail(error, awaited_, kWaits);
@@ -175,7 +179,15 @@ at::Tensor& GradientReduction::gradient_of(OfStage& stage, std::size_t parameter
   return gradient;
 }
 
-void GradientReduction::sum_bucket(int stage_index, const GradientBucket& bucket, std::size_t number) {
+void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values) {
+  for (std::size_t k = 0; k < pieces.size(); ++k) {
+    const auto& value = values.tensors.at(k);
+    if (value.defined()) piece_of(gradient_of(stage, pieces[k].parameter), pieces[k]).copy_(value);
+  }
+}
+
+// Sums this replica's share of a bucket, and sends the sum.
+void GradientReduction::sum_share(int stage_index, const GradientBucket& bucket, std::size_t number) {
   auto& stage = stages_[stage_index];
   const int own = peers_.replica();
   const auto& share = bucket.shares[own];
@@ -202,15 +214,15 @@ void GradientReduction::sum_bucket(int stage_index, const GradientBucket& bucket
     awaited_ = peers_.twin(r);
     wires.send_sum->send((*wires.sent_sums)[number], call_, to_message({sums}, peers_.rank(), peers_.codec()));
   }
-  const auto write = [&](const std::vector<GradientPiece>& pieces, const Parcel& values) {
-    for (std::size_t k = 0; k < pieces.size(); ++k) {
-      const auto& value = values.tensors.at(k);
-      if (value.defined()) piece_of(gradient_of(stage, pieces[k].parameter), pieces[k]).copy_(value);
-    }
-  };
-  write(share, sums);
+  write(stage, share, sums);
+}
+
+// Takes the other replicas' sums of a bucket.
+void GradientReduction::take_sums(const Summed& summed) {
+  if (summed.bucket == nullptr) return;
+  auto& stage = stages_[summed.stage];
   for (int r = 0; r < peers_.replicas(); ++r) {
-    if (r != own) write(bucket.shares[r], receive(*stage.wires[r].receive_sum, r));
+    if (r != peers_.replica()) write(stage, summed.bucket->shares[r], receive(*stage.wires[r].receive_sum, r));
   }
 }
 

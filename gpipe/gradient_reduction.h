@@ -19,9 +19,10 @@
 namespace gpipe {
 
 /// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs. A bucket is sent when
-/// its last gradient is there, and summed in its turn: stages from last to first, the buckets of each in order. Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the
-/// others. So the bits are the same on all replicas and in all runs, and a rank sends 2 (R - 1) / R times the bytes of its
-/// gradients. A gradient that no replica has stays undefined.
+/// its last gradient is there, and summed in its turn: stages from last to first, the buckets of each in order. Each replica
+/// sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their sums of a bucket
+/// after it has sent its own of the next one. So the bits are the same on all replicas and in all runs, and a rank sends
+/// 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
 ///
 /// Serves one backward. Thread safety: add() and add_rest() on one thread at a time per stage.
 /// Invariant: all replicas sum the buckets in the same order, so a wait for a sum always ends.
@@ -66,7 +67,14 @@ class GradientReduction {
   void send_buckets(int stage);
   bool await_bucket(int stage, std::size_t number);
   void run();
-  void sum_bucket(int stage, const GradientBucket& bucket, std::size_t number);
+  /// A bucket of which this replica's share has been summed.
+  struct Summed {
+    int stage = 0;
+    const GradientBucket* bucket = nullptr;
+  };
+  void sum_share(int stage, const GradientBucket& bucket, std::size_t number);
+  void take_sums(const Summed& summed);
+  void write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values);
   Parcel receive(WireReceiver& wire, int replica);
   at::Tensor& gradient_of(OfStage& stage, std::size_t parameter);
 
