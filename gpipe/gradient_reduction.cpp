@@ -26,25 +26,21 @@ Outgoing to_message(const std::vector<GradientPiece>& share, const Gradients& gr
   return to_message({std::move(parcel)}, peers.rank(), peers.codec());
 }
 
-// Sums one piece in the order of replicas. Writes to `parts` except the one of `own`.
-at::Tensor sum_of(std::vector<at::Tensor> parts, int own) {
+// Sums one piece in the order of replicas, into the memory of the `own` part if that is defined. Writes to the others too.
+at::Tensor sum_of(const std::vector<at::Tensor>& parts, int own) {
   at::Tensor sum;
-  bool is_own = false;  // whether `sum` is that part
   for (int r = 0; r < static_cast<int>(parts.size()); ++r) {
-    auto& part = parts[r];
+    auto part = parts[r];
     if (!part.defined()) continue;
     if (!sum.defined()) {
       sum = part;
-      is_own = r == own;
-    } else if (is_own) {
-      at::add_out(part, sum, part);
-      sum = part;
-      is_own = false;
+    } else if (r == own) {
+      sum = at::add_out(part, sum, part);
     } else {
       sum.add_(part);
     }
   }
-  return is_own ? sum.clone() : sum;
+  return sum;
 }
 
 }  // namespace
@@ -153,6 +149,7 @@ void GradientReduction::run() {
       }
     }
     take_sums(summed);
+    await_deliveries();
   } catch (const ConnectionError& error) {
     error_ = std::current_exception();
     peers_.fail(error, awaited_, kWaits);
@@ -182,7 +179,9 @@ at::Tensor& GradientReduction::gradient_of(OfStage& stage, std::size_t parameter
 void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values) {
   for (std::size_t k = 0; k < pieces.size(); ++k) {
     const auto& value = values.tensors.at(k);
-    if (value.defined()) piece_of(gradient_of(stage, pieces[k].parameter), pieces[k]).copy_(value);
+    if (!value.defined()) continue;
+    const auto piece = piece_of(gradient_of(stage, pieces[k].parameter), pieces[k]);
+    if (piece.const_data_ptr() != value.const_data_ptr()) piece.copy_(value);
   }
 }
 
@@ -197,7 +196,7 @@ void GradientReduction::sum_share(int stage_index, const GradientBucket& bucket,
   }
   Parcel sums;
   for (std::size_t k = 0; k < share.size(); ++k) {
-    const auto& gradient = stage.gradients[share[k].parameter];
+    auto& gradient = stage.gradients[share[k].parameter];
     std::vector<at::Tensor> of_replicas;
     for (int r = 0; r < peers_.replicas(); ++r) {
       if (r != own) {
@@ -206,7 +205,7 @@ void GradientReduction::sum_share(int stage_index, const GradientBucket& bucket,
         of_replicas.push_back(gradient.defined() ? piece_of(gradient, share[k]) : at::Tensor());
       }
     }
-    sums.add(sum_of(std::move(of_replicas), own), /*gradient_wanted=*/false);
+    sums.add(sum_of(of_replicas, own), /*gradient_wanted=*/false);
   }
   for (int r = 0; r < peers_.replicas(); ++r) {
     if (r == own) continue;
@@ -223,6 +222,17 @@ void GradientReduction::take_sums(const Summed& summed) {
   auto& stage = stages_[summed.stage];
   for (int r = 0; r < peers_.replicas(); ++r) {
     if (r != peers_.replica()) write(stage, summed.bucket->shares[r], receive(*stage.wires[r].receive_sum, r));
+  }
+}
+
+// The sums that are sent lie in the gradients, which the caller may change later.
+void GradientReduction::await_deliveries() {
+  for (const auto& stage : stages_) {
+    for (int r = 0; r < peers_.replicas() && !stage.buckets.empty(); ++r) {
+      if (r == peers_.replica()) continue;
+      awaited_ = peers_.twin(r);
+      stage.wires[r].send_sum->drain();
+    }
   }
 }
 

@@ -74,6 +74,7 @@ class GradientReduction {
   };
   void sum_share(int stage, const GradientBucket& bucket, std::size_t number);
   void take_sums(const Summed& summed);
+  void await_deliveries();
   void write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values);
   Parcel receive(WireReceiver& wire, int replica);
   at::Tensor& gradient_of(OfStage& stage, std::size_t parameter);

@@ -2,12 +2,14 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <sched.h>
 
 #define USE_C10D_GLOO
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
 #include <atomic>
+#include <future>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -157,6 +159,24 @@ class GlooConnections : public Connections {
   std::thread expiry_;  // last, because the thread uses the other members
 };
 
+std::shared_ptr<::gloo::transport::Device> make_device(const ListenAt& listen_at) {
+  if (!listen_at.interface.empty()) return Group::createDeviceForInterface(listen_at.interface);
+  if (!listen_at.address.empty()) return Group::createDeviceForHostname(listen_at.address);
+  return Group::createDefaultDevice();
+}
+
+// Makes a device whose thread has the policy SCHED_BATCH, which it inherits from the thread that makes it. With the default
+// policy, an arriving message lets it preempt a thread that holds the connection's lock. It then polls until that thread
+// runs again.
+std::shared_ptr<::gloo::transport::Device> make_batch_device(const ListenAt& listen_at) {
+  const auto make = [&] {
+    const sched_param priority{};
+    sched_setscheduler(/*this thread*/ 0, SCHED_BATCH, &priority);  // messages only take longer if it is refused
+    return make_device(listen_at);
+  };
+  return std::async(std::launch::async, make).get();
+}
+
 }  // namespace
 
 std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -164,9 +184,7 @@ std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Stor
   auto options = Group::Options::create(limit);
   options->threads = 1;
   try {
-    options->devices.push_back(!listen_at.interface.empty() ? Group::createDeviceForInterface(listen_at.interface)
-                               : !listen_at.address.empty() ? Group::createDeviceForHostname(listen_at.address)
-                                                            : Group::createDefaultDevice());
+    options->devices.push_back(make_batch_device(listen_at));
     return std::make_unique<GlooConnections>(c10::make_intrusive<Group>(store, rank, size, options));
   } catch (const std::exception& error) {
     throw_connection_error(error);

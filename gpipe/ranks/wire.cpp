@@ -79,6 +79,7 @@ void WireSender::start(int tag, std::span<const std::byte> bytes, std::shared_pt
   {
     MutexLock lock(mutex_);
     sent_.push_back({std::move(owner), std::move(transfer)});
+    ++undelivered_;
     if (!thread_.joinable()) thread_ = std::thread([this] { await_deliveries(); });
   }
   changed_.notify_all();
@@ -96,12 +97,21 @@ void WireSender::await_deliveries() {
     }
     try {
       sent.transfer->wait(limit_);
+      MutexLock lock(mutex_);
+      --undelivered_;
     } catch (...) {
       failed_.push_back(std::move(sent));
       MutexLock lock(mutex_);
       if (!error_) error_ = std::current_exception();
     }
+    changed_.notify_all();
   }
+}
+
+void WireSender::drain() {
+  MutexLock lock(mutex_);
+  while (undelivered_ != 0 && !error_) changed_.wait(mutex_);
+  if (error_) std::rethrow_exception(error_);
 }
 
 void WireSender::send(Remembered& last, std::uint64_t label, Outgoing message) {

@@ -58,7 +58,7 @@ inline constexpr int kTagsPerWire = 3;
 /// Invariant: for each message the receiver has posted the memory that follows from what both ends remember. A message
 /// that differs completes it with nothing, and travels with the third tag.
 ///
-/// Thread safety: send() and finish() on one thread at a time.
+/// Thread safety: send(), drain() and finish() on one thread at a time.
 class WireSender {
  public:
   WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit);
@@ -70,6 +70,9 @@ class WireSender {
   /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which
   /// message it is. Errors: ConnectionError, also of an earlier message.
   void send(Remembered& last, std::uint64_t label, Outgoing message);
+
+  /// Waits until all messages are delivered. Errors: as send().
+  void drain();
 
   /// Nothing more will be sent. The wire's thread ends when all is delivered.
   void finish();
@@ -90,7 +93,8 @@ class WireSender {
   Mutex mutex_;
   CondVar changed_;
   std::deque<Sent> sent_ ABSL_GUARDED_BY(mutex_);
-  std::vector<Sent> failed_;  // used by the thread only; their memory may still be read
+  std::size_t undelivered_ ABSL_GUARDED_BY(mutex_) = 0;  // those in sent_, and the one that the thread waits for
+  std::vector<Sent> failed_;                             // used by the thread only; their memory may still be read
   std::exception_ptr error_ ABSL_GUARDED_BY(mutex_);
   bool ending_ ABSL_GUARDED_BY(mutex_) = false;
   std::thread thread_;  // starts with the first message

@@ -66,6 +66,23 @@ TEST(Wire, CarriesManyMessagesInOrder) {
   }
 }
 
+TEST(Wire, DrainsUntilTheMemoryMayChange) {
+  Wire wire(/*seed=*/4);
+  std::string memory(kLarge, 'x');
+  const std::span<const std::byte> piece = std::as_bytes(std::span(memory));
+  for (int call = 0; call < 3; ++call) {
+    wire.expect(1);
+    std::thread receiver([&] { EXPECT_EQ(wire.receive(0).at(1), std::string(kLarge, static_cast<char>('x' + call))); });
+    auto content = message({"", ""});
+    content.pieces = {piece};
+    content.layout = message({"", memory}).layout;
+    wire.sender->send(wire.remembered_by_sender.at(0), 0, std::move(content));
+    wire.sender->drain();
+    for (auto& letter : memory) ++letter;
+    receiver.join();
+  }
+}
+
 TEST(Wire, SendsALayoutOnlyWhenItChanges) {
   Wire wire;
   const auto carry = [&](const Strings& content) {

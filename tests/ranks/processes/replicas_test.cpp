@@ -229,6 +229,18 @@ TEST(RanksReplicas, LargeAndOddParameters) {
         EXPECT_TRUE(over->named_parameters()["0.some"].grad().defined());
         EXPECT_EQ(over->named_parameters()["0.transposed"].grad().strides(),
                   alone->named_parameters()["0.transposed"].grad().strides());
+        // What a replica does to its gradients does not reach the other one.
+        for (int repeat = 0; repeat < 5; ++repeat) {
+          over->zero_grad();
+          over->step(x.slice(0, begin, end), targets(8).slice(0, begin, end), kMean);
+          if (repeat % 2 != ranks->replica()) {
+            expect_close(over, alone, true);
+            continue;
+          }
+          for (auto& parameter : over->parameters()) {
+            if (parameter.grad().defined()) parameter.mutable_grad().zero_();
+          }
+        }
       },
       with_replicas(2));
 }
