@@ -1,15 +1,20 @@
 // Times training of a ResNet-50 on one device, with model parallelism in two stages, with a pipeline at several
-// micro-batch sizes, and with two data-parallel replicas.
+// micro-batch sizes, and with two data-parallel replicas. In four processes, which torchrun starts, also times replicas
+// over two of them, and two replicas of two stages over all.
 
 #include <torch/cuda.h>
 #include <torch/utils.h>
 #include <torch/version.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include <CLI/CLI.hpp>
 #include <chrono>
 #include <fstream>
 #include <iostream>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <thread>
 
@@ -20,6 +25,7 @@
 #include "examples/common/history.h"
 #include "examples/common/percent.h"
 #include "examples/common/pipeline_options.h"
+#include "examples/common/processes.h"
 #include "examples/resnet50_study/variants.h"
 #include "gpipe/runtime/memory_reuse.h"
 
@@ -47,7 +53,7 @@ std::vector<std::string> values(const std::filesystem::path& path, const std::st
   return found;
 }
 
-std::string hardware(const std::vector<torch::Device>& devices) {
+std::string hardware(const Experiment& experiment) {
   const auto models = values("/proc/cpuinfo", "model name");
   const auto memory = values("/proc/meminfo", "MemTotal");
   auto text = absl::StrFormat("CPU: %s, %d cores, memory %s\n", models.empty() ? "unknown" : models.front(),
@@ -58,7 +64,9 @@ std::string hardware(const std::vector<torch::Device>& devices) {
   }
   absl::StrAppend(&text, "torch: ", TORCH_VERSION, "; ", torch::get_num_threads(),
                   torch::get_num_threads() == 1 ? " thread" : " threads", " per device\ndevices:");
-  for (const auto& device : devices) absl::StrAppend(&text, " ", device.str());
+  for (const auto& device : experiment.devices) absl::StrAppend(&text, " ", device.str());
+  const auto& processes = experiment.processes.all;
+  if (processes) absl::StrAppend(&text, "\nprocesses: ", processes->size());
   return text + "\n";
 }
 
@@ -72,6 +80,23 @@ void check(const Experiment& experiment) {
     throw std::invalid_argument(absl::StrFormat("--splits contains %d, which is more than the mini-batch's %d images",
                                                 split, experiment.batch_size));
   }
+  const auto& processes = experiment.processes.all;
+  if (!processes || processes->size() == 4) return;
+  throw std::invalid_argument(
+      absl::StrFormat("there are %d processes; start one, or four: two replicas of two stages", processes->size()));
+}
+
+/// Makes the replicas of the processes, which meet in the file `store`.
+void divide(Processes& processes, const std::filesystem::path& store) {
+  const int all = processes.all->size();
+  const int rank = processes.all->rank();
+  const auto shared = c10::make_intrusive<c10d::FileStore>(store.string(), all);
+  const auto replicas = [&](const char* name, int size) {
+    return std::make_shared<Ranks>(c10::make_intrusive<c10d::PrefixStore>(name, shared), rank, size,
+                                   RanksOptions().replicas(2));
+  };
+  if (rank < 2) processes.two = replicas("two", 2);
+  processes.four = replicas("four", all);
 }
 
 double time_run(const Variant& variant, const std::vector<torch::Device>& devices, const torch::Tensor& input,
@@ -87,48 +112,57 @@ double time_run(const Variant& variant, const std::vector<torch::Device>& device
 int run(Options options) {
   auto& experiment = options.experiment;
   for (const auto& name : options.devices) experiment.devices.emplace_back(name);
+  auto& processes = experiment.processes;
+  processes.all = join_processes();
   check(experiment);
   const auto runs = options.output / "runs.csv";
-  if (count_lines(runs) > 0 && !options.overwrite) {
-    throw std::runtime_error(runs.string() +
-                             " exists from an earlier study; give --overwrite to replace it, or another --output");
-  }
-  check_writable_directory(options.output);
+  const auto store = options.output / "store";
+  run_first(processes.all, [&] {
+    if (count_lines(runs) > 0 && !options.overwrite) {
+      throw std::runtime_error(runs.string() +
+                               " exists from an earlier study; give --overwrite to replace it, or another --output");
+    }
+    check_writable_directory(options.output);
+    std::filesystem::remove(store);  // of a study that was killed
+  });
+  if (processes.all) divide(processes, store);
   torch::set_num_threads(1);  // one core per CPU device
   reuse_cpu_memory();         // page faults would distort the times, more in some variants than in others
   const auto about =
-      hardware(experiment.devices) +
+      hardware(experiment) +
       absl::StrFormat(
           "runs: %d per variant, in turn, after a warm-up mini-batch; %d mini-batches of %d images of %d x %d\n"
           "profiles per variant: %d; the median prediction is used\n",
           options.runs, options.batches, experiment.batch_size, experiment.image, experiment.image,
           experiment.predictions);
   std::cout << about << std::flush;
-  write_file(options.output / "hardware.txt", about);
-  OutputFile csv(runs);
-  csv.write("variant,split_size,run,seconds,predicted_seconds\n");
-  torch::manual_seed(0);
-  const bool terminal = isatty(STDOUT_FILENO) != 0;
-  const auto tell = [&](const std::string& what) { std::cout << "profile: " << what << std::endl; };
-  const auto variants = make_variants(experiment, tell);
-
+  std::optional<OutputFile> csv;
+  run_first(processes.all, [&] {
+    write_file(options.output / "hardware.txt", about);
+    csv.emplace(runs).write("variant,split_size,run,seconds,predicted_seconds\n");
+  });
+  torch::manual_seed(0);  // alike in all processes
   const auto device = experiment.devices.front();
   const auto input = torch::randn({experiment.batch_size, 3, experiment.image, experiment.image}, device);
   const auto classes = torch::randint(kClasses, {experiment.batch_size}, torch::kLong);
   const auto target = torch::one_hot(classes, kClasses).to(torch::kFloat).to(device);
+  const bool terminal = isatty(STDOUT_FILENO) != 0;
+  const auto tell = [&](const std::string& what) { std::cout << "profile: " << what << std::endl; };
+  const auto variants = make_variants(experiment, tell);
   {
     Percent percent(std::cout, terminal, "training");
     const auto all = static_cast<double>(variants.size()) * (options.runs + 1);
     double done = 0;
-    // The variants take turns, so that disturbances of the machine affect all of them. Run 0 is a warm-up.
+    // The variants take turns, so that disturbances of the machine affect all of them. Run 0 is a warm-up. A process
+    // that takes no part in a variant goes on to its next one, whose call waits for the others.
     for (int run = 0; run <= options.runs; ++run) {
       for (const auto& variant : variants) {
         const auto seconds = time_run(variant, experiment.devices, input, target, run == 0 ? 1 : options.batches);
         percent.show(++done / all);
-        if (run == 0) continue;
-        csv.write(absl::StrFormat("%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,
-                                  variant.predicted * options.batches));
-        csv.flush();
+        if (run == 0 || !csv) continue;
+        csv->write(absl::StrFormat("%s,%d,%d,%.6f,%.6f\n", variant.name, variant.split, run, seconds,
+                                   variant.predicted * options.batches));
+        csv->flush();
       }
     }
   }
@@ -149,7 +183,9 @@ void make_quick(Options& options) {
 
 int main(int argc, char** argv) {
   using namespace gpipe::examples;
-  CLI::App app("Times training of a ResNet-50 on one device, in two stages, as a pipeline and as two replicas.");
+  CLI::App app(
+      "Times training of a ResNet-50 on one device, in two stages, as a pipeline and as two replicas. torchrun "
+      "--nproc-per-node 4 also times replicas over processes.");
   study::Options options;
   auto& experiment = options.experiment;
   app.option_defaults()->always_capture_default();
@@ -164,7 +200,7 @@ int main(int argc, char** argv) {
   app.add_option("-b,--batch-size", experiment.batch_size, "images per mini-batch")->transform(whole_number(2, 100000));
   app.add_option("--image", experiment.image, "width and height of the images, in pixels")
       ->transform(whole_number(1, 10000));
-  app.add_option("--splits", experiment.splits, "samples per micro-batch of the pipelines")
+  app.add_option("--splits", experiment.splits, "samples per micro-batch of pipelines")
       ->delimiter(',')
       ->transform(whole_number(1, kMaxCount));
   app.add_option("--batches", options.batches, "mini-batches per run")->transform(whole_number(1, kMaxCount));

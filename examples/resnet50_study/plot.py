@@ -2,7 +2,8 @@
 
     python plot.py FOLDER      # a folder with runs.csv and hardware.txt; needs matplotlib
 
-Writes model_parallel, all and split_size into the folder, each as .png and .svg, and a README.md that shows them.
+Writes model_parallel, all and split_size into the folder, each as .png and .svg, and a README.md that shows them. If
+there is a folder FOLDER/processes, of a study in four processes, also draws its variants, and adds them to README.md.
 """
 
 import argparse
@@ -18,9 +19,11 @@ import matplotlib
 matplotlib.use("agg")
 from matplotlib import pyplot
 
+pyplot.rcParams["svg.hashsalt"] = "resnet50_study"  # the same file from the same runs
+
 # Time relative to a single device in PyTorch's tutorial "Single-Machine Model Parallel Best Practices", on two GPUs. By
-# variant or split size.
-PUBLISHED = {"model parallel": 1.07, 20: 1 / 1.49, 12: 1 / 1.54}
+# variant and split size.
+PUBLISHED = {("model parallel", 0): 1.07, ("pipeline", 20): 1 / 1.49, ("pipeline", 12): 1 / 1.54}
 
 ABOUT = """\
 Measured by [resnet50_study](../../examples/resnet50_study/main.cpp), drawn by its plot.py. Training uses one-hot
@@ -30,6 +33,12 @@ results are those of PyTorch's tutorial "Single-Machine Model Parallel Best Prac
 
 A percentage is given only if the runs support it: at least {runs} runs of both variants, standard deviations of at most
 {spread:.0f} % of the mean, and means that differ by more than twice the standard error of their difference.
+"""
+
+OVER_PROCESSES = """Measured by the program in four processes. On another machine than above, only ratios can be compared. *Data parallel*
+has two threads in one process, *data parallel over processes* has two processes. *Data × pipeline* has two replicas of
+two stages in four processes, which share the cores, also while the profile for the prediction is measured. Predictions
+count no time for what processes send each other.
 """
 
 MIN_RUNS = 3
@@ -55,7 +64,8 @@ class Result(NamedTuple):
 
     @property
     def label(self) -> str:
-        return f"split {self.split}" if self.split else self.variant
+        name = "" if self.variant == "pipeline" else self.variant
+        return ", ".join(part for part in (name, f"split {self.split}" if self.split else "") if part)
 
     @property
     def is_steady(self) -> bool:
@@ -83,7 +93,7 @@ def read(path: Path) -> list[Result]:
 def save(figure: pyplot.Figure, folder: Path, name: str) -> None:
     figure.tight_layout()
     for suffix in ["png", "svg"]:
-        figure.savefig(folder / f"{name}.{suffix}", dpi=150)
+        figure.savefig(folder / f"{name}.{suffix}", dpi=150, metadata={"Date": None} if suffix == "svg" else None)
     pyplot.close(figure)
 
 
@@ -131,7 +141,8 @@ def differ(a: Result, b: Result) -> bool:
 
 
 def sentence(result: Result, single: Result) -> str:
-    way = f"The pipeline with split size {result.split}" if result.split else result.variant.capitalize()
+    way = "The pipeline" if result.variant == "pipeline" else result.variant.capitalize()
+    way += f" with split size {result.split}" if result.split else ""
     measured = compared(result.mean / single.mean)
     notes = []
     if differ(result, single) and "%" in measured:
@@ -139,7 +150,7 @@ def sentence(result: Result, single: Result) -> str:
         notes.append(f"predicted: {compared(result.predicted / single.predicted)}")
     else:
         text = f"{way} was neither clearly faster nor clearly slower than a single device"
-    published = PUBLISHED.get(result.split or result.variant)
+    published = PUBLISHED.get((result.variant, result.split))
     if published:
         notes.append(f"published, on two GPUs: {compared(published)}")
     return text + (f" ({'; '.join(notes)})." if notes else ".")
@@ -151,23 +162,31 @@ def table(results: list[Result]) -> str:
     return "\n".join(lines)
 
 
+def section(folder: Path, results: list[Result]) -> str:
+    """The hardware, the table and what it says."""
+    hardware = "\n".join("    " + line for line in (folder / "hardware.txt").read_text().splitlines())
+    single = next(r for r in results if r.variant == "single")
+    sentences = "\n".join(f"- {sentence(r, single)}" for r in results if r is not single)
+    return f"{hardware}\n\n{table(results)}\n\n{sentences}\n"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     results = read(folder / "runs.csv")
-    single = next(r for r in results if r.variant == "single")
-    others = [r for r in results if r is not single]
     model_parallel = [r for r in results if r.variant in ("single", "model parallel")]
     bars(folder, "model_parallel", model_parallel, "Model parallel and a single device")
     bars(folder, "all", results, "ResNet-50: all variants")
     line(folder, sorted((r for r in results if r.variant == "pipeline"), key=lambda r: r.split))
-    sentences = "\n".join(f"- {sentence(r, single)}" for r in others)
     about = ABOUT.format(runs=MIN_RUNS, spread=100 * MAX_SPREAD)
     pictures = "\n\n".join(f"![{name}]({name}.svg)" for name in ["model_parallel", "all", "split_size"])
-    hardware = "\n".join("    " + line for line in (folder / "hardware.txt").read_text().splitlines())
-    title = "# ResNet-50: ways to train on two devices"
-    page = f"{title}\n\n{about}\n{hardware}\n\n{table(results)}\n\n{sentences}\n\n{pictures}\n"
+    page = f"# ResNet-50: ways to train on two devices\n\n{about}\n{section(folder, results)}\n{pictures}\n"
+    processes = folder / "processes"
+    if processes.exists():
+        results = read(processes / "runs.csv")
+        bars(processes, "all", results, "ResNet-50: threads and processes")
+        page += f"\n## Over processes\n\n{OVER_PROCESSES}\n{section(processes, results)}\n![all](processes/all.svg)\n"
     (folder / "README.md").write_text(page)
     print(page, end="")
 

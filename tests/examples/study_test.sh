@@ -1,4 +1,5 @@
-# The ResNet-50 study with tiny images: its files, its errors, and its pictures if matplotlib is installed.
+# The ResNet-50 study with tiny images: its files, its errors, the same in four processes if there is Python, and its
+# pictures if matplotlib is installed.
 # study_test.sh PROGRAM FOLDER [PYTHON]
 program=$1
 work=$2
@@ -39,6 +40,22 @@ refuse 'two replicas split it equally; give an even number' --batch-size 5
 refuse "--splits contains 9, which is more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
 refuse not-a-folder --output out/runs.csv/not-a-folder
 
+if [[ -n $python ]]; then
+  source "$here/processes.sh"
+  (torchrun 3 "$program" --quick --output three) >err.log 2>&1 && fail "three processes were accepted"
+  grep -qF 'there are 3 processes; start one, or four' err.log || { cat err.log >&2; fail "three processes are not told"; }
+  (torchrun 4 "$program" --quick --batch-size 4 --image 33 --splits 2,3 --output out/processes) >log 2>&1 ||
+    { cat log >&2; fail "four processes"; }
+  variants+=$'\ndata parallel over processes,0\ndata × pipeline,2'
+  [[ $(tail -n +2 out/processes/runs.csv | cut -d, -f1,2 | LC_ALL=C sort -u) == "$(LC_ALL=C sort <<<"$variants")" ]] ||
+    fail "variants of four processes"
+  [[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/processes/runs.csv) == 14 ]] ||
+    fail "times of four processes"
+  grep -q '^processes: 4$' out/processes/hardware.txt || fail "hardware.txt of four processes"
+  [[ ! -e out/processes/store ]] || fail "the processes leave a file"
+  refuse 'out/processes/runs.csv exists from an earlier study' --output out/processes
+fi
+
 if [[ -z $python ]] || ! "$python" -c 'import matplotlib' 2>import.log; then
   echo "matplotlib is not installed: pictures are not tested"
   exit 77
@@ -47,6 +64,8 @@ fi
 for picture in model_parallel all split_size; do
   [[ -s out/$picture.png && -s out/$picture.svg ]] || fail "no $picture"
 done
+[[ -s out/processes/all.svg ]] || fail "no picture of four processes"
+grep -q '^| data × pipeline, split 2 | [0-9.]* | [0-9.]* | [0-9.]* |$' page || fail "no table of four processes"
 cmp page out/README.md || fail "README.md differs from what was printed"
 # Two runs support no percentage.
 grep -qx -- '- Model parallel was neither clearly faster nor clearly slower than a single device (published, on two GPUs: 7 % slower)\.' page ||
@@ -60,6 +79,7 @@ mkdir steady && cp out/hardware.txt steady
     echo "single,0,$run,10.$run,10"
     echo "model parallel,0,$run,10.$((4 - run)),10"
     echo "pipeline,20,$run,5.$run,4"
+    echo "data × pipeline,20,$run,5.$run,4"
     echo "pipeline,12,$run,$((run * run)),4"
   done
 } >steady/runs.csv
@@ -67,6 +87,8 @@ mkdir steady && cp out/hardware.txt steady
 grep -qx -- '- Model parallel was neither clearly faster .*' page || fail "equal means give a percentage"
 grep -qx -- '- The pipeline with split size 20 was 96 % faster than a single device (predicted: 150 % faster; published, on two GPUs: 49 % faster)\.' page ||
   fail "the percentages of steady runs"
+grep -qx -- '- Data × pipeline with split size 20 was 96 % faster than a single device (predicted: 150 % faster)\.' page ||
+  fail "replicas of pipelines are not compared"
 grep -qx -- '- The pipeline with split size 12 was neither clearly faster .*' page || fail "noise gives a percentage"
 head -1 out/runs.csv >none.csv
 mkdir none && mv none.csv none/runs.csv && cp out/hardware.txt none
