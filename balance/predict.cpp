@@ -81,7 +81,8 @@ std::vector<std::int64_t> Predictor::static_bytes(const std::vector<std::int64_t
   int first = 0;
   int stage = 0;
   for (const int end : stage_.ends(balance)) {
-    bytes[source_.placement[stage++]] += stage_.static_bytes(first, end);
+    bytes[source_.placement[stage++]] +=
+        stage_.static_bytes(first, end) + stage_.reduction_bytes(first, end, options_.network);
     first = end;
   }
   return bytes;

@@ -22,11 +22,12 @@ struct Prediction {
   double bubble = 0;                ///< idle time / (workers x seconds), in [0, 1)
   std::vector<double> stages = {};  ///< seconds per stage for one micro-batch, with whole backwards and without waiting
   std::vector<int> placement;       ///< the worker of each stage
-  /// Peak bytes per worker: parameters, gradients, optimizer state, buffers and activations.
+  /// Peak bytes per worker: parameters, gradients, optimizer state, buffers, activations, and what sums gradients over
+  /// replicas (see reduction_bytes()).
   std::vector<std::int64_t> bytes;
   /// Bytes of activations and skips that go to another worker in the forward of one mini-batch.
   std::int64_t crossing = 0;
-  Timeline timeline;  ///< of the simulation; its bytes exclude parameters, buffers and optimizer state
+  Timeline timeline;  ///< of the simulation; its bytes exclude what stays during the step
 };
 
 /// Simulates the program that GPipe would run, with the profile's costs. Errors: std::invalid_argument for a balance
@@ -48,7 +49,7 @@ class Predictor {
   /// What predict() simulates: the layout, edges and costs.
   Workload workload(const std::vector<std::int64_t>& balance) const;
 
-  /// Bytes per worker that stay between steps: parameters, buffers, optimizer state.
+  /// Bytes per worker that stay during a step: parameters, buffers, optimizer state, and what sums gradients over replicas.
   std::vector<std::int64_t> static_bytes(const std::vector<std::int64_t>& balance) const;
 
  private:

@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/gradient_buckets.h"
 
 namespace gpipe {
 namespace {
@@ -148,6 +149,12 @@ std::int64_t StageCost::static_bytes(int first, int end) const {
   return after.parameters - before.parameters + after.buffers - before.buffers + after.optimizer - before.optimizer;
 }
 
+std::int64_t StageCost::reduction_bytes(int first, int end, const Network& network) const {
+  std::int64_t largest = 0;  // of a layer, at least that of its largest parameter
+  for (int layer = first; layer < end; ++layer) largest = std::max(largest, profile_.layers[layer].gradients);
+  return gpipe::reduction_bytes(network.replicas, gradients(first, end), largest);
+}
+
 std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) const {
   const auto cell = cell_bytes(begin, end, {begin, end, layers_}, options.copies);
   // After the fill all micro-batches' cells are live. The drain begins with the last one. Before backward k, other
@@ -167,7 +174,7 @@ std::int64_t StageCost::bytes(int begin, int end, const RunOptions& options) con
     peak = std::max(peak, (chunks - k) * each + k * cell.backward.kept() + cell.parameters +
                               backward(others_are, cell.backward.extra));
   }
-  return static_bytes(begin, end) + peak;
+  return static_bytes(begin, end) + reduction_bytes(begin, end, options.network) + peak;
 }
 
 // After the first of several backwards, all gradients and the other micro-batches' cells are live. Each backward begins

@@ -71,6 +71,8 @@ class StageCost {
   std::int64_t gradients(int first, int end) const { return sums_[end].gradients - sums_[first].gradients; }
   /// The part of bytes() that stays between steps: parameters, buffers, optimizer state.
   std::int64_t static_bytes(int first, int end) const;
+  /// The part of bytes() that sums the gradients over replicas.
+  std::int64_t reduction_bytes(int first, int end, const Network& network) const;
 
   /// Cheap lower bound on bytes(), of this stage and of every stage that contains these layers.
   std::int64_t least_bytes(int first, int end, const RunOptions& options) const;

@@ -7,6 +7,7 @@
 #include <utility>
 
 #include "gpipe/checks.h"
+#include "gpipe/ranks/wire.h"
 
 namespace gpipe {
 namespace {
@@ -61,6 +62,14 @@ std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& para
   }
   for (auto& bucket : buckets) cut_into_shares(bucket, parameters, replicas);
   return buckets;
+}
+
+std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest) {
+  const auto share_of = [&](std::int64_t bytes) { return (bytes + replicas - 1) / replicas; };
+  const auto message = share_of(std::min(gradients, kBucketBytes + largest));
+  const auto posted = static_cast<std::int64_t>(most_posted(message));
+  // From each other replica come parts on one wire and sums on another. One message of each is in use.
+  return 2 * (replicas - 1) * std::min(share_of(gradients), posted + message);
 }
 
 at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {

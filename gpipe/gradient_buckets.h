@@ -22,11 +22,17 @@ struct GradientBucket {
   std::vector<std::vector<GradientPiece>> shares;  ///< per replica
 };
 
+inline constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
+
 /// Returns the buckets of a stage's parameters: in reverse order, because backwards end with the first parameters, and of at
 /// least `bytes` each, except the last. Depends on the parameters' sizes only. (PyTorch Distributed, Li et al.,
 /// arXiv:2006.15704, section 3.2.3)
 std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas,
                                              std::int64_t bytes);
+
+/// Returns about how many bytes a replica needs to sum a stage's gradients of `gradients` bytes, besides these: the parts and
+/// sums that it receives. `largest` is the most of one parameter. Does not count what is still being sent.
+std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest);
 
 /// Returns a gradient on the CPU with the parameter's strides, so that the elements lie alike on all replicas. Returns it
 /// as it is if it lies so. Errors: std::invalid_argument for a sparse gradient.

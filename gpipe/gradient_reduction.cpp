@@ -14,7 +14,6 @@ namespace gpipe {
 namespace {
 
 constexpr char kWaits[] = "the gradients of another replica";
-constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
 
 // The gradients of a share: undefined where the whole gradient is.
 Outgoing to_message(const std::vector<GradientPiece>& share, const Gradients& gradients, const Peers& peers) {

@@ -1,5 +1,6 @@
 #include "gpipe/ranks/wire.h"
 
+#include <algorithm>
 #include <cstring>
 #include <numeric>
 #include <utility>
@@ -55,6 +56,8 @@ std::size_t header_bytes(const Remembered& last) {
 }
 
 }  // namespace
+
+std::size_t most_posted(std::size_t message) { return std::max(kAhead * message, kAheadBytes + message); }
 
 bool Remembered::is_small() const { return total(pieces) <= kSmall; }
 

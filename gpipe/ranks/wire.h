@@ -100,6 +100,9 @@ class WireSender {
   std::thread thread_;  // starts with the first message
 };
 
+/// The most bytes of messages that a WireReceiver has posted memory for, if none has more than `message` bytes.
+std::size_t most_posted(std::size_t message);
+
 /// The end of a wire that receives. Thread safety: used by one thread at a time.
 class WireReceiver {
  public:

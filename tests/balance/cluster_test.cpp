@@ -15,6 +15,7 @@
 #include "balance/cluster_plan.h"
 #include "balance/predict.h"
 #include "balance/report.h"
+#include "gpipe/gradient_buckets.h"
 #include "tests/support/support.h"
 
 namespace gpipe {
@@ -136,6 +137,24 @@ TEST(Predict, AWorkerSumsOneStageAfterAnother) {
   EXPECT_DOUBLE_EQ(prediction.reduction, 4);
 }
 
+TEST(Predict, CountsTheMemoryThatSumsGradients) {
+  constexpr auto kMiB = std::int64_t{1} << 20;
+  EXPECT_EQ(reduction_bytes(1, 1000, 1000), 0);
+  EXPECT_EQ(reduction_bytes(4, 1000, 500), 2 * 3 * 250) << "a part and a sum from each other replica";
+  EXPECT_EQ(reduction_bytes(2, 1024 * kMiB, 4 * kMiB), 2 * 4 * 4 * kMiB) << "shares of four buckets of 8 MiB";
+  EXPECT_EQ(reduction_bytes(1024, 1024 * kMiB, 4 * kMiB), 2 * 1023 * kMiB) << "all gradients";
+  const auto bytes = [](int replicas, std::vector<int> placement) {
+    const auto run = run_on({.replicas = replicas}, 2, {.placement = std::move(placement)});
+    return predict(equal_layers(4, 1, 1000), {1, 3}, run).bytes;
+  };
+  const auto alone = bytes(1, {0, 1});
+  EXPECT_THAT(bytes(2, {0, 1}), ElementsAre(alone[0] + 1000, alone[1] + 3000));
+  EXPECT_THAT(bytes(2, {0, 0}), ElementsAre(bytes(1, {0, 0})[0] + 4000));
+  const auto profile = equal_layers(4, 1, 1000);
+  const StageCost cost(profile);
+  EXPECT_EQ(cost.bytes(1, 4, run_on({.replicas = 2}, 2)), cost.bytes(1, 4, run_on({}, 2)) + 3000);
+}
+
 TEST(Predict, RefusesANetworkThatCannotBe) {
   const auto refusal = [](const Network& network) {
     return error_of<std::invalid_argument>([&] { predict(equal_layers(2), {1, 1}, run_on(network, 2)); });
@@ -204,9 +223,9 @@ TEST(ClusterPlan, KeepsToTheMemory) {
     return plan_cluster(cluster_of(2, 2, link, link, memory), profiles, {.samples = 16, .schedule = "1f1b"});
   };
   EXPECT_EQ(plan(0).best().replicas, 4);
-  const auto halves = plan(5000);
-  EXPECT_EQ(halves.best().replicas, 2) << "two layers with gradients have 4000 bytes, four have 8000";
-  EXPECT_LE(std::ranges::max(halves.best().bytes), 5000);
+  const auto halves = plan(7000);
+  EXPECT_EQ(halves.best().replicas, 2) << "two layers need 4000 bytes and 2000 for sums, four 8000 and 6000";
+  EXPECT_LE(std::ranges::max(halves.best().bytes), 7000);
   EXPECT_FALSE(halves.candidates.back().fits);
   EXPECT_EQ(halves.candidates.back().replicas, 4);
   EXPECT_THAT(plan_table(halves), HasSubstr("too large"));

@@ -55,6 +55,32 @@ TEST(Wire, CarriesAnyMessageAfterAnyOther) {
   }
 }
 
+TEST(Wire, PostsMemoryForAFewLargeMessages) {
+  constexpr std::size_t kMessages = 9;
+  for (const std::size_t bytes : {kLarge, 2 * kLarge}) {
+    std::size_t allocated = 0;
+    Wire wire(/*seed=*/0, [&](std::string_view layout) {
+      allocated += bytes;
+      return allocate(layout);
+    });
+    const Strings content = {"values", std::string(bytes, 'x')};
+    const auto transfer = [&] {
+      for (std::size_t position = 0; position < kMessages; ++position) {
+        wire.send(position, content);
+        EXPECT_EQ(wire.receive(position), content);
+      }
+    };
+    wire.expect(kMessages);
+    transfer();
+    allocated = 0;
+    wire.expect(kMessages);  // whose layouts it knows
+    EXPECT_GE(allocated, 3 * bytes);
+    EXPECT_LE(allocated, most_posted(bytes));
+    EXPECT_LT(most_posted(bytes), kMessages * bytes);
+    transfer();
+  }
+}
+
 TEST(Wire, CarriesManyMessagesInOrder) {
   Wire wire(/*seed=*/3);
   for (int call = 0; call < 3; ++call) {
