@@ -4,33 +4,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
-#include <stdexcept>
-#include <type_traits>
 #include <utility>
 
 #include "gpipe/checks.h"
 #include "gpipe/error_info.h"
 #include "gpipe/gpipe.h"
+#include "gpipe/ranks/items.h"
 
 namespace gpipe {
-namespace {
-
-template <typename Item>
-std::string to_text(const std::vector<Item>& items) {
-  static_assert(std::is_trivially_copyable_v<Item>);
-  return {reinterpret_cast<const char*>(items.data()), items.size() * sizeof(Item)};
-}
-
-template <typename Item>
-std::vector<Item> to_items(const std::string& bytes) {
-  std::vector<Item> items(bytes.size() / sizeof(Item));
-  if (!items.empty()) std::memcpy(static_cast<void*>(items.data()), bytes.data(), items.size() * sizeof(Item));
-  return items;
-}
-
-}  // namespace
-
 std::vector<std::string> GPipeImpl::gather(std::string bytes, const std::string& what) {
   auto* peers = pipeline_->peers();
   if (peers == nullptr) return {std::move(bytes)};
@@ -45,7 +26,7 @@ Timeline GPipeImpl::gather(Timeline timeline) {
   MutexLock turn(pipeline_->turn());
   peers->agree({.what = "gather of a timeline"});
   const auto clocks = peers->clocks();
-  const auto all = peers->gather(to_text(timeline.spans));
+  const auto all = peers->gather(to_bytes(timeline.spans));
   if (all.empty()) return {};
   const auto& mesh = options_.ranks()->mesh();
   timeline.replicas = mesh.replicas;
@@ -92,7 +73,7 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
   MutexLock turn(pipeline_->turn());
   peers->agree({.what = "numbers of all parameters"});
   std::vector<std::vector<double>> of_ranks;
-  for (const auto& bytes : peers->gather(to_text(numbers))) of_ranks.push_back(to_items<double>(bytes));
+  for (const auto& bytes : peers->gather(to_bytes(numbers))) of_ranks.push_back(to_items<double>(bytes));
   std::vector<int> owners;  // the rank of each parameter
   for (const auto& [name, stage, first] : parameter_names_) {
     if (name == first) owners.push_back(pipeline_->rank_of(stage));

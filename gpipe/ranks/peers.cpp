@@ -3,11 +3,11 @@
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "gpipe/ranks/items.h"
 #include "gpipe/ranks/polling.h"
 #include "gpipe/runtime/clock.h"
 
@@ -18,6 +18,10 @@ constexpr int kLeader = 0;
 constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
 
 constexpr int kPings = 16;
+
+// What ranks wait for.
+constexpr char kNextCall[] = "its next call";
+constexpr char kResult[] = "the result of a call";
 
 // The tensor is the string's own memory.
 Parcel of_bytes(std::string bytes) {
@@ -34,17 +38,6 @@ std::string to_bytes(const Parcel& parcel) {
   return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
 }
 
-Parcel of_numbers(const std::vector<double>& numbers) {
-  return of_bytes({reinterpret_cast<const char*>(numbers.data()), numbers.size() * sizeof(double)});
-}
-
-std::vector<double> to_numbers(const Parcel& parcel) {
-  const auto bytes = to_bytes(parcel);
-  std::vector<double> numbers(bytes.size() / sizeof(double));
-  std::memcpy(numbers.data(), bytes.data(), numbers.size() * sizeof(double));
-  return numbers;
-}
-
 Parcel to_parcel(std::string words) {
   words.resize((words.size() / kWordBytes + 1) * kWordBytes, '\0');
   return of_bytes(std::move(words));
@@ -54,14 +47,6 @@ std::string to_words(const Parcel& parcel) {
   auto words = to_bytes(parcel);
   words.erase(words.find_last_not_of('\0') + 1);
   return words;
-}
-
-// The caller may change the tensors while they are sent.
-Parcel copy_to_send(Parcel parcel) {
-  for (auto& tensor : parcel.tensors) {
-    if (tensor.defined()) tensor = tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
-  }
-  return parcel;
 }
 
 }  // namespace
@@ -199,26 +184,20 @@ std::string Peers::activity() {
 // Returns the leader's judgement of what all ranks said.
 std::string Peers::exchange_words(const std::string& mine) {
   std::string judgement;
-  int other = kLeader;  // the rank of the transfer in progress
-  try {
+  int other = kLeader;
+  transfer(kNextCall, other, [&] {
     if (rank() != kLeader) {
       send(kWord, kLeader, to_parcel(mine));
       while_polling([&] { judgement = to_words(receive(kVerdict, kLeader)); });
-    } else {
-      std::vector<std::string> words{mine};
-      while_polling([&] {
-        for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
-      });
-      judgement = judge(words, ranks_->mesh());
-      for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(judgement));
+      return;
     }
-  } catch (const ConnectionError& error) {
-    fail(error, other, "its next call");
-    rethrow(std::current_exception());
-  } catch (const std::exception& error) {
-    fail("rank " + std::to_string(rank()) + " failed before a call: " + error.what());
-    throw;
-  }
+    std::vector<std::string> words{mine};
+    while_polling([&] {
+      for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
+    });
+    judgement = judge(words, ranks_->mesh());
+    for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(judgement));
+  });
   if (auto reason = reason_of_farewell(judgement)) gone_ = *std::move(reason);
   return judgement;
 }
@@ -240,14 +219,14 @@ void Peers::withdraw(const std::string& reason) noexcept {
   }
 }
 
-void Peers::transfer(const int& other, absl::FunctionRef<void()> run) {
+void Peers::transfer(const char* what, const int& other, absl::FunctionRef<void()> run) {
   try {
     run();
   } catch (const ConnectionError& error) {
-    fail(error, other, "the result of a call");
+    fail(error, other, what);
     rethrow(std::current_exception());
   } catch (const std::exception& error) {
-    fail("rank " + std::to_string(rank()) + " failed after a call: " + error.what());
+    fail("rank " + std::to_string(rank()) + " failed at " + what + ": " + error.what());
     throw;
   }
 }
@@ -264,19 +243,25 @@ std::vector<int> Peers::sharing(Result result) const {
   return found;
 }
 
+void Peers::send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel, int& other) {
+  for (auto& tensor : parcel.tensors) {
+    if (tensor.defined()) tensor = tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+  }
+  for (const int receiver : receivers) {
+    other = receiver;
+    if (other != rank()) send(subject, other, parcel);
+  }
+}
+
 Parcel Peers::share(Result result, int owner, Parcel parcel) {
   const auto subject = result == Result::kLoss      ? kLoss
                        : result == Result::kOutput  ? kOutput
                        : result == Result::kOfTwins ? kOfTwins
                                                     : kNumbers;
   int other = owner;
-  transfer(other, [&] {
+  transfer(kResult, other, [&] {
     if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
-    const auto copy = copy_to_send(parcel);
-    for (const int receiver : sharing(result)) {
-      other = receiver;
-      if (other != owner) send(subject, other, copy);
-    }
+    send_copies(subject, sharing(result), parcel, other);
   });
   return parcel;
 }
@@ -284,12 +269,8 @@ Parcel Peers::share(Result result, int owner, Parcel parcel) {
 std::vector<Parcel> Peers::exchange(Parcel parcel) {
   std::vector<Parcel> all(replicas());
   int other = rank();
-  transfer(other, [&] {
-    const auto copy = copy_to_send(parcel);
-    for (int r = 0; r < replicas(); ++r) {
-      other = twin(r);
-      if (r != replica()) send(kExchanged, other, copy);
-    }
+  transfer(kResult, other, [&] {
+    send_copies(kExchanged, sharing(Result::kOfTwins), parcel, other);
     while_polling([&] {
       for (int r = 0; r < replicas(); ++r) {
         other = twin(r);
@@ -304,7 +285,7 @@ std::vector<Parcel> Peers::exchange(Parcel parcel) {
 std::vector<std::string> Peers::gather(std::string bytes) {
   std::vector<std::string> all;
   int other = kLeader;
-  transfer(other, [&] {
+  transfer(kResult, other, [&] {
     if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
     all.push_back(std::move(bytes));
     while_polling([&] {
@@ -318,12 +299,12 @@ std::vector<std::string> Peers::gather(std::string bytes) {
 std::vector<Peers::Clock> Peers::clocks() {
   std::vector<Clock> all;
   int other = kLeader;
-  transfer(other, [&] {
+  transfer(kResult, other, [&] {
     while_polling([&] {
       if (rank() != kLeader) {
         for (int i = 0; i < kPings; ++i) {
           receive(kPing, kLeader);
-          send(kPing, kLeader, of_numbers({now()}));
+          send(kPing, kLeader, of_bytes(to_bytes(std::vector{now()})));
         }
         return;
       }
@@ -332,8 +313,8 @@ std::vector<Peers::Clock> Peers::clocks() {
         auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
         for (int i = 0; i < kPings; ++i) {
           const double start = now();
-          send(kPing, other, of_numbers({start}));
-          const double there = to_numbers(receive(kPing, other)).front();
+          send(kPing, other, of_bytes(""));
+          const double there = to_items<double>(to_bytes(receive(kPing, other))).at(0);
           const double end = now();
           const Clock clock{there - (start + end) / 2, (end - start) / 2};
           if (clock.error < best.error) best = clock;

@@ -131,8 +131,10 @@ class Peers {
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
   Parcel receive(Subject subject, int from);
-  /// Calls `run`, which transfers a part of a call's result from or to `other`. On an error, this rank has failed.
-  void transfer(const int& other, absl::FunctionRef<void()> run);
+  /// Calls `run`, which transfers `what` from or to `other`. On an error, this rank has failed.
+  void transfer(const char* what, const int& other, absl::FunctionRef<void()> run);
+  /// Sends copies of a parcel's tensors, because the caller may change these meanwhile. Sets `other` to each receiver.
+  void send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel, int& other);
   std::string exchange_words(const std::string& mine);
   void leave(const std::string& how);
   std::string activity();
