@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -116,6 +117,70 @@ def test_backward_evaluation_and_snapshots():
     model.eval()
     with torch.no_grad():
         torch.testing.assert_close(model(batch(9)[0]), results[0][1])
+
+
+class SyncedNorm(nn.BatchNorm1d):
+    """nn.SyncBatchNorm, which needs GPUs: takes mean and variance over a process group."""
+
+    def __init__(self, features, group):
+        super().__init__(features)
+        self.group = group
+
+    def forward(self, x):
+        count = torch.full((1,), float(len(x)))
+        sums = all_reduce(torch.cat([x.sum(0), x.square().sum(0), count]), group=self.group)
+        mean, square = (sums[:-1] / sums[-1]).chunk(2)
+        variance = square - mean.square()
+        with torch.no_grad():
+            self.num_batches_tracked += 1
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * sums[-1] / (sums[-1] - 1), self.momentum)
+        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+
+
+def normed_model(make_norm):
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(4, 6), make_norm(6), nn.ReLU(), nn.Linear(6, 5), make_norm(5), nn.Tanh(), nn.Linear(5, 3)
+    )
+
+
+def synchronize_norms(ranks, chunks, checkpoint, schedule):
+    group, _ = dist.new_subgroups(2)
+    with replicas(ranks, 2) as mesh:
+        assert dist.get_process_group_ranks(group) == [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
+        model = normed_model(lambda features: SyncedNorm(features, group))
+        pipe = gpipe.GPipe(model, [3, 4], chunks=chunks, checkpoint=checkpoint, schedule=schedule, group=mesh)
+        return train(pipe, [16, 10], mesh.part)
+
+
+@pytest.mark.parametrize(
+    "chunks, checkpoint, schedule",
+    [(1, "never", "gpipe"), (1, "always", "gpipe"), (2, "except_last", "1f1b"), (2, "never", "zb_h1")],
+)
+def test_synchronized_batch_norm(chunks, checkpoint, schedule):
+    results = results_of(4, synchronize_norms, chunks, checkpoint, schedule)
+    model = normed_model(nn.BatchNorm1d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, samples in enumerate([16, 10]):
+        x, y = batch(samples)
+        halves = torch.arange(samples).chunk(2)
+        optimizer.zero_grad()
+        loss = torch.zeros(())
+        # The batch norms see a micro-batch of both replicas together.
+        for parts in zip(*(half.chunk(chunks) for half in halves), strict=True):
+            index = torch.cat(parts)
+            share = F.cross_entropy(model(x[index]), y[index]) * len(index) / samples
+            share.backward()
+            loss += share.detach()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        expected = {"loss": loss, "norm": norm} | states(model)
+        optimizer.step()
+        joined = results[0][step] | results[2][step]
+        assert joined.keys() == expected.keys()
+        for rank, result in enumerate(results):
+            for name, value in result[step].items():
+                torch.testing.assert_close(value, expected[name], msg=lambda text: f"rank {rank}, {name}: {text}")
 
 
 class Overflowing(nn.Module):
