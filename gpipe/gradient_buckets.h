@@ -31,7 +31,7 @@ std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& para
                                              std::int64_t bytes);
 
 /// Returns about how many bytes a replica needs to sum a stage's gradients of `gradients` bytes, besides these: the parts and
-/// sums that it receives. `largest` is the most of one parameter. Does not count what is still being sent.
+/// sums that it receives. `largest` is the most of one parameter. Does not count the copies of small messages being sent.
 std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest);
 
 /// Returns a gradient on the CPU with the parameter's strides, so that the elements lie alike on all replicas. Returns it

@@ -5,7 +5,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn.functional import all_reduce
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -119,6 +118,21 @@ def test_backward_evaluation_and_snapshots():
         torch.testing.assert_close(model(batch(9)[0]), results[0][1])
 
 
+class SumOver(torch.autograd.Function):
+    """Sums over a process group, in the backward too."""
+
+    @staticmethod
+    def forward(ctx, values, group):
+        ctx.group = group
+        total = values.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return SumOver.forward(ctx, gradient, ctx.group), None
+
+
 class SyncedNorm(nn.BatchNorm1d):
     """nn.SyncBatchNorm, which needs GPUs: takes mean and variance over a process group."""
 
@@ -128,7 +142,7 @@ class SyncedNorm(nn.BatchNorm1d):
 
     def forward(self, x):
         count = torch.full((1,), float(len(x)))
-        sums = all_reduce(torch.cat([x.sum(0), x.square().sum(0), count]), group=self.group)
+        sums = SumOver.apply(torch.cat([x.sum(0), x.square().sum(0), count]), self.group)
         mean, square = (sums[:-1] / sums[-1]).chunk(2)
         variance = square - mean.square()
         with torch.no_grad():
