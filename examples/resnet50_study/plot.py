@@ -35,10 +35,11 @@ A percentage is given only if the runs support it: at least {runs} runs of both 
 {spread:.0f} % of the mean, and means that differ by more than twice the standard error of their difference.
 """
 
-OVER_PROCESSES = """Measured by the program in four processes. On another machine than above, only ratios can be compared. *Data parallel*
-has two threads in one process, *data parallel over processes* has two processes. *Data × pipeline* has two replicas of
-two stages in four processes, which share the cores, also while the profile for the prediction is measured. Predictions
-count no time for what processes send each other.
+OVER_PROCESSES = """Measured by the program in four processes (`torchrun --no-python --nproc-per-node 4 resnet50_study`). On another machine
+than above, only ratios can be compared. *Data parallel* has two threads in one process, *data parallel over processes*
+has two processes. *Data × pipeline* has two replicas of two stages in four processes. If these are more than the cores,
+they share them, also while the profile for the prediction is measured. Predictions count no time for what processes
+send each other.
 """
 
 MIN_RUNS = 3
