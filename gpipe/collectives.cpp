@@ -12,6 +12,21 @@
 #include "gpipe/ranks/items.h"
 
 namespace gpipe {
+namespace {
+
+// Returns rank 0's numbers on all ranks. REQUIRES: within a call.
+std::vector<double> share_numbers(Peers& peers, const std::vector<double>& numbers) {
+  auto own = at::empty({std::ssize(numbers)}, at::kDouble);
+  std::copy(numbers.begin(), numbers.end(), own.mutable_data_ptr<double>());
+  Parcel parcel;
+  parcel.add(std::move(own), /*gradient_wanted=*/false);
+  const auto shared = peers.share(Peers::Result::kNumbers, /*owner=*/0, std::move(parcel)).tensors.front();
+  const auto* first = shared.const_data_ptr<double>();
+  return {first, first + shared.numel()};
+}
+
+}  // namespace
+
 std::vector<std::string> GPipeImpl::gather(std::string bytes, const std::string& what) {
   auto* peers = pipeline_->peers();
   if (peers == nullptr) return {std::move(bytes)};
@@ -51,6 +66,20 @@ std::uint64_t GPipeImpl::largest(std::uint64_t number) {
   return peers->agree({.what = "largest", .number = number}).largest;
 }
 
+std::vector<double> GPipeImpl::sum_over_replicas(std::vector<double> numbers) {
+  auto* peers = pipeline_->peers();
+  if (peers == nullptr) return numbers;
+  MutexLock turn(pipeline_->turn());
+  peers->agree({.what = "sum of " + std::to_string(numbers.size()) + " numbers over replicas"});
+  const auto of_ranks = peers->gather(to_bytes(numbers));
+  std::vector<double> sums(numbers.size());
+  for (int r = 0; r < peers->replicas() && !of_ranks.empty(); ++r) {
+    const auto of_replica = to_items<double>(of_ranks[options_.ranks()->mesh().rank_at(/*position=*/0, r)]);
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += of_replica.at(i);
+  }
+  return share_numbers(*peers, sums);
+}
+
 std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
   const auto refuse = [&](const std::string& error) {
     withdraw(error);
@@ -74,21 +103,13 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
   peers->agree({.what = "numbers of all parameters"});
   std::vector<std::vector<double>> of_ranks;
   for (const auto& bytes : peers->gather(to_bytes(numbers))) of_ranks.push_back(to_items<double>(bytes));
-  std::vector<int> owners;  // the rank of each parameter
-  for (const auto& [name, stage, first] : parameter_names_) {
-    if (name == first) owners.push_back(pipeline_->rank_of(stage));
-  }
-  auto all = at::empty({static_cast<std::int64_t>(owners.size())}, at::kDouble);
-  auto* number = all.mutable_data_ptr<double>();
+  std::vector<double> all;
   std::vector<std::size_t> next(of_ranks.size());
-  for (std::size_t p = 0; p < owners.size() && !of_ranks.empty(); ++p) {
-    number[p] = of_ranks[owners[p]].at(next[owners[p]]++);
+  for (const auto& [name, stage, first] : parameter_names_) {
+    const int owner = pipeline_->rank_of(stage);
+    if (name == first && !of_ranks.empty()) all.push_back(of_ranks[owner].at(next[owner]++));
   }
-  Parcel parcel;
-  parcel.add(std::move(all), /*gradient_wanted=*/false);
-  const auto shared = peers->share(Peers::Result::kNumbers, /*owner=*/0, std::move(parcel)).tensors.front();
-  const auto* first = shared.const_data_ptr<double>();
-  return {first, first + shared.numel()};
+  return share_numbers(*peers, all);
 }
 
 void GPipeImpl::withdraw(const std::string& reason) {

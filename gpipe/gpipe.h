@@ -198,6 +198,10 @@ class GPipeImpl : public torch::nn::Module {
   /// Returns the largest number that a rank gives. So ranks stop at the same step: `if (pipe->largest(signal) != 0) break;`
   std::uint64_t largest(std::uint64_t number);
 
+  /// Returns the sums over replicas of the numbers that the first rank of each gives. Adds in the order of replicas, so all
+  /// ranks get the same bits. Serves scores of which each replica knows a part. The count must be the same on all ranks.
+  std::vector<double> sum_over_replicas(std::vector<double> numbers);
+
   /// Takes a number for each of this rank's parameters(), in order. Returns those of the whole model's parameters, in its
   /// order, on all ranks. Their sum has the same bits as in one process. Errors: std::invalid_argument for another count.
   std::vector<double> of_all_parameters(std::vector<double> numbers);

@@ -34,10 +34,6 @@ struct PipelineOptions {
   std::vector<torch::Device> devices;  ///< one per worker; empty: the GPUs in turn, or the CPU
   int replicas = 1;                    ///< equal pipelines, each for a part of the mini-batch
   std::shared_ptr<Ranks> ranks;        ///< the processes that train together; null: this one alone
-
-  /// The images of the largest and of the smallest part of a replica.
-  std::int64_t largest_part(std::int64_t images) const { return (images + replicas - 1) / replicas; }
-  std::int64_t smallest_part(std::int64_t images) const { return images / replicas; }
 };
 
 inline constexpr char kPipelineGroup[] = "Pipeline";

@@ -55,8 +55,8 @@ int count_micro_batches(std::int64_t images, std::int64_t chunks) {
 // Checks that the schedule fits the parts of a mini-batch. Errors: std::invalid_argument.
 void check_micro_batches(const PipelineOptions& options, std::int64_t images) {
   const auto pipe = stand_in(options);
-  const int chunks = count_micro_batches(options.largest_part(options.batch_size), options.chunks);
-  for (const auto part : {options.largest_part(images), options.smallest_part(images)}) {
+  const int chunks = count_micro_batches(part_sizes(options.ranks, options.batch_size).front(), options.chunks);
+  for (const auto part : part_sizes(options.ranks, images)) {
     pipe->program(count_micro_batches(part, chunks));
   }
 }
@@ -109,7 +109,7 @@ Plan measure(const torch::nn::Sequential& model, const TrainingOptions& options,
   const auto device = devices.front();
   const Scheduling scheduling{.schedule = options.schedule, .stages_per_worker = options.stages_per_worker};
   const Autocast autocast(options.amp, {device});
-  const auto part = options.largest_part(options.batch_size);
+  const auto part = part_sizes(options.ranks, options.batch_size).front();
   Percent percent(out, terminal, "measuring");
   auto profiling = profile_options(devices)
                        .param_scale(4)  // Adam
@@ -226,6 +226,7 @@ std::vector<torch::Device> own_devices(const PipelineOptions& options) {
 
 GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan, const PipelineOptions& options) {
   auto made = pipe_options(options).chunks(plan.chunks).checkpoint(plan.checkpoint).ranks(options.ranks);
+  made.deferred_batch_norm(true);  // so that scores depend neither on the replicas nor on the first one's images
   if (options.ranks) made.devices(own_devices(options));
   if (!plan.placement.empty()) made.schedule(plan.schedule).placement(plan.placement);
   return GPipe(model, plan.balance, made);

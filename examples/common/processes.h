@@ -1,11 +1,18 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
 
 #include "gpipe/ranks/ranks.h"
+
+namespace gpipe {
+class GPipe;
+}  // namespace gpipe
 
 namespace gpipe::examples {
 
@@ -16,8 +23,14 @@ namespace gpipe::examples {
 /// on std::cout prints nothing. Errors: as Ranks::from_environment(); std::invalid_argument for replicas without processes.
 std::shared_ptr<Ranks> join_processes(int replicas = 1);
 
-/// Returns the part of a mini-batch that this process's replica trains on: its first image and the one behind its last.
+/// Returns this replica's part of a mini-batch: its first image and the one behind its last.
 std::pair<std::int64_t, std::int64_t> part_of(const std::shared_ptr<Ranks>& ranks, std::int64_t images);
+
+/// Returns the images of the largest and of the smallest part of a mini-batch.
+std::array<std::int64_t, 2> part_sizes(const std::shared_ptr<Ranks>& ranks, std::int64_t images);
+
+/// Returns the rows of all replicas' parts, in order, in the first process; no rows in the others. All processes call it.
+at::Tensor join_parts(GPipe& pipe, const at::Tensor& part);
 
 /// Whether this process writes and prints.
 bool is_first(const std::shared_ptr<Ranks>& ranks);

@@ -47,7 +47,8 @@ class Task {
 
   /// The scores that validate() returns. The epoch with the highest first score is the best.
   virtual std::vector<ScoreName> scores() const = 0;
-  /// Called in evaluation mode, without gradients. Hands its pictures to `show`. Returns no scores if it was stopped.
+  /// Called in evaluation mode, without gradients. Each replica reads and runs its part of each mini-batch. All processes get
+  /// the same scores. Hands its pictures to `show`, at least in the first process. Returns no scores if it was stopped.
   virtual std::vector<double> validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) = 0;
 };
 

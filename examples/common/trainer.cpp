@@ -159,7 +159,7 @@ void Trainer::check_smallest_micro_batch() {
   const auto rest = task_.training_images() % options_.batch_size;
   std::vector<std::int64_t> smallest;
   for (const auto images : {options_.batch_size, rest}) {
-    for (const auto part : {options_.largest_part(images), options_.smallest_part(images)}) {
+    for (const auto part : part_sizes(options_.ranks, images)) {
       smallest.push_back(micro_batch_sizes(part, options_.chunks, 0).back());
     }
   }

@@ -60,16 +60,20 @@ std::vector<double> ClassificationTask::validate(GPipe& pipe, const ShowPicture&
   double loss_sum = 0;
   for (std::int64_t start = 0; start < count; start += batch_size_) {
     if (stops()) return {};
-    const auto size = std::min(batch_size_, count - start);
-    const auto labels = test_.target.narrow(0, start, size);
-    const auto logits = pipe->forward(test_.input.narrow(0, start, size)).cpu();
-    loss_sum += loss(logits, labels).item<double>() * static_cast<double>(size);
+    const auto [begin, end] = part_of(ranks_, std::min(batch_size_, count - start));
+    const auto labels = test_.target.slice(0, start + begin, start + end);
+    const auto logits = pipe->forward(test_.input.slice(0, start + begin, start + end)).cpu();
+    if (begin == end) continue;  // the mean of no losses is not a number
+    loss_sum += loss(logits, labels).item<double>() * static_cast<double>(end - begin);
     pairs += torch::bincount(labels * classes_ + logits.argmax(1), {}, classes_ * classes_);
   }
-  const auto* counts = pairs.const_data_ptr<std::int64_t>();
-  const auto picture = draw_confusion({counts, counts + pairs.numel()}, static_cast<int>(classes_));
+  const auto* own = pairs.const_data_ptr<std::int64_t>();
+  const auto counts = pipe->sum_over_replicas({own, own + pairs.numel()});
+  const auto picture = draw_confusion({counts.begin(), counts.end()}, static_cast<int>(classes_));
   show(picture, "confusion", "confusion/test");
-  const auto right = pairs.view({classes_, classes_}).trace().item<double>();
+  double right = 0;
+  for (std::int64_t k = 0; k < classes_; ++k) right += counts[k * classes_ + k];
+  loss_sum = pipe->sum_over_replicas({loss_sum}).front();
   return {right / static_cast<double>(count), loss_sum / static_cast<double>(count)};
 }
 

@@ -15,7 +15,7 @@ std::vector<ScoreName> classification_scores();
 /// Learns to classify images [n, 1, h, w] with values 0 to 1 into logits [n, classes].
 class ClassificationTask : public Task {
  public:
-  /// Its picture is the confusion matrix of an epoch. With `ranks`, trains on this replica's part of each mini-batch.
+  /// Its picture is the confusion matrix of an epoch. With `ranks`, runs this replica's part of each mini-batch.
   ClassificationTask(const LabelledImages& training, const LabelledImages& test, std::int64_t classes,
                      std::int64_t batch_size, std::uint64_t seed, std::shared_ptr<Ranks> ranks = nullptr);
 

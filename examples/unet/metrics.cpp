@@ -27,6 +27,28 @@ Metrics::Metrics(int classes) : total_(static_cast<size_t>(std::max(classes, 1))
   if (classes < 2) throw std::invalid_argument("metrics need at least 2 classes, not " + std::to_string(classes));
 }
 
+Metrics::Metrics(int classes, const std::vector<double>& sums) : Metrics(classes) {
+  auto next = sums.begin();
+  images_ = static_cast<int64_t>(*next++);
+  for (auto& count : total_) {
+    count.both = static_cast<int64_t>(*next++);
+    count.sum = static_cast<int64_t>(*next++);
+  }
+  for (auto& score : image_sum_) {
+    score.dice = *next++;
+    score.iou = *next++;
+  }
+}
+
+std::vector<double> Metrics::sums() const {
+  std::vector<double> sums = {static_cast<double>(images_)};
+  for (const auto& count : total_) {
+    sums.insert(sums.end(), {static_cast<double>(count.both), static_cast<double>(count.sum)});
+  }
+  for (const auto& score : image_sum_) sums.insert(sums.end(), {score.dice, score.iou});
+  return sums;
+}
+
 void Metrics::add(const at::Tensor& predicted, const at::Tensor& truth) {
   if (predicted.dim() < 1 || predicted.sizes() != truth.sizes()) {
     std::ostringstream text;

@@ -28,11 +28,15 @@ class Metrics {
 
   /// For classes 0 to `classes` - 1, at least 2.
   explicit Metrics(int classes);
+  /// Continues from sums(). REQUIRES: those are of as many classes.
+  Metrics(int classes, const std::vector<double>& sums);
 
   /// Both tensors are [n, ...], uint8, on any device: the class of each pixel. Errors: std::invalid_argument for shapes
   /// that differ; std::out_of_range for a pixel that is not of these classes.
   void add(const at::Tensor& predicted, const at::Tensor& truth);
   Scores scores() const;
+  /// All that the scores follow from, as numbers. Those of several parts of the images add up to those of all.
+  std::vector<double> sums() const;
 
  private:
   // Counts of pixels of one class.

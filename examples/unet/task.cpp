@@ -6,6 +6,7 @@
 
 #include "absl/strings/str_cat.h"
 #include "examples/common/picture.h"
+#include "examples/common/processes.h"
 #include "examples/unet/metrics.h"
 #include "examples/unet/segmentation.h"
 
@@ -43,10 +44,21 @@ torch::Tensor SegmentationTask::loss(const torch::Tensor& logits, const torch::T
   return segmentation_loss(logits, masks);
 }
 
+void SegmentationTask::draw(GPipe& pipe, const Batch& batch, const torch::Tensor& probabilities,
+                            const ShowPicture& show) const {
+  const auto whole = std::min(loading_.batch_size, static_cast<std::int64_t>(split_.validation.size()));
+  const auto begin = part_of(loading_.ranks, whole).first;
+  const auto rows = std::clamp<std::int64_t>(kPictureRows - begin, 0, batch.images.size(0));
+  const auto truth = one_hot(batch.masks.narrow(0, 0, rows), loading_.classes);
+  const std::vector<Column> columns = {{"image", join_parts(pipe, batch.images.narrow(0, 0, rows))},
+                                       {"mask", join_parts(pipe, paint(truth))},
+                                       {"prediction", join_parts(pipe, paint(probabilities.narrow(0, 0, rows)))}};
+  if (is_first(loading_.ranks)) show(draw_picture(columns), "epoch", "predictions/val");
+}
+
 std::vector<double> SegmentationTask::validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) {
   auto options = loading_;
   options.augment = false;
-  options.ranks = nullptr;
   Loader loader(split_.validation, size_, options);
   Metrics metrics(options.classes);
   double loss_sum = 0;
@@ -54,18 +66,15 @@ std::vector<double> SegmentationTask::validate(GPipe& pipe, const ShowPicture& s
   while (auto batch = loader.next()) {
     if (stops()) return {};
     const auto logits = pipe->forward(batch->images).cpu();
-    loss_sum += segmentation_loss(logits, batch->masks).item<double>() * static_cast<double>(batch->images.size(0));
     const auto probabilities = to_probabilities(logits);
+    if (std::exchange(first, false)) draw(pipe, *batch, probabilities, show);
+    const auto images = batch->images.size(0);
+    if (images == 0) continue;  // the mean of no losses is not a number
+    loss_sum += segmentation_loss(logits, batch->masks).item<double>() * static_cast<double>(images);
     metrics.add(to_labels(probabilities), batch->masks);
-    if (!std::exchange(first, false)) continue;
-    const auto rows = std::min<std::int64_t>(kPictureRows, batch->images.size(0));
-    const auto truth = one_hot(batch->masks.narrow(0, 0, rows), options.classes);
-    const auto picture = draw_picture({{"image", batch->images.narrow(0, 0, rows)},
-                                       {"mask", paint(truth)},
-                                       {"prediction", paint(probabilities.narrow(0, 0, rows))}});
-    show(picture, "epoch", "predictions/val");
   }
-  const auto scores = metrics.scores();
+  const auto scores = Metrics(options.classes, pipe->sum_over_replicas(metrics.sums())).scores();
+  loss_sum = pipe->sum_over_replicas({loss_sum}).front();
   const auto all = mean(scores.pixels);
   std::vector<double> values = {all.dice, all.iou, loss_sum / static_cast<double>(split_.validation.size())};
   for (const auto& score : scores.pixels) {

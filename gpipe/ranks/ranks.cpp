@@ -114,9 +114,9 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
 
 Ranks::~Ranks() = default;
 
-std::pair<std::int64_t, std::int64_t> Ranks::part(std::int64_t samples) const {
-  const auto begin = [&](std::int64_t replica) { return (samples * replica + replicas() - 1) / replicas(); };
-  return {begin(replica()), begin(replica() + 1)};
+std::pair<std::int64_t, std::int64_t> Ranks::part(std::int64_t samples, int replica) const {
+  const auto begin = [&](std::int64_t of) { return (samples * of + replicas() - 1) / replicas(); };
+  return {begin(replica), begin(replica + 1)};
 }
 
 void Ranks::finish(const std::string& error, const std::function<void()>& poll) {

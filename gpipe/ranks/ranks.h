@@ -80,8 +80,10 @@ class Ranks {
   int replica() const { return mesh_.replica_of(rank_); }
   const Mesh& mesh() const { return mesh_; }
   /// Returns the part of a mini-batch that belongs to this replica: its first sample and the one behind its last. Parts differ
-  /// by one sample at most. The first replica's part is empty only if the mini-batch is.
-  std::pair<std::int64_t, std::int64_t> part(std::int64_t samples) const;
+  /// by one sample at most. The first replica's part is the largest, the last one's the smallest, which can be empty.
+  std::pair<std::int64_t, std::int64_t> part(std::int64_t samples) const { return part(samples, replica()); }
+  /// The same for any replica. REQUIRES: 0 <= replica < replicas().
+  std::pair<std::int64_t, std::int64_t> part(std::int64_t samples, int replica) const;
   /// The number of this rank among those of its host: LOCAL_RANK, or 0. Unknown for a part of the job that the environment
   /// describes.
   std::optional<int> local_rank() const { return local_rank_; }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -63,6 +63,15 @@ class Collectives(nn.Module):
             if not 0 <= number < 2**64:
                 raise ValueError(f"number must be from 0 to 2**64 - 1, but is {number}")
         return pipeline.largest(number)
+
+    def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
+        """Returns the sums over replicas of the numbers that the first rank of each gives. Adds in the order of replicas, so
+        all ranks get the same bits. Serves scores of which each replica knows a part. The count must be the same on all
+        ranks."""
+        with self.refusing():
+            pipeline = self._pipeline()
+            own = [check_number(number, "each of the numbers") for number in numbers]
+        return pipeline.sum_over_replicas(own)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:

@@ -116,10 +116,16 @@ class Ranks:
         """The replica that this process belongs to, from 0. Its part of a mini-batch: ``ranks.part(len(x))``."""
         return self._core.replica
 
-    def part(self, samples: int) -> slice:
-        """Returns the part of a mini-batch that belongs to this replica. Parts differ by one sample at most. The first
-        replica's part is empty only if the mini-batch is."""
-        return slice(*(-(-samples * replica // self.replicas) for replica in (self.replica, self.replica + 1)))
+    def part(self, samples: int, replica: int | None = None) -> slice:
+        """Returns the part of a mini-batch that belongs to a replica. Parts differ by one sample at most. The first replica's
+        part is the largest, the last one's the smallest, which can be empty.
+
+        Args:
+            replica: default: the one that this process belongs to.
+        """
+        if replica is None:
+            replica = self.replica
+        return slice(*(-(-samples * number // self.replicas) for number in (replica, replica + 1)))
 
     def share(self, text: str) -> str:
         """Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other

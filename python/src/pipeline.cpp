@@ -242,6 +242,10 @@ std::uint64_t PythonPipeline::largest(std::uint64_t number) {
   return run([&] { return pipe_->largest(number); });
 }
 
+std::vector<double> PythonPipeline::sum_over_replicas(const std::vector<double>& numbers) {
+  return run([&] { return pipe_->sum_over_replicas(numbers); });
+}
+
 void PythonPipeline::withdraw(const std::string& reason) {
   run([&] { pipe_->withdraw(reason); });
 }
@@ -289,6 +293,7 @@ void init_pipeline(py::module_& module) {
       .def("gather", &PythonPipeline::gather, py::arg("bytes"), py::arg("what"))
       .def("gather_timeline", &PythonPipeline::gather_timeline, py::arg("timeline"))
       .def("largest", &PythonPipeline::largest, py::arg("number"))
+      .def("sum_over_replicas", &PythonPipeline::sum_over_replicas, py::arg("numbers"))
       .def("withdraw", &PythonPipeline::withdraw, py::arg("reason"))
       .def("trace", &PythonPipeline::trace, py::arg("timeline"));
   module.def("is_checkpointing", &is_checkpointing,

@@ -53,6 +53,7 @@ class PythonPipeline {
   pybind11::typing::List<pybind11::bytes> gather(const pybind11::bytes& bytes, const std::string& what);
   std::shared_ptr<Timeline> gather_timeline(const Timeline& timeline);
   std::uint64_t largest(std::uint64_t number);
+  std::vector<double> sum_over_replicas(const std::vector<double>& numbers);
   void withdraw(const std::string& reason);
 
   void trace(std::optional<std::shared_ptr<Timeline>> timeline);

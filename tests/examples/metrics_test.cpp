@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <utility>
 #include <vector>
 
 #include "tests/examples/fixtures.h"
@@ -48,6 +49,26 @@ TEST(MetricsTest, ClassesHaveSeparateScoresAndAMean) {
   EXPECT_DOUBLE_EQ(scores.images[0].dice, (2.0 / 3 + 1) / 2);
   EXPECT_DOUBLE_EQ(scores.images[1].iou, (1.0 / 2 + 2.0 / 3) / 2);
   EXPECT_DOUBLE_EQ(mean(scores.pixels).dice, (2.0 / 3 + 3.0 / 4 + 1) / 3);
+}
+
+TEST(MetricsTest, PartsOfTheImagesAddUp) {
+  const auto predicted = labels({1, 1, 2, 0, 1, 0, 0, 2, 2, 2, 2, 1});
+  const auto truth = labels({1, 0, 2, 0, 0, 1, 0, 2, 0, 0, 0, 1});
+  Metrics whole(3);
+  whole.add(predicted, truth);
+  std::vector<double> sums(whole.sums().size());
+  for (const auto& [begin, end] : {std::pair(0, 1), std::pair(1, 1), std::pair(1, 3)}) {
+    Metrics part(3);
+    part.add(predicted.slice(0, begin, end), truth.slice(0, begin, end));
+    for (std::size_t i = 0; i < sums.size(); ++i) sums[i] += part.sums()[i];
+  }
+  const auto scores = Metrics(3, sums).scores();
+  for (std::size_t k = 0; k < 2; ++k) {
+    EXPECT_EQ(scores.pixels[k].dice, whole.scores().pixels[k].dice);
+    EXPECT_EQ(scores.pixels[k].iou, whole.scores().pixels[k].iou);
+    EXPECT_DOUBLE_EQ(scores.images[k].dice, whole.scores().images[k].dice);
+    EXPECT_DOUBLE_EQ(scores.images[k].iou, whole.scores().images[k].iou);
+  }
 }
 
 TEST(MetricsTest, EmptyMasksScoreOne) {

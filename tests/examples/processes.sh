@@ -4,6 +4,7 @@
 #                                      becomes torchrun
 #   together NAME PROCESSES FLAG...    as run, in several processes
 #   equal_files A B                    compares the final snapshots of two runs
+#   close A B                          compares the losses and scores of two runs, up to rounding
 export MKL_CBWR=AUTO,STRICT # the bits of products must not depend on the alignment of memory
 
 free_port() {
@@ -48,5 +49,16 @@ one, other = (records(f"{run}/latest.snapshot") for run in sys.argv[1:])
 assert list(one) == list(other) and len(one) > 20
 for name in one:
     assert one[name] == other[name], name
+END_OF_PYTHON
+}
+
+close() {
+  "$python" - "$1/history.csv" "$2/history.csv" <<'END_OF_PYTHON' || fail "other losses or scores: $*"
+import csv, sys
+one, other = ([row for row in csv.reader(open(path))] for path in sys.argv[1:])
+assert one[0] == other[0] and len(one) == len(other) > 2
+for a, b in zip(one[1:], other[1:]):
+    for column, x, y in zip(one[0][:-1], a, b):  # without images/s
+        assert abs(float(x) - float(y)) <= 1e-3 * abs(float(x)), (column, x, y)
 END_OF_PYTHON
 }

@@ -67,6 +67,23 @@ for ((round = 1; kills < wanted; ++round)); do
   diff <(column whole 1-5) <(column run 1-5) || fail "round $round: other losses or scores"
   echo "round $round: $kills kills, stopped: $stopped"
 done
+
+# A job of replicas that is killed is continued by one pipeline, and the other way round.
+killed=false
+until $killed; do
+  rm -rf run run.log
+  launch 2 0 --stages 1 --replicas 2 --chunks 1
+  if training && disturb KILL; then killed=true; fi
+  wait "$launcher" || true
+done
+launch 2 0 --stages 2
+training && disturb KILL || true
+wait "$launcher" || true
+launch 4 0 --stages 2 --replicas 2 --chunks 1
+wait "$launcher" || { cat run.log >&2; fail "replicas do not continue"; }
+close whole run
+echo "replicas: killed and continued"
+
 launch 2 0 --stages 4
 wait "$launcher" || { cat run.log >&2; fail "a finished training is an error"; }
 grep -q '^nothing is left to train: run/latest.snapshot has 12 epochs' run.log || fail "it does not say that it is finished"

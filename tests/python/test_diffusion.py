@@ -1,14 +1,17 @@
 """The training program for a model of another library: several inputs, and samples drawn after each epoch."""
 
 import signal
+import subprocess
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
 from gpipe import snapshot
-from training import history, run
+from processes import launcher, on_cpu
+from training import EXAMPLES, history, run
 
 pytest.importorskip("diffusers")
 
@@ -37,6 +40,17 @@ def test_diffusion_writes_its_outputs(trained):
     assert len(list(trained.glob("events.out.tfevents.*.gpipe"))) == 1
     pictures = [Image.open(trained / f"epoch_00{epoch}.png").convert("RGB") for epoch in (1, 2)]
     assert pictures[0].size == (10 * 84 - 4, 36 + 6 * 84 - 4) and pictures[0].tobytes() != pictures[1].tobytes()
+
+
+def test_replicas_learn_as_one_pipeline_does(trained, tmp_path):
+    flags = [*SMALL, "--stages", "1", "--chunks", "1", "--replicas", "2", "--epochs", "2", "--output", tmp_path]
+    command = [*launcher(2), EXAMPLES / "diffusion.py", *flags]
+    done = subprocess.run([str(part) for part in command], env=on_cpu(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for row, expected in zip(history(tmp_path)[1], history(trained)[1], strict=True):
+        assert row == pytest.approx(expected, rel=1e-3, abs=1e-4)
+    pixels = [torch.tensor(np.asarray(Image.open(each / "epoch_002.png"))).int() for each in (tmp_path, trained)]
+    assert pixels[0].shape == pixels[1].shape and (pixels[0] - pixels[1]).abs().max() <= 2
 
 
 def test_diffusers_loads_the_trained_weights(trained, monkeypatch):

@@ -14,13 +14,14 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gpipe import snapshot
 from processes import launcher, on_cpu
-from training import EXAMPLES, UNET_CUT, data, history, run  # noqa: F401
+from training import EXAMPLES, UNET, UNET_CUT, data, history, run  # noqa: F401
 
 import unet_train
 from common.events import cut_event_files
 from common.trainer import Trainer
 from torch.utils.tensorboard import SummaryWriter
 
+CUT = UNET_CUT[len(UNET) :]
 NEW = "has no snapshot, so a new training begins"
 
 
@@ -175,30 +176,50 @@ def test_event_files_are_cut_before_what_is_refused_or_not_whole(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["events.out.tfevents.1.other"]
 
 
-def test_a_killed_job_comes_back_by_itself(data, tmp_path):  # noqa: F811
-    def start(command, output):
-        flags = [*UNET_CUT, "--data", data, "--epochs", "8", "--snapshot-every", "2", "--resume", "auto", "--output", output]
-        return subprocess.Popen(
-            [str(part) for part in [*command, EXAMPLES / "unet_train.py", *flags]],
-            env=on_cpu(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+def start(command, data, output, *more):  # noqa: F811
+    flags = ["--data", data, "--epochs", "8", "--snapshot-every", "2", "--resume", "auto", "--output", output, *more]
+    return subprocess.Popen(
+        [str(part) for part in [*command, EXAMPLES / "unet_train.py", *UNET, *flags]],
+        env=on_cpu(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
-    def finish(process):
-        output = process.communicate(timeout=120)[0]
-        assert process.returncode == 0, output
-        return output
 
-    out = tmp_path / "out"
-    job = start([*launcher(2), "--max-restarts", "1"], out)
-    while not (out / "latest.snapshot").exists() and job.poll() is None:
+def kill_second_rank(job, output):
+    """Kills it when there is a snapshot."""
+    while not (output / "latest.snapshot").exists() and job.poll() is None:
         time.sleep(0.01)
     ranks = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=True).stdout.split()
     assert len(ranks) == 2
     os.kill(int(ranks[1]), signal.SIGKILL)
+
+
+def finish(process):
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    return output
+
+
+def test_a_killed_job_comes_back_by_itself(data, tmp_path):  # noqa: F811
+    out = tmp_path / "out"
+    job = start([*launcher(2), "--max-restarts", "1"], data, out, *CUT)
+    kill_second_rank(job, out)
     resumed = re.findall("^resume: .*", finish(job), re.MULTILINE)
     assert resumed == [f"resume: {out} {NEW}", f"resume: {out / 'latest.snapshot'}"]
-    finish(start([sys.executable], tmp_path / "whole"))
+    finish(start([sys.executable], data, tmp_path / "whole", *CUT))
     assert_equal(out, tmp_path / "whole")
+
+
+def test_a_killed_job_goes_on_with_another_number_of_replicas(data, tmp_path):  # noqa: F811
+    # 8 images for training, 4 for validation. Mini-batches of 4 become two micro-batches.
+    flags = ["--validation", "33", "--stages", "1"]
+    out = tmp_path / "out"
+    job = start(launcher(2), data, out, *flags, "--chunks", "1", "--replicas", "2")
+    kill_second_rank(job, out)
+    assert job.communicate(timeout=120) and job.returncode != 0
+    assert f"resume: {out / 'latest.snapshot'}" in finish(start([sys.executable], data, out, *flags, "--chunks", "2"))
+    finish(start([sys.executable], data, tmp_path / "whole", *flags, "--chunks", "2"))
+    for row, expected in zip(history(out)[1], history(tmp_path / "whole")[1], strict=True):
+        assert row == pytest.approx(expected, rel=1e-3)

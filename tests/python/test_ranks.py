@@ -239,6 +239,8 @@ def call_differently(ranks):
     wrong = [
         (lambda: pipe.largest(3), lambda: pipe.largest(-1)),
         (lambda: pipe.largest(3), lambda: pipe.largest("3")),
+        (lambda: pipe.sum_over_replicas([3.0]), lambda: pipe.sum_over_replicas(["3"])),
+        (lambda: pipe.sum_over_replicas([3.0]), lambda: pipe.sum_over_replicas([3.0, 4.0])),
         (lambda: pipe.gather(b"a"), lambda: pipe.gather("a")),
         (lambda: pipe.gather_timeline(gpipe.Timeline()), lambda: pipe.gather_timeline(None)),
         (lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.clip_grad_norm_("x")),

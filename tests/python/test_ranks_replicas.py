@@ -209,6 +209,24 @@ class Overflowing(nn.Module):
         return x * self.weight * (torch.inf if self.huge else 1.0)
 
 
+def add_numbers(ranks):
+    with replicas(ranks, 2) as mesh:
+        pipe = gpipe.GPipe(make_model(), [4, 4], group=mesh)
+        first = mesh.rank < 2  # of its replica
+        sums = pipe.sum_over_replicas([0.1 * (mesh.replica + 1) if first else 100.0, torch.tensor(2)])
+        assert pipe.sum_over_replicas(range(0)) == []
+        with pytest.raises(RuntimeError, match="make the same calls"):
+            pipe.sum_over_replicas([1.0] * mesh.rank)
+        parts = [mesh.part(5, replica) for replica in range(2)]
+        assert parts == [slice(0, 3), slice(3, 5)] and mesh.part(5) == parts[mesh.replica]
+        return sums
+
+
+def test_sums_over_replicas():
+    assert results_of(4, add_numbers) == [[0.1 + 0.2, 4.0]] * 4
+    assert gpipe.GPipe(make_model(), [8]).sum_over_replicas([1, 0.5]) == [1.0, 0.5]
+
+
 def scale_losses(ranks):
     torch.manual_seed(0)
     scales = []

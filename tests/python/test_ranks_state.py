@@ -22,6 +22,8 @@ from processes import launcher, on_cpu
 from test_ranks import batch, make_model
 from training import EXAMPLES, UNET, UNET_CUT, data, history  # noqa: F401
 
+from PIL import Image
+
 FIRST = ([4, 4], "looped")  # balance and placement
 SECOND = ([1, 3, 2, 2], "v")
 
@@ -259,14 +261,18 @@ def test_the_unet_program_runs_over_ranks(data, tmp_path):  # noqa: F811
 
 @pytest.mark.parametrize("processes, balance", [(2, "23"), (4, "5,18")])
 def test_the_unet_program_trains_replicas(data, tmp_path, processes, balance):  # noqa: F811
-    flags = ["--data", data, *UNET, "--balance", balance, "--epochs", 2, "--clip", "0.5"]
+    # Three validation images: two for the first replica and one for the other.
+    flags = ["--data", data, *UNET, "--balance", balance, "--epochs", 2, "--clip", "0.5", "--validation", 25]
     finish(launch(*flags, "--chunks", 2, "--output", tmp_path / "one", processes=1))
     two = ["--chunks", 1, "--replicas", 2, "--output", tmp_path / "two"]
     out = finish(launch(*flags, *two, processes=processes))
     assert "1 micro-batches on each of 2 replicas" in out
-    (columns, one), (_, other) = history(tmp_path / "one"), history(tmp_path / "two")
-    loss = columns.index("train_loss")
-    assert [row[loss] for row in one] == pytest.approx([row[loss] for row in other], rel=1e-3)
+    one, other = history(tmp_path / "one")[1], history(tmp_path / "two")[1]
+    assert len(one) == len(other) == 2
+    for row, expected in zip(other, one, strict=True):
+        assert row == pytest.approx(expected, rel=1e-3)
+    sizes = [Image.open(tmp_path / name / "epoch_001.png").size for name in ("one", "two")]
+    assert sizes[0] == sizes[1]
 
 
 def test_ctrl_c_stops_all_ranks_at_the_same_step(data, tmp_path):  # noqa: F811

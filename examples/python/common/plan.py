@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 import gpipe
 from common.autocast import autocast
-from common.processes import is_first
+from common.processes import is_first, part_sizes
 from common.progress import show_percent
 from common.units import bytes_to_text, seconds_to_text
 from gpipe.balance import Prediction, Profile, Suggestion, predict, profile, suggest
@@ -66,7 +66,7 @@ def check_last_mini_batch(options: Namespace, training_images: int) -> None:
     if rest == 0:
         return
     stand_in = nn.Sequential(*(nn.Identity() for _ in range(options.stages)))
-    chunks = len(torch.empty(parts(options, options.batch_size)[0]).chunk(options.chunks))
+    chunks = len(torch.empty(part_sizes(options.ranks, options.batch_size)[0]).chunk(options.chunks))
     pipe = gpipe.GPipe(stand_in, [1] * len(stand_in), chunks=chunks, **_pipe_options(options))
     try:
         _try_steps(pipe, options, rest)
@@ -76,13 +76,8 @@ def check_last_mini_batch(options: Namespace, training_images: int) -> None:
         ) from None
 
 
-def parts(options: Namespace, images: int) -> tuple[int, int]:
-    """The images of the largest and of the smallest part of a replica."""
-    return -(-images // options.replicas), images // options.replicas
-
-
 def _try_steps(pipe: gpipe.GPipe, options: Namespace, images: int) -> None:
-    for part in parts(options, images):
+    for part in part_sizes(options.ranks, images):
         _try_step(pipe, max(1, part))  # an empty part has one micro-batch too
 
 
@@ -122,10 +117,11 @@ def make_plan(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
 def _measure(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
     devices = options.devices
     copies = len(set(devices)) > 1
+    images = part_sizes(options.ranks, options.batch_size)[0]
     scheduling = {"schedule": options.schedule, "stages_per_worker": options.stages_per_worker}
     with autocast(options.amp, devices[:1]):
         if options.balance == "auto":
-            batch = _repeated(example, parts(options, options.batch_size)[0])
+            batch = _repeated(example, images)
             suggestion = suggest(
                 model,
                 batch,
@@ -153,7 +149,7 @@ def _measure(model: nn.Sequential, options: Namespace, example: Any) -> Plan:
                 placement,
             )
 
-        sizes = [len(part) for part in torch.empty(parts(options, options.batch_size)[0]).chunk(options.chunks)]
+        sizes = [len(part) for part in torch.empty(images).chunk(options.chunks)]
         samples = max(2, sizes[0])  # batch norm can need two
         sample = _repeated(example, samples)
         measured = profile(
@@ -194,7 +190,14 @@ def make_pipe(model: nn.Sequential, options: Namespace, plan: Plan) -> gpipe.GPi
         arguments |= {"group": options.ranks, "devices": list(compress(options.devices, here))}
     if plan.placement:
         arguments |= {"schedule": plan.schedule, "placement": plan.placement}
-    return gpipe.GPipe(model, plan.balance, chunks=plan.chunks, checkpoint=plan.checkpoint, **arguments)
+    return gpipe.GPipe(
+        model,
+        plan.balance,
+        chunks=plan.chunks,
+        checkpoint=plan.checkpoint,
+        deferred_batch_norm=True,  # so that scores depend neither on the replicas nor on the first one's images
+        **arguments,
+    )
 
 
 def print_plan(name: str, model: nn.Sequential, pipe: gpipe.GPipe, plan: Plan, details: bool) -> None:

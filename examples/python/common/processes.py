@@ -7,6 +7,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, redirect_stdout
 
+import torch
+from torch import Tensor
+
 import gpipe
 
 
@@ -34,8 +37,25 @@ def joined_processes(replicas: int = 1) -> Iterator[gpipe.Ranks | None]:
 
 
 def part_of(ranks: gpipe.Ranks | None, images: int) -> slice:
-    """The part of a mini-batch that this process's replica trains on."""
+    """This replica's part of a mini-batch."""
     return slice(images) if ranks is None else ranks.part(images)
+
+
+def part_sizes(ranks: gpipe.Ranks | None, images: int) -> tuple[int, int]:
+    """The images of the largest and of the smallest part of a mini-batch."""
+    if ranks is None:
+        return images, images
+    largest, smallest = (len(range(images)[ranks.part(images, replica)]) for replica in (0, ranks.replicas - 1))
+    return largest, smallest
+
+
+def join_parts(pipe: gpipe.GPipe, part: Tensor) -> Tensor:
+    """Returns the rows of all replicas' parts, in order, in the first process; no rows in the others. All processes call
+    it."""
+    is_needed = pipe.ranks is None or pipe.ranks.rank < pipe.ranks.replicas  # the other ranks have what these have
+    own = part.cpu().contiguous().numpy().tobytes() if is_needed else b""
+    whole = bytearray().join(pipe.gather(own, "parts of a mini-batch"))
+    return torch.frombuffer(whole, dtype=part.dtype).view(-1, *part.shape[1:]) if whole else part[:0]
 
 
 def is_first(ranks: gpipe.Ranks | None) -> bool:

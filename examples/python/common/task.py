@@ -39,7 +39,9 @@ class Task(Protocol):
     def loss(self, output: Any, target: Tensor) -> Tensor: ...
 
     def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show, stops: Stops) -> list[float]:
-        """Called in evaluation mode, without gradients. Returns no scores if it was stopped."""
+        """Called in evaluation mode, without gradients. Each replica reads and runs its part of each mini-batch. All
+        processes get the same scores. Hands its pictures to ``show``, at least in the first process. Returns no scores if
+        it was stopped."""
 
 
 def history_columns(scores: Sequence[ScoreName]) -> list[str]:

@@ -22,8 +22,7 @@ from common.files import writing
 from common.history import History
 from common.interrupt import Interrupt
 from common.outputs import BEST, EVENT_SUFFIX, HISTORY, LATEST, event_files, remove_earlier_training
-from common.plan import parts
-from common.processes import is_first
+from common.processes import is_first, part_sizes
 from common.progress import Progress
 from common.step_record import StepRecord
 from common.task import Task, history_columns
@@ -185,7 +184,7 @@ class Trainer:
         """Batch norm in training mode refuses a single value per channel. An epoch's last mini-batch can lead to that,
         so this is tried before anything is written."""
         rest = self.task.training_images % self.options.batch_size
-        sizes = [part for images in (self.options.batch_size, rest) for part in parts(self.options, images)]
+        sizes = [part for images in (self.options.batch_size, rest) for part in part_sizes(self.pipe.ranks, images)]
         if all(len(torch.empty(size).chunk(self.pipe.chunks)[-1]) != 1 for size in sizes):
             return
         model, random = snapshot.capture_model(self.pipe), torch.get_rng_state()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import gpipe
 from common.picture import draw_picture
-from common.processes import part_of
+from common.processes import is_first, join_parts, part_of
 from common.random import Random, mini_batches
 from common.task import ScoreName, Show, Stops
 from denoising.process import STEPS, Input, add_noise, draw
@@ -65,25 +65,31 @@ class DiffusionTask:
     def validate(self, pipe: gpipe.GPipe, epoch: int, show: Show, stops: Stops) -> list[float]:
         input, velocity = self._test
         loss_sum = 0.0
-        parts = [torch.split(tensor, self._batch_size) for tensor in (*input, velocity)]
-        for images, times, labels, expected in zip(*parts, strict=True):
+        batches = [torch.split(tensor, self._batch_size) for tensor in (*input, velocity)]
+        for batch in zip(*batches, strict=True):
             if stops():
                 return []
+            part = part_of(self._ranks, len(batch[0]))
+            images, times, labels, expected = (tensor[part] for tensor in batch)
             predicted = pipe((images, times, labels)).sample.float().cpu()
             loss_sum += F.mse_loss(predicted, expected, reduction="sum").item()
-        loss = loss_sum / velocity.numel()
+        loss = pipe.sum_over_replicas([loss_sum])[0] / velocity.numel()
 
         noise = torch.randn((_ROWS, *velocity.shape[1:]), generator=self._generator(_SAMPLES))
         labels = torch.arange(CLASSES).repeat_interleave(_ROWS)
-        samples = draw(pipe, noise.repeat(CLASSES, 1, 1, 1), labels)
-        tiles = torch.split(samples.expand(-1, 3, -1, -1), _ROWS)
-        picture = draw_picture([(str(label), column) for label, column in enumerate(tiles)], _TILE)
-        show(picture, f"epoch_{epoch:03}.png", "samples")
-        return [1 - loss / velocity.var().item(), self._recognized(samples, labels), loss]
+        part = part_of(self._ranks, len(labels))
+        samples = draw(pipe, noise.repeat(CLASSES, 1, 1, 1)[part], labels[part])
+        (recognized,) = pipe.sum_over_replicas([self._count_recognized(samples, labels[part])])
+        drawn = join_parts(pipe, samples)
+        if is_first(self._ranks):
+            tiles = torch.split(drawn.expand(-1, 3, -1, -1), _ROWS)
+            picture = draw_picture([(str(label), column) for label, column in enumerate(tiles)], _TILE)
+            show(picture, f"epoch_{epoch:03}.png", "samples")
+        return [1 - loss / velocity.var().item(), recognized / len(labels), loss]
 
-    def _recognized(self, samples: Tensor, labels: Tensor) -> float:
+    def _count_recognized(self, samples: Tensor, labels: Tensor) -> float:
         nearest = torch.cdist((2 * samples - 1).flatten(1), self._images.flatten(1)).argmin(1)
-        return (self._labels[nearest] == labels).float().mean().item()
+        return (self._labels[nearest] == labels).sum().item()
 
     def _generator(self, stream: int) -> torch.Generator:
         return torch.Generator().manual_seed(Random(self._seed, stream).next())

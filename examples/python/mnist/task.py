@@ -47,10 +47,17 @@ class ClassificationTask:
         for images, labels in zip(*(torch.split(tensor, self._batch_size) for tensor in self._test), strict=True):
             if stops():
                 return []
+            part = part_of(self._ranks, len(images))
+            images, labels = images[part], labels[part]
             logits = pipe(images).cpu()
+            if len(images) == 0:
+                continue  # the mean of no losses is not a number
             loss_sum += self.loss(logits, labels).item() * len(images)
             pairs = labels * self._classes + logits.argmax(1)
             counts += torch.bincount(pairs, minlength=self._classes**2).view_as(counts)
+        sums = pipe.sum_over_replicas(counts.flatten().tolist())
+        counts = torch.tensor(sums, dtype=torch.double).long().view_as(counts)
         show(draw_confusion(counts), f"confusion_{epoch:03}.png", "confusion/test")
+        (loss_sum,) = pipe.sum_over_replicas([loss_sum])
         count = len(self._test[0])
         return [counts.trace().item() / count, loss_sum / count]

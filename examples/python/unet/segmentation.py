@@ -65,19 +65,23 @@ def paint(probabilities: Tensor) -> Tensor:
 
 class Metrics:
     """Dice and IoU of all classes except 0, over the pixels of all images together. Both are 1 for a class that is
-    neither in the masks nor predicted."""
+    neither in the masks nor predicted.
+
+    Attributes:
+        pairs: the number of pixels for each predicted and each true class. Those of several parts of the images add up.
+    """
 
     def __init__(self, classes: int) -> None:
-        self._pairs = torch.zeros(classes, classes, dtype=torch.long)  # predicted, true
+        self.pairs = torch.zeros(classes, classes, dtype=torch.long)
 
     def add(self, predicted: Tensor, truth: Tensor) -> None:
-        classes = len(self._pairs)
+        classes = len(self.pairs)
         pairs = predicted.flatten().long() * classes + truth.flatten()
-        self._pairs += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
+        self.pairs += torch.bincount(pairs, minlength=classes**2).view(classes, classes)
 
     def dice_and_iou(self) -> tuple[list[float], list[float]]:
-        both = self._pairs.diagonal()[1:].double()
-        total = (self._pairs.sum(0) + self._pairs.sum(1))[1:].double()
+        both = self.pairs.diagonal()[1:].double()
+        total = (self.pairs.sum(0) + self.pairs.sum(1))[1:].double()
         nowhere = total == 0
         dice = torch.where(nowhere, 1.0, 2 * both / total)
         iou = torch.where(nowhere, 1.0, both / (total - both))

@@ -8,11 +8,13 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+from PIL import Image
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset
 
 import gpipe
 from common.picture import draw_picture
+from common.processes import is_first, join_parts, part_of
 from common.random import Random
 from common.task import ScoreName, Show, Stops
 from gpipe.data import PartSampler, collate_part
@@ -79,7 +81,7 @@ class SegmentationTask:
         samples = list(self._training)
         Random(self._loading.seed, epoch).shuffle(samples)
         pictures = Pictures(samples, self._loading, epoch if self._loading.augment else 0)
-        return self._load(pictures, first * self._loading.batch_size, self._ranks)
+        return self._load(pictures, first * self._loading.batch_size)
 
     def loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return segmentation_loss(logits, labels)
@@ -91,26 +93,37 @@ class SegmentationTask:
             if stops():
                 return []
             logits = pipe(images).cpu()
-            loss_sum += segmentation_loss(logits, labels).item() * len(images)
             probabilities = to_probabilities(logits)
-            metrics.add(to_labels(probabilities), labels)
             if number == 0:
-                masks = paint(one_hot(labels, self._loading.classes))
-                columns = [("image", images), ("mask", masks), ("prediction", paint(probabilities))]
-                picture = draw_picture([(title, tiles[:_PICTURE_ROWS]) for title, tiles in columns])
-                show(picture, f"epoch_{epoch:03}.png", "predictions/val")
+                picture = self._draw(pipe, images, labels, probabilities)
+                if picture:
+                    show(picture, f"epoch_{epoch:03}.png", "predictions/val")
+            if len(images) == 0:
+                continue  # the mean of no losses is not a number
+            loss_sum += segmentation_loss(logits, labels).item() * len(images)
+            metrics.add(to_labels(probabilities), labels)
+        sums = pipe.sum_over_replicas(metrics.pairs.flatten().tolist())
+        metrics.pairs = torch.tensor(sums, dtype=torch.double).long().view_as(metrics.pairs)
+        (loss_sum,) = pipe.sum_over_replicas([loss_sum])
         dice, iou = metrics.dice_and_iou()
         scores = [statistics.fmean(dice), statistics.fmean(iou), loss_sum / len(self._validation)]
         return scores + dice if self._loading.classes > 2 else scores
 
-    def _load(
-        self, pictures: Pictures, first: int = 0, ranks: gpipe.Ranks | None = None
-    ) -> Iterable[tuple[Tensor, Tensor]]:
-        """The mini-batches from image `first` on; with ranks, this replica's parts of them."""
+    def _draw(self, pipe: gpipe.GPipe, images: Tensor, labels: Tensor, probabilities: Tensor) -> Image.Image | None:
+        """Draws the first images of the first mini-batch, in the first process. The arguments are this replica's part."""
+        begin = part_of(self._ranks, min(self._loading.batch_size, len(self._validation))).start or 0
+        rows = slice(max(0, _PICTURE_ROWS - begin))
+        masks = paint(one_hot(labels[rows], self._loading.classes))
+        columns = [("image", images[rows]), ("mask", masks), ("prediction", paint(probabilities[rows]))]
+        whole = [(title, join_parts(pipe, tiles)) for title, tiles in columns]
+        return draw_picture(whole) if is_first(self._ranks) else None
+
+    def _load(self, pictures: Pictures, first: int = 0) -> Iterable[tuple[Tensor, Tensor]]:
+        """The mini-batches from image `first` on, or this replica's parts of them."""
         batches = BatchSampler(range(first, len(pictures)), self._loading.batch_size, drop_last=False)
         return DataLoader(
             pictures,
-            batch_sampler=PartSampler(batches, ranks) if ranks else batches,
+            batch_sampler=PartSampler(batches, self._ranks) if self._ranks else batches,
             collate_fn=collate_part(pictures),
             num_workers=self._loading.workers,
             worker_init_fn=_ignore_signals,

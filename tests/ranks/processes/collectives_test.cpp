@@ -10,6 +10,8 @@
 #include <numeric>
 #include <string>
 #include <thread>
+#include <utility>
+#include <vector>
 
 #include "gpipe/schedule/timeline.h"
 #include "tests/gpipe/helpers.h"
@@ -97,6 +99,40 @@ TEST(RanksCollectives, Numbers) {
   });
 }
 
+TEST(RanksCollectives, SumsOverReplicas) {
+  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
+    auto pipe = make_pipe(2, "gpipe", ranks);
+    // In another order, or with the numbers of more ranks, the first sum would not be 0.
+    const double large = std::vector<double>{1e16, 1, -1e16}[ranks->replica()];
+    const double counts = ranks->rank() < 3 ? 1 : 100;
+    EXPECT_THAT(pipe->sum_over_replicas({counts * large, counts}), ElementsAre(0, 3));
+    EXPECT_THAT(pipe->sum_over_replicas({}), IsEmpty());
+    EXPECT_THAT([&] { pipe->sum_over_replicas(std::vector<double>(ranks->rank() == 5 ? 2 : 1)); },
+                throws<std::runtime_error>("rank 5 calls sum of 2 numbers over replicas, but rank 0 calls sum of 1"));
+    EXPECT_THAT(pipe->sum_over_replicas({2}), ElementsAre(6));
+  };
+  expect_job(6, body, {.ranks = patient().replicas(3), .before = {}});
+}
+
+TEST(RanksCollectives, PartsOfReplicas) {
+  const auto body = [](const std::shared_ptr<Ranks>& ranks) {
+    for (const std::int64_t samples : {0, 1, 2, 3, 7, 12}) {
+      std::int64_t next = 0;
+      for (int r = 0; r < 3; ++r) {
+        const auto [begin, end] = ranks->part(samples, r);
+        EXPECT_EQ(begin, next);
+        EXPECT_GE(end - begin, samples / 3);
+        EXPECT_LE(end - begin, r == 2 ? samples / 3 : (samples + 2) / 3);
+        if (r == 0) EXPECT_EQ(end - begin, (samples + 2) / 3);
+        if (r == ranks->replica()) EXPECT_EQ(ranks->part(samples), std::pair(begin, end));
+        next = end;
+      }
+      EXPECT_EQ(next, samples);
+    }
+  };
+  expect_job(3, body, {.ranks = patient().replicas(3), .before = {}});
+}
+
 TEST(RanksCollectives, ARankFailsBeforeItsText) {
   const auto ends = run_job(2, [](const std::shared_ptr<Ranks>& ranks) {
     if (ranks->rank() == 0) throw std::runtime_error("no plan");
@@ -110,6 +146,7 @@ TEST(RanksCollectives, InOneProcess) {
   auto pipe = make_pipe(2, "gpipe", nullptr);
   EXPECT_THAT(pipe->gather("bytes"), ElementsAre("bytes"));
   EXPECT_EQ(pipe->largest(7), 7);
+  EXPECT_THAT(pipe->sum_over_replicas({1, 2}), ElementsAre(1, 2));
   EXPECT_THAT(pipe->of_all_parameters({1, 2, 3, 4}), ElementsAre(1, 2, 3, 4));
   EXPECT_THAT([&] { pipe->of_all_parameters({1}); }, throws<std::invalid_argument>("4, but there are 1"));
   Timeline timeline;
