@@ -36,7 +36,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       targets_(*pipeline_, loss_.targets, pipeline_->stages().back().device),
       outputs_(micro_batches_),
       losses_(micro_batches_) {
-  if (const auto* peers = pipeline_->peers()) crossing_.emplace(transport_, peers->rank(), peers->codec(), counter_);
+  if (pipeline_->peers() != nullptr) crossing_.emplace(*pipeline_, transport_, counter_);
 }
 
 // Runs a forward or a step. On an error, restores the buffers and the default generator.

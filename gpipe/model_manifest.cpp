@@ -20,7 +20,10 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   };
   add("gpipe's version", version());
   add("torch's version", TORCH_VERSION);
-  if (options.ranks()) add("the number of replicas", options.ranks()->replicas());
+  if (options.ranks()) {
+    add("the number of replicas", options.ranks()->replicas());
+    add("nccl", options.ranks()->options().nccl() ? "true" : "false");
+  }
   add("the balance", "{" + absl::StrJoin(balance, ", ") + "}");
   add("the schedule", options.schedule_function() ? "a function" : options.schedule());
   add("stages_per_worker", options.stages_per_worker());

@@ -17,6 +17,12 @@ std::shared_ptr<const void> counted(std::shared_ptr<const void> owner, std::shar
 
 }  // namespace
 
+DeviceLink* ParcelEdges::link(const Action& action, int edge) const {
+  const int from = pipeline_.worker_of(pipeline_.edges()[edge].from);
+  const int to = pipeline_.worker_of(pipeline_.edges()[edge].to);
+  return action.kind == Kind::F ? pipeline_.device_link(from, to) : pipeline_.device_link(to, from);
+}
+
 Outgoing ParcelEdges::take_off(const Action& action, const std::vector<int>& edges) {
   std::vector<Parcel> parcels;
   for (const int edge : edges) {
@@ -29,7 +35,10 @@ Outgoing ParcelEdges::take_off(const Action& action, const std::vector<int>& edg
       parcel.add(std::move(gradient), /*gradient_wanted=*/false);
     }
   }
-  auto message = to_message(std::move(parcels), rank_, codec_);
+  const auto& peers = *pipeline_.peers();
+  std::vector<at::Tensor> on_device;
+  auto message = to_message(std::move(parcels), peers.rank(), peers.codec(), &on_device);
+  if (auto* wire = link(action, edges.front())) wire->send(on_device);
   if (counter_) message.owner = counted(std::move(message.owner), counter_);
   return message;
 }
@@ -40,13 +49,24 @@ void ParcelEdges::put_on(const Action& action, const std::vector<int>& edges, st
     throw std::runtime_error("[gpipe] a message for " + std::to_string(edges.size()) + " edges has " +
                              std::to_string(parcels.size()) + " parcels; run the same version of gpipe on all ranks");
   }
+  StreamEvents ready;
+  if (auto* wire = link(action, edges.front())) ready = wire->receive(parcels);
   for (std::size_t k = 0; k < edges.size(); ++k) {
     if (action.kind == Kind::F) {
-      transport_.send(edges[k], action.micro_batch, std::move(parcels[k]));
+      transport_.send(edges[k], action.micro_batch, std::move(parcels[k]), ready);
     } else {
-      transport_.send_gradients(edges[k], action.micro_batch, std::move(parcels[k].tensors));
+      transport_.send_gradients(edges[k], action.micro_batch, std::move(parcels[k].tensors), ready);
     }
   }
+}
+
+// Transfers between devices also end when a rank has failed.
+void ParcelEdges::settle(int from, int to) {
+  auto* wire = pipeline_.device_link(from, to);
+  if (wire == nullptr) return;
+  const auto& peers = *pipeline_.peers();
+  wire->settle(peers.options().timeout());
+  peers.check();
 }
 
 }  // namespace gpipe

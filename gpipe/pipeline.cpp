@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <map>
+#include <set>
 #include <stdexcept>
 #include <utility>
 
@@ -43,12 +44,35 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
       executor_(make_executor(peers_.get(), workers(), binding_.poll)) {
   for (const auto& stage : stages_) devices_[worker_of(stage.index)] = stage.device;
   for (const auto device : devices_) streams_.push_back(new_stream(device));
-  for (const auto& edge : edges_) {
-    const auto from = stages_[edge.from].device;
-    const auto to = stages_[edge.to].device;
+  for (const auto& edge : edges_) ends_.push_back({stages_[edge.from].device, stages_[edge.to].device});
+  if (peers_ && peers_->has_device_wires()) connect_devices();
+  for (const auto& [from, to] : ends_) {
     links_.push_back(new_link(from, to));
     back_links_.push_back(new_link(to, from));
   }
+}
+
+// In the order of (from, to), which all ranks share, because both ends of a wire wait for each other.
+void Pipeline::connect_devices() {
+  std::set<std::pair<int, int>> wires;
+  for (std::size_t e = 0; e < edges_.size(); ++e) {
+    const auto& edge = edges_[e];
+    if (is_here(edge.from) == is_here(edge.to)) continue;
+    auto& ends = ends_[e];
+    (is_here(edge.from) ? ends.to : ends.from) = is_here(edge.from) ? ends.from : ends.to;
+    const int sender = worker_of(edge.from);
+    const int receiver = worker_of(edge.to);
+    wires.insert({{sender, receiver}, {receiver, sender}});
+  }
+  for (const auto& [from, to] : wires) {
+    const auto device = devices_[peers_->is_here(from) ? from : to];
+    device_links_.try_emplace({from, to}, peers_->connect_devices(from, to, device), device);
+  }
+}
+
+DeviceLink* Pipeline::device_link(int from, int to) {
+  const auto found = device_links_.find({from, to});
+  return found == device_links_.end() ? nullptr : &found->second;
 }
 
 Pipeline::~Pipeline() {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <map>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include "absl/base/thread_annotations.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/error_info.h"
+#include "gpipe/ranks/device_link.h"
 #include "gpipe/ranks/peers.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/runtime/mutex.h"
@@ -47,7 +49,7 @@ struct LanguageBinding {
 class Pipeline {
  public:
   /// REQUIRES: the stages of a worker have one device. Over ranks, `peers` are the others, and stages of theirs have no
-  /// layers and the CPU as device.
+  /// layers and the CPU as device. Errors, with wires between devices: ConnectionError.
   Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, SharedBuffers shared,
            int intraop_threads, LanguageBinding binding = {}, std::unique_ptr<Peers> peers = nullptr);
   ~Pipeline();
@@ -79,6 +81,16 @@ class Pipeline {
 
   /// The compute stream that the stages of a worker share; std::nullopt on CPU.
   const std::optional<c10::Stream>& stream_of_worker(int worker) const { return streams_[worker]; }
+  /// Where the tensors of an edge are on this rank, before and after they move along it. The end of a stage of another rank
+  /// is the CPU, or with wires between devices the device of the other end.
+  struct Ends {
+    c10::Device from;
+    c10::Device to;
+  };
+  const Ends& ends(int edge) const { return ends_[edge]; }
+  /// This rank's end of the wire from a worker's device to that of a worker on another rank, one of them on this rank; null
+  /// if what they exchange passes through the host. Belongs to this rank's worker.
+  DeviceLink* device_link(int from, int to);
   /// The copy streams of an edge, forward and back.
   const Link& link(int edge) const { return links_[edge]; }
   const Link& back_link(int edge) const { return back_links_[edge]; }
@@ -119,6 +131,7 @@ class Pipeline {
     c10::Device to;
     Link link;
   };
+  void connect_devices();
   Program make_program(const Key& key) const;
   /// Returns null if the program is not cached.
   std::shared_ptr<const Program> find_program(const Key& key);
@@ -133,6 +146,8 @@ class Pipeline {
   std::unique_ptr<Peers> peers_;
   std::vector<c10::Device> devices_;                 // per worker
   std::vector<std::optional<c10::Stream>> streams_;  // per worker
+  std::vector<Ends> ends_;  // per edge
+  std::map<std::pair<int, int>, DeviceLink> device_links_;
   std::vector<Link> links_;
   std::vector<Link> back_links_;
 

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "gpipe/checks.h"
+#include "gpipe/ranks/job.h"
 #include "gpipe/ranks/ranks.h"
 #include "gpipe/ranks/wire_plan.h"
 
@@ -75,6 +76,16 @@ std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
   return ranks_of_workers(static_cast<int>(workers), *ranks);
 }
 
+/// Checks that the wires between devices, if there are any, can connect a worker of this rank.
+void check_connects(Ranks& ranks, int worker, torch::Device device) {
+  const auto* wires = ranks.job().devices();
+  if (wires == nullptr || device.type() == wires->device_type()) return;
+  refuse_argument("with nccl, every worker must be on a " +
+                  c10::DeviceTypeName(wires->device_type(), /*lower_case=*/true) + " device, but worker " +
+                  std::to_string(worker) + ", of rank " + std::to_string(ranks.rank()) + ", is on " + device.str() +
+                  "; give it another device, or leave nccl out");
+}
+
 /// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers` has the rank of each
 /// worker.
 std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector<int>& of_workers) {
@@ -116,7 +127,9 @@ Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   const auto own_devices = place_workers(options.devices(), own, gpus_of_earlier_ranks(options, ranks));
   std::vector<torch::Device> devices(workers, torch::kCPU);
   for (std::size_t w = 0, next = 0; w < workers; ++w) {
-    if (ranks[w] == rank) devices[w] = own_devices[next++];
+    if (ranks[w] != rank) continue;
+    devices[w] = own_devices[next++];
+    if (options.ranks()) check_connects(*options.ranks(), static_cast<int>(w), devices[w]);
   }
   return {std::move(schedules), std::move(devices), std::move(ranks), rank};
 }

@@ -31,6 +31,7 @@ void Wires::finish() {
 Exchange::Exchange(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
                    const std::string& key, std::chrono::milliseconds limit, EdgeContents& contents)
     : program_(program),
+      part_(part),
       ranks_(ranks),
       rank_(rank),
       contents_(contents),
@@ -42,7 +43,7 @@ Exchange::Exchange(Wires& wires, const Program& program, Part part, const std::v
     if (is_here(plan.from)) {
       auto& remembered = wires.remembered(number, key, plan.messages.size());
       sending_[plan.from].push_back(
-          {&wires.sender(number, ranks[plan.to]), ranks[plan.to], std::move(plan.messages), &remembered});
+          {&wires.sender(number, ranks[plan.to]), plan.to, ranks[plan.to], std::move(plan.messages), &remembered});
     } else if (is_here(plan.to)) {
       auto& remembered = wires.remembered(number, key, plan.messages.size());
       auto& wire = wires.receiver(number, ranks[plan.from], limit);
@@ -87,7 +88,20 @@ void Exchange::put(const Action& action) {
     set_activity(worker, {.awaits = wire.rank});
     wire.wire->send((*wire.remembered)[wire.next++], message.label(), std::move(contents));
   }
+  if (action == program_.actions(worker, part_).back()) settle(worker);
   set_activity(worker, {});
+}
+
+void Exchange::settle(int worker) {
+  for (const auto& wire : sending_[worker]) {
+    set_activity(worker, {.awaits = wire.rank});
+    contents_.settle(worker, wire.to);
+  }
+  for (const auto& [ends, wire] : receiving_) {
+    if (ends.second != worker) continue;
+    set_activity(worker, {.awaits = wire.rank});
+    contents_.settle(ends.first, worker);
+  }
 }
 
 void Exchange::set_activity(int worker, Activity activity) {

@@ -56,6 +56,9 @@ class EdgeContents {
   virtual Outgoing take_off(const Action& action, const std::vector<int>& edges) = 0;
   /// Puts on the edges what the action put there on another rank.
   virtual void put_on(const Action& action, const std::vector<int>& edges, std::unique_ptr<Incoming> message) = 0;
+  /// Waits for what does not come with messages: what one worker has sent another one, of which one is on this rank.
+  /// Called after the last action of this rank's worker.
+  virtual void settle(int /*from*/, int /*to*/) {}
 };
 
 /// What a worker does during an exchange: runs an action, or waits for another rank, or neither.
@@ -76,7 +79,8 @@ class Exchange {
   Exchange(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
            const std::string& key, std::chrono::milliseconds limit, EdgeContents& contents);
 
-  /// See Cells::take() and Cells::put(). Errors: ConnectionError.
+  /// See Cells::take() and Cells::put(). After a worker's last action, all that it has sent and received is there.
+  /// Errors: ConnectionError.
   void take(const Action& action);
   void put(const Action& action);
 
@@ -93,17 +97,20 @@ class Exchange {
   };
   struct Sending {
     WireSender* wire;
+    int to;
     int rank;
     std::vector<WireMessage> messages;
     std::deque<Remembered>* remembered;
     std::size_t next = 0;
   };
   bool is_here(int worker) const { return ranks_[worker] == rank_; }
+  void settle(int worker);
   void set_activity(int worker, Activity activity);
   /// Whether the edge's content for an action of this kind has come.
   char& arrived(int edge, const Action& action);
 
   const Program& program_;
+  const Part part_;
   const std::vector<int>& ranks_;
   const int rank_;
   EdgeContents& contents_;

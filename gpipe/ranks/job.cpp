@@ -20,7 +20,7 @@ constexpr int kFirstWire = (Lifelines::kTags + kTagsPerWire - 1) / kTagsPerWire;
 
 }  // namespace
 
-Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks)
+Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices)
     : store_(std::move(store)),
       rank_(ranks.rank()),
       size_(ranks.size()),
@@ -29,6 +29,7 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks)
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
       next_wire_(kFirstWire),
+      devices_(std::move(devices)),
       board_(std::make_unique<FailureBoard>(
           store_, rank_, FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
 
@@ -38,6 +39,7 @@ Job::~Job() {
     static_cast<void>(lifelines_.release());
     static_cast<void>(board_.release());
     static_cast<void>(connections_.release());
+    static_cast<void>(devices_.release());
     return;
   }
   finish(unwinding().value_or(""), /*poll=*/nullptr);
@@ -102,6 +104,7 @@ void Job::close() noexcept {
     connections = connections_.get();
   }
   if (connections != nullptr) connections->close();
+  if (devices_) devices_->abort();
 }
 
 std::string Job::share(const std::string& text, const std::function<void()>& poll) {

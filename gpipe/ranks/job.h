@@ -12,6 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/exchange.h"
 #include "gpipe/ranks/failure_board.h"
 #include "gpipe/ranks/lifelines.h"
@@ -27,7 +28,8 @@ namespace gpipe {
 /// Thread safety: join(), share() and retire() on one thread at a time; the other functions on any thread.
 class Job {
  public:
-  Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks);
+  /// `devices` may be null.
+  Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
   /// finish(), unless that has been called. While an exception unwinds the stack, reports it as a failure. REQUIRES: the
   /// pipelines have ended.
   ~Job();
@@ -44,6 +46,8 @@ class Job {
 
   /// REQUIRES: join() has returned.
   Connections& connections() { return *connections_; }
+  /// Wires between devices; null if tensors pass through the hosts.
+  DeviceConnections* devices() const { return devices_.get(); }
   FailureBoard& board() { return *board_; }
 
   /// What a rank does: the number of the rank that it waits for, or words; empty for nothing.
@@ -85,6 +89,7 @@ class Job {
   std::map<const void*, Member> members_ ABSL_GUARDED_BY(mutex_);
   bool finished_ = false;
   std::unique_ptr<Connections> connections_;  // set once, under the lock
+  std::unique_ptr<DeviceConnections> devices_;
   std::unique_ptr<FailureBoard> board_;
   std::unique_ptr<Lifelines> lifelines_;
   std::vector<std::unique_ptr<Wires>> retired_;

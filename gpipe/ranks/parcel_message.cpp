@@ -79,6 +79,7 @@ void add_layout(const at::Tensor& tensor, bool wants_gradient, Writer& layout) {
   layout.add(wants_gradient ? 1 : 0);
   layout.add(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1);
   if (!tensor.defined()) return;
+  layout.add(tensor.is_cpu() ? 0 : 1);
   layout.add(tensor.dim());
   for (const auto size : tensor.sizes()) layout.add(size);
   for (const auto stride : tensor.strides()) layout.add(stride);
@@ -86,6 +87,7 @@ void add_layout(const at::Tensor& tensor, bool wants_gradient, Writer& layout) {
 
 at::Tensor tensor_of(std::int64_t type, Reader& layout) {
   if (type < 0 || type >= static_cast<std::int64_t>(at::ScalarType::Undefined)) refuse_layout();
+  const auto device = layout.count(1) == 0 ? c10::kCPU : c10::kMeta;
   const auto dimensions = layout.count(kMostDimensions);
   constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() * std::int64_t{4096};
   std::vector<std::int64_t> sizes;
@@ -106,7 +108,7 @@ at::Tensor tensor_of(std::int64_t type, Reader& layout) {
     }
   }
   if (elements > 0 && last != elements - 1) refuse_layout();
-  return at::empty_strided(sizes, strides, static_cast<at::ScalarType>(type));
+  return at::empty_strided(sizes, strides, at::TensorOptions(static_cast<at::ScalarType>(type)).device(device));
 }
 
 class ReceivedParcels : public Incoming {
@@ -133,7 +135,8 @@ class ReceivedParcels : public Incoming {
     std::vector<std::span<std::byte>> pieces;
     for (auto& parcel : parcels_) {
       for (auto& tensor : parcel.tensors) {
-        if (tensor.defined()) pieces.push_back({static_cast<std::byte*>(tensor.data_ptr()), bytes_of(tensor)});
+        if (!tensor.defined() || tensor.is_meta()) continue;
+        pieces.push_back({static_cast<std::byte*>(tensor.data_ptr()), bytes_of(tensor)});
       }
     }
     return pieces;
@@ -162,7 +165,8 @@ class ReceivedParcels : public Incoming {
 
 }  // namespace
 
-Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec) {
+Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
+                    std::vector<at::Tensor>* on_device) {
   Outgoing message;
   Writer layout;
   auto owner = std::make_shared<std::vector<at::Tensor>>();
@@ -173,7 +177,7 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
     if (parcel.form.kind == Value::Form::kObject) layout.add(codec.encode(*parcel.form.structure));
     layout.add(static_cast<std::int64_t>(parcel.tensors.size()));
     for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
-      const auto& tensor = owner->emplace_back(dense(parcel.tensors[i]));
+      const auto tensor = dense(parcel.tensors[i]);
       add_layout(tensor, parcel.wants_gradient[i], layout);
       auto [number, shared_later] = parcel.memory[i];
       if (number != Memory::kOwn && number >> kRankShift == 0) {
@@ -181,6 +185,11 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
       }
       values.push_back(number << 1 | (shared_later ? 1 : 0));
       if (!tensor.defined()) continue;
+      if (!tensor.is_cpu()) {
+        on_device->push_back(tensor);
+        continue;
+      }
+      owner->push_back(tensor);
       message.pieces.push_back({static_cast<const std::byte*>(tensor.const_data_ptr()), bytes_of(tensor)});
     }
   }

@@ -9,13 +9,17 @@
 namespace gpipe {
 
 /// Makes a message of parcels of this rank. Keeps the tensors' memory, strides and bits; a tensor with gaps or overlaps is
-/// made contiguous. REQUIRES: the tensors are on the CPU. Errors: std::invalid_argument for sparse tensors.
-Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec);
+/// made contiguous. Of tensors that are not on the CPU, the message has only the layouts: adds these tensors to `on_device`,
+/// for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument for
+/// sparse tensors.
+Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
+                    std::vector<at::Tensor>* on_device = nullptr);
 
 /// Makes the memory for messages of parcels. Errors: std::runtime_error for a layout that is malformed.
 Allocate parcel_memory(StructureCodec codec);
 
-/// Returns the parcels of a message that was received into parcel_memory().
+/// Returns the parcels of a message that was received into parcel_memory(). Where the sender had a tensor on a device, there
+/// is a meta tensor.
 std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message);
 
 }  // namespace gpipe

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/strings/str_cat.h"
 #include "gpipe/ranks/items.h"
 #include "gpipe/ranks/polling.h"
 #include "gpipe/runtime/clock.h"
@@ -101,6 +102,17 @@ int Peers::gradient_wire(Gradient kind, int stage, int from_replica, int to_repl
   return wire_number(kSubjects, 0, 0) + (wire * replicas() + from_replica) * replicas() + to_replica;
 }
 
+DeviceWire& Peers::connect_devices(int from, int to, c10::Device device) {
+  const auto name = absl::StrCat("pipeline ", first_wire_, ", from worker ", from, " of rank ", of_workers_[from],
+                                 " to worker ", to, " of rank ", of_workers_[to]);
+  try {
+    return job_.devices()->connect(name, /*sends=*/is_here(from), device);
+  } catch (const ConnectionError& error) {
+    fail(absl::StrCat("rank ", rank(), " cannot connect its devices: ", error.what()));
+    throw;
+  }
+}
+
 WireSender& Peers::gradient_sender(Gradient kind, int stage, int replica) {
   return wires_->sender(gradient_wire(kind, stage, this->replica(), replica), twin(replica));
 }
@@ -154,7 +166,7 @@ void Peers::rethrow(const std::exception_ptr& error) const {
     is_own = false;
   } catch (...) {
   }
-  if (!is_own) job_.board().check("a rank has failed");
+  if (!is_own) check();
   std::rethrow_exception(error);
 }
 

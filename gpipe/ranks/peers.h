@@ -15,6 +15,7 @@
 #include "gpipe/autograd/parcel.h"
 #include "gpipe/ranks/call.h"
 #include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/exchange.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/manifest.h"
@@ -54,6 +55,13 @@ class Peers {
   bool is_here(int worker) const { return of_workers_[worker] == rank(); }
   const RanksOptions& options() const { return ranks_->options(); }
   Wires& wires() { return *wires_; }
+
+  /// Whether tensors go straight from the devices of one rank to those of another.
+  bool has_device_wires() const { return job_.devices() != nullptr; }
+  /// Makes this rank's end of the wire from a worker's device to that of a worker on another rank. Waits for the other end.
+  /// `device` is that of this rank's worker. Errors: ConnectionError, which the other ranks learn of.
+  DeviceWire& connect_devices(int from, int to, c10::Device device);
+
   const StructureCodec& codec() const { return codec_; }
 
   /// Begins a call. Errors: std::runtime_error if the calls differ, another rank has withdrawn, or a rank has failed.
@@ -104,6 +112,9 @@ class Peers {
   void fail(const std::string& cause) noexcept;
   /// The same for a connection that failed while this rank waited for another one.
   void fail(const ConnectionError& error, int awaited, const std::string& what) noexcept;
+
+  /// Errors: std::runtime_error if a rank has failed.
+  void check() const { job_.board().check("a rank has failed"); }
 
   /// Throws the first failure: `error` if that is this rank's own.
   [[noreturn]] void rethrow(const std::exception_ptr& error) const;

@@ -13,6 +13,7 @@
 #include "gpipe/checks.h"
 #include "gpipe/ranks/attempt.h"
 #include "gpipe/ranks/job.h"
+#include "gpipe/ranks/nccl.h"
 #include "gpipe/ranks/network.h"
 
 namespace gpipe {
@@ -91,7 +92,8 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::
   }
 }
 
-Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options)
+Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options,
+             const ConnectDevices& connect_devices)
     : rank_(rank),
       size_(size),
       local_rank_(local_rank_in(size)),
@@ -109,7 +111,12 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
   }
   // A store can serve several jobs, one after the other.
   const auto number = store->add("jobs of rank " + std::to_string(rank), 1);
-  job_ = std::make_unique<Job>(c10::make_intrusive<c10d::PrefixStore>("job" + std::to_string(number), store), *this);
+  const auto job = c10::make_intrusive<c10d::PrefixStore>("job" + std::to_string(number), store);
+  std::unique_ptr<DeviceConnections> devices;
+  if (options_.nccl()) {
+    devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());
+  }
+  job_ = std::make_unique<Job>(job, *this, std::move(devices));
 }
 
 Ranks::~Ranks() = default;

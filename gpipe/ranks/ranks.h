@@ -15,6 +15,7 @@
 
 namespace gpipe {
 
+class DeviceConnections;
 class Job;
 
 /// Where a process accepts connections: a network interface by its name, or an address; the host's own address if both are
@@ -36,7 +37,14 @@ struct RanksOptions {
   /// The number of equal pipelines among which the ranks are divided. Each trains on its own part of the mini-batch, and
   /// their gradients are summed. Divides the number of ranks.
   TORCH_ARG(int, replicas) = 1;
+  /// Whether the tensors between workers of different ranks go from GPU to GPU, by NCCL. If not, they pass through the memory
+  /// of the hosts. Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
+  TORCH_ARG(bool, nccl) = false;
 };
+
+/// Makes the wires between the devices of a job's ranks, which meet in the store. `limit`: the longest wait for another rank.
+using ConnectDevices = std::function<std::unique_ptr<DeviceConnections>(const c10::intrusive_ptr<c10d::Store>& store,
+                                                                        std::chrono::milliseconds limit)>;
 
 /// The processes of a job, which run one pipeline together, or several equal ones, the *replicas*. Each process, a *rank*,
 /// holds one or more workers of each pipeline and the parameters of their stages.
@@ -60,9 +68,11 @@ class Ranks {
                                                  const std::function<void()>& poll = nullptr);
 
   /// Joins a job that shares a store. All ranks give stores with the same content, and make their Ranks in the same order.
-  /// Errors: std::invalid_argument for a null store, a rank that is not in 0..size-1, a time-out that is not positive, or a
-  /// number of replicas that does not divide `size`.
-  Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {});
+  /// `connect_devices` serves options.nccl(); null stands for NCCL.
+  /// Errors: std::invalid_argument for a null store, a rank that is not in 0..size-1, a time-out that is not positive, a
+  /// number of replicas that does not divide `size`, or options.nccl() where NCCL cannot be used.
+  Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOptions options = {},
+        const ConnectDevices& connect_devices = nullptr);
 
   ~Ranks();
   Ranks(const Ranks&) = delete;

@@ -6,10 +6,10 @@ import typing
 __all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
 class Ranks:
     @staticmethod
-    def from_environment(timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt) -> Ranks:
+    def from_environment(timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt, nccl: bool) -> Ranks:
         ...
     @staticmethod
-    def from_group(group: torch.distributed.distributed_c10d.ProcessGroup, timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt) -> Ranks:
+    def from_group(group: torch.distributed.distributed_c10d.ProcessGroup, timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt, nccl: bool) -> Ranks:
         ...
     def finish(self, error: str) -> None:
         ...

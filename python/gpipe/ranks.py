@@ -43,11 +43,13 @@ class Ranks:
             the environment, or else the interface that reaches the store: the loopback interface on one host.
         replicas: the number of equal pipelines among which the processes are divided. Each trains on its own part of the
             mini-batch, and their gradients are summed. Divides the number of processes.
+        nccl: whether the tensors between workers of different ranks go from GPU to GPU, by NCCL. If not, they pass through
+            the memory of the hosts. Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
 
     Raises:
         TypeError: if ``group`` is not a process group that this process belongs to.
-        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, or a number of replicas
-            that does not divide the number of processes.
+        ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a number of replicas
+            that does not divide the number of processes, or ``nccl`` where NCCL cannot be used.
     """
 
     def __init__(
@@ -58,11 +60,12 @@ class Ranks:
         join_timeout: float | timedelta = 1800.0,
         interface: str = "",
         replicas: int = 1,
+        nccl: bool = False,
     ) -> None:
         if not isinstance(group, ProcessGroup):
             raise TypeError(f"group must be a process group that this process belongs to, but is {group!r}")
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._start(_C.Ranks.from_group(group, *times, interface, replicas))
+        self._start(_C.Ranks.from_group(group, *times, interface, replicas, nccl))
 
     @classmethod
     def from_environment(
@@ -72,6 +75,7 @@ class Ranks:
         join_timeout: float | timedelta = 1800.0,
         interface: str = "",
         replicas: int = 1,
+        nccl: bool = False,
     ) -> Ranks:
         """Joins the job that torchrun describes in the environment: ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``,
         ``MASTER_PORT``. Needs no process group. Arguments as for the constructor.
@@ -82,7 +86,7 @@ class Ranks:
         """
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
         ranks = cls.__new__(cls)
-        ranks._start(_C.Ranks.from_environment(*times, interface, replicas))
+        ranks._start(_C.Ranks.from_environment(*times, interface, replicas, nccl))
         return ranks
 
     def _start(self, core: _C.Ranks) -> None:

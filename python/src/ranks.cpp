@@ -16,7 +16,8 @@ namespace {
 
 namespace py = pybind11;
 
-RanksOptions options_of_ranks(double timeout, double join_timeout, const std::string& interface, int replicas) {
+RanksOptions options_of_ranks(double timeout, double join_timeout, const std::string& interface, int replicas,
+                              bool nccl) {
   const auto milliseconds = [](double seconds) {
     return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   };
@@ -24,18 +25,19 @@ RanksOptions options_of_ranks(double timeout, double join_timeout, const std::st
       .timeout(milliseconds(timeout))
       .join_timeout(milliseconds(join_timeout))
       .interface(interface)
-      .replicas(replicas);
+      .replicas(replicas)
+      .nccl(nccl);
 }
 
 std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface,
-                                        int replicas) {
-  auto options = options_of_ranks(timeout, join_timeout, interface, replicas);
+                                        int replicas, bool nccl) {
+  auto options = options_of_ranks(timeout, join_timeout, interface, replicas, nccl);
   return released([&] { return Ranks::from_environment(std::move(options), poll); });
 }
 
 std::shared_ptr<Ranks> from_group(const c10d::ProcessGroup& group, double timeout, double join_timeout,
-                                  const std::string& interface, int replicas) {
-  auto options = options_of_ranks(timeout, join_timeout, interface, replicas);
+                                  const std::string& interface, int replicas, bool nccl) {
+  auto options = options_of_ranks(timeout, join_timeout, interface, replicas, nccl);
   return released(
       [&] { return std::make_shared<Ranks>(group.getStore(), group.getRank(), group.getSize(), std::move(options)); });
 }
@@ -50,9 +52,9 @@ void init_ranks(py::module_& module) {
   // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
   py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
       .def_static("from_environment", &from_environment, py::arg("timeout"), py::arg("join_timeout"),
-                  py::arg("interface"), py::arg("replicas"))
+                  py::arg("interface"), py::arg("replicas"), py::arg("nccl"))
       .def_static("from_group", &from_group, py::arg("group"), py::arg("timeout"), py::arg("join_timeout"),
-                  py::arg("interface"), py::arg("replicas"))
+                  py::arg("interface"), py::arg("replicas"), py::arg("nccl"))
       .def_property_readonly("rank", &Ranks::rank)
       .def_property_readonly("size", &Ranks::size)
       .def_property_readonly("replica", &Ranks::replica)

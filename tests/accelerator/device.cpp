@@ -71,7 +71,7 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     if (event != nullptr) stream_order().wait(index(stream), at(event));
   }
   void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete &at(event); }
-  bool queryEvent(void*) const override { return true; }
+  bool queryEvent(void*) const override { return !held(); }
   double elapsedTime(void* from, void* to, c10::DeviceIndex) const override {
     return std::chrono::duration<double, std::milli>(at(to).recorded - at(from).recorded).count();
   }
@@ -157,6 +157,11 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
 }();
 
 }  // namespace
+
+std::atomic<bool>& held() {
+  static std::atomic<bool> is{false};
+  return is;
+}
 
 at::Generator host_generator(const at::Generator& generator) { return generator.get<GeneratorImpl>()->host; }
 

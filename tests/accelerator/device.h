@@ -3,6 +3,8 @@
 #include <ATen/core/Generator.h>
 #include <c10/core/Device.h>
 
+#include <atomic>
+
 #include "tests/accelerator/memory.h"
 
 // A device for tests: four accelerators whose memory is the host's and whose operators run on the CPU, at once. Streams,
@@ -17,6 +19,9 @@ namespace gpipe::accelerator {
 inline constexpr int kDevices = 4;
 
 inline c10::Device device(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
+
+/// While it is true, no event is over.
+std::atomic<bool>& held();
 
 /// Returns the CPU generator inside a generator of a device.
 at::Generator host_generator(const at::Generator& generator);

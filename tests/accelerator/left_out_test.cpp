@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <span>
@@ -13,6 +14,7 @@
 #include <utility>
 
 #include "gpipe/runtime/transfer.h"
+#include "tests/accelerator/ranks_training.h"
 #include "tests/accelerator/scenarios.h"
 
 namespace gpipe {
@@ -103,10 +105,7 @@ bool is_found() {
   return false;
 }
 
-TEST(LeftOut, EachCallIsNeededAndInTime) {
-  ASSERT_FALSE(is_found());
-  const auto places = called;
-  ASSERT_GT(places.size(), 5) << "the library does not call this program's functions";
+void expect_found(const std::map<Place, int>& places, const std::function<bool()>& is_found) {
   for (const auto& [place, count] : places) {
     chosen = place.address;
     std::ostringstream where;
@@ -114,6 +113,30 @@ TEST(LeftOut, EachCallIsNeededAndInTime) {
     EXPECT_TRUE(is_found()) << where.str() << std::dec << ", called " << count << " times";
   }
   chosen = 0;
+}
+
+TEST(LeftOut, EachCallIsNeededAndInTime) {
+  called.clear();
+  ASSERT_FALSE(is_found());
+  const auto places = called;
+  ASSERT_GT(places.size(), 5) << "the library does not call this program's functions";
+  expect_found(places, is_found);
+}
+
+// The calls that only wires between devices make.
+TEST(LeftOut, EachCallForWiresIsNeededAndInTime) {
+  const auto violates = [](Way way) {
+    accelerator::stream_order().take_violations();
+    train_over_ranks("interleaved_1f1b", Checkpoint::kNever, way);
+    return !accelerator::stream_order().take_violations().empty();
+  };
+  ASSERT_FALSE(violates(Way::kHost));
+  const auto by_host = called;
+  ASSERT_FALSE(violates(Way::kWires));
+  auto places = called;
+  for (const auto& [place, count] : by_host) places.erase(place);
+  ASSERT_EQ(places.size(), 6) << "two events, their waits, an allocation in use, and the event of what has come";
+  expect_found(places, [&] { return violates(Way::kWires); });
 }
 
 }  // namespace

@@ -1,100 +1,154 @@
-// Pipelines over ranks, on devices that check the order of streams. Two threads of this process are the ranks.
+// Pipelines over ranks, on devices that check the order of streams. Threads of this process are the ranks. Tensors pass
+// through the host, or go by wires between the devices.
 #include <gmock/gmock.h>
 
-#include <mutex>
 #include <thread>
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/loss.h"
-#include "gpipe/ranks/ranks.h"
 #include "tests/accelerator/device.h"
-#include "tests/gpipe/helpers.h"
-#include "tests/gpipe/layers.h"
+#include "tests/accelerator/ranks_training.h"
+#include "tests/gpipe/instruments.h"
 
 namespace gpipe {
 namespace {
 
-namespace nn = torch::nn;
+using accelerator::CheckedWires;
 using accelerator::device;
+using accelerator::held;
 using accelerator::stream_order;
-
-constexpr int kRanks = 2;
-constexpr std::chrono::seconds kPatience{60};
-
-/// The losses, the output and the gradients, on the CPU.
-using Results = std::vector<Tensor>;
-
-/// A model and a mini-batch, the same each time.
-struct Training {
-  Training() {
-    static std::mutex mutex;  // the ranks are threads that share the default generator
-    const std::lock_guard lock(mutex);
-    torch::manual_seed(3);
-    model = Sequential(Linear(6, 6), Stash("skip"), nn::ReLU(), Linear(6, 6), nn::Tanh(), Linear(6, 6), Pop("skip"),
-                       Linear(6, 5));
-    input = torch::randn({8, 6});
-    target = torch::randn({8, 5});
-  }
-
-  Sequential model;
-  Tensor input;
-  Tensor target;
-};
-
-Results train(const std::string& schedule, Checkpoint checkpoint, const std::vector<torch::Device>& devices,
-              const std::shared_ptr<Ranks>& ranks) {
-  const auto [model, input, target] = Training();
-  auto options = GPipeOptions().devices(devices).chunks(4).checkpoint(checkpoint).schedule(schedule).intraop_threads(1);
-  GPipe pipe(model, Balance{2, 2, 2, 2}, options.stages_per_worker(2).ranks(ranks));
-  Results results;
-  for (int i = 0; i < 2; ++i) {
-    const auto squared_error = tensor_loss([](auto output, auto wanted) { return (output - wanted).square().mean(); });
-    results.push_back(pipe->step(input, target, squared_error).loss.cpu());
-  }
-  const auto output = pipe->forward(input);
-  output.square().mean().backward();
-  results.push_back(output.detach().cpu());
-  for (const auto& parameter : pipe->parameters()) results.push_back(parameter.grad().cpu());
-  return results;
-}
+using ::testing::AllOf;
+using ::testing::Each;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+using ::testing::IsEmpty;
 
 void expect_equal(const Tensor& result, const Tensor& expected) {
   EXPECT_TRUE(torch::allclose(result, expected, /*rtol=*/1e-5, /*atol=*/1e-6));
 }
 
-class RanksOnDevices : public ::testing::TestWithParam<std::tuple<std::string, Checkpoint>> {};
+class RanksOnDevices : public ::testing::TestWithParam<std::tuple<std::string, Checkpoint, Way>> {};
 
 TEST_P(RanksOnDevices, WorkIsOrdered) {
-  const auto& [schedule, checkpoint] = GetParam();
+  const auto& [schedule, checkpoint, way] = GetParam();
   const auto expected = train(schedule, checkpoint, {torch::kCPU, torch::kCPU}, nullptr);
-  const auto store = c10::make_intrusive<c10d::HashStore>();
   stream_order().take_violations();
-  std::vector<Results> results(kRanks);
-  std::vector<std::thread> threads;
-  for (int rank = 0; rank < kRanks; ++rank) {
-    threads.emplace_back([&, rank, schedule = schedule, checkpoint = checkpoint] {
-      const auto options = RanksOptions().interface("lo").timeout(kPatience).join_timeout(kPatience);
-      const auto ranks = std::make_shared<Ranks>(store, rank, kRanks, options);
-      results[rank] = train(schedule, checkpoint, {device(rank)}, ranks);
-    });
-  }
-  for (auto& thread : threads) thread.join();
-  EXPECT_THAT(stream_order().take_violations(), ::testing::IsEmpty());
-  // Losses and output, on all ranks; then the gradients of stages 0 and 2 on rank 0, of 1 and 3 on rank 1.
-  const std::vector<std::vector<int>> of_all = {{3, 4, 7, 8}, {5, 6, 9, 10}};
-  for (int rank = 0; rank < kRanks; ++rank) {
+  const auto results = train_over_ranks(schedule, checkpoint, way);
+  EXPECT_THAT(stream_order().take_violations(), IsEmpty());
+  // Losses and output, on all ranks; then the gradients of stages 0 and 2 on rank 0, of 3 on rank 1. Stage 1 has none.
+  const std::vector<std::vector<int>> of_all = {{3, 4, 5, 6}, {7, 8}};
+  for (std::size_t rank = 0; rank < results.size(); ++rank) {
     ASSERT_EQ(results[rank].size(), 3 + of_all[rank].size());
     for (int i = 0; i < 3; ++i) expect_equal(results[rank][i], expected[i]);
     for (std::size_t i = 0; i < of_all[rank].size(); ++i) expect_equal(results[rank][3 + i], expected[of_all[rank][i]]);
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(Schedules, RanksOnDevices,
-                         ::testing::Combine(::testing::Values("gpipe", "interleaved_1f1b", "interleaved_zb"),
-                                            ::testing::Values(Checkpoint::kNever, Checkpoint::kExceptLast)),
-                         [](const auto& info) {
-                           return std::get<0>(info.param) + "_" + to_string(std::get<1>(info.param));
-                         });
+INSTANTIATE_TEST_SUITE_P(
+    Schedules, RanksOnDevices,
+    ::testing::Combine(::testing::Values("gpipe", "interleaved_1f1b", "interleaved_zb"),
+                       ::testing::Values(Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways),
+                       ::testing::Values(Way::kHost, Way::kWires)),
+    [](const auto& info) {
+      return std::get<0>(info.param) + "_" + to_string(std::get<1>(info.param)) +
+             (std::get<2>(info.param) == Way::kHost ? "" : "_wires");
+    });
+
+Sequential two_layers(const std::shared_ptr<FaultPlan>& faults = std::make_shared<FaultPlan>()) {
+  return Sequential(Linear(4, 4), Linear(4, 4), Faulty(faults));
+}
+
+GPipe pipe_on_devices(const std::shared_ptr<Ranks>& ranks, const Sequential& model) {
+  return GPipe(model, Balance{1, 2}, GPipeOptions().devices({device(ranks->rank())}).chunks(2).ranks(ranks));
+}
+
+TEST(RanksOnDevicesByWires, ReplicasHaveWiresOfTheirOwn) {
+  stream_order().take_violations();
+  CheckedWires wires;
+  const auto errors = run_ranks(
+      4,
+      [](const auto& ranks) {
+        auto pipe = pipe_on_devices(ranks, two_layers());
+        const auto [begin, end] = ranks->part(8);
+        const auto input = torch::ones({8, 4}).slice(0, begin, end);
+        const auto loss = tensor_loss([](auto output, auto target) { return torch::mse_loss(output, target); });
+        for (int i = 0; i < 2; ++i) pipe->step(input, input, loss);
+      },
+      patient_ranks().replicas(2), &wires);
+  EXPECT_THAT(errors, Each(IsEmpty()));
+  EXPECT_THAT(stream_order().take_violations(), IsEmpty());
+}
+
+// The devices stand still, so the first rank waits for its own when the last rank fails.
+TEST(RanksOnDevicesByWires, AFailureRousesARankThatWaitsForItsDevice) {
+  const absl::Cleanup release = [] { held() = false; };
+  CheckedWires wires;
+  const auto errors = run_ranks(
+      2,
+      [](const auto& ranks) {
+        const auto faults = std::make_shared<FaultPlan>();
+        auto pipe = pipe_on_devices(ranks, two_layers(faults));
+        pipe->forward(torch::ones({4, 4}));
+        faults->arm(FaultPlan::kForward, [calls = 0]() mutable {
+          if (++calls == 2) throw std::runtime_error("the layer fails");
+        });
+        held() = true;
+        pipe->forward(torch::ones({4, 4}));
+      },
+      patient_ranks(), &wires);
+  EXPECT_THAT(errors, ElementsAre(HasSubstr("a rank has failed: rank 1 failed"), HasSubstr("the layer fails")));
+  EXPECT_FALSE(held());
+  EXPECT_EQ(wires.aborted(), 2);
+}
+
+TEST(RanksOnDevicesByWires, ADeviceThatStandsStillIsReported) {
+  const absl::Cleanup release = [] { held() = false; };
+  CheckedWires wires;
+  const auto errors = run_ranks(
+      2,
+      [](const auto& ranks) {
+        auto pipe = pipe_on_devices(ranks, two_layers());
+        pipe->forward(torch::ones({4, 4}));
+        held() = true;
+        pipe->forward(torch::ones({4, 4}));
+      },
+      patient_ranks().timeout(std::chrono::seconds(3)), &wires);
+  EXPECT_THAT(errors, Each(AllOf(HasSubstr("a rank has failed"), HasSubstr("waited for"))));
+}
+
+TEST(RanksOnDevicesByWires, AWorkerElsewhereIsRefused) {
+  CheckedWires wires;
+  const auto errors = run_ranks(
+      2,
+      [](const auto& ranks) {
+        const auto where = ranks->rank() == 0 ? device(0) : c10::Device(c10::kCPU);
+        GPipe(two_layers(), Balance{1, 2}, GPipeOptions().devices({where}).ranks(ranks));
+      },
+      patient_ranks(), &wires);
+  EXPECT_THAT(errors, ElementsAre(HasSubstr("rank 1 ended with an exception"),
+                                  HasSubstr("but worker 1, of rank 1, is on cpu; give it another device")));
+}
+
+TEST(RanksOnDevicesByWires, RanksThatDifferAreTold) {
+  const auto store = c10::make_intrusive<c10d::HashStore>();
+  CheckedWires wires;
+  std::vector<std::thread> threads;
+  std::vector<std::string> errors(2);
+  for (int rank = 0; rank < 2; ++rank) {
+    threads.emplace_back([&, rank] {
+      const auto ranks =
+          std::make_shared<Ranks>(store, rank, 2, patient_ranks().nccl(rank == 0), rank == 0 ? wires.connect() : nullptr);
+      try {
+        pipe_on_devices(ranks, two_layers());
+      } catch (const std::exception& error) {
+        errors[rank] = error.what();
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_THAT(errors, Each(HasSubstr("the ranks differ in nccl: rank 0 has true, but rank 1 has false")));
+}
 
 }  // namespace
 }  // namespace gpipe

@@ -2,6 +2,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/torch.h>
 
@@ -9,6 +10,7 @@
 #include <memory>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/ranks/ranks.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {
@@ -45,6 +47,17 @@ TEST(Refusal, OfBalancesWhoseSumOverflows) {
         make({20, 20});
       },
       throws<std::invalid_argument>("balance {20, 20} sums to 40, but the model has 39 layers"));
+}
+
+TEST(Refusal, OfNcclWithoutGpus) {
+  const auto make = [] {
+    const auto options = RanksOptions().nccl(true);
+    const auto ranks = std::make_shared<Ranks>(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
+    GPipe pipe(four_layers(), {2, 2}, GPipeOptions().devices({torch::kCPU, torch::kCPU}).ranks(ranks));
+  };
+  EXPECT_THAT(make, ::testing::ThrowsMessage<std::invalid_argument>(
+                        ::testing::AnyOf(::testing::HasSubstr("worker 0, of rank 0, is on cpu"),
+                                         ::testing::HasSubstr("this gpipe was built without NCCL"))));
 }
 
 TEST(Refusal, OfOptions) {

@@ -231,6 +231,16 @@ def test_misuse_is_refused():
         assert "1 workers, but the job has 2 ranks" in too_few
 
 
+def use_nccl(ranks):
+    message = f"worker {ranks.rank}, of rank {ranks.rank}, is on cpu|this gpipe was built without NCCL"
+    with pytest.raises(ValueError, match=message):
+        gpipe.GPipe(make_model(), [4, 4], devices=["cpu"], group=gpipe.Ranks(dist.group.WORLD, nccl=True))
+
+
+def test_nccl_without_gpus_is_refused():
+    results_of(2, use_nccl)
+
+
 def call_differently(ranks):
     """Each error of rank 1 ends the same call of rank 0. The calls stay in step."""
     pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)

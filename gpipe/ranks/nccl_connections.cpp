@@ -1,0 +1,124 @@
+// The library that nccl.cpp loads.
+#define USE_C10D_NCCL
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/zeros.h>
+
+#include <memory>
+#include <string>
+#include <thread>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
+#include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
+#include <utility>
+#include <vector>
+
+#include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/device_wire.h"
+#include "gpipe/runtime/mutex.h"
+
+namespace gpipe {
+namespace {
+
+using Group = c10d::ProcessGroupNCCL;
+
+// The ranks of a wire's group.
+constexpr int kSender = 0;
+constexpr int kReceiver = 1;
+
+template <typename Function>
+void or_connection_error(Function function) {
+  try {
+    function();
+  } catch (const c10::Error& error) {
+    throw ConnectionError(error.what_without_backtrace());
+  }
+}
+
+class NcclWire : public DeviceWire {
+ public:
+  NcclWire(c10::intrusive_ptr<Group> group, bool sends) : group_(std::move(group)), sends_(sends) {}
+
+  // One group of NCCL operations, so that the device runs one kernel for all tensors. The group has a stream of its own.
+  void transfer(std::span<const at::Tensor> tensors) override {
+    const at::NoGradGuard no_grad;
+    or_connection_error([&] {
+      group_->startCoalescing();
+      for (const auto& tensor : tensors) {
+        if (tensor.numel() == 0) continue;
+        std::vector<at::Tensor> bytes{tensor.as_strided({tensor.numel()}, {1}).view(at::kByte)};
+        sends_ ? group_->send(bytes, kReceiver, /*tag=*/0) : group_->recv(bytes, kSender, /*tag=*/0);
+      }
+      if (const auto work = group_->endCoalescing()) work->blockCurrentStream();
+    });
+  }
+
+  /// Makes the communicator, and its connections by a first transfer: both block the host until the other end comes.
+  void connect(c10::Device device) {
+    or_connection_error([&] { group_->eagerConnectSingleDevice(device); });
+    transfer(std::vector{at::zeros({1}, at::TensorOptions(at::kByte).device(device))});
+  }
+
+  void abort() noexcept {
+    try {
+      group_->abort();
+    } catch (const std::exception&) {  // the process ends soon
+    }
+  }
+
+ private:
+  const c10::intrusive_ptr<Group> group_;
+  const bool sends_;
+};
+
+class NcclConnections : public DeviceConnections {
+ public:
+  NcclConnections(c10::intrusive_ptr<c10d::Store> store, std::chrono::milliseconds limit)
+      : store_(std::move(store)), limit_(limit) {}
+  ~NcclConnections() override { abort(); }
+
+  c10::DeviceType device_type() const override { return c10::kCUDA; }
+
+  DeviceWire& connect(const std::string& name, bool sends, c10::Device device) override {
+    const auto options = Group::Options::create();
+    options->timeout = limit_;
+    options->group_name = name;
+    options->config.blocking = 1;
+    c10::intrusive_ptr<Group> group;
+    or_connection_error([&] {
+      group = c10::make_intrusive<Group>(c10::make_intrusive<c10d::PrefixStore>(name, store_),
+                                         sends ? kSender : kReceiver, /*size=*/2, options);
+    });
+    NcclWire* wire = nullptr;
+    {
+      MutexLock lock(mutex_);
+      if (aborted_) throw ConnectionError("the connections were closed");
+      wire = wires_.emplace_back(std::make_unique<NcclWire>(std::move(group), sends)).get();
+    }
+    wire->connect(device);
+    return *wire;
+  }
+
+  // All at once: to end one communicator waits for its device, where kernels of another one may wait for the other rank.
+  void abort() noexcept override {
+    std::vector<std::thread> threads;
+    MutexLock lock(mutex_);
+    if (std::exchange(aborted_, true)) return;
+    for (const auto& wire : wires_) threads.emplace_back([&wire] { wire->abort(); });
+    for (auto& thread : threads) thread.join();
+  }
+
+ private:
+  const c10::intrusive_ptr<c10d::Store> store_;
+  const std::chrono::milliseconds limit_;
+  Mutex mutex_;
+  bool aborted_ ABSL_GUARDED_BY(mutex_) = false;
+  std::vector<std::unique_ptr<NcclWire>> wires_ ABSL_GUARDED_BY(mutex_);
+};
+
+}  // namespace
+}  // namespace gpipe
+
+// The groups' threads use a connection of their own to the store, because a wait there blocks it.
+extern "C" gpipe::DeviceConnections* gpipe_connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
+                                                           std::chrono::milliseconds limit) {
+  return new gpipe::NcclConnections(c10::make_intrusive<c10d::PrefixStore>("nccl", store->clone()), limit);
+}

@@ -1,0 +1,36 @@
+// A training over ranks that are threads of this process.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gpipe/ranks/ranks.h"
+#include "tests/accelerator/checked_wires.h"
+#include "tests/gpipe/helpers.h"
+
+namespace gpipe {
+
+/// The losses, the output and the gradients, on the CPU.
+using Results = std::vector<Tensor>;
+
+/// How tensors get from one rank to another.
+enum class Way { kHost, kWires };
+
+/// Calls `run` for each rank of a job on a thread of its own. The errors' texts, by rank; empty if there was none.
+std::vector<std::string> run_ranks(int size, const std::function<void(const std::shared_ptr<Ranks>&)>& run,
+                                   const RanksOptions& options, accelerator::CheckedWires* wires);
+
+/// Options with time-outs that are long enough for a busy machine.
+RanksOptions patient_ranks();
+
+/// Steps, a forward and a backward of four stages on two workers, with skips. After each call, the caller changes the input in
+/// place and the optimizer the parameters. `ranks` may be null.
+Results train(const std::string& schedule, Checkpoint checkpoint, const std::vector<torch::Device>& devices,
+              const std::shared_ptr<Ranks>& ranks);
+
+/// The same by two ranks with a device each. Returns the results of each rank.
+std::vector<Results> train_over_ranks(const std::string& schedule, Checkpoint checkpoint, Way way);
+
+}  // namespace gpipe
