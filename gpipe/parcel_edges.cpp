@@ -38,7 +38,7 @@ Outgoing ParcelEdges::take_off(const Action& action, const std::vector<int>& edg
   const auto& peers = *pipeline_.peers();
   std::vector<at::Tensor> on_device;
   auto message = to_message(std::move(parcels), peers.rank(), peers.codec(), &on_device);
-  if (auto* wire = link(action, edges.front())) wire->send(on_device);
+  if (auto* between = link(action, edges.front())) between->send(on_device);
   if (counter_) message.owner = counted(std::move(message.owner), counter_);
   return message;
 }
@@ -50,7 +50,7 @@ void ParcelEdges::put_on(const Action& action, const std::vector<int>& edges, st
                              std::to_string(parcels.size()) + " parcels; run the same version of gpipe on all ranks");
   }
   StreamEvents ready;
-  if (auto* wire = link(action, edges.front())) ready = wire->receive(parcels);
+  if (auto* between = link(action, edges.front())) ready = between->receive(parcels);
   for (std::size_t k = 0; k < edges.size(); ++k) {
     if (action.kind == Kind::F) {
       transport_.send(edges[k], action.micro_batch, std::move(parcels[k]), ready);
@@ -62,10 +62,10 @@ void ParcelEdges::put_on(const Action& action, const std::vector<int>& edges, st
 
 // Transfers between devices also end when a rank has failed.
 void ParcelEdges::settle(int from, int to) {
-  auto* wire = pipeline_.device_link(from, to);
-  if (wire == nullptr) return;
+  auto* between = pipeline_.device_link(from, to);
+  if (between == nullptr) return;
   const auto& peers = *pipeline_.peers();
-  wire->settle(peers.options().timeout());
+  between->settle(peers.options().timeout());
   peers.check();
 }
 

@@ -146,7 +146,7 @@ class Pipeline {
   std::unique_ptr<Peers> peers_;
   std::vector<c10::Device> devices_;                 // per worker
   std::vector<std::optional<c10::Stream>> streams_;  // per worker
-  std::vector<Ends> ends_;  // per edge
+  std::vector<Ends> ends_;                           // per edge
   std::map<std::pair<int, int>, DeviceLink> device_links_;
   std::vector<Link> links_;
   std::vector<Link> back_links_;

@@ -78,7 +78,8 @@ class NcclConnections : public DeviceConnections {
   c10::DeviceType device_type() const override { return c10::kCUDA; }
 
   DeviceWire& connect(const std::string& name, bool sends, c10::Device device) override {
-    const auto options = Group::Options::create();
+    // The streams come from another pool than a pipeline's, so that no computation waits behind a transfer.
+    const auto options = Group::Options::create(/*is_high_priority_stream=*/true);
     options->timeout = limit_;
     options->group_name = name;
     options->config.blocking = 1;

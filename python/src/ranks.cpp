@@ -29,8 +29,8 @@ RanksOptions options_of_ranks(double timeout, double join_timeout, const std::st
       .nccl(nccl);
 }
 
-std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface,
-                                        int replicas, bool nccl) {
+std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface, int replicas,
+                                        bool nccl) {
   auto options = options_of_ranks(timeout, join_timeout, interface, replicas, nccl);
   return released([&] { return Ranks::from_environment(std::move(options), poll); });
 }

@@ -92,8 +92,9 @@ class CheckedWires::Connections : public DeviceConnections {
     std::unique_lock lock(network_->mutex);
     if (!network_->ends.insert({name, sends}).second) stream_order().report("a wire is made twice: " + name);
     network_->changed.notify_all();
-    const bool met = network_->changed.wait_for(
-        lock, kPatience, [&] { return network_->aborted > 0 || network_->ends.contains({name, !sends}); });
+    const bool met = network_->changed.wait_for(lock, kPatience, [&] {
+      return network_->aborted > 0 || network_->ends.contains({name, !sends});
+    });
     if (!met || network_->aborted > 0) throw ConnectionError("nobody is at the other end of the wire " + name);
     return *wires_.emplace_back(std::make_unique<Wire>(*network_, name, sends, device));
   }

@@ -45,15 +45,15 @@ TEST_P(RanksOnDevices, WorkIsOrdered) {
   }
 }
 
-INSTANTIATE_TEST_SUITE_P(
-    Schedules, RanksOnDevices,
-    ::testing::Combine(::testing::Values("gpipe", "interleaved_1f1b", "interleaved_zb"),
-                       ::testing::Values(Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways),
-                       ::testing::Values(Way::kHost, Way::kWires)),
-    [](const auto& info) {
-      return std::get<0>(info.param) + "_" + to_string(std::get<1>(info.param)) +
-             (std::get<2>(info.param) == Way::kHost ? "" : "_wires");
-    });
+INSTANTIATE_TEST_SUITE_P(Schedules, RanksOnDevices,
+                         ::testing::Combine(::testing::Values("gpipe", "interleaved_1f1b", "interleaved_zb"),
+                                            ::testing::Values(Checkpoint::kNever, Checkpoint::kExceptLast,
+                                                              Checkpoint::kAlways),
+                                            ::testing::Values(Way::kHost, Way::kWires)),
+                         [](const auto& info) {
+                           return std::get<0>(info.param) + "_" + to_string(std::get<1>(info.param)) +
+                                  (std::get<2>(info.param) == Way::kHost ? "" : "_wires");
+                         });
 
 Sequential two_layers(const std::shared_ptr<FaultPlan>& faults = std::make_shared<FaultPlan>()) {
   return Sequential(Linear(4, 4), Linear(4, 4), Faulty(faults));
@@ -137,8 +137,8 @@ TEST(RanksOnDevicesByWires, RanksThatDifferAreTold) {
   std::vector<std::string> errors(2);
   for (int rank = 0; rank < 2; ++rank) {
     threads.emplace_back([&, rank] {
-      const auto ranks =
-          std::make_shared<Ranks>(store, rank, 2, patient_ranks().nccl(rank == 0), rank == 0 ? wires.connect() : nullptr);
+      const auto ranks = std::make_shared<Ranks>(store, rank, 2, patient_ranks().nccl(rank == 0),
+                                                 rank == 0 ? wires.connect() : nullptr);
       try {
         pipe_on_devices(ranks, two_layers());
       } catch (const std::exception& error) {

@@ -37,9 +37,7 @@ struct Training {
 
 }  // namespace
 
-RanksOptions patient_ranks() {
-  return RanksOptions().interface("lo").timeout(kPatience).join_timeout(kPatience);
-}
+RanksOptions patient_ranks() { return RanksOptions().interface("lo").timeout(kPatience).join_timeout(kPatience); }
 
 std::vector<std::string> run_ranks(int size, const std::function<void(const std::shared_ptr<Ranks>&)>& run,
                                    const RanksOptions& options, accelerator::CheckedWires* wires) {
@@ -89,9 +87,7 @@ std::vector<Results> train_over_ranks(const std::string& schedule, Checkpoint ch
   std::vector<Results> results(kRanks);
   const auto errors = run_ranks(
       kRanks,
-      [&](const auto& ranks) {
-        results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks);
-      },
+      [&](const auto& ranks) { results[ranks->rank()] = train(schedule, checkpoint, {device(ranks->rank())}, ranks); },
       patient_ranks(), way == Way::kWires ? &wires : nullptr);
   EXPECT_THAT(errors, ::testing::Each(::testing::IsEmpty()));
   return results;

@@ -2,9 +2,9 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/forward_grad.h>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <torch/torch.h>
+#include <torch/csrc/distributed/c10d/HashStore.hpp>
 
 #include <limits>
 #include <memory>

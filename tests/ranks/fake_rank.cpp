@@ -4,12 +4,15 @@
 
 #include <algorithm>
 #include <cstring>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
+#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/runtime/mutex.h"
 #include "tests/ranks/messages.h"
 
 namespace gpipe::testing {
@@ -47,6 +50,18 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
     const auto& call = rank_.job_.calls[call_];
     const auto key = std::to_string(call.program) + " " + std::to_string(static_cast<int>(part));
     exchange_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_, key, rank_.limit_, *this);
+    const auto& ranks = rank_.job_.ranks;
+    MutexLock lock(mutex_);
+    for (const auto& plan : plan_wires(program_, part, ranks)) {
+      if (ranks[plan.from] == rank_.rank_ || ranks[plan.to] == rank_.rank_) {
+        unsettled_[{plan.from, plan.to}] = plan.messages.size();
+      }
+    }
+  }
+  /// Ends a part without a failure.
+  void end() {
+    MutexLock lock(mutex_);
+    if (!unsettled_.empty()) throw std::logic_error("a wire was not settled");
   }
 
   void take(const Action& action) override { exchange_->take(action); }
@@ -64,6 +79,7 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
       strings.front().append(reinterpret_cast<const char*>(&number), sizeof number);
       strings.emplace_back(draw_size(rank_.job_, rank_.job_.calls[call_], action, edge), static_cast<char>(number));
     }
+    count(action, edges.front());
     return message(std::move(strings));
   }
 
@@ -80,12 +96,30 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
       }
       produce(slot(edges[k], action), number);
     }
+    count(action, edges.front());
+  }
+
+  void settle(int from, int to) override {
+    MutexLock lock(mutex_);
+    if (unsettled_.at({from, to}) != 0) throw std::logic_error("a wire was settled before its last message");
+    unsettled_.erase({from, to});
+  }
+
+  // Counts a message that an action puts on an edge.
+  void count(const Action& action, int edge) {
+    const auto& placement = program_.layout().placement;
+    auto ends = std::pair(placement[program_.edges()[edge].from], placement[program_.edges()[edge].to]);
+    if (action.kind != Kind::F) std::swap(ends.first, ends.second);
+    MutexLock lock(mutex_);
+    --unsettled_.at(ends);
   }
 
   FakeRank& rank_;
   const std::size_t call_;
   const Program& program_;
   std::optional<Exchange> exchange_;  // of the part that runs
+  Mutex mutex_;
+  std::map<std::pair<int, int>, std::size_t> unsettled_ ABSL_GUARDED_BY(mutex_);  // messages to come, by wire
 };
 
 FakeRank::FakeRank(const GeneratedJob& job, int rank, FakeNetwork& network, Causes& causes)
@@ -135,6 +169,7 @@ void FakeRank::run_part(std::size_t call, Part part, Wires& wires, Executor& exe
   cells.begin(part, wires);
   const auto failure = executor.run(job_.programs[job_.calls[call].program].program, part, cells);
   if (failure) std::rethrow_exception(failure->error);
+  cells.end();
 }
 
 /// All ranks tell rank 0, and then it tells them.
