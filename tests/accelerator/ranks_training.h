@@ -25,7 +25,7 @@ std::vector<std::string> run_ranks(int size, const std::function<void(const std:
 /// Options with time-outs that are long enough for a busy machine.
 RanksOptions patient_ranks();
 
-/// Steps, a forward and a backward of four stages on two workers, with skips. After each call, the caller changes the input in
+/// Steps, a forward, a backward and an evaluation on two workers, with skips. After some calls, the caller changes the input in
 /// place and the optimizer the parameters. `ranks` may be null.
 Results train(const std::string& schedule, Checkpoint checkpoint, const std::vector<torch::Device>& devices,
               const std::shared_ptr<Ranks>& ranks);
