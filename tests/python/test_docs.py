@@ -76,7 +76,7 @@ def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
 
 def test_the_program_for_two_processes_keeps_them_equal(tmp_path):
     (program,) = (block for block in blocks_of("docs/convert_your_model.md") if PROGRAM.match(block))
-    weights = dict(re.findall(r"rank (\d): weights (\S+)", run_on_two_ranks(program, tmp_path)))
+    weights = dict(re.findall(r"rank (\d): weights (-?\d+\.\d{6})", run_on_two_ranks(program, tmp_path)))
     assert set(weights) == {"0", "1"}
     assert weights["0"] == weights["1"]
     assert set(torch.load(tmp_path / "model.pt")) == {"0.weight", "0.bias", "2.weight", "2.bias"}

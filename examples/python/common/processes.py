@@ -50,10 +50,11 @@ def part_sizes(ranks: gpipe.Ranks | None, images: int) -> tuple[int, int]:
 
 
 def join_parts(pipe: gpipe.GPipe, part: Tensor) -> Tensor:
-    """Returns the rows of all replicas' parts, in order, in the first process; no rows in the others. All processes call
-    it."""
+    """Returns the rows of all replicas' parts as float32, in order, in the first process; no rows in the others. All
+    processes call it."""
+    part = part.float().cpu()
     is_needed = pipe.ranks is None or pipe.ranks.rank < pipe.ranks.replicas  # the other ranks have what these have
-    own = part.cpu().contiguous().numpy().tobytes() if is_needed else b""
+    own = part.contiguous().numpy().tobytes() if is_needed else b""
     whole = bytearray().join(pipe.gather(own, "parts of a mini-batch"))
     return torch.frombuffer(whole, dtype=part.dtype).view(-1, *part.shape[1:]) if whole else part[:0]
 
