@@ -230,7 +230,8 @@ void GradientReduction::await_deliveries() {
     for (int r = 0; r < peers_.replicas() && !stage.buckets.empty(); ++r) {
       if (r == peers_.replica()) continue;
       awaited_ = peers_.twin(r);
-      stage.wires[r].send_sum->drain();
+      peers_.set_awaited_for_gradients(awaited_);
+      stage.wires[r].send_sum->drain(peers_.options().timeout());
     }
   }
 }

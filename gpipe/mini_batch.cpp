@@ -261,6 +261,7 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
   auto& clock = clocks_[worker];
   if (recording_.timeline && !device.is_cpu()) clock.emplace(device);
   run_actions();
+  if (exchange_) exchange_->settle(worker);
   if (clock) clock->stop();
   end_[worker] = {record_event(device)};
   if (worker != pipeline_->worker_of(pipeline_->count() - 1)) return;

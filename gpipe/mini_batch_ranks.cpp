@@ -92,7 +92,9 @@ void MiniBatch::cancel(const Failure& failure) noexcept {
   try {
     std::rethrow_exception(failure.error);
   } catch (const ConnectionError& error) {
-    peers->fail(error, exchange_->activity(pipeline_->worker_of(failure.action->stage)).awaits, where());
+    const auto activity =
+        failure.action ? exchange_->activity(pipeline_->worker_of(failure.action->stage)) : exchange_->activity();
+    peers->fail(error, activity.awaits, failure.action ? where() : "the end of transfers between devices");
   } catch (...) {
     const auto place = where();
     peers->fail("rank " + std::to_string(peers->rank()) + " failed" + (place.empty() ? "" : " in " + place) + ": " +

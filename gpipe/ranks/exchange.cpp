@@ -36,6 +36,7 @@ Exchange::Exchange(Wires& wires, const Program& program, Part part, const std::v
       rank_(rank),
       contents_(contents),
       sending_(program.workers()),
+      ended_(program.workers()),
       arrived_(2 * program.edges().size() * program.layout().micro_batches),
       activities_(program.workers()) {
   for (auto& plan : plan_wires(program, part, ranks)) {
@@ -88,11 +89,12 @@ void Exchange::put(const Action& action) {
     set_activity(worker, {.awaits = wire.rank});
     wire.wire->send((*wire.remembered)[wire.next++], message.label(), std::move(contents));
   }
-  if (action == program_.actions(worker, part_).back()) settle(worker);
+  if (action == program_.actions(worker, part_).back()) ended_[worker] = 1;
   set_activity(worker, {});
 }
 
 void Exchange::settle(int worker) {
+  if (ended_[worker] == 0) return;
   for (const auto& wire : sending_[worker]) {
     set_activity(worker, {.awaits = wire.rank});
     contents_.settle(worker, wire.to);
@@ -102,6 +104,7 @@ void Exchange::settle(int worker) {
     set_activity(worker, {.awaits = wire.rank});
     contents_.settle(ends.first, worker);
   }
+  set_activity(worker, {});
 }
 
 void Exchange::set_activity(int worker, Activity activity) {

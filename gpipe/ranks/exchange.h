@@ -69,7 +69,7 @@ struct Activity {
 
 /// Moves what crosses ranks during one part of a program: the edges between this rank's workers and those of other ranks.
 ///
-/// Thread safety: take() and put() run on their action's worker; activity() on any thread.
+/// Thread safety: take(), put() and settle() run on their worker's thread; activity() on any thread.
 /// Invariant: each worker takes the messages of a wire in the order of the plan. A message that comes before it is needed
 /// lies on its edges.
 class Exchange {
@@ -79,10 +79,12 @@ class Exchange {
   Exchange(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
            const std::string& key, std::chrono::milliseconds limit, EdgeContents& contents);
 
-  /// See Cells::take() and Cells::put(). After a worker's last action, all that it has sent and received is there.
-  /// Errors: ConnectionError.
+  /// See Cells::take() and Cells::put(). Errors: ConnectionError.
   void take(const Action& action);
   void put(const Action& action);
+  /// Waits until all transfers of a worker have ended. Does nothing if its actions have not all run. Other workers of this
+  /// rank may wait for what its last action puts, so that must have been handed over. Errors: ConnectionError.
+  void settle(int worker);
 
   Activity activity(int worker) const;
   /// That of the worker that holds up this rank: one that runs an action, or else one that waits.
@@ -104,7 +106,6 @@ class Exchange {
     std::size_t next = 0;
   };
   bool is_here(int worker) const { return ranks_[worker] == rank_; }
-  void settle(int worker);
   void set_activity(int worker, Activity activity);
   /// Whether the edge's content for an action of this kind has come.
   char& arrived(int edge, const Action& action);
@@ -116,6 +117,7 @@ class Exchange {
   EdgeContents& contents_;
   std::map<std::pair<int, int>, Receiving> receiving_;  // by the workers at the ends
   std::vector<std::vector<Sending>> sending_;           // by worker
+  std::vector<char> ended_;                             // by worker: whether its last action has run
   std::vector<char> arrived_;                           // by edge, direction and micro-batch
   mutable Mutex mutex_;
   std::vector<Activity> activities_ ABSL_GUARDED_BY(mutex_);  // by worker

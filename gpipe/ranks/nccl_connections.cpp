@@ -53,8 +53,10 @@ class NcclWire : public DeviceWire {
 
   /// Makes the communicator, and its connections by a first transfer: both block the host until the other end comes.
   void connect(c10::Device device) {
-    or_connection_error([&] { group_->eagerConnectSingleDevice(device); });
-    transfer(std::vector{at::zeros({1}, at::TensorOptions(at::kByte).device(device))});
+    or_connection_error([&] {
+      group_->eagerConnectSingleDevice(device);
+      transfer(std::vector{at::zeros({1}, at::TensorOptions(at::kByte).device(device))});
+    });
   }
 
   void abort() noexcept {

@@ -107,7 +107,7 @@ DeviceWire& Peers::connect_devices(int from, int to, c10::Device device) {
                                  " to worker ", to, " of rank ", of_workers_[to]);
   try {
     return job_.devices()->connect(name, /*sends=*/is_here(from), device);
-  } catch (const ConnectionError& error) {
+  } catch (const std::exception& error) {
     fail(absl::StrCat("rank ", rank(), " cannot connect its devices: ", error.what()));
     throw;
   }

@@ -71,8 +71,8 @@ class WireSender {
   /// message it is. Errors: ConnectionError, also of an earlier message.
   void send(Remembered& last, std::uint64_t label, Outgoing message);
 
-  /// Waits until all messages are delivered. Errors: as send().
-  void drain();
+  /// Waits until all messages are delivered. Errors: as send(); TimeoutError.
+  void drain(std::chrono::milliseconds limit);
 
   /// Nothing more will be sent. The wire's thread ends when all is delivered.
   void finish();

@@ -59,6 +59,7 @@ one, other = ([row for row in csv.reader(open(path))] for path in sys.argv[1:])
 assert one[0] == other[0] and len(one) == len(other) > 2
 for a, b in zip(one[1:], other[1:]):
     for column, x, y in zip(one[0][:-1], a, b):  # without images/s
-        assert abs(float(x) - float(y)) <= 1e-3 * abs(float(x)), (column, x, y)
+        pixels = 0 if "loss" in column else 5e-3  # rounding can change the class of a few pixels
+        assert abs(float(x) - float(y)) <= 1e-3 * abs(float(x)) + pixels, (column, x, y)
 END_OF_PYTHON
 }

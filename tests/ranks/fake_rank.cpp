@@ -47,6 +47,7 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
   }
 
   void begin(Part part, Wires& wires) {
+    wires_ = &wires;
     const auto& call = rank_.job_.calls[call_];
     const auto key = std::to_string(call.program) + " " + std::to_string(static_cast<int>(part));
     exchange_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_, key, rank_.limit_, *this);
@@ -64,11 +65,17 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
     if (!unsettled_.empty()) throw std::logic_error("a wire was not settled");
   }
 
+  void work(int worker, absl::FunctionRef<void()> run_actions) override {
+    FakeCells::work(worker, run_actions);
+    exchange_->settle(worker);
+  }
   void take(const Action& action) override { exchange_->take(action); }
   void put(const Action& action) override { exchange_->put(action); }
   void cancel(const Failure& failure) noexcept override {
-    const int worker = failure.action ? program_.layout().placement[failure.action->stage] : -1;
-    rank_.report(failure.error, worker == -1 ? -1 : exchange_->activity(worker).awaits);
+    const auto& placement = program_.layout().placement;
+    const auto activity =
+        failure.action ? exchange_->activity(placement[failure.action->stage]) : exchange_->activity();
+    rank_.report(failure.error, activity.awaits);
   }
 
  private:
@@ -99,7 +106,12 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
     count(action, edges.front());
   }
 
+  // Waits for deliveries, as wires between devices do. So workers that wait for each other are a failure of the test.
   void settle(int from, int to) override {
+    const auto& ranks = rank_.job_.ranks;
+    if (ranks[from] == rank_.rank_) {
+      wires_->sender(from * program_.workers() + to, ranks[to]).drain(rank_.limit_);
+    }
     MutexLock lock(mutex_);
     if (unsettled_.at({from, to}) != 0) throw std::logic_error("a wire was settled before its last message");
     unsettled_.erase({from, to});
@@ -117,6 +129,7 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
   FakeRank& rank_;
   const std::size_t call_;
   const Program& program_;
+  Wires* wires_ = nullptr;            // of the part that runs
   std::optional<Exchange> exchange_;  // of the part that runs
   Mutex mutex_;
   std::map<std::pair<int, int>, std::size_t> unsettled_ ABSL_GUARDED_BY(mutex_);  // messages to come, by wire

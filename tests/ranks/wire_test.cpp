@@ -16,6 +16,7 @@ using testing::allocate;
 using testing::kChanged;
 using testing::kHeaders;
 using testing::kLarge;
+using testing::kLongLimit;
 using testing::kPieces;
 using testing::message;
 using testing::Strings;
@@ -103,7 +104,7 @@ TEST(Wire, DrainsUntilTheMemoryMayChange) {
     content.pieces = {piece};
     content.layout = message({"", memory}).layout;
     wire.sender->send(wire.remembered_by_sender.at(0), 0, std::move(content));
-    wire.sender->drain();
+    wire.sender->drain(kLongLimit);
     for (auto& letter : memory) ++letter;
     receiver.join();
   }
