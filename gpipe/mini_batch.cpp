@@ -261,11 +261,18 @@ void MiniBatch::work(int worker, absl::FunctionRef<void()> run_actions) {
   auto& clock = clocks_[worker];
   if (recording_.timeline && !device.is_cpu()) clock.emplace(device);
   run_actions();
-  if (exchange_) exchange_->settle(worker);
+  std::exception_ptr error;
+  try {
+    if (exchange_) exchange_->settle(worker);
+  } catch (...) {
+    error = std::current_exception();
+  }
   if (clock) clock->stop();
   end_[worker] = {record_event(device)};
-  if (worker != pipeline_->worker_of(pipeline_->count() - 1)) return;
-  for (const auto other : elsewhere_) end_[worker].push_back(record_event(other));
+  if (worker == pipeline_->worker_of(pipeline_->count() - 1)) {
+    for (const auto other : elsewhere_) end_[worker].push_back(record_event(other));
+  }
+  if (error) std::rethrow_exception(error);
 }
 
 void MiniBatch::run(const Action& action) {
