@@ -199,7 +199,7 @@ class GPipeImpl : public torch::nn::Module {
   std::uint64_t largest(std::uint64_t number);
 
   /// Returns the sums over replicas of the numbers that the first rank of each gives. Adds in the order of replicas, so all
-  /// ranks get the same bits. Serves scores of which each replica knows a part. The count must be the same on all ranks.
+  /// ranks get the same bits. Use it for scores that each replica knows in part. All ranks give as many numbers.
   std::vector<double> sum_over_replicas(std::vector<double> numbers);
 
   /// Takes a number for each of this rank's parameters(), in order. Returns those of the whole model's parameters, in its

@@ -195,7 +195,7 @@ void GradientReduction::sum_share(int stage_index, const GradientBucket& bucket,
   }
   Parcel sums;
   for (std::size_t k = 0; k < share.size(); ++k) {
-    auto& gradient = stage.gradients[share[k].parameter];
+    const auto& gradient = stage.gradients[share[k].parameter];
     std::vector<at::Tensor> of_replicas;
     for (int r = 0; r < peers_.replicas(); ++r) {
       if (r != own) {

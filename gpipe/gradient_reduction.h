@@ -67,7 +67,7 @@ class GradientReduction {
   void send_buckets(int stage);
   bool await_bucket(int stage, std::size_t number);
   void run();
-  /// A bucket of which this replica's share has been summed.
+  /// A bucket whose share this replica has summed.
   struct Summed {
     int stage = 0;
     const GradientBucket* bucket = nullptr;

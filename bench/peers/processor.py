@@ -3,8 +3,8 @@ tell of a process that spins while it waits.
 
     python processor.py --ours BUILD_FOLDER
 
-Prints one JSON line per model and contestant, then a table: medians over the repeats, of which each compares a job of many
-steps with one of few. Needs perf, and the right to count system calls.
+Each repeat runs a job of many steps and one of few, and divides the difference by the steps. Prints one JSON line per model and
+contestant, then a table, with the medians of the repeats. Needs perf, and the right to count system calls.
 """
 
 import argparse
@@ -45,7 +45,7 @@ def main() -> None:
         values: dict[str, list[dict[str, float]]] = {}
         for _ in range(args.repeats):
             for name in CONTESTANTS:
-                if name not in few_steps:  # there is no reuse for overhead
+                if name not in few_steps:  # the overhead benchmark has no reuse
                     continue
                 print(f"{model} {name}", file=sys.stderr)
                 few, more = counts(few_steps[name]), counts(many_steps[name])

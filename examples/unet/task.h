@@ -25,7 +25,7 @@ class SegmentationTask : public Task {
   std::vector<double> validate(GPipe& pipe, const ShowPicture& show, const Stops& stops) override;
 
  private:
-  /// Shows the first images of the first mini-batch, of which `batch` is this replica's part.
+  /// Shows the first images of the first mini-batch. `batch` is this replica's part of it.
   void draw(GPipe& pipe, const Batch& batch, const torch::Tensor& probabilities, const ShowPicture& show) const;
 
   const Split split_;

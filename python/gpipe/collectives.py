@@ -66,8 +66,8 @@ class Collectives(nn.Module):
 
     def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
         """Returns the sums over replicas of the numbers that the first rank of each gives. Adds in the order of replicas, so
-        all ranks get the same bits. Serves scores of which each replica knows a part. The count must be the same on all
-        ranks."""
+        all ranks get the same bits. Use it for scores that each replica knows in part. All ranks give as many
+        numbers."""
         with self.refusing():
             pipeline = self._pipeline()
             own = [check_number(number, "each of the numbers") for number in numbers]
