@@ -16,8 +16,7 @@ class LayerDecorator : public Layer {
 
   const std::string& name() const override { return layer_->name(); }
   std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
-  std::vector<at::Tensor> buffers() const override { return layer_->buffers(); }
-  void set_buffers(const std::vector<at::Tensor>& buffers) override { layer_->set_buffers(buffers); }
+  Buffers buffers() const override { return layer_->buffers(); }
 
  protected:
   Layer& layer() const { return *layer_; }

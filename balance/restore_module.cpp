@@ -2,7 +2,6 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Functions.h>
-#include <ATen/MemoryOverlap.h>
 #include <ATen/core/grad_mode.h>
 
 #include <array>
@@ -14,6 +13,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "balance/layer_decorator.h"
 #include "gpipe/autograd/parcel.h"
+#include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -21,12 +21,6 @@ namespace {
 bool same_memory(const at::Tensor& a, const at::Tensor& b) {
   return a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage()) && a.dtype() == b.dtype() &&
          a.storage_offset() == b.storage_offset() && a.sizes() == b.sizes() && a.strides() == b.strides();
-}
-
-/// Undefined if the memory cannot be written in place.
-at::Tensor copy_of(const at::Tensor& memory) {
-  const bool overlaps = memory.layout() == at::kStrided && at::has_internal_overlap(memory) == at::MemOverlap::Yes;
-  return overlaps ? at::Tensor() : memory.clone();
 }
 
 /// Ignores exceptions.
@@ -52,7 +46,7 @@ struct RestoreModule::Saved {
   bool is_parameter = false;
 
   void restore() {
-    if (copy.defined()) memory.copy_(copy);
+    if (copy.defined()) overwrite(memory, copy);
     // A lazy parameter that got its shape keeps it: its layer may depend on the shape.
     const bool was_lazy = is_parameter && memory.numel() == 0 && tensor.numel() > 0;
     if (!was_lazy && !same_memory(tensor, memory)) tensor.set_data(memory);
@@ -95,7 +89,7 @@ class RestoreModule::Copies {
       auto& saved = state.saved[found->second];
       if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
       if (version_of(saved.tensor) != saved.version) continue;  // already changed
-      if (auto copy = copy_of(saved.memory); copy.defined()) copies_.push_back({&saved, std::move(copy)});
+      copies_.push_back({&saved, copy_of(saved.memory)});
     }
   }
 

@@ -198,7 +198,7 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   const auto inventory = fill_stages(stages, balance_, std::move(factories), here, options_.ranks().get());
   const auto loans = find_loans(inventory.parameters());
   check_loans(loans, stages, here);
-  auto shared = find_shared_buffers(inventory.buffers(), stages, here);
+  forbid_writes_to_shared_buffers(inventory.buffers(), stages);
   auto edges = connect_stages(stages, balance_, match_skips(inventory.skips()), loans, here);
   absl::flat_hash_map<const void*, std::string> first_names;
   parameter_names_ = state_names(inventory.parameters(), first_names);
@@ -231,8 +231,8 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
     if (across.contains(parameter->unsafeGetTensorImpl())) across_ranks_.emplace_back(parameter.pair());
   }
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
-  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules),
-                                         std::move(shared), threads, std::move(binding), std::move(peers));
+  pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules), threads,
+                                         std::move(binding), std::move(peers));
   if (pipeline_->has_replicas()) take_state_of_first_replica(*pipeline_);
   std::move(tell_twins).Cancel();
 }

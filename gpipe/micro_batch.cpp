@@ -11,6 +11,7 @@
 
 #include "gpipe/autograd/shared_memory.h"
 #include "gpipe/checks.h"
+#include "gpipe/runtime/transfer.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
@@ -94,7 +95,7 @@ Gathered gather(const std::vector<Parcel>& parts) {
     }
     if (parts.size() == 1) {
       const bool own = first.memory[k].number == Memory::kOwn;
-      joined.push_back(own ? pieces.front() : pieces.front().clone());
+      joined.push_back(own ? pieces.front() : copy_of(pieces.front()));
       continue;
     }
     const auto undefined = std::count_if(pieces.begin(), pieces.end(), [](const auto& t) { return !t.defined(); });

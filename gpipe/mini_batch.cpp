@@ -47,13 +47,13 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
   counted_ = counting.installed();
   if (!counted_) counter_.reset();
   const bool grad = use_ != Pipeline::Use::kForward;
-  std::vector<SavedBuffers> buffers;
+  std::vector<StageState::Moment> before;
   std::optional<SeedDraw> draw;
   prepare_call([&] {
     for (auto& stage : pipeline_->stages()) {
       sinks_.emplace_back(stage, grad, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
     }
-    for (const auto& stage : pipeline_->stages()) buffers.emplace_back(stage);
+    for (auto& stage : pipeline_->stages()) before.push_back(stage.state.hold(stage, sinks_[stage.index].own()));
     draw.emplace();
   });
   seed_ = draw->seed();
@@ -67,15 +67,13 @@ void MiniBatch::begin(absl::FunctionRef<void()> run) {
     if (has_replicas() && std::exchange(pipeline_->buffers_differ(), options_.training)) {
       take_buffers_of_first_replica(*pipeline_);
     }
-    pipeline_->shared_buffers().before_forward(grad);
     run();
-    pipeline_->shared_buffers().after_forward();
     if (has_replicas()) merge_over_replicas(statistics_, *pipeline_);
     for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
   } catch (...) {
     report_failure();
     cells_.clear();  // first, because a cell between its R and its B restores buffers too: those of the R's begin
-    for (auto& saved : buffers) saved.restore_after_error();
+    for (auto& stage : pipeline_->stages()) stage.state.restore_after_error(stage, before[stage.index]);
     draw->undo();
     throw;
   }

@@ -31,12 +31,11 @@ Executor make_executor(const Peers* peers, int workers, std::function<void()> po
 
 }  // namespace
 
-Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, SharedBuffers shared,
-                   int intraop_threads, LanguageBinding binding, std::unique_ptr<Peers> peers)
+Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
+                   LanguageBinding binding, std::unique_ptr<Peers> peers)
     : stages_(std::move(stages)),
       schedules_(std::move(schedules)),
       edges_(std::move(edges)),
-      shared_buffers_(std::move(shared)),
       intraop_threads_(intraop_threads),
       binding_(std::move(binding)),
       peers_(std::move(peers)),

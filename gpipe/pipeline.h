@@ -21,7 +21,6 @@
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/shared_buffers.h"
 
 namespace gpipe {
 
@@ -44,14 +43,14 @@ struct LanguageBinding {
 /// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it, so it lives as
 /// long as the container or a graph needs it.
 ///
-/// Thread safety: stages() and shared_buffers() belong to the holder of turn() and to its workers. All other functions
-/// may be called on any thread.
+/// Thread safety: stages() belong to the holder of turn() and to its workers. All other functions may be called on any
+/// thread.
 class Pipeline {
  public:
   /// REQUIRES: the stages of a worker have one device. Over ranks, `peers` are the others, and stages of theirs have no
   /// layers and the CPU as device. Errors, with wires between devices: ConnectionError.
-  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, SharedBuffers shared,
-           int intraop_threads, LanguageBinding binding = {}, std::unique_ptr<Peers> peers = nullptr);
+  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
+           LanguageBinding binding = {}, std::unique_ptr<Peers> peers = nullptr);
   ~Pipeline();
 
   std::vector<Stage>& stages() { return stages_; }
@@ -71,7 +70,6 @@ class Pipeline {
   int worker_of(int stage) const { return schedules_.placement[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
-  SharedBuffers& shared_buffers() { return shared_buffers_; }
   /// Whether buffers may differ between replicas, because a call has trained since they were made equal. Belongs to the
   /// holder of turn().
   bool& buffers_differ() { return buffers_differ_; }
@@ -139,7 +137,6 @@ class Pipeline {
   std::vector<Stage> stages_;
   const ScheduleSource schedules_;
   const std::vector<Edge> edges_;
-  SharedBuffers shared_buffers_;
   bool buffers_differ_ = false;
   const int intraop_threads_;
   const LanguageBinding binding_;

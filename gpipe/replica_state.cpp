@@ -60,7 +60,7 @@ void take_buffers_of_first_replica(Pipeline& pipeline) {
   for (const auto& stage : pipeline.stages()) {
     for (const auto& buffer : stage.buffers()) {
       buffers.push_back(buffer);
-      sent.push_back(stage.habits.is_constant(buffer) ? at::Tensor() : buffer);
+      sent.push_back(stage.state.may_change(buffer) ? buffer : at::Tensor());
     }
   }
   take_values(buffers, sent, *pipeline.peers());

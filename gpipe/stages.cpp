@@ -90,9 +90,7 @@ void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stage
   }
 }
 
-SharedBuffers find_shared_buffers(const std::vector<TensorPlace>& buffers, const std::vector<Stage>& stages,
-                                  const std::vector<bool>& here) {
-  SharedBuffers shared;
+void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, std::vector<Stage>& stages) {
   absl::flat_hash_map<const void*, int> owner;  // the first stage
   for (const auto& buffer : buffers) {
     if (buffer.identity() == nullptr) continue;
@@ -100,16 +98,13 @@ SharedBuffers find_shared_buffers(const std::vector<TensorPlace>& buffers, const
     const int other = owner.emplace(buffer.identity(), stage).first->second;
     if (other == stage) continue;
     const auto what = "buffer '" + buffer.key.substr(buffer.key.rfind('.') + 1) + "'";
-    // Batch norm writes to these.
-    if (what == "buffer 'running_mean'" || what == "buffer 'running_var'" ||
-        stages[other].device != stages[stage].device) {
-      refuse_shared(other, stage, what);
+    if (stages[other].device != stages[stage].device) refuse_shared(other, stage, what);
+    const auto tensor = at::Tensor(buffer.tensor.lock());
+    for (const int each : {other, stage}) {
+      stages[each].state.forbid_writes(tensor,
+                                       what + " of stages " + std::to_string(other) + " and " + std::to_string(stage));
     }
-    if (!here[other] && !here[stage]) continue;
-    shared.add(at::Tensor(buffer.tensor.lock()),
-               what + " of stages " + std::to_string(other) + " and " + std::to_string(stage));
   }
-  return shared;
 }
 
 std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance,

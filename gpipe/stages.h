@@ -11,7 +11,6 @@
 #include "gpipe/inventory.h"
 #include "gpipe/layer_factory.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/shared_buffers.h"
 #include "skip/layout.h"
 
 namespace gpipe {
@@ -48,10 +47,9 @@ std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters);
 /// stand-ins.
 void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stages, const std::vector<bool>& here);
 
-/// Returns the buffers that stages on one device share, at least one of them on this rank, and that none may write to.
-/// Errors: std::invalid_argument for other shared buffers.
-SharedBuffers find_shared_buffers(const std::vector<TensorPlace>& buffers, const std::vector<Stage>& stages,
-                                  const std::vector<bool>& here);
+/// Forbids writes to the buffers that stages on one device share. Errors: std::invalid_argument for a buffer of stages on
+/// two devices.
+void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, std::vector<Stage>& stages);
 
 /// Returns the edges between the stages, and sets each stage's skips and receivers, and the borrowed and lent parameters of
 /// those of this rank, in the order of the edges.

@@ -26,7 +26,12 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                       bool cudnn_enabled) {
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
   auto* statistics = BatchStatistics::current();
-  const bool defer = statistics != nullptr && training && running_mean && running_mean->defined();
+  const bool updates = training && running_mean && running_mean->defined();
+  const bool defer = statistics != nullptr && updates;
+  if (updates) {
+    StageState::before_write(*running_mean);
+    StageState::before_write(*running_var);
+  }
   if (defer) statistics->add(input, *running_mean, *running_var, momentum);
   return at::_ops::batch_norm::redispatch(below, input, weight, bias, defer ? std::nullopt : running_mean,
                                           defer ? std::nullopt : running_var, training, momentum, eps, cudnn_enabled);

@@ -15,6 +15,7 @@
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/autograd/split_check.h"
 #include "gpipe/runtime/profiler_range.h"
+#include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -58,6 +59,10 @@ class SumsScope {
 
 Cell::Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail)
     : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch), tail_(std::move(tail)) {}
+
+Cell::~Cell() {
+  if (present_) stage_.state.restore_after_error(stage_, *present_);
+}
 
 Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, SharedMemory& memory) {
   Entered entered;
@@ -126,6 +131,16 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   return value;
 }
 
+// A layer may write to its buffer in a later micro-batch, while another worker reads what left the stage.
+void Cell::separate_from_buffers(Parcel& parcel) const {
+  for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
+    auto& tensor = parcel.tensors[i];
+    if (!tensor.defined() || !stage_.state.has_memory_of(tensor)) continue;
+    tensor = copy_of(tensor);
+    parcel.versions[i] = version_of(tensor);
+  }
+}
+
 std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass) {
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
@@ -139,6 +154,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
   Value value(in.front().form, std::move(entered.activation));
   {
     const SkipContextGuard guard(skips);
+    const StageState::Scope watch(stage_.state);
     const PassScope scope(pass);
     value = call_layers(std::move(value), entered.borrowed, [&](const std::string& layer) {
       if (tied.changed()) refuse_write();
@@ -147,6 +163,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     });
   }
   skips.check_all_used();
+  stage_.state.check(stage_, /*needed=*/pass != PassScope::Pass::kPlain);
 
   std::vector<Parcel> out(1);
   out.front().form = value.form();
@@ -163,6 +180,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     add_leaving(parameter, out.emplace_back());
     roots_.push_back({leave(parameter)});
   }
+  for (auto& parcel : out) separate_from_buffers(parcel);
   memory.leaves(out, stage_.receivers);
   if (!graph) {
     roots_.clear();
@@ -177,7 +195,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
 std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   if (!mode.grad || !mode.recompute) return run_layers(in, mode.grad, PassScope::Pass::kPlain);
   inputs_.emplace(stage_, in);
-  state_.emplace(stage_, sinks_);
+  before_forward_ = stage_.state.hold(stage_, sinks_.own());
   auto sources = sinks_.has_sink();
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
@@ -193,14 +211,15 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   }
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
   if (tail_) sent_.front().clear();  // the tail's result takes its place
-  state_->learn_habits();
   inputs_->check_unchanged(in, "by one of its layers");
   return out;
 }
 
 void Cell::recompute(bool retain_graph) {
   const auto in = inputs_->take(retain_graph);
-  state_->begin_recompute(retain_graph);
+  present_ = stage_.state.hold(stage_, sinks_.own());
+  stage_.state.restore(stage_, *before_forward_);
+  if (!retain_graph) before_forward_.reset();
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
   stage_.gradient_flow.check(sent_, out);
   inputs_->check_unchanged(in, "during its recompute");
@@ -251,7 +270,8 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
   std::vector<GradientSums> entering;
   for (const auto& parcel : entry_sinks_) entering.emplace_back(parcel.size());
   if (!roots.edges.empty()) run_graph(roots, retain_graph, sums, entering);
-  if (state_) state_->end_recompute();
+  if (present_) stage_.state.restore(stage_, *present_);
+  present_.reset();
   std::vector<Gradients> result;
   for (auto& of_parcel : entering) result.push_back(of_parcel.take());
   return result;
@@ -276,7 +296,7 @@ std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradi
   // W will read these gradients, and their receiver may add to them.
   for (auto& of_parcel : result) {
     for (auto& gradient : of_parcel) {
-      if (split_ && split_->reads(gradient)) gradient = gradient.clone();
+      if (split_ && split_->reads(gradient)) gradient = copy_of(gradient);
     }
   }
   return result;

@@ -13,7 +13,6 @@
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/gradient_sums.h"
 #include "gpipe/autograd/parcel.h"
-#include "gpipe/autograd/recompute_state.h"
 #include "gpipe/autograd/split_backward.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/autograd/stored_inputs.h"
@@ -37,6 +36,8 @@ class Cell {
  public:
   /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's. `tail` may be empty.
   Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
+  /// Ends a recompute whose backward has failed or never ran.
+  ~Cell();
 
   /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds the
   /// activation, the skips and the lent parameters.
@@ -78,6 +79,7 @@ class Cell {
   Value call_layers(Value value, const std::vector<Borrowed>& borrowed,
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
+  void separate_from_buffers(Parcel& parcel) const;
   RootGradients root_gradients(const std::vector<Gradients>& gradients) const;
   void run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
                  std::vector<GradientSums>& entering);
@@ -91,7 +93,8 @@ class Cell {
 
   // Of a checkpointed cell.
   std::optional<StoredInputs> inputs_;
-  std::optional<RecomputeState> state_;
+  std::optional<StageState::Moment> before_forward_;  // until the last recompute
+  std::optional<StageState::Moment> present_;         // between R and B or I
   CellMemo memo_;
   std::vector<std::vector<bool>> sent_;  // wants_gradient of the parcels that F returned
 

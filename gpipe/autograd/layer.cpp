@@ -96,15 +96,19 @@ class AnyLayer : public Layer {
 
 }  // namespace
 
-std::vector<at::Tensor> Layer::buffers() const { return module()->buffers(); }
-
-void Layer::set_buffers(const std::vector<at::Tensor>& buffers) {
-  const auto present = this->buffers();
-  const bool same = std::equal(present.begin(), present.end(), buffers.begin(), buffers.end(),
-                               [](const auto& a, const auto& b) { return a.is_same(b); });
-  if (same) return;
-  throw std::runtime_error("[gpipe] layer '" + name() +
-                           "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
+Layer::Buffers Layer::buffers() const {
+  auto tensors = module()->buffers();
+  if (tensors.empty()) return {};
+  auto put_back = [this, tensors] {
+    const auto present = module()->buffers();
+    const bool same = std::equal(present.begin(), present.end(), tensors.begin(), tensors.end(),
+                                 [](const auto& a, const auto& b) { return a.is_same(b); });
+    if (same) return;
+    throw std::runtime_error(
+        "[gpipe] layer '" + name() +
+        "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
+  };
+  return {std::move(tensors), std::move(put_back)};
 }
 
 std::string registered_name(const std::string& layer) {

@@ -26,11 +26,14 @@ class Layer {
   virtual const std::string& name() const = 0;
   virtual std::shared_ptr<torch::nn::Module> module() const = 0;
 
-  /// The module's present buffers, undefined where a registered name has none. A forward may replace them.
-  virtual std::vector<at::Tensor> buffers() const;
-  /// Makes these tensors the module's buffers, in the order of buffers(). Errors: std::runtime_error when a C++ module
-  /// has replaced a buffer, which this cannot undo.
-  virtual void set_buffers(const std::vector<at::Tensor>& buffers);
+  /// The buffers that a module has at one time. A forward may replace them.
+  struct Buffers {
+    std::vector<at::Tensor> tensors = {};  ///< undefined where a registered name has none
+    /// Makes them the module's buffers again; empty if the module had none. Errors: std::runtime_error when a C++ module has
+    /// replaced a buffer, which cannot be undone.
+    std::function<void()> put_back = {};
+  };
+  virtual Buffers buffers() const;
 };
 
 /// Returns the name under which a container registers a layer's module: LibTorch allows no dots in it.

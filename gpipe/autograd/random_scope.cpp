@@ -12,13 +12,14 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/autograd/stage_state.h"
 #include "gpipe/runtime/mutex.h"
 
 namespace gpipe {
 namespace {
 
 // A dispatch key above autograd and autocast that PyTorch leaves to out-of-tree code. Scopes include it, so the kernels
-// below see every operator that draws.
+// below see every operator that draws or writes.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
 thread_local RandomScope* current_scope = nullptr;
@@ -87,31 +88,40 @@ bool is_traced(c10::DispatchKeySet keys) {
                      [](Key key) { return c10::impl::TorchDispatchModeTLS::get_mode(key).has_value(); });
 }
 
+// An operator that draws. May write to its arguments too.
 void draw(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  const auto run = [&] { run_and_note_writes(op, keys, stack); };
   auto* scope = RandomScope::current();
-  if (scope == nullptr || scope->lending() || is_traced(keys)) return op.redispatchBoxed(below, stack);
+  if (scope == nullptr || scope->lending() || is_traced(keys)) return run();
   const auto arguments = torch::jit::last(*stack, op.schema().arguments().size());
   auto device = device_of(arguments);
-  if (device.is_meta()) return op.redispatchBoxed(below, stack);
+  if (device.is_meta()) return run();
   if (!device.is_cpu() && !device.has_index()) {
     device.set_index(c10::impl::getDeviceGuardImpl(device.type())->getDevice().index());
   }
   if (const auto index = generator_argument(op.schema())) {
     auto& argument = (*stack)[stack->size() - arguments.size() + *index];
-    if (argument.isNone()) argument = scope->generator(device);
-    return op.redispatchBoxed(below, stack);
+    if (argument.isNone() || argument.toGenerator() == at::globalContext().defaultGenerator(device)) {
+      argument = scope->generator(device);
+    } else {
+      StageState::before_draw(argument.toGenerator());
+    }
+    return run();
   }
   // On CPU, an operator without a generator argument calls one that has it, which arrives here again, unless a dispatch
   // mode runs it.
-  if (device.is_cpu() && !keys.has(c10::DispatchKey::Python)) return op.redispatchBoxed(below, stack);
-  scope->lend_default_generator(device, [&] { op.redispatchBoxed(below, stack); });
+  if (device.is_cpu() && !keys.has(c10::DispatchKey::Python)) return run();
+  scope->lend_default_generator(device, run);
+}
+
+bool decomposes(const c10::OperatorHandle& op) {
+  return op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
 // Excludes operators that decompose into others, which are intercepted themselves.
 bool draws_itself(const c10::OperatorHandle& op) {
   if (generator_argument(op.schema())) return true;
-  if (op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd)) return false;
+  if (decomposes(op)) return false;
   for (const auto tag : op.getTags()) {
     if (tag == at::Tag::nondeterministic_seeded) return true;
   }
@@ -125,8 +135,11 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
     const auto op = dispatcher.findSchema(name);
-    if (op && draws_itself(*op)) {
+    if (!op) continue;
+    if (draws_itself(*op)) {
       library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&draw>());
+    } else if (writes(op->schema()) && !decomposes(*op)) {
+      library.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_and_note_writes>());
     }
   }
 }

@@ -78,7 +78,7 @@ std::vector<at::Tensor> Stage::parameters() const {
 std::vector<at::Tensor> Stage::buffers() const {
   DistinctTensors distinct;
   for (const auto& layer : layers) {
-    for (const auto& buffer : layer->buffers()) distinct.add(buffer);
+    for (const auto& buffer : layer->buffers().tensors) distinct.add(buffer);
   }
   return distinct.take();
 }
@@ -91,6 +91,7 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     const auto& parameter = all_[i];
     versions_.push_back(others_writes(parameter));
     has_sink_.push_back(false);
+    if (!stage.borrows(i)) own_.push_back(parameter);
     if (!grad || !parameter.requires_grad()) continue;
     if (!parameter.is_leaf()) {
       throw std::invalid_argument("[gpipe] a parameter is not a leaf; parameters are made by register_parameter");
@@ -119,15 +120,6 @@ std::vector<at::Tensor> ParameterSinks::select(const std::vector<std::size_t>& i
   std::vector<at::Tensor> selected;
   for (const auto i : indices) selected.push_back(all_.at(i));
   return selected;
-}
-
-std::vector<at::Tensor> ParameterSinks::written() const {
-  std::vector<at::Tensor> written;
-  if (stage_.own_writes.empty()) return written;
-  for (const auto& parameter : all_) {
-    if (stage_.own_writes.contains(parameter.unsafeGetTensorImpl())) written.push_back(parameter);
-  }
-  return written;
 }
 
 void ParameterSinks::check_unchanged() const {

@@ -17,7 +17,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/gradient_flow.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/autograd/saved_buffers.h"
+#include "gpipe/autograd/stage_state.h"
 #include "gpipe/autograd/weak_tensors.h"
 #include "skip/context.h"
 
@@ -49,7 +49,7 @@ struct Stage {
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
   GradientFlow gradient_flow;
-  BufferHabits habits;
+  StageState state;
   /// Leaves other than parameters that its layers have used.
   WeakTensorMap<std::monostate> leaves;
   /// How often its own layers have written to each parameter, as an embedding with max_norm does.
@@ -96,9 +96,9 @@ class ParameterSinks {
   /// The parameters that the stage borrows and lends, in its order.
   std::vector<at::Tensor> borrowed() const { return select(stage_.borrowed); }
   std::vector<at::Tensor> lent() const { return select(stage_.lent); }
-  /// All parameters of the stage, and those that its own layers write to.
+  /// All parameters of the stage, and those of them that it does not borrow.
   const std::vector<at::Tensor>& all() const { return all_; }
-  std::vector<at::Tensor> written() const;
+  const std::vector<at::Tensor>& own() const { return own_; }
 
   /// Errors: std::runtime_error when code other than the stage's own layers has changed a parameter that the stage owns in
   /// place since this was made.
@@ -110,6 +110,7 @@ class ParameterSinks {
 
   Stage& stage_;
   std::vector<at::Tensor> all_;
+  std::vector<at::Tensor> own_;
   std::vector<std::uint32_t> versions_;  // without the stage's own writes
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;

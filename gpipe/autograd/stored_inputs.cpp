@@ -5,6 +5,8 @@
 #include <string>
 #include <utility>
 
+#include "gpipe/runtime/transfer.h"
+
 namespace gpipe {
 namespace {
 
@@ -14,7 +16,7 @@ using InPlace = Stage::InPlace;
 std::vector<Parcel> copies_of(std::vector<Parcel> parcels, const Stage& stage) {
   for (std::size_t p = 0; p < 1 + stage.skips_in.size(); ++p) {
     for (auto& tensor : parcels[p].tensors) {
-      if (tensor.defined()) tensor = tensor.clone();
+      if (tensor.defined()) tensor = copy_of(tensor);
     }
     parcels[p].renew_versions();
   }

@@ -1,17 +1,26 @@
 #include "gpipe/runtime/transfer.h"
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/_to_copy.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <cstdint>
 
 #include "absl/cleanup/cleanup.h"
 
 namespace gpipe {
 namespace {
 
+constexpr std::size_t kAlignment = 64;  // of memory from PyTorch's CPU allocator
+
 c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+// Whether sizes and strides tell all about a tensor's memory.
+bool has_plain_memory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
 
 StreamEvent record(c10::EventFlag flag, c10::Device device) {
   auto event = std::make_shared<c10::Event>(device.type(), flag);
@@ -102,6 +111,49 @@ Link new_link(c10::Device from, c10::Device to) {
   return {new_stream(from), new_stream(to)};
 }
 
+at::Tensor without_repeats(at::Tensor tensor) {
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
+  }
+  return tensor;
+}
+
+std::size_t lead_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return 0;
+  const auto lead = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kAlignment;
+  return lead % tensor.element_size() == 0 ? lead : 0;
+}
+
+at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options,
+                    std::size_t lead) {
+  const auto offset = static_cast<std::int64_t>(lead / options.dtype().itemsize());
+  const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  std::int64_t extent = is_empty ? 0 : 1;
+  for (std::size_t d = 0; !is_empty && d < sizes.size(); ++d) extent += (sizes[d] - 1) * strides[d];
+  const auto memory = at::empty({offset + extent}, options);
+  return at::empty({0}, options).set_(memory.storage(), offset, sizes, strides);
+}
+
+at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking) {
+  at::NoGradGuard no_grad;
+  const bool plain = has_plain_memory(tensor);
+  const auto lead = plain && to.is_cpu() ? lead_of(tensor) : 0;
+  if (!plain || (lead == 0 && tensor.is_non_overlapping_and_dense())) {
+    return tensor.to(to, tensor.scalar_type(), non_blocking, /*copy=*/true);
+  }
+  auto copy = empty_at(tensor.sizes(), tensor.strides(), tensor.options().device(to), lead);
+  without_repeats(copy).copy_(without_repeats(tensor), non_blocking);
+  return copy;
+}
+
+at::Tensor copy_of(const at::Tensor& tensor) { return copy_of(tensor, tensor.device()); }
+
+void overwrite(const at::Tensor& to, const at::Tensor& from) {
+  at::NoGradGuard no_grad;
+  const auto data = to.variable_data();
+  has_plain_memory(to) ? without_repeats(data).copy_(without_repeats(from)) : data.copy_(from);
+}
+
 void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
   at::NoGradGuard no_grad;
   const auto stays = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.device() == to; };
@@ -121,7 +173,7 @@ void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c1
       }
       use_on_current_stream(tensor);
       const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();
-      tensor = at::_to_copy(tensor, tensor.options().device(to), /*non_blocking=*/between_accelerators);
+      tensor = copy_of(tensor, to, /*non_blocking=*/between_accelerators);
     }
     if (source_device != to) copied = record_event(to);
   }

@@ -94,6 +94,21 @@ std::shared_ptr<torch::nn::Module> mirror(PyObject* module, const std::vector<Sk
   return result;
 }
 
+/// Gives a dict the items of another one, or none for null.
+void set_items(PyObject* dict, PyObject* items) {
+  if (PyDict_Size(dict) == (items == nullptr ? 0 : PyDict_Size(items))) {
+    bool same = true;
+    PyObject* key = nullptr;
+    PyObject* value = nullptr;
+    for (Py_ssize_t at = 0; items != nullptr && PyDict_Next(items, &at, &key, &value) != 0;) {
+      same = same && PyDict_GetItem(dict, key) == value;
+    }
+    if (same) return;
+  }
+  PyDict_Clear(dict);
+  if (items != nullptr && PyDict_Update(dict, items) != 0) throw py::error_already_set();
+}
+
 bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                     [](const auto& left, const auto& right) { return left.is_same(right); });
@@ -108,27 +123,22 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       module_(reference_to(module)),
       skips_(std::move(skips)),
       mirrored_(tensors_of(module)),
-      mirror_(mirror(module, skips_)) {
-  auto slots = std::make_shared<Slots>();
-  find_slots(module, *slots);
-  slots_ = std::move(slots);
-}
+      mirror_(mirror(module, skips_)) {}
 
-void PythonLayer::find_slots(PyObject* module, Slots& slots) {
+void PythonLayer::find_places(PyObject* module, Places& places) {
   const Recursion recursion;
+  auto& place = places.emplace_back();
   const auto buffers = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "_buffers"));
-  if (!buffers) throw py::error_already_set();
+  const auto children = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "_modules"));
+  if (!buffers || !children) throw py::error_already_set();
   if (py::isinstance<py::dict>(buffers)) {
-    const auto held = reference_to(buffers.ptr());
-    for (const auto& item : py::reinterpret_borrow<py::dict>(buffers)) {
-      slots.push_back({held, reference_to(item.first.ptr()), {}});
-    }
+    place = {reference_to(buffers.ptr()), reference_to(children.ptr()), PyDict_Size(children.ptr()), {}};
   } else {
     for_each(module, "_buffers", [&](PyObject*, PyObject* buffer) {
-      if (THPVariable_Check(buffer)) slots.push_back({nullptr, nullptr, THPVariable_Unpack(buffer)});
+      if (THPVariable_Check(buffer)) place.scripted.push_back(THPVariable_Unpack(buffer));
     });
   }
-  for_each(module, "_modules", [&](PyObject*, PyObject* child) { find_slots(child, slots); });
+  for_each(module, "_modules", [&](PyObject*, PyObject* child) { find_places(child, places); });
 }
 
 Value PythonLayer::forward(Value input) { return call(module_.get(), {std::move(input)}, *states_); }
@@ -139,54 +149,60 @@ std::shared_ptr<torch::nn::Module> PythonLayer::module() const {
 }
 
 bool PythonLayer::refresh() {
+  {
+    MutexLock lock(mutex_);
+    places_ = nullptr;
+  }
   auto tensors = tensors_of(module_.get());
   if (same(tensors.parameters, mirrored_.parameters) && same(tensors.buffers, mirrored_.buffers)) return false;
   auto fresh = mirror(module_.get(), skips_);
-  auto slots = std::make_shared<Slots>();
-  find_slots(module_.get(), *slots);
   mirrored_ = std::move(tensors);
-  std::shared_ptr<const Slots> fresh_slots = std::move(slots);
   MutexLock lock(mutex_);
   mirror_.swap(fresh);
-  slots_.swap(fresh_slots);
   return true;
 }
 
-std::shared_ptr<const PythonLayer::Slots> PythonLayer::slots() const {
+std::shared_ptr<const PythonLayer::Places> PythonLayer::places() const {
+  std::shared_ptr<const Places> known;
+  {
+    MutexLock lock(mutex_);
+    known = places_;
+  }
+  const bool fits = known && std::all_of(known->begin(), known->end(), [](const Place& place) {
+                      return place.children == nullptr || PyDict_Size(place.children.get()) == place.count;
+                    });
+  if (fits) return known;
+  auto found = std::make_shared<Places>();  // a forward may have made a submodule
+  find_places(module_.get(), *found);
   MutexLock lock(mutex_);
-  return slots_;
+  places_ = found;
+  return found;
 }
 
-std::vector<at::Tensor> PythonLayer::buffers() const {
-  const auto slots = this->slots();
-  if (slots->empty()) return {};
+Layer::Buffers PythonLayer::buffers() const {
   const Section section;
-  std::vector<at::Tensor> buffers;
-  for (const auto& [dict, name, scripted] : *slots) {
-    if (dict == nullptr) {
-      buffers.push_back(scripted);
-      continue;
+  const auto places = this->places();
+  Buffers buffers;
+  std::vector<Reference> dicts;  // a copy of each place's dict; null for an empty one
+  for (const auto& [dict, children, count, scripted] : *places) {
+    buffers.tensors.insert(buffers.tensors.end(), scripted.begin(), scripted.end());
+    dicts.emplace_back();
+    if (dict == nullptr || PyDict_Size(dict.get()) == 0) continue;
+    const auto copy = py::reinterpret_steal<py::object>(PyDict_Copy(dict.get()));
+    if (!copy) throw py::error_already_set();
+    dicts.back() = reference_to(copy.ptr());
+    PyObject* buffer = nullptr;
+    for (Py_ssize_t at = 0; PyDict_Next(copy.ptr(), &at, nullptr, &buffer) != 0;) {
+      buffers.tensors.push_back(THPVariable_Check(buffer) ? THPVariable_Unpack(buffer) : at::Tensor());
     }
-    PyObject* buffer = PyDict_GetItemWithError(dict.get(), name.get());
-    if (buffer == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
-    const bool is_tensor = buffer != nullptr && THPVariable_Check(buffer);
-    buffers.push_back(is_tensor ? THPVariable_Unpack(buffer) : at::Tensor());
   }
+  buffers.put_back = [places, dicts = std::move(dicts)] {
+    const Section section;
+    for (std::size_t i = 0; i < dicts.size(); ++i) {
+      if ((*places)[i].buffers) set_items((*places)[i].buffers.get(), dicts[i].get());
+    }
+  };
   return buffers;
-}
-
-void PythonLayer::set_buffers(const std::vector<at::Tensor>& buffers) {
-  const auto slots = this->slots();
-  if (slots->size() != buffers.size()) return;  // a refresh() found other buffers
-  if (slots->empty()) return;
-  const Section section;
-  for (std::size_t i = 0; i < buffers.size(); ++i) {
-    const auto& [dict, name, scripted] = (*slots)[i];
-    if (dict == nullptr) continue;
-    const auto buffer = py::reinterpret_steal<py::object>(to_python(buffers[i]));
-    if (PyDict_GetItem(dict.get(), name.get()) == buffer.ptr()) continue;
-    if (PyDict_SetItem(dict.get(), name.get(), buffer.ptr()) != 0) throw py::error_already_set();
-  }
 }
 
 void PythonLayer::check_not_replaced() const {

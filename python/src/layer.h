@@ -42,9 +42,8 @@ class PythonLayer : public Layer {
   const std::string& name() const override { return name_; }
   /// The mirror. Thread-safe.
   std::shared_ptr<torch::nn::Module> module() const override;
-  /// The present values of the buffers that the Python module had at the last refresh(). Thread-safe.
-  std::vector<at::Tensor> buffers() const override;
-  void set_buffers(const std::vector<at::Tensor>& buffers) override;
+  /// The buffers that the module and its submodules have now. Thread-safe.
+  Buffers buffers() const override;
 
   /// Reads the module's parameters and buffers. If any has been replaced, makes a new mirror: a forward or backward in
   /// progress continues with the old one. Returns whether it made one. REQUIRES: the interpreter's lock.
@@ -59,13 +58,14 @@ class PythonLayer : public Layer {
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
 
  private:
-  /// The place where a Python module stores a buffer.
-  struct Slot {
-    Reference buffers;    ///< the module's dict of buffers; null for a scripted module, which cannot replace buffers
-    Reference name;       ///< the key in the dict
-    at::Tensor scripted;  ///< the buffer of a scripted module
+  /// Where a module stores its buffers.
+  struct Place {
+    Reference buffers;                 ///< its dict of buffers; null for a scripted module, which cannot replace them
+    Reference children;                ///< its dict of submodules; null for a scripted module
+    Py_ssize_t count = 0;              ///< of submodules
+    std::vector<at::Tensor> scripted;  ///< the buffers of a scripted module
   };
-  using Slots = std::vector<Slot>;
+  using Places = std::vector<Place>;
 
   std::string name_;
   std::shared_ptr<ThreadStates> states_;
@@ -74,10 +74,11 @@ class PythonLayer : public Layer {
   ModuleTensors mirrored_;
   mutable Mutex mutex_;
   std::shared_ptr<torch::nn::Module> mirror_ ABSL_GUARDED_BY(mutex_);
-  std::shared_ptr<const Slots> slots_ ABSL_GUARDED_BY(mutex_);
+  mutable std::shared_ptr<const Places> places_ ABSL_GUARDED_BY(mutex_);
 
-  static void find_slots(PyObject* module, Slots& slots);
-  std::shared_ptr<const Slots> slots() const;
+  static void find_places(PyObject* module, Places& places);
+  /// REQUIRES: the interpreter's lock.
+  std::shared_ptr<const Places> places() const;
 };
 
 /// Calls a Python callable with values. REQUIRES: the thread does not hold the interpreter's lock.

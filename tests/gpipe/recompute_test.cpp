@@ -1,4 +1,5 @@
 // A recompute sees the buffers, parameters and random numbers of its forward, and changes none of them.
+#include <ATen/CPUGeneratorImpl.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -78,29 +79,137 @@ TEST(Recompute, DoesNotUpdateBatchNormAgain) {
   }
 }
 
-TEST(Recompute, FailsOnceWhenABufferBeginsToChange) {
-  struct TableImpl : torch::nn::Module {
-    TableImpl()
-        : linear(register_module("linear", Linear(6, 6))), table(register_buffer("table", torch::ones({100000}))) {}
-    Tensor forward(Tensor x) {
-      if (writes) table.add_(1);
-      return linear(x) * table[0];
+/// Scales by the first element of a table, which changes from the third micro-batch on.
+struct LateTableImpl : torch::nn::Module {
+  enum Writes { kInPlace, kHidden, kAssigned, kUnseen };
+
+  LateTableImpl(Writes writes, std::int64_t width, bool frozen_parameter)
+      : linear(register_module("linear", Linear(6, 6))), writes(writes) {
+    const auto ones = torch::ones({width});
+    table =
+        frozen_parameter ? register_parameter("table", ones, /*requires_grad=*/false) : register_buffer("table", ones);
+  }
+  Tensor forward(Tensor x) {
+    calls.add_(1);
+    if (calls.item<float>() > 2) change();
+    return linear(x) * table[0].clone();
+  }
+  void change() {
+    if (writes == kInPlace) table.add_(1);
+    if (writes == kHidden) table.variable_data().add_(1);
+    if (writes == kAssigned) table.set_data(table + 1);
+    if (writes != kUnseen) return;
+    table.data_ptr<float>()[0] += 1;
+    table.unsafeGetTensorImpl()->bump_version();
+  }
+  Linear linear;
+  Tensor table;
+  Writes writes;
+  Tensor calls = register_buffer("calls", torch::zeros({}));
+};
+
+TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
+  const auto x = torch::randn({8, 6});
+  auto expected = torch::zeros({6});
+  for (int i = 0; i < 4; ++i) expected += x.narrow(0, 2 * i, 2).sum(0) * (i < 2 ? 1 : i);
+  for (const auto writes : {LateTableImpl::kInPlace, LateTableImpl::kHidden, LateTableImpl::kAssigned}) {
+    for (const std::int64_t width : {6, 100000}) {
+      for (const bool frozen_parameter : {false, true}) {
+        SCOPED_TRACE(std::to_string(writes) + " " + std::to_string(width) + (frozen_parameter ? " parameter" : ""));
+        auto layer = std::make_shared<LateTableImpl>(writes, width, frozen_parameter);
+        GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
+        pipe->forward(x).sum().backward();
+        EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), expected.expand({6, 6})));
+        EXPECT_EQ(layer->table[0].item<float>(), 3);
+      }
     }
-    Linear linear;
-    Tensor table;
-    bool writes = false;
-  };
-  auto layer = std::make_shared<TableImpl>();
-  GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
-  const auto x = torch::randn({4, 6});
+  }
+}
+
+TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
+  auto layer = std::make_shared<LateTableImpl>(LateTableImpl::kUnseen, 100000, /*frozen_parameter=*/false);
+  GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
+  const auto x = torch::randn({8, 6});
+  EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("a tensor of layer '0' was changed"));
+  EXPECT_FALSE(layer->linear->weight.grad().defined());
+  layer->table.fill_(1);
   pipe->forward(x).sum().backward();
-  layer->writes = true;
-  EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("repeat the call"));
-  EXPECT_TRUE(torch::equal(layer->table, torch::ones({100000})));
-  layer->linear->zero_grad();
-  pipe->forward(x).sum().backward();
-  const auto expected = x.narrow(0, 0, 2).sum(0) * 2 + x.narrow(0, 2, 2).sum(0) * 3;
+  auto expected = torch::zeros({6});
+  for (int i = 0; i < 4; ++i) expected += x.narrow(0, 2 * i, 2).sum(0) * (i < 2 ? 1 : i);
   EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), expected.expand({6, 6})));
+}
+
+TEST(Recompute, KeepsExpandedSparseAndLargeBuffers) {
+  struct TablesImpl : torch::nn::Module {
+    TablesImpl() {
+      register_module("linear", linear);
+      register_buffer("expanded", torch::ones({1, 6}).expand({20000, 6}));
+      register_buffer("sparse", torch::eye(6).to_sparse());
+      register_buffer("large_sparse",
+                      torch::sparse_coo_tensor(torch::zeros({1, 30000}, torch::kLong), torch::ones({30000}), {9}));
+    }
+    Tensor forward(Tensor x) { return linear(x) * named_buffers()["expanded"][0]; }
+    Linear linear{6, 6};
+  };
+  for (const auto checkpoint : kModes) {
+    GPipe pipe(Sequential(std::make_shared<TablesImpl>()), {1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
+    for (int call = 0; call < 2; ++call) EXPECT_NO_THROW(pipe->forward(torch::randn({4, 6})).sum().backward());
+  }
+}
+
+TEST(Recompute, RepeatsDrawsFromALayersOwnGenerator) {
+  struct NoiseImpl : torch::nn::Module {
+    explicit NoiseImpl(at::Generator generator) : generator(generator) { register_module("linear", linear); }
+    Tensor forward(Tensor x) { return linear(x) * torch::rand({6}, generator); }
+    at::Generator generator;
+    Linear linear{6, 6};
+  };
+  for (const bool own : {true, false}) {
+    std::vector<Tensor> results;
+    for (const auto checkpoint : kModes) {
+      torch::manual_seed(0);
+      auto generator = own ? at::make_generator<at::CPUGeneratorImpl>(7) : at::detail::getDefaultCPUGenerator();
+      auto layer = std::make_shared<NoiseImpl>(generator);
+      GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+      torch::manual_seed(1);
+      const auto x = torch::arange(36.0).view({6, 6});
+      for (int call = 0; call < 2; ++call) pipe->forward(x).sum().backward();
+      results.push_back(torch::cat({layer->linear->weight.grad().flatten(), torch::rand({3}, generator)}));
+      EXPECT_TRUE(torch::equal(results.back(), results.front())) << to_string(checkpoint) << own;
+    }
+  }
+}
+
+TEST(Recompute, ReadsTheMemoryLayoutOfItsForward) {
+  for (const auto checkpoint : kModes) {
+    std::vector<Tensor> gradients;
+    GPipe pipe(Sequential(Linear(6, 7), Linear(7, 5)), {1, 1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    const auto x = torch::randn({15, 6});  // micro-batches begin at addresses that are not aligned
+    for (int call = 0; call < 4; ++call) {
+      pipe->zero_grad();
+      pipe->forward(x).pow(2).sum().backward();
+      gradients.push_back(pipe->parameters()[0].grad().clone());
+      EXPECT_TRUE(torch::equal(gradients.back(), gradients.front())) << "call " << call;
+    }
+  }
+}
+
+TEST(Recompute, SendsCopiesOfBuffersThatLeaveTheStage) {
+  struct ScratchImpl : torch::nn::Module {
+    ScratchImpl() : scratch(register_buffer("scratch", torch::zeros({2, 6}))) {}
+    Tensor forward(Tensor x) {
+      scratch.copy_(x.detach());
+      return scratch;
+    }
+    Tensor scratch;
+  };
+  const auto x = torch::randn({8, 6});
+  for (const auto checkpoint : kModes) {
+    auto last = Linear(6, 6);
+    GPipe pipe(Sequential(std::make_shared<ScratchImpl>(), last), {1, 1},
+               GPipeOptions().chunks(4).checkpoint(checkpoint));
+    EXPECT_TRUE(torch::allclose(pipe->forward(x), last->forward(x)));
+  }
 }
 
 TEST(Recompute, RepeatsEmbeddingsThatRenormaliseTheirRows) {

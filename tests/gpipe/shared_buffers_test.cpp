@@ -1,6 +1,4 @@
 // Buffers that two stages share.
-#include "gpipe/shared_buffers.h"
-
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -9,12 +7,19 @@
 namespace gpipe {
 namespace {
 
-TEST(SharedBuffers, OfBatchNormAreRefused) {
+TEST(SharedBuffers, OfBatchNormAreRefusedInTraining) {
   auto norm = torch::nn::BatchNorm1d(torch::nn::BatchNorm1dOptions(6).affine(false));
   NestedSequential one{{"norm", norm}};
   NestedSequential two{{"norm", norm}};
-  EXPECT_THROW(GPipe(Sequential(one, two), {1, 1}), std::invalid_argument);
-  EXPECT_NO_THROW(GPipe(Sequential(one, two), {2}));
+  const auto x = torch::rand({4, 6});
+  for (const bool deferred : {false, true}) {
+    GPipe pipe(Sequential(one, two), {1, 1}, GPipeOptions().deferred_batch_norm(deferred));
+    EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("' of stages 0 and 1"));
+    pipe->eval();
+    EXPECT_NO_THROW(pipe->forward(x));
+    pipe->train();
+  }
+  EXPECT_NO_THROW(GPipe(Sequential(one, two), {2})->forward(x));
 }
 
 /// Multiplies by a table, which it may change. Hidden writes leave the version counter as it is.

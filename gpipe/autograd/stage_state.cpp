@@ -1,0 +1,325 @@
+#include "gpipe/autograd/stage_state.h"
+
+#include <ATen/core/grad_mode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <algorithm>
+#include <exception>
+#include <mutex>
+#include <stdexcept>
+
+#include "absl/container/flat_hash_map.h"
+#include "gpipe/autograd/parcel.h"
+#include "gpipe/autograd/stage.h"
+#include "gpipe/runtime/transfer.h"
+
+namespace gpipe {
+namespace {
+
+thread_local StageState* watching = nullptr;
+
+// Disables Python dispatch modes for its lifetime: one of them may have thrown the error that is being handled.
+class WithoutModes {
+ public:
+  WithoutModes() : modes_(ModeStack::get_state()) { ModeStack::set_state({}); }
+  ~WithoutModes() { ModeStack::set_state(std::move(modes_)); }
+  WithoutModes(const WithoutModes&) = delete;
+  WithoutModes& operator=(const WithoutModes&) = delete;
+
+ private:
+  using ModeStack = c10::impl::TorchDispatchModeTLS;
+  ModeStack modes_;
+};
+
+// The tensor's memory; null if it has none of its own.
+const void* memory_of(const at::Tensor& tensor) {
+  if (!tensor.has_storage()) return nullptr;
+  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+}
+
+bool is_small(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !is_large(tensor);
+}
+
+// The name of the layer that has a tensor.
+std::string owner_of(const at::Tensor& tensor, const Stage& stage) {
+  for (const auto& layer : stage.layers) {
+    auto tensors = layer->buffers().tensors;
+    for (const auto& parameter : layer->module()->parameters()) tensors.push_back(parameter);
+    const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
+    if (std::any_of(tensors.begin(), tensors.end(), is_it)) return "layer '" + layer->name() + "'";
+  }
+  return "a layer";
+}
+
+template <typename F>
+void for_each_written(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, F f) {
+  const auto& arguments = schema.arguments();
+  const auto first = stack.size() - arguments.size();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    const auto& value = stack[first + i];
+    if (value.isTensor()) f(value.toTensor());
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) f(tensor);
+    }
+  }
+}
+
+}  // namespace
+
+at::Tensor StageState::Item::read() const {
+  if (tensor.defined()) return copy_of(tensor);
+  auto source = generator;
+  std::lock_guard<std::mutex> lock(source.mutex());
+  return source.get_state();
+}
+
+void StageState::Item::write(const at::Tensor& value) const {
+  if (!tensor.defined()) {
+    auto target = generator;
+    std::lock_guard<std::mutex> lock(target.mutex());
+    return target.set_state(value);
+  }
+  use_on_current_stream(value);
+  const bool same_memory = memory_of(tensor) == memory_of(alias) && !tensor.is_nested();
+  if (same_memory && tensor.sizes() == value.sizes() && tensor.strides() == value.strides()) {
+    overwrite(tensor, value);
+  } else if (tensor.is_sparse() || tensor.is_nested()) {
+    overwrite(tensor, value);
+  } else {
+    tensor.set_data(copy_of(value));  // a layer has assigned to Tensor.data or resized it
+  }
+}
+
+bool StageState::Item::shares_memory(const at::Tensor& other) const {
+  if (tensor.is_same(other)) return true;
+  const auto* memory = memory_of(other);
+  return memory != nullptr && memory == memory_of(tensor);
+}
+
+std::shared_ptr<StageState::Value> StageState::Item::hold() {
+  auto value = now.lock();
+  if (!value) now = value = std::make_shared<Value>();
+  return value;
+}
+
+void StageState::Item::keep() const {
+  if (const auto value = now.lock(); value && !value->copy.defined()) value->copy = read();
+}
+
+void StageState::Item::change() {
+  has_changed = true;
+  keep();
+  now.reset();
+}
+
+bool StageState::Item::note_unseen() {
+  const auto present = version_of(tensor);
+  const bool has_moved = alias.defined() && memory_of(alias) != memory_of(tensor);
+  if (present == version && !has_moved) return false;
+  const auto value = now.lock();
+  const bool is_needed = value && !value->copy.defined();
+  if (is_needed && has_moved) value->copy = alias;
+  if (has_moved) alias = tensor.variable_data();
+  has_changed = true;
+  version = present;
+  now.reset();
+  return is_needed && !has_moved;
+}
+
+StageState::Item StageState::make_item(const at::Tensor& tensor, bool is_buffer) const {
+  Item item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = version_of(tensor)};
+  const auto is_it = [&](const auto& each) { return each.first.is_same(tensor); };
+  const bool is_shared = std::any_of(forbidden_.begin(), forbidden_.end(), is_it);
+  item.copied_early = is_buffer && is_small(tensor) && !is_shared;
+  if (tensor.has_storage()) item.alias = tensor.variable_data();
+  return item;
+}
+
+// The first `buffers` of the tensors are buffers.
+void StageState::track(std::vector<at::Tensor> tensors, std::size_t buffers) {
+  const auto is_same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
+  if (std::equal(tensors.begin(), tensors.end(), tensors_->begin(), tensors_->end(), is_same)) return;
+  absl::flat_hash_map<const c10::TensorImpl*, Item> known;
+  for (auto& item : items_) known.try_emplace(item.tensor.unsafeGetTensorImpl(), std::move(item));
+  items_.clear();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    auto found = known.extract(tensors[i].unsafeGetTensorImpl());
+    items_.push_back(found.empty() ? make_item(tensors[i], i < buffers) : std::move(found.mapped()));
+  }
+  for (auto& [tensor, item] : known) {
+    if (!item.now.expired()) items_.push_back(std::move(item));
+  }
+  tensors_ = std::make_shared<const std::vector<at::Tensor>>(std::move(tensors));
+}
+
+StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Tensor>& parameters) {
+  Moment moment;
+  std::vector<at::Tensor> tensors;
+  stage.locked([&] {
+    for (const auto& layer : stage.layers) moment.buffers_.push_back(layer->buffers());
+  });
+  for (const auto& of_layer : moment.buffers_) {
+    for (const auto& buffer : of_layer.tensors) {
+      if (buffer.defined()) tensors.push_back(buffer);
+    }
+  }
+  const auto buffers = tensors.size();
+  tensors.insert(tensors.end(), parameters.begin(), parameters.end());
+  track(std::move(tensors), buffers);
+  moment.tensors_ = tensors_;
+  for (std::size_t i = 0; i < tensors_->size(); ++i) {
+    auto& item = items_[i];
+    item.note_unseen();
+    moment.values_.push_back(item.hold());
+    if (item.copied_early) item.keep();
+  }
+  for (auto& item : generators_) moment.values_.push_back(item.hold());
+  return moment;
+}
+
+StageState::Item* StageState::find(const at::Tensor& tensor, std::size_t guess) {
+  if (guess < items_.size() && items_[guess].tensor.is_same(tensor)) return &items_[guess];
+  const auto found =
+      std::find_if(items_.begin(), items_.end(), [&](const Item& item) { return item.tensor.is_same(tensor); });
+  return found == items_.end() ? nullptr : &*found;
+}
+
+void StageState::put(Item& item, const std::shared_ptr<Value>& value) {
+  if (item.now.lock() == value) return;
+  if (!value->copy.defined()) {
+    throw std::runtime_error(
+        "[gpipe] a buffer or frozen parameter was changed between a forward and its backward, so the forward cannot be "
+        "recomputed; change it after the backward");
+  }
+  item.keep();
+  item.write(value->copy);
+  item.now = value;
+  if (item.alias.defined()) item.alias = item.tensor.variable_data();
+}
+
+void StageState::restore(const Stage& stage, const Moment& moment) {
+  stage.locked([&] {
+    for (const auto& buffers : moment.buffers_) {
+      if (buffers.put_back) buffers.put_back();
+    }
+  });
+  std::exception_ptr error;
+  const auto& tensors = *moment.tensors_;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    auto* item = find(tensors[i], i);
+    if (item == nullptr) continue;
+    item->note_unseen();
+    try {
+      put(*item, moment.values_[i]);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
+  }
+  for (std::size_t i = 0; i < generators_.size(); ++i) {
+    const auto at = tensors.size() + i;
+    put(generators_[i], at < moment.values_.size() ? moment.values_[at] : generators_[i].first);
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void StageState::restore_after_error(const Stage& stage, const Moment& moment) noexcept {
+  const WithoutModes without_modes;
+  try {
+    restore(stage, moment);
+  } catch (...) {
+  }
+}
+
+void StageState::check(const Stage& stage, bool needed) {
+  for (auto& item : items_) {
+    const auto before = item.version;
+    const bool is_gone = item.note_unseen();
+    const bool is_changed = item.version != before;
+    if (item.copied_early) item.change();
+    if (!is_changed) continue;
+    for (const auto& [buffer, what] : forbidden_) {
+      if (buffer.is_same(item.tensor)) refuse_write(what);
+    }
+    item.copied_early = true;
+    if (!is_gone || !needed) continue;
+    throw std::runtime_error("[gpipe] a tensor of " + owner_of(item.tensor, stage) +
+                             " was changed for the first time by code that PyTorch does not see, so its forward cannot "
+                             "be recomputed; repeat the call: from now on the stage stores copies of the tensor");
+  }
+}
+
+void StageState::forbid_writes(const at::Tensor& buffer, std::string what) {
+  forbidden_.emplace_back(buffer, std::move(what));
+}
+
+void StageState::refuse_write(const std::string& what) {
+  throw std::runtime_error("[gpipe] a layer wrote to " + what +
+                           ", which run concurrently; put the layers that share it into one stage");
+}
+
+bool StageState::may_change(const at::Tensor& buffer) const {
+  return std::none_of(items_.begin(), items_.end(), [&](const Item& item) {
+    return item.tensor.is_same(buffer) && !item.copied_early && !item.has_changed;
+  });
+}
+
+bool StageState::has_memory_of(const at::Tensor& tensor) const {
+  return std::any_of(items_.begin(), items_.end(),
+                     [&](const Item& item) { return item.is_buffer && item.shares_memory(tensor); });
+}
+
+StageState::Scope::Scope(StageState& state) : outer_(std::exchange(watching, &state)) {}
+
+StageState::Scope::~Scope() { watching = outer_; }
+
+void StageState::before_write(const at::Tensor& tensor) {
+  if (watching == nullptr || !tensor.defined()) return;
+  for (auto& item : watching->items_) {
+    if (!item.shares_memory(tensor)) continue;
+    for (const auto& [buffer, what] : watching->forbidden_) {
+      if (buffer.is_same(item.tensor)) refuse_write(what);
+    }
+    item.change();
+  }
+}
+
+void StageState::after_write(const at::Tensor& tensor) {
+  if (watching == nullptr || !tensor.defined()) return;
+  for (auto& item : watching->items_) {
+    if (item.shares_memory(tensor)) item.version = version_of(item.tensor);
+  }
+}
+
+void StageState::before_draw(const at::Generator& generator) {
+  if (watching == nullptr) return;
+  auto& generators = watching->generators_;
+  auto found =
+      std::find_if(generators.begin(), generators.end(), [&](const Item& item) { return item.generator == generator; });
+  if (found == generators.end()) {
+    found = generators.insert(found, Item{.tensor = {}, .generator = generator});
+    found->first = std::make_shared<Value>(Value{found->read()});
+  }
+  found->change();
+}
+
+void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
+  if (watching == nullptr) return op.redispatchBoxed(below, stack);
+  std::vector<at::Tensor> written;
+  for_each_written(op.schema(), *stack, [&](const at::Tensor& tensor) { written.push_back(tensor); });
+  for (const auto& tensor : written) StageState::before_write(tensor);
+  op.redispatchBoxed(below, stack);
+  for (const auto& tensor : written) StageState::after_write(tensor);
+}
+
+bool writes(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  });
+}
+
+}  // namespace gpipe

@@ -1,0 +1,121 @@
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/autograd/layer.h"
+
+namespace gpipe {
+
+struct Stage;
+
+/// What a stage's layers read besides their inputs and may change: buffers, parameters, and generators of their own. Gives
+/// a recompute the values that its forward read, and undoes a failed call.
+///
+/// Copies on write: while a Moment is held, an operator that writes to a tensor first copies it. Compiled code and kernels
+/// of other libraries write unseen, so buffers below 64 KiB are copied when they are held, and so is any tensor that was
+/// once seen changed without an operator.
+///
+/// Used by one thread at a time: the stage's worker, or a caller that holds the pipeline's turn.
+class StageState {
+  struct Value;
+
+ public:
+  /// The state at one time.
+  class Moment {
+    friend StageState;
+    std::vector<Layer::Buffers> buffers_;  // per layer
+    std::shared_ptr<const std::vector<at::Tensor>> tensors_;
+    std::vector<std::shared_ptr<Value>> values_;  // per tensor, then per generator
+  };
+  /// `parameters`: the stage's own.
+  Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters);
+
+  /// Makes the state what it was. Does not advance version counters, so graphs in flight stay valid.
+  /// Errors: std::runtime_error for a value that was overwritten unseen; Layer::Buffers::put_back().
+  void restore(const Stage& stage, const Moment& moment);
+  /// As restore(), while an exception is being handled: ignores its own errors.
+  void restore_after_error(const Stage& stage, const Moment& moment) noexcept;
+
+  /// Call after the layers have run. Finds what was written unseen. Errors, with `needed`: std::runtime_error, which names
+  /// the layer, if a Moment needs a value that is gone. From then on the tensor is copied when it is held.
+  void check(const Stage& stage, bool needed);
+
+  /// Makes writes to a buffer an error: several stages, which run concurrently, have it. `what` names it.
+  void forbid_writes(const at::Tensor& buffer, std::string what);
+
+  /// Whether a buffer is small, or was changed before.
+  bool may_change(const at::Tensor& buffer) const;
+
+  /// Whether a tensor shares memory with a buffer.
+  bool has_memory_of(const at::Tensor& tensor) const;
+
+  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change.
+  class Scope {
+   public:
+    explicit Scope(StageState& state);
+    ~Scope();
+    Scope(const Scope&) = delete;
+    Scope& operator=(const Scope&) = delete;
+
+   private:
+    StageState* const outer_;
+  };
+
+  /// Tells this thread's state that a tensor is about to change, or that numbers are about to be drawn. Does nothing
+  /// outside of a Scope. Errors: std::runtime_error for a write that is forbidden.
+  static void before_write(const at::Tensor& tensor);
+  static void before_draw(const at::Generator& generator);
+  /// Call when the tensor has changed.
+  static void after_write(const at::Tensor& tensor);
+
+ private:
+  /// One value of a tensor or generator. The copy is defined if the value may be gone.
+  struct Value {
+    at::Tensor copy;
+  };
+  struct Item {
+    at::Tensor tensor;
+    at::Generator generator;  // instead of a tensor
+    bool is_buffer = false;
+    bool copied_early = false;
+    bool has_changed = false;
+    at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
+    std::uint32_t version = 0;               // of the tensor, as last seen
+    std::weak_ptr<Value> now = {};           // of the Moments that hold the present value
+    std::shared_ptr<Value> first = nullptr;  // of a generator: before its first draw
+
+    at::Tensor read() const;
+    void write(const at::Tensor& value) const;
+    bool shares_memory(const at::Tensor& other) const;
+    std::shared_ptr<Value> hold();
+    void keep() const;   // copies the present value if a Moment needs it
+    void change();       // the present value is about to change
+    bool note_unseen();  // notes what has changed without change(); returns whether a Moment needs a value that is gone
+  };
+  void track(std::vector<at::Tensor> tensors, std::size_t buffers);
+  Item make_item(const at::Tensor& tensor, bool is_buffer) const;
+  Item* find(const at::Tensor& tensor, std::size_t guess);
+  void put(Item& item, const std::shared_ptr<Value>& value);
+  [[noreturn]] static void refuse_write(const std::string& what);
+
+  std::shared_ptr<const std::vector<at::Tensor>> tensors_ = std::make_shared<std::vector<at::Tensor>>();
+  std::vector<Item> items_;  // of tensors_, then of earlier ones that a Moment needs
+  std::vector<Item> generators_;
+  std::vector<std::pair<at::Tensor, std::string>> forbidden_;
+};
+
+/// A kernel for operators that write to their arguments.
+void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
+
+/// Whether an operator writes to an argument.
+bool writes(const c10::FunctionSchema& schema);
+
+}  // namespace gpipe
