@@ -93,10 +93,9 @@ struct GPipeOptions {
 /// take turns. Do not change parameters or the training mode during a call, nor, if cells are recomputed, between a forward
 /// and its backward.
 ///
-/// Errors: a call throws the object that a layer threw; see last_error(). Gradients, buffers and the default generator are
-/// then as before the call, and the next call works. A parameter that a layer itself changes in its
-/// forward stays changed. A recompute that throws an object other than a std::exception becomes a std::runtime_error,
-/// because PyTorch's engine supports no other type.
+/// Errors: a call throws the object that a layer threw; see last_error(). Gradients, parameters, buffers and generators are
+/// then as before the call, and the next call works. A recompute that throws an object other than a std::exception becomes a
+/// std::runtime_error, because PyTorch's engine supports no other type.
 class GPipeImpl : public torch::nn::Module {
  public:
   /// Errors: std::invalid_argument for a model without layers, a Sequential with parameters or buffers of its own, a

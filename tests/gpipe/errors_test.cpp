@@ -150,13 +150,13 @@ TEST(Errors, RestoreABufferThatChangedItsShape) {
   EXPECT_EQ(grow->seen.size(0), 3) << "once per micro-batch";
 }
 
-TEST(Errors, DoNotUndoALayersChangeOfItsParameter) {
+TEST(Errors, UndoALayersChangeOfItsParameter) {
   torch::manual_seed(1);
   auto table = torch::nn::Embedding(torch::nn::EmbeddingOptions(4, 6).max_norm(0.5));
   GPipe pipe(Sequential(table, Linear(5, 5)), {1, 1});
+  const auto before = table->weight.detach().clone();
   EXPECT_THROW(pipe->forward(torch::tensor({0, 1})), c10::Error);
-  const auto norms = table->weight.norm(2, 1);
-  EXPECT_TRUE(torch::allclose(norms.slice(0, 0, 2), torch::full({2}, 0.5)));
+  EXPECT_TRUE(torch::equal(table->weight, before));
 }
 
 }  // namespace
