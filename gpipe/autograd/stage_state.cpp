@@ -208,10 +208,16 @@ void StageState::restore(const Stage& stage, const Moment& moment) {
   });
   std::exception_ptr error;
   const auto& tensors = *moment.tensors_;
+  std::vector<Item*> items;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    auto* item = find(tensors[i], i);
+    auto* item = items.emplace_back(find(tensors[i], i));
     if (item == nullptr) continue;
     item->note_unseen();
+    if (item->now.lock() != moment.values_[i]) item->keep();  // before another tensor of the same memory is written
+  }
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    auto* item = items[i];
+    if (item == nullptr) continue;
     try {
       put(*item, moment.values_[i]);
     } catch (...) {

@@ -126,6 +126,29 @@ TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
   }
 }
 
+TEST(Recompute, KeepsWritesToLargeBuffersThatShareMemory) {
+  struct ViewsImpl : torch::nn::Module {
+    ViewsImpl() : table(register_buffer("table", torch::ones({100000}))) {
+      register_buffer("view", table.view({100, 1000}));
+      register_module("linear", linear);
+    }
+    Tensor forward(Tensor x) {
+      table.add_(1);
+      return linear(x) * table[0].clone();
+    }
+    Tensor table;
+    Linear linear{6, 6};
+  };
+  for (const auto checkpoint : kModes) {
+    auto layer = std::make_shared<ViewsImpl>();
+    GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    for (int call = 1; call <= 2; ++call) {
+      pipe->forward(torch::randn({6, 6})).sum().backward();
+      EXPECT_EQ(layer->table[0].item<float>(), 1 + 3 * call) << to_string(checkpoint);
+    }
+  }
+}
+
 TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
   auto layer = std::make_shared<LateTableImpl>(LateTableImpl::kUnseen, 100000, /*frozen_parameter=*/false);
   GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
