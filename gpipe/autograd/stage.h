@@ -96,7 +96,7 @@ class ParameterSinks {
   /// The parameters that the stage borrows and lends, in its order.
   std::vector<at::Tensor> borrowed() const { return select(stage_.borrowed); }
   std::vector<at::Tensor> lent() const { return select(stage_.lent); }
-  /// All parameters of the stage, and those of them that it does not borrow.
+  /// All parameters of the stage, and the ones that it owns.
   const std::vector<at::Tensor>& all() const { return all_; }
   const std::vector<at::Tensor>& own() const { return own_; }
 

@@ -9,6 +9,7 @@
 #include <stdexcept>
 
 #include "absl/container/flat_hash_map.h"
+#include "absl/container/flat_hash_set.h"
 #include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/runtime/transfer.h"
@@ -37,8 +38,11 @@ const void* memory_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 
-bool is_small(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !is_large(tensor);
+bool is_strided(const at::Tensor& tensor) { return tensor.layout() == at::kStrided && !tensor.is_nested(); }
+
+[[noreturn]] void refuse_write(const std::string& what) {
+  throw std::runtime_error("[gpipe] a layer wrote to " + what +
+                           ", which run concurrently; put the layers that share it into one stage");
 }
 
 // The name of the layer that has a tensor.
@@ -83,14 +87,10 @@ void StageState::Item::write(const at::Tensor& value) const {
     return target.set_state(value);
   }
   use_on_current_stream(value);
-  const bool same_memory = memory_of(tensor) == memory_of(alias) && !tensor.is_nested();
-  if (same_memory && tensor.sizes() == value.sizes() && tensor.strides() == value.strides()) {
-    overwrite(tensor, value);
-  } else if (tensor.is_sparse() || tensor.is_nested()) {
-    overwrite(tensor, value);
-  } else {
-    tensor.set_data(copy_of(value));  // a layer has assigned to Tensor.data or resized it
-  }
+  // Whether a layer has assigned to Tensor.data or resized the tensor.
+  const bool is_other = is_strided(tensor) && (memory_of(tensor) != memory_of(alias) ||
+                                               tensor.sizes() != value.sizes() || tensor.strides() != value.strides());
+  is_other ? tensor.set_data(copy_of(value)) : overwrite(tensor, value);
 }
 
 bool StageState::Item::shares_memory(const at::Tensor& other) const {
@@ -131,9 +131,10 @@ bool StageState::Item::note_unseen() {
 
 StageState::Item StageState::make_item(const at::Tensor& tensor, bool is_buffer) const {
   Item item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = version_of(tensor)};
-  const auto is_it = [&](const auto& each) { return each.first.is_same(tensor); };
-  const bool is_shared = std::any_of(forbidden_.begin(), forbidden_.end(), is_it);
-  item.copied_early = is_buffer && is_small(tensor) && !is_shared;
+  for (const auto& [buffer, what] : forbidden_) {
+    if (buffer.is_same(tensor)) item.forbidden = what;
+  }
+  item.copied_early = is_buffer && is_strided(tensor) && !is_large(tensor) && item.forbidden.empty();
   if (tensor.has_storage()) item.alias = tensor.variable_data();
   return item;
 }
@@ -161,9 +162,10 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   stage.locked([&] {
     for (const auto& layer : stage.layers) moment.buffers_.push_back(layer->buffers());
   });
+  absl::flat_hash_set<const c10::TensorImpl*> seen;  // layers may share a buffer
   for (const auto& of_layer : moment.buffers_) {
     for (const auto& buffer : of_layer.tensors) {
-      if (buffer.defined()) tensors.push_back(buffer);
+      if (buffer.defined() && seen.insert(buffer.unsafeGetTensorImpl()).second) tensors.push_back(buffer);
     }
   }
   const auto buffers = tensors.size();
@@ -188,13 +190,11 @@ StageState::Item* StageState::find(const at::Tensor& tensor, std::size_t guess) 
 }
 
 void StageState::put(Item& item, const std::shared_ptr<Value>& value) {
-  if (item.now.lock() == value) return;
   if (!value->copy.defined()) {
     throw std::runtime_error(
         "[gpipe] a buffer or frozen parameter was changed between a forward and its backward, so the forward cannot be "
         "recomputed; change it after the backward");
   }
-  item.keep();
   item.write(value->copy);
   item.now = value;
   if (item.alias.defined()) item.alias = item.tensor.variable_data();
@@ -206,27 +206,30 @@ void StageState::restore(const Stage& stage, const Moment& moment) {
       if (buffers.put_back) buffers.put_back();
     }
   });
-  std::exception_ptr error;
+  std::vector<std::pair<Item*, std::shared_ptr<Value>>> changed;
+  const auto add = [&](Item& item, const std::shared_ptr<Value>& value) {
+    if (item.now.lock() != value) changed.emplace_back(&item, value);
+  };
   const auto& tensors = *moment.tensors_;
-  std::vector<Item*> items;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    auto* item = items.emplace_back(find(tensors[i], i));
+    auto* item = find(tensors[i], i);
     if (item == nullptr) continue;
     item->note_unseen();
-    if (item->now.lock() != moment.values_[i]) item->keep();  // before another tensor of the same memory is written
-  }
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    auto* item = items[i];
-    if (item == nullptr) continue;
-    try {
-      put(*item, moment.values_[i]);
-    } catch (...) {
-      if (!error) error = std::current_exception();
-    }
+    add(*item, moment.values_[i]);
   }
   for (std::size_t i = 0; i < generators_.size(); ++i) {
     const auto at = tensors.size() + i;
-    put(generators_[i], at < moment.values_.size() ? moment.values_[at] : generators_[i].first);
+    add(generators_[i], at < moment.values_.size() ? moment.values_[at] : generators_[i].first);
+  }
+  // All present values first, because writing one tensor changes the others of its memory.
+  for (const auto& each : changed) each.first->keep();
+  std::exception_ptr error;
+  for (const auto& [item, value] : changed) {
+    try {
+      put(*item, value);
+    } catch (...) {
+      if (!error) error = std::current_exception();
+    }
   }
   if (error) std::rethrow_exception(error);
 }
@@ -246,9 +249,7 @@ void StageState::check(const Stage& stage, bool needed) {
     const bool is_changed = item.version != before;
     if (item.copied_early) item.change();
     if (!is_changed) continue;
-    for (const auto& [buffer, what] : forbidden_) {
-      if (buffer.is_same(item.tensor)) refuse_write(what);
-    }
+    if (!item.forbidden.empty()) refuse_write(item.forbidden);
     item.copied_early = true;
     if (!is_gone || !needed) continue;
     throw std::runtime_error("[gpipe] a tensor of " + owner_of(item.tensor, stage) +
@@ -259,11 +260,6 @@ void StageState::check(const Stage& stage, bool needed) {
 
 void StageState::forbid_writes(const at::Tensor& buffer, std::string what) {
   forbidden_.emplace_back(buffer, std::move(what));
-}
-
-void StageState::refuse_write(const std::string& what) {
-  throw std::runtime_error("[gpipe] a layer wrote to " + what +
-                           ", which run concurrently; put the layers that share it into one stage");
 }
 
 bool StageState::may_change(const at::Tensor& buffer) const {
@@ -281,19 +277,20 @@ StageState::Scope::Scope(StageState& state) : outer_(std::exchange(watching, &st
 
 StageState::Scope::~Scope() { watching = outer_; }
 
-void StageState::before_write(const at::Tensor& tensor) {
-  if (watching == nullptr || !tensor.defined()) return;
+bool StageState::before_write(const at::Tensor& tensor) {
+  if (watching == nullptr || !tensor.defined()) return false;
+  bool found = false;
   for (auto& item : watching->items_) {
     if (!item.shares_memory(tensor)) continue;
-    for (const auto& [buffer, what] : watching->forbidden_) {
-      if (buffer.is_same(item.tensor)) refuse_write(what);
-    }
+    if (!item.forbidden.empty()) refuse_write(item.forbidden);
     item.change();
+    found = true;
   }
+  return found;
 }
 
 void StageState::after_write(const at::Tensor& tensor) {
-  if (watching == nullptr || !tensor.defined()) return;
+  if (watching == nullptr) return;
   for (auto& item : watching->items_) {
     if (item.shares_memory(tensor)) item.version = version_of(item.tensor);
   }
@@ -315,8 +312,9 @@ void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
   if (watching == nullptr) return op.redispatchBoxed(below, stack);
   std::vector<at::Tensor> written;
-  for_each_written(op.schema(), *stack, [&](const at::Tensor& tensor) { written.push_back(tensor); });
-  for (const auto& tensor : written) StageState::before_write(tensor);
+  for_each_written(op.schema(), *stack, [&](const at::Tensor& tensor) {
+    if (StageState::before_write(tensor)) written.push_back(tensor);
+  });
   op.redispatchBoxed(below, stack);
   for (const auto& tensor : written) StageState::after_write(tensor);
 }

@@ -69,12 +69,13 @@ class StageState {
     StageState* const outer_;
   };
 
-  /// Tells this thread's state that a tensor is about to change, or that numbers are about to be drawn. Does nothing
-  /// outside of a Scope. Errors: std::runtime_error for a write that is forbidden.
-  static void before_write(const at::Tensor& tensor);
-  static void before_draw(const at::Generator& generator);
-  /// Call when the tensor has changed.
+  /// Tells this thread's state that a tensor is about to change. Returns whether the state has a tensor of the same memory;
+  /// false outside of a Scope. Errors: std::runtime_error for a forbidden write.
+  static bool before_write(const at::Tensor& tensor);
+  /// Call when the tensor has changed, if its version counter may have advanced.
   static void after_write(const at::Tensor& tensor);
+  /// Tells this thread's state that numbers are about to be drawn.
+  static void before_draw(const at::Generator& generator);
 
  private:
   /// One value of a tensor or generator. The copy is defined if the value may be gone.
@@ -85,6 +86,7 @@ class StageState {
     at::Tensor tensor;
     at::Generator generator;  // instead of a tensor
     bool is_buffer = false;
+    std::string forbidden = {};  // the name of a buffer that no layer may write to
     bool copied_early = false;
     bool has_changed = false;
     at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
@@ -103,8 +105,7 @@ class StageState {
   void track(std::vector<at::Tensor> tensors, std::size_t buffers);
   Item make_item(const at::Tensor& tensor, bool is_buffer) const;
   Item* find(const at::Tensor& tensor, std::size_t guess);
-  void put(Item& item, const std::shared_ptr<Value>& value);
-  [[noreturn]] static void refuse_write(const std::string& what);
+  static void put(Item& item, const std::shared_ptr<Value>& value);
 
   std::shared_ptr<const std::vector<at::Tensor>> tensors_ = std::make_shared<std::vector<at::Tensor>>();
   std::vector<Item> items_;  // of tensors_, then of earlier ones that a Moment needs

@@ -87,15 +87,6 @@ at::Tensor copy_of(const at::Tensor& tensor);
 /// Writes the values of `from`, which has the same sizes and strides, to `to`. Does not advance the version counter.
 void overwrite(const at::Tensor& to, const at::Tensor& from);
 
-/// The memory of a tensor with given strides, `lead` bytes behind an address that is a multiple of 64. REQUIRES: no
-/// negative strides.
-at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options, std::size_t lead);
-/// The address of the first element modulo 64; 0 outside of the CPU.
-std::size_t lead_of(const at::Tensor& tensor);
-
-/// The part of a tensor that leaves out what dimensions of stride 0 repeat.
-at::Tensor without_repeats(at::Tensor tensor);
-
 /// Replaces each tensor by a copy on the device `to`, for use on that device's current stream. The copies start after
 /// `ready` and run on the link's streams, so that they overlap with computation. Autograd does not record them. Tensors
 /// already on the device and undefined tensors are not replaced.
