@@ -275,16 +275,20 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
   const bool grad = at::GradMode::is_enabled();
   const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
   std::vector<std::int64_t> sizes;
+  std::optional<InputWrites> writes;
   auto mini_batch = prepare([&] {
     if (split_size == 0) check_chunks(chunks);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
     refuse_transforms(input, pipeline_->stages());
     MiniBatch::Options made{use, checkpoint, options_.deferred_batch_norm(), is_training()};
     describe_call(made, grad ? "forward with gradients" : "forward", sizes);
-    return std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), std::move(made));
+    auto parts = scatter(input, sizes);
+    writes.emplace(input, parts);
+    return std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(made));
   });
-  auto entered = grad ? as_entered(input) : Parcel();
   auto output = mini_batch->forward();
+  writes.reset();
+  auto entered = grad ? as_entered(input) : Parcel();
   if (grad) attach(std::move(mini_batch), pipeline_, input, std::move(entered), sizes, output);
   return std::move(output.value);
 }
@@ -307,6 +311,7 @@ torch::Tensor GPipeImpl::loss(Value input, Value target, const LossFunction& los
 StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
                                std::shared_ptr<const at::Tensor> unit) {
   std::vector<std::int64_t> sizes;
+  std::optional<InputWrites> writes;
   auto mini_batch = prepare([&] {
     if (!is_training() || !at::GradMode::is_enabled()) {
       throw std::runtime_error(
@@ -318,15 +323,17 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
                                   : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
     check_loss_arguments(loss, target, samples, options);
+    auto parts = scatter(input, sizes);
     auto targets = scatter(target, sizes);
+    writes.emplace(input, parts);
     const bool has_loss = pipeline_->is_here(pipeline_->count() - 1);  // else the targets do not count
     auto weights = has_loss ? loss_weights(options, sizes, targets) : std::vector<double>(sizes.size());
-    LossOfMiniBatch parts{
+    LossOfMiniBatch of_mini_batch{
         loss, std::move(targets), std::move(weights), options.reduction(), options.scale(), options.return_output()};
     MiniBatch::Options made{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
                             options_.deferred_batch_norm()};
     describe_call(made, describe_step(options), sizes);
-    return std::make_shared<MiniBatch>(pipeline_, scatter(input, sizes), std::move(made), std::move(parts));
+    return std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(made), std::move(of_mini_batch));
   });
   auto outcome = mini_batch->step();
   auto gradients =

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
 
 #include <cstdint>
 #include <vector>
@@ -23,6 +24,26 @@ std::int64_t batch_size(const Value& value, const std::string& what = "input");
 /// Cuts every tensor along dimension 0 into detached views, one parcel per micro-batch. A parcel wants gradients where
 /// its input requires grad.
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
+
+/// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their own.
+class InputWrites {
+ public:
+  /// `parts` come from scatter(input, ...). Call before the layers run.
+  InputWrites(const Value& input, const std::vector<Parcel>& parts);
+  /// Advances the version counter of each of the input's tensors that was changed through `parts`, so that graphs which
+  /// saved it refuse to use it.
+  ~InputWrites();
+  InputWrites(const InputWrites&) = delete;
+  InputWrites& operator=(const InputWrites&) = delete;
+
+ private:
+  struct Part {
+    c10::VariableVersion counter;
+    std::uint32_t before;
+  };
+  const std::vector<at::Tensor> input_;
+  std::vector<std::vector<Part>> parts_;  // per tensor of the input
+};
 
 /// The joined micro-batches.
 struct Gathered {

@@ -96,8 +96,10 @@ MiniBatch::StepOutcome MiniBatch::step() {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       backward_state_.emplace();
     }
+    const GradientsAside aside(sinks_);
     begin_backward();
     perform(Part::kAll);
+    if (!reduction_) aside.move_to(sums_);
     outcome.loss = share_loss();
     if (loss_.keep_outputs) outcome.output = share_outputs();
     stop_counting({outcome.loss});

@@ -131,11 +131,11 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   return value;
 }
 
-// A layer may write to its buffer in a later micro-batch, while another worker reads what left the stage.
-void Cell::separate_from_buffers(Parcel& parcel) const {
+// A layer may write to its tensors in a later micro-batch, while another worker reads what left the stage.
+void Cell::separate_from_state(Parcel& parcel) const {
   for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
     auto& tensor = parcel.tensors[i];
-    if (!tensor.defined() || !stage_.state.has_memory_of(tensor)) continue;
+    if (!tensor.defined() || !stage_.state.must_copy(tensor)) continue;
     tensor = copy_of(tensor);
     parcel.versions[i] = version_of(tensor);
   }
@@ -180,7 +180,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     add_leaving(parameter, out.emplace_back());
     roots_.push_back({leave(parameter)});
   }
-  for (auto& parcel : out) separate_from_buffers(parcel);
+  for (std::size_t p = 0; p + lent.size() < out.size(); ++p) separate_from_state(out[p]);
   memory.leaves(out, stage_.receivers);
   if (!graph) {
     roots_.clear();
@@ -237,6 +237,7 @@ void Cell::run_graph(const RootGradients& roots, bool retain_graph, GradientSums
   for (const auto& sink : sinks_.sinks()) scope.connect(*sink, sums);
   // A layer may draw in its backward, for example in an inner checkpoint.
   const RandomScope draws(seed_, -1 - stage_.first_layer, micro_batch_);
+  const StageState::Scope watch(stage_.state, present_ ? &*present_ : nullptr);
   try {
     torch::autograd::Engine::get_default_engine().execute(roots.edges, roots.gradients, retain_graph,
                                                           /*create_graph=*/false,

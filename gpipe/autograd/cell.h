@@ -79,7 +79,7 @@ class Cell {
   Value call_layers(Value value, const std::vector<Borrowed>& borrowed,
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
-  void separate_from_buffers(Parcel& parcel) const;
+  void separate_from_state(Parcel& parcel) const;
   RootGradients root_gradients(const std::vector<Gradients>& gradients) const;
   void run_graph(const RootGradients& roots, bool retain_graph, GradientSums& sums,
                  std::vector<GradientSums>& entering);

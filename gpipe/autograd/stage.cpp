@@ -150,6 +150,29 @@ OwnWrites::~OwnWrites() {
   }
 }
 
+GradientsAside::GradientsAside(const std::vector<ParameterSinks>& sinks) : sinks_(sinks) {
+  for (const auto& of_stage : sinks) {
+    auto& before = before_.emplace_back();
+    for (const auto& parameter : of_stage.parameters()) before.push_back(std::exchange(parameter.mutable_grad(), {}));
+  }
+}
+
+GradientsAside::~GradientsAside() {
+  for (std::size_t s = 0; s < before_.size(); ++s) {
+    const auto& parameters = sinks_[s].parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = std::move(before_[s][i]);
+  }
+}
+
+void GradientsAside::move_to(std::vector<GradientSums>& sums) const {
+  for (std::size_t s = 0; s < sums.size(); ++s) {
+    const auto& parameters = sinks_[s].parameters();
+    for (std::size_t i = 0; i < parameters.size(); ++i) {
+      sums[s].add(i, std::exchange(parameters[i].mutable_grad(), {}));
+    }
+  }
+}
+
 void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin,
                               const std::vector<Borrowed>& borrowed) const {
   // Where an edge to a parameter's accumulator shall lead; invalid for other nodes.

@@ -134,4 +134,22 @@ class OwnWrites {
   std::vector<std::vector<std::uint32_t>> versions_;
 };
 
+/// Sets `.grad` of all parameters aside for its lifetime. A layer's backward may run a backward of its own, as reentrant
+/// checkpoints do, which adds to `.grad`. REQUIRES: no other thread uses `.grad` meanwhile.
+class GradientsAside {
+ public:
+  explicit GradientsAside(const std::vector<ParameterSinks>& sinks);
+  /// Drops what has been added since.
+  ~GradientsAside();
+  GradientsAside(const GradientsAside&) = delete;
+  GradientsAside& operator=(const GradientsAside&) = delete;
+
+  /// Moves what has been added since to the sums, which are parallel to the sinks.
+  void move_to(std::vector<GradientSums>& sums) const;
+
+ private:
+  const std::vector<ParameterSinks>& sinks_;
+  std::vector<std::vector<at::Tensor>> before_;
+};
+
 }  // namespace gpipe

@@ -215,6 +215,7 @@ void StageState::restore(const Stage& stage, const Moment& moment) {
     auto* item = find(tensors[i], i);
     if (item == nullptr) continue;
     item->note_unseen();
+    if (std::exchange(item->is_written_back, false)) continue;
     add(*item, moment.values_[i]);
   }
   for (std::size_t i = 0; i < generators_.size(); ++i) {
@@ -268,14 +269,35 @@ bool StageState::may_change(const at::Tensor& buffer) const {
   });
 }
 
-bool StageState::has_memory_of(const at::Tensor& tensor) const {
-  return std::any_of(items_.begin(), items_.end(),
-                     [&](const Item& item) { return item.is_buffer && item.shares_memory(tensor); });
+bool StageState::must_copy(const at::Tensor& leaving) {
+  bool result = false;
+  for (auto& item : items_) {
+    if (!item.shares_memory(leaving)) continue;
+    if (item.is_buffer || item.has_changed) result = true;
+    item.has_left = true;
+  }
+  return result;
 }
 
-StageState::Scope::Scope(StageState& state) : outer_(std::exchange(watching, &state)) {}
+StageState::Scope::Scope(StageState& state, const Moment* present)
+    : state_(state), outer_(std::exchange(watching, &state)) {
+  state_.present_ = present;
+}
 
-StageState::Scope::~Scope() { watching = outer_; }
+StageState::Scope::~Scope() {
+  watching = outer_;
+  state_.present_ = nullptr;
+}
+
+// Before a backward writes to a tensor: gives it its present value instead of that of the forward.
+void StageState::return_to_present(Item& item) {
+  const auto& tensors = *present_->tensors_;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].is_same(item.tensor) || item.is_written_back) continue;
+    if (item.now.lock() != present_->values_[i]) put(item, present_->values_[i]);
+    item.is_written_back = true;
+  }
+}
 
 bool StageState::before_write(const at::Tensor& tensor) {
   if (watching == nullptr || !tensor.defined()) return false;
@@ -283,7 +305,15 @@ bool StageState::before_write(const at::Tensor& tensor) {
   for (auto& item : watching->items_) {
     if (!item.shares_memory(tensor)) continue;
     if (!item.forbidden.empty()) refuse_write(item.forbidden);
+    const bool is_first = !item.has_changed;
+    if (watching->present_ != nullptr) watching->return_to_present(item);
     item.change();
+    if (is_first && item.has_left && !item.is_buffer) {
+      throw std::runtime_error(
+          "[gpipe] a layer wrote to a parameter for the first time, and a tensor that shares its memory has left the "
+          "stage; "
+          "repeat the call: from now on such tensors leave as copies");
+    }
     found = true;
   }
   return found;

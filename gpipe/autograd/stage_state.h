@@ -54,18 +54,21 @@ class StageState {
   /// Whether a buffer is small, or was changed before.
   bool may_change(const at::Tensor& buffer) const;
 
-  /// Whether a tensor shares memory with a buffer.
-  bool has_memory_of(const at::Tensor& tensor) const;
+  /// Whether a tensor that leaves the stage must be copied, because it shares memory with a buffer, or with a parameter that
+  /// layers write to. Otherwise later writes to a parameter of the same memory are errors.
+  bool must_copy(const at::Tensor& leaving);
 
-  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change.
+  /// For its lifetime, operators on this thread, inside a RandomScope, tell `state` what they change. With `present`, they
+  /// run in a backward of a recomputed forward: a write changes the value of that Moment, which restore() then leaves alone.
   class Scope {
    public:
-    explicit Scope(StageState& state);
+    explicit Scope(StageState& state, const Moment* present = nullptr);
     ~Scope();
     Scope(const Scope&) = delete;
     Scope& operator=(const Scope&) = delete;
 
    private:
+    StageState& state_;
     StageState* const outer_;
   };
 
@@ -89,6 +92,8 @@ class StageState {
     std::string forbidden = {};  // the name of a buffer that no layer may write to
     bool copied_early = false;
     bool has_changed = false;
+    bool has_left = false;                   // a tensor of this memory has left the stage without a copy
+    bool is_written_back = false;            // a backward has written to the present value
     at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
     std::uint32_t version = 0;               // of the tensor, as last seen
     std::weak_ptr<Value> now = {};           // of the Moments that hold the present value
@@ -106,11 +111,13 @@ class StageState {
   Item make_item(const at::Tensor& tensor, bool is_buffer) const;
   Item* find(const at::Tensor& tensor, std::size_t guess);
   static void put(Item& item, const std::shared_ptr<Value>& value);
+  void return_to_present(Item& item);
 
   std::shared_ptr<const std::vector<at::Tensor>> tensors_ = std::make_shared<std::vector<at::Tensor>>();
   std::vector<Item> items_;  // of tensors_, then of earlier ones that a Moment needs
   std::vector<Item> generators_;
   std::vector<std::pair<at::Tensor, std::string>> forbidden_;
+  const Moment* present_ = nullptr;  // of the Scope
 };
 
 /// A kernel for operators that write to their arguments.

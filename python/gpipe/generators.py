@@ -1,8 +1,9 @@
-"""Makes recomputes repeat the draws of Python's and NumPy's global generators.
+"""Makes recomputes repeat the draws of Python's and NumPy's generators.
 
 ``random`` and ``numpy.random`` have one global generator each, which all stages share. A stage that draws from them
-runs its forwards and recomputes under a lock, and each recompute starts from the state that its forward started from.
-(PyTorch's draws come from a :class:`gpipe.RandomScope` instead.)
+runs its forwards and recomputes under a lock. Each recompute starts from the state that its forward started from. The same
+holds for generators of Python and NumPy that are attributes of a layer. (PyTorch's draws come from a
+:class:`gpipe.RandomScope` instead.)
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
+
+from torch import nn
 
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing, is_recomputing
@@ -50,35 +53,58 @@ def without_turn() -> Iterator[None]:
         _thread.has_turn = True
 
 
-class GeneratorState:
-    """The state of both generators."""
+def _own_generators(module: nn.Module) -> list[Any]:
+    """Returns the generators of Python and NumPy that a module or a submodule has as an attribute."""
+    classes: tuple[type, ...] = (random.Random,)
+    if numpy := sys.modules.get("numpy.random"):
+        classes += (numpy.Generator, numpy.RandomState)
+    values = (value for each in module.modules() for value in vars(each).values())
+    return [value for value in values if isinstance(value, classes)]
 
-    def __init__(self) -> None:
-        self.python = random.getstate()
-        numpy = sys.modules.get("numpy.random")  # None until something imports NumPy
-        self.numpy = None if numpy is None else numpy.get_state()
+
+class GeneratorState:
+    """The state of both global generators, and of others."""
+
+    def __init__(self, others: Iterable[Any] = ()) -> None:
+        self._states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
+        if numpy := sys.modules.get("numpy.random"):  # None until something imports NumPy
+            self._states.append((numpy.set_state, numpy.get_state()))
+        for each in others:
+            if isinstance(each, random.Random):
+                self._states.append((each.setstate, each.getstate()))
+            elif hasattr(each, "bit_generator"):
+                bits = each.bit_generator
+                self._states.append((lambda state, bits=bits: setattr(bits, "state", state), bits.state))
+            else:
+                self._states.append((each.set_state, each.get_state()))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GeneratorState) and self._comparable() == other._comparable()
 
-    def _comparable(self) -> tuple[Any, Any]:
-        if self.numpy is None:
-            return self.python, None
-        name, key, *rest = self.numpy
-        return self.python, (name, key.tobytes(), *rest)
+    def _comparable(self) -> list[Any]:
+        return [_without_arrays(state) for _, state in self._states]
 
     def restore(self) -> None:
-        random.setstate(self.python)
-        if self.numpy is not None:
-            sys.modules["numpy.random"].set_state(self.numpy)
+        for restore, state in self._states:
+            restore(state)
+
+
+def _without_arrays(state: Any) -> Any:
+    """Replaces NumPy's arrays in a state by their bytes, which can be compared."""
+    if isinstance(state, dict):
+        return {name: _without_arrays(value) for name, value in state.items()}
+    if isinstance(state, tuple) and isinstance(state[0], str):  # of numpy.random
+        return tuple(map(_without_arrays, state))
+    return state.tobytes() if hasattr(state, "tobytes") else state
 
 
 class Draws:
     """Repeats a stage's draws in its recomputes. Used by one thread at a time."""
 
-    def __init__(self) -> None:
-        self._draws = False  # whether the stage drew in its last forward under the lock
-        self._first = True  # whether the next forward is the first of a mini-batch, which always takes the lock
+    def __init__(self, stage: nn.Module) -> None:
+        self._generators = _own_generators(stage)
+        self._draws = False  # whether the stage was seen to draw
+        self._may_draw = True  # whether the next forward takes the lock
 
     def __call__(self, run: Callable[[Any], Any], input: Any) -> Any:
         """Calls ``run(input)``, which runs the layers of the stage.
@@ -91,36 +117,35 @@ class Draws:
         return self._recompute(run, input) if is_recomputing() else run(input)
 
     def _forward(self, run: Callable[[Any], Any], input: Any) -> Any:
-        if not (self._draws or self._first):
-            return run(input)
-        with _turn():
-            before = GeneratorState()
+        with _turn() if self._may_draw else nullcontext():
+            before = GeneratorState(self._generators)
             output = run(input)
-            after = GeneratorState()
-        self._first = False
-        self._draws = after != before
-        if self._draws:
+            after = GeneratorState(self._generators)
+        changed = after != before  # without the lock, another stage may have drawn
+        self._draws = self._draws or (changed and self._may_draw)
+        self._may_draw = changed or self._draws
+        if changed:
             _C.save_for_recompute((before, after))
         return output
 
     def _recompute(self, run: Callable[[Any], Any], input: Any) -> Any:
-        self._first = True
         saved = _C.saved_for_recompute()
         if saved is None:
             return run(input)
         before, after = saved
         with _turn():
-            now = GeneratorState()
+            now = GeneratorState(self._generators)
             before.restore()
             try:
                 output = run(input)
-                end = GeneratorState()
+                end = GeneratorState(self._generators)
             finally:
                 now.restore()
         # A stage that draws nothing ends in `before`: then another thread drew during its forward, which is harmless.
         if end not in (before, after):
             raise RuntimeError(
                 "a recompute drew other numbers from Python's or NumPy's global generator than its forward, because "
-                "other threads draw from it too; draw with torch instead, or use checkpoint='never'"
+                "another thread drew from it too; repeat the call if this was its first, else draw with torch or use "
+                "checkpoint='never'"
             )
         return output

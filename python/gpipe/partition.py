@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from gpipe import _C
+from gpipe.checkpoint import is_checkpointing
 from gpipe.generators import Draws
 from gpipe.meta import materialize
 from gpipe.skip.layer import Skippable
@@ -18,15 +20,49 @@ from gpipe.tied import check_stand_ins, standing_in
 __all__ = ["Partition", "Stages", "layers_of", "split"]
 
 
+def _has_graph(value: object) -> bool:
+    return isinstance(value, Tensor) and value.grad_fn is not None
+
+
+class _Kept(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, source: Tensor, tensor: Tensor) -> Tensor:
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "a backward reached a tensor that a layer keeps as an attribute, but the layer's forward is recomputed later; "
+            "return the tensor from the layer or stash it, and use it in the loss"
+        )
+
+
 class Partition(nn.Sequential):
     """The layers of one stage. A pipeline calls it on the stage's worker thread."""
 
+    _kept: list[tuple[nn.Module, str]] = []  # attributes that hold a differentiable tensor after a forward
+
     def forward(self, input: Any) -> Any:
-        draws: Draws = self.__dict__.setdefault("_draws", Draws())
-        if not (borrowed := _C.borrowed(self)):
-            return draws(self._run, input)
-        with standing_in(self, borrowed):
-            return draws(self._run, input)
+        if (draws := self.__dict__.get("_draws")) is None:
+            draws = self.__dict__["_draws"] = Draws(self)
+        borrowed = _C.borrowed(self)
+        with standing_in(self, borrowed) if borrowed else nullcontext():
+            output = draws(self._run, input)
+        if is_checkpointing():
+            self._mark_kept()
+        return output
+
+    def _mark_kept(self) -> None:
+        """Makes a backward through a tensor that a layer keeps as an attribute an error. The tensor has no graph, because
+        the forward will be recomputed."""
+        if torch.is_grad_enabled():  # the first such forward builds its graph, which shows what is differentiable
+            named = ((module, name, value) for module in self.modules() for name, value in vars(module).items())
+            self._kept = [(module, name) for module, name, value in named if _has_graph(value)]
+            return
+        for module, name in self._kept:
+            if isinstance(tensor := vars(module).get(name), Tensor):
+                with torch.enable_grad():
+                    vars(module)[name] = _Kept.apply(torch.empty(0, requires_grad=True), tensor.detach())
 
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     SUPPORTED_NODES,
@@ -23,22 +23,42 @@ __all__ = ["Structure", "decode", "encode", "take_apart"]
 
 
 class Structure:
-    """An object without its tensors: the tuples, named tuples, lists, dicts and ``None`` that it is made of."""
+    """An object without its tensors: the tuples, named tuples, lists, dicts and ``None`` that it is made of, and the classes
+    of its tensors."""
 
-    def __init__(self, tree: TreeSpec, present: tuple[bool, ...]) -> None:
+    def __init__(self, tree: TreeSpec, classes: tuple[type[Tensor] | None, ...]) -> None:
         self._tree = tree
-        self._present = present  # for each leaf: whether it is a tensor, not None
+        self._classes = classes  # of each leaf; None for None
 
     def build(self, tensors: Iterable[Any]) -> Any:
         """Returns an object of this structure with the given tensors, in the order of :func:`take_apart`."""
         remaining = iter(tensors)
-        return tree_unflatten([next(remaining) if present else None for present in self._present], self._tree)
+        leaves = [None if cls is None else _as_class(next(remaining), cls) for cls in self._classes]
+        return tree_unflatten(leaves, self._tree)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Structure) and self._present == other._present and self._tree == other._tree
+        return isinstance(other, Structure) and self._classes == other._classes and self._tree == other._tree
 
     def __repr__(self) -> str:
-        return repr(self.build([_AnyTensor()] * sum(self._present)))
+        return repr(tree_unflatten([cls and _Name(cls.__name__) for cls in self._classes], self._tree))
+
+
+def _as_class(tensor: Any, cls: type[Tensor]) -> Any:
+    return tensor if cls is Tensor else tensor.as_subclass(cls)
+
+
+def _class_of(leaf: Tensor | None) -> type[Tensor] | None:
+    if leaf is None:
+        return None
+    cls = type(leaf)
+    if cls is Tensor or isinstance(leaf, nn.Parameter):
+        return Tensor
+    if cls.__torch_dispatch__ is not Tensor.__torch_dispatch__ or vars(leaf):
+        raise TypeError(
+            f"a {cls.__name__} cannot enter or leave a stage, because a tensor there keeps its class but neither attributes "
+            "nor __torch_dispatch__; convert it to a torch.Tensor first"
+        )
+    return cls
 
 
 def take_apart(value: object) -> tuple[list[Tensor], Structure]:
@@ -52,7 +72,7 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
         The tensors, and the structure.
 
     Raises:
-        TypeError: for any other object.
+        TypeError: for any other object, and for a subclass of Tensor that has ``__torch_dispatch__`` or attributes.
     """
     # A PackedSequence is not a container here: its two tensors have different sizes in dimension 0.
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
@@ -62,8 +82,8 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
                 f"expected Tensor, but got {type(leaf)}; a pipeline and its stages take and return tensors, alone or "
                 "in tuples, named tuples, lists and dicts, which may hold None"
             )
-    present = tuple(leaf is not None for leaf in leaves)
-    return [leaf for leaf in leaves if leaf is not None], Structure(tree, present)
+    classes = tuple(_class_of(leaf) for leaf in leaves)
+    return [leaf for leaf in leaves if leaf is not None], Structure(tree, classes)
 
 
 def encode(structure: Structure) -> bytes:
@@ -74,7 +94,8 @@ def encode(structure: Structure) -> bytes:
             function defines.
     """
     try:
-        encoded = pickle.dumps(tree_unflatten(structure._present, structure._tree))
+        leaves = [_name_of(cls) for cls in structure._classes]
+        encoded = pickle.dumps(tree_unflatten(leaves, structure._tree))
         decode(encoded)
     except (AttributeError, TypeError, pickle.PickleError) as error:
         raise TypeError(f"{structure!r} cannot go to another rank: {error}") from error
@@ -92,9 +113,26 @@ def decode(encoded: bytes) -> Structure:
         leaves, tree = tree_flatten(_Containers(io.BytesIO(encoded)).load())
     except (AttributeError, EOFError, IndexError, TypeError, ValueError) as error:
         raise pickle.UnpicklingError(f"not a structure: {error}") from error
-    if not all(isinstance(leaf, bool) for leaf in leaves):
-        raise pickle.UnpicklingError("not a structure: it has other values")
-    return Structure(tree, tuple(leaves))
+    return Structure(tree, tuple(_class_named(leaf) for leaf in leaves))
+
+
+# In an encoded structure, a bool stands for a tensor or None, and a text for a tensor of a subclass.
+
+
+def _name_of(cls: type[Tensor] | None) -> bool | str:
+    return cls is not None if cls in (None, Tensor) else f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _class_named(name: object) -> type[Tensor] | None:
+    if isinstance(name, bool):
+        return Tensor if name else None
+    if isinstance(name, str):
+        module, _, qualname = name.partition(":")
+        found = getattr(sys.modules.get(module), qualname, None)
+        if isinstance(found, type) and issubclass(found, Tensor):
+            return found
+        raise pickle.UnpicklingError(f"{name} is not a subclass of Tensor that this process has imported")
+    raise pickle.UnpicklingError("not a structure: it has other values")
 
 
 class _Containers(pickle.Unpickler):
@@ -107,6 +145,9 @@ class _Containers(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} is not a container that this process knows")
 
 
-class _AnyTensor:
+class _Name:
+    def __init__(self, text: str) -> None:
+        self._text = text
+
     def __repr__(self) -> str:
-        return "Tensor"
+        return self._text

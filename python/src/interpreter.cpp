@@ -2,6 +2,7 @@
 
 #include <cxxabi.h>
 #include <pthread.h>
+#include <torch/csrc/PyInterpreter.h>
 
 #include <atomic>
 #include <chrono>
@@ -13,6 +14,9 @@ namespace gpipe::python {
 namespace {
 
 namespace py = pybind11;
+using TransferredObjects = at::impl::ThreadLocalPythonObjects;
+
+constexpr auto kContext = "gpipe.context";
 
 constexpr std::chrono::seconds kExitTimeout{1};
 
@@ -121,6 +125,28 @@ Reference reference_to(PyObject* object) {
       });
     });
   });
+}
+
+SharedContext::SharedContext() : before_(TransferredObjects::get_state()) {
+  auto* context = PyContext_CopyCurrent();
+  if (context == nullptr) throw py::error_already_set();
+  TransferredObjects::set(kContext, std::make_shared<c10::SafePyObject>(context, getPyInterpreter()));
+}
+
+SharedContext::~SharedContext() { TransferredObjects::set_state(before_); }
+
+// Cells run concurrently, and a context can be entered once. So each has a copy, which also hides its changes.
+ContextScope::ContextScope() {
+  if (!TransferredObjects::contains(kContext)) return;
+  context_ =
+      py::reinterpret_steal<py::object>(PyContext_Copy(TransferredObjects::get(kContext)->ptr(getPyInterpreter())));
+  if (!context_ || PyContext_Enter(context_.ptr()) != 0) throw py::error_already_set();
+}
+
+ContextScope::~ContextScope() {
+  if (!context_) return;
+  const py::error_scope pending;
+  PyContext_Exit(context_.ptr());
 }
 
 // Python treats a thread that deletes the state of another thread as having no state of its own from then on. So a

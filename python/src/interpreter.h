@@ -1,5 +1,6 @@
 #pragma once
 
+#include <ATen/ThreadLocalPythonObjects.h>
 #include <Python.h>
 #include <pybind11/pybind11.h>
 #include <sys/types.h>
@@ -78,6 +79,31 @@ void reset_calls_after_fork();
 /// is leaked.
 using Reference = std::shared_ptr<PyObject>;
 Reference reference_to(PyObject* object);
+
+/// For its lifetime, threads that take over the calling thread's PyTorch state, as workers do, find a copy of its context
+/// variables. REQUIRES: the interpreter's lock.
+class SharedContext {
+ public:
+  SharedContext();
+  ~SharedContext();
+  SharedContext(const SharedContext&) = delete;
+  SharedContext& operator=(const SharedContext&) = delete;
+
+ private:
+  const at::impl::ThreadLocalPythonObjects before_;
+};
+
+/// For its lifetime, this thread has a copy of the context variables that it finds. REQUIRES: the interpreter's lock.
+class ContextScope {
+ public:
+  ContextScope();
+  ~ContextScope();
+  ContextScope(const ContextScope&) = delete;
+  ContextScope& operator=(const ContextScope&) = delete;
+
+ private:
+  pybind11::object context_;  // null if there is none to find
+};
 
 /// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that
 /// threading.local lasts. May be destroyed on any thread, after the workers have ended. In a forked process, Python has

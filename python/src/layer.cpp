@@ -227,6 +227,7 @@ Value call(PyObject* callable, std::vector<Value> arguments, ThreadStates& state
   for (std::size_t i = 0; i < arguments.size(); ++i) {
     converted[i] = py::reinterpret_steal<py::object>(to_python(std::exchange(arguments[i], {})));
   }
+  const ContextScope context;
   py::object output;
   try {
     output = py::reinterpret_steal<py::object>(PyObject_CallObject(callable, converted.ptr()));

@@ -162,6 +162,7 @@ template <typename F>
 auto PythonPipeline::run(F f) {
   ++calls_;
   const absl::Cleanup end_call = [this] { --calls_; };
+  const SharedContext context;
   return released(std::move(f));
 }
 

@@ -64,7 +64,8 @@ std::pair<double, double> compare_losses(const py::object& loss, const py::objec
 LossFunction to_loss(const py::object& callable, std::shared_ptr<ThreadStates> states) {
   return
       [function = reference_to(callable.ptr()), states = std::move(states)](const Value& output, const Value& target) {
-        return call(function.get(), {output, target}, *states).tensor();
+        // A tensor of any class, as checked() in losses.py has made sure.
+        return call(function.get(), {output, target}, *states).tensors().front();
       };
 }
 

@@ -77,12 +77,12 @@ PyObject* to_python(const Value& value) {
 }
 
 Value to_value(PyObject* object) {
-  if (THPVariable_Check(object)) return Value(THPVariable_Unpack(object));
+  if (THPVariable_CheckExact(object)) return Value(THPVariable_Unpack(object));
   if (!PyTuple_CheckExact(object)) return take_apart(object);
   std::vector<at::Tensor> tensors;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
     PyObject* item = PyTuple_GET_ITEM(object, i);
-    if (!THPVariable_Check(item)) return take_apart(object);
+    if (!THPVariable_CheckExact(item)) return take_apart(object);
     tensors.push_back(THPVariable_Unpack(item));
   }
   return Value(std::move(tensors));

@@ -31,6 +31,31 @@ TEST(InPlace, WorksAtTheHeadOfTheModel) {
   }
 }
 
+// A graph of the caller that has saved the input must refuse to use it.
+TEST(InPlace, AdvancesTheVersionOfTheCallersTensors) {
+  const auto relu = torch::nn::ReLU(torch::nn::ReLUOptions(true));
+  const auto weight = torch::rand({6}).requires_grad_();
+  for (const auto checkpoint : kModes) {
+    for (const int chunks : {1, 3}) {
+      GPipe pipe(Sequential(relu, Linear(6, 6)), {1, 1}, GPipeOptions().chunks(chunks).checkpoint(checkpoint));
+      const auto x = torch::randn({6, 6});
+      const auto of_caller = (weight * x).sum();
+      pipe->forward(x).sum().backward();
+      EXPECT_THAT([&] { of_caller.backward(); }, throws<c10::Error>("modified by an inplace operation"));
+
+      const auto version = x._version();
+      pipe->step(x, x.clone(), [](const Value& output, const Value& target) {
+        return torch::mse_loss(output.tensor(), target.tensor());
+      });
+      EXPECT_GT(x._version(), version);
+    }
+  }
+  GPipe pipe(Sequential(Linear(6, 6)), {1});
+  const auto x = torch::randn({6, 6});
+  pipe->forward(x);
+  EXPECT_EQ(x._version(), 0u);
+}
+
 TEST(InPlace, ChangesOfAnInputBeforeItsBackwardAreErrors) {
   for (const auto checkpoint : kModes) {
     GPipe pipe(Sequential(Linear(6, 6)), {1}, GPipeOptions().chunks(3).checkpoint(checkpoint));

@@ -235,6 +235,54 @@ TEST(Recompute, SendsCopiesOfBuffersThatLeaveTheStage) {
   }
 }
 
+TEST(Recompute, KeepsWritesOfItsBackward) {
+  struct StatisticsImpl : torch::nn::Module {
+    explicit StatisticsImpl(std::int64_t width)
+        : linear(register_module("linear", Linear(6, 6))), sum(register_buffer("sum", torch::zeros({width}))) {}
+    Tensor forward(Tensor x) {
+      auto y = linear(x) * (1 + sum.narrow(0, 0, 6));
+      if (y.requires_grad()) y.register_hook([this](Tensor gradient) { sum.add_(gradient.abs().mean()); });
+      return y;
+    }
+    Linear linear;
+    Tensor sum;
+  };
+  for (const std::int64_t width : {6, 1 << 15}) {
+    expect_equal_steps([&] { return Sequential(std::make_shared<StatisticsImpl>(width), Linear(6, 6)); }, 4,
+                       torch::randn({8, 6}));
+  }
+}
+
+/// Returns a view of a frozen parameter, to which it writes unseen by version counters from a number of calls on.
+struct FrozenViewImpl : torch::nn::Module {
+  explicit FrozenViewImpl(int first)
+      : frozen(register_parameter("frozen", torch::ones({6}), /*requires_grad=*/false)), first(first) {}
+  Tensor forward(Tensor x) {
+    if (calls++ >= first) frozen.variable_data().add_(x.detach().mean());
+    return frozen.expand({x.size(0), 6});
+  }
+  Tensor frozen;
+  int first;
+  int calls = 0;
+};
+
+TEST(Recompute, SendsCopiesOfParametersThatLayersWriteTo) {
+  const auto x = torch::randn({8, 6});
+  for (const auto checkpoint : kModes) {
+    auto frozen = std::make_shared<FrozenViewImpl>(0);
+    GPipe pipe(Sequential(frozen, Linear(6, 6)), {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint));
+    const auto expected = 1 + x.view({4, 12}).mean(1).cumsum(0);
+    const auto& linear = *std::dynamic_pointer_cast<torch::nn::LinearImpl>(pipe->children()[1]);
+    const auto rows = expected.repeat_interleave(2).unsqueeze(1).expand({8, 6});
+    EXPECT_TRUE(torch::allclose(pipe->forward(x), torch::linear(rows, linear.weight, linear.bias)));
+
+    auto late = std::make_shared<FrozenViewImpl>(2);
+    GPipe begins(Sequential(late, Linear(6, 6)), {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint));
+    EXPECT_THAT([&] { begins->forward(x); }, throws<std::runtime_error>("has left the stage"));
+    EXPECT_NO_THROW(begins->forward(x).sum().backward());
+  }
+}
+
 TEST(Recompute, RepeatsEmbeddingsThatRenormaliseTheirRows) {
   const auto ids = torch::tensor({0, 3, 3, 1, 0, 2});
   expect_equal_steps(

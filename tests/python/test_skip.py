@@ -104,7 +104,7 @@ def test_a_generator_that_yields_anything_else_is_an_error():
 def test_stash_outside_a_forward_is_an_error():
     with pytest.raises(RuntimeError, match=r"stash\('a'\) was called outside the forward of a @skippable layer"):
         stash("a", torch.zeros(1))
-    with pytest.raises(TypeError, match="must be a Tensor or None"):
+    with pytest.raises(TypeError, match="must be a torch.Tensor or None"):
         stash("a", 1)
 
 

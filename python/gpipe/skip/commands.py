@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe import _C
 from gpipe.skip.namespace import native_namespace
@@ -134,11 +134,11 @@ def stash(name: str, tensor: Tensor | None) -> Any:
         tensor: the tensor to store. It must not be changed in place before it is popped in another stage.
 
     Raises:
-        TypeError: if ``tensor`` is neither a tensor nor ``None``.
+        TypeError: if ``tensor`` is neither ``None`` nor a tensor, or is of a subclass of Tensor.
         RuntimeError: if the layer does not declare the name as one that it stashes, or stashes it twice.
     """
-    if tensor is not None and not isinstance(tensor, Tensor):
-        raise TypeError(f"'{name}' must be a Tensor or None to be stashed, but is {type(tensor)}")
+    if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
+        raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
     return _run(_Stash(name, tensor))
 
 

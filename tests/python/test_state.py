@@ -1,0 +1,243 @@
+"""State outside of a layer's tensors: generators, context variables, subclasses of Tensor, attributes."""
+
+import contextvars
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+
+import gpipe
+
+MODES = ["never", "except_last", "always"]
+
+
+class Draws(nn.Module):
+    """Draws from a generator in some of its forwards. Notes what each forward and recompute drew."""
+
+    def __init__(self, draw, first=0):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.draw, self.first = draw, first
+        self.forwards, self.recomputes = [], []
+
+    def forward(self, x):
+        calls = self.recomputes if gpipe.is_recomputing() else self.forwards
+        number = self.draw(self) if float(x.detach()[0, 0]) >= self.first else 1.0
+        calls.append(number)
+        return self.linear(x) * number
+
+
+def numbered(samples):
+    """Returns inputs whose first feature is the number of the sample."""
+    return torch.cat([torch.arange(samples)[:, None], torch.rand(samples, 3)], dim=1)
+
+
+DRAWS = {
+    "random": lambda layer: random.random(),
+    "numpy": lambda layer: numpy.random.rand(),
+    "normal": lambda layer: numpy.random.randn(),
+    "own random": lambda layer: layer.own.random(),
+    "own numpy": lambda layer: layer.generator.random(),
+    "own state of numpy": lambda layer: layer.state.rand(),
+}
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("kind", DRAWS)
+def test_recomputes_repeat_draws_of_any_micro_batch(kind, first):
+    layer = Draws(DRAWS[kind], first)
+    layer.own, layer.generator, layer.state = random.Random(1), numpy.random.default_rng(1), numpy.random.RandomState(1)
+    pipe = gpipe.GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], chunks=4, checkpoint="always")
+    for _ in range(2):
+        pipe(numbered(4)).sum().backward()
+    assert sorted(layer.forwards) == sorted(layer.recomputes)
+    assert len(set(layer.forwards)) == (8 if first == 0 else 5)
+
+
+variable = contextvars.ContextVar("variable", default=1.0)
+
+
+class Contextual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x):
+        factor = variable.get()
+        variable.set(100.0)  # stays in this cell
+        return x * self.weight * factor
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_layers_and_losses_see_the_callers_context(mode):
+    pipe = gpipe.GPipe(nn.Sequential(Contextual(), nn.Identity()), [1, 1], chunks=2, checkpoint=mode)
+    x = torch.rand(4, 3)
+    token = variable.set(3.0)
+    out = pipe(x)
+    result = pipe.step(x, x, lambda output, target: output.sum() * variable.get(), reduction="sum")
+    variable.reset(token)
+    assert torch.equal(out, x * 6)
+    assert torch.allclose(result, (x * 18).sum())
+    pipe.zero_grad()
+    out.sum().backward()  # recomputes in the context of the forward
+    assert torch.allclose(pipe[0].weight.grad, (x * 3).sum())
+    assert variable.get() == 1.0
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_with_reentrant_checkpoints_leaves_gradients_alone(mode, reduction):
+    class Reentrant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(3, 3)
+
+        def forward(self, x):
+            return torch_checkpoint(self.linear, x, use_reentrant=True)
+
+    model = nn.Sequential(nn.Linear(3, 3), Reentrant(), Reentrant())
+    x, target = torch.rand(4, 3), torch.rand(4, 3)
+    nn.functional.mse_loss(model(x), target, reduction=reduction).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    pipe = gpipe.GPipe(model, [2, 1], chunks=2, checkpoint=mode)
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output, target, reduction=reduction)
+
+    before = [torch.rand_like(parameter) for parameter in pipe.parameters()]
+    for parameter, gradient in zip(pipe.parameters(), before, strict=True):
+        parameter.grad = gradient.clone()
+    loss = pipe.loss(x, target, criterion, reduction=reduction)
+    assert all(torch.equal(p.grad, gradient) for p, gradient in zip(pipe.parameters(), before, strict=True))
+    loss.backward()
+    for parameter, gradient, added in zip(pipe.parameters(), before, expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient + added)
+    pipe.zero_grad()
+    pipe.step(x, target, criterion, reduction=reduction)
+    torch.testing.assert_close([parameter.grad for parameter in pipe.parameters()], expected)
+
+
+class Named(torch.Tensor):
+    """Counts the functions that are called with it."""
+
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        Named.calls += 1
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+class Wrapper(torch.Tensor):
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        raise AssertionError
+
+
+class Notes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.classes = set()
+
+    def forward(self, x):
+        self.classes.add(type(x))
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_subclasses_of_tensor_keep_their_class(mode):
+    model = nn.Sequential(Notes(), Notes())
+    pipe = gpipe.GPipe(model, [1, 1], chunks=2, checkpoint=mode)
+    x = torch.rand(4, 3)
+    plain, out = pipe(x), pipe(x.as_subclass(Named))
+    assert type(out) is Named and torch.equal(out.as_subclass(torch.Tensor), plain)
+    assert model[0].classes == model[1].classes == {torch.Tensor, Named}
+    loss = pipe.step(x.as_subclass(Named), x, nn.functional.mse_loss)
+    gradients = [parameter.grad.clone() for parameter in pipe.parameters()]
+    pipe.zero_grad()
+    assert type(loss) is torch.Tensor and torch.equal(loss, pipe.step(x, x, nn.functional.mse_loss))
+    assert all(map(torch.equal, gradients, [parameter.grad for parameter in pipe.parameters()]))
+
+
+def test_subclasses_that_cannot_cross_are_refused():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Identity(), nn.Identity()), [1, 1])
+    with pytest.raises(TypeError, match="a Wrapper cannot enter or leave a stage"):
+        pipe(torch.Tensor._make_wrapper_subclass(Wrapper, (4, 3)))
+    annotated = torch.rand(4, 3).as_subclass(Named)
+    annotated.note = "left"
+    with pytest.raises(TypeError, match="a Named cannot enter or leave a stage"):
+        pipe(annotated)
+
+    @gpipe.skip.skippable(stash=["a"])
+    class StashNamed(nn.Module):
+        def forward(self, x):
+            gpipe.skip.stash("a", x.as_subclass(Named))
+            return x
+
+    with pytest.raises(TypeError, match="'a' must be a torch.Tensor or None"):
+        StashNamed()(torch.rand(2))
+
+
+class Auxiliary(nn.Module):
+    """Keeps a loss of its own as an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.auxiliary = None
+        self.last = None
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.auxiliary = y.square().mean()
+        self.last = y.detach()
+        return y
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_kept_tensor_is_never_a_silent_constant(mode):
+    layer = Auxiliary()
+    pipe = gpipe.GPipe(nn.Sequential(layer, nn.Linear(3, 3)), [1, 1], chunks=2, checkpoint=mode)
+    for _ in range(3):
+        out = pipe(torch.rand(4, 3))
+        with pytest.raises(RuntimeError, match="a backward reached|second time"):
+            (out.sum() + layer.auxiliary).backward()
+        pipe.zero_grad()
+        pipe(torch.rand(4, 3)).sum().backward()  # a kept tensor that is not used changes nothing
+        (layer.last.sum() * pipe[1].weight).sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_may_use_a_tensor_that_the_last_stage_keeps(mode):
+    layer = Auxiliary()
+    model = nn.Sequential(nn.Linear(3, 3), layer)
+    x, target = torch.rand(4, 3), torch.rand(4, 3)
+
+    def criterion(output, target):
+        return nn.functional.mse_loss(output, target) + layer.auxiliary
+
+    criterion(model(x), target).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    pipe = gpipe.GPipe(model, [1, 1], chunks=2, checkpoint=mode, schedule="1f1b")
+    for _ in range(2):
+        pipe.zero_grad()
+        pipe.step(x, target, criterion)
+        torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inputs_of_stride_zero(mode):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    pipe = gpipe.GPipe(model, [1, 2], chunks=3, checkpoint=mode)
+    for x in (torch.rand(1, 3).expand(6, 3), torch.rand(6, 1).expand(6, 3), torch.rand(()).expand(6, 3)):
+        root = x.detach().requires_grad_()
+        expected = torch.autograd.grad(model(root).sum(), [root, *model.parameters()])
+        for _ in range(2):
+            again = x.detach().requires_grad_()
+            torch.testing.assert_close(
+                torch.autograd.grad(pipe(again).sum(), [again, *model.parameters()]), expected
+            )
