@@ -293,9 +293,8 @@ StageState::Scope::~Scope() {
 void StageState::return_to_present(Item& item) {
   const auto& tensors = *present_->tensors_;
   for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].is_same(item.tensor) || item.is_written_back) continue;
-    if (item.now.lock() != present_->values_[i]) put(item, present_->values_[i]);
-    item.is_written_back = true;
+    if (!tensors[i].is_same(item.tensor) || std::exchange(item.is_written_back, true)) continue;
+    if (item.now.lock() != present_->values_[i]) put(item, present_->values_[i]);  // calls before_write() again
   }
 }
 

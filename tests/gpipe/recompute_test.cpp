@@ -274,7 +274,7 @@ TEST(Recompute, SendsCopiesOfParametersThatLayersWriteTo) {
     const auto expected = 1 + x.view({4, 12}).mean(1).cumsum(0);
     const auto& linear = *std::dynamic_pointer_cast<torch::nn::LinearImpl>(pipe->children()[1]);
     const auto rows = expected.repeat_interleave(2).unsqueeze(1).expand({8, 6});
-    EXPECT_TRUE(torch::allclose(pipe->forward(x), torch::linear(rows, linear.weight, linear.bias)));
+    EXPECT_TRUE(torch::allclose(pipe->forward(x), torch::linear(rows, linear.weight, linear.bias), 1e-4, 1e-5));
 
     auto late = std::make_shared<FrozenViewImpl>(2);
     GPipe begins(Sequential(late, Linear(6, 6)), {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint));
