@@ -53,12 +53,25 @@ std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std
   return devices;
 }
 
+/// Returns the number of stages on each worker. If the schedule does not fit the default, one, there is a worker for each of
+/// the devices.
+int stages_per_worker(const GPipeOptions& options, int stages) {
+  const auto devices = static_cast<int>(options.devices().size());
+  const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
+                          !options.schedule().starts_with('@');
+  if (!is_default || devices == 0 || stages % devices != 0) return options.stages_per_worker();
+  const auto fits = [&](int workers) {
+    return schedule_rule(options.schedule()).misfit({stages, 1, looped_placement(workers, stages)}).empty();
+  };
+  return !fits(stages) && fits(devices) ? stages / devices : 1;
+}
+
 ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
   if (options.schedule_function() && options.schedule() != kFillAndDrain) {
     refuse_argument("schedule ('" + options.schedule() +
                     "') and schedule_function exclude each other; set only one of them");
   }
-  auto source = schedule_source(options.schedule(), stages, options.stages_per_worker(), options.placement());
+  auto source = schedule_source(options.schedule(), stages, stages_per_worker(options, stages), options.placement());
   if (options.schedule_function()) source.make = options.schedule_function();
   return source;
 }
@@ -120,9 +133,11 @@ Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   const int rank = options.ranks() ? options.ranks()->rank() : 0;
   const auto own = static_cast<std::size_t>(std::count(ranks.begin(), ranks.end(), rank));
   if (const auto given = options.devices().size(); workers != stages && given != 0 && given != own) {
-    refuse_argument("balance has " + std::to_string(stages) + " stages on " + std::to_string(own) +
-                    " workers (stages_per_worker = " + std::to_string(options.stages_per_worker()) +
-                    "), but the number of devices is " + std::to_string(given) + "; give one device per worker");
+    const bool is_even = !options.ranks() && stages % workers == 0;
+    refuse_argument("balance has " + std::to_string(stages) + " stages, which are on " + std::to_string(own) +
+                    (own == 1 ? " worker" : " workers") + ", but the number of devices is " + std::to_string(given) +
+                    "; give one device per worker" +
+                    (is_even ? ", or " + std::to_string(stages / workers * given) + " stages" : ""));
   }
   const auto own_devices = place_workers(options.devices(), own, gpus_of_earlier_ranks(options, ranks));
   std::vector<torch::Device> devices(workers, torch::kCPU);

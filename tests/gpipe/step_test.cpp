@@ -399,17 +399,31 @@ TEST(Step, RefusesWhatItCannotDo) {
               refused("balance has 3 stages, which stages_per_worker = 2 does not divide"));
   EXPECT_THAT(make({2, 2, 1, 0}, options("gpipe").stages_per_worker(2)), refused("at least one layer"));
   EXPECT_THAT(make({2, 1, 1, 1}, options("gpipe").stages_per_worker(2).devices({torch::kCPU})),
-              refused("balance has 4 stages on 2 workers (stages_per_worker = 2), but the number of devices is 1"));
+              refused("balance has 4 stages, which are on 2 workers, but the number of devices is 1; give one device "
+                      "per worker, or 2 stages"));
   EXPECT_THAT(make({2, 3}, options("gpipe").placement({0})), refused("the placement has 1 entries"));
   EXPECT_THAT(make({2, 3}, options("gpipe").placement({0, 2})), refused("stage 1 is placed on worker 2"));
   EXPECT_THAT(make({2, 3}, options("gpipe").placement({1, 1})), refused("worker 0 has no stage"));
   EXPECT_THAT(make({2, 3}, options("gpipe").placement({0, 0}).devices({torch::kCPU, torch::kCPU})),
-              refused("balance has 2 stages on 1 workers (stages_per_worker = 1), but the number of devices is 2"));
+              refused("balance has 2 stages, which are on 1 worker, but the number of devices is 2; give one device "
+                      "per worker, or 4 stages"));
   EXPECT_THAT(make({2, 3}, options("gpipe").placement({0, 1}).stages_per_worker(2)),
               refused("placement and stages_per_worker (2) exclude each other"));
   EXPECT_THAT(make({2, 1, 1, 1}, options("looped_bfs").placement(v_placement(4))), refused("worker s mod"));
   EXPECT_THAT(make({2, 1, 1, 1}, options("1f1b").stages_per_worker(2)), refused("one stage per worker"));
   EXPECT_THAT(make({2, 3}, options("@/nowhere")), refused("cannot read the schedule '/nowhere'"));
+}
+
+TEST(Step, InterleavedStagesShareTheDevicesThatAreGiven) {
+  const auto of = [](const std::string& schedule, std::size_t devices) {
+    const auto places = std::vector<torch::Device>(devices, torch::kCPU);
+    return GPipe(small_model(), {2, 1, 1, 1}, options(schedule).devices(places))->placement();
+  };
+  EXPECT_EQ(of("interleaved_1f1b", 2), (std::vector<int>{0, 1, 0, 1}));
+  EXPECT_EQ(of("interleaved_zb", 1), (std::vector<int>{0, 0, 0, 0}));
+  EXPECT_THAT([&] { of("interleaved_1f1b", 3); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("several stages per worker")));
+  EXPECT_THAT([&] { of("gpipe", 2); }, ThrowsMessage<std::out_of_range>(HasSubstr("4 workers, but 2 devices")));
 }
 
 TEST(Step, RunsSchedulesFromAFileOrAFunction) {
