@@ -99,8 +99,12 @@ class OriginalNames(nn.Module):
         earlier = set(destination or ())
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         layers = self._layers_by_path()
-        for key in [key for key in state if key not in earlier]:
-            state[self._shown(key, prefix, layers)] = state.pop(key)
+        shown = {self._shown(key, prefix, layers): key for key in state if key not in earlier}
+        # A converted model's layers are in the order of execution, but its state is in the original's.
+        orders = {id(layer.order): layer.order for layer in layers.values() if isinstance(layer, ExportedLayer)}
+        places = {prefix + name: place for order in orders.values() for place, name in enumerate(order)}
+        for name in sorted(shown, key=lambda name: places.get(name, len(places))):
+            state[name] = state.pop(shown[name])
         metadata = getattr(state, "_metadata", {})
         for key in list(metadata):
             # Keep the old key too: the children look for it.
@@ -117,7 +121,10 @@ class OriginalNames(nn.Module):
             names = {path: self._shown(path, layers=layers) for path, _ in self.named_modules()}
             inner = {path: metadata[name] for path, name in names.items() if name in metadata}
             state_dict._metadata = {**metadata, **inner}  # type: ignore[attr-defined]
-        return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        try:
+            return super().load_state_dict(state_dict, strict=strict, assign=assign)
+        except RuntimeError as error:
+            raise RuntimeError(_without_hidden(self, str(error))) from None
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         paths = self._paths()
@@ -197,11 +204,15 @@ class UnpartitionedNames(OriginalNames):
 
 def rename_missing(module: OriginalNames, incompatible: Any) -> None:
     """Gives missing and unexpected keys their names in the user's model."""
+    for keys in incompatible:
+        keys[:] = [_without_hidden(module, key) for key in keys]
+
+
+def _without_hidden(module: OriginalNames, text: str) -> str:
+    """Removes from the keys in a text what the user's model does not have."""
     converted = (path for path, layer in module._layers_by_path().items() if isinstance(layer, ExportedLayer))
     hidden = [*(re.escape(f"{path}.model.") for path in converted), r"partitions\.\d+\."]
-    pattern = re.compile(rf"(^|\.)({'|'.join(hidden)})")
-    for keys in incompatible:
-        keys[:] = [pattern.sub(r"\1", key) for key in keys]
+    return re.sub(rf"(^|[.\s])({'|'.join(hidden)})", r"\1", text)
 
 
 def _without_wrappers(layer: nn.Module | None, key: str) -> str:

@@ -70,6 +70,26 @@ def test_states_have_the_names_of_the_unpartitioned_model():
         other.load_state_dict({**state, "extra.weight": torch.zeros(1)})
 
 
+class Backwards(nn.Module):
+    """Runs its layers in another order than it has them."""
+
+    def __init__(self):
+        super().__init__()
+        self.last, self.norm, self.first = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first(x)))
+
+
+def test_states_of_a_converted_model_are_in_its_order():
+    model = Backwards()
+    sequence = gpipe.to_sequential(model, torch.rand(4, 3))
+    pipe = gpipe.GPipe(sequence, [1, 2])
+    names = list(model.state_dict())
+    assert list(sequence.state_dict()) == list(copy.deepcopy(pipe).state_dict()) == names
+    assert list(nn.ModuleDict({"a": pipe}).state_dict()) == [f"a.{name}" for name in names]
+
+
 def test_loading_reads_the_version_of_each_layers_state():
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), [1, 1])
     for state in (pipe.state_dict(), nn.Sequential(*copy.deepcopy(list(pipe))).state_dict()):

@@ -109,7 +109,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
     shapes = [None if value is None else tuple(value.example.shape[1:]) for value in inputs]
     expected = Expected(example, shapes, model.guards)
-    owned = _owners(model, routes)
+    owned, order = _owners(model, routes), list(model.tensors)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
         code = write(each, names, inputs if first else None, model.graph.outputs if last else None)
@@ -123,7 +123,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
                 tree.place(path)
         stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
         ends = (expected if first else None, Returned(*returned) if last else None)
-        layer = ExportedLayer(each.name, tree.root, code, stashes, pops, *ends)
+        layer = ExportedLayer(each.name, tree.root, order, code, stashes, pops, *ends)
         layer.training = training
         sequence.add_module(_key(each.name, sequence, model.tensors), layer)
     return sequence

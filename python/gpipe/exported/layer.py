@@ -72,12 +72,14 @@ class ExportedLayer(Skippable):
     Attributes:
         name: the path of the module in the original model.
         model: a tree of modules with the layer's parameters and buffers, at their paths in the original model.
+        order: the names of the original model's tensors, in order.
     """
 
     def __init__(
         self,
         name: str,
         model: nn.Module,
+        order: list[str],
         code: Code,
         stashes: list[str],
         pops: list[str],
@@ -89,6 +91,7 @@ class ExportedLayer(Skippable):
         self.stashable_names = frozenset(stashes)
         self.poppable_names = frozenset(pops)
         self.model = model
+        self.order = order
         self._code = code
         self._input = input  # of the first layer
         self._output = output  # of the last layer
