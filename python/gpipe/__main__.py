@@ -25,13 +25,15 @@ _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "
 
 
 def _numbers(text: str) -> list[int]:
+    if not re.fullmatch(r"\d+(,\d+)*", text):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers, such as 8,16")
     return [int(part) for part in text.split(",")]
 
 
 def _bytes(text: str) -> int:
-    found = re.fullmatch(r"([0-9.]+)\s*([KMGT]?I?)B?", text.strip().upper())
+    found = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?I?)B?", text.strip().upper())
     if not found or found[2] not in _UNITS:
-        raise ValueError(text)
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size, such as 6GB or 6GiB")
     return int(float(found[1]) * _UNITS[found[2]])
 
 
@@ -134,8 +136,11 @@ def _load(factory: str) -> tuple[nn.Module, Any]:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"error: cannot load '{factory}': {error}") from None
-    result = function()
-    return result if isinstance(result, tuple) else (result, None)
+    model = function() if callable(function) and not isinstance(function, nn.Module) else None
+    model, batch = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
+    if not isinstance(model, nn.Module):
+        raise SystemExit(f"error: {factory} must be a function that returns a module, or a tuple of it and a mini-batch")
+    return model, batch
 
 
 def _devices(text: str | None) -> list[str]:
