@@ -20,6 +20,8 @@ from converted_models import Returns, batch, make_net
         (lambda x: torch.cat([x, x]), r"output 0 of 1 has the shape \(2\*s\d+, 4\), without the batch"),
         (lambda x: (x * 2, 3), "output 1 of 2 is not a tensor"),
         (lambda x: x, "it computes nothing"),
+        (lambda x: (x * 2, random.Random(0)), "it returns a random.Random; return tensors: .*, pass use_cache=False"),
+        (lambda x: x @ x, r"\(Returns\), because it fails on this input: mat1 and mat2 shapes cannot be multiplied"),
     ],
 )
 def test_models_that_cannot_be_pipelines(function, message):

@@ -13,11 +13,13 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
 from torch.utils._pytree import tree_leaves
 
 from gpipe.exported.refusals import nothing_lost, replaced
+from gpipe.exported.trial import unchanged
 
 __all__ = ["exported"]
 
@@ -36,7 +38,7 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         with _silence(), nothing_lost(), _named_arguments(module, args, kwargs):
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        raise ValueError(_explanation(module, error)) from error
+        raise ValueError(_failure(module, args, kwargs) or _explanation(module, error)) from error
 
 
 @contextmanager
@@ -79,6 +81,20 @@ def _silence() -> Iterator[None]:
             handler.removeFilter(is_kept)
 
 
+def _failure(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """Tells why the module fails without an export, too; nothing if it does not."""
+    try:
+        with unchanged(module), torch.enable_grad():
+            module(*args, **kwargs)
+    except Exception as error:
+        return f"cannot convert the model ({type(module).__name__}), because it fails on this input: {_first_line(error)}"
+    return ""
+
+
+def _first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+
+
 def _explanation(module: nn.Module, error: Exception) -> str:
     """Tells which module cannot be captured, and why."""
     paths = {id(each): path for path, each in module.named_modules()}
@@ -87,9 +103,11 @@ def _explanation(module: nn.Module, error: Exception) -> str:
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and id(owner) in paths and frame.f_code.co_name == "forward":
             inner = owner
-    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__).strip()
+    reason = _first_line(error)
     if found := re.search(r"specialized it to be a constant \((\d+)\)", str(error)):
         reason = f"its code fixes dimension 0 of an input, the batch, to {found[1]}; use x.shape[0] or -1 there"
+    if found := re.search(r"Found <class '([^']+)'> in output", str(error)):
+        reason = f"it returns a {found[1]}; return tensors: with a cache of transformers, pass use_cache=False"
     if inner is None or inner is module:
         return f"cannot convert the model ({type(module).__name__}): {reason}"
     return (

@@ -45,7 +45,7 @@ def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict
         TypeError: for a class that is not a subclass of ``nn.Module``.
         ValueError: for a class that no submodule has.
     """
-    kinds = tuple(classes)
+    kinds = (classes,) if isinstance(classes, type) else tuple(classes)
     for kind in kinds:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
             raise TypeError(f"opaque must be a list of subclasses of nn.Module, but has {kind!r}")
