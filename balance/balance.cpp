@@ -10,20 +10,10 @@
 #include "gpipe/micro_batch.h"
 
 namespace gpipe {
-namespace {
-
-void check(int partitions, const Model& model) {
-  const auto layers = static_cast<std::int64_t>(model.named_layers().size());
-  if (partitions >= 1 && partitions <= layers) return;
-  throw std::invalid_argument("[balance] partitions must be between 1 and the number of layers, " +
-                              std::to_string(layers) + ", but is " + std::to_string(partitions));
-}
-
-}  // namespace
 
 std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
                                           ProfileOptions options) {
-  check(partitions, model);
+  check_stages(partitions, static_cast<int>(model.named_layers().size()));
   const auto& tensors = sample.tensors();
   if (!tensors.empty() && tensors.front().defined() && tensors.front().is_cpu()) options.workers(partitions);
   return balance_by_time(profile(model, sample, options), partitions, {.checkpoint = Checkpoint::kNever});
@@ -31,7 +21,7 @@ std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, co
 
 std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks,
                                           double param_scale, Checkpoint checkpoint) {
-  check(partitions, model);
+  check_stages(partitions, static_cast<int>(model.named_layers().size()));
   if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
   // The bytes that operators allocate depend on their number of threads, so measure with those of a stage.

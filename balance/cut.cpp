@@ -14,6 +14,7 @@ namespace {
 constexpr double kForbidden = std::numeric_limits<double>::infinity();
 
 std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::FunctionRef<double(int, int)> cost) {
+  check_stages(partitions, stage.layers());
   return best_partition(stage.layers(), partitions, [&](int first, int end) {
     const bool allowed = stage.can_cut_before(first) && stage.can_cut_before(end);
     return allowed ? cost(first, end) : kForbidden;
@@ -22,8 +23,8 @@ std::vector<std::int64_t> cut(const StageCost& stage, int partitions, absl::Func
 
 [[noreturn]] void refuse(int partitions) {
   throw std::invalid_argument(
-      absl::StrFormat("[balance] %d partitions would separate layers that share a buffer or parameter; use fewer "
-                      "partitions, or give each layer its own",
+      absl::StrFormat("[balance] %d stages would separate layers that share a buffer or parameter; use fewer "
+                      "stages, or give each layer its own",
                       partitions));
 }
 
@@ -38,6 +39,12 @@ std::int64_t most_bytes(const StageCost& stage, const std::vector<std::int64_t>&
 }
 
 }  // namespace
+
+void check_stages(int stages, int layers) {
+  if (stages >= 1 && stages <= layers) return;
+  throw std::invalid_argument(absl::StrFormat(
+      "[balance] the number of stages must be between 1 and the number of layers, %d, but is %d", layers, stages));
+}
 
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options) {
   const StageCost stage(profile);

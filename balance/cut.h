@@ -15,12 +15,18 @@ namespace gpipe {
 // Errors: std::invalid_argument for partitions < 1, for more partitions than layers, for invalid options, and, except
 // from balance_within(), if every balance would separate such layers.
 
+/// Errors: std::invalid_argument unless `stages` is between 1 and `layers`.
+void check_stages(int stages, int layers);
+
 /// Returns the balance whose slowest stage is fastest.
 std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions, const RunOptions& options = {});
 
 /// Returns the balance whose largest stage needs the fewest bytes, by StageCost::bytes(): parameters, gradients,
 /// optimizer state, buffers and activations, including skips.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options = {});
+
+/// Errors: std::invalid_argument unless `stages` is between 1 and `layers`.
+void check_stages(int stages, int layers);
 
 /// Returns the balance whose slowest stage is fastest, among those whose stages need at most `bytes` each. Empty if
 /// there is none.

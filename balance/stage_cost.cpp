@@ -246,7 +246,7 @@ std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const
   auto ends = stage_ends(balance);
   if (ends.empty() || ends.back() != layers_) {
     throw std::invalid_argument(absl::StrFormat(
-        "[balance] balance {%s} does not fit %d layers; give positive numbers of layers that sum to the total",
+        "[balance] balance [%s] does not fit %d layers; give positive numbers of layers that sum to the total",
         absl::StrJoin(balance, ", "), layers_));
   }
   return ends;

@@ -121,7 +121,7 @@ void describe_call(MiniBatch::Options& options, const std::string& what, const s
   const auto how = std::string(", checkpoint ") + to_string(options.checkpoint) +
                    (options.training ? "" : ", evaluation mode") +
                    (at::autocast::is_autocast_enabled(at::kCPU) ? ", autocast" : "");
-  options.call = what + " of micro-batches {" + absl::StrJoin(sizes, ", ") + "}" + how;
+  options.call = what + " of micro-batches [" + absl::StrJoin(sizes, ", ") + "]" + how;
   options.in_common = what + how;
   options.samples = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
 }

@@ -32,7 +32,7 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
   if (const auto count = divide_up(samples, size); count > kMostCells) {
     throw std::invalid_argument("[gpipe] a mini-batch of " + std::to_string(samples) + " samples would be cut into " +
                                 std::to_string(count) + " micro-batches, but at most " + std::to_string(kMostCells) +
-                                " are possible; give fewer chunks or a larger split_size");
+                                " are possible; use fewer and larger ones");
   }
   std::vector<std::int64_t> sizes;
   for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
@@ -45,6 +45,7 @@ std::int64_t batch_size(const Value& value, const std::string& what) {
   std::vector<std::int64_t> sizes;
   for (const auto& tensor : value.tensors()) {
     if (!tensor.defined()) refuse_argument("a tensor of the " + what + " is undefined; pass a defined one");
+    if (tensor.is_meta()) refuse_argument("a tensor of the " + what + " is on the meta device; pass one with data");
     if (tensor.dim() == 0) {
       refuse_argument("a tensor of the " + what +
                       " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
@@ -128,7 +129,7 @@ Gathered gather(const std::vector<Parcel>& parts) {
       throw std::runtime_error("[gpipe] output " + std::to_string(k) +
                                (undefined > 0 ? " is undefined for only some of the micro-batches"
                                               : " has no dimensions, so the micro-batches cannot be joined; "
-                                                "compute a loss outside the pipeline, or use chunks(1)"));
+                                                "compute a loss outside the pipeline, or use chunks = 1"));
     }
     joined.push_back(at::cat(pieces, 0));
   }

@@ -59,7 +59,7 @@ ListenAt choose_interface(const RanksOptions& options) {
   const bool is_loopback = address.starts_with("127.") || address == "::1";
   if (is_loopback && variable("LOCAL_WORLD_SIZE") != variable("WORLD_SIZE") && !variable("LOCAL_WORLD_SIZE").empty()) {
     refuse_argument("MASTER_ADDR is '" + master + "', which is " + address +
-                    " on this host, where other hosts cannot reach it; give RanksOptions().interface()");
+                    " on this host, where other hosts cannot reach it; give the interface");
   }
   return {"", address};
 }

@@ -23,12 +23,12 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance) {
   int first = 0;
   for (const auto layers : balance) {
     if (layers < 1) {
-      throw std::invalid_argument(absl::StrFormat("[gpipe] balance is {%s}, but every stage needs at least one layer",
+      throw std::invalid_argument(absl::StrFormat("[gpipe] balance is [%s], but every stage needs at least one layer",
                                                   absl::StrJoin(balance, ", ")));
     }
     if (layers > kMost - first) {
       throw std::invalid_argument(
-          absl::StrFormat("[gpipe] balance {%s} sums to more than %d, the largest number of layers",
+          absl::StrFormat("[gpipe] balance [%s] sums to more than %d, the largest number of layers",
                           absl::StrJoin(balance, ", "), kMost));
     }
     ends.push_back(first += static_cast<int>(layers));

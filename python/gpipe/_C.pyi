@@ -3,7 +3,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+__all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'check_stages', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
 class Ranks:
     @staticmethod
     def from_environment(timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt, nccl: bool) -> Ranks:
@@ -509,6 +509,8 @@ def check_loss(loss: typing.Any, output: typing.Any, target: typing.Any, options
 def check_skips(declarations: list[typing.Any]) -> None:
     ...
 def check_snapshot(content: dict[str, typing.Any]) -> None:
+    ...
+def check_stages(stages: typing.SupportsInt, layers: typing.SupportsInt) -> None:
     ...
 def draw_seed() -> int:
     ...

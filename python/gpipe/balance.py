@@ -40,9 +40,12 @@ from gpipe.checks import (
     check_checkpoint,
     check_chunks,
     check_devices,
+    check_flag,
+    check_function,
     check_number,
     check_scheduling,
     check_whole,
+    shown,
 )
 from gpipe.exported.conversion import as_sequential
 from gpipe.model_checks import verify_module
@@ -223,7 +226,7 @@ def predict(
         check_chunks(chunks),
         check_checkpoint(checkpoint),
         check_number(bandwidth, "bandwidth"),
-        copies,
+        check_flag(copies, "copies"),
         _scheduling(schedule, stages_per_worker, placement, len(cut)),
     )
     return _C.predict(profile, cut, options)
@@ -284,7 +287,7 @@ def suggest(
             [str(device) for device in placed],
             [check_chunks(number) for number in chunks],
             [check_checkpoint(mode) for mode in checkpoints],
-            check_whole(memory_limit, "memory_limit"),
+            check_whole(memory_limit, "memory_limit", limit=2**63),
             check_number(bandwidth, "bandwidth"),
             _scheduling(schedule, stages_per_worker, "looped", 0),
             options,
@@ -326,7 +329,7 @@ def plan_cluster(
     return _C.plan_cluster(
         cluster,
         listed,
-        check_whole(samples, "samples"),
+        check_whole(samples, "samples", limit=2**63),
         [check_checkpoint(mode) for mode in _check_list("checkpoints", checkpoints)],
         check_scheduling("" if schedule is None else schedule, 1, "looped", 0)[0],
     )
@@ -334,7 +337,7 @@ def plan_cluster(
 
 def _check_list(name: str, values: Any) -> list[Any]:
     if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of values to try, but is {values!r}")
+        raise TypeError(f"{name} must be a list of values to try, but is {shown(values)}")
     return list(values)
 
 
@@ -346,8 +349,7 @@ def _scheduling(schedule: object, stages_per_worker: object, placement: object, 
 def _check_partitions(partitions: object, module: nn.Sequential) -> int:
     number = check_whole(partitions, "partitions")
     verify_module(module)
-    if not 1 <= number <= len(module):
-        raise ValueError(f"partitions must be between 1 and the number of layers, {len(module)}, but is {number}")
+    _C.check_stages(number, len(module))
     return number
 
 
@@ -365,7 +367,7 @@ def _options(
         check_number(seconds, "seconds"),
         check_whole(repeats, "repeats"),
         check_number(param_scale, "param_scale"),
-        progress,
+        None if progress is None else check_function(progress, "progress", "the completed share"),
     )
 
 

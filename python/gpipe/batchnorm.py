@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.checkpoint import is_recomputing
+from gpipe.checks import check_chunks
 
 __all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm", "one_mini_batch"]
 
@@ -38,7 +39,7 @@ class DeferredBatchNorm(_BatchNorm):
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
-        self.chunks = chunks
+        self.chunks = check_chunks(chunks)
         self.in_pipeline = False
         self.reset()
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Set
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
 
 from gpipe import _C
 
@@ -18,10 +19,14 @@ __all__ = [
     "check_checkpoint",
     "check_chunks",
     "check_devices",
+    "check_flag",
+    "check_function",
     "check_number",
     "check_scheduling",
+    "check_text",
     "check_whole",
     "place_stages",
+    "shown",
 ]
 
 _ADVICE = """
@@ -40,15 +45,40 @@ class BalanceError(ValueError):
     """A balance that does not cut the model into stages."""
 
 
-def check_whole(value: object, name: str) -> int:
-    """Returns an integer of any integer type as ``int``. Raises TypeError for other values; ``name`` is for its
-    message."""
+def shown(value: object) -> str:
+    """Returns a value as messages show it: a tensor by its shape, another object by the start of its ``repr``."""
+    if isinstance(value, Tensor) and value.dim() > 0:
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
+# The public functions check their arguments with these, because the errors of the extension module do not name an
+# argument.
+
+
+def check_whole(value: object, name: str, limit: int = 2**31) -> int:
+    """Returns an integer of any integer type as ``int``.
+
+    Args:
+        value: the argument.
+        name: its name, for messages.
+        limit: its absolute value must be below this.
+
+    Raises:
+        TypeError: if it is not an integer.
+        ValueError: if it is too large.
+    """
     if not isinstance(value, bool):
         try:
-            return operator.index(value)  # type: ignore[arg-type]
+            number = operator.index(value)  # type: ignore[arg-type]
         except TypeError:
             pass
-    raise TypeError(f"{name} must be an integer, but is {value!r}")
+        else:
+            if abs(number) >= limit:
+                raise ValueError(f"{name} must be below {limit}, but is {shown(number)}")
+            return number
+    raise TypeError(f"{name} must be an integer, but is {shown(value)}")
 
 
 def check_number(value: object, name: str) -> float:
@@ -56,9 +86,33 @@ def check_number(value: object, name: str) -> float:
     if not isinstance(value, (bool, str)):
         try:
             return float(value)  # type: ignore[arg-type]
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises the last
             pass
-    raise TypeError(f"{name} must be a number, but is {value!r}")
+    raise TypeError(f"{name} must be a number, but is {shown(value)}")
+
+
+def check_flag(value: object, name: str) -> bool:
+    """Returns a ``bool``. Raises TypeError for other values; ``name`` is for its message."""
+    if isinstance(value, bool):
+        return value
+    raise TypeError(f"{name} must be True or False, but is {shown(value)}")
+
+
+def check_text(value: object, name: str) -> str:
+    """Returns a ``str``. Raises TypeError for other values; ``name`` is for its message."""
+    if isinstance(value, str):
+        return value
+    raise TypeError(f"{name} must be a str, but is {shown(value)}")
+
+
+def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
+    """Returns a callable. Raises TypeError for other values and for classes of modules; ``name``, and what it is a function
+    ``of``, are for its message."""
+    if isinstance(value, type) and issubclass(value, nn.Module):
+        raise TypeError(f"{name} is the class {value.__name__}; pass an object of it, such as {value.__name__}()")
+    if callable(value):
+        return value
+    raise TypeError(f"{name} must be a function of {of}, but is {shown(value)}")
 
 
 def check_chunks(chunks: object) -> int:
@@ -93,7 +147,7 @@ def check_balance(balance: object, layers: int) -> list[int]:
         BalanceError: if it does not cut the model.
     """
     if balance is not None and not isinstance(balance, Iterable):
-        raise TypeError(f"balance must be a list of the number of layers of each stage, but is {balance!r}" + _ADVICE)
+        raise TypeError(f"balance must be a list of the number of layers of each stage, but is {shown(balance)}" + _ADVICE)
     numbers = [] if balance is None else list(balance)
     checked = [check_whole(number, "each number of a balance") for number in numbers]
     if balance is None or checked or layers > 0:
@@ -112,11 +166,11 @@ def check_devices(devices: object) -> list[torch.device]:
         RuntimeError: if PyTorch does not know the name of a device.
     """
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
-        raise TypeError(f"devices must be a list with one device per worker, but is {devices!r}")
+        raise TypeError(f"devices must be a list with one device per worker, but is {shown(devices)}")
     listed = list(devices)
     for device in listed:
         if isinstance(device, bool):
-            raise TypeError(f"a device must be a torch.device, a name or a number, but is {device!r}")
+            raise TypeError(f"a device must be a torch.device, a name or a number, but is {shown(device)}")
     return [torch.device(device) for device in listed]
 
 
@@ -187,13 +241,13 @@ def check_scheduling(
         ValueError: for a placement that does not exist.
     """
     if not isinstance(schedule, str):
-        raise TypeError(f"schedule must be a name or '@' and the path of a file, but is {schedule!r}")
-    return schedule, _check_int(stages_per_worker, "stages_per_worker"), _placement(placement, stages)
+        raise TypeError(f"schedule must be a name or '@' and the path of a file, but is {shown(schedule)}")
+    return schedule, check_whole(stages_per_worker, "stages_per_worker"), _placement(placement, stages)
 
 
 def _placement(placement: object, stages: int) -> list[int]:
     """Returns the worker of each stage; an empty list for ``'looped'``."""
-    message = f"placement must be 'looped', 'v' or a list of workers, but is {placement!r}"
+    message = f"placement must be 'looped', 'v' or a list of workers, but is {shown(placement)}"
     if isinstance(placement, str):
         if placement == "looped":
             return []
@@ -202,15 +256,7 @@ def _placement(placement: object, stages: int) -> list[int]:
         raise ValueError(message)
     if not isinstance(placement, Iterable) or isinstance(placement, (bytes, Set, Mapping)):
         raise TypeError(message)
-    workers = [_check_int(worker, "each worker of a placement") for worker in placement]
+    workers = [check_whole(worker, "each worker of a placement") for worker in placement]
     if not workers and stages > 0:
         raise ValueError(message)
     return workers
-
-
-def _check_int(value: object, name: str) -> int:
-    """Returns an integer that C++ stores in 32 bits."""
-    number = check_whole(value, name)
-    if abs(number) >= 2**31:
-        raise ValueError(f"{name} must be below 2**31, but is {number}")
-    return number

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from gpipe import _C
-from gpipe.checks import check_number, check_whole
+from gpipe.checks import check_number, check_whole, shown
 from gpipe.ranks import Ranks
 
 __all__ = ["Collectives"]
@@ -51,7 +51,7 @@ class Collectives(nn.Module):
         with self.refusing():
             pipeline = self._pipeline()
             if not isinstance(timeline, _C.Timeline):
-                raise TypeError(f"timeline must be a gpipe.Timeline, but is {timeline!r}")
+                raise TypeError(f"timeline must be a gpipe.Timeline, but is {shown(timeline)}")
         return pipeline.gather_timeline(timeline)
 
     def largest(self, number: int) -> int:
@@ -59,8 +59,8 @@ class Collectives(nn.Module):
         ``if pipe.largest(stop): break``."""
         with self.refusing():
             pipeline = self._pipeline()
-            number = check_whole(number, "number")
-            if not 0 <= number < 2**64:
+            number = check_whole(number, "number", limit=2**64)
+            if number < 0:
                 raise ValueError(f"number must be from 0 to 2**64 - 1, but is {number}")
         return pipeline.largest(number)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
-from gpipe.checks import check_chunks, check_number
+from gpipe.checks import check_chunks, check_flag, check_function, check_number, shown
 
 __all__ = ["check_loss", "check_scale", "checked", "step_options"]
 
@@ -60,7 +60,7 @@ def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     def call(output: Any, target: Any) -> Tensor:
         value = loss(output, target)
         if not isinstance(value, Tensor):
-            raise TypeError(f"the loss function returned {value!r}; return a tensor, a floating-point scalar")
+            raise TypeError(f"the loss function returned {shown(value)}; return a tensor, a floating-point scalar")
         return value
 
     return call
@@ -71,18 +71,22 @@ def step_options(
     count: object,
     reduction: object,
     scale: float,
-    return_output: bool,
+    return_output: object,
     chunks: int,
     checkpoint: str,
 ) -> _C.StepOptions:
     """Checks a loss function and its options."""
-    if not callable(loss):
-        raise TypeError(f"loss must be a function of output and target, but is {loss!r}")
+    check_function(loss, "loss", "output and target")
     if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
         raise ValueError(
             "the loss has parameters, which get no gradient from step(); make it the last layer of the model, and pass a "
             "loss without parameters"
         )
-    if count is not None and not callable(count):
-        raise TypeError(f"count must be a function of a target, but is {count!r}")
-    return _C.StepOptions(count, reduction, scale, bool(return_output), chunks, checkpoint)
+    counted = None if count is None else _counted(check_function(count, "count", "a target"))
+    return_output = check_flag(return_output, "return_output")
+    return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint)
+
+
+def _counted(count: Callable[[Any], object]) -> Callable[[Any], float]:
+    """Returns a function that calls ``count`` and raises TypeError unless it returns a number."""
+    return lambda target: check_number(count(target), "the result of count")

@@ -31,7 +31,10 @@ def verify_module(module: nn.Sequential) -> None:
             parameter or buffer is not initialized.
     """
     if not isinstance(module, nn.Sequential):
-        raise TypeError(f"module must be nn.Sequential to be partitioned, but is {type(module)}")
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, but is {type(module)}; use "
+            "gpipe.GPipe.from_module(module, input, stages=2) for another module, nn.Sequential(*layers) for layers"
+        )
     _check_only_layers(module)
     _check_initialized(module)
     _check_distinct(module)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe import _C
+from gpipe.checks import check_flag, check_number, check_text, check_whole
 from gpipe.skip import Namespace, Skippable
 from gpipe.skip.namespace import native_namespace
 
@@ -138,12 +139,22 @@ def unet(
         ValueError: if an option is out of range; the message names the option and its value.
     """
     return _sequential(
-        _C.unet(in_channels, out_channels, depth, base_channels, convolutions, dropout, dims, upsampling)
+        _C.unet(
+            check_whole(in_channels, "in_channels"),
+            check_whole(out_channels, "out_channels"),
+            check_whole(depth, "depth"),
+            check_whole(base_channels, "base_channels"),
+            check_whole(convolutions, "convolutions"),
+            check_number(dropout, "dropout"),
+            check_whole(dims, "dims"),
+            check_text(upsampling, "upsampling"),
+        )
     )
 
 
 def _resnet(depth: int, num_classes: int, in_channels: int, small_images: bool) -> nn.Sequential:
-    return _sequential(_C.resnet(depth, num_classes, in_channels, small_images))
+    num_classes, in_channels = check_whole(num_classes, "num_classes"), check_whole(in_channels, "in_channels")
+    return _sequential(_C.resnet(depth, num_classes, in_channels, check_flag(small_images, "small_images")))
 
 
 def resnet18(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:

@@ -67,7 +67,15 @@ class Partition(nn.Sequential):
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
             _C.begin_layer(self, index)
-            input = layer(input)
+            try:
+                input = layer(input)
+            except ValueError as error:
+                if "Expected more than 1 value per channel" in str(error) and hasattr(error, "add_note"):
+                    error.add_note(
+                        "[gpipe] a batch norm cannot train on a micro-batch of one sample; use fewer chunks for this mini-batch, "
+                        "or leave it out: DataLoader(..., drop_last=True)"
+                    )
+                raise
         return input
 
 

@@ -22,7 +22,16 @@ from gpipe.caller import (
     refuse_step_of_sharded,
     refuse_tracing,
 )
-from gpipe.checks import BalanceError, arrange_workers, check_balance, check_checkpoint, check_chunks
+from gpipe.checks import (
+    BalanceError,
+    arrange_workers,
+    check_balance,
+    check_checkpoint,
+    check_chunks,
+    check_flag,
+    check_whole,
+    shown,
+)
 from gpipe.collectives import Collectives
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
@@ -136,7 +145,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         self.devices = workers.devices
         self._placement = workers.placement
         self._schedule = schedule
-        self.deferred_batch_norm = bool(deferred_batch_norm)
+        self.deferred_batch_norm = check_flag(deferred_batch_norm, "deferred_batch_norm")
         rank = 0 if self._ranks is None else self._ranks.rank
         self._is_here = [workers.ranks[worker] == rank for worker in self._placement]
         self.partitions = Stages(
@@ -158,7 +167,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
     def from_module(
         cls,
         module: nn.Module,
-        args: tuple[Any, ...] = (),
+        args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
         *,
         stages: int,
@@ -170,7 +179,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
 
         Args:
             module: the model.
-            args, kwargs: a mini-batch, as arguments of the module.
+            args, kwargs: a mini-batch, as arguments of the module. ``args`` is a tuple, or the only argument.
             stages: the number of stages.
             seconds: approximate time limit for the measurement.
             options: as for the constructor.
@@ -182,6 +191,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             ValueError, TypeError, RuntimeError: as :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and
                 the constructor.
         """
+        stages = check_whole(stages, "stages")
+        args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
         tensors, structure = take_apart(input_of(args, kwargs or {}))
         micro_batches = (tensor.chunk(check_chunks(options.get("chunks", 1)))[0] for tensor in tensors)
@@ -242,7 +253,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             raise TypeError("a pipeline has no slices; make a model of layers with nn.Sequential(*list(pipe)[...])")
         return list(self)[index]
 
-    def forward(self, input: Any) -> Any:
+    def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
         """Runs the whole model on one mini-batch. An exception of a layer is raised unchanged, with a note that names
         the stage, the micro-batch and the layer.
 
@@ -260,6 +271,11 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                 ``torch.func`` and forward-mode differentiation.
         """
         with self.refusing():
+            if others or named:
+                raise TypeError(
+                    "a pipeline takes one input, which its first layer gets; pass several tensors as a tuple, "
+                    "pipe((a, b)), or as a dict, pipe({'a': a, 'b': b})"
+                )
             refuse_tracing()
             refuse_sharded_layers(self.partitions)
             if not self.balance:
@@ -309,7 +325,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             return_output: whether to return the model's output too, as the loss leaves it.
 
         Returns:
-            The detached loss of the mini-batch. With ``return_output``, a tuple of the loss and the detached output.
+            The detached loss of the mini-batch: its backward has run. With ``return_output``, a tuple of the loss and the detached output.
 
         Raises:
             RuntimeError: in evaluation mode or without grad mode; use :meth:`forward` there.
@@ -384,6 +400,11 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         Args:
             timeline: the timeline to append to; ``None`` ends the recording.
         """
+        if not isinstance(timeline, _C.Timeline | None):
+            raise TypeError(
+                f"timeline must be a gpipe.Timeline or None, but is {shown(timeline)}; write timeline.to_chrome_json() to a "
+                "file after the calls"
+            )
         self._pipeline().trace(timeline)
 
     # A copy or a pickle is a pipeline of its own, which makes its core at its first call.

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gpipe import _C
+from gpipe.checks import check_whole
 
 __all__ = ["RandomScope"]
 
@@ -36,7 +37,11 @@ class RandomScope:
     """
 
     def __init__(self, seed: int, layer: int, micro_batch: int) -> None:
-        self._arguments = (seed, layer, micro_batch)
+        self._arguments = (
+            check_whole(seed, "seed", limit=2**64) % 2**64,
+            check_whole(layer, "layer"),
+            check_whole(micro_batch, "micro_batch"),
+        )
         self._scopes: list[_C.RandomScope] = []
 
     @staticmethod

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.distributed import ProcessGroup
 
 from gpipe import _C
-from gpipe.checks import check_number
+from gpipe.checks import check_flag, check_number, check_text, check_whole
 
 __all__ = ["Ranks", "core_of", "on_rank_0", "ranks_of"]
 
@@ -64,8 +64,7 @@ class Ranks:
     ) -> None:
         if not isinstance(group, ProcessGroup):
             raise TypeError(f"group must be a process group that this process belongs to, but is {group!r}")
-        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._start(_C.Ranks.from_group(group, *times, interface, replicas, nccl))
+        self._start(_C.Ranks.from_group(group, *_options(timeout, join_timeout, interface, replicas, nccl)))
 
     @classmethod
     def from_environment(
@@ -84,9 +83,9 @@ class Ranks:
             ValueError: for a variable that is missing or not valid.
             RuntimeError: if the store cannot be served or reached.
         """
-        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
+        options = _options(timeout, join_timeout, interface, replicas, nccl)
         ranks = cls.__new__(cls)
-        ranks._start(_C.Ranks.from_environment(*times, interface, replicas, nccl))
+        ranks._start(_C.Ranks.from_environment(*options))
         return ranks
 
     def _start(self, core: _C.Ranks) -> None:
@@ -138,7 +137,7 @@ class Ranks:
         Raises:
             RuntimeError: if a rank has failed, or rank 0 does not come within ``join_timeout``.
         """
-        return self._core.share(text)
+        return self._core.share(check_text(text, "text"))
 
     def finish(self) -> None:
         """Leaves the job. Pipelines cannot be used afterwards, and calls that other ranks begin raise an exception. Waits until
@@ -168,6 +167,18 @@ class Ranks:
 
     def __reduce__(self) -> str:
         raise TypeError("Ranks belong to this process, so they cannot be copied or pickled")
+
+
+def _options(
+    timeout: float | timedelta, join_timeout: float | timedelta, interface: object, replicas: object, nccl: object
+) -> tuple[float, float, str, int, bool]:
+    return (
+        _seconds(timeout, "timeout"),
+        _seconds(join_timeout, "join_timeout"),
+        check_text(interface, "interface"),
+        check_whole(replicas, "replicas"),
+        check_flag(nccl, "nccl"),
+    )
 
 
 def _seconds(time: float | timedelta, name: str) -> float:

@@ -64,8 +64,29 @@ RunOptions run_options_of_step(int chunks, const py::object& checkpoint, double 
 }
 
 auto cut_by(std::vector<std::int64_t> (*best)(const Profile&, int, const RunOptions&)) {
-  return [best](const Profile& profile, int partitions, int chunks, const py::object& checkpoint, double bandwidth,
-                bool copies) { return best(profile, partitions, run_options(chunks, checkpoint, bandwidth, copies)); };
+  return [best](const Profile& profile, const Unchecked<int>& partitions, const Unchecked<int>& chunks,
+                const py::object& checkpoint, const Unchecked<double>& bandwidth, const Unchecked<bool>& copies) {
+    const auto options =
+        run_options(checked(chunks, "chunks"), checkpoint, checked(bandwidth, "bandwidth"), checked(copies, "copies"));
+    return best(profile, checked(partitions, "partitions"), options);
+  };
+}
+
+std::string table(const Profile& profile, const Unchecked<std::vector<std::int64_t>>& balance) {
+  if (balance.equal(py::list())) return profile_table(profile);
+  const auto check = py::module_::import("gpipe.checks").attr("check_balance");
+  return profile_table(profile, check(balance, profile.layers.size()).cast<std::vector<std::int64_t>>());
+}
+
+const Profile& profile_of(const Suggestion& suggestion, const Unchecked<Candidate>& candidate) {
+  if (py::isinstance<Candidate>(candidate)) return suggestion.profile_of(candidate.cast<const Candidate&>());
+  throw py::type_error("candidate must be a Candidate of the suggestion, but is " +
+                       py::repr(candidate).cast<std::string>());
+}
+
+template <typename T>
+auto from_json(T (*read)(const std::string&)) {
+  return [read](const Unchecked<std::string>& text) { return read(checked(text, "text")); };
 }
 
 }  // namespace
@@ -117,13 +138,13 @@ void init_balance(py::module_& module) {
            "activation, the "
            "skips that live across the cut, and the lent parameters. None where the model cannot be cut, and after the "
            "last layer.")
-      .def("table", &profile_table,
+      .def("table", &table,
            "Returns a table as text: a row per layer with the bytes of a cut after it and, for a given balance, its "
            "cuts and "
            "the sums per stage.",
            py::arg("balance") = std::vector<std::int64_t>())
       .def("to_json", &profile_to_json, "Returns the profile as JSON text.")
-      .def_static("from_json", &profile_from_json,
+      .def_static("from_json", from_json(&profile_from_json),
                   "Reads the text that to_json() returns. Raises ValueError, with the place and the fault.",
                   py::arg("text"))
       .def("__str__", [](const Profile& profile) { return profile_table(profile); });
@@ -191,15 +212,15 @@ void init_balance(py::module_& module) {
       .def_property_readonly("fits", &Suggestion::fits, "Whether any candidate fits.")
       .def_property_readonly("best", &Suggestion::best,
                              "The first candidate. Raises RuntimeError, with the reason, if none fits.")
-      .def("profile_of", &Suggestion::profile_of, "Returns the profile that a candidate was computed from.",
-           py::arg("candidate"), py::return_value_policy::reference_internal)
+      .def("profile_of", &profile_of, "Returns the profile that a candidate was computed from.", py::arg("candidate"),
+           py::return_value_policy::reference_internal)
       .def("__str__", [](const Suggestion& suggestion) {
         return candidate_table(suggestion.candidates, suggestion.unpartitioned) +
                (suggestion.fits() ? "" : suggestion.reason + "\n");
       });
 
   py::class_<Cluster>(module, "Cluster", "Hosts of equal devices.")
-      .def_static("from_json", &cluster_from_json,
+      .def_static("from_json", from_json(&cluster_from_json),
                   "Reads an object with 'hosts', 'devices_per_host', 'memory' of a device in bytes (0: no limit), and "
                   "'inside' and 'between' hosts, which are objects with a device's 'bandwidth' in bytes per second and "
                   "the 'latency' in seconds. Raises ValueError, with the place and the fault.",
@@ -223,6 +244,7 @@ void init_balance(py::module_& module) {
     const auto value = to_value(sample.ptr());
     return released([&] { return profile(model, value, options); });
   });
+  module.def("check_stages", &check_stages, py::arg("stages"), py::arg("layers"));
   module.def("predict", &predict);
   module.def("plan_cluster", [](const Cluster& cluster, const std::vector<Profile>& profiles, std::int64_t samples,
                                 const std::vector<py::object>& checkpoints, const std::string& schedule) {

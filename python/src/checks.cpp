@@ -20,6 +20,30 @@
 namespace gpipe::python {
 namespace py = pybind11;
 
+namespace {
+
+py::object checked_by(const char* function, const py::object& value, const char* name) {
+  return py::module_::import("gpipe.checks").attr(function)(value, name);
+}
+
+}  // namespace
+
+int checked(const Unchecked<int>& value, const char* name) {
+  return checked_by("check_whole", value, name).cast<int>();
+}
+
+double checked(const Unchecked<double>& value, const char* name) {
+  return checked_by("check_number", value, name).cast<double>();
+}
+
+bool checked(const Unchecked<bool>& value, const char* name) {
+  return checked_by("check_flag", value, name).cast<bool>();
+}
+
+std::string checked(const Unchecked<std::string>& value, const char* name) {
+  return checked_by("check_text", value, name).cast<std::string>();
+}
+
 Checkpoint to_checkpoint(const py::object& name) {
   const auto message = [&] {
     return "checkpoint must be 'always', 'except_last' or 'never', but is " + py::repr(name).cast<std::string>();

@@ -29,16 +29,14 @@ Reduction to_reduction(const py::object& name) {
                               py::repr(name).cast<std::string>());
 }
 
-/// Makes a StepOptions::count of a Python callable.
+/// Makes a StepOptions::count of a Python callable that returns a float.
 std::function<double(const Value&)> to_count(const py::object& callable) {
   return [function = reference_to(callable.ptr())](const Value& target) {
     const Section section;
     const auto argument = py::reinterpret_steal<py::object>(to_python(target));
     const auto count = py::reinterpret_steal<py::object>(PyObject_CallOneArg(function.get(), argument.ptr()));
     if (!count) throw py::error_already_set();
-    const auto number = py::reinterpret_steal<py::object>(PyNumber_Float(count.ptr()));
-    if (!number) throw py::error_already_set();
-    return number.cast<double>();
+    return count.cast<double>();
   };
 }
 

@@ -3,6 +3,7 @@
 #include "gpipe/runtime/memory_reuse.h"
 #include "gpipe/schedule/drawing.h"
 #include "gpipe/schedule/timeline.h"
+#include "python/src/checks.h"
 #include "python/src/pipeline.h"
 
 namespace gpipe::python {
@@ -22,8 +23,9 @@ void init_trace(py::module_& module) {
            "Returns the timeline in Chrome's trace event format, which ui.perfetto.dev opens.")
       .def("to_svg", &to_svg, "Returns a drawing as SVG text: a row per worker, a box per action.")
       .def("_repr_svg_", &to_svg);
-  module.def("reuse_cpu_memory", &reuse_cpu_memory, py::arg("on") = true,
-             R"(Turns on, or off, a memory pool for CPU tensors of 64 KiB and more.
+  module.def(
+      "reuse_cpu_memory", [](const Unchecked<bool>& on) { reuse_cpu_memory(checked(on, "on")); }, py::arg("on") = true,
+      R"(Turns on, or off, a memory pool for CPU tensors of 64 KiB and more.
 
 Freed tensor memory is kept for reuse, so that after the first few steps, training does not allocate memory from the
 system. The pool belongs to the process and never shrinks.

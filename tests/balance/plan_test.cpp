@@ -64,7 +64,7 @@ TEST(Cut, KeepsLayersThatShareAParameterTogether) {
   EXPECT_THAT(balance_by_time(profile, 2), ElementsAre(3, 1));
   EXPECT_THAT(balance_by_time(profile, 3), ElementsAre(1, 2, 1));
   EXPECT_THAT(error_of<std::invalid_argument>([&] { balance_by_time(profile, 4); }),
-              HasSubstr("4 partitions would separate layers that share a buffer or parameter"));
+              HasSubstr("4 stages would separate layers that share a buffer or parameter"));
 }
 
 TEST(Cut, DependsOnBandwidth) {
@@ -219,7 +219,7 @@ TEST(Predict, SimulatesAStep) {
   EXPECT_THAT(error_of<std::invalid_argument>([&] {
                 predict(profile, {1, 2});
               }),
-              HasSubstr("balance {1, 2} does not fit 2 layers"));
+              HasSubstr("balance [1, 2] does not fit 2 layers"));
   EXPECT_THROW(predict(profile, {2, 0}), std::invalid_argument);
   EXPECT_THROW(predict(profile, {1, 1}, {.chunks = 0}), std::invalid_argument);
   EXPECT_THROW(balance_by_size(profile, 2, {.chunks = 0}), std::invalid_argument);

@@ -33,9 +33,9 @@ def test_the_balance_by_size_gives_large_layers_their_own_stage():
 
 @pytest.mark.parametrize("function", [balance.balance_by_time, balance.balance_by_size])
 def test_a_wrong_number_of_partitions_is_refused(function):
-    with pytest.raises(ValueError, match="partitions must be between 1 and the number of layers, 7, but is 0"):
+    with pytest.raises(ValueError, match="the number of stages must be between 1 and the number of layers, 7, but is 0"):
         function(0, model(), torch.rand(4, 64))
-    with pytest.raises(ValueError, match="partitions must be between 1 and the number of layers, 7, but is 8"):
+    with pytest.raises(ValueError, match="the number of stages must be between 1 and the number of layers, 7, but is 8"):
         function(8, model(), torch.rand(4, 64))
 
 

@@ -11,7 +11,7 @@ from layers import Double, make_linears
 @pytest.mark.parametrize(
     "arguments, error, message",
     [
-        ({"balance": None}, gpipe.pipeline.BalanceError, r"balance is empty; give .*\{4\}(.|\n)*gpipe\.balance"),
+        ({"balance": None}, gpipe.pipeline.BalanceError, r"balance is empty; give .*\[4\](.|\n)*gpipe\.balance"),
         ({"chunks": 0}, ValueError, "chunks must be positive, but is 0"),
         ({"chunks": -1}, ValueError, "chunks must be positive, but is -1"),
         ({"chunks": 2.5}, TypeError, "chunks must be an integer, but is 2.5"),
@@ -27,11 +27,11 @@ from layers import Double, make_linears
         ({"balance": 2}, TypeError, r"balance must be a list .*, but is 2(.|\n)*gpipe\.balance"),
         ({"balance": [2.0, 2]}, TypeError, "each number of a balance must be an integer, but is 2.0"),
         ({"balance": [3, True]}, TypeError, "each number of a balance must be an integer, but is True"),
-        ({"balance": [2]}, ValueError, r"balance \{2\} sums to 2, but the model has 4 layers(.|\n)*gpipe\.balance"),
+        ({"balance": [2]}, ValueError, r"balance \[2\] sums to 2, but the model has 4 layers(.|\n)*gpipe\.balance"),
         (
             {"balance": [4, 0]},
             ValueError,
-            r"balance is \{4, 0\}, but every stage needs at least one layer(.|\n)*gpipe\.balance",
+            r"balance is \[4, 0\], but every stage needs at least one layer(.|\n)*gpipe\.balance",
         ),
         ({"devices": ["cpu"]}, IndexError, "too few devices: 2 workers, but 1 devices"),
         ({"devices": "cpu"}, TypeError, "devices must be a list with one device per worker, but is 'cpu'"),

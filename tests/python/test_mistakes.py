@@ -1,0 +1,182 @@
+"""Mistakes that a new user may make: each answer says what was wrong, the value given, and what to do."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import gpipe
+from gpipe import balance, models
+from gpipe.batchnorm import DeferredBatchNorm
+from layers import make_linears
+
+X, Y = torch.rand(8, 3), torch.rand(8, 3)
+HUGE = 10**30
+
+
+def loss(output, target):
+    return F.mse_loss(output, target)
+
+
+def pipe(balance=(2, 2), **options):
+    return gpipe.GPipe(make_linears(), balance, **{"chunks": 2, **options})
+
+
+def step(*arguments, **options):
+    return pipe().step(*(arguments or (X, Y, loss)), **options)
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.second, self.first = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def set_chunks(value):
+    pipe().chunks = value
+
+
+def batched_gradients():
+    output = (pipeline := pipe())(X)
+    torch.autograd.grad(output, [*pipeline.parameters()], torch.ones(2, *output.shape), is_grads_batched=True)
+
+
+def load(changed):
+    pipeline = pipe()
+    pipeline.load_state_dict({**pipeline.state_dict(), **changed})
+
+
+MISTAKES = [
+    # The constructor.
+    (lambda: gpipe.GPipe(make_linears()), ValueError, r"balance is empty; give .*, such as \[4\] for one stage"),
+    (lambda: pipe([2, 3]), ValueError, r"balance \[2, 3\] sums to 5, but the model has 4 layers"),
+    (lambda: pipe([HUGE, 2]), ValueError, "each number of a balance must be below 2147483648, but is 1000000"),
+    (lambda: pipe(chunks=HUGE), ValueError, "chunks must be below 2147483648, but is 1000000"),
+    (lambda: pipe(chunks=torch.rand(2, 2)), TypeError, r"chunks must be an integer, but is a tensor of shape \(2, 2\)"),
+    (lambda: set_chunks(HUGE), ValueError, "chunks must be below 2147483648, but is 1000000"),
+    (lambda: pipe(checkpoint=True), TypeError, "checkpoint must be 'always', 'except_last' or 'never', but is True"),
+    (lambda: pipe(deferred_batch_norm="no"), TypeError, "deferred_batch_norm must be True or False, but is 'no'"),
+    (lambda: pipe(schedule="1F1B"), ValueError, "unknown schedule '1F1B'; choose one of gpipe, 1f1b, "),
+    (lambda: pipe(schedule=1), TypeError, "schedule must be a name or '@' and the path of a file, but is 1"),
+    (lambda: pipe(stages_per_worker=HUGE), ValueError, "stages_per_worker must be below 2147483648, but is 1000000"),
+    (lambda: pipe(placement=[0, HUGE]), ValueError, "each worker of a placement must be below 2147483648, but is 100000"),
+    (lambda: pipe(schedule="zb_v", devices=["cpu"] * 2), ValueError, "2 stages, which are on 1 worker, .* or 4 stages"),
+    (lambda: pipe([1] * 4, devices=["cpu"] * 2), IndexError, "too few devices: 4 workers, but 2 devices; a device may be"),
+    (lambda: gpipe.GPipe(Whole(), [1, 1]), TypeError, r"use gpipe.GPipe.from_module\(module, input, stages=2\)"),
+    (lambda: gpipe.GPipe([nn.Linear(3, 3)], [1]), TypeError, r"but is <class 'list'>; .* nn.Sequential\(\*layers\)"),
+    # Inputs, targets and losses.
+    (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
+    (lambda: pipe()(input_ids=X), TypeError, r"a pipeline takes one input.*, or as a dict, pipe\(\{'a': a, 'b': b\}\)"),
+    (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
+    (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
+    (lambda: step(X, Y[:3], loss), ValueError, "the target has 3 samples, but the input has 8"),
+    (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
+    (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
+    (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned 0.*; return a tensor"),
+    (lambda: step(X, Y, lambda *both: [X]), TypeError, r"the loss function returned \[tensor.{90,100}\.\.\.; return a tensor"),
+    (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
+    (lambda: step(count=lambda target: "8"), TypeError, "the result of count must be a number, but is '8'"),
+    (lambda: step(count=lambda target: target), TypeError, r"the result of count must be a number, but is a tensor of shape"),
+    (lambda: step(count=lambda target: -1), ValueError, "count returned -1.0* for micro-batch 0; return a finite number"),
+    (lambda: step(reduction="avg"), ValueError, "reduction must be 'mean' or 'sum', but is 'avg'"),
+    (lambda: step(scale=X), TypeError, r"scale must be a number, but is a tensor of shape \(8, 3\)"),
+    (lambda: step(return_output="no"), TypeError, "return_output must be True or False, but is 'no'"),
+    (batched_gradients, NotImplementedError, "cannot run under vmap, so not with is_grads_batched; call it once per gradient"),
+    # Other methods.
+    (lambda: pipe().trace("x.json"), TypeError, r"timeline must be a gpipe.Timeline or None, but is 'x.json'; write timeline"),
+    (lambda: pipe().largest(2**64), ValueError, "number must be below 18446744073709551616, but is 18446744073709551616"),
+    (lambda: load({"2.weight": torch.rand(2, 3)}), RuntimeError, r"size mismatch for 2\.weight: .* shape torch.Size\(\[2, 3\]"),
+    (lambda: load({"4.weight": X}), RuntimeError, r'Unexpected key\(s\) in state_dict: "4\.weight"'),
+    # Other functions.
+    (lambda: gpipe.GPipe.from_module(Whole(), X, stages=7), ValueError, "the number of stages must be between 1 and .* but is 7"),
+    (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2.5), TypeError, "stages must be an integer, but is 2.5"),
+    (lambda: gpipe.Ranks.from_environment(interface=None), TypeError, "interface must be a str, but is None"),
+    (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
+    (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
+    (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
+    (lambda: gpipe.reuse_cpu_memory("yes"), TypeError, "on must be True or False, but is 'yes'"),
+    (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
+]
+
+
+@pytest.mark.parametrize("call, error, words", MISTAKES, ids=[words for _, _, words in MISTAKES])
+def test_a_mistake_is_answered_in_words(call, error, words):
+    with pytest.raises(error, match=words):
+        call()
+
+
+SCHEDULING = {"schedule": "gpipe", "stages_per_worker": 1, "placement": "looped"}
+MEASURING = {"module": make_linears(), "sample": X, "intraop_threads": 1, "seconds": 0, "param_scale": 2.0, "progress": None}
+RANKS = {"timeout": 1.0, "join_timeout": 1.0, "interface": "", "replicas": 1, "nccl": False}
+CUT = {"partitions": 2, "chunks": 2, "checkpoint": "never", "bandwidth": 0.0, "copies": False}
+LOSS = {"loss": loss, "target": Y, "count": len, "reduction": "mean"}
+PROFILE = balance.profile(make_linears(), X, seconds=0)
+SUGGESTION = balance.suggest(make_linears(), X, ["cpu"], chunks=[1], checkpoints=["never"], schedule="gpipe", seconds=0)
+CLUSTER = balance.Cluster.from_json(
+    """{"hosts": 1, "devices_per_host": 2, "memory": 0, "inside": {"bandwidth": 1, "latency": 0},
+    "between": {"bandwidth": 1, "latency": 0}}"""
+)
+
+CALLS = [
+    (
+        gpipe.GPipe,
+        {"module": make_linears(), "balance": [4], "devices": ["cpu"], "chunks": 2, "checkpoint": "never", **SCHEDULING}
+        | {"deferred_batch_norm": False, "group": None},
+    ),
+    (
+        gpipe.GPipe.from_module,
+        {"module": make_linears(), "args": X, "kwargs": {}, "stages": 2, "seconds": 0, "chunks": 2, "checkpoint": "never"},
+    ),
+    (lambda **arguments: pipe().step(**arguments), {"input": X, **LOSS, "scale": 1.0, "return_output": False}),
+    (lambda **arguments: pipe().loss(**arguments), {"input": X, **LOSS, "scale": 1.0}),
+    (lambda **arguments: pipe().gather(**arguments), {"data": b"", "what": "bytes"}),
+    (lambda **arguments: pipe().gather_timeline(**arguments), {"timeline": gpipe.Timeline()}),
+    (lambda **arguments: pipe().sum_over_replicas(**arguments), {"numbers": [1.0]}),
+    (lambda **arguments: pipe().clip_grad_norm_(**arguments), {"max_norm": 1.0, "norm_type": 2.0}),
+    (gpipe.check_loss, {"output": X, "chunks": 2, **LOSS}),
+    (gpipe.reference, {"module": make_linears(), "input": X, "chunks": 2}),
+    (lambda **arguments: gpipe.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
+    (gpipe.Ranks.from_environment, RANKS),
+    (
+        models.unet,
+        {"in_channels": 1, "out_channels": 1, "depth": 1, "base_channels": 1, "convolutions": 1, "dropout": 0.0, "dims": 2}
+        | {"upsampling": "linear"},
+    ),
+    (balance.profile, {**MEASURING, "device": "cpu", "workers": 1, "repeats": 1}),
+    (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),
+    (
+        balance.balance_by_size,
+        {"partitions": 2, "module": make_linears(), "input": X, "chunks": 2, "param_scale": 2.0, "checkpoint": "never"},
+    ),
+    (
+        balance.predict,
+        {"profile": PROFILE, "balance": [4], "chunks": 1, "checkpoint": "never", "bandwidth": 0, "copies": False, **SCHEDULING},
+    ),
+    (
+        balance.suggest,
+        {**MEASURING, "devices": ["cpu"], "chunks": [1], "checkpoints": ["never"], "memory_limit": 0, "bandwidth": 0.0}
+        | {"schedule": "gpipe", "stages_per_worker": 1},
+    ),
+    (
+        balance.plan_cluster,
+        {"cluster": CLUSTER, "profiles": [PROFILE], "samples": 16, "checkpoints": ["never"], "schedule": "gpipe"},
+    ),
+    (PROFILE.balance_by_time, CUT),
+    (PROFILE.balance_by_size, CUT),
+    (PROFILE.table, {"balance": [4]}),
+    (SUGGESTION.profile_of, {"candidate": SUGGESTION.best}),
+    (balance.Profile.from_json, {"text": PROFILE.to_json()}),
+]
+
+
+@pytest.mark.parametrize("function, arguments", CALLS)
+def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, arguments):
+    for name in arguments:
+        for value in (None, True, "text", 2.5, HUGE, -HUGE, -1, [object()], {}, X, object(), nn.MSELoss):
+            try:
+                function(**{**arguments, name: value})
+            except (TypeError, ValueError, RuntimeError, IndexError) as error:
+                assert "incompatible" not in str(error), (name, value)
