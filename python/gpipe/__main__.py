@@ -139,7 +139,7 @@ def _load(factory: str) -> tuple[nn.Module, Any]:
     model = function() if callable(function) and not isinstance(function, nn.Module) else None
     model, batch = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
     if not isinstance(model, nn.Module):
-        raise SystemExit(f"error: {factory} must be a function that returns a module, or a tuple of it and a mini-batch")
+        raise SystemExit(f"error: {factory} must be a function that returns a module, or a tuple (module, mini-batch)")
     return model, batch
 
 

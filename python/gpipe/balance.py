@@ -287,7 +287,7 @@ def suggest(
             [str(device) for device in placed],
             [check_chunks(number) for number in chunks],
             [check_checkpoint(mode) for mode in checkpoints],
-            check_whole(memory_limit, "memory_limit", limit=2**63),
+            check_whole(memory_limit, "memory_limit", bits=63),
             check_number(bandwidth, "bandwidth"),
             _scheduling(schedule, stages_per_worker, "looped", 0),
             options,
@@ -329,7 +329,7 @@ def plan_cluster(
     return _C.plan_cluster(
         cluster,
         listed,
-        check_whole(samples, "samples", limit=2**63),
+        check_whole(samples, "samples", bits=63),
         [check_checkpoint(mode) for mode in _check_list("checkpoints", checkpoints)],
         check_scheduling("" if schedule is None else schedule, 1, "looped", 0)[0],
     )

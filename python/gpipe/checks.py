@@ -57,13 +57,13 @@ def shown(value: object) -> str:
 # argument.
 
 
-def check_whole(value: object, name: str, limit: int = 2**31) -> int:
+def check_whole(value: object, name: str, bits: int = 31) -> int:
     """Returns an integer of any integer type as ``int``.
 
     Args:
         value: the argument.
         name: its name, for messages.
-        limit: its absolute value must be below this.
+        bits: its absolute value must be below ``2**bits``.
 
     Raises:
         TypeError: if it is not an integer.
@@ -75,8 +75,8 @@ def check_whole(value: object, name: str, limit: int = 2**31) -> int:
         except TypeError:
             pass
         else:
-            if abs(number) >= limit:
-                raise ValueError(f"{name} must be below {limit}, but is {shown(number)}")
+            if abs(number) >= 2**bits:
+                raise ValueError(f"{name} must be below 2**{bits}, but is {shown(number)}")
             return number
     raise TypeError(f"{name} must be an integer, but is {shown(value)}")
 
@@ -106,8 +106,8 @@ def check_text(value: object, name: str) -> str:
 
 
 def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
-    """Returns a callable. Raises TypeError for other values and for classes of modules; ``name``, and what it is a function
-    ``of``, are for its message."""
+    """Returns a callable. Raises TypeError for other values, and for classes of modules. ``name``, and ``of``, which tells its
+    arguments, are for its message."""
     if isinstance(value, type) and issubclass(value, nn.Module):
         raise TypeError(f"{name} is the class {value.__name__}; pass an object of it, such as {value.__name__}()")
     if callable(value):
@@ -147,7 +147,9 @@ def check_balance(balance: object, layers: int) -> list[int]:
         BalanceError: if it does not cut the model.
     """
     if balance is not None and not isinstance(balance, Iterable):
-        raise TypeError(f"balance must be a list of the number of layers of each stage, but is {shown(balance)}" + _ADVICE)
+        raise TypeError(
+            f"balance must be a list of the number of layers of each stage, but is {shown(balance)}{_ADVICE}"
+        )
     numbers = [] if balance is None else list(balance)
     checked = [check_whole(number, "each number of a balance") for number in numbers]
     if balance is None or checked or layers > 0:

@@ -59,7 +59,7 @@ class Collectives(nn.Module):
         ``if pipe.largest(stop): break``."""
         with self.refusing():
             pipeline = self._pipeline()
-            number = check_whole(number, "number", limit=2**64)
+            number = check_whole(number, "number", bits=64)
             if number < 0:
                 raise ValueError(f"number must be from 0 to 2**64 - 1, but is {number}")
         return pipeline.largest(number)

@@ -72,8 +72,8 @@ class Partition(nn.Sequential):
             except ValueError as error:
                 if "Expected more than 1 value per channel" in str(error) and hasattr(error, "add_note"):
                     error.add_note(
-                        "[gpipe] a batch norm cannot train on a micro-batch of one sample; use fewer chunks for this mini-batch, "
-                        "or leave it out: DataLoader(..., drop_last=True)"
+                        "[gpipe] a batch norm cannot train on a micro-batch of one sample; use fewer chunks for this "
+                        "mini-batch, or leave it out: DataLoader(..., drop_last=True)"
                     )
                 raise
         return input

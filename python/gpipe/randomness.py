@@ -38,7 +38,7 @@ class RandomScope:
 
     def __init__(self, seed: int, layer: int, micro_batch: int) -> None:
         self._arguments = (
-            check_whole(seed, "seed", limit=2**64) % 2**64,
+            check_whole(seed, "seed", bits=64) % 2**64,
             check_whole(layer, "layer"),
             check_whole(micro_batch, "micro_batch"),
         )

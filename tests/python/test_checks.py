@@ -51,8 +51,14 @@ def test_wrong_arguments_are_refused(arguments, error, message):
         gpipe.GPipe(make_linears(), **{"balance": [2, 2], **arguments})
 
 
+def test_interleaved_stages_share_the_devices_that_are_given():
+    for schedule in ("interleaved_1f1b", "interleaved_zb"):
+        pipe = gpipe.GPipe(make_linears(), [1] * 4, devices=["cpu"] * 2, schedule=schedule)
+        assert pipe.placement == [0, 1, 0, 1] and len(pipe.devices) == 2
+
+
 def test_models_that_cannot_be_cut_are_refused():
-    with pytest.raises(TypeError, match="module must be nn.Sequential to be partitioned"):
+    with pytest.raises(TypeError, match="module must be nn.Sequential to be partitioned, but is .*ModuleList"):
         gpipe.GPipe(nn.ModuleList([nn.Linear(1, 1)]), [1])
     layer = nn.Linear(3, 3)
     with pytest.raises(ValueError, match="layers '0' and '1' are the same module; use a copy"):

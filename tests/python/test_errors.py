@@ -23,6 +23,13 @@ def test_an_error_in_a_forward_gets_a_note_of_its_place():
         assert notes(error)[-1] == "[gpipe] in the forward of micro-batch 0 on stage 1, layer '1'"
 
 
+def test_a_batch_norm_that_gets_one_sample_tells_what_to_do():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        gpipe.GPipe(model, [1, 1], chunks=2)(torch.rand(2, 3))
+    assert "use fewer chunks" in notes(raised.value)[0] and "drop_last=True" in notes(raised.value)[0]
+
+
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_an_error_in_a_backward_gets_a_note_of_its_place(checkpoint):
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailBackward()), [1, 1], chunks=2, checkpoint=checkpoint)
