@@ -95,7 +95,7 @@ TEST(Factories, ArgumentsAreRefusedBeforeAFactoryRuns) {
   torch::manual_seed(1);
   const auto generator = generator_state();
   const LayerFactories model{{"a", make}, {"b", make}};
-  EXPECT_THAT([&] { GPipe(model, Balance{1, 2}); }, throws<std::invalid_argument>("{1, 2} sums to 3"));
+  EXPECT_THAT([&] { GPipe(model, Balance{1, 2}); }, throws<std::invalid_argument>("[1, 2] sums to 3"));
   EXPECT_THAT([&] { GPipe(LayerFactories(), Balance{1}); }, throws<std::invalid_argument>("has no layers"));
   EXPECT_THAT([&] { GPipe(model, Balance{2}, GPipeOptions().chunks(0)); }, throws<std::invalid_argument>("chunks"));
   EXPECT_THAT([&] { GPipe(model, Balance{2}, GPipeOptions().schedule("none")); },

@@ -39,14 +39,14 @@ TEST(Refusal, OfBalancesWhoseSumOverflows) {
         make({kHuge, kHuge, 41});
       },
       throws<std::invalid_argument>(
-          "balance {9223372036854775807, 9223372036854775807, 41} sums to more than 2147483647"));
+          "balance [9223372036854775807, 9223372036854775807, 41] sums to more than 2147483647"));
   EXPECT_THAT([&] { make({std::int64_t{1} << 32, 39}); }, throws<std::invalid_argument>("sums to"));
   EXPECT_THAT([&] { make({40, -1}); }, throws<std::invalid_argument>("at least one layer"));
   EXPECT_THAT(
       [&] {
         make({20, 20});
       },
-      throws<std::invalid_argument>("balance {20, 20} sums to 40, but the model has 39 layers"));
+      throws<std::invalid_argument>("balance [20, 20] sums to 40, but the model has 39 layers"));
 }
 
 TEST(Refusal, OfNcclWithoutGpus) {

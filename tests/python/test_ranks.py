@@ -184,7 +184,7 @@ def make_other_pipe(ranks, options):
 @pytest.mark.parametrize(
     ("mine", "message"),
     [
-        ({"balance": [3, 5]}, r"the balance.*\{4, 4\}.*\{3, 5\}"),
+        ({"balance": [3, 5]}, r"the balance.*\[4, 4\].*\[3, 5\]"),
         ({"balance": [4, 4], "schedule": "1f1b"}, "the schedule.*gpipe.*1f1b"),
         ({"balance": [4, 4], "deferred_batch_norm": True}, "deferred_batch_norm.*false.*true"),
     ],

@@ -244,7 +244,7 @@ TEST(RanksFailures, RanksDisagree) {
       {[](auto&, auto& balance, auto&) {
          balance = {1, 1, 2};
        },
-       "the balance", "{1, 2, 1}", "{1, 1, 2}"},
+       "the balance", "[1, 2, 1]", "[1, 1, 2]"},
       {[](auto& options, auto&, auto&) { options.chunks(3); }, "chunks", "2", "3"},
       {[](auto& options, auto&, auto&) { options.schedule("1f1b"); }, "the schedule", "gpipe", "1f1b"},
       {[](auto& options, auto&, auto&) { options.checkpoint(Checkpoint::kAlways); }, "the checkpoint mode",
@@ -255,7 +255,7 @@ TEST(RanksFailures, RanksDisagree) {
          model->push_back(torch::nn::ReLU());
          balance = {1, 2, 2};
        },
-       "the balance", "{1, 2, 1}", "{1, 2, 2}"},
+       "the balance", "[1, 2, 1]", "[1, 2, 2]"},
   };
   expect_job(kRanks, [&](const std::shared_ptr<Ranks>& first) {
     for (const auto& test : cases) {
@@ -296,14 +296,14 @@ TEST(RanksFailures, CallsDiffer) {
         };
         const auto step = [&] { subject.step(); };
         const auto forward = [&] { subject.forward(); };
-        EXPECT_THAT(on(2, step, forward), HasSubstr("rank 2 calls step of micro-batches {2, 2, 2, 2}, checkpoint never,"
+        EXPECT_THAT(on(2, step, forward), HasSubstr("rank 2 calls step of micro-batches [2, 2, 2, 2], checkpoint never,"
                                                     " but rank 0 calls forward with gradients of micro-batches"));
         EXPECT_THAT(on(0, step, forward), HasSubstr("rank 1 calls forward with gradients of micro-batches"));
         EXPECT_THAT(
             on(
                 1, [&] { subject.step(6); }, step),
-            HasSubstr("rank 1 calls step of micro-batches {2, 2, 2}, checkpoint never, but rank 0 calls step of "
-                      "micro-batches {2, 2, 2, 2}"));
+            HasSubstr("rank 1 calls step of micro-batches [2, 2, 2], checkpoint never, but rank 0 calls step of "
+                      "micro-batches [2, 2, 2, 2]"));
         const auto without_gradients = [&] {
           const torch::NoGradGuard no_grad;
           subject.forward();
@@ -312,7 +312,7 @@ TEST(RanksFailures, CallsDiffer) {
         // One rank leaves its backward out, and makes the next call.
         const auto output = subject.pipe->forward(torch::ones({8, 4})).sum();
         EXPECT_THAT(on(1, step, [&] { output.backward(); }),
-                    HasSubstr("rank 1 calls step of micro-batches {2, 2, 2, 2}, checkpoint never, but rank 0 calls the "
+                    HasSubstr("rank 1 calls step of micro-batches [2, 2, 2, 2], checkpoint never, but rank 0 calls the "
                               "backward of call"));
         EXPECT_EQ(message_from(step), "nothing");
       },
