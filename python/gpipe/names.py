@@ -124,7 +124,8 @@ class OriginalNames(nn.Module):
         try:
             return super().load_state_dict(state_dict, strict=strict, assign=assign)
         except RuntimeError as error:
-            raise RuntimeError(_without_hidden(self, str(error))) from None
+            error.args = (_without_hidden(self, str(error)),)
+            raise
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         paths = self._paths()

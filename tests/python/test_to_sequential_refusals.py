@@ -42,6 +42,8 @@ def test_a_failed_export_prints_nothing(capfd):
 def test_wrong_arguments():
     with pytest.raises(TypeError, match="module must be nn.Module, ExportedProgram or a path, but is <class 'int'>"):
         gpipe.to_sequential(3, batch())
+    with pytest.raises(TypeError, match="opaque must be a list of subclasses of nn.Module, but has <class 'int'>"):
+        gpipe.to_sequential(make_net(), batch(), opaque=int)
     with pytest.raises(ValueError, match="give an example input"):
         gpipe.to_sequential(make_net())
     with pytest.raises(ValueError, match="an input has no dimensions"):
