@@ -71,7 +71,7 @@ struct FailureBoard::State {
 
   const int rank;
   const Callbacks callbacks;
-  bool known = false;  // this and the next: used only by the store's thread
+  bool known = false;  // this and the next: used only by the store's thread; if both are set, it looks no more
   bool answered = false;
   Mutex mutex;
   std::string failure ABSL_GUARDED_BY(mutex);
@@ -141,6 +141,13 @@ void FailureBoard::report_no_connection(int size, const std::string& error) noex
   }
   report("rank " + std::to_string(rank_) +
          " cannot connect to the others: " + (silent.empty() ? error : silent + " does not answer"));
+}
+
+void FailureBoard::rest() noexcept {
+  store_.ask([state = state_](c10d::Store&) {
+    state->known = state->answered = true;
+    return std::string();
+  });
 }
 
 void FailureBoard::await_others(int size) noexcept {

@@ -42,6 +42,9 @@ class FailureBoard {
   /// Reports that this rank could not connect to the others, with `error`. The cause names the ranks that do not answer.
   void report_no_connection(int size, const std::string& error) noexcept;
 
+  /// Looks no more, because the store may end soon.
+  void rest() noexcept;
+
   /// Waits until all ranks know the failure of one, for at most a short time.
   void await_others(int size) noexcept;
 

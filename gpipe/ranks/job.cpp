@@ -74,6 +74,7 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
     close();
   };
   if (lifelines_ && board_->failure().empty()) {
+    if (rank_ != 0) board_->rest();  // rank 0, which may serve the store, ends after the others
     while_polling(
         poll, [this] { lifelines_->part(options_.timeout()); }, report_stop);
   }

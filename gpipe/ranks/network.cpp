@@ -1,6 +1,7 @@
 #include "gpipe/ranks/network.h"
 
 #include <netdb.h>
+#include <poll.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
@@ -42,6 +43,17 @@ class Socket {
   int descriptor_;
 };
 
+// Returns a connected socket, or -1.
+int connect_to(const std::string& host, int port) {
+  const auto addresses = addresses_of(host, port, SOCK_STREAM);
+  for (const auto* address = addresses.get(); address != nullptr; address = address->ai_next) {
+    Socket socket(*address);
+    if (socket.descriptor() < 0) continue;
+    if (connect(socket.descriptor(), address->ai_addr, address->ai_addrlen) == 0) return socket.release();
+  }
+  return -1;
+}
+
 }  // namespace
 
 std::string local_address_towards(const std::string& host) {
@@ -76,6 +88,17 @@ int listen_at(const std::string& host, int port) {
   }
   throw std::runtime_error("[gpipe] rank 0 cannot listen at " + host + ":" + std::to_string(port) + ": " +
                            std::strerror(error) + "; give an address of its host and a free port");
+}
+
+Probe::Probe(const std::string& host, int port) : descriptor_(connect_to(host, port)) {}
+
+Probe::~Probe() {
+  if (descriptor_ >= 0) close(descriptor_);
+}
+
+bool Probe::has_ended() const {
+  pollfd state{.fd = descriptor_, .events = POLLRDHUP, .revents = 0};
+  return descriptor_ >= 0 && poll(&state, 1, /*timeout=*/0) == 1;
 }
 
 }  // namespace gpipe

@@ -11,4 +11,20 @@ std::string local_address_towards(const std::string& host);
 /// std::runtime_error for an address that is not this host's, or a port that is taken.
 int listen_at(const std::string& host, int port);
 
+/// A connection that carries nothing. It shows whether the process at its other end has ended. Thread safety: any thread.
+class Probe {
+ public:
+  /// Errors: std::runtime_error for an unknown host.
+  Probe(const std::string& host, int port);
+  ~Probe();
+  Probe(const Probe&) = delete;
+  Probe& operator=(const Probe&) = delete;
+
+  /// Whether the connection was closed. False if there was none.
+  bool has_ended() const;
+
+ private:
+  const int descriptor_;
+};
+
 }  // namespace gpipe

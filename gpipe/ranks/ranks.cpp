@@ -6,15 +6,19 @@
 #include <charconv>
 #include <cstdint>
 #include <cstdlib>
+#include <future>
 #include <limits>
 #include <stdexcept>
+#include <thread>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/checks.h"
 #include "gpipe/ranks/attempt.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/nccl.h"
 #include "gpipe/ranks/network.h"
+#include "gpipe/ranks/watched_store.h"
 
 namespace gpipe {
 namespace {
@@ -64,6 +68,28 @@ ListenAt choose_interface(const RanksOptions& options) {
   return {"", address};
 }
 
+// Connects on a thread of its own, because c10d waits without end for the answer of a program that is not a store. Without an
+// answer, leaves the thread alone.
+c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, const c10d::TCPStoreOptions& options,
+                                                 const std::function<void()>& poll) {
+  constexpr std::chrono::seconds kGrace{1};  // c10d's own time-out comes first, with its reason
+  constexpr std::chrono::milliseconds kInterval{50};
+  std::packaged_task<c10::intrusive_ptr<c10d::Store>()> connect(
+      [host, options] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
+  auto connected = connect.get_future();
+  std::thread thread(std::move(connect));
+  absl::Cleanup leave = [&] { thread.detach(); };
+  const auto end = std::chrono::steady_clock::now() + options.timeout + kGrace;
+  while (connected.wait_for(kInterval) == std::future_status::timeout) {
+    if (poll) poll();
+    TORCH_CHECK(std::chrono::steady_clock::now() < end, "no answer within ", options.timeout.count(),
+                " ms; another program may have the port, or rank 0 may be stopped");
+  }
+  std::move(leave).Cancel();
+  thread.join();
+  return connected.get();
+}
+
 }  // namespace
 
 std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::function<void()>& poll) {
@@ -80,7 +106,7 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::
   store.timeout = options.join_timeout();
   if (store.isServer) store.masterListenFd = gpipe::listen_at(host, port);
   try {
-    auto shared = c10::make_intrusive<c10d::PrefixStore>("gpipe", c10::make_intrusive<c10d::TCPStore>(host, store));
+    auto shared = c10::make_intrusive<c10d::PrefixStore>("gpipe", connect_to_store(host, store, poll));
     // A restarted job must not read what the job before it has left in torchrun's store.
     const bool outlives_job = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
     const auto attempt = outlives_job ? name_attempt(*shared, rank, size, options.join_timeout(), poll) : "attempt";
@@ -111,7 +137,7 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
   }
   // A store can serve several jobs, one after the other.
   const auto number = store->add("jobs of rank " + std::to_string(rank), 1);
-  const auto job = c10::make_intrusive<c10d::PrefixStore>("job" + std::to_string(number), store);
+  const auto job = c10::make_intrusive<WatchedStore>("job" + std::to_string(number), store);
   std::unique_ptr<DeviceConnections> devices;
   if (options_.nccl()) {
     devices = (connect_devices ? connect_devices : connect_by_nccl)(job, options_.join_timeout());

@@ -16,6 +16,7 @@
 #include <iterator>
 #include <set>
 #include <sstream>
+#include <thread>
 
 #include "gpipe/schedule/timeline.h"
 #include "tests/gpipe/helpers.h"
@@ -29,6 +30,7 @@ using std::chrono::seconds;
 using ::testing::AllOf;
 using ::testing::HasSubstr;
 using ::testing::IsEmpty;
+using ::testing::Not;
 
 using Variables = std::vector<std::pair<std::string, std::string>>;
 
@@ -42,7 +44,7 @@ void unset(const std::vector<std::string>& names) {
 /// A TCP socket on the loopback interface, at a port that the system chose.
 class Listener {
  public:
-  Listener() : socket_(socket(AF_INET, SOCK_STREAM, 0)) {
+  Listener() : socket_(socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0)) {
     sockaddr_in address = {};
     address.sin_family = AF_INET;
     address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -71,6 +73,7 @@ Variables loopback(int rank, int size, int port) {
 
 /// Trains one step over two ranks.
 void step(const std::shared_ptr<Ranks>& ranks) {
+  torch::manual_seed(1);
   GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
   pipe->step(torch::ones({4, 4}), torch::ones({4, 4}),
              tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); }));
@@ -101,7 +104,7 @@ TEST(RanksEnvironment, VariablesAreChecked) {
 }
 
 TEST(RanksEnvironment, TheStoreCannotBeServedOrReached) {
-  const Listener taken;
+  static const Listener taken;  // until the process ends, because a thread waits for its answer
   set(loopback(0, 2, taken.port));
   EXPECT_THAT([] { Ranks::from_environment(); },
               throws<std::runtime_error>("rank 0 cannot listen at 127.0.0.1:" + std::to_string(taken.port)));
@@ -111,6 +114,10 @@ TEST(RanksEnvironment, TheStoreCannotBeServedOrReached) {
   set(loopback(1, 2, unserved));
   EXPECT_THAT([] { Ranks::from_environment(RanksOptions().join_timeout(milliseconds(500))); },
               throws<std::runtime_error>("rank 1 cannot reach the store at 127.0.0.1:" + std::to_string(unserved)));
+  set(loopback(1, 2, taken.port));  // by a program that does not answer
+  EXPECT_THAT([] { Ranks::from_environment(RanksOptions().join_timeout(milliseconds(500))); },
+              throws<std::runtime_error>("rank 1 cannot reach the store at 127.0.0.1:" + std::to_string(taken.port) +
+                                         ": no answer within 500 ms"));
   unset({"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"});
 }
 
@@ -205,9 +212,43 @@ TEST(RanksEnvironment, TorchrunRestartsAJob) {
                               HasSubstr("rank 1 says: trains")));
 }
 
+// c10d prints a warning for each use of a store whose process has ended, here rank 0. Ranks look there five times per second. A
+// look that rank 0 has not answered when it is killed still prints one, before the error.
+TEST(RanksEnvironment, TheEndOfTheStorePrintsNothingAfterTheError) {
+  if (is_a_rank()) {
+    const bool is_killed = std::getenv("GPIPE_TEST_KILL") != nullptr;
+    const auto ranks = Ranks::from_environment(patient());
+    std::string message = "all is well";
+    try {
+      step(ranks);
+      if (is_killed && ranks->rank() == 0) raise(SIGKILL);
+      if (is_killed) step(ranks);
+    } catch (const std::exception& error) {
+      message = error.what();
+    }
+    if (!is_killed) ranks->finish();
+    if (ranks->rank() == 0) std::_Exit(0);
+    std::cout << "rank 1 says: " << message << std::endl;
+    std::this_thread::sleep_for(seconds(1));
+    ranks->finish();
+    std::_Exit(0);
+  }
+  for (const std::string kill : {"", "GPIPE_TEST_KILL=1 "}) {
+    const auto run = shell("export WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=" + std::to_string(free_port()) +
+                           "\n" + kill + "RANK=0 " + this_test_as_a_rank() + " >/dev/null 2>&1 &\n" + kill +
+                           "RANK=1 timeout 60 " + this_test_as_a_rank() + "; wait");
+    const auto said = run.text.find("rank 1 says: ");
+    ASSERT_NE(said, run.text.npos) << run.text;
+    EXPECT_THAT(run.text.substr(said),
+                AllOf(HasSubstr(kill.empty() ? "all is well" : "rank 0"), Not(HasSubstr("c10d"))));
+    if (kill.empty()) EXPECT_THAT(run.text, Not(HasSubstr("c10d")));
+  }
+}
+
 TEST(RanksEnvironment, ARankWithAnotherClock) {
   if (is_a_rank()) {
     const auto ranks = Ranks::from_environment(patient());
+    torch::manual_seed(1);
     GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
     const auto timeline = std::make_shared<Timeline>();
     pipe->trace(timeline);
@@ -266,6 +307,7 @@ TEST(RanksEnvironment, TwoHosts) {
 TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
   if (is_a_rank()) try {
       const auto ranks = Ranks::from_environment(RanksOptions().timeout(seconds(5)).join_timeout(seconds(12)));
+      torch::manual_seed(1);
       GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
       for (;;) {
         pipe->forward(torch::ones({4, 4})).sum().backward();
