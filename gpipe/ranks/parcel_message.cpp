@@ -1,12 +1,17 @@
 #include "gpipe/ranks/parcel_message.h"
 
-#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <utility>
+
+#include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -64,15 +69,21 @@ class Reader {
 
 std::size_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
 
-// The same values in memory without gaps.
-at::Tensor dense(const at::Tensor& tensor) {
+// The tensor as it goes: on the CPU, sizes, strides and address tell all about its memory; on a device it has no gaps.
+at::Tensor to_send(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.layout() != at::kStrided) {
     throw std::invalid_argument("[gpipe] a tensor that goes to another rank is " +
                                 std::string(c10::str(tensor.layout())) + "; only dense tensors can cross ranks");
   }
   const auto resolved = tensor.resolve_conj().resolve_neg();
-  return resolved.is_non_overlapping_and_dense() ? resolved : resolved.contiguous();
+  return resolved.is_cpu() || resolved.is_non_overlapping_and_dense() ? resolved : resolved.contiguous();
+}
+
+// The elements that travel, in memory without gaps: of both ends' tensors alike, because these have the same strides.
+at::Tensor elements_of(const at::Tensor& tensor) {
+  const auto elements = without_repeats(tensor);
+  return elements.is_non_overlapping_and_dense() ? elements : elements.contiguous();
 }
 
 void add_layout(const at::Tensor& tensor, bool wants_gradient, Writer& layout) {
@@ -83,38 +94,66 @@ void add_layout(const at::Tensor& tensor, bool wants_gradient, Writer& layout) {
   layout.add(tensor.dim());
   for (const auto size : tensor.sizes()) layout.add(size);
   for (const auto stride : tensor.strides()) layout.add(stride);
+  layout.add(static_cast<std::int64_t>(lead_of(tensor)));
 }
 
-at::Tensor tensor_of(std::int64_t type, Reader& layout) {
-  if (type < 0 || type >= static_cast<std::int64_t>(at::ScalarType::Undefined)) refuse_layout();
-  const auto device = layout.count(1) == 0 ? c10::kCPU : c10::kMeta;
-  const auto dimensions = layout.count(kMostDimensions);
-  constexpr std::int64_t kMost = std::numeric_limits<std::int32_t>::max() * std::int64_t{4096};
-  std::vector<std::int64_t> sizes;
-  std::vector<std::int64_t> strides;
-  std::int64_t elements = 1;
-  for (std::int64_t d = 0; d < dimensions; ++d) {
-    sizes.push_back(layout.count(kMost));
-    if (sizes.back() != 0 && elements > kMost / sizes.back()) refuse_layout();
-    elements *= sizes.back();
-  }
-  for (std::int64_t d = 0; d < dimensions; ++d) strides.push_back(layout.count(kMost));
-  // Allocates only what the elements need: no stride may reach beyond them.
-  std::int64_t last = 0;
-  for (std::int64_t d = 0; d < dimensions && elements > 0; ++d) {
-    std::int64_t reach = 0;
-    if (__builtin_mul_overflow(sizes[d] - 1, strides[d], &reach) || __builtin_add_overflow(last, reach, &last)) {
-      refuse_layout();
+// Makes the tensors of a message. Refuses one that needs more memory than this host has.
+class Memories {
+ public:
+  at::Tensor make(std::int64_t type, Reader& layout) {
+    if (type < 0 || type >= static_cast<std::int64_t>(at::ScalarType::Undefined)) refuse_layout();
+    const at::TensorOptions options(static_cast<at::ScalarType>(type));
+    const auto on_device = layout.count(1) != 0;
+    const auto dimensions = layout.count(kMostDimensions);
+    std::vector<std::int64_t> sizes;
+    std::vector<std::int64_t> strides;
+    for (std::int64_t d = 0; d < dimensions; ++d) sizes.push_back(layout.count(kMost));
+    for (std::int64_t d = 0; d < dimensions; ++d) strides.push_back(layout.count(kMost));
+    const auto lead = layout.count(63);
+    const auto bytes = static_cast<std::int64_t>(options.dtype().itemsize());
+    if (lead % bytes != 0) refuse_layout();
+    const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+    std::int64_t elements = 1;  // that travel
+    std::int64_t extent = 1;    // of memory
+    for (std::int64_t d = 0; d < dimensions && !is_empty; ++d) {
+      if (strides[d] != 0) elements = product(elements, sizes[d]);
+      extent = sum(extent, product(sizes[d] - 1, strides[d]));
     }
+    take(product(sum(elements, extent), bytes));
+    if (on_device) return at::empty_strided(sizes, strides, options.device(c10::kMeta));
+    return empty_at(sizes, strides, options, static_cast<std::size_t>(lead));
   }
-  if (elements > 0 && last != elements - 1) refuse_layout();
-  return at::empty_strided(sizes, strides, at::TensorOptions(static_cast<at::ScalarType>(type)).device(device));
-}
+
+ private:
+  static constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
+
+  static std::int64_t product(std::int64_t a, std::int64_t b) {
+    std::int64_t result = 0;
+    if (__builtin_mul_overflow(a, b, &result)) refuse_layout();
+    return result;
+  }
+  static std::int64_t sum(std::int64_t a, std::int64_t b) {
+    std::int64_t result = 0;
+    if (__builtin_add_overflow(a, b, &result)) refuse_layout();
+    return result;
+  }
+  void take(std::int64_t bytes) {
+    if (bytes > left_) {
+      throw std::runtime_error("[gpipe] a message from another rank needs more memory than this host has, " +
+                               std::to_string(host_) + " bytes; run the same version of gpipe on all ranks");
+    }
+    left_ -= bytes;
+  }
+
+  const std::int64_t host_ = std::int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
+  std::int64_t left_ = 2 * host_;  // elements may be counted twice
+};
 
 class ReceivedParcels : public Incoming {
  public:
   ReceivedParcels(std::string_view text, const StructureCodec& codec) {
     Reader layout(text);
+    Memories memories;
     parcels_.resize(layout.count(static_cast<std::int64_t>(text.size())));
     for (auto& parcel : parcels_) {
       const auto kind = static_cast<Value::Form::Kind>(layout.count(Value::Form::kObject));
@@ -122,7 +161,9 @@ class ReceivedParcels : public Incoming {
       for (auto left = layout.count(static_cast<std::int64_t>(text.size())); left > 0; --left) {
         const bool wants_gradient = layout.number() == 1;
         const auto type = layout.number();
-        parcel.add(type == -1 ? at::Tensor() : tensor_of(type, layout), wants_gradient);
+        auto tensor = type == -1 ? at::Tensor() : memories.make(type, layout);
+        if (tensor.defined() && tensor.is_cpu()) add_received(tensor);
+        parcel.add(std::move(tensor), wants_gradient);
         memory_.emplace_back();
       }
     }
@@ -133,22 +174,22 @@ class ReceivedParcels : public Incoming {
 
   std::vector<std::span<std::byte>> pieces() override {
     std::vector<std::span<std::byte>> pieces;
-    for (auto& parcel : parcels_) {
-      for (auto& tensor : parcel.tensors) {
-        if (!tensor.defined() || tensor.is_meta()) continue;
-        pieces.push_back({static_cast<std::byte*>(tensor.data_ptr()), bytes_of(tensor)});
-      }
+    for (const auto& tensor : received_) {
+      pieces.push_back({static_cast<std::byte*>(tensor.data_ptr()), bytes_of(tensor)});
     }
     return pieces;
   }
 
   std::vector<Parcel> take() {
+    const at::NoGradGuard no_grad;
+    for (const auto& [to, from] : scattered_) to.copy_(from);
     std::size_t next = 0;
     for (auto& parcel : parcels_) {
       for (auto& memory : parcel.memory) {
         const auto value = memory_[next++];
         memory = {value >> 1, (value & 1) != 0};
       }
+      parcel.renew_versions();
     }
     return std::move(parcels_);
   }
@@ -159,7 +200,19 @@ class ReceivedParcels : public Incoming {
     return codec.decode(bytes);
   }
 
+  void add_received(const at::Tensor& tensor) {
+    auto elements = without_repeats(tensor);
+    if (elements.is_non_overlapping_and_dense()) {
+      received_.push_back(std::move(elements));
+    } else {
+      received_.push_back(at::empty(elements.sizes(), elements.options()));
+      scattered_.emplace_back(std::move(elements), received_.back());
+    }
+  }
+
   std::vector<Parcel> parcels_;
+  std::vector<at::Tensor> received_;                          // the memory of the pieces
+  std::vector<std::pair<at::Tensor, at::Tensor>> scattered_;  // elements with gaps between them, and where they come
   std::vector<std::uint64_t> memory_;  // per tensor: Memory::number and, as the lowest bit, Memory::shared_later
 };
 
@@ -177,7 +230,7 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
     if (parcel.form.kind == Value::Form::kObject) layout.add(codec.encode(*parcel.form.structure));
     layout.add(static_cast<std::int64_t>(parcel.tensors.size()));
     for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
-      const auto tensor = dense(parcel.tensors[i]);
+      const auto tensor = to_send(parcel.tensors[i]);
       add_layout(tensor, parcel.wants_gradient[i], layout);
       auto [number, shared_later] = parcel.memory[i];
       if (number != Memory::kOwn && number >> kRankShift == 0) {
@@ -189,8 +242,9 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
         on_device->push_back(tensor);
         continue;
       }
-      owner->push_back(tensor);
-      message.pieces.push_back({static_cast<const std::byte*>(tensor.const_data_ptr()), bytes_of(tensor)});
+      owner->push_back(elements_of(tensor));
+      message.pieces.push_back(
+          {static_cast<const std::byte*>(owner->back().const_data_ptr()), bytes_of(owner->back())});
     }
   }
   message.layout = layout.take();

@@ -8,14 +8,15 @@
 
 namespace gpipe {
 
-/// Makes a message of parcels of this rank. Keeps the tensors' memory, strides and bits; a tensor with gaps or overlaps is
-/// made contiguous. Of tensors that are not on the CPU, the message has only the layouts: adds these tensors to `on_device`,
-/// for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument for
+/// Makes a message of parcels of this rank. Tensors arrive with their bits, their strides and their addresses modulo 64 bytes.
+/// What strides of 0 repeat travels once. Of tensors that are not on the CPU, the message has only the layouts: adds these
+/// tensors, without gaps and overlaps, to `on_device`, for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device` is not null. Errors: std::invalid_argument for
 /// sparse tensors.
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 
-/// Makes the memory for messages of parcels. Errors: std::runtime_error for a layout that is malformed.
+/// Makes the memory for messages of parcels. Errors: std::runtime_error for a layout that is malformed, or that needs more
+/// memory than this host has.
 Allocate parcel_memory(StructureCodec codec);
 
 /// Returns the parcels of a message that was received into parcel_memory(). Where the sender had a tensor on a device, there

@@ -1,5 +1,6 @@
 #include "gpipe/ranks/peers.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
 
 #include <algorithm>
@@ -11,6 +12,7 @@
 #include "gpipe/ranks/items.h"
 #include "gpipe/ranks/polling.h"
 #include "gpipe/runtime/clock.h"
+#include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -18,19 +20,29 @@ namespace {
 constexpr int kLeader = 0;
 constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
 
+constexpr std::size_t kFewBytes = std::size_t{256} << 10;
+
 constexpr int kPings = 16;
 
 // What ranks wait for.
 constexpr char kNextCall[] = "its next call";
 constexpr char kResult[] = "the result of a call";
 
-// The tensor is the string's own memory.
+// The tensor of a few bytes has memory of its own, because strings have ever different addresses, which are part of a layout.
+// That of many is the string's memory.
 Parcel of_bytes(std::string bytes) {
-  auto owner = std::make_shared<std::string>(std::move(bytes));
+  const auto size = static_cast<std::int64_t>(bytes.size());
+  at::Tensor tensor;
+  if (bytes.size() <= kFewBytes) {
+    tensor = at::empty({size}, at::kByte);
+    std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
+  } else {
+    auto owner = std::make_shared<std::string>(std::move(bytes));
+    tensor = at::from_blob(
+        owner->data(), {size}, [owner](void*) {}, at::kByte);
+  }
   Parcel parcel;
-  parcel.add(at::from_blob(
-                 owner->data(), {static_cast<std::int64_t>(owner->size())}, [owner](void*) {}, at::kByte),
-             /*gradient_wanted=*/false);
+  parcel.add(std::move(tensor), /*gradient_wanted=*/false);
   return parcel;
 }
 
@@ -257,7 +269,7 @@ std::vector<int> Peers::sharing(Result result) const {
 
 void Peers::send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel, int& other) {
   for (auto& tensor : parcel.tensors) {
-    if (tensor.defined()) tensor = tensor.to(at::kCPU, /*non_blocking=*/false, /*copy=*/true);
+    if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
   }
   for (const int receiver : receivers) {
     other = receiver;

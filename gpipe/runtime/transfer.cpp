@@ -16,38 +16,6 @@ constexpr std::size_t kAlignment = 64;  // of memory from PyTorch's CPU allocato
 
 c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
 
-// Whether sizes and strides tell all about a tensor's memory.
-bool has_plain_memory(const at::Tensor& tensor) {
-  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor() &&
-         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
-}
-
-// The part of a tensor that leaves out what dimensions of stride 0 repeat.
-at::Tensor without_repeats(at::Tensor tensor) {
-  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
-    if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
-  }
-  return tensor;
-}
-
-// The address of the first element modulo 64; 0 outside of the CPU.
-std::size_t lead_of(const at::Tensor& tensor) {
-  if (!tensor.is_cpu() || tensor.numel() == 0) return 0;
-  const auto lead = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kAlignment;
-  return lead % tensor.element_size() == 0 ? lead : 0;
-}
-
-// A tensor with given strides, whose memory begins `lead` bytes behind an address that is a multiple of 64.
-at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options,
-                    std::size_t lead) {
-  const auto offset = static_cast<std::int64_t>(lead / options.dtype().itemsize());
-  const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
-  std::int64_t extent = is_empty ? 0 : 1;
-  for (std::size_t d = 0; !is_empty && d < sizes.size(); ++d) extent += (sizes[d] - 1) * strides[d];
-  const auto memory = at::empty({offset + extent}, options);
-  return at::empty({0}, options).set_(memory.storage(), offset, sizes, strides);
-}
-
 StreamEvent record(c10::EventFlag flag, c10::Device device) {
   auto event = std::make_shared<c10::Event>(device.type(), flag);
   event->record(guard_of(device).getStream(device));
@@ -135,6 +103,34 @@ std::optional<c10::Stream> new_stream(c10::Device device) {
 Link new_link(c10::Device from, c10::Device to) {
   if (from == to) return {};
   return {new_stream(from), new_stream(to)};
+}
+
+bool has_plain_memory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+at::Tensor without_repeats(at::Tensor tensor) {
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
+  }
+  return tensor;
+}
+
+std::size_t lead_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return 0;
+  const auto lead = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kAlignment;
+  return lead % tensor.element_size() == 0 ? lead : 0;
+}
+
+at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options,
+                    std::size_t lead) {
+  const auto offset = static_cast<std::int64_t>(lead / options.dtype().itemsize());
+  const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  std::int64_t extent = is_empty ? 0 : 1;
+  for (std::size_t d = 0; !is_empty && d < sizes.size(); ++d) extent += (sizes[d] - 1) * strides[d];
+  const auto memory = at::empty({offset + extent}, options);
+  return at::empty({0}, options).set_(memory.storage(), offset, sizes, strides);
 }
 
 at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking) {

@@ -5,6 +5,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/Stream.h>
 
+#include <cstddef>
 #include <memory>
 #include <optional>
 #include <span>
@@ -78,6 +79,18 @@ struct Link {
 };
 /// Takes the streams from the devices' pools. The link of a device to itself has none.
 Link new_link(c10::Device from, c10::Device to);
+
+/// Whether sizes and strides tell all about a tensor's memory.
+bool has_plain_memory(const at::Tensor& tensor);
+
+/// Returns the part of a tensor that leaves out what dimensions of stride 0 repeat.
+at::Tensor without_repeats(at::Tensor tensor);
+
+/// Returns the address of a tensor's first element modulo 64 bytes; 0 outside of the CPU.
+std::size_t lead_of(const at::Tensor& tensor);
+
+/// Returns a tensor without values, whose first element is `lead` bytes behind an address that is a multiple of 64.
+at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options, std::size_t lead);
 
 /// Returns a copy on the device `to` with the same strides. On the CPU it has the same address modulo 64 bytes too, because
 /// the bits of products depend on it. A dimension of stride 0 is copied once. Sparse and nested tensors are cloned.

@@ -1,0 +1,143 @@
+#include "gpipe/ranks/parcel_message.h"
+
+#include <gmock/gmock.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "gpipe/runtime/transfer.h"
+#include "tests/gpipe/helpers.h"
+#include "tests/ranks/processes/job.h"
+
+namespace gpipe {
+namespace {
+
+Outgoing message_of(const Tensor& tensor) {
+  Parcel parcel;
+  parcel.add(tensor, /*gradient_wanted=*/false);
+  return to_message({std::move(parcel)}, /*rank=*/1, {});
+}
+
+/// The tensor as it arrives.
+Tensor carried(const Tensor& tensor) {
+  const auto message = message_of(tensor);
+  auto incoming = parcel_memory({})(message.layout);
+  EXPECT_EQ(incoming->values().size(), message.values.size());
+  std::memcpy(incoming->values().data(), message.values.data(), message.values.size());
+  const auto pieces = incoming->pieces();
+  EXPECT_EQ(pieces.size(), message.pieces.size());
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    EXPECT_EQ(pieces[i].size(), message.pieces[i].size());
+    std::copy(message.pieces[i].begin(), message.pieces[i].end(), pieces[i].begin());
+  }
+  const auto parcels = to_parcels(std::move(incoming));
+  EXPECT_FALSE(parcels.at(0).changed());
+  return parcels[0].tensors.at(0);
+}
+
+std::size_t bytes_of_pieces(const Outgoing& message) {
+  std::size_t bytes = 0;
+  for (const auto piece : message.pieces) bytes += piece.size();
+  return bytes;
+}
+
+TEST(ParcelMessage, KeepsStridesAndAlignment) {
+  const auto x = torch::arange(6 * 8 * 10, torch::kFloat).view({6, 8, 10});
+  const std::vector<Tensor> tensors = {
+      x,
+      x[0][0][0],
+      x.flatten().slice(0, 3),
+      x.transpose(0, 2),
+      x.slice(2, 3, 7),
+      x.slice(0, 1, 6, 2).slice(2, 1),
+      x.permute({2, 0, 1}).slice(0, 5),
+      x[0].slice(1, 2, 3).expand({8, 5}),
+      x.slice(0, 0, 1).slice(0, 1).expand({0, 8, 10}),
+      x.slice(1, 3, 4).expand({6, 9, 10}).slice(2, 1, 4),
+      x.flatten().unfold(0, 5, 2),
+      x.slice(0, 2, 2),
+      torch::ones({}).expand({3, 4}),
+      torch::tensor({1, 0, 1}, torch::kBool),
+      x.to(torch::kBFloat16).slice(2, 1, 4),
+      torch::view_as_complex(x.slice(2, 2, 4)),
+  };
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    SCOPED_TRACE("tensor " + std::to_string(i));
+    const auto& tensor = tensors[i];
+    const auto received = carried(tensor);
+    EXPECT_TRUE(torch::equal(received, tensor));
+    EXPECT_EQ(received.scalar_type(), tensor.scalar_type());
+    EXPECT_EQ(received.strides(), tensor.strides());
+    EXPECT_EQ(lead_of(received), lead_of(tensor));
+  }
+  const auto conjugate = torch::view_as_complex(x.slice(2, 2, 4)).conj();
+  EXPECT_TRUE(torch::equal(carried(conjugate), conjugate));
+  EXPECT_FALSE(carried(Tensor()).defined());
+}
+
+TEST(ParcelMessage, SendsNoRepeatsAndNoGaps) {
+  const auto x = torch::ones({6, 8});
+  EXPECT_EQ(bytes_of_pieces(message_of(x.slice(1, 0, 2))), 6 * 2 * 4);
+  EXPECT_EQ(bytes_of_pieces(message_of(x[0].expand({1000, 8}))), 8 * 4);
+  EXPECT_EQ(bytes_of_pieces(message_of(torch::ones({}).expand({1000, 8}))), 4);
+}
+
+TEST(ParcelMessage, RefusesLayoutsThatNeedTooMuchMemory) {
+  // Of one tensor with two dimensions: parcels, form, tensors, gradient, type, device, dimensions, sizes, strides, lead.
+  const auto changed = [](std::vector<std::pair<int, std::int64_t>> words) {
+    auto layout = message_of(torch::ones({2, 3})).layout;
+    EXPECT_EQ(layout.size(), 12 * sizeof(std::int64_t));
+    for (const auto& [place, word] : words) std::memcpy(layout.data() + place * sizeof word, &word, sizeof word);
+    return [layout] { parcel_memory({})(layout); };
+  };
+  constexpr std::int64_t kHuge = std::int64_t{1} << 50;
+  const auto too_much = throws<std::runtime_error>("needs more memory than this host has");
+  EXPECT_THAT(changed({{7, kHuge}}), too_much);
+  EXPECT_THAT(changed({{9, kHuge}}), too_much);
+  EXPECT_THAT(changed({{7, 1}, {8, kHuge}}), too_much);
+  EXPECT_THAT(changed({{5, 1}, {7, kHuge}}), too_much);
+  const auto malformed = throws<std::runtime_error>("malformed layout");
+  EXPECT_THAT(changed({{7, std::int64_t{1} << 62}}), malformed);
+  EXPECT_THAT(changed({{7, 3}, {9, std::int64_t{1} << 62}}), malformed);
+  EXPECT_THAT(changed({{7, -1}}), malformed);
+  EXPECT_THAT(changed({{9, -1}}), malformed);
+  EXPECT_THAT(changed({{11, 2}}), malformed);  // no multiple of the size of an element
+  EXPECT_THAT(changed({{11, 64}}), malformed);
+  EXPECT_THAT(changed({{6, 3}}), malformed);
+  EXPECT_NO_THROW(changed({{11, 4}})());
+}
+
+/// Returns its input, and notes the strides and the address.
+struct PlaceImpl : torch::nn::Module {
+  Tensor forward(Tensor x) {
+    strides = x.strides().vec();
+    lead = lead_of(x);
+    return x * 1;
+  }
+  std::vector<std::int64_t> strides;
+  std::size_t lead = 0;
+};
+TORCH_MODULE(Place);
+
+TEST(ParcelMessage, BringsSlicesToOtherRanks) {
+  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
+    Place place;
+    const auto slice = [](Tensor x) { return x.slice(1, 3, 7); };
+    GPipe pipe(Sequential(Linear(4, 10), Functional(slice), place, Linear(4, 1)), Balance{2, 2},
+               GPipeOptions().chunks(2).ranks(ranks));
+    for (int call = 0; call < 3; ++call) {
+      pipe->forward(torch::ones({6, 4})).sum().backward();
+      if (ranks->rank() == 0) continue;
+      EXPECT_EQ(place->strides, (std::vector<std::int64_t>{10, 1}));
+      EXPECT_EQ(place->lead, 12);
+    }
+  });
+}
+
+}  // namespace
+}  // namespace gpipe
