@@ -8,7 +8,6 @@
 #include <torch/csrc/autograd/autograd.h>
 
 #include <algorithm>
-#include <numeric>
 #include <stdexcept>
 #include <utility>
 
@@ -123,7 +122,7 @@ void describe_call(MiniBatch::Options& options, const std::string& what, const s
                    (at::autocast::is_autocast_enabled(at::kCPU) ? ", autocast" : "");
   options.call = what + " of micro-batches [" + absl::StrJoin(sizes, ", ") + "]" + how;
   options.in_common = what + how;
-  options.samples = std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
+  options.sizes = sizes;
 }
 
 std::string describe_step(const StepOptions& options) {

@@ -209,7 +209,8 @@ void MiniBatch::perform(Part part) {
   const OwnWrites writes(pipeline_->stages(), sinks_);
   std::optional<Peers::Watched> watched;
   if (auto* peers = pipeline_->peers()) {
-    const auto key = std::to_string(static_cast<int>(part)) + " " + options_.call;
+    LayoutKey key{static_cast<int>(part), static_cast<int>(use_)};
+    key.insert(key.end(), options_.sizes.begin(), options_.sizes.end());
     exchange_.emplace(peers->wires(), *program_, part, peers->of_workers(), peers->rank(), key,
                       peers->options().timeout(), *crossing_);
     watched.emplace(*peers, *exchange_);

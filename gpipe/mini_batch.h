@@ -38,9 +38,9 @@ class MiniBatch : public Cells {
     Checkpoint checkpoint = Checkpoint::kNever;
     bool deferred_batch_norm = false;
     bool training = true;
-    std::int64_t samples = 0;
-    std::string call = {};       ///< what the call is, for the other ranks
-    std::string in_common = {};  ///< what it has in common with those of other replicas
+    std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
+    std::string call = {};                 ///< what the call is, for the other ranks
+    std::string in_common = {};            ///< what it has in common with those of other replicas
   };
   /// `inputs` holds one parcel per micro-batch; `loss` serves step(). Unless options.use is kForward, cells keep what a
   /// backward needs.

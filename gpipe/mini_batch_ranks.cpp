@@ -40,13 +40,14 @@ void MiniBatch::prepare_call(absl::FunctionRef<void()> prepare) {
 // Agrees with the other ranks on the call: on its random numbers, and on the weight of each replica's part.
 void MiniBatch::agree() {
   double total = std::accumulate(loss_.weights.begin(), loss_.weights.end(), 0.0);
+  const auto samples = std::accumulate(options_.sizes.begin(), options_.sizes.end(), std::int64_t{0});
   if (auto* peers = pipeline_->peers()) {
     const auto verdict = peers->agree({.what = options_.call,
                                        .in_common = options_.in_common,
                                        .of_twins = has_replicas() ? trained_parameters() : "",
                                        .number = peers->rank() == 0 ? seed_ : 0,
-                                       .weight = loss_.function ? total : static_cast<double>(options_.samples),
-                                       .micro_batches = options_.samples == 0 ? 0 : micro_batches_});
+                                       .weight = loss_.function ? total : static_cast<double>(samples),
+                                       .micro_batches = samples == 0 ? 0 : micro_batches_});
     seed_ = verdict.largest;
     call_number_ = peers->calls();
     total = std::accumulate(verdict.weights.begin(), verdict.weights.end(), 0.0);

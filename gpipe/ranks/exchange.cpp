@@ -1,5 +1,7 @@
 #include "gpipe/ranks/exchange.h"
 
+#include <algorithm>
+
 namespace gpipe {
 
 Wires::Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate)
@@ -18,8 +20,16 @@ WireReceiver& Wires::receiver(int number, int from_rank, std::chrono::millisecon
   return *wire;
 }
 
-std::deque<Remembered>& Wires::remembered(int number, const std::string& key, std::size_t messages) {
-  auto& remembered = remembered_[{number, key}];
+std::deque<Remembered>& Wires::remembered(int number, const LayoutKey& key, std::size_t messages) {
+  auto& of_wire = remembered_[number];
+  const auto found = std::find_if(of_wire.begin(), of_wire.end(), [&](const auto& each) { return each.first == key; });
+  if (found != of_wire.end()) {
+    of_wire.splice(of_wire.end(), of_wire, found);
+  } else {
+    if (of_wire.size() == kKeysPerWire) of_wire.pop_front();
+    of_wire.emplace_back(key, 0);
+  }
+  auto& remembered = of_wire.back().second;
   if (remembered.size() < messages) remembered.resize(messages);
   return remembered;
 }
@@ -29,7 +39,7 @@ void Wires::finish() {
 }
 
 Exchange::Exchange(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
-                   const std::string& key, std::chrono::milliseconds limit, EdgeContents& contents)
+                   const LayoutKey& key, std::chrono::milliseconds limit, EdgeContents& contents)
     : program_(program),
       part_(part),
       ranks_(ranks),

@@ -2,11 +2,12 @@
 
 #include <chrono>
 #include <cstddef>
+#include <cstdint>
 #include <deque>
+#include <list>
 #include <map>
 #include <memory>
 #include <optional>
-#include <string>
 #include <utility>
 #include <vector>
 
@@ -17,6 +18,12 @@
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
+
+/// What layouts follow from, as all ranks know it: calls with the same key mostly send messages of the same layouts.
+using LayoutKey = std::vector<std::int64_t>;
+
+/// A wire remembers the layouts of so many keys: those that it has used last. So both of its ends forget the same.
+inline constexpr std::size_t kKeysPerWire = 8;
 
 /// The wires of one rank, which last as long as its connections.
 ///
@@ -32,8 +39,9 @@ class Wires {
   WireSender& sender(int number, int to_rank);
   WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
 
-  /// What is remembered of the messages of a wire under a key, for at least `messages` of them. Stays valid.
-  std::deque<Remembered>& remembered(int number, const std::string& key, std::size_t messages);
+  /// What is remembered of the messages of a wire under a key, for at least `messages` of them. Valid until the wire forgets
+  /// the key. Both ends of a wire use the same keys in the same order.
+  std::deque<Remembered>& remembered(int number, const LayoutKey& key, std::size_t messages);
 
   /// Nothing more will be sent. Does not wait.
   void finish();
@@ -45,7 +53,7 @@ class Wires {
   const Allocate allocate_;
   std::map<int, std::unique_ptr<WireSender>> senders_;
   std::map<int, std::unique_ptr<WireReceiver>> receivers_;
-  std::map<std::pair<int, std::string>, std::deque<Remembered>> remembered_;
+  std::map<int, std::list<std::pair<LayoutKey, std::deque<Remembered>>>> remembered_;  // the last used key comes last
 };
 
 /// The contents of a mini-batch's edges, as an Exchange moves them. Called on the action's worker.
@@ -74,10 +82,10 @@ struct Activity {
 /// lies on its edges.
 class Exchange {
  public:
-  /// Posts memory for the first messages. `key` identifies the program and the part on all ranks. `ranks` has the rank of
-  /// each worker. `limit`: the longest wait for a message. All arguments must outlive this.
+  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message. All
+  /// arguments but `key` must outlive this.
   Exchange(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
-           const std::string& key, std::chrono::milliseconds limit, EdgeContents& contents);
+           const LayoutKey& key, std::chrono::milliseconds limit, EdgeContents& contents);
 
   /// See Cells::take() and Cells::put(). Errors: ConnectionError.
   void take(const Action& action);

@@ -135,7 +135,7 @@ WireReceiver& Peers::gradient_receiver(Gradient kind, int stage, int replica) {
 
 std::deque<Remembered>& Peers::remembered_gradients(Gradient kind, int stage, int from_replica, int to_replica,
                                                     std::size_t messages) {
-  return wires_->remembered(gradient_wire(kind, stage, from_replica, to_replica), "", messages);
+  return wires_->remembered(gradient_wire(kind, stage, from_replica, to_replica), {}, messages);
 }
 
 void Peers::expect(Subject subject, int from) {
@@ -143,13 +143,13 @@ void Peers::expect(Subject subject, int from) {
   if (!expected_.insert(number).second) return;
   const bool within_call = subject != kWord && subject != kVerdict;
   const auto limit = within_call ? options().timeout() : options().join_timeout();
-  wires_->receiver(number, from, limit).expect({&wires_->remembered(number, "", 1).front()});
+  wires_->receiver(number, from, limit).expect({&wires_->remembered(number, {}, 1).front()});
 }
 
 void Peers::send(Subject subject, int to, Parcel parcel) {
   const int number = wire_number(subject, rank(), to);
   wires_->sender(number, to)
-      .send(wires_->remembered(number, "", 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
+      .send(wires_->remembered(number, {}, 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
 }
 
 Parcel Peers::receive(Subject subject, int from) {
@@ -160,7 +160,7 @@ Parcel Peers::receive(Subject subject, int from) {
   awaited_ = -1;
   expected_.erase(number);
   // A large message would keep memory until the next call.
-  if (wires_->remembered(number, "", 1).front().is_small()) expect(subject, from);
+  if (wires_->remembered(number, {}, 1).front().is_small()) expect(subject, from);
   return std::move(to_parcels(std::move(message)).front());
 }
 

@@ -49,8 +49,8 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
   void begin(Part part, Wires& wires) {
     wires_ = &wires;
     const auto& call = rank_.job_.calls[call_];
-    const auto key = std::to_string(call.program) + " " + std::to_string(static_cast<int>(part));
-    exchange_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_, key, rank_.limit_, *this);
+    exchange_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_,
+                      LayoutKey{call.program, static_cast<int>(part)}, rank_.limit_, *this);
     const auto& ranks = rank_.job_.ranks;
     MutexLock lock(mutex_);
     for (const auto& plan : plan_wires(program_, part, ranks)) {
@@ -189,13 +189,13 @@ void FakeRank::run_part(std::size_t call, Part part, Wires& wires, Executor& exe
 void FakeRank::meet(std::size_t call, Wires& wires) {
   const auto number = [&](int from, int to) { return job_.workers() * job_.workers() + from * job_.size() + to; };
   const auto send = [&](int to) {
-    auto& remembered = wires.remembered(number(rank_, to), "", 1).front();
+    auto& remembered = wires.remembered(number(rank_, to), {}, 1).front();
     awaited_ = to;
     wires.sender(number(rank_, to), to).send(remembered, call, message({"word"}));
   };
   const auto receive = [&](int from) {
     auto& wire = wires.receiver(number(from, rank_), from, limit_);
-    wire.expect({&wires.remembered(number(from, rank_), "", 1).front()});
+    wire.expect({&wires.remembered(number(from, rank_), {}, 1).front()});
     awaited_ = from;
     wire.receive(call);
   };
