@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/mini_batch.h"
 
 namespace gpipe {
@@ -183,11 +184,14 @@ void MiniBatch::run_and_reduce(const Action& action, absl::FunctionRef<void()> r
   const int stage = action.stage;
   if (!reduction_ || action != last_backwards_[stage]) return run();
   auto& sums = sums_[stage];
-  if (action.kind == Kind::B) {
-    sums.watch([&, stage](std::size_t parameter) { reduction_->add(stage, parameter, sums.take_unshared(parameter)); });
+  {
+    const absl::Cleanup unwatch = [&] { sums.watch({}); };
+    if (action.kind == Kind::B) {
+      sums.watch(
+          [&, stage](std::size_t parameter) { reduction_->add(stage, parameter, sums.take_unshared(parameter)); });
+    }
+    run();
   }
-  run();
-  sums.watch({});
   reduction_->add_rest(stage, sums.take_unshared());
 }
 

@@ -42,10 +42,15 @@ class NcclWire : public DeviceWire {
     const at::NoGradGuard no_grad;
     or_connection_error([&] {
       group_->startCoalescing();
-      for (const auto& tensor : tensors) {
-        if (tensor.numel() == 0) continue;
-        std::vector<at::Tensor> bytes{tensor.as_strided({tensor.numel()}, {1}).view(at::kByte)};
-        sends_ ? group_->send(bytes, kReceiver, /*tag=*/0) : group_->recv(bytes, kSender, /*tag=*/0);
+      try {
+        for (const auto& tensor : tensors) {
+          if (tensor.numel() == 0) continue;
+          std::vector<at::Tensor> bytes{tensor.as_strided({tensor.numel()}, {1}).view(at::kByte)};
+          sends_ ? group_->send(bytes, kReceiver, /*tag=*/0) : group_->recv(bytes, kSender, /*tag=*/0);
+        }
+      } catch (...) {
+        end_coalescing_after_error();
+        throw;
       }
       if (const auto work = group_->endCoalescing()) work->blockCurrentStream();
     });
@@ -67,6 +72,14 @@ class NcclWire : public DeviceWire {
   }
 
  private:
+  // Else NCCL keeps collecting the operations of this thread.
+  void end_coalescing_after_error() noexcept {
+    try {
+      group_->endCoalescing();
+    } catch (const std::exception&) {  // the first error says more
+    }
+  }
+
   const c10::intrusive_ptr<Group> group_;
   const bool sends_;
 };

@@ -20,6 +20,17 @@ __all__ = ["Collectives"]
 _DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
+def _read_all(scalars: list[Tensor]) -> list[float]:
+    """Reads scalars of any devices. The host waits once per device."""
+    values = [0.0] * len(scalars)
+    for device in {scalar.device for scalar in scalars}:
+        places = [place for place, scalar in enumerate(scalars) if scalar.device == device]
+        read: list[float] = torch.stack([scalars[place].double() for place in places]).tolist()
+        for place, value in zip(places, read, strict=True):
+            values[place] = value
+    return values
+
+
 class Collectives(nn.Module):
     """Over ranks, all ranks make these calls in the same order, as they call ``forward``. An error of one is an error of all.
     In one process the calls return at once."""
@@ -104,10 +115,9 @@ class Collectives(nn.Module):
     def _total_norm(self, ranks: Ranks, gradients: dict[str, Tensor], norm_type: float) -> Tensor:
         """Returns the total norm of the gradients of all ranks, on all ranks."""
         with self.refusing():
-            norms = []
-            for name, gradient in gradients.items():
-                norm = torch.linalg.vector_norm(gradient, norm_type)
-                norms.append((name, norm.item(), _DTYPES.index(norm.dtype)))
+            of_gradients = [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients.values()]
+            types = [_DTYPES.index(norm.dtype) for norm in of_gradients]
+            norms = list(zip(gradients, _read_all(of_gradients), types, strict=True))
         gathered = self.gather(json.dumps(norms).encode(), f"norms of type {norm_type} of all gradients")
         bits = dtype = 0
         if ranks.rank == 0:

@@ -2,11 +2,14 @@
 
 #include "gpipe/gradients.h"
 
+#include <ATen/record_function.h>
 #include <gtest/gtest.h>
 #include <torch/nn/utils/clip_grad.h>
 #include <torch/torch.h>
 
 #include <limits>
+#include <memory>
+#include <string_view>
 #include <vector>
 
 #include "tests/gpipe/helpers.h"
@@ -69,6 +72,22 @@ TEST(WholeGradients, AreFiniteIfThoseOfAllRanksAre) {
     if (ranks->rank() != 0) return;
     EXPECT_TRUE(torch::isfinite(over->parameters().front().grad()).all().template item<bool>());
   });
+}
+
+TEST(WholeGradients, AreReadAtOnce) {
+  if (rank_of_this_process() >= 0) return;
+  static thread_local int reads;
+  reads = 0;
+  auto pipe = with_gradients(nullptr);
+  const auto counting = at::addThreadLocalCallback(
+      at::RecordFunctionCallback([](const at::RecordFunction& call) -> std::unique_ptr<at::ObserverContext> {
+        if (std::string_view(call.name()) == "aten::_local_scalar_dense") ++reads;
+        return nullptr;
+      }).scopes({at::RecordScope::FUNCTION}));
+  clip_grad_norm_(*pipe, 0.01);
+  unscale_grads_(*pipe, 8);
+  at::removeCallback(counting);
+  EXPECT_EQ(reads, 0);
 }
 
 TEST(WholeGradients, RefuseWrongArgumentsOnAllRanks) {
