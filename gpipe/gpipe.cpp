@@ -6,6 +6,8 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <stdexcept>
@@ -15,6 +17,7 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/checks.h"
@@ -26,6 +29,7 @@
 #include "gpipe/refuse.h"
 #include "gpipe/replica_state.h"
 #include "gpipe/runtime/transfer.h"
+#include "gpipe/sample_hash.h"
 #include "gpipe/stages.h"
 #include "gpipe/workers.h"
 
@@ -115,19 +119,34 @@ std::vector<torch::Device> devices_of_gradients(const Pipeline& pipeline, const 
   return devices;
 }
 
+// Which devices' operations autocast casts, and to which type.
+std::string describe_autocast() {
+  std::string text;
+  for (const auto type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (!at::autocast::is_autocast_enabled(type)) continue;
+    absl::StrAppend(&text, ", autocast of ", c10::DeviceTypeName(type, /*lower_case=*/true), " to ",
+                    c10::toString(at::autocast::get_autocast_dtype(type)));
+  }
+  return text;
+}
+
 // Describes a call to the other ranks, which must make the same. The sizes are those of one replica.
 void describe_call(MiniBatch::Options& options, const std::string& what, const std::vector<std::int64_t>& sizes) {
   const auto how = std::string(", checkpoint ") + to_string(options.checkpoint) +
-                   (options.training ? "" : ", evaluation mode") +
-                   (at::autocast::is_autocast_enabled(at::kCPU) ? ", autocast" : "");
+                   (options.training ? "" : ", evaluation mode") + describe_autocast();
   options.call = what + " of micro-batches [" + absl::StrJoin(sizes, ", ") + "]" + how;
   options.in_common = what + how;
   options.sizes = sizes;
 }
 
+// By which the ranks notice that one of them has left out a mini-batch.
+std::uint64_t hash_for_ranks(const Pipeline& pipeline, const Value& input) {
+  return pipeline.peers() == nullptr ? 0 : sample_hash(input.tensors());
+}
+
 std::string describe_step(const StepOptions& options) {
   auto text = absl::StrCat("step", options.return_output() ? " with output" : "");
-  if (options.scale() != 1) absl::StrAppend(&text, " scaled by ", options.scale());
+  if (options.scale() != 1) absl::StrAppendFormat(&text, " scaled by %.17g", options.scale());
   if (options.reduction() == Reduction::kSum) absl::StrAppend(&text, " with a sum of losses");
   if (options.count()) absl::StrAppend(&text, " with counts");
   return text;
@@ -145,6 +164,15 @@ void prepare(Pipeline& pipeline, absl::FunctionRef<void()> check) {
     }
     throw;
   }
+}
+
+// Lets the next call tell the other ranks if the backward that runs ends with an exception after this.
+void note_end_of_backward(const std::shared_ptr<Pipeline>& pipeline) {
+  if (pipeline->peers() == nullptr) return;
+  const int task = torch::autograd::get_current_graph_task_id();
+  pipeline->peers()->begin_handing_out(task);
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      [pipeline, task] { pipeline->peers()->end_handing_out(task); });
 }
 
 // Gives the outputs that want a gradient their history: one autograd node over the inputs and all parameters. Calls no
@@ -168,8 +196,10 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
       auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
       for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
     }
-    return gradients_of_sources(mini_batch->backward(std::move(of_parts), retain_graph), sizes, devices,
-                                pipeline->peers() != nullptr);
+    auto all = gradients_of_sources(mini_batch->backward(std::move(of_parts), retain_graph), sizes, devices,
+                                    pipeline->peers() != nullptr);
+    note_end_of_backward(pipeline);
+    return all;
   };
   attach_backward(output.value.tensors(), wanted, sources, devices_of_gradients(*pipeline, input), std::move(backward));
 }
@@ -204,9 +234,9 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   buffer_names_ = state_names(inventory.buffers(), first_names);
   std::unique_ptr<Peers> peers;
   if (options_.ranks()) {
-    peers = std::make_unique<Peers>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()),
-                                    manifest_of(balance_, edges, inventory.descriptions(), options_),
-                                    binding.structures, binding.poll);
+    peers =
+        std::make_unique<Peers>(options_.ranks(), workers.ranks, static_cast<int>(stages.size()),
+                                manifest_of(balance_, edges, inventory, options_), binding.structures, binding.poll);
   }
   absl::Cleanup tell_twins = [&] {
     if (options_.ranks() && options_.ranks()->replicas() > 1) {
@@ -281,6 +311,7 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     refuse_transforms(input, pipeline_->stages());
     MiniBatch::Options made{use, checkpoint, options_.deferred_batch_norm(), is_training()};
     describe_call(made, grad ? "forward with gradients" : "forward", sizes);
+    if (grad && is_training()) made.data = hash_for_ranks(*pipeline_, input);
     auto parts = scatter(input, sizes);
     writes.emplace(input, parts);
     return std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(made));
@@ -332,6 +363,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     MiniBatch::Options made{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
                             options_.deferred_batch_norm()};
     describe_call(made, describe_step(options), sizes);
+    made.data = hash_for_ranks(*pipeline_, input);
     return std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(made), std::move(of_mini_batch));
   });
   auto outcome = mini_batch->step();
@@ -343,8 +375,9 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   if (std::none_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
     return result;
   }
-  auto hand_out = [gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming,
-                                                           bool retain_graph) mutable {
+  auto hand_out = [pipeline = pipeline_, gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming,
+                                                                                 bool retain_graph) mutable {
+    note_end_of_backward(pipeline);
     auto handed = retain_graph ? gradients : std::move(gradients);
     // step() itself asks for the gradients as they are.
     if (unit && incoming.front().is_same(*unit)) return handed;

@@ -5,6 +5,7 @@
 #include <sstream>
 
 #include "gpipe/checks.h"
+#include "gpipe/sample_hash.h"
 
 namespace gpipe {
 namespace {
@@ -19,18 +20,19 @@ void add_places(std::vector<TensorPlace>& places, int stage, const std::string& 
 std::string describe_layer(const Layer& layer) {
   std::ostringstream text;
   text << "'" << layer.name() << "'";
-  const auto add = [&](const auto& tensors) {
+  const auto add = [&](const auto& tensors, bool wants_gradients) {
     for (const auto& tensor : tensors) {
       text << ", " << tensor.key() << " ";
       if (tensor.value().defined()) {
         text << tensor.value().scalar_type() << tensor.value().sizes();
+        if (wants_gradients && !tensor.value().requires_grad()) text << " frozen";
       } else {
         text << "undefined";
       }
     }
   };
-  add(layer.module()->named_parameters());
-  add(layer.module()->named_buffers());
+  add(layer.module()->named_parameters(), /*wants_gradients=*/true);
+  add(layer.module()->named_buffers(), /*wants_gradients=*/false);
   return text.str();
 }
 
@@ -65,6 +67,7 @@ void Inventory::add(int stage, const Layer& layer) {
   add_places(parameters_, stage, name, module->named_parameters());
   add_places(buffers_, stage, name, module->named_buffers());
   descriptions_.push_back(describe_layer(layer));
+  values_.push_back(sample_hash(module->parameters()));
 }
 
 }  // namespace gpipe

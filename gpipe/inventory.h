@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <memory>
 #include <string>
@@ -38,8 +39,10 @@ class Inventory {
   const std::vector<TensorPlace>& buffers() const { return buffers_; }
   /// The skips that the layers declare.
   const std::vector<SkipDeclaration>& skips() const { return skips_; }
-  /// Each layer's name, parameters and buffers with their types and shapes.
+  /// Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
   const std::vector<std::string>& descriptions() const { return descriptions_; }
+  /// A hash of the values of each layer's parameters; 0 where it is not known. See sample_hash().
+  const std::vector<std::uint64_t>& values() const { return values_; }
 
  private:
   std::map<std::weak_ptr<torch::nn::Module>, std::string, std::owner_less<>> names_;
@@ -47,6 +50,7 @@ class Inventory {
   std::vector<TensorPlace> buffers_;
   std::vector<SkipDeclaration> skips_;
   std::vector<std::string> descriptions_;
+  std::vector<std::uint64_t> values_;
 };
 
 }  // namespace gpipe

@@ -39,6 +39,7 @@ class MiniBatch : public Cells {
     bool deferred_batch_norm = false;
     bool training = true;
     std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
+    std::uint64_t data = 0;                ///< see Call
     std::string call = {};                 ///< what the call is, for the other ranks
     std::string in_common = {};            ///< what it has in common with those of other replicas
   };

@@ -9,6 +9,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/mini_batch.h"
+#include "gpipe/sample_hash.h"
 
 namespace gpipe {
 namespace {
@@ -48,7 +49,8 @@ void MiniBatch::agree() {
                                        .of_twins = has_replicas() ? trained_parameters() : "",
                                        .number = peers->rank() == 0 ? seed_ : 0,
                                        .weight = loss_.function ? total : static_cast<double>(samples),
-                                       .micro_batches = samples == 0 ? 0 : micro_batches_});
+                                       .micro_batches = samples == 0 ? 0 : micro_batches_,
+                                       .data = options_.data});
     seed_ = verdict.largest;
     call_number_ = peers->calls();
     total = std::accumulate(verdict.weights.begin(), verdict.weights.end(), 0.0);
@@ -59,7 +61,7 @@ void MiniBatch::agree() {
   if (loss_.function) normalize(loss_.weights, total, loss_.reduction);
 }
 
-// Which of this rank's parameters get gradients, in a few words.
+// Which of this rank's parameters get gradients, and what their values are, in a few words.
 std::string MiniBatch::trained_parameters() const {
   std::size_t count = 0;
   std::uint64_t hash = 14695981039346656037u;  // FNV-1a
@@ -70,7 +72,15 @@ std::string MiniBatch::trained_parameters() const {
       hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
     }
   }
-  return "trains " + std::to_string(count) + " parameters, whose sizes have the hash " + std::to_string(hash);
+  std::vector<at::Tensor> own;
+  for (const auto& stage : pipeline_->stages()) {
+    const auto parameters = stage.parameters();
+    for (std::size_t p = 0; p < parameters.size(); ++p) {
+      if (!stage.borrows(p)) own.push_back(parameters[p]);
+    }
+  }
+  return "trains " + std::to_string(count) + " parameters, whose sizes have the hash " + std::to_string(hash) +
+         ", of values with the hash " + std::to_string(sample_hash(own));
 }
 
 void MiniBatch::take(const Action& action) {

@@ -13,7 +13,7 @@
 namespace gpipe {
 
 Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
-                     const std::vector<std::string>& layers, const GPipeOptions& options) {
+                     const Inventory& inventory, const GPipeOptions& options) {
   Manifest manifest;
   const auto add = [&](const std::string& name, const auto& value) {
     manifest.emplace_back(name, absl::StrCat(value));
@@ -35,7 +35,14 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   for (std::size_t e = 0; e < edges.size(); ++e) {
     add("edge " + std::to_string(e), absl::StrCat(edges[e].name, " from stage ", edges[e].from, " to ", edges[e].to));
   }
-  for (std::size_t i = 0; i < layers.size(); ++i) add("layer " + std::to_string(i), layers[i]);
+  for (std::size_t i = 0; i < inventory.descriptions().size(); ++i) {
+    add("layer " + std::to_string(i), inventory.descriptions()[i]);
+  }
+  for (std::size_t i = 0; i < inventory.values().size(); ++i) {
+    const bool is_known = inventory.values()[i] != 0 && (!options.ranks() || options.ranks()->replica() == 0);
+    add("the initial values of layer " + std::to_string(i) + " (give all ranks the same seed)",
+        is_known ? absl::StrCat("values with the hash ", inventory.values()[i]) : "");
+  }
   return manifest;
 }
 

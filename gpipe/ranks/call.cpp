@@ -27,13 +27,15 @@ double to_number(const std::string& text) {
 }
 
 Call to_call(const std::string& word) {
-  const std::vector<std::string> parts = absl::StrSplit(word.substr(1), absl::MaxSplits(kBetween, 5));
-  return {.what = parts.at(5),
-          .in_common = parts[4],
-          .of_twins = parts[3],
+  const std::vector<std::string> parts = absl::StrSplit(word.substr(1), absl::MaxSplits(kBetween, 7));
+  return {.what = parts.at(7),
+          .in_common = parts[6],
+          .of_twins = parts[5],
           .number = std::stoull(parts[0]),
           .weight = to_number(parts[1]),
-          .micro_batches = std::stoi(parts[2])};
+          .micro_batches = std::stoi(parts[2]),
+          .failed_before = parts[3] == "1",
+          .data = std::stoull(parts[4])};
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
@@ -46,15 +48,31 @@ std::string difference(int rank, const std::string& does, int other, const std::
 // Numbers have a fixed length, so that words seldom change theirs.
 std::string to_word(Call call) {
   if (call.in_common.empty()) call.in_common = call.what;
-  return absl::StrFormat("%c%020d%c%.17e%c%010d%c%s%c%s%c%s", kCall, call.number, kBetween, call.weight, kBetween,
-                         call.micro_batches, kBetween, call.of_twins, kBetween, call.in_common, kBetween, call.what);
+  return absl::StrFormat("%c%020d%c%.17e%c%010d%c%d%c%020d%c%s%c%s%c%s", kCall, call.number, kBetween, call.weight,
+                         kBetween, call.micro_batches, kBetween, call.failed_before ? 1 : 0, kBetween, call.data,
+                         kBetween, call.of_twins, kBetween, call.in_common, kBetween, call.what);
 }
 
 std::string refusal(const std::string& reason) { return kRefused + reason; }
 
 std::string farewell(const std::string& reason) { return kGone + reason; }
 
-std::string judge(const std::vector<std::string>& words, const Mesh& mesh) {
+int SameData::compare(const std::vector<Call>& calls, const Mesh& mesh) {
+  constexpr int kEnough = 2;  // one may be equal by chance, such as a first one of zeros
+  ranks_.resize(calls.size());
+  for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
+    auto& [last, same, differs] = ranks_[rank];
+    const auto data = calls[rank].data;
+    const auto expected = calls[mesh.rank_at(0, mesh.replica_of(rank))].data;
+    if (data == 0 || expected == 0 || differs) continue;
+    differs = data != expected;
+    if (differs && same >= kEnough) return rank;
+    if (std::exchange(last, data) != data) ++same;
+  }
+  return -1;
+}
+
+std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameData& data) {
   for (std::size_t r = 0; r < words.size(); ++r) {
     if (words[r].front() == kGone) return words[r];
     if (words[r].front() == kRefused) {
@@ -69,9 +87,17 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh) {
     const int replica = mesh.replica_of(rank);
     const int first = mesh.rank_at(0, replica);
     const int twin = mesh.rank_at(mesh.position_of(rank), 0);
-    const auto& [what, in_common, of_twins, number, weight, micro_batches] = call;
+    const auto& [what, in_common, of_twins, number, weight, micro_batches, failed_before, hash] = call;
     if (in_common != calls[0].in_common) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
+    if (failed_before != calls[0].failed_before) {
+      const int failed = failed_before ? rank : 0;
+      return refusal(
+          absl::StrFormat("the last backward of rank %d ended with an exception, as of a hook, but that of rank %d did "
+                          "not, so gradients "
+                          "and parameters may not fit together; restart all ranks from a snapshot",
+                          failed, rank - failed));
+    }
     if (of_twins != calls[twin].of_twins) {
       return refusal(absl::StrFormat("rank %d %s, but rank %d, with the same stages, %s", rank, of_twins, twin,
                                      calls[twin].of_twins));
@@ -79,6 +105,13 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh) {
     verdict.largest = std::max(verdict.largest, number);
     verdict.weights[replica] = std::max(verdict.weights[replica], weight);
     verdict.micro_batches[replica] = micro_batches;
+  }
+  if (const int rank = data.compare(calls, mesh); rank >= 0) {
+    return refusal(
+        absl::StrFormat("rank %d trains on another mini-batch than rank %d, but had the same in the calls before; one "
+                        "of them has left out "
+                        "a mini-batch",
+                        rank, mesh.rank_at(0, mesh.replica_of(rank))));
   }
   auto judgement = absl::StrFormat("%c%020d", kAgreed, verdict.largest);
   for (int r = 0; r < mesh.replicas; ++r) {

@@ -17,6 +17,26 @@ struct Call {
   std::uint64_t number = 0;    ///< of which the largest is wanted
   double weight = 0;           ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   int micro_batches = 0;       ///< of the replica
+  bool failed_before =
+      false;               ///< whether this rank's last backward ended with an exception, after the call was agreed on
+  std::uint64_t data = 0;  ///< a hash of the mini-batch to train on; 0 on ranks that do not know it
+};
+
+/// Which ranks give the mini-batches that the first rank of their replica gives, as rank 0 has seen it in the calls so far.
+/// Ranks need not, because only some read input and target. But a rank that has done so and then gives another one has left
+/// one out.
+class SameData {
+ public:
+  /// Returns the first rank whose mini-batch is another one unexpectedly; -1 if there is none.
+  int compare(const std::vector<Call>& calls, const Mesh& mesh);
+
+ private:
+  struct OfRank {
+    std::uint64_t last = 0;
+    int same = 0;  // mini-batches in succession, each another one
+    bool differs = false;
+  };
+  std::vector<OfRank> ranks_;
 };
 
 /// What the ranks have agreed on.
@@ -32,7 +52,7 @@ struct Verdict {
 std::string to_word(Call call);
 std::string refusal(const std::string& reason);   ///< this rank cannot make the call
 std::string farewell(const std::string& reason);  ///< this rank will make no more calls
-std::string judge(const std::vector<std::string>& words, const Mesh& mesh);
+std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameData& data);
 
 /// Returns the reason if the words are a farewell.
 std::optional<std::string> reason_of_farewell(const std::string& words);

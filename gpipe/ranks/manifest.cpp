@@ -80,7 +80,7 @@ std::string compare(const Manifest& first, int first_rank, const Manifest& secon
     for (const auto& [name, value] : *manifest) {
       const auto a = value_of(first, name);
       const auto b = value_of(second, name);
-      if (a == b) continue;
+      if (a == b || a.empty() || b.empty()) continue;
       return "the ranks differ in " + name + ": rank " + std::to_string(first_rank) + " has " + a + ", but rank " +
              std::to_string(second_rank) + " has " + b;
     }

@@ -10,7 +10,7 @@
 
 namespace gpipe {
 
-/// What all ranks of a pipeline must agree on: names and values, in order.
+/// What all ranks of a pipeline must agree on: names and values, in order. An empty value is not known, and agrees with any.
 using Manifest = std::vector<std::pair<std::string, std::string>>;
 
 /// Returns the first difference between the manifests of two ranks as a message; empty if there is none.

@@ -2,6 +2,7 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
 #include <limits>
@@ -219,19 +220,37 @@ std::string Peers::exchange_words(const std::string& mine) {
     while_polling([&] {
       for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
     });
-    judgement = judge(words, ranks_->mesh());
+    judgement = judge(words, ranks_->mesh(), same_data_);
     for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(judgement));
   });
   if (auto reason = reason_of_farewell(judgement)) gone_ = *std::move(reason);
   return judgement;
 }
 
-Verdict Peers::agree(const Call& call) {
+Verdict Peers::agree(Call call) {
   job_.board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw std::runtime_error("[gpipe] this pipeline cannot be used any more: " + gone_);
-  const auto judgement = exchange_words(to_word(call));
+  call.failed_before = has_failed_backward();
+  const auto judgement = exchange_words(to_word(std::move(call)));
   ++calls_;
   return to_verdict(judgement);
+}
+
+void Peers::begin_handing_out(int graph_task) {
+  MutexLock lock(mutex_);
+  handing_out_.insert(graph_task);
+}
+
+void Peers::end_handing_out(int graph_task) {
+  MutexLock lock(mutex_);
+  handing_out_.erase(graph_task);
+}
+
+// A call within a backward cannot tell.
+bool Peers::has_failed_backward() {
+  if (torch::autograd::get_current_graph_task_id() >= 0) return false;
+  MutexLock lock(mutex_);
+  return !std::exchange(handing_out_, {}).empty();
 }
 
 void Peers::withdraw(const std::string& reason) noexcept {

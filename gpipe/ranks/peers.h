@@ -65,7 +65,12 @@ class Peers {
   const StructureCodec& codec() const { return codec_; }
 
   /// Begins a call. Errors: std::runtime_error if the calls differ, another rank has withdrawn, or a rank has failed.
-  Verdict agree(const Call& call);
+  Verdict agree(Call call);
+
+  /// Notes that a backward of the pipeline has returned its gradients to the autograd engine, and that the engine has ended
+  /// well. If it has not before the next call, a hook or another part of the graph has thrown.
+  void begin_handing_out(int graph_task);
+  void end_handing_out(int graph_task);
 
   /// Makes the call that the other ranks begin throw there, because it cannot begin here.
   void withdraw(const std::string& reason) noexcept;
@@ -147,6 +152,7 @@ class Peers {
   /// Sends copies of a parcel's tensors, because the caller may change these meanwhile. Sets `other` to each receiver.
   void send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel, int& other);
   std::string exchange_words(const std::string& mine);
+  bool has_failed_backward();
   void leave(const std::string& how);
   std::string activity();
 
@@ -162,8 +168,10 @@ class Peers {
   const Exchange* exchange_ ABSL_GUARDED_BY(mutex_) = nullptr;
   std::atomic<int> awaited_ = -1;  // the rank whose word or result is awaited, or -1
   std::atomic<int> awaited_for_gradients_ = -1;
-  std::string gone_;        // why the pipeline of a rank is gone
-  std::set<int> expected_;  // the wires whose next message has been announced
+  std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
+  SameData same_data_;                                 // on rank 0
+  std::string gone_;                                   // why the pipeline of a rank is gone
+  std::set<int> expected_;                             // the wires whose next message has been announced
   std::atomic<std::uint64_t> calls_ = 0;
 };
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import gpipe
 from gpipe import structure
@@ -118,6 +119,47 @@ def test_four_ranks_compute_the_bits_of_one_process():
     assert_equal_bits([each[0] for each in results_of(4, train_all, [case], "cpu")], train(case))
 
 
+class View(nn.Module):
+    """Returns a view of its input, by name."""
+
+    views = {
+        "columns": lambda x: x[:, 3:9],
+        "rows of a transposed tensor": lambda x: x.t().contiguous().t()[:, 1:7],
+        "expanded": lambda x: x[:, :1].expand(-1, 6),
+        "identity": lambda x: x[:, :6].contiguous(),
+    }
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return View.views[self.name](x)
+
+
+def train_views(group=None):
+    """Trains with each view at a cut, in calls of 15 samples. Returns losses and states."""
+    losses, state = [], {}
+    for name in View.views:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 11), View(name), nn.Linear(6, 5), nn.Linear(5, 1))
+        pipe = gpipe.GPipe(model, [2, 2], chunks=3, group=group)
+        optimizer = torch.optim.Adam(pipe.parameters())
+        x = torch.randn(15, 6)
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(pipe.step(x, x[:, :1], F.mse_loss))
+            optimizer.step()
+        state |= {f"{name} {key}": value for key, value in pipe.state_dict().items()}
+    return losses, state
+
+
+def test_views_that_cross_ranks_keep_the_bits_of_one_process():
+    of_ranks = results_of(2, train_views)
+    torch.set_num_threads(2)
+    assert_equal_bits(of_ranks, train_views())
+
+
 def own_layers(ranks):
     model = make_model("meta")
     layers = list(model)
@@ -192,6 +234,79 @@ def make_other_pipe(ranks, options):
 def test_pipelines_that_differ_are_refused_on_all_ranks(mine, message):
     for _, error in run_job(2, make_other_pipe, [{"balance": [4, 4]}, mine]):
         assert re.search(message, error, re.DOTALL)
+
+
+def make_from_another_model(ranks, what):
+    model = make_model()
+    if ranks.rank == 1 and what == "seed":
+        torch.manual_seed(7)
+        model[7].reset_parameters()
+    if ranks.rank == 1 and what == "frozen":
+        model[2].requires_grad_(False)
+    gpipe.GPipe(model, [4, 4], group=ranks)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("seed", r"the ranks differ in the initial values of layer 7 \(give all ranks the same seed\)"),
+        ("frozen", r"the ranks differ in layer 2: rank 0 has '2', weight Float\[6\], .*'2', weight Float\[6\] frozen,"),
+    ],
+)
+def test_other_initial_values_and_flags_are_refused_on_all_ranks(what, message):
+    for _, error in run_job(2, make_from_another_model, what):
+        assert re.search(message, error)
+
+
+def raise_in_a_hook(ranks):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    x, y = batch(8)
+    messages = []
+
+    def hook(_):
+        if ranks.rank == 1:
+            raise ArithmeticError("in a hook")
+
+    handle = next(iter(pipe.parameters())).register_post_accumulate_grad_hook(hook)
+    for train in (lambda: pipe.step(x, y, F.cross_entropy), lambda: F.cross_entropy(pipe(x), y).backward()) * 2:
+        try:
+            train()
+        except (ArithmeticError, RuntimeError) as error:
+            messages.append(str(error))
+        handle.remove()
+    pipe.step(x, y, F.cross_entropy)
+    return messages
+
+
+def test_a_hook_that_raises_on_one_rank_is_an_error_of_the_next_call_on_all():
+    first, second = results_of(2, raise_in_a_hook)
+    assert len(first) == 1 and second == ["in a hook", first[0]]
+    assert "the last backward of rank 1 ended with an exception, as of a hook, but that of rank 0 did not" in first[0]
+
+
+class CountReads(TorchDispatchMode):
+    """Counts how often the host reads a scalar."""
+
+    reads = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.reads += function is torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+def clip(ranks):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    pipe.step(*batch(8), F.cross_entropy)
+    norms = [each.grad.norm().item() for each in pipe.parameters()]
+    with CountReads() as counting:
+        total = pipe.clip_grad_norm_(0.1)
+    return norms, total.item(), counting.reads
+
+
+def test_clipping_reads_no_norm_by_itself():
+    (first, total, reads), (second, same_total, more_reads) = results_of(2, clip)
+    assert total == same_total == pytest.approx(sum(norm**2 for norm in first + second) ** 0.5)
+    assert max(reads, more_reads) < min(len(first), len(second))
 
 
 def misuse(ranks):

@@ -2,6 +2,7 @@
 //
 // Only a rank that stops or hangs is told by a time-out. The message says so.
 
+#include <ATen/autocast_mode.h>
 #include <gmock/gmock.h>
 #include <torch/torch.h>
 
@@ -46,9 +47,10 @@ struct Subject {
   }
   void forward(std::int64_t batch = 8) { pipe->forward(torch::ones({batch, 4})); }
   void forward_and_backward() { pipe->forward(torch::ones({8, 4})).sum().backward(); }
-  void step(std::int64_t batch = 8) {
-    pipe->step(torch::ones({batch, 4}), torch::ones({batch, 4}),
-               tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); }));
+  void step(std::int64_t batch = 8, const StepOptions& options = {}) { step(torch::ones({batch, 4}), options); }
+  void step(const Tensor& x, const StepOptions& options = {}) {
+    pipe->step(x, torch::ones_like(x),
+               tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); }), options);
   }
 
   std::shared_ptr<FaultPlan> plan = std::make_shared<FaultPlan>();
@@ -251,6 +253,13 @@ TEST(RanksFailures, RanksDisagree) {
        "except_last", "always"},
       {[](auto&, auto&, auto& model) { model = Sequential(Linear(4, 4), Linear(4, 4), Linear(4, 5), Linear(5, 4)); },
        "layer 2", "weight Float[4, 4]", "weight Float[5, 4]"},
+      {[](auto&, auto&, auto& model) { model->parameters()[4].requires_grad_(false); }, "layer 2", "weight Float[4, 4]",
+       "weight Float[4, 4] frozen"},
+      {[](auto&, auto&, auto& model) {
+         const torch::NoGradGuard no_grad;
+         model->parameters()[3].zero_();
+       },
+       "the initial values of layer 1 (give all ranks the same seed)", "the hash", "the hash"},
       {[](auto&, auto& balance, auto& model) {
          model->push_back(torch::nn::ReLU());
          balance = {1, 2, 2};
@@ -263,6 +272,7 @@ TEST(RanksFailures, RanksDisagree) {
       const auto ranks = new_ranks(kRanks);
       GPipeOptions options = GPipeOptions().chunks(2).ranks(ranks);
       Balance balance = {1, 2, 1};
+      torch::manual_seed(1);
       Sequential model(Linear(4, 4), Linear(4, 4), Linear(4, 4), Linear(4, 4));
       if (first->rank() == 1) test.change(options, balance, model);
       EXPECT_THAT(message_from([&] { GPipe(model, balance, options); }),
@@ -309,6 +319,16 @@ TEST(RanksFailures, CallsDiffer) {
           subject.forward();
         };
         EXPECT_THAT(on(0, without_gradients, forward), HasSubstr("but rank 0 calls forward of micro-batches"));
+        const auto with_autocast = [&] {
+          at::autocast::set_autocast_enabled(at::kCUDA, true);
+          forward();
+        };
+        EXPECT_THAT(on(2, with_autocast, forward), HasSubstr("checkpoint never, autocast of cuda to Half, but rank 0"));
+        at::autocast::set_autocast_enabled(at::kCUDA, false);
+        const auto scaled = [&](double scale) { subject.step(8, StepOptions().scale(scale)); };
+        EXPECT_THAT(on(
+                        1, [&] { scaled(65536.001); }, [&] { scaled(65536); }),
+                    HasSubstr("step scaled by 65536 of"));
         // One rank leaves its backward out, and makes the next call.
         const auto output = subject.pipe->forward(torch::ones({8, 4})).sum();
         EXPECT_THAT(on(1, step, [&] { output.backward(); }),
@@ -317,6 +337,47 @@ TEST(RanksFailures, CallsDiffer) {
         EXPECT_EQ(message_from(step), "nothing");
       },
       {.ranks = patient(), .limit = seconds(60)});
+}
+
+TEST(RanksFailures, AHookThrows) {
+  expect_job(kRanks, [](const std::shared_ptr<Ranks>& ranks) {
+    Subject subject(ranks);
+    const std::vector<std::function<void()>> calls = {[&] { subject.step(); }, [&] { subject.forward_and_backward(); }};
+    for (int culprit = 0; culprit < kRanks; ++culprit) {
+      for (const auto& call : calls) {
+        SCOPED_TRACE(culprit);
+        const auto parameter = subject.pipe->parameters()[1];
+        const auto hook = parameter.register_hook([&](const Tensor& gradient) {
+          if (ranks->rank() == culprit) throw std::runtime_error("a hook's");
+          return gradient;
+        });
+        EXPECT_THAT(message_from(call), ranks->rank() == culprit ? HasSubstr("a hook's") : HasSubstr("nothing"));
+        parameter.remove_hook(hook);
+        EXPECT_THAT(message_from(call), HasSubstr("the last backward of rank " + std::to_string(culprit) +
+                                                  " ended with an exception, as of a hook, but that of rank "));
+        EXPECT_EQ(message_from(call), "nothing");
+      }
+    }
+    const auto hook = subject.pipe->parameters()[1].register_hook(
+        [](const Tensor&) -> Tensor { throw std::runtime_error("a hook of all ranks"); });
+    EXPECT_THAT(message_from(calls[0]), HasSubstr("a hook of all ranks"));
+    subject.pipe->parameters()[1].remove_hook(hook);
+    EXPECT_EQ(message_from(calls[0]), "nothing");
+  });
+}
+
+TEST(RanksFailures, ARankLeavesOutAMiniBatch) {
+  expect_job(kRanks, [](const std::shared_ptr<Ranks>& ranks) {
+    const auto x = [](int step) { return torch::full({8, 4}, 1.0 + step); };
+    Subject subject(ranks);
+    for (int step = 0; step < 3; ++step) subject.step(x(step));
+    const bool is_late = ranks->rank() == 2;
+    EXPECT_THAT(message_from([&] { subject.step(x(is_late ? 4 : 3)); }),
+                HasSubstr("rank 2 trains on another mini-batch than rank 0, but had the same in the calls before"));
+    // Only rank 0 reads the input.
+    Subject other(new_ranks(kRanks));
+    for (int step = 0; step < 5; ++step) other.step(x(ranks->rank() == 0 ? step : -1));
+  });
 }
 
 TEST(RanksFailures, ARefusedBatchIsRefusedByAll) {

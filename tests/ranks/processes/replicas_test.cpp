@@ -411,6 +411,23 @@ struct Failing : torch::autograd::Function<Failing> {
   }
 };
 
+TEST(RanksReplicas, RefuseOtherParameters) {
+  expect_job(
+      4,
+      [](const auto& ranks) {
+        Pair pair(ranks, plain_model, {3, 4}, GPipeOptions().chunks(2));
+        const auto step = [&] { pair.over->step(inputs(4), targets(4), kMean); };
+        step();
+        if (ranks->rank() == 3) {  // as if it had loaded another snapshot
+          const torch::NoGradGuard no_grad;
+          pair.over->parameters()[1].add_(1);
+        }
+        EXPECT_THAT(error_in(step), HasSubstr("rank 3 trains 4 parameters"));
+        EXPECT_THAT(error_in(step), HasSubstr("but rank 2, with the same stages, trains 4 parameters"));
+      },
+      with_replicas(2));
+}
+
 TEST(RanksReplicas, NameTheFirstFailure) {
   expect_job(
       4,
