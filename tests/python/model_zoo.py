@@ -50,9 +50,25 @@ def segmentation(kind):
     return getattr(library, kind)("resnet18", **small), *images(32)
 
 
-def monai():
+def monai(make, *sizes):
     nets = pytest.importorskip("monai.networks.nets")
-    return nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2), (torch.rand(SAMPLES, 1, 8, 8, 8),), {}
+    return make(nets), (torch.rand(SAMPLES, 1, *sizes),), {}
+
+
+def unetr(nets):
+    pytest.importorskip("einops")
+    small = {"feature_size": 4, "hidden_size": 12, "mlp_dim": 16, "num_heads": 2, "spatial_dims": 2}
+    return nets.UNETR(1, 2, (16, 16), dropout_rate=0.1, **small)
+
+
+def swin_unetr(nets):
+    small = {"feature_size": 12, "depths": (1, 1, 1, 1), "num_heads": (1, 1, 2, 2), "spatial_dims": 2}
+    return nets.SwinUNETR(1, 2, drop_rate=0.1, **small)
+
+
+def segresnet(nets):
+    small = {"init_filters": 8, "blocks_down": (1, 1), "blocks_up": (1,), "in_channels": 1, "out_channels": 2}
+    return nets.SegResNet(dropout_prob=0.2, **small)
 
 
 def bottlenecks(models, layers):
@@ -110,7 +126,10 @@ MODELS = {
     ),
     "unet": lambda: segmentation("Unet"),
     "unet++": lambda: segmentation("UnetPlusPlus"),
-    "unet 3-D": monai,
+    "unet 3-D": lambda: monai(lambda nets: nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2), 8, 8, 8),
+    "unetr": lambda: monai(unetr, 16, 16),
+    "swin unetr": lambda: monai(swin_unetr, 64, 64),
+    "segresnet": lambda: monai(segresnet, 8, 8, 8),
     "UNet2DModel": lambda: diffusers(
         "UNet2DModel", (), ("DownBlock2D", "AttnDownBlock2D"), ("AttnUpBlock2D", "UpBlock2D")
     ),

@@ -81,6 +81,55 @@ def test_any_number_of_samples():
             assert torch.equal(sequence(batch(samples)), make_net().eval()(batch(samples)))
 
 
+class Correlation(nn.Module):
+    """Correlates two maps. Its operators tell one sample from more when they are exported."""
+
+    def __init__(self, result):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 4, 3, padding=1), nn.Linear(4, 4)
+        self.result = result
+
+    def forward(self, x, y):
+        a, b = torch.chunk(self.conv(torch.cat([x, y])), 2)
+        product = torch.matmul(a.view(a.shape[0], 4, 16), b.view(b.shape[0], 4, 16).transpose(1, 2))
+        return self.result(x, x.flatten(1)[:, None, :4] + self.head(product))
+
+
+def test_one_sample_is_taken_where_only_operators_tell_it_from_more():
+    x, y = torch.rand(2, 3, 1, 4, 4).double()
+    model = Correlation(lambda x, output: output).double()
+    pipe = gpipe.GPipe(gpipe.to_sequential(model, x, y), [1, 1], chunks=3)
+    torch.testing.assert_close(pipe((x, y)), model(x, y))
+
+
+def test_one_sample_that_the_code_treats_differently_is_refused():
+    x, y = torch.rand(2, 3, 1, 4, 4).double()
+    model = Correlation(lambda x, output: output if x.squeeze(0).dim() == 4 else 2 * output).double()
+    sequence = gpipe.to_sequential(model, x, y)
+    torch.testing.assert_close(sequence((x, y)), model(x, y))
+    with pytest.raises(ValueError, match="a number of samples with .*, but a micro-batch has 1:"):
+        sequence((x[:1], y[:1]))
+
+
+def test_a_module_with_two_paths():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
+            self.blocks = nn.ModuleList([self.act, nn.Linear(4, 4), self.act])
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            return self.act(x)
+
+    model = Twice().double()
+    sequence = gpipe.to_sequential(model, batch())
+    assert sequence.state_dict().keys() == model.state_dict().keys()
+    for outputs in outputs_in_each_mode(sequence, model, batch()):
+        torch.testing.assert_close(*outputs)
+
+
 def test_modes_are_followed_module_by_module():
     net = make_net()
     net.first.norm.eval()

@@ -17,6 +17,7 @@ from gpipe.exported.modes import combine_modes, evaluation_of
 from gpipe.exported.opaque import kept_whole, whole_modules
 from gpipe.exported.refusals import check_outputs, guards_of, refuse_modules
 from gpipe.exported.tensors import Owned, modes_of, tensors_of_module, tensors_of_program
+from gpipe.exported.trial import mode
 
 __all__ = ["Captured", "capture", "capture_program", "examples_of", "explained"]
 
@@ -31,7 +32,7 @@ class Captured(NamedTuple):
     """Whether each module is in training mode, by path."""
     whole: dict[str, nn.Module]
     """The modules that are kept whole, by path."""
-    guards: list[str]
+    guards: dict[str, bool]
     """Conditions for the number of samples, as :func:`guards_of` returns them."""
 
 
@@ -48,7 +49,7 @@ def capture(
     args, kwargs = examples_of((args, dict(kwargs)))
     programs, calls = [], []
     for training in (True, False):
-        with _mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
+        with mode(module, training), kept_whole(module, whole.values(), args, kwargs), _calls_of(module) as called:
             programs.append(exported(module, args, kwargs))
         calls.append(called)
     own = tensors_of_module(module)
@@ -62,7 +63,8 @@ def capture(
         evaluation = with_names(read_graph(programs[1]), {**names, **renamed})
         check_outputs(graph)
         check_outputs(evaluation)
-        guards = [*dict.fromkeys([*guards_of(graph), *guards_of(evaluation)])]
+        guards, more = guards_of(graph), guards_of(evaluation)
+        guards = {text: guards.get(text, True) and more.get(text, True) for text in {**guards, **more}}
         combined = combine_modes(graph, evaluation, called=calls[0] & calls[1])
         return Captured(combined, tensors, modes_of(module), whole, guards)
 
@@ -136,25 +138,16 @@ def examples_of(arguments: Any) -> Any:
 
 
 @contextmanager
-def _mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Sets the mode of a module and all its submodules for a block."""
-    modes = {each: each.training for each in module.modules()}
-    try:
-        module.train(training)
-        yield
-    finally:
-        for each, mode in modes.items():
-            each.training = mode
-
-
-@contextmanager
 def _calls_of(module: nn.Module) -> Iterator[set[str]]:
     """Collects the paths of the modules that are called in a block."""
     paths: dict[nn.Module, list[str]] = {}
     for path, each in module.named_modules(remove_duplicate=False):
         paths.setdefault(each, []).append(path)
     called: set[str] = set()
-    hooks = [each.register_forward_pre_hook(lambda each, args: called.update(paths[each])) for each in paths]
+    # torch.export passes a stand-in to the hooks if a module of the model has several paths.
+    hooks = [
+        each.register_forward_pre_hook(lambda each, args, own=own: called.update(own)) for each, own in paths.items()
+    ]
     try:
         yield called
     finally:

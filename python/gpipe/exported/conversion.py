@@ -9,18 +9,18 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.export import ExportedProgram, load
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
 from gpipe.exported.calls import ModeError
 from gpipe.exported.capture import Captured, capture, capture_program, examples_of, explained
 from gpipe.exported.code import write
 from gpipe.exported.division import divide
 from gpipe.exported.graph import Value
-from gpipe.exported.layer import Expected, ExportedLayer, Returned
+from gpipe.exported.layer import Expected, ExportedLayer, Returned, holds
 from gpipe.exported.routes import Route, route
 from gpipe.exported.sequence import ExportedSequential
 from gpipe.exported.tensors import Tree, is_inside, nearest
-from gpipe.exported.trial import compare
+from gpipe.exported.trial import agree, compare
 
 __all__ = ["as_sequential", "input_of", "to_sequential"]
 
@@ -61,8 +61,12 @@ def to_sequential(
     training = module.training if isinstance(module, nn.Module) else True
     with explained():
         sequence = _assemble(model, route(model.graph, divide(model.graph)), training)
-    if isinstance(module, nn.Module) and len(set(model.modes.values())) == 2:
-        _try_modes(module, sequence, *examples_of((example_args, example_kwargs)))
+    if isinstance(module, nn.Module):
+        examples = examples_of((example_args, example_kwargs))
+        if len(set(model.modes.values())) == 2:
+            _try_modes(module, sequence, *examples)
+        if not all(holds(guard, 1) for guard in model.guards):
+            _try_one_sample(module, sequence, model.guards, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
 
 
@@ -71,6 +75,19 @@ def _try_modes(module: nn.Module, sequence: nn.Sequential, args: tuple[Any, ...]
     them, calls will raise it too."""
     with suppress(ModeError):
         compare(module, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs)))
+
+
+def _try_one_sample(
+    module: nn.Module, sequence: nn.Sequential, guards: Mapping[str, bool], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
+    that an export computes are strict: they tell strides of one sample from those of more."""
+    first, before = sequence[0], sequence[0]._input
+    first._input = before._replace(
+        guards=[f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
+    )
+    if not agree(module, sequence, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs))):
+        first._input = before
 
 
 def _captured(
@@ -108,7 +125,7 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     inputs, in_spec = tree_flatten(example_input)
     example, *returned = [tree_unflatten(range(spec.num_leaves), spec) for spec in (in_spec, *model.graph.out_specs)]
     shapes = [None if value is None else tuple(value.example.shape[1:]) for value in inputs]
-    expected = Expected(example, shapes, model.guards)
+    expected = Expected(example, shapes, [*model.guards])
     owned, order = _owners(model, routes), list(model.tensors)
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]

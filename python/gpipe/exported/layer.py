@@ -13,7 +13,7 @@ from gpipe.exported.code import Code, load
 from gpipe.skip.layer import Skippable
 from gpipe.skip.namespace import native_namespace
 
-__all__ = ["Expected", "ExportedLayer"]
+__all__ = ["Expected", "ExportedLayer", "holds"]
 
 
 class Expected(NamedTuple):
@@ -51,7 +51,7 @@ class Expected(NamedTuple):
                 )
         samples = next(leaf.shape[0] for leaf in leaves if isinstance(leaf, Tensor))
         for guard in self.guards:
-            if not eval(guard, {"math": math}, {"samples": samples}):
+            if not holds(guard, samples):
                 raise ValueError(
                     f"the model was converted for a number of samples with {guard}, but a micro-batch has {samples}: its "
                     "code depends on that; choose chunks accordingly, or keep the module whole by opaque"
@@ -132,6 +132,11 @@ class ExportedLayer(Skippable):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._prepare()
+
+
+def holds(guard: str, samples: int) -> bool:
+    """Returns whether a number of samples meets a condition."""
+    return bool(eval(guard, {"math": math}, {"samples": samples}))
 
 
 def _in_order_of(example: Any, value: Any) -> Any:

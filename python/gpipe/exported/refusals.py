@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,14 +61,14 @@ def check_outputs(graph: Graph) -> None:
             )
 
 
-def guards_of(graph: Graph) -> list[str]:
+def guards_of(graph: Graph) -> dict[str, bool]:
     """Returns what the export took for granted about the number of samples, as in ``if len(x) > 4``: Python expressions of
-    ``samples``."""
+    ``samples``, each with whether only operators of torch asked for it, not the model's code."""
     import sympy  # type: ignore[import-untyped]  # takes a second, so only here
     from torch.utils._sympy.printers import PythonPrinter
 
     samples = sympy.Symbol("samples", integer=True, positive=True)
-    found: dict[str, None] = {}
+    found: dict[str, bool] = {}
     for value in graph.inputs:
         batch = None if value is None else value.example.shape[0]
         if isinstance(batch, torch.SymInt):
@@ -75,8 +76,19 @@ def guards_of(graph: Graph) -> list[str]:
                 # All inputs have the same number of samples.
                 expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
                 if expression != sympy.true:
-                    found[PythonPrinter().doprint(expression)] = None
-    return list(found)
+                    text = PythonPrinter().doprint(expression)
+                    found[text] = found.get(text, True) and _is_of_operator(guard)
+    return found
+
+
+def _is_of_operator(guard: Any) -> bool:
+    """Returns whether code of torch, not of the model, has added a guard. Of modules and functions, a model may choose."""
+    frame = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+    place = Path(getattr(frame, "filename", ""))
+    return place.is_relative_to(_TORCH) and not place.is_relative_to(_TORCH / "nn")
+
+
+_TORCH = Path(torch.__file__).parent
 
 
 @contextmanager

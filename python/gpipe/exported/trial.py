@@ -10,7 +10,19 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["compare", "unchanged"]
+__all__ = ["agree", "compare", "mode", "unchanged"]
+
+
+@contextmanager
+def mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Sets the mode of a module and all its submodules for a block."""
+    modes = {each: each.training for each in module.modules()}
+    try:
+        module.train(training)
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
 
 
 @contextmanager
@@ -34,15 +46,45 @@ def compare(module: nn.Module, original: Callable[[], Any], converted: Callable[
     Raises:
         ValueError: if they differ.
     """
-    results = []
-    for call in (original, converted):
-        with unchanged(module):
-            torch.manual_seed(0)
-            results.append([*tree_leaves(call()), *(buffer.clone() for buffer in module.buffers())])
-    try:
-        torch.testing.assert_close(*results, equal_nan=True)
-    except AssertionError:
+    if not _equal(_result(module, original), _result(module, converted)):
         raise ValueError(
             "cannot convert the model: some of its modules are in training mode and others in evaluation mode, and the "
             "exports do not show what it computes then; call train() or eval() on the whole model before"
-        ) from None
+        )
+
+
+def agree(module: nn.Module, sequence: nn.Module, original: Callable[[], Any], converted: Callable[[], Any]) -> bool:
+    """Returns whether a model and its sequence do the same in each mode: return equal values, or raise. In one mode, they
+    must return."""
+    returned = False
+    for training in (True, False):
+        results = []
+        with mode(module, training), mode(sequence, training):
+            for call in (original, converted):
+                try:
+                    results.append(_result(module, call))
+                except Exception:
+                    results.append(None)
+        ours, theirs = results
+        if ours is None or theirs is None:
+            if ours is not theirs:
+                return False
+        elif not _equal(ours, theirs):
+            return False
+        else:
+            returned = True
+    return returned
+
+
+def _result(module: nn.Module, call: Callable[[], Any]) -> list[Any]:
+    with unchanged(module):
+        torch.manual_seed(0)
+        return [*tree_leaves(call()), *(buffer.clone() for buffer in module.buffers())]
+
+
+def _equal(ours: list[Any], theirs: list[Any]) -> bool:
+    try:
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
