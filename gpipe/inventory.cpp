@@ -24,7 +24,8 @@ std::string describe_layer(const Layer& layer) {
     for (const auto& tensor : tensors) {
       text << ", " << tensor.key() << " ";
       if (tensor.value().defined()) {
-        text << tensor.value().scalar_type() << tensor.value().sizes();
+        text << tensor.value().scalar_type();
+        tensor.value().is_nested() ? text << "[nested]" : text << tensor.value().sizes();
         if (wants_gradients && !tensor.value().requires_grad()) text << " frozen";
       } else {
         text << "undefined";

@@ -366,7 +366,12 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
                                 tail(stage, micro_batch));
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
   const bool grad = use_ != Pipeline::Use::kForward;
+  const auto parameters = sinks_[stage].parameters().size();
   auto out = cell->forward(std::move(in), {.grad = grad, .recompute = program_->recomputes(stage, micro_batch)});
+  if (pipeline_->peers() != nullptr && sinks_[stage].parameters().size() != parameters) {
+    throw std::runtime_error(
+        "[gpipe] a layer made a parameter in a forward; over ranks, run the model once before the pipeline is made");
+  }
   if (!grad) cell.reset();
   if (stage + 1 == pipeline_->count() && !loss_.function) {
     note_results(out.front().tensors);
@@ -420,6 +425,7 @@ void MiniBatch::run_backward(int stage, int micro_batch, bool split) {
   }
   if (auto& clock = clock_of(stage)) clock->start();
   auto& cell = this->cell(stage, micro_batch);
+  sums_[stage].grow(sinks_[stage].parameters().size());
   auto result =
       split ? cell->backward_inputs(gradients, sums_[stage]) : cell->backward(gradients, retain_graph_, sums_[stage]);
   if (split) {

@@ -55,9 +55,40 @@ class SumsScope {
   std::vector<GradientSink*> sinks_;
 };
 
+// Gives parameters the versions that they had at I, for its lifetime. A later micro-batch of the stage may have written to
+// them. W reads only the other factor of each product, but PyTorch would refuse to run it.
+class VersionScope {
+ public:
+  VersionScope(const std::vector<at::Tensor>& parameters, const std::vector<std::uint32_t>& versions)
+      : parameters_(parameters), present_(versions_of(parameters)) {
+    set(versions);
+  }
+  ~VersionScope() { set(present_); }
+  VersionScope(const VersionScope&) = delete;
+  VersionScope& operator=(const VersionScope&) = delete;
+
+  static std::vector<std::uint32_t> versions_of(const std::vector<at::Tensor>& parameters) {
+    std::vector<std::uint32_t> versions;
+    for (const auto& parameter : parameters) versions.push_back(version_of(parameter));
+    return versions;
+  }
+
+ private:
+  void set(const std::vector<std::uint32_t>& versions) {
+    for (std::size_t i = 0; i < versions.size(); ++i) {
+      if (version_of(parameters_[i]) == versions[i]) continue;
+      auto counter = parameters_[i].unsafeGetTensorImpl()->version_counter();
+      counter.set_version(versions[i]);
+    }
+  }
+
+  const std::vector<at::Tensor>& parameters_;
+  const std::vector<std::uint32_t> present_;
+};
+
 }  // namespace
 
-Cell::Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail)
+Cell::Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail)
     : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch), tail_(std::move(tail)) {}
 
 Cell::~Cell() {
@@ -121,7 +152,8 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
       value = stage_.layers[i]->forward(std::move(value));
     }
   }
-  if (tail_ && !is_checkpointing()) {
+  if (is_checkpointing() && at::GradMode::is_enabled()) keeps_graph_ = sinks_.adopt_new();
+  if (tail_ && (!is_checkpointing() || keeps_graph_)) {
     start(static_cast<int>(stage_.layers.size()));
     const PassScope plain(PassScope::Pass::kPlain);  // it runs once
     value = tail_(std::move(value));
@@ -205,7 +237,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
   if (known) {
     flow.apply(out);
-  } else {
+  } else if (!keeps_graph_) {
     flow.learn(std::move(sources), out);
     drop_graph();
   }
@@ -216,11 +248,17 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
 }
 
 void Cell::recompute(bool retain_graph) {
+  if (keeps_graph_) return;
   const auto in = inputs_->take(retain_graph);
   present_ = stage_.state.hold(stage_, sinks_.own());
   stage_.state.restore(stage_, *before_forward_);
   if (!retain_graph) before_forward_.reset();
+  const auto parameters = sinks_.parameters().size();
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
+  if (sinks_.parameters().size() != parameters) {
+    throw std::runtime_error("[gpipe] a layer of stage " + std::to_string(stage_.index) +
+                             " made a parameter in a forward that is recomputed; repeat the call");
+  }
   stage_.gradient_flow.check(sent_, out);
   inputs_->check_unchanged(in, "during its recompute");
 }
@@ -294,6 +332,7 @@ std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradi
   drop_graph();
   if (!split_) return result;
   if (!split_->end_inputs()) split_.reset();
+  versions_ = VersionScope::versions_of(sinks_.parameters());
   // W will read these gradients, and their receiver may add to them.
   for (auto& of_parcel : result) {
     for (auto& gradient : of_parcel) {
@@ -308,10 +347,12 @@ void Cell::backward_weights(GradientSums& sums) {
   auto weights = split_->take_weights();
   split_.reset();
   std::vector<GradientSums> none;
+  const VersionScope versions(sinks_.parameters(), versions_);
   run_graph(weights, /*retain_graph=*/false, sums, none);
 }
 
 void Cell::drop_graph() {
+  if (keeps_graph_) return;
   for (auto& of_parcel : entry_sinks_) {
     for (auto& sink : of_parcel) sink.reset();
   }

@@ -35,7 +35,7 @@ using Tail = std::function<Value(Value)>;
 class Cell {
  public:
   /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's. `tail` may be empty.
-  Cell(Stage& stage, const ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
+  Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
   /// Ends a recompute whose backward has failed or never ran.
   ~Cell();
 
@@ -47,8 +47,10 @@ class Cell {
 
   /// R. Runs the layers with the inputs and buffers of F. The backward, or the destruction of the cell, restores the
   /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
-  /// up the stored inputs.
-  /// Errors: those of forward(), StoredInputs::take() and GradientFlow::check().
+  /// up the stored inputs. Does nothing if the layers made parameters in F, because they would not make them again: the graph
+  /// of F serves.
+  /// Errors: those of forward(), StoredInputs::take() and GradientFlow::check(); std::runtime_error when the layers made
+  /// parameters in an F without graph.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
@@ -85,7 +87,7 @@ class Cell {
                  std::vector<GradientSums>& entering);
 
   Stage& stage_;
-  const ParameterSinks& sinks_;
+  ParameterSinks& sinks_;
   const std::uint64_t seed_;
   const int micro_batch_;
   const Tail tail_;
@@ -97,11 +99,13 @@ class Cell {
   std::optional<StageState::Moment> present_;         // between R and B or I
   CellMemo memo_;
   std::vector<std::vector<bool>> sent_;  // wants_gradient of the parcels that F returned
+  bool keeps_graph_ = false;             // the layers made parameters in F
 
   // The graph, per parcel and tensor; null or invalid where no gradient flows.
   std::vector<std::vector<std::shared_ptr<GradientSink>>> entry_sinks_;
   std::vector<torch::autograd::edge_list> roots_;
-  std::optional<SplitBackward> split_;  // between I and W
+  std::optional<SplitBackward> split_;   // between I and W
+  std::vector<std::uint32_t> versions_;  // of the parameters, at I
 };
 
 }  // namespace gpipe

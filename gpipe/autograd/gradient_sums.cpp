@@ -25,6 +25,12 @@ at::Tensor unshared(at::Tensor tensor) {
   return shared ? tensor.clone() : std::move(tensor);
 }
 
+void GradientSums::grow(std::size_t count) {
+  if (count <= sums_.size()) return;
+  sums_.resize(count);
+  owned_.resize(count);
+}
+
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
   if (gradient.defined()) sum(index, std::move(gradient));
   if (added_) added_(index);

@@ -20,6 +20,9 @@ class GradientSums {
  public:
   explicit GradientSums(std::size_t count = 0) : sums_(count), owned_(count) {}
 
+  /// Makes sums for more indices, up to `count`.
+  void grow(std::size_t count);
+
   /// Undefined gradients are skipped. A sum without gradients stays undefined.
   void add(std::size_t index, at::Tensor gradient);
   /// Returns the sums and ends their use.

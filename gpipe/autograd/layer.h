@@ -26,14 +26,18 @@ class Layer {
   virtual const std::string& name() const = 0;
   virtual std::shared_ptr<torch::nn::Module> module() const = 0;
 
-  /// The buffers that a module has at one time. A forward may replace them.
+  /// The buffers that a module has at one time, and whether it and its submodules are in training mode. A forward may
+  /// replace the buffers.
   struct Buffers {
     std::vector<at::Tensor> tensors = {};  ///< undefined where a registered name has none
-    /// Makes them the module's buffers again; empty if the module had none. Errors: std::runtime_error when a C++ module has
-    /// replaced a buffer, which cannot be undone.
+    /// Makes them the module's buffers again, and sets the modes of that time. Errors: std::runtime_error when a C++ module
+    /// has replaced a buffer, which cannot be undone.
     std::function<void()> put_back = {};
   };
   virtual Buffers buffers() const;
+
+  /// The parameters that the module has now. A forward may make some.
+  virtual std::vector<at::Tensor> parameters() const { return module()->parameters(); }
 };
 
 /// Returns the name under which a container registers a layer's module: LibTorch allows no dots in it.

@@ -37,10 +37,12 @@ class DistinctTensors {
   std::vector<at::Tensor> tensors_;
 };
 
-// Whether this thread has made a node since its sequence number was `begin`.
-bool made_here(const Node& node, const GradientSink* sink, std::uint64_t begin) {
-  const auto made = sink != nullptr ? sink->made : node.sequence_nr();
-  return node.thread_id() == at::RecordFunction::currentThreadId() && made >= begin;
+// Whether this thread has made a node.
+bool made_here(const Node& node) { return node.thread_id() == at::RecordFunction::currentThreadId(); }
+
+// Whether a node, which this thread has made, is older than its sequence number `begin`.
+bool made_before(const Node& node, const GradientSink* sink, std::uint64_t begin) {
+  return (sink != nullptr ? sink->made : node.sequence_nr()) < begin;
 }
 
 [[noreturn]] void refuse_foreign(const Node& node) {
@@ -86,7 +88,12 @@ std::vector<at::Tensor> Stage::buffers() const {
 bool is_large(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size() >= kLarge; }
 
 ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10::Stream>& stream)
-    : stage_(stage), all_(stage.parameters()), sinks_{make_gradient_sink()} {
+    : stage_(stage),
+      caller_(at::RecordFunction::currentThreadId()),
+      all_(stage.parameters()),
+      sinks_{make_gradient_sink()} {
+  // The engine runs a node on the stream that is current when its input metadata is added.
+  const OptionalStreamScope scope(stream);
   for (std::size_t i = 0; i < all_.size(); ++i) {
     const auto& parameter = all_[i];
     versions_.push_back(others_writes(parameter));
@@ -98,17 +105,34 @@ ParameterSinks::ParameterSinks(Stage& stage, bool grad, const std::optional<c10:
     }
     if (stage.borrows(i)) continue;
     has_sink_.back() = true;
-    parameters_.push_back(parameter);
-    accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameter));
+    add_sink(parameter, is_large(parameter));
   }
-  // The engine runs a node on the stream that is current when its input metadata is added.
-  const OptionalStreamScope scope(stream);
-  for (std::size_t i = 0; i < parameters_.size(); ++i) {
-    auto sink = is_large(parameters_[i]) ? sinks_.emplace_back(make_gradient_sink()) : sinks_.front();
-    sink->indices.push_back(i);
-    const auto input = sink->add_input_metadata(parameters_[i]);
-    edges_.emplace(accumulators_[i].get(), torch::autograd::Edge(std::move(sink), input));
+}
+
+void ParameterSinks::add_sink(const at::Tensor& parameter, bool of_its_own) {
+  auto sink = of_its_own ? sinks_.emplace_back(make_gradient_sink()) : sinks_.front();
+  sink->indices.push_back(parameters_.size());
+  const auto input = sink->add_input_metadata(parameter);
+  parameters_.push_back(parameter);
+  accumulators_.push_back(torch::autograd::impl::grad_accumulator(parameter));
+  edges_.emplace(accumulators_.back().get(), torch::autograd::Edge(std::move(sink), input));
+}
+
+bool ParameterSinks::adopt_new() {
+  absl::flat_hash_set<const c10::TensorImpl*> known;
+  for (const auto& parameter : all_) known.insert(parameter.unsafeGetTensorImpl());
+  const auto before = all_.size();
+  for (const auto& layer : stage_.layers) {
+    for (const auto& parameter : layer->parameters()) {
+      if (!parameter.requires_grad() || !known.insert(parameter.unsafeGetTensorImpl()).second) continue;
+      all_.push_back(parameter);
+      own_.push_back(parameter);
+      versions_.push_back(others_writes(parameter));
+      has_sink_.push_back(true);
+      add_sink(parameter, /*of_its_own=*/true);  // the graphs of other cells may lead to the shared one
+    }
   }
+  return all_.size() > before;
 }
 
 std::uint32_t ParameterSinks::others_writes(const at::Tensor& parameter) const {
@@ -142,7 +166,7 @@ OwnWrites::OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterSink
 OwnWrites::~OwnWrites() {
   for (std::size_t s = 0; s < stages_.size(); ++s) {
     const auto& parameters = sinks_[s].all();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (std::size_t i = 0; i < versions_[s].size(); ++i) {
       if (stages_[s].borrows(i)) continue;
       const auto writes = version_of(parameters[i]) - versions_[s][i];
       if (writes != 0) stages_[s].own_writes[parameters[i].unsafeGetTensorImpl()] += writes;
@@ -160,7 +184,7 @@ GradientsAside::GradientsAside(const std::vector<ParameterSinks>& sinks) : sinks
 GradientsAside::~GradientsAside() {
   for (std::size_t s = 0; s < before_.size(); ++s) {
     const auto& parameters = sinks_[s].parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) parameters[i].mutable_grad() = std::move(before_[s][i]);
+    for (std::size_t i = 0; i < before_[s].size(); ++i) parameters[i].mutable_grad() = std::move(before_[s][i]);
   }
 }
 
@@ -173,8 +197,7 @@ void GradientsAside::move_to(std::vector<GradientSums>& sums) const {
   }
 }
 
-void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin,
-                              const std::vector<Borrowed>& borrowed) const {
+void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed) {
   // Where an edge to a parameter's accumulator shall lead; invalid for other nodes.
   const auto end_of = [&](const Node* accumulator) {
     if (const auto found = edges_.find(accumulator); found != edges_.end()) return found->second;
@@ -187,6 +210,7 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin,
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
   std::vector<const torch::autograd::AccumulateGrad*> leaves;
+  const Node* of_other_thread = nullptr;
   const auto visit = [&](Node* node) {
     if (seen.insert(node).second) pending.push_back(node);
   };
@@ -202,19 +226,29 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin,
       const bool inner = edge.function->num_outputs() > 0;
       const auto* sink = inner ? nullptr : dynamic_cast<GradientSink*>(edge.function.get());
       if (inner || sink != nullptr) {
-        if (!made_here(*edge.function, sink, begin)) refuse_foreign(*edge.function);
-        visit(edge.function.get());
-      } else if (const auto end = end_of(edge.function.get()); end.is_valid()) {
+        auto& next = *edge.function;
+        if (made_here(next) ? made_before(next, sink, begin) : sink != nullptr || next.thread_id() == caller_) {
+          refuse_foreign(next);
+        }
+        if (!made_here(next)) of_other_thread = &next;
+        visit(&next);
+        continue;
+      }
+      auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
+      auto end = end_of(edge.function.get());
+      if (!end.is_valid() && leaf != nullptr && adopt_new()) end = end_of(leaf);
+      if (end.is_valid()) {
         edge = end;
         // The node of an in-place operation on a view forwards to the operation's own node: keep their edges equal.
         if (auto* slices = dynamic_cast<torch::autograd::CopySlices*>(node)) {
           slices->fn->set_next_edge(i, edge);
         }
-      } else if (const auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get())) {
+      } else if (leaf != nullptr) {
         if (std::find(leaves.begin(), leaves.end(), leaf) == leaves.end()) leaves.push_back(leaf);
       }
     }
   }
+  if (of_other_thread != nullptr && !leaves.empty()) refuse_foreign(*of_other_thread);
   for (const auto* leaf : leaves) {
     if (stage_.leaves.find(leaf->variable) != nullptr) refuse_leaf(*leaf);
     stage_.leaves.insert(leaf->variable, {});

@@ -85,11 +85,14 @@ class ParameterSinks {
   const std::vector<std::shared_ptr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
-  /// thread must have built it since its sequence number was `begin`. Errors: std::invalid_argument when the graph reaches
-  /// another graph, or a leaf that is not a parameter of the stage and was used by an earlier cell too, because gradients
-  /// would be lost there. (A layer may make a leaf in its forward and differentiate by it; only one cell uses such a leaf.)
-  void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin,
-                const std::vector<Borrowed>& borrowed) const;
+  /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead to
+  /// inputs and parameters only. Errors: std::invalid_argument when the graph reaches another graph, or a leaf that is not a
+  /// parameter of the stage and was used by an earlier cell too, because gradients would be lost there. (A layer may make a
+  /// leaf in its forward and differentiate by it; only one cell uses such a leaf.)
+  void redirect(const torch::autograd::edge_list& roots, std::uint64_t begin, const std::vector<Borrowed>& borrowed);
+
+  /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
+  bool adopt_new();
 
   /// Whether each parameter of the stage has a sink.
   const std::vector<bool>& has_sink() const { return has_sink_; }
@@ -107,14 +110,16 @@ class ParameterSinks {
  private:
   std::uint32_t others_writes(const at::Tensor& parameter) const;
   std::vector<at::Tensor> select(const std::vector<std::size_t>& indices) const;
+  void add_sink(const at::Tensor& parameter, bool of_its_own);
 
   Stage& stage_;
+  const std::uint64_t caller_;  // the thread that made this
   std::vector<at::Tensor> all_;
   std::vector<at::Tensor> own_;
   std::vector<std::uint32_t> versions_;  // without the stage's own writes
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves the small parameters
+  std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves the small ones known from the beginning
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };

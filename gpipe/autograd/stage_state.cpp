@@ -32,9 +32,11 @@ class WithoutModes {
   ModeStack modes_;
 };
 
-// The tensor's memory; null if it has none of its own.
+// The tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
 const void* memory_of(const at::Tensor& tensor) {
-  if (!tensor.has_storage()) return nullptr;
+  if (tensor.is_sparse()) return memory_of(tensor._values());
+  if (tensor.is_sparse_csr()) return memory_of(tensor.values());
+  if (!tensor.has_storage() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) return nullptr;
   return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
 }
 

@@ -149,6 +149,7 @@ at::Tensor copy_of(const at::Tensor& tensor) { return copy_of(tensor, tensor.dev
 
 void overwrite(const at::Tensor& to, const at::Tensor& from) {
   at::NoGradGuard no_grad;
+  if (to.is_sparse()) return to.set_data(copy_of(from));  // has no memory that an alias shares
   const auto data = to.variable_data();
   has_plain_memory(to) ? without_repeats(data).copy_(without_repeats(from)) : data.copy_(from);
 }

@@ -109,6 +109,18 @@ void set_items(PyObject* dict, PyObject* items) {
   if (items != nullptr && PyDict_Update(dict, items) != 0) throw py::error_already_set();
 }
 
+/// Whether a module is in training mode: True or False. Null if it has no mode.
+PyObject* mode_of(PyObject* module) {
+  const auto mode = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "training"));
+  if (!mode) PyErr_Clear();
+  return mode.ptr() == Py_True || mode.ptr() == Py_False ? mode.ptr() : nullptr;
+}
+
+void set_mode(PyObject* module, PyObject* mode) {
+  if (mode == nullptr || mode_of(module) == mode) return;
+  if (PyObject_SetAttrString(module, "training", mode) != 0) throw py::error_already_set();
+}
+
 bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),
                     [](const auto& left, const auto& right) { return left.is_same(right); });
@@ -132,12 +144,13 @@ void PythonLayer::find_places(PyObject* module, Places& places) {
   const auto children = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "_modules"));
   if (!buffers || !children) throw py::error_already_set();
   if (py::isinstance<py::dict>(buffers)) {
-    place = {reference_to(buffers.ptr()), reference_to(children.ptr()), PyDict_Size(children.ptr()), {}};
+    place = {nullptr, reference_to(buffers.ptr()), reference_to(children.ptr()), PyDict_Size(children.ptr()), {}};
   } else {
     for_each(module, "_buffers", [&](PyObject*, PyObject* buffer) {
       if (THPVariable_Check(buffer)) place.scripted.push_back(THPVariable_Unpack(buffer));
     });
   }
+  place.module = reference_to(module);
   for_each(module, "_modules", [&](PyObject*, PyObject* child) { find_places(child, places); });
 }
 
@@ -149,9 +162,10 @@ std::shared_ptr<torch::nn::Module> PythonLayer::module() const {
 }
 
 bool PythonLayer::refresh() {
+  std::shared_ptr<const Places> old;  // destroyed without the lock
   {
     MutexLock lock(mutex_);
-    places_ = nullptr;
+    old.swap(places_);
   }
   auto tensors = tensors_of(module_.get());
   if (same(tensors.parameters, mirrored_.parameters) && same(tensors.buffers, mirrored_.buffers)) return false;
@@ -174,8 +188,9 @@ std::shared_ptr<const PythonLayer::Places> PythonLayer::places() const {
   if (fits) return known;
   auto found = std::make_shared<Places>();  // a forward may have made a submodule
   find_places(module_.get(), *found);
+  known = found;
   MutexLock lock(mutex_);
-  places_ = found;
+  known.swap(places_);  // destroyed without the lock
   return found;
 }
 
@@ -184,7 +199,9 @@ Layer::Buffers PythonLayer::buffers() const {
   const auto places = this->places();
   Buffers buffers;
   std::vector<Reference> dicts;  // a copy of each place's dict; null for an empty one
-  for (const auto& [dict, children, count, scripted] : *places) {
+  std::vector<PyObject*> modes;
+  for (const auto& [module, dict, children, count, scripted] : *places) {
+    modes.push_back(mode_of(module.get()));
     buffers.tensors.insert(buffers.tensors.end(), scripted.begin(), scripted.end());
     dicts.emplace_back();
     if (dict == nullptr || PyDict_Size(dict.get()) == 0) continue;
@@ -196,17 +213,31 @@ Layer::Buffers PythonLayer::buffers() const {
       buffers.tensors.push_back(THPVariable_Check(buffer) ? THPVariable_Unpack(buffer) : at::Tensor());
     }
   }
-  buffers.put_back = [places, dicts = std::move(dicts)] {
+  buffers.put_back = [places, dicts = std::move(dicts), modes = std::move(modes)] {
     const Section section;
     for (std::size_t i = 0; i < dicts.size(); ++i) {
-      if ((*places)[i].buffers) set_items((*places)[i].buffers.get(), dicts[i].get());
+      const auto& place = (*places)[i];
+      set_mode(place.module.get(), modes[i]);
+      if (place.buffers) set_items(place.buffers.get(), dicts[i].get());
     }
   };
   return buffers;
 }
 
+std::vector<at::Tensor> PythonLayer::parameters() const {
+  const Section section;
+  return tensors_of(module_.get()).parameters;
+}
+
 void PythonLayer::check_not_replaced() const {
-  if (same(tensors_of(module_.get()).parameters, mirrored_.parameters)) return;
+  const auto present = tensors_of(module_.get()).parameters;
+  auto found = present.begin();
+  const auto& mirrored = mirrored_.parameters;
+  const bool all_found = std::all_of(mirrored.begin(), mirrored.end(), [&](const at::Tensor& parameter) {
+    found = std::find_if(found, present.end(), [&](const at::Tensor& each) { return each.is_same(parameter); });
+    return found != present.end();
+  });
+  if (all_found) return;
   throw std::runtime_error("[gpipe] the forward cannot be recomputed: parameters of layer '" + name_ +
                            "' were replaced between the forward and its backward, as torch.func.functional_call does; "
                            "use checkpoint='never'");
@@ -216,6 +247,18 @@ int PythonLayer::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
   if (const int result = visit(module_.get()); result != 0) return result;
   for (const auto& skip : skips_) {
     if (const int result = visit(skip.module.get()); result != 0) return result;
+  }
+  std::shared_ptr<const Places> places;
+  {
+    MutexLock lock(mutex_);
+    places = places_;
+  }
+  if (!places) return 0;
+  for (const auto& place : *places) {
+    for (const auto* held : {&place.module, &place.buffers, &place.children}) {
+      if (*held == nullptr) continue;
+      if (const int result = visit(held->get()); result != 0) return result;
+    }
   }
   return 0;
 }

@@ -42,15 +42,17 @@ class PythonLayer : public Layer {
   const std::string& name() const override { return name_; }
   /// The mirror. Thread-safe.
   std::shared_ptr<torch::nn::Module> module() const override;
-  /// The buffers that the module and its submodules have now. Thread-safe.
+  /// The buffers and modes that the module and its submodules have now. Thread-safe.
   Buffers buffers() const override;
+  /// The parameters that the module and its submodules have now. Thread-safe.
+  std::vector<at::Tensor> parameters() const override;
 
   /// Reads the module's parameters and buffers. If any has been replaced, makes a new mirror: a forward or backward in
   /// progress continues with the old one. Returns whether it made one. REQUIRES: the interpreter's lock.
   bool refresh();
 
-  /// Errors: std::runtime_error if a parameter of the module was replaced after the last refresh(). REQUIRES: the
-  /// interpreter's lock.
+  /// Errors: std::runtime_error if a parameter of the module was replaced after the last refresh(), except by the making of
+  /// more. REQUIRES: the interpreter's lock.
   void check_not_replaced() const;
 
   /// Calls visit(object) for each Python object that the layer owns, until a call returns a value other than 0. Returns
@@ -58,8 +60,9 @@ class PythonLayer : public Layer {
   int traverse(absl::FunctionRef<int(PyObject*)> visit) const;
 
  private:
-  /// Where a module stores its buffers.
+  /// A module, and where it stores its buffers.
   struct Place {
+    Reference module;
     Reference buffers;                 ///< its dict of buffers; null for a scripted module, which cannot replace them
     Reference children;                ///< its dict of submodules; null for a scripted module
     Py_ssize_t count = 0;              ///< of submodules

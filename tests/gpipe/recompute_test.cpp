@@ -162,21 +162,94 @@ TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
   EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), expected.expand({6, 6})));
 }
 
-TEST(Recompute, KeepsExpandedSparseAndLargeBuffers) {
-  struct TablesImpl : torch::nn::Module {
-    TablesImpl() {
-      register_module("linear", linear);
-      register_buffer("expanded", torch::ones({1, 6}).expand({20000, 6}));
-      register_buffer("sparse", torch::eye(6).to_sparse());
-      register_buffer("large_sparse",
-                      torch::sparse_coo_tensor(torch::zeros({1, 30000}, torch::kLong), torch::ones({30000}), {9}));
-    }
-    Tensor forward(Tensor x) { return linear(x) * named_buffers()["expanded"][0]; }
-    Linear linear{6, 6};
-  };
+/// Scales by an expanded buffer, and by sparse and nested ones that it changes, small and large.
+struct TablesImpl : torch::nn::Module {
+  Tensor forward(Tensor x) {
+    for (const auto& table : {small, sparse, rows, nested, wide}) table.detach().mul_(1.1);
+    return linear(x) * (expanded[0] + small.to_dense()[0] + sparse.to_dense() + rows.to_dense()[0] +
+                        nested.unbind()[0] + wide.unbind()[0]);
+  }
+  static Tensor nested_tensor(std::int64_t length) {
+    return at::_nested_tensor_from_tensor_list({torch::ones({6}), torch::ones({length})});
+  }
+  Linear linear = register_module("linear", Linear(6, 6));
+  Tensor expanded = register_buffer("expanded", torch::ones({1, 6}).expand({20000, 6}));
+  Tensor small = register_buffer("small", torch::eye(6).to_sparse());
+  Tensor sparse = register_buffer(
+      "sparse", torch::sparse_coo_tensor(torch::arange(30000).remainder(6).unsqueeze(0), torch::ones({30000}), {6}));
+  Tensor rows = register_buffer("rows", torch::eye(6).repeat({3000, 1}).to_sparse_csr());
+  Tensor nested = register_buffer("nested", nested_tensor(3));
+  Tensor wide = register_buffer("wide", nested_tensor(30000));
+};
+
+TEST(Recompute, ReadsBuffersOfEveryLayout) {
+  const auto x = torch::randn({6, 6});
+  auto alone = std::make_shared<TablesImpl>();
+  for (int call = 0; call < 2; ++call) {
+    for (const auto& part : x.chunk(3)) alone->forward(part).sum().backward();
+  }
   for (const auto checkpoint : kModes) {
-    GPipe pipe(Sequential(std::make_shared<TablesImpl>()), {1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
-    for (int call = 0; call < 2; ++call) EXPECT_NO_THROW(pipe->forward(torch::randn({4, 6})).sum().backward());
+    auto layer = std::make_shared<TablesImpl>();
+    GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    for (int call = 0; call < 2; ++call) pipe->forward(x).sum().backward();
+    EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), alone->linear->weight.grad())) << to_string(checkpoint);
+    EXPECT_TRUE(torch::allclose(layer->sparse.to_dense(), alone->sparse.to_dense()));
+    EXPECT_TRUE(torch::allclose(layer->wide.unbind()[0], alone->wide.unbind()[0]));
+  }
+}
+
+TEST(Recompute, RunsInTheModesOfItsForward) {
+  const auto x = torch::randn({6, 6});
+  std::vector<std::vector<Tensor>> results;
+  for (const auto checkpoint : kModes) {
+    torch::manual_seed(0);
+    auto norm = torch::nn::BatchNorm1d(6);
+    NestedSequential inner{{"linear", Linear(6, 6)}, {"norm", norm}, {"drop", torch::nn::Dropout(0.5)}};
+    auto last = torch::nn::Dropout(0.5);
+    Sequential model(Linear(6, 6), inner, last);
+    GPipe pipe(model, {1, 2}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    norm->eval();
+    const auto loss = pipe->forward(x).pow(2).sum();
+    pipe->eval();
+    norm->train();
+    loss.backward();
+    EXPECT_TRUE(norm->is_training());
+    EXPECT_FALSE(inner->is_training());
+    EXPECT_FALSE(last->is_training());
+    auto& result = results.emplace_back(copies(model->buffers()));
+    for (const auto& parameter : model->parameters()) result.push_back(parameter.grad());
+    EXPECT_TRUE(same(result, results.front())) << to_string(checkpoint);
+  }
+}
+
+/// Makes its linear layer in its first forward, and drops some of its outputs.
+struct GrowingImpl : torch::nn::Module {
+  Tensor forward(Tensor x) {
+    if (!linear) linear = register_module("linear", Linear(6, 6));
+    return torch::dropout(linear(x), 0.5, is_training());
+  }
+  Linear linear = nullptr;
+};
+
+TEST(Recompute, IsLeftOutIfTheForwardMadeParameters) {
+  const auto loss = [](const Value& output, const Value&) { return output.tensor().pow(2).sum(); };
+  const auto x = torch::randn({6, 6});
+  std::vector<std::vector<Tensor>> results;
+  for (const bool step : {false, true}) {
+    for (const auto checkpoint : kModes) {
+      SCOPED_TRACE(std::string(to_string(checkpoint)) + (step ? " step" : ""));
+      torch::manual_seed(0);
+      Sequential model(std::make_shared<GrowingImpl>(), std::make_shared<GrowingImpl>());
+      GPipe pipe(model, {1, 1}, GPipeOptions().chunks(3).checkpoint(checkpoint).schedule("zb_h1"));
+      for (int call = 0; call < 2; ++call) {
+        if (step) pipe->step(Value(x), Value(x), loss, StepOptions().reduction(Reduction::kSum));
+        if (!step) pipe->forward(x).pow(2).sum().backward();
+      }
+      auto& result = results.emplace_back();
+      for (const auto& parameter : model->parameters()) result.push_back(parameter.grad());
+      ASSERT_EQ(result.size(), 4);
+      for (std::size_t i = 0; i < 4; ++i) EXPECT_TRUE(torch::allclose(result[i], results.front()[i]));
+    }
   }
 }
 

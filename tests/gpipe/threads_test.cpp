@@ -69,6 +69,44 @@ TEST(Threads, BeginAndEndWithThePipeline) {
   EXPECT_EQ(thread_count(), threads);
 }
 
+TEST(Threads, MayBeALayersOwn) {
+  struct ParallelImpl : torch::nn::Module {
+    Tensor forward(Tensor x) {
+      Tensor first;
+      std::thread([&] { first = one(x).tanh(); }).join();
+      return first + other(x);
+    }
+    Linear one = register_module("one", Linear(6, 6));
+    Linear other = register_module("other", Linear(6, 6));
+  };
+  const auto x = torch::randn({6, 6});
+  for (const auto checkpoint : kModes) {
+    Sequential model(Linear(6, 6), std::make_shared<ParallelImpl>());
+    model->forward(x).sum().backward();
+    std::vector<Tensor> expected;
+    for (const auto& parameter : model->parameters()) expected.push_back(parameter.grad() * 2);
+    model->zero_grad();
+    GPipe pipe(model, {1, 1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
+    for (int call = 0; call < 2; ++call) pipe->forward(x).sum().backward();
+    for (std::size_t i = 0; i < expected.size(); ++i) {
+      EXPECT_TRUE(torch::allclose(model->parameters()[i].grad(), expected[i], 1e-4, 1e-5)) << to_string(checkpoint);
+    }
+  }
+}
+
+TEST(Threads, OfALayerKeepNoGraphBetweenMicroBatches) {
+  struct KeepsImpl : torch::nn::Module {
+    Tensor forward(Tensor x) {
+      if (!kept.defined()) std::thread([&] { kept = weight * 2; }).join();
+      return x * kept;
+    }
+    Tensor weight = register_parameter("weight", torch::ones({6}));
+    Tensor kept;
+  };
+  GPipe pipe(Sequential(std::make_shared<KeepsImpl>()), {1}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kNever));
+  EXPECT_THAT([&] { pipe->forward(torch::ones({2, 6})); }, throws<std::invalid_argument>("was built outside"));
+}
+
 TEST(Threads, LastUntilTheBackwardOfADestroyedPipeline) {
   auto model = mlp();
   Tensor loss;

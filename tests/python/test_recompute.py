@@ -134,6 +134,107 @@ def test_recomputes_use_the_buffers_before_their_forward_replaced_them():
     assert expected[-1].shape == (8,)
 
 
+TABLES = {
+    "expanded": lambda: torch.ones(1, 8).expand(20000, 8),
+    "sparse": lambda: torch.sparse_coo_tensor(torch.arange(30000)[None] % 8, torch.ones(30000), (8,)),
+    "sparse rows": lambda: torch.eye(8).repeat(2000, 1).to_sparse_csr(),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(30000)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.ones(8), torch.ones(30000)], layout=torch.jagged),
+}
+
+
+class Table(nn.Module):
+    """Multiplies by a row of a buffer, which each forward may scale."""
+
+    def __init__(self, table, factor):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.factor = factor
+        self.register_buffer("table", table)
+
+    def row(self):
+        if self.table.is_nested:
+            return self.table.unbind()[0].clone()
+        dense = self.table.to_dense() if self.table.layout != torch.strided else self.table
+        return dense.reshape(-1)[:8].clone()
+
+    def forward(self, x):
+        if self.factor != 1:
+            self.table.mul_(self.factor)
+        return self.linear(x) * self.row()
+
+
+@pytest.mark.filterwarnings("ignore:.*(Nested|CSR).*")
+@pytest.mark.parametrize("factor", [1, 2])
+@pytest.mark.parametrize("kind", TABLES)
+def test_recomputes_read_buffers_of_every_layout(kind, factor):
+    if kind == "expanded" and factor != 1:
+        pytest.skip("PyTorch writes to no expanded tensor")
+    alone, x = Table(TABLES[kind](), factor), torch.rand(6, 8)
+    for _ in range(2):
+        for part in x.chunk(3):
+            alone(part).sum().backward()
+    for mode in MODES:
+        layer = Table(TABLES[kind](), factor)
+        pipe = gpipe.GPipe(nn.Sequential(layer), [1], chunks=3, checkpoint=mode)
+        for _ in range(2):
+            pipe(x).sum().backward()
+        torch.testing.assert_close(layer.linear.weight.grad, alone.linear.weight.grad)
+        assert torch.equal(layer.row(), alone.row())
+
+
+def test_recomputes_run_in_the_modes_of_their_forward():
+    def step(mode):
+        torch.manual_seed(0)
+        inner = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), inner, nn.Dropout(0.5)), [1, 2], chunks=3, checkpoint=mode)
+        inner[1].eval()
+        loss = pipe(torch.rand(6, 8)).square().sum()
+        pipe.eval()
+        inner[1].train()
+        loss.backward()
+        assert [each.training for each in (inner, *inner, pipe[2])] == [False, False, True, False, False]
+        return [parameter.grad for parameter in pipe.parameters()] + [buffer.clone() for buffer in pipe.buffers()]
+
+    for mode in MODES:
+        assert same(step(mode), step("never"))
+
+
+class Grows(nn.Module):
+    """Makes a submodule in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = None
+
+    def forward(self, x):
+        if self.body is None:
+            self.body = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+        return nn.functional.dropout(self.body(x), 0.5)
+
+
+@pytest.mark.parametrize("schedule", [None, "1f1b", "zb_h1"])
+def test_submodules_may_be_made_in_the_first_forward(schedule):
+    def step(mode):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), Grows(), Grows())
+        pipe = gpipe.GPipe(model, [2, 1], chunks=3, checkpoint=mode, schedule=schedule or "gpipe")
+        x, optimizer = torch.rand(12, 8), None
+        for _ in range(3):
+            if schedule is None:
+                pipe(x).square().mean().backward()
+            else:
+                pipe.step(x, torch.zeros(12, 8), nn.functional.mse_loss)
+            optimizer = optimizer or torch.optim.SGD(pipe.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert len(list(pipe.parameters())) == 10
+        return list(pipe.state_dict().values())
+
+    for mode in MODES:
+        torch.testing.assert_close(step(mode), step("never"))
+
+
 class Fails(nn.Module):
     def forward(self, x):
         raise ArithmeticError("on purpose")

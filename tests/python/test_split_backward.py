@@ -113,6 +113,19 @@ def attention():
     return nn.TransformerEncoderLayer(WIDE, 4, dim_feedforward=WIDE, dropout=0.1, batch_first=True)
 
 
+class OwnWriter(nn.Module):
+    """Scales its weight before it uses it, so a later micro-batch changes the weight before W."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDE, WIDE)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.linear.weight.mul_(0.9)
+        return self.linear(x)
+
+
 LAYERS = {
     "custom": Custom,
     "tied": Tied,
@@ -145,6 +158,22 @@ def test_gradients_equal_those_of_whole_backwards(layer, mode):
     for schedule in ("zb_h1", "zb_h2"):
         for got, want in zip(step(LAYERS[layer], schedule, mode), expected, strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_the_last_stage_may_write_to_its_weight(mode):
+    def step(schedule):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh(), OwnWriter())
+        pipe = gpipe.GPipe(model, [2, 1], devices=["cpu", "cpu"], chunks=3, checkpoint=mode, schedule=schedule)
+        for _ in range(2):
+            pipe.step(torch.randn(SAMPLES, WIDE), torch.zeros(SAMPLES, WIDE), nn.functional.mse_loss)
+        weight = model[2].linear.weight
+        return [weight, weight._version, *(parameter.grad for parameter in model.parameters())]
+
+    expected = step("1f1b")
+    for schedule in ("zb_h1", "zb_h2"):
+        torch.testing.assert_close(step(schedule), expected, rtol=0, atol=0)
 
 
 def test_a_reentrant_checkpoint_adds_its_gradients_once():

@@ -82,7 +82,8 @@ def _try_one_sample(
 ) -> None:
     """Lets one sample through where only operators exclude it, if the module and the sequence agree about it. The shapes
     that an export computes are strict: they tell strides of one sample from those of more."""
-    first, before = sequence[0], sequence[0]._input
+    first: Any = sequence[0]
+    before = first._input
     first._input = before._replace(
         guards=[f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
     )

@@ -58,7 +58,7 @@ def agree(module: nn.Module, sequence: nn.Module, original: Callable[[], Any], c
     must return."""
     returned = False
     for training in (True, False):
-        results = []
+        results: list[list[Any] | None] = []
         with mode(module, training), mode(sequence, training):
             for call in (original, converted):
                 try:
