@@ -235,6 +235,24 @@ def test_submodules_may_be_made_in_the_first_forward(schedule):
         torch.testing.assert_close(step(mode), step("never"))
 
 
+def test_a_submodule_made_in_a_later_forward_fails_that_call():
+    class GrowsLater(Grows):
+        grows = False
+
+        def forward(self, x):
+            return super().forward(x) if self.grows else x * 1
+
+    layer, x = GrowsLater(), torch.rand(6, 8)
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), layer), [1, 1], chunks=3, checkpoint="always")
+    pipe(x).sum().backward()
+    layer.grows = True
+    loss = pipe(x).sum()
+    with pytest.raises(RuntimeError, match="stage 1 made a parameter in a forward that is recomputed; repeat the call"):
+        loss.backward()
+    pipe(x).sum().backward()
+    assert layer.body[0].weight.grad is not None
+
+
 class Fails(nn.Module):
     def forward(self, x):
         raise ArithmeticError("on purpose")
