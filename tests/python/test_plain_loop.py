@@ -1,17 +1,27 @@
 """Generated pipelines equal a plain loop over the layers, micro-batch by micro-batch, with PyTorch's autograd in
-float64."""
+float64. For more cases:
 
+    GPIPE_GENERATED_CASES=5000 GPIPE_GENERATED_SEED=1000 pytest test_plain_loop.py
+"""
+
+import contextlib
+import copy
 import dataclasses
+import os
 import random
+import threading
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
 import gpipe
 from generated_layers import IN_PLACE, POPS, RANDOM, SHARES, STASHES, TOGETHER, UNITS, WIDTH, Skips
+from generated_states import CONTEXT, FORWARD_ONLY, NOT_YET, STATES, Draw
 
-CASES = 120
+CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 0))  # 0: as many as each test says
+SEED = int(os.environ.get("GPIPE_GENERATED_SEED", 0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +36,33 @@ class Spec:
     twice: bool = False
     schedule: str = ""  # of step(); "" for forward() and backward()
     stages_per_worker: int = 1
+    input: str = ""  # of INPUTS
+    between: str = ""  # what happens between a forward and its backward: of BETWEEN
 
 
 ONE_PER_WORKER = {"1f1b", "zb_h1", "zb_h2"}
 V = {"zb_v", "v_half", "v_min", "dualpipe_v"}
 
 
-def generate(rng, units, steps):
-    units = sorted(units)
-    uses = [(rng.choice(units), rng.randrange(4), None) for _ in range(rng.randint(1, 6))]
+INPUTS = {
+    "": lambda leaf: leaf,
+    "expanded": lambda leaf: leaf[:1].expand_as(leaf),
+    "strided": lambda leaf: torch.cat([leaf, leaf], 1)[:, 1:-3],
+    "transposed": lambda leaf: leaf.t().contiguous().t(),
+    "without gradient": lambda leaf: leaf.detach(),
+    "used elsewhere": lambda leaf: leaf + 0,
+}
+
+
+def allowed(names):
+    return sorted(names.keys() - NOT_YET)
+
+
+def generate(rng, units, steps, states):
+    units, states = sorted(units), sorted(states)
+    uses = [(rng.choice(units), rng.randrange(4), None) for _ in range(rng.randint(0 if states else 1, 6))]
+    for _ in range(rng.randint(1, 3) if states else 0):
+        uses.insert(rng.randint(0, len(uses)), (rng.choice(states), rng.randrange(96), None))
     for skip in range(max(0, rng.randint(-1, 2))):
         first = rng.randint(0, len(uses))
         uses.insert(first, (rng.choice(sorted(STASHES)), rng.randrange(4), skip))
@@ -52,6 +80,8 @@ def generate(rng, units, steps):
         twice=not steps and rng.random() < 0.25,
         schedule=schedule,
         stages_per_worker=per_worker,
+        input=rng.choice(allowed(INPUTS)) if states else "",
+        between=rng.choice(allowed(BETWEEN)) if states and not steps else "",
     )
 
 
@@ -74,9 +104,12 @@ def build(spec, *, plain):
     skips = Skips(plain)
     layers, blocks = [], []
     for name, variant, skip in spec.uses:
-        unit = {**UNITS, **RANDOM}[name](variant) if skip is None else [skips.end(name, skip, variant)]
+        unit = {**UNITS, **RANDOM, **STATES}[name](variant) if skip is None else [skips.end(name, skip, variant)]
         layers += unit
         blocks += [len(unit)] if name in TOGETHER else [1] * len(unit)
+    if spec.between == "failed call":
+        layers.append(Fails())
+        blocks.append(1)
     return nn.Sequential(*layers), blocks
 
 
@@ -102,16 +135,101 @@ def gradient_of(y):
     return torch.arange(y.numel()).double().sin().view_as(y)
 
 
-def backward(spec, forward):
-    """Returns a function that runs a forward and its backward, and returns the output."""
+class Fails(nn.Module):
+    """Fails on demand."""
 
-    def run(x):
-        y = forward(x)
-        if y.requires_grad:
-            y.backward(gradient_of(y), retain_graph=spec.twice)
-            if spec.twice:
-                y.backward(gradient_of(y))
-        return y
+    now = False
+
+    def forward(self, x):
+        if Fails.now:
+            raise ArithmeticError("on purpose")
+        return x
+
+
+# What happens between a forward and its backward, as functions of the pipeline or plain model, its forward and another
+# input. Each returns the outputs of other calls that also get a backward.
+
+
+@contextlib.contextmanager
+def evaluation(model, forward, x):
+    model.eval()
+    yield []
+    model.train()
+
+
+@contextlib.contextmanager
+def seeds(model, forward, x):
+    torch.manual_seed(0)
+    random.seed(0)
+    numpy.random.seed(0)
+    yield []
+
+
+@contextlib.contextmanager
+def another_context(model, forward, x):
+    token = CONTEXT.set(-3.0)
+    yield []
+    CONTEXT.reset(token)
+
+
+@contextlib.contextmanager
+def another_call(model, forward, x):
+    yield [forward(x)]
+
+
+@contextlib.contextmanager
+def inference(model, forward, x):
+    model.eval()
+    with torch.no_grad():
+        forward(x)
+    model.train()
+    yield []
+
+
+@contextlib.contextmanager
+def failed_call(model, forward, x):
+    if isinstance(model, gpipe.GPipe):
+        drawn = {module: len(module.log) for module in model.modules() if isinstance(module, Draw)}
+        Fails.now = True
+        with pytest.raises(ArithmeticError):
+            forward(x)
+        Fails.now = False
+        for module, count in drawn.items():
+            while len(module.log) > count:
+                module.log.pop()
+    yield []
+
+
+BETWEEN = {
+    "": lambda *_: contextlib.nullcontext([]),
+    "evaluation": evaluation,
+    "seeds": seeds,
+    "another context": another_context,
+    "another call": another_call,
+    "another call, later backward": another_call,
+    "inference": inference,
+    "failed call": failed_call,
+}
+
+
+def backward(spec, model, forward):
+    """Returns a function that runs a forward and its backward, and returns the output."""
+    def run(x, number):
+        other = (x.detach() * 0.5 + 0.1).requires_grad_()
+        outputs = [forward(x)]
+        if not spec.schedule:
+            changed_by_the_caller(model, "between", number)
+            outputs += [module.auxiliary for module in model.modules() if hasattr(module, "auxiliary")]
+        with BETWEEN[spec.between](model, forward, other) as others:
+            order = [others, outputs] if spec.between == "another call, later backward" else [outputs, others]
+            for group in order:
+                group = [y for y in group if y.requires_grad]
+                if group:
+                    gradients = [gradient_of(y) for y in group]
+                    torch.autograd.backward(group, gradients, retain_graph=spec.twice)
+                    if spec.twice:
+                        torch.autograd.backward(group, gradients)
+        return outputs[0]
 
     return run
 
@@ -119,13 +237,38 @@ def backward(spec, forward):
 def step(pipe):
     """Returns a function that runs a step with the gradients of backward(), and returns the output."""
 
-    def run(x):
+    def run(x, number):
         def product(output, target):
             return (output * target).sum()
 
         return pipe.step(x, gradient_of(x), product, reduction="sum", return_output=True)[1]
 
     return run
+
+
+def changed_by_the_caller(model, when, number):
+    for module in list(model.modules()):
+        if hasattr(module, when):
+            getattr(module, when)(module, number)
+
+
+def state_of(model, spec):
+    """Returns buffers, parameters and generators by name."""
+    state = dict(model.named_parameters()) | dict(model.named_buffers())
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Generator):
+                state[f"{name}.{key}"] = value.get_state()
+            if isinstance(value, random.Random | numpy.random.Generator) and spec.between != "failed call":
+                state[f"{name}.{key}"] = torch.tensor(copy.deepcopy(value).random())
+    return state
+
+
+def copy_of(tensor):
+    """Returns a copy of another kind of tensor that torch.allclose() can compare."""
+    tensor = tensor.detach()
+    tensor = tensor.to_dense() if tensor.is_sparse else tensor.as_subclass(torch.Tensor)
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor.double()).clone()
 
 
 def calls(model, spec, run):
@@ -137,29 +280,48 @@ def calls(model, spec, run):
     results = []
     for number in range(spec.calls):
         torch.manual_seed(spec.seed + number)
-        x = torch.randn(spec.batch, WIDTH).requires_grad_()
-        result = {"the output": run(x).detach().clone()}
-        result["the gradient of the input"] = x.grad
+        random.seed(spec.seed + number)
+        numpy.random.seed((spec.seed + number) % 2**32)
+        CONTEXT.set(number + 2.0)
+        leaf = torch.randn(spec.batch, WIDTH).requires_grad_()
+        x = INPUTS[spec.input](leaf)
+        elsewhere = x.square().sum()
+        y = run(x, number)
+        if spec.input == "used elsewhere":
+            elsewhere.backward()
+        result = {"the output": copy_of(y), "the type of the output": type(y)}
+        result["the gradient of the input"] = leaf.grad
         for name, parameter in model.named_parameters():
             result[f"the gradient of {name}"] = parameter.grad
             if parameter.grad is not None:
                 with torch.no_grad():
                     parameter -= 0.01 * parameter.grad
             parameter.grad = None
-        for name, value in model.state_dict().items():
-            result[name] = value.clone()
+        for name, value in state_of(model, spec).items():
+            result[name] = copy_of(value)
+            result[f"the type of {name}"] = type(value)
+        if spec.between != "failed call":  # which does not restore them
+            result["Python's generator"] = torch.tensor(random.random())
+            result["NumPy's generator"] = torch.tensor(numpy.random.rand())
         for name, count in hooks.calls.items() if count_hooks else ():
             result[f"the hook of {name}"] = torch.tensor(count)
         results.append(result)
+        changed_by_the_caller(model, "after", number)
     return results
+
+
+def equal(a, b):
+    if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
+        return a is b
+    return type(a) is type(b) and a.shape == b.shape and torch.allclose(a, b, 1e-9, 1e-10, equal_nan=True)
 
 
 def difference(got, expected):
     for number, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
-        assert list(ours) == list(theirs)
-        for name, a in ours.items():
-            b = theirs[name]
-            if (a is None) != (b is None) or (a is not None and not torch.allclose(a, b, 1e-9, 1e-10, equal_nan=True)):
+        if list(ours) != list(theirs):
+            return f"the names {list(ours)} of call {number} instead of {list(theirs)}"
+        for name, value in ours.items():
+            if not equal(value, theirs[name]):
                 return f"{name} of call {number}"
     return None
 
@@ -169,24 +331,25 @@ class NoModel(Exception):
 
 
 class Refused(Exception):
-    """The pipeline refuses the model: an in-place operation changes memory that another tensor across a cut shares."""
+    """The pipeline refuses the case, and says why: an in-place operation changes memory that another tensor across a cut
+    or a graph of the caller shares, or the caller changes a tensor that a recompute needs."""
 
 
-def may_be_refused(spec):
+def may_be_refused(spec, error):
     units = {name for name, _, _ in spec.uses}
-    return units & IN_PLACE and units & SHARES
+    if "changed by the caller" in units and "so the forward cannot be recomputed" in str(error):
+        return True
+    shares = units & SHARES or spec.input == "used elsewhere"
+    return units & IN_PLACE and shares and ("in place" in str(error) or "inplace" in str(error))
 
 
 def compare(spec, expect):
     """Returns what differs from ``expect(model, spec, x)`` on the plain model, or None."""
-    model, _ = build(spec, plain=True)
-    try:
-        expected = calls(model, spec, backward(spec, lambda x: expect(model, spec, x)))
-    except RuntimeError as error:
-        raise NoModel from error
     layers, blocks = build(spec, plain=False)
     if len(blocks) < spec.stages_per_worker:
         raise NoModel
+    if spec.between == "failed call" and any(name == "unseen writes" for name, _, _ in spec.uses):
+        raise NoModel  # a failed call does not undo writes that PyTorch does not see
     pipe = gpipe.GPipe(
         layers,
         cut(spec, blocks),
@@ -195,13 +358,30 @@ def compare(spec, expect):
         schedule=spec.schedule or "gpipe",
         stages_per_worker=spec.stages_per_worker,
     )
-    run = step(pipe) if spec.schedule else backward(spec, pipe)
+    error = None
     try:
-        return difference(calls(layers, spec, run), expected)
-    except (RuntimeError, ValueError) as error:
-        if may_be_refused(spec) and "in place" in str(error):
-            raise Refused from error
-        return f"{type(error).__name__}: {error}"
+        got = calls(layers, spec, step(pipe) if spec.schedule else backward(spec, pipe, pipe))
+    except Exception as caught:
+        error = caught
+    model, _ = build(spec, plain=True)
+    repeat_draws(layers, model)
+    try:
+        expected = calls(model, spec, backward(spec, model, lambda x: expect(model, spec, x)))
+    except RuntimeError as refusal:
+        raise NoModel from refusal
+    if error is None:
+        return difference(got, expected)
+    if may_be_refused(spec, error):
+        raise Refused from error
+    return f"{type(error).__name__}: {error}"
+
+
+def repeat_draws(layers, model):
+    """Lets a plain model repeat what a pipeline's layers drew."""
+    draws = [[module for module in each.modules() if isinstance(module, Draw)] for each in (layers, model)]
+    for ours, theirs in zip(*draws, strict=True):
+        theirs.repeats = True
+        theirs.log = ours.log
 
 
 def smaller(spec):
@@ -212,8 +392,11 @@ def smaller(spec):
     for field in ("batch", "chunks", "stages", "calls"):
         if getattr(spec, field) > (spec.stages_per_worker if field == "stages" else 1):
             yield dataclasses.replace(spec, **{field: getattr(spec, field) - (spec.stages_per_worker if field == "stages" else 1)})
-    if spec.twice:
-        yield dataclasses.replace(spec, twice=False)
+    for field, simple in (("twice", False), ("input", ""), ("between", ""), ("checkpoint", "never")):
+        if getattr(spec, field) != simple:
+            yield dataclasses.replace(spec, **{field: simple})
+    if spec.schedule not in {"", "gpipe"}:
+        yield dataclasses.replace(spec, schedule="gpipe")
 
 
 def shrink(spec, expect):
@@ -237,12 +420,13 @@ def in_float64():
     torch.set_num_threads(threads)
 
 
-def run_cases(cases, units, expect, *, steps=False):
+def run_cases(cases, units, expect, *, steps=False, states=()):
+    cases = CASES or cases
     failures, refused, seen = [], 0, set()
-    for seed in range(cases):
+    for seed in range(SEED, SEED + cases):
         rng = random.Random(seed)
         while True:
-            spec = generate(rng, units, steps)
+            spec = generate(rng, units, steps, states)
             try:
                 found = compare(spec, expect)
             except NoModel:
@@ -256,23 +440,32 @@ def run_cases(cases, units, expect, *, steps=False):
         seen |= {name for name, _, _ in spec.uses}
         if found:
             small = shrink(spec, expect)
-            failures.append(f"{compare(small, expect)}\n  {small}\n  shrunk from {spec}")
+            failures.append(f"{compare(small, expect)}\n  {small}\n  shrunk from seed {seed}: {spec}")
             if len(failures) == 3:
                 break
     assert not failures, "\n".join(failures)
-    assert seen == set(units) | set(STASHES) | set(POPS), "some units were not tested"
+    if cases >= 60:
+        assert seen == {*units, *states, *STASHES, *POPS}, "some units were not tested"
 
 
 def test_pipelines_equal_a_plain_loop():
-    run_cases(CASES, UNITS, forward_plain)
+    run_cases(120, UNITS, forward_plain)
 
 
 def test_steps_equal_a_plain_loop():
-    run_cases(CASES, UNITS, forward_plain, steps=True)
+    run_cases(120, UNITS, forward_plain, steps=True)
+
+
+def test_pipelines_whose_layers_have_state_equal_a_plain_loop():
+    run_cases(100, UNITS, forward_plain, states=allowed(STATES))
+
+
+def test_steps_of_layers_that_have_state_equal_a_plain_loop():
+    run_cases(100, UNITS, forward_plain, steps=True, states=set(allowed(STATES)) - FORWARD_ONLY)
 
 
 def test_pipelines_with_dropout_equal_the_reference():
     def reference(model, spec, x):
         return gpipe.reference(model, x, chunks=spec.chunks)
 
-    run_cases(CASES // 2, {**UNITS, **RANDOM}.keys() - {"checkpoint"}, reference)
+    run_cases(60, {**UNITS, **RANDOM}.keys() - {"checkpoint"}, reference)
