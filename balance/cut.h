@@ -25,9 +25,6 @@ std::vector<std::int64_t> balance_by_time(const Profile& profile, int partitions
 /// optimizer state, buffers and activations, including skips.
 std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions, const RunOptions& options = {});
 
-/// Errors: std::invalid_argument unless `stages` is between 1 and `layers`.
-void check_stages(int stages, int layers);
-
 /// Returns the balance whose slowest stage is fastest, among those whose stages need at most `bytes` each. Empty if
 /// there is none.
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,

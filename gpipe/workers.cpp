@@ -12,6 +12,7 @@
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/ranks.h"
 #include "gpipe/ranks/wire_plan.h"
+#include "gpipe/schedule/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -53,17 +54,18 @@ std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std
   return devices;
 }
 
-/// Returns the number of stages on each worker. If the schedule does not fit the default, one, there is a worker for each of
-/// the devices.
+/// Returns the number of stages on each worker. The default is one; for a schedule that needs loops, it is what makes a
+/// worker of each given device.
 int stages_per_worker(const GPipeOptions& options, int stages) {
   const auto devices = static_cast<int>(options.devices().size());
   const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
                           !options.schedule().starts_with('@');
   if (!is_default || devices == 0 || stages % devices != 0) return options.stages_per_worker();
-  const auto fits = [&](int workers) {
-    return schedule_rule(options.schedule()).misfit({stages, 1, looped_placement(workers, stages)}).empty();
-  };
-  return !fits(stages) && fits(devices) ? stages / devices : 1;
+  auto placement = looped_placement(devices, stages);
+  const auto fits = [&] { return schedule_rule(options.schedule()).misfit({stages, 1, placement}).empty(); };
+  const bool fits_loops = fits();
+  std::reverse(placement.begin(), placement.end());
+  return fits_loops && !fits() ? stages / devices : 1;
 }
 
 ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {

@@ -24,7 +24,8 @@ using torch::autograd::variable_list;
 
 bool is_batched(const at::Tensor& tensor) {
   using c10::DispatchKey;
-  return tensor.defined() && tensor.key_set().has_any(c10::DispatchKeySet({DispatchKey::Batched, DispatchKey::FuncTorchBatched}));
+  return tensor.defined() &&
+         tensor.key_set().has_any(c10::DispatchKeySet({DispatchKey::Batched, DispatchKey::FuncTorchBatched}));
 }
 
 class PipelineNode : public torch::autograd::Node {
@@ -36,10 +37,10 @@ class PipelineNode : public torch::autograd::Node {
     TORCH_CHECK_NOT_IMPLEMENTED(!at::GradMode::is_enabled(),
                                 "[gpipe] a pipeline cannot be differentiated twice; call backward or grad without "
                                 "create_graph");
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        std::none_of(gradients.begin(), gradients.end(), is_batched),
-        "[gpipe] the backward of a pipeline cannot run under vmap, so not with is_grads_batched; call it once per gradient, "
-        "with retain_graph");
+    TORCH_CHECK_NOT_IMPLEMENTED(std::none_of(gradients.begin(), gradients.end(), is_batched),
+                                "[gpipe] the backward of a pipeline cannot run under vmap, so not with "
+                                "is_grads_batched; call it once per gradient, "
+                                "with retain_graph");
     std::lock_guard<std::mutex> lock(mutex_);  // of Node: several threads may run one graph
     TORCH_CHECK(function_,
                 "[gpipe] trying to backward through a pipeline a second time, after its first backward freed the "

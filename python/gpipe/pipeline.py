@@ -91,8 +91,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             ``'@'`` and the path of a file with one line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind,
             micro-batch. The file is read again for copies and after a layer is replaced, so it must stay.
         stages_per_worker: the number of stages on each worker: stage ``s`` of ``n`` is on worker
-            ``s % (n / stages_per_worker)``. Interleaved schedules need more than one; their default is the number of stages
-            divided by the number of given devices.
+            ``s % (n / stages_per_worker)``. Default: 1; for interleaved schedules, what makes a worker of each of
+            ``devices``.
         placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, where stages ``s`` and
             ``n - 1 - s`` share one; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.

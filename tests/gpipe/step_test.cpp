@@ -420,9 +420,9 @@ TEST(Step, InterleavedStagesShareTheDevicesThatAreGiven) {
     return GPipe(small_model(), {2, 1, 1, 1}, options(schedule).devices(places))->placement();
   };
   EXPECT_EQ(of("interleaved_1f1b", 2), (std::vector<int>{0, 1, 0, 1}));
-  EXPECT_EQ(of("interleaved_zb", 1), (std::vector<int>{0, 0, 0, 0}));
-  EXPECT_THAT([&] { of("interleaved_1f1b", 3); },
-              ThrowsMessage<std::invalid_argument>(HasSubstr("several stages per worker")));
+  EXPECT_EQ(of("interleaved_zb", 2), (std::vector<int>{0, 1, 0, 1}));
+  EXPECT_EQ(of("looped_bfs", 2), (std::vector<int>{0, 1, 0, 1}));
+  EXPECT_EQ(of("looped_bfs", 4), (std::vector<int>{0, 1, 2, 3}));
   EXPECT_THAT([&] { of("gpipe", 2); }, ThrowsMessage<std::out_of_range>(HasSubstr("4 workers, but 2 devices")));
 }
 

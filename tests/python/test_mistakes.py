@@ -75,7 +75,7 @@ MISTAKES = [
     (lambda: step(X, Y[:3], loss), ValueError, "the target has 3 samples, but the input has 8"),
     (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
-    (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned 0.*; return a tensor"),
+    (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned \d.*; return a tensor"),
     (lambda: step(X, Y, lambda *both: [X]), TypeError, r"the loss function returned \[tensor.{90,100}\.\.\.; return a tensor"),
     (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
     (lambda: step(count=lambda target: "8"), TypeError, "the result of count must be a number, but is '8'"),
