@@ -43,7 +43,7 @@ struct GPipeOptions {
   /// one line of actions per worker. forward() and its backward always fill and drain.
   TORCH_ARG(std::string, schedule) = kFillAndDrain;
   /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one from
-  /// a file have their own placement.
+  /// a file have their own placement. If it is 1 and fewer `devices` are given, an interleaved schedule has a worker for each.
   TORCH_ARG(int, stages_per_worker) = 1;
   /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
   TORCH_ARG(std::vector<int>, placement);
