@@ -67,8 +67,22 @@ void Inventory::add(int stage, const Layer& layer) {
   }
   add_places(parameters_, stage, name, module->named_parameters());
   add_places(buffers_, stage, name, module->named_buffers());
+  for (const auto& parameter : module->named_parameters()) {
+    values_.emplace_back(descriptions_.size(), sample_hash({parameter.value()}));
+  }
   descriptions_.push_back(describe_layer(layer));
-  values_.push_back(sample_hash(module->parameters()));
+}
+
+std::vector<std::uint64_t> Inventory::values() const {
+  std::map<const void*, int> places;
+  for (const auto& parameter : parameters_) ++places[parameter.identity()];
+  std::vector<std::uint64_t> values(descriptions_.size(), 1);
+  for (std::size_t p = 0; p < parameters_.size(); ++p) {
+    if (places.at(parameters_[p].identity()) > 1) continue;
+    const auto [layer, hash] = values_[p];
+    values[layer] = hash == 0 ? 0 : values[layer] * (hash | 1);
+  }
+  return values;
 }
 
 }  // namespace gpipe

@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpipe/autograd/layer.h"
@@ -41,8 +42,9 @@ class Inventory {
   const std::vector<SkipDeclaration>& skips() const { return skips_; }
   /// Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
   const std::vector<std::string>& descriptions() const { return descriptions_; }
-  /// A hash of the values of each layer's parameters; 0 where it is not known. See sample_hash().
-  const std::vector<std::uint64_t>& values() const { return values_; }
+  /// A hash of the values of each layer's parameters; 0 where it is not known. See sample_hash(). Leaves out parameters that
+  /// layers share: over ranks, the owner's value counts.
+  std::vector<std::uint64_t> values() const;
 
  private:
   std::map<std::weak_ptr<torch::nn::Module>, std::string, std::owner_less<>> names_;
@@ -50,7 +52,8 @@ class Inventory {
   std::vector<TensorPlace> buffers_;
   std::vector<SkipDeclaration> skips_;
   std::vector<std::string> descriptions_;
-  std::vector<std::uint64_t> values_;
+  std::vector<std::pair<std::size_t, std::uint64_t>>
+      values_;  // of each of `parameters_`: its layer's index, and a hash
 };
 
 }  // namespace gpipe

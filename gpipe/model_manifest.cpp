@@ -38,10 +38,11 @@ Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector
   for (std::size_t i = 0; i < inventory.descriptions().size(); ++i) {
     add("layer " + std::to_string(i), inventory.descriptions()[i]);
   }
-  for (std::size_t i = 0; i < inventory.values().size(); ++i) {
-    const bool is_known = inventory.values()[i] != 0 && (!options.ranks() || options.ranks()->replica() == 0);
+  const auto values = inventory.values();
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const bool is_known = values[i] != 0 && (!options.ranks() || options.ranks()->replica() == 0);
     add("the initial values of layer " + std::to_string(i) + " (give all ranks the same seed)",
-        is_known ? absl::StrCat("values with the hash ", inventory.values()[i]) : "");
+        is_known ? absl::StrCat("values with the hash ", values[i]) : "");
   }
   return manifest;
 }
