@@ -5,6 +5,7 @@
 #include <thread>
 
 #include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/landing.h"
 
 namespace gpipe {
 namespace {
@@ -24,17 +25,18 @@ void DeviceLink::send(std::span<const at::Tensor> tensors) {
 
 StreamEvents DeviceLink::receive(std::vector<Parcel>& parcels) {
   const OptionalStreamScope copying(stream_);
-  std::vector<at::Tensor> received;
+  Landing landing;
   for (auto& parcel : parcels) {
     for (auto& tensor : parcel.tensors) {
       if (!tensor.defined() || !tensor.is_meta()) continue;
       tensor = at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device_));
-      received.push_back(tensor);
+      landing.add(tensor);
     }
-    parcel.renew_versions();
   }
-  if (received.empty()) return {};
-  wire_.transfer(received);
+  if (landing.received().empty()) return {};
+  wire_.transfer(landing.received());
+  landing.scatter();
+  for (auto& parcel : parcels) parcel.renew_versions();
   return {record_event(device_)};
 }
 

@@ -1,7 +1,5 @@
 #include "gpipe/ranks/parcel_message.h"
 
-#include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <unistd.h>
 
@@ -11,6 +9,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "gpipe/ranks/landing.h"
 #include "gpipe/runtime/transfer.h"
 
 namespace gpipe {
@@ -69,21 +68,14 @@ class Reader {
 
 std::size_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
 
-// The tensor as it goes: on the CPU, sizes, strides and address tell all about its memory; on a device it has no gaps.
-at::Tensor to_send(const at::Tensor& tensor) {
+// A tensor whose memory sizes and strides describe.
+at::Tensor described(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.layout() != at::kStrided) {
     throw std::invalid_argument("[gpipe] a tensor that goes to another rank is " +
                                 std::string(c10::str(tensor.layout())) + "; only dense tensors can cross ranks");
   }
-  const auto resolved = tensor.resolve_conj().resolve_neg();
-  return resolved.is_cpu() || resolved.is_non_overlapping_and_dense() ? resolved : resolved.contiguous();
-}
-
-// The elements that travel, in memory without gaps: of both ends' tensors alike, because these have the same strides.
-at::Tensor elements_of(const at::Tensor& tensor) {
-  const auto elements = without_repeats(tensor);
-  return elements.is_non_overlapping_and_dense() ? elements : elements.contiguous();
+  return tensor.resolve_conj().resolve_neg();
 }
 
 void add_layout(const at::Tensor& tensor, bool wants_gradient, Writer& layout) {
@@ -162,7 +154,7 @@ class ReceivedParcels : public Incoming {
         const bool wants_gradient = layout.number() == 1;
         const auto type = layout.number();
         auto tensor = type == -1 ? at::Tensor() : memories.make(type, layout);
-        if (tensor.defined() && tensor.is_cpu()) add_received(tensor);
+        if (tensor.defined() && tensor.is_cpu()) landing_.add(tensor);
         parcel.add(std::move(tensor), wants_gradient);
         memory_.emplace_back();
       }
@@ -174,15 +166,14 @@ class ReceivedParcels : public Incoming {
 
   std::vector<std::span<std::byte>> pieces() override {
     std::vector<std::span<std::byte>> pieces;
-    for (const auto& tensor : received_) {
+    for (const auto& tensor : landing_.received()) {
       pieces.push_back({static_cast<std::byte*>(tensor.data_ptr()), bytes_of(tensor)});
     }
     return pieces;
   }
 
   std::vector<Parcel> take() {
-    const at::NoGradGuard no_grad;
-    for (const auto& [to, from] : scattered_) to.copy_(from);
+    landing_.scatter();
     std::size_t next = 0;
     for (auto& parcel : parcels_) {
       for (auto& memory : parcel.memory) {
@@ -200,19 +191,8 @@ class ReceivedParcels : public Incoming {
     return codec.decode(bytes);
   }
 
-  void add_received(const at::Tensor& tensor) {
-    auto elements = without_repeats(tensor);
-    if (elements.is_non_overlapping_and_dense()) {
-      received_.push_back(std::move(elements));
-    } else {
-      received_.push_back(at::empty(elements.sizes(), elements.options()));
-      scattered_.emplace_back(std::move(elements), received_.back());
-    }
-  }
-
   std::vector<Parcel> parcels_;
-  std::vector<at::Tensor> received_;                          // the memory of the pieces
-  std::vector<std::pair<at::Tensor, at::Tensor>> scattered_;  // elements with gaps between them, and where they come
+  Landing landing_;                    // of the tensors on the CPU
   std::vector<std::uint64_t> memory_;  // per tensor: Memory::number and, as the lowest bit, Memory::shared_later
 };
 
@@ -230,7 +210,7 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
     if (parcel.form.kind == Value::Form::kObject) layout.add(codec.encode(*parcel.form.structure));
     layout.add(static_cast<std::int64_t>(parcel.tensors.size()));
     for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
-      const auto tensor = to_send(parcel.tensors[i]);
+      const auto tensor = described(parcel.tensors[i]);
       add_layout(tensor, parcel.wants_gradient[i], layout);
       auto [number, shared_later] = parcel.memory[i];
       if (number != Memory::kOwn && number >> kRankShift == 0) {
@@ -239,7 +219,7 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
       values.push_back(number << 1 | (shared_later ? 1 : 0));
       if (!tensor.defined()) continue;
       if (!tensor.is_cpu()) {
-        on_device->push_back(tensor);
+        on_device->push_back(elements_of(tensor));
         continue;
       }
       owner->push_back(elements_of(tensor));
