@@ -231,6 +231,9 @@ UNITS = {
 }
 
 RANDOM = {
+    "rrelu": lambda v: [nn.RReLU(inplace=v % 2 == 1)],
+    "alpha dropout": lambda v: [nn.AlphaDropout(0.3)],
+    "gumbel softmax": lambda v: [Call(lambda self, x: nn.functional.gumbel_softmax(x, hard=v % 2 == 1))],
     "dropout": lambda v: [nn.Dropout(0.3, inplace=v % 2 == 1)],
     "random attention": lambda v: [
         Call(
@@ -240,7 +243,7 @@ RANDOM = {
     ],
 }
 
-IN_PLACE = {"dropout", "relu_", "add_", "view in place", "alias changed", "view changed", "pop in place"}
+IN_PLACE = {"dropout", "rrelu", "relu_", "add_", "view in place", "alias changed", "view changed", "pop in place"}
 SHARES = {"alias changed", "view changed", "stash the activation"}
 TOGETHER = {"dictionary", "shared module"}
 

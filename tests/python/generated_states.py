@@ -1,5 +1,6 @@
-"""The units of test_plain_loop.py whose layers have state besides weights: generators, frozen parameters and buffers that
-the forward changes, buffers and modules that the first forward makes, contexts, subclasses of tensors, auxiliary losses.
+"""The units of test_plain_loop.py whose layers have state besides weights: generators, frozen parameters and buffers
+that the forward changes, buffers and modules that the first forward makes, contexts, subclasses of tensors, auxiliary
+losses.
 
 ``STATES[name](variant)`` makes the layers of a unit.
 """
@@ -8,10 +9,12 @@ import collections
 import concurrent.futures
 import contextvars
 import random
+import warnings
 
 import numpy
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 import gpipe
@@ -26,8 +29,9 @@ def size(variant):
 
 
 class Draw(nn.Module):
-    """Calls a function that draws random numbers. The layers of a pipeline write what their forwards drew to ``log``. The
-    plain model repeats it in the order of the micro-batches. It draws too, to leave the generators in the same state."""
+    """Calls a function that draws random numbers. The layers of a pipeline write what their forwards drew to ``log``.
+    The plain model repeats it in the order of the micro-batches. It draws too, to leave the generators in the same
+    state."""
 
     def __init__(self, draw):
         super().__init__()
@@ -46,7 +50,7 @@ class Draw(nn.Module):
 
 
 def draws(draw):
-    """Returns a function that makes units whose layers draw: in each forward, in later ones only, for some inputs, twice."""
+    """Returns a function that makes units whose layers draw: always, in later forwards only, for some inputs, twice."""
 
     def reads(x, number):
         return x * (1.5 + number)
@@ -248,7 +252,16 @@ def lazy_buffer(variant):
         self.b = torch.cat([self.b, x.detach().mean(0)[None]])
         return x + self.b.sum(0).sin()
 
-    layer = Call([registered, not_persistent, none, grows][variant % 4], b=torch.zeros(1, WIDTH))
+    def comes_and_goes(self, x):
+        if self.empty is None:
+            self.empty = x.detach().mean(0)
+            return x + self.empty.sin()
+        y = x - self.empty
+        self.empty = None
+        return y
+
+    ways = [registered, not_persistent, none, grows, comes_and_goes]
+    layer = Call(ways[variant % len(ways)], b=torch.zeros(1, WIDTH))
     layer.register_buffer("empty", None)
     return [layer]
 
@@ -297,7 +310,7 @@ def view_of_buffer(variant):
         self.b.resize_(len(x), WIDTH).copy_(x.detach())
         return x, self.b
 
-    layer = Call([cache, table, whole][variant // 2 % 3], b=torch.zeros(9, WIDTH))
+    layer = Call([cache, table, whole][variant // 2 % 3], b=torch.zeros(16, WIDTH))
     return [layer, *passes(variant), Call(add_the_sine)]
 
 
@@ -323,7 +336,8 @@ def activation_from_buffer(variant):
         self.b[: len(x)] = x.detach()
         return self.b[: len(x)]
 
-    return [Call(function, b=torch.zeros(9, WIDTH)), *passes(variant), Call(lambda self, x: x + self.w, w=parameter(WIDTH))]
+    last = Call(lambda self, x: x + self.w, w=parameter(WIDTH))
+    return [Call(function, b=torch.zeros(16, WIDTH)), *passes(variant), last]
 
 
 def written_weight(variant):
@@ -376,8 +390,12 @@ class Marked(torch.Tensor):
 
 
 def subclass(variant):
-    mark = Call(lambda self, x: x.as_subclass(Marked) * 1.5)
-    last = Call(lambda self, x: x.sin().as_subclass(torch.Tensor))
+    if variant // 2 % 2:
+        mark = Call(lambda self, x: {"x": x, "marked": x.as_subclass(Marked) * 1.5})
+        last = Call(lambda self, d: d["x"].sin() + d["marked"].sin().as_subclass(torch.Tensor))
+    else:
+        mark = Call(lambda self, x: x.as_subclass(Marked) * 1.5)
+        last = Call(lambda self, x: x.sin().as_subclass(torch.Tensor))
     return [mark, *passes(variant), last]
 
 
@@ -485,6 +503,33 @@ def shared_module(variant):
     return [Call(lambda self, x: self.norm(x[:, None])[:, 0], norm=norm) for _ in range(2)]
 
 
+def shared_across_layers(variant):
+    """A trainable weight, a frozen weight or a buffer of two layers."""
+    first, last = linear(), linear()
+    if variant // 2 % 3 == 0:
+        last.weight = first.weight
+    elif variant // 2 % 3 == 1:
+        last.weight = first.weight.requires_grad_(False)
+    else:
+        table = torch.randn(size(variant // 6))
+        first, last = (Call(lambda self, x: x + self.table[:WIDTH], table=table) for _ in range(2))
+    return [first, *passes(variant), last]
+
+
+def old_hook(variant):
+    """A linear layer whose hook sets the weight as an attribute with a graph."""
+    if variant % 2:
+        return [prune.l1_unstructured(linear(), "weight", 0.3)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return [nn.utils.weight_norm(linear())]
+
+
+def instance_norm(variant):
+    norm = nn.InstanceNorm1d(1, track_running_stats=True, affine=variant % 2 == 1)
+    return [Call(lambda self, x: self.norm(x[:, None])[:, 0], norm=norm)]
+
+
 def function_with_state(variant):
     """A torch.autograd.Function that changes a buffer in its backward."""
 
@@ -568,6 +613,7 @@ STATES = {
     "seeded draws": draws(seeded_draw),
     "checkpointed draws": checkpointed_draws,
     "python draws": draws(random.random),
+    "python gauss": draws(lambda: random.gauss(0, 1)),
     "numpy draws": draws(numpy.random.rand),
     "own generator": own_generator,
     "own python generator": own_python_generator,
@@ -594,13 +640,17 @@ STATES = {
     "auxiliary": auxiliary,
     "thread pool": thread_pool,
     "shared module": shared_module,
+    "shared across layers": shared_across_layers,
+    "old hook": old_hook,
+    "instance norm": instance_norm,
     "function with state": function_with_state,
     "transforms": transforms,
     "changed by the caller": changed_by_the_caller,
 }
 
+UNSEEN = {"unseen writes", "own python generator"}  # units whose state changes without an operator
 FORWARD_ONLY = {"auxiliary"}  # units that step() cannot train
-# What a pipeline does not support yet, of STATES and of INPUTS and BETWEEN of test_plain_loop.py.
+# What a pipeline does not support yet: names of STATES, and of INPUTS and BETWEEN of generated_calls.py.
 NOT_YET = {
     "auxiliary",
     "evaluation",
