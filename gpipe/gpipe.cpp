@@ -5,11 +5,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <algorithm>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -286,6 +288,13 @@ std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) 
 }
 
 Value GPipeImpl::forward(Value input) {
+  const bool is_default = !options_.schedule_function() && fills_and_drains(options_.schedule());
+  if (!is_default && is_training() && at::GradMode::is_enabled()) {
+    std::call_once(warned_, [&] {
+      TORCH_WARN("[gpipe] forward() and its backward always fill and drain; only step() has the schedule '",
+                 options_.schedule_function() ? "schedule_function" : options_.schedule(), "'");
+    });
+  }
   return run(std::move(input), options_.chunks(), options_.split_size(),
              is_training() ? options_.checkpoint() : Checkpoint::kNever);
 }
@@ -348,21 +357,28 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
           "[gpipe] step() trains, so it needs training mode and grad mode; use forward() to evaluate");
     }
     refuse_transforms(input, pipeline_->stages());
+    if (unit) refuse_step_in_ddp(pipeline_->stages());
     const auto samples = batch_size(input);
     if (options.chunks() != 0) check_chunks(options.chunks());
     sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
                                   : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
     check_loss_arguments(loss, target, samples, options);
+    const auto completed = complete(options, loss);
     auto parts = scatter(input, sizes);
     auto targets = scatter(target, sizes);
     writes.emplace(input, parts);
     const bool has_loss = pipeline_->is_here(pipeline_->count() - 1);  // else the targets do not count
-    auto weights = has_loss ? loss_weights(options, sizes, targets) : std::vector<double>(sizes.size());
-    LossOfMiniBatch of_mini_batch{
-        loss, std::move(targets), std::move(weights), options.reduction(), options.scale(), options.return_output()};
+    auto weights = has_loss ? loss_weights(completed, sizes, targets) : std::vector<double>(sizes.size());
+    LossOfMiniBatch of_mini_batch{loss,
+                                  std::move(targets),
+                                  std::move(weights),
+                                  *completed.reduction(),
+                                  completed.scale(),
+                                  completed.return_output(),
+                                  completed.check() && has_loss};
     MiniBatch::Options made{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
                             options_.deferred_batch_norm()};
-    describe_call(made, describe_step(options), sizes);
+    describe_call(made, describe_step(completed), sizes);
     made.data = hash_for_ranks(*pipeline_, input);
     return std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(made), std::move(of_mini_batch));
   });

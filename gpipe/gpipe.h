@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <utility>
@@ -19,6 +20,7 @@
 #include "gpipe/autograd/value.h"
 #include "gpipe/layer_factory.h"
 #include "gpipe/loss.h"
+#include "gpipe/loss_check.h"
 #include "gpipe/nested.h"
 #include "gpipe/pipeline.h"
 #include "gpipe/schedule/generators.h"
@@ -114,7 +116,8 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
             LanguageBinding binding = {});
 
-  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device.
+  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device. Warns once,
+  /// through torch, if it trains and the schedule is another than that of forward() and backward.
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
   /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);
@@ -133,12 +136,12 @@ class GPipeImpl : public torch::nn::Module {
   ///   auto result = pipe->step(x, y, gpipe::tensor_loss([](auto out, auto y) { return torch::mse_loss(out, y); }));
   ///
   /// `target` is cut as the input is, and may be on any device. The last stage computes the loss of each micro-batch. Under
-  /// autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over samples (see
-  /// check_loss()).
+  /// autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over samples; see
+  /// check_loss() and StepOptions::check.
   ///
   /// Errors: those of forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
-  /// std::runtime_error in eval mode or without grad mode. After an error no gradient has been added, unless a hook threw
+  /// std::runtime_error in eval mode, without grad mode or inside DistributedDataParallel. After an error no gradient has been added, unless a hook threw
   /// it.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
@@ -247,6 +250,7 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<StateName> parameter_names_;
   std::vector<StateName> buffer_names_;
   std::shared_ptr<Pipeline> pipeline_;
+  std::once_flag warned_;
 };
 
 /// Module holder of GPipeImpl.

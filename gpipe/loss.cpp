@@ -1,10 +1,10 @@
 #include "gpipe/loss.h"
 
+#include <ATen/OpMathType.h>
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
 #include <cmath>
-#include <numeric>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -18,13 +18,6 @@ namespace {
 
 Value value_of(const Parcel& parcel) { return {parcel.form, parcel.tensors}; }
 
-// A loss function may change the output in place.
-Value clone_of(const Value& value) {
-  auto tensors = value.tensors();
-  for (auto& tensor : tensors) tensor = tensor.clone();
-  return {value.form(), std::move(tensors)};
-}
-
 double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
   const double count = options.count()(value_of(target));
   if (std::isfinite(count) && count >= 0) return count;
@@ -33,6 +26,25 @@ double count_of(const StepOptions& options, const Parcel& target, std::size_t mi
 }
 
 }  // namespace
+
+CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index) {
+  return [weight = std::move(weight), ignore_index](const Value& value) -> double {
+    const auto target = value.tensor();
+    if (target.is_floating_point()) return static_cast<double>(target.size(0));  // probabilities: a mean over samples
+    const auto counted = target.masked_select(target.ne(ignore_index));
+    if (!weight.defined()) return static_cast<double>(counted.numel());
+    const auto weights = weight.detach().to(counted.device()).index_select(0, counted.to(at::kLong));
+    return weights.sum(at::toOpMathType(weights.scalar_type())).item<double>();
+  };
+}
+
+StepOptions complete(StepOptions options, const LossFunction& loss) {
+  if (!options.count() && loss.reduction && options.reduction().value_or(*loss.reduction) == *loss.reduction) {
+    options.reduction(loss.reduction).count(loss.count);
+  }
+  if (options.reduction() || options.count()) options.check(false);
+  return options.reduction(options.reduction().value_or(Reduction::kMean));
+}
 
 void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
                           const StepOptions& options) {
@@ -66,7 +78,7 @@ void normalize(std::vector<double>& weights, double total, Reduction reduction) 
   if (reduction == Reduction::kSum) return;
   if (total == 0) {
     refuse_argument(
-        "count returned 0 for every micro-batch, or there are no samples, so the loss has no mean; skip this "
+        "no target counts for the loss: count is 0 for every micro-batch, or there are no samples; skip this "
         "mini-batch");
   }
   for (auto& weight : weights) weight /= total;
@@ -104,24 +116,6 @@ at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<
     sum = sum.defined() ? sum.add(losses[i], weights[i]) : losses[i].mul(weights[i]);
   }
   return sum;
-}
-
-LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
-                     const StepOptions& options) {
-  at::NoGradGuard no_grad;
-  const auto samples = batch_size(output, "output");
-  check_loss_arguments(loss, target, samples, options);
-  const auto sizes = micro_batch_sizes(samples, chunks, /*split_size=*/0);
-  const auto outputs = scatter(output, sizes);
-  const auto targets = scatter(target, sizes);
-  std::vector<at::Tensor> losses;
-  for (std::size_t i = 0; i < sizes.size(); ++i) {
-    losses.push_back(call_loss(loss, clone_of(value_of(outputs[i])), targets[i]));
-  }
-  const auto whole = call_loss(loss, clone_of(output), scatter(target, {samples}).front());
-  auto weights = loss_weights(options, sizes, targets);
-  normalize(weights, std::accumulate(weights.begin(), weights.end(), 0.0), options.reduction());
-  return {whole.item<double>(), join_losses(losses, weights).item<double>()};
 }
 
 }  // namespace gpipe

@@ -2,11 +2,14 @@
 
 #include <ATen/core/Tensor.h>
 #include <torch/arg.h>
+#include <torch/enum.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <optional>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "gpipe/autograd/parcel.h"
@@ -15,31 +18,65 @@
 
 namespace gpipe {
 
-/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once per
-/// micro-batch: in the recompute if there is one, else in the forward. Draws random numbers as a layer after the last does.
-/// REQUIRES: it does not change the target in place, and has no parameters; a loss with parameters must be a layer of the
-/// model.
-using LossFunction = std::function<at::Tensor(const Value& output, const Value& target)>;
-
-/// Makes a LossFunction from a function of two tensors, for models and targets of one tensor.
-template <typename F>
-LossFunction tensor_loss(F function) {
-  return [function = std::move(function)](const Value& output, const Value& target) -> at::Tensor {
-    return function(output.tensor(), target.tensor());
-  };
-}
-
 /// How the losses of the micro-batches are joined to the loss of the mini-batch.
 enum class Reduction {
-  kMean,  ///< weighted by their share of samples, or of StepOptions::count; for losses that are means
+  kMean,  ///< weighted by their share of samples, or of a count; for losses that are means
   kSum,   ///< for losses that are sums
 };
 
+/// Returns the number of elements that a micro-batch's loss is the mean of, such as the targets that are not ignored. Called
+/// on the caller's thread with each micro-batch's target.
+using CountFunction = std::function<double(const Value& target)>;
+
+/// Computes the loss of one micro-batch, a floating-point scalar. Runs on the last stage's worker, in its stream, once per
+/// micro-batch: in the recompute if there is one, else in the forward. Draws random numbers as a layer after the last does.
+/// Tensors that it uses and that require grad get gradients, but not with replicas. REQUIRES: it does not change the target
+/// in place.
+struct LossFunction : std::function<at::Tensor(const Value& output, const Value& target)> {
+  using std::function<at::Tensor(const Value&, const Value&)>::function;
+
+  /// How the loss of a micro-batch reduces, if that is known, and what its mean is the mean of; empty: the samples.
+  std::optional<Reduction> reduction = {};
+  CountFunction count = {};
+  /// Tells losses apart for StepOptions::check. Default: the function's type does.
+  std::optional<std::size_t> kind = {};
+};
+
+/// Returns the count of a cross entropy or NLL loss of torch: the targets that are not ignored, or the sum of their classes'
+/// weights.
+CountFunction count_of_classes(at::Tensor weight, std::int64_t ignore_index);
+
+/// Makes a LossFunction from a function of two tensors, for models and targets of one tensor. Reads the options of a loss
+/// module of torch, such as torch::nn::CrossEntropyLoss.
+template <typename F>
+LossFunction tensor_loss(F function) {
+  std::optional<Reduction> reduction;
+  CountFunction count;
+  if constexpr (requires { function->options.reduction(); }) {
+    const bool is_sum = std::holds_alternative<torch::enumtype::kSum>(function->options.reduction());
+    reduction = is_sum ? Reduction::kSum : Reduction::kMean;
+    if constexpr (requires { function->options.ignore_index(); }) {
+      if (!is_sum) count = count_of_classes(function->weight, function->options.ignore_index());
+    }
+  }
+  LossFunction loss = [function = std::move(function)](const Value& output, const Value& target) mutable -> at::Tensor {
+    return function(output.tensor(), target.tensor());
+  };
+  loss.reduction = reduction;
+  loss.count = std::move(count);
+  return loss;
+}
+
 struct StepOptions {
-  TORCH_ARG(Reduction, reduction) = Reduction::kMean;
-  /// With kMean: returns the number of elements that a micro-batch's loss is the mean of, such as the targets that are not
-  /// ignored. Called on the caller's thread with each micro-batch's target. Empty: the number of samples.
-  TORCH_ARG(std::function<double(const Value& target)>, count);
+  /// Default: as the loss reduces, if it is a module of torch in tensor_loss(), else kMean.
+  TORCH_ARG(std::optional<Reduction>, reduction);
+  /// With kMean. Default: that of the loss, if it is such a module, else the number of samples.
+  TORCH_ARG(CountFunction, count);
+  /// Whether the first step() of a pipeline with a loss of this type (LossFunction::kind) compares it, once, with the loss
+  /// of the whole mini-batch: unless its reduction is known or given, or a count is. Such a step() keeps the outputs of all
+  /// micro-batches until then, and throws std::invalid_argument if the losses differ. It does not compare a loss that
+  /// fails on the whole mini-batch, or that differs when it is computed again, as one that draws random numbers does.
+  TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;
   /// Also return the detached output of the model.
@@ -63,7 +100,11 @@ struct LossOfMiniBatch {
   Reduction reduction = Reduction::kMean;
   double scale = 1;
   bool keep_outputs = false;
+  bool check = false;  ///< compare it with that of the whole mini-batch
 };
+
+/// Fills in what the options leave open: the reduction, the count, and whether to check the loss.
+StepOptions complete(StepOptions options, const LossFunction& loss);
 
 /// Errors: std::invalid_argument for an empty function, a target that requires grad or has another number of samples, a
 /// scale that is not finite and positive, or a count with Reduction::kSum.
@@ -85,17 +126,5 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
 
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
-
-/// The loss of a whole mini-batch, and the one that step() would compute from its micro-batches.
-struct LossCheck {
-  double whole = 0;
-  double from_micro_batches = 0;
-};
-
-/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that
-/// does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such a
-/// loss. Calls it without grad mode, on copies of the output. Errors: as for step().
-LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
-                     const StepOptions& options = {});
 
 }  // namespace gpipe

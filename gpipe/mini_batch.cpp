@@ -96,10 +96,17 @@ MiniBatch::StepOutcome MiniBatch::step() {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
       backward_state_.emplace();
     }
+    auto& compared = pipeline_->compared_losses();
+    const auto kind = loss_.function.kind.value_or(loss_.function.target_type().hash_code());
+    if (loss_.check && micro_batches_ > 1 && !compared.contains(kind)) {
+      comparison_.emplace(loss_.function, micro_batches_);
+    }
     const GradientsAside aside(sinks_);
     begin_backward();
     perform(Part::kAll);
     if (!reduction_) aside.move_to(sums_);
+    if (comparison_) compared.insert(kind);
+    comparison_.reset();
     outcome.loss = share_loss();
     if (loss_.keep_outputs) outcome.output = share_outputs();
     stop_counting({outcome.loss});
@@ -321,16 +328,24 @@ Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) :
 
 Tail MiniBatch::tail(int stage, int micro_batch) {
   if (!loss_.function || stage + 1 != pipeline_->count()) return {};
-  return [this, micro_batch](Value output) -> Value {
+  return [this, stage, micro_batch](Value output) -> Value {
     if (loss_.keep_outputs) {
       auto& kept = outputs_[micro_batch];
       kept.form = output.form();
       for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
       note_results(kept.tensors);
     }
-    auto loss = call_loss(loss_.function, output, targets_.receive(micro_batch));
+    std::vector<std::shared_ptr<torch::autograd::Node>> ends;
+    for (const auto& tensor : output.tensors()) ends.push_back(tensor.defined() ? tensor.grad_fn() : nullptr);
+    auto target = targets_.receive(micro_batch);
+    auto loss = call_loss(loss_.function, output, target);
     losses_[micro_batch] = loss.variable_data();
     note_results({losses_[micro_batch]});
+    if (comparison_) comparison_->add(micro_batch, output, std::move(target), losses_[micro_batch]);
+    if (!has_replicas()) {
+      sinks_[stage].adopt_leaves(loss, ends);
+      sums_[stage].grow(sinks_[stage].parameters().size());
+    }
     return loss;
   };
 }

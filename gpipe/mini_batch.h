@@ -15,6 +15,7 @@
 #include "gpipe/gradient_reduction.h"
 #include "gpipe/inlet.h"
 #include "gpipe/loss.h"
+#include "gpipe/loss_check.h"
 #include "gpipe/micro_batch.h"
 #include "gpipe/parcel_edges.h"
 #include "gpipe/pipeline.h"
@@ -142,6 +143,7 @@ class MiniBatch : public Cells {
   std::vector<Parcel> outputs_;         // per micro-batch
   std::vector<c10::Device> elsewhere_;  // of results that are not on the last stage's device
   std::vector<at::Tensor> losses_;      // per micro-batch, of step()
+  std::optional<LossComparison> comparison_;
 
   // The present run.
   std::optional<at::ThreadLocalState> state_;

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/error_info.h"
 #include "gpipe/ranks/device_link.h"
@@ -73,6 +74,8 @@ class Pipeline {
   /// Whether buffers may differ between replicas, because a call has trained since they were made equal. Belongs to the
   /// holder of turn().
   bool& buffers_differ() { return buffers_differ_; }
+  /// The kinds of losses that a step() has compared with those of the whole mini-batch. Belongs to the holder of turn().
+  absl::flat_hash_set<std::size_t>& compared_losses() { return compared_losses_; }
   Executor& executor() { return executor_; }
   const LanguageBinding& binding() const { return binding_; }
   int intraop_threads() const { return intraop_threads_; }
@@ -138,6 +141,7 @@ class Pipeline {
   const ScheduleSource schedules_;
   const std::vector<Edge> edges_;
   bool buffers_differ_ = false;
+  absl::flat_hash_set<std::size_t> compared_losses_;
   const int intraop_threads_;
   const LanguageBinding binding_;
   std::unique_ptr<Peers> peers_;

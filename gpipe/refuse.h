@@ -13,4 +13,8 @@ namespace gpipe {
 /// an input, a parameter or a buffer has a forward-mode tangent.
 void refuse_transforms(const Value& input, const std::vector<Stage>& stages);
 
+/// Errors: std::runtime_error if DistributedDataParallel averages the gradients of the parameters, which it does only for
+/// backwards of its own forward.
+void refuse_step_in_ddp(const std::vector<Stage>& stages);
+
 }  // namespace gpipe

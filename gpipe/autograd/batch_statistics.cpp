@@ -2,9 +2,11 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/batch_norm_ops.h>
+#include <ATen/ops/instance_norm_ops.h>
 #include <ATen/ops/mean.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -37,7 +39,31 @@ at::Tensor batch_norm(c10::DispatchKeySet keys, const at::Tensor& input, const s
                                           defer ? std::nullopt : running_var, training, momentum, eps, cudnn_enabled);
 }
 
-TORCH_LIBRARY_IMPL(aten, DeferredInit, library) { library.impl("batch_norm", TORCH_FN(batch_norm)); }
+// PyTorch computes it by a batch norm over the instances, and means over these, which it adds to the running statistics.
+at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, const std::optional<at::Tensor>& weight,
+                         const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& running_mean,
+                         const std::optional<at::Tensor>& running_var, bool use_input_stats, double momentum,
+                         double eps, bool cudnn_enabled) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
+  auto* statistics = BatchStatistics::current();
+  const bool defer = statistics != nullptr && use_input_stats && running_mean && running_mean->defined();
+  const auto norm = [&](const std::optional<at::Tensor>& mean, const std::optional<at::Tensor>& var, double momentum) {
+    const BatchStatistics::Scope inner(nullptr);
+    return at::_ops::instance_norm::redispatch(below, input, weight, bias, mean, var, use_input_stats, momentum, eps,
+                                               cudnn_enabled);
+  };
+  if (!defer) return norm(running_mean, running_var, momentum);
+  const auto mean = at::zeros_like(*running_mean);
+  const auto var = at::zeros_like(*running_var);
+  auto output = norm(mean, var, /*momentum=*/1);
+  statistics->add_instances(input.size(0), mean, var, *running_mean, *running_var, momentum);
+  return output;
+}
+
+TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
+  library.impl("batch_norm", TORCH_FN(batch_norm));
+  library.impl("instance_norm", TORCH_FN(instance_norm));
+}
 
 // Does not advance version counters; neither does batch norm.
 void update(const at::Tensor& running, const at::Tensor& value, double momentum) {
@@ -73,6 +99,16 @@ void BatchStatistics::add(const at::Tensor& input, const at::Tensor& running_mea
   merge(entry, count, center.flatten().to(at::kDouble) + rest, (squares - rest.square() * count).clamp_min_(0));
 }
 
+void BatchStatistics::add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
+                                    const at::Tensor& running_mean, const at::Tensor& running_var, double momentum) {
+  at::NoGradGuard no_grad;
+  auto& entry = entry_of(running_mean, running_var, momentum);
+  entry.of_instances = true;
+  if (instances == 0) return;
+  const auto count = static_cast<double>(instances);
+  merge(entry, count, mean.to(at::kDouble), var.to(at::kDouble) * count);
+}
+
 BatchStatistics::Entry& BatchStatistics::entry_of(const at::Tensor& running_mean, const at::Tensor& running_var,
                                                   double momentum) {
   const auto entry = std::find_if(entries_.begin(), entries_.end(),
@@ -91,7 +127,8 @@ void BatchStatistics::merge(Entry& entry, double count, const at::Tensor& mean, 
   const double joined = entry.count + count;
   const auto apart = mean - entry.mean;
   entry.mean.add_(apart, count / joined);
-  entry.deviations.add_(deviations).add_(apart.square(), entry.count * count / joined);
+  entry.deviations.add_(deviations);
+  if (!entry.of_instances) entry.deviations.add_(apart.square(), entry.count * count / joined);
   entry.count = joined;
 }
 
@@ -107,7 +144,8 @@ std::vector<at::Tensor> BatchStatistics::to_tensors(const std::vector<at::Tensor
     if (entry.count == 0 || mean == buffers.size() || var == buffers.size()) continue;
     use_on_current_stream(entry.mean);
     use_on_current_stream(entry.deviations);
-    tensors[3 * mean] = at::tensor({static_cast<double>(var), entry.momentum, entry.count}, at::kDouble);
+    tensors[3 * mean] = at::tensor(
+        {static_cast<double>(var), entry.momentum, entry.count, entry.of_instances ? 1.0 : 0.0}, at::kDouble);
     tensors[3 * mean + 1] = entry.mean.to(at::kCPU);
     tensors[3 * mean + 2] = entry.deviations.to(at::kCPU);
   }
@@ -125,6 +163,7 @@ void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
       const auto var = static_cast<std::size_t>(numbers[0].item<double>());
       auto& entry = entry_of(buffers[b], buffers.at(var), numbers[1].item<double>());
       const auto device = buffers[b].device();
+      entry.of_instances = joined.of_instances = numbers[3].item<double>() != 0;
       merge(joined, numbers[2].item<double>(), tensors.at(3 * b + 1).to(device, at::kDouble, false, /*copy=*/true),
             tensors.at(3 * b + 2).to(device, at::kDouble, false, /*copy=*/true));
       entry.count = joined.count;
@@ -137,11 +176,12 @@ void BatchStatistics::join(const std::vector<at::Tensor>& buffers,
 void BatchStatistics::commit(const Stage& stage) {
   at::NoGradGuard no_grad;
   for (const auto& entry : entries_) {
-    if (entry.count < 2) continue;
+    const double divisor = entry.of_instances ? entry.count : entry.count - 1;
+    if (divisor < 1) continue;
     use_on_current_stream(entry.mean);
     use_on_current_stream(entry.deviations);
     update(entry.running_mean, entry.mean, entry.momentum);
-    update(entry.running_var, entry.deviations / (entry.count - 1), entry.momentum);
+    update(entry.running_var, entry.deviations / divisor, entry.momentum);
   }
   for (const auto& layer : stage.layers) {
     for (const auto& module : layer->module()->modules()) {
@@ -150,7 +190,8 @@ void BatchStatistics::commit(const Stage& stage) {
       const auto* tracked = buffers.find("num_batches_tracked");
       if (running_mean == nullptr || tracked == nullptr) continue;
       for (const auto& entry : entries_) {
-        if (entry.running_mean.is_same(*running_mean)) tracked->variable_data().sub_(entry.calls - 1);
+        if (entry.running_mean.is_same(*running_mean) && !entry.of_instances)
+          tracked->variable_data().sub_(entry.calls - 1);
       }
     }
   }

@@ -13,13 +13,15 @@ struct Stage;
 /// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is
 /// still normalised by its own statistics.
 ///
+/// Instance norm likewise: its running statistics are means over samples.
+///
 /// Merges means and sums of squared deviations in double (Chan, Golub, LeVeque: Updating Formulae and a Pairwise
 /// Algorithm for Computing Sample Variances, 1979).
 ///
 /// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {
  public:
-  /// For its lifetime, batch norm in training mode on this thread, inside a RandomScope, adds its input to `statistics`
+  /// For its lifetime, batch norm and instance norm in training mode on this thread, inside a RandomScope, adds its input to `statistics`
   /// and leaves its running statistics alone. nullptr changes nothing.
   class Scope {
    public:
@@ -37,9 +39,13 @@ class BatchStatistics {
   /// Adds one micro-batch. An empty input only counts as a call. REQUIRES: batch norm accepts `input`.
   void add(const at::Tensor& input, const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
 
-  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean of theirs: the index of the
-  /// running variance in `buffers`, the momentum and the number of values per channel; the mean; the sum of squared
-  /// deviations. Undefined for other buffers.
+  /// The same for an instance norm, of means over the micro-batch's samples.
+  void add_instances(std::int64_t instances, const at::Tensor& mean, const at::Tensor& var,
+                     const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
+
+  /// Returns the statistics as tensors on the CPU, three for each buffer that is a running mean of theirs: numbers (the index
+  /// of the running variance in `buffers`, the momentum, the number of values per channel, whether they are of instances);
+  /// the mean; the deviations. Undefined for other buffers.
   std::vector<at::Tensor> to_tensors(const std::vector<at::Tensor>& buffers) const;
 
   /// Takes instead the merged statistics of to_tensors() of several objects, in order, for equal `buffers`. The numbers of
@@ -57,9 +63,10 @@ class BatchStatistics {
     at::Tensor running_var;
     double momentum = 0;
     std::int64_t calls = 0;
-    double count = 0;            // values per channel
+    bool of_instances = false;   // of an instance norm
+    double count = 0;            // values per channel; of an instance norm: samples
     at::Tensor mean = {};        // per channel, double
-    at::Tensor deviations = {};  // sum of squared deviations per channel, double
+    at::Tensor deviations = {};  // per channel, double: sum of squared deviations; of an instance norm: of variances
   };
   Entry& entry_of(const at::Tensor& running_mean, const at::Tensor& running_var, double momentum);
   static void merge(Entry& entry, double count, const at::Tensor& mean, const at::Tensor& deviations);

@@ -118,6 +118,25 @@ void ParameterSinks::add_sink(const at::Tensor& parameter, bool of_its_own) {
   edges_.emplace(accumulators_.back().get(), torch::autograd::Edge(std::move(sink), input));
 }
 
+void ParameterSinks::adopt_leaves(const at::Tensor& loss, const std::vector<std::shared_ptr<Node>>& ends) {
+  absl::flat_hash_set<const Node*> seen;
+  for (const auto& end : ends) seen.insert(end.get());
+  std::vector<std::shared_ptr<Node>> pending;
+  const auto visit = [&](const std::shared_ptr<Node>& node) {
+    if (node && seen.insert(node.get()).second) pending.push_back(node);
+  };
+  visit(loss.grad_fn());
+  while (!pending.empty()) {
+    const auto node = std::move(pending.back());
+    pending.pop_back();
+    for (const auto& edge : node->next_edges()) visit(edge.function);
+    const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node.get());
+    if (leaf == nullptr || edges_.contains(leaf)) continue;
+    const auto is_it = [&](const auto& parameter) { return parameter.is_same(leaf->variable); };
+    if (std::none_of(all_.begin(), all_.end(), is_it)) add_sink(leaf->variable, /*of_its_own=*/true);
+  }
+}
+
 bool ParameterSinks::adopt_new() {
   absl::flat_hash_set<const c10::TensorImpl*> known;
   for (const auto& parameter : all_) known.insert(parameter.unsafeGetTensorImpl());
@@ -191,7 +210,7 @@ GradientsAside::~GradientsAside() {
 void GradientsAside::move_to(std::vector<GradientSums>& sums) const {
   for (std::size_t s = 0; s < sums.size(); ++s) {
     const auto& parameters = sinks_[s].parameters();
-    for (std::size_t i = 0; i < parameters.size(); ++i) {
+    for (std::size_t i = 0; i < before_[s].size(); ++i) {
       sums[s].add(i, std::exchange(parameters[i].mutable_grad(), {}));
     }
   }

@@ -94,6 +94,10 @@ class ParameterSinks {
   /// Makes sinks for the parameters that the layers have made since. Returns whether there are any.
   bool adopt_new();
 
+  /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters. They
+  /// become parameters() too. Call on the stage's worker, when the loss has been computed.
+  void adopt_leaves(const at::Tensor& loss, const std::vector<std::shared_ptr<torch::autograd::Node>>& ends);
+
   /// Whether each parameter of the stage has a sink.
   const std::vector<bool>& has_sink() const { return has_sink_; }
   /// The parameters that the stage borrows and lends, in its order.

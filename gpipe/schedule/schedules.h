@@ -13,6 +13,9 @@ namespace gpipe {
 /// The schedule of forward() and its backward, and the default of step().
 inline constexpr char kFillAndDrain[] = "gpipe";
 
+/// Whether a named schedule is that of forward() and its backward.
+bool fills_and_drains(std::string_view name);
+
 /// Stage s is on worker s mod `workers`.
 std::vector<int> looped_placement(int workers, int stages);
 

@@ -3,7 +3,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'check_stages', 'draw_seed', 'is_checkpointing', 'is_recomputing', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+__all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'check_stages', 'draw_seed', 'fills_and_drains', 'is_checkpointing', 'is_recomputing', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
 class Ranks:
     @staticmethod
     def from_environment(timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt, nccl: bool) -> Ranks:
@@ -72,7 +72,7 @@ class Timeline:
         Number of workers.
         """
 class StepOptions:
-    def __init__(self, count: typing.Any | None, reduction: typing.Any, scale: typing.SupportsFloat, return_output: bool, chunks: typing.SupportsInt, checkpoint: typing.Any) -> None:
+    def __init__(self, count: typing.Any | None, reduction: typing.Any, scale: typing.SupportsFloat, return_output: bool, chunks: typing.SupportsInt, checkpoint: typing.Any, check: bool) -> None:
         ...
 class Pipeline:
     def __init__(self, stages: list[typing.Any], devices: collections.abc.Sequence[str], schedule: str, placement: collections.abc.Sequence[typing.SupportsInt], deferred_batch_norm: bool, ranks: Ranks | None) -> None:
@@ -85,11 +85,11 @@ class Pipeline:
         ...
     def largest(self, number: typing.SupportsInt) -> int:
         ...
-    def loss(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> typing.Any:
+    def loss(self, input: typing.Any, target: typing.Any, loss: typing.Any, kind: typing.SupportsInt, options: StepOptions) -> typing.Any:
         ...
     def refresh(self) -> bool:
         ...
-    def step(self, input: typing.Any, target: typing.Any, loss: typing.Any, options: StepOptions) -> tuple[typing.Any, typing.Any]:
+    def step(self, input: typing.Any, target: typing.Any, loss: typing.Any, kind: typing.SupportsInt, options: StepOptions) -> tuple[typing.Any, typing.Any]:
         ...
     def sum_over_replicas(self, numbers: collections.abc.Sequence[typing.SupportsFloat]) -> list[float]:
         ...
@@ -513,6 +513,8 @@ def check_snapshot(content: dict[str, typing.Any]) -> None:
 def check_stages(stages: typing.SupportsInt, layers: typing.SupportsInt) -> None:
     ...
 def draw_seed() -> int:
+    ...
+def fills_and_drains(schedule: str) -> bool:
     ...
 def is_checkpointing() -> bool:
     """

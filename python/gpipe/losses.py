@@ -1,18 +1,22 @@
-"""Losses of :meth:`gpipe.GPipe.step`: arguments, and a check that a loss can be computed in parts."""
+"""Losses of :meth:`gpipe.GPipe.step`: arguments, how losses of torch reduce, and a check that a loss can be computed in
+parts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
 from gpipe.checks import check_chunks, check_flag, check_function, check_number, shown
 
-__all__ = ["check_loss", "check_scale", "checked", "step_options"]
+__all__ = ["check_loss", "check_scale", "checked", "kind_of", "step_options", "trains"]
 
 
 def check_loss(
@@ -22,7 +26,7 @@ def check_loss(
     chunks: int,
     *,
     count: Callable[[Any], float] | None = None,
-    reduction: str = "mean",
+    reduction: str | None = None,
 ) -> tuple[float, float]:
     """Computes the loss of a whole mini-batch, and the loss that :meth:`gpipe.GPipe.step` would join from its
     micro-batches. They differ for a loss that does not decompose over samples, such as Dice over the batch or a contrastive
@@ -43,7 +47,7 @@ def check_loss(
     Raises:
         TypeError, ValueError: as :meth:`gpipe.GPipe.step`.
     """
-    options = step_options(loss, count, reduction, 1.0, False, check_chunks(chunks), "never")
+    options = step_options(loss, count, reduction, 1.0, False, check_chunks(chunks), "never", False)
     return _C.check_loss(checked(loss), output, target, options)
 
 
@@ -74,19 +78,73 @@ def step_options(
     return_output: object,
     chunks: int,
     checkpoint: str,
+    check: bool,
 ) -> _C.StepOptions:
-    """Checks a loss function and its options."""
+    """Checks a loss function and its options, and fills in what the loss tells."""
     check_function(loss, "loss", "output and target")
-    if isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters()):
-        raise ValueError(
-            "the loss has parameters, which get no gradient from step(); make it the last layer of the model, and pass a "
-            "loss without parameters"
-        )
-    counted = None if count is None else _counted(check_function(count, "count", "a target"))
     return_output = check_flag(return_output, "return_output")
-    return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint)
+    check = check_flag(check, "check")
+    known = _reduction_of(loss)
+    if count is not None:
+        counted = _counted(check_function(count, "count", "a target"))
+    elif known is not None and reduction in (None, known[0]):
+        reduction, counted = known
+    else:
+        counted = None
+    return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
 
 
 def _counted(count: Callable[[Any], object]) -> Callable[[Any], float]:
     """Returns a function that calls ``count`` and raises TypeError unless it returns a number."""
     return lambda target: check_number(count(target), "the result of count")
+
+
+def kind_of(loss: object) -> int:
+    """Returns a number for the code of a function, or for the type of another loss."""
+    while isinstance(loss, partial):
+        loss = loss.func
+    return hash(getattr(loss, "__code__", type(loss)))
+
+
+def trains(loss: object) -> bool:
+    """Returns whether a loss is a module with parameters that require grad."""
+    return isinstance(loss, nn.Module) and any(parameter.requires_grad for parameter in loss.parameters())
+
+
+def _reduction_of(loss: object) -> tuple[str, Callable[[Any], float] | None] | None:
+    """Returns how a loss module or function of torch reduces: ``'sum'`` or ``'mean'``, and what its mean is the mean of;
+    ``None`` for the samples. Returns ``None`` for other losses."""
+    settings = _settings_of(loss)
+    if settings is None:
+        return None
+    if settings["reduction"] == "sum":
+        return "sum", None
+    if "ignore_index" not in settings:
+        return "mean", None
+    return "mean", partial(_count_of_classes, weight=settings["weight"], ignore_index=settings["ignore_index"])
+
+
+def _settings_of(loss: object) -> dict[str, Any] | None:
+    if isinstance(loss, nn.Module):
+        of_torch = type(loss).__module__ == nn.modules.loss.__name__
+        names = ("reduction", "weight", "ignore_index")
+        settings = {name: getattr(loss, name) for name in names if of_torch and hasattr(loss, name)}
+    else:
+        function, given = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
+        if getattr(F, getattr(function, "__name__", ""), None) is not function:
+            return None
+        settings = {name: each.default for name, each in signature(function).parameters.items()} | given
+    is_known = "reduction" in settings and settings.get("size_average") is None and settings.get("reduce") is None
+    return settings if is_known else None
+
+
+def _count_of_classes(target: Any, weight: Tensor | None, ignore_index: int) -> float:
+    """Returns what a cross entropy or NLL loss divides by: the number of targets that are not ignored, or the sum of their
+    classes' weights."""
+    if not isinstance(target, Tensor) or target.is_floating_point():
+        return float(len(target))  # probabilities: a mean over samples
+    counted = target[target != ignore_index]
+    if weight is None:
+        return float(counted.numel())
+    weights = weight.detach().to(target.device)[counted.long()]
+    return float(weights.sum(dtype=torch.promote_types(weights.dtype, torch.float32)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import zip_longest
 from typing import Any
@@ -35,7 +36,7 @@ from gpipe.checks import (
 from gpipe.collectives import Collectives
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
-from gpipe.losses import check_scale, checked, step_options
+from gpipe.losses import check_scale, checked, kind_of, step_options, trains
 from gpipe.model_checks import verify_module
 from gpipe.names import UnpartitionedNames
 from gpipe.partition import Partition, Stages, layers_of, split
@@ -86,7 +87,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch, with the mean and
-            variance of all of it, instead of once per micro-batch.
+            variance of all of it, instead of once per micro-batch. Instance norm likewise.
         schedule: the order in which :meth:`step` runs forwards and backwards: a name in :data:`gpipe.SCHEDULES`, or
             ``'@'`` and the path of a file with one line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind,
             micro-batch. The file is read again for copies and after a layer is replaced, so it must stay.
@@ -161,6 +162,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
         self._layers: list[nn.Module] = []  # of the core
         self._norms: list[DeferredBatchNorm] = []
+        self._warned = False
         if self.balance:
             self._pipeline()  # raises what the core refuses
 
@@ -265,6 +267,9 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         Returns:
             The output of the last layer for the whole mini-batch, with its tensors on the last stage's device.
 
+        Warns:
+            UserWarning: once, if it trains and ``schedule`` is another than that of forward and backward.
+
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
             ValueError: if an input has no dimensions, or if the inputs have unequal batch sizes.
@@ -282,10 +287,21 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             if not self.balance:
                 take_apart(input)
                 return input
+            self._warn_of_schedule()
             checkpoint = self._checkpoint if self.training else "never"
             pipeline = self._pipeline()
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self._chunks, checkpoint, self.training)
+
+    def _warn_of_schedule(self) -> None:
+        if self._warned or not self.training or not torch.is_grad_enabled() or _C.fills_and_drains(self.schedule):
+            return
+        self._warned = True
+        warnings.warn(
+            f"forward() and backward() always run all forwards, then all backwards; only step() has schedule="
+            f"'{self.schedule}'",
+            stacklevel=5,
+        )
 
     def step(
         self,
@@ -294,9 +310,10 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         loss: Callable[[Any, Any], Tensor],
         *,
         count: Callable[[Any], float] | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
         scale: float | GradScaler = 1.0,
         return_output: bool = False,
+        check: bool = True,
     ) -> Any:
         """Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients
         to ``.grad`` of the parameters and of inputs that require grad. Hooks of parameters and of the input run once.
@@ -315,30 +332,40 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             target: tensors in any structure, on any device. It is cut along dimension 0 as the input is.
             loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar. Called on the
                 last stage's worker, once per micro-batch: in the recompute if there is one, else in the forward. It must
-                decompose over samples; see :func:`gpipe.check_loss`. It must not have parameters of its own: make such a
-                loss the last layer. Draw its random numbers with torch.
+                decompose over samples; see ``check``. Draw its random numbers with torch. Tensors of its own that require
+                grad get gradients, but not with replicas.
             count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
-                as the targets that are not ignored, or the sum of their class weights. Default: the number of samples.
+                as the targets that are not ignored, or the sum of their class weights. Default: that of a cross entropy or
+                NLL loss of torch, else the number of samples.
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
-                adds them up.
+                adds them up. Default: that of a loss module or function of torch, or of a ``functools.partial`` of such a
+                function, else ``'mean'``.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.GradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
+            check: whether the first call of a pipeline with other code of ``loss`` compares it, once, with the loss of the
+                whole mini-batch, unless ``count`` or ``reduction`` is given or known. Such a call computes the loss once
+                more, on all outputs, which it keeps. It compares nothing if that fails, or if the loss differs when it is
+                computed again, as with random numbers.
 
         Returns:
             The detached loss of the mini-batch; its backward has run. With ``return_output``, a tuple of the loss and the
             detached output.
 
         Raises:
-            RuntimeError: in evaluation mode or without grad mode; use :meth:`forward` there.
+            RuntimeError: in evaluation mode or without grad mode (use :meth:`forward`); inside
+                ``DistributedDataParallel`` (use replicas, or :meth:`loss`).
             ValueError: for a target with another number of samples or that requires grad, a loss that is not a scalar or
-                has parameters, a count that is negative or 0 for all micro-batches, or invalid arguments.
+                differs from that of the whole mini-batch, a count that is negative or 0 for all micro-batches, or invalid
+                arguments.
             TypeError, NotImplementedError: as :meth:`forward`.
 
         An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
         has been added then, unless a hook raised the exception.
         """
-        result, output = self._run_step("step", input, target, loss, count, reduction, scale, return_output)
+        result, output = self._run_step(
+            "step", input, target, loss, count, reduction, scale, return_output, check
+        )
         return (result, output) if return_output else result
 
     def loss(
@@ -348,8 +375,9 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         loss: Callable[[Any, Any], Tensor],
         *,
         count: Callable[[Any], float] | None = None,
-        reduction: str = "mean",
+        reduction: str | None = None,
         scale: float | GradScaler = 1.0,
+        check: bool = True,
     ) -> Tensor:
         """Computes the loss and all gradients as :meth:`step`, but adds nothing to ``.grad``. The arguments are those of
         :meth:`step`.
@@ -360,7 +388,9 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         Returns:
             The loss with its graph. A backward of it hands out the gradients, times its incoming gradient.
         """
-        result: Tensor = self._run_step("loss", input, target, loss, count, reduction, scale, False)
+        result: Tensor = self._run_step(
+            "loss", input, target, loss, count, reduction, scale, False, check
+        )
         return result
 
     def _run_step(
@@ -370,9 +400,10 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         target: Any,
         loss: Callable[[Any, Any], Tensor],
         count: Callable[[Any], float] | None,
-        reduction: str,
+        reduction: str | None,
         scale: float | GradScaler,
         return_output: bool,
+        check: bool,
     ) -> Any:
         with self.refusing():
             refuse_tracing()
@@ -387,11 +418,16 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             pipeline = self._pipeline()
             if self._ranks is not None and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
+            if self._ranks is not None and self._ranks.replicas > 1 and trains(loss):
+                raise ValueError(
+                    "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
+                    "pass a loss without parameters"
+                )
             factor = check_scale(scale, self.devices[self.placement[-1]])
-            options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint)
+            options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint, check)
         with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
             run = pipeline.step if method == "step" else pipeline.loss
-            return run(input, target, checked(loss), options)
+            return run(input, target, checked(loss), kind_of(loss), options)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Records the actions of each later mini-batch in a timeline.

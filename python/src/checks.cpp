@@ -58,6 +58,7 @@ Checkpoint to_checkpoint(const py::object& name) {
 void init_checks(py::module_& module) {
   module.def("check_balance", &check_balance, py::arg("balance"), py::arg("layers"));
   module.def("check_chunks", &check_chunks, py::arg("chunks"));
+  module.def("fills_and_drains", &fills_and_drains, py::arg("schedule"));
   module.def(
       "check_checkpoint", [](const py::object& name) { return to_string(to_checkpoint(name)); }, py::arg("name"));
   module.def(

@@ -189,11 +189,11 @@ py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks,
   return py::reinterpret_steal<py::object>(to_python(output));
 }
 
-Pair PythonPipeline::step(const py::object& input, const py::object& target, const py::object& loss,
+Pair PythonPipeline::step(const py::object& input, const py::object& target, const py::object& loss, std::int64_t kind,
                           const StepOptions& options) {
   auto value = convert([&] { return to_value(input.ptr()); });
   auto wanted = convert([&] { return to_value(target.ptr()); });
-  const auto function = to_loss(loss, states_);
+  const auto function = to_loss(loss, kind, states_);
   set_training(true);
   const auto result = run([&] { return pipe_->step(std::move(value), std::move(wanted), function, options); });
   auto output = options.return_output() ? py::reinterpret_steal<py::object>(to_python(result.output)) : py::none();
@@ -201,10 +201,10 @@ Pair PythonPipeline::step(const py::object& input, const py::object& target, con
 }
 
 py::object PythonPipeline::loss(const py::object& input, const py::object& target, const py::object& loss,
-                                const StepOptions& options) {
+                                std::int64_t kind, const StepOptions& options) {
   auto value = convert([&] { return to_value(input.ptr()); });
   auto wanted = convert([&] { return to_value(target.ptr()); });
-  const auto function = to_loss(loss, states_);
+  const auto function = to_loss(loss, kind, states_);
   set_training(true);
   const auto result = run([&] { return pipe_->loss(std::move(value), std::move(wanted), function, options); });
   return py::reinterpret_steal<py::object>(to_python(result));
@@ -289,8 +289,10 @@ void init_pipeline(py::module_& module) {
       .def("refresh", &PythonPipeline::refresh)
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"),
            py::arg("training"))
-      .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
-      .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("options"))
+      .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
+           py::arg("options"))
+      .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
+           py::arg("options"))
       .def("gather", &PythonPipeline::gather, py::arg("bytes"), py::arg("what"))
       .def("gather_timeline", &PythonPipeline::gather_timeline, py::arg("timeline"))
       .def("largest", &PythonPipeline::largest, py::arg("number"))

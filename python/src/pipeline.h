@@ -35,13 +35,14 @@ class PythonPipeline {
   pybind11::object forward(const pybind11::object& input, std::int64_t chunks, const pybind11::object& checkpoint,
                            bool training);
 
-  /// Trains on a mini-batch. `loss` is called with the output and the target of each micro-batch. Returns a tuple (detached
+  /// Trains on a mini-batch. `loss` is called with the output and the target of each micro-batch; `kind` is that of a
+  /// LossFunction. Returns a tuple (detached
   /// loss, output or None). Errors: those of GPipe's step(); errors of layers and of `loss`, with a note.
   Pair step(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-            const StepOptions& options);
+            std::int64_t kind, const StepOptions& options);
   /// As step(), but returns the loss with its graph. See GPipe's loss().
   pybind11::object loss(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-                        const StepOptions& options);
+                        std::int64_t kind, const StepOptions& options);
 
   /// Whether a stage is on this rank.
   bool is_here(int stage) const { return pipe_->is_here(stage); }
@@ -89,7 +90,7 @@ std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std
 std::vector<SkipKey> to_keys(const pybind11::handle& names);
 
 /// Makes a loss function of a Python callable that returns a tensor. REQUIRES: the interpreter's lock.
-LossFunction to_loss(const pybind11::object& callable, std::shared_ptr<ThreadStates> states);
+LossFunction to_loss(const pybind11::object& callable, std::int64_t kind, std::shared_ptr<ThreadStates> states);
 
 /// Raises what signal handlers raise, such as KeyboardInterrupt.
 void poll();
