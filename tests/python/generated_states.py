@@ -655,9 +655,6 @@ NOT_YET = {
     "auxiliary",
     "evaluation",
     "expanded",
-    "function with state",
     "gradient statistics",
-    "lazy parameter",
     "thread pool",
-    "view of a parameter",
 }

@@ -70,7 +70,9 @@ def generate(rng, units, steps, states):
         second = rng.randint(first + 1, len(uses))
         uses.insert(second, (rng.choice(sorted(POPS)), rng.randrange(4), skip))
     schedule = rng.choice(gpipe.SCHEDULES) if steps else ""
-    per_worker = 1 if schedule in {"", *ONE_PER_WORKER} else 2 if schedule in V else rng.randint(1, 2)
+    per_worker = 1 if schedule in {"", *ONE_PER_WORKER} else rng.randint(1, 2)
+    if schedule in V or schedule.startswith("interleaved"):
+        per_worker = 2
     return Spec(
         seed=rng.randrange(2**31),
         uses=tuple(uses),
