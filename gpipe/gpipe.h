@@ -63,7 +63,7 @@ struct GPipeOptions {
   /// kNever. A stage's first recomputed forward also builds its graph, to learn which outputs need gradients.
   TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
   /// Updates the running statistics of batch norm once per mini-batch, from all its samples, instead of once per
-  /// micro-batch. Each micro-batch is normalized by its own statistics in both cases.
+  /// micro-batch. Each micro-batch is normalized by its own statistics in both cases. Instance norm likewise.
   TORCH_ARG(bool, deferred_batch_norm) = false;
   /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
   /// at least one each.
