@@ -67,6 +67,7 @@ bool makes_sense(const Spec& spec) {
     if (kind == UnitKind::kNorm && sizes.back() < 2) return false;
   }
   if (needs_one_stage_per_worker(spec) && spec.loops != 1) return false;
+  if (is_one_of(spec.schedule, {"interleaved_1f1b", "interleaved_zb"}) && spec.loops == 1) return false;
   if (needs_v(spec) && spec.loops != 2) return false;
   if (spec.wide && !splits(spec)) return false;
   return static_cast<int>(spec.units.size()) >= spec.loops && spec.units.front().kind == UnitKind::kLinear;

@@ -58,8 +58,7 @@ void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, do
 
 void expect_equal(const std::vector<Tensor>& a, const std::vector<Tensor>& b) { expect_close(a, b, 0); }
 
-const std::vector<std::string> kSchedules = {"gpipe", "1f1b",  "looped_bfs",    "interleaved_1f1b",
-                                             "zb_h1", "zb_h2", "interleaved_zb"};
+const std::vector<std::string> kSchedules = {"gpipe", "1f1b", "looped_bfs", "zb_h1", "zb_h2"};
 
 // Seven samples in four micro-batches of 2, 2, 2 and 1.
 TEST(Step, MeansOverSamplesAsTheBareModel) {
@@ -92,7 +91,7 @@ TEST(Step, WeighsMicroBatchesByTheirCount) {
   EXPECT_TRUE(torch::allclose(result.loss, bare, 1e-12, 1e-12));
   expect_close(take_gradients(*model), expected);
   EXPECT_THAT([&] { pipe->step(x, torch::full({7}, -100, torch::kLong), loss, StepOptions().count(count)); },
-              ThrowsMessage<std::invalid_argument>(HasSubstr("count returned 0 for every micro-batch")));
+              ThrowsMessage<std::invalid_argument>(HasSubstr("count is 0 for every micro-batch")));
   EXPECT_THAT([&] { pipe->step(x, y, loss, StepOptions().count([](const Value&) { return -1.0; })); },
               ThrowsMessage<std::invalid_argument>(HasSubstr("count returned -1")));
 }
@@ -194,7 +193,7 @@ TEST(Step, DrawsTheSameNumbersInTheRecomputeOfTheLoss) {
       [](const Tensor& out, const Tensor& t) { return torch::mse_loss(torch::dropout(out, 0.5, /*train=*/true), t); });
   std::vector<std::vector<Tensor>> gradients;
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    for (const auto& schedule : {"1f1b", "interleaved_1f1b"}) {
+    for (const auto& schedule : {"1f1b", "zb_h1"}) {
       GPipe pipe(model, {2, 3}, options(schedule).checkpoint(checkpoint));
       torch::manual_seed(3);
       pipe->step(x, y, loss);
@@ -217,7 +216,7 @@ TEST(Step, CallsTheLossOncePerMicroBatchAndKeepsItsOutput) {
         EXPECT_FALSE(is_recomputing());
         return kMse(out, target);
       };
-      const auto output = pipe->step(x, y, counting, StepOptions().return_output(true)).output.tensor();
+      const auto output = pipe->step(x, y, counting, StepOptions().return_output(true).check(false)).output.tensor();
       EXPECT_EQ(calls, 4);
       EXPECT_TRUE(torch::allclose(output, model->forward(x), 1e-12, 1e-12));
     }
