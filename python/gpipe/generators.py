@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -73,8 +74,7 @@ class GeneratorState:
             if isinstance(each, random.Random):
                 self._states.append((each.setstate, each.getstate()))
             elif hasattr(each, "bit_generator"):
-                bits = each.bit_generator
-                self._states.append((lambda state, bits=bits: setattr(bits, "state", state), bits.state))
+                self._states.append((partial(setattr, each.bit_generator, "state"), each.bit_generator.state))
             else:
                 self._states.append((each.set_state, each.get_state()))
 

@@ -4,7 +4,7 @@ parts."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from inspect import signature
 from typing import Any
 
@@ -85,12 +85,11 @@ def step_options(
     return_output = check_flag(return_output, "return_output")
     check = check_flag(check, "check")
     known = _reduction_of(loss)
+    counted: Callable[[Any], float] | None = None
     if count is not None:
         counted = _counted(check_function(count, "count", "a target"))
     elif known is not None and reduction in (None, known[0]):
         reduction, counted = known
-    else:
-        counted = None
     return _C.StepOptions(counted, reduction, scale, return_output, chunks, checkpoint, check)
 
 
@@ -130,12 +129,21 @@ def _settings_of(loss: object) -> dict[str, Any] | None:
         names = ("reduction", "weight", "ignore_index")
         settings = {name: getattr(loss, name) for name in names if of_torch and hasattr(loss, name)}
     else:
-        function, given = (loss.func, loss.keywords) if isinstance(loss, partial) and not loss.args else (loss, {})
-        if getattr(F, getattr(function, "__name__", ""), None) is not function:
+        function: Any = loss
+        given: dict[str, Any] = {}
+        if isinstance(loss, partial) and not loss.args:
+            function, given = loss.func, loss.keywords
+        if vars(F).get(getattr(function, "__name__", "")) is not function:
             return None
-        settings = {name: each.default for name, each in signature(function).parameters.items()} | given
+        settings = _defaults(function) | given
     is_known = "reduction" in settings and settings.get("size_average") is None and settings.get("reduce") is None
     return settings if is_known else None
+
+
+@cache
+def _defaults(function: Any) -> dict[str, Any]:
+    """Returns the default values of a function's parameters."""
+    return {name: each.default for name, each in signature(function).parameters.items()}
 
 
 def _count_of_classes(target: Any, weight: Tensor | None, ignore_index: int) -> float:

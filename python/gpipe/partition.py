@@ -62,7 +62,8 @@ class Partition(nn.Sequential):
         for module, name in self._kept:
             if isinstance(tensor := vars(module).get(name), Tensor):
                 with torch.enable_grad():
-                    vars(module)[name] = _Kept.apply(torch.empty(0, requires_grad=True), tensor.detach())
+                    source = torch.empty(0, requires_grad=True)
+                    vars(module)[name] = _Kept.apply(source, tensor.detach())  # type: ignore[no-untyped-call]
 
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):
