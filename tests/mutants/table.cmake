@@ -72,7 +72,7 @@ mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp
        "  if (present_) stage_.state.restore(stage_, *present_);" ""
        Recompute.*)
 mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp
-       "if (!stores_copies_) fail(stage_, \"by" "if (false) fail(stage_, \"by" InPlace.*)
+       "if (!stores_copies_) fail(stage_, when);" "" InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" InPlace.*)
 mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp
@@ -83,12 +83,25 @@ mutant(shares_versions_of_micro_batches gpipe_tests gpipe/micro_batch.cpp ".vari
 mutant(counts_deferred_batches_by_micro_batch gpipe_tests gpipe/autograd/batch_statistics.cpp
        "sub_(entry.calls - 1)" "sub_(0)" DeferredBatchNorm*)
 mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp
-       "for (auto& saved : buffers) saved.restore_after_error();" "" DeferredBatchNorm*:Errors.*)
-mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw.undo();" "" Errors.*)
+       "stage.state.restore_after_error(stage, before[stage.index]);" "(void)stage;" DeferredBatchNorm*:Errors.*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw->undo();
+    throw;
+  }
+}" "throw;
+  }
+}" Errors.*)
+
+# State.
+mutant(hides_writes_to_inputs gpipe_tests gpipe/micro_batch.cpp "torch::autograd::impl::bump_version(input_[k]);" "(void)0;"
+       InPlace.*)
+mutant(loses_writes_of_backwards gpipe_tests gpipe/autograd/stage_state.cpp
+       "watching->return_to_present(item);" "(void)0;" Recompute.*)
+mutant(sends_views_of_state gpipe_tests gpipe/autograd/stage_state.cpp
+       "if (item.is_buffer || item.has_changed) result = true;" "" Recompute.*)
 
 # Steps.
 mutant(keeps_gradients_of_borrowed_parameters gpipe_tests gpipe/autograd/stage.cpp
-       "return torch::autograd::impl::gradient_edge(borrowed[k].stand_in);" "break;" TiedParameters.*)
+       "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*)
 mutant(drops_gradients_of_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
        TiedParameters.*)
 mutant(writes_to_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "if (tied.changed()) refuse_write();" ""
@@ -98,7 +111,7 @@ mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/stored_inputs.cpp "
 mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "last = stage;" "" StageCost.*)
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
        "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Step.*)
-mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (tail_ && !is_checkpointing()) {"
+mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (tail_ && (!is_checkpointing() || keeps_graph_)) {"
        "if (tail_) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cell.cpp
        "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
