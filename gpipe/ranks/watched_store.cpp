@@ -36,8 +36,10 @@ auto WatchedStore::use(Use use) {
 }
 
 c10::intrusive_ptr<c10d::Store> WatchedStore::clone() {
-  return use(
-      [&] { return c10::intrusive_ptr<c10d::Store>::reclaim(new WatchedStore(prefix_, store_->clone(), watch_)); });
+  return use([&] {
+    auto* clone = new WatchedStore(prefix_, store_->clone(), watch_);
+    return c10::intrusive_ptr<c10d::Store>::unsafe_steal_from_new(clone);
+  });
 }
 
 void WatchedStore::set(const std::string& key, const std::vector<std::uint8_t>& value) {

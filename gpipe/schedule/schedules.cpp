@@ -52,12 +52,6 @@ std::string needs_loops(const Layout& layout) {
   return is_looped(layout) ? "" : "stage s on worker s mod the number of workers, the same number of stages on each";
 }
 
-std::string needs_several_stages_per_worker(const Layout& layout) {
-  if (is_looped(layout) && layout.stages > layout.workers()) return "";
-  return "several stages per worker (stages_per_worker), stage s on worker s mod the number of workers; with one per "
-         "worker, use '1f1b' or 'zb_h1'";
-}
-
 std::string needs_v(const Layout& layout) {
   return layout.stages % 2 == 0 && layout.placement == v_placement(layout.stages)
              ? ""
@@ -88,14 +82,14 @@ constexpr ScheduleRule kRules[] = {
     {"looped_bfs", "gpipe with several stages per worker: a smaller bubble (Breadth-First, arXiv:2211.05953)", loops,
      needs_loops, fill_and_drain},
     {"interleaved_1f1b", "1f1b with several stages per worker: a smaller bubble (Megatron-LM, arXiv:2104.04473)", loops,
-     needs_several_stages_per_worker, interleaved_1f1b},
+     needs_loops, interleaved_1f1b},
     {"zb_h1",
      "1f1b with split backwards: a third of the bubble, p cells on each worker (Zero Bubble, arXiv:2401.10241)", loops,
      needs_one_stage_per_worker, zb_h1},
     {"zb_h2", "no idle time after a worker's first action, but 2p - 1 cells on each (Zero Bubble, arXiv:2401.10241)",
      loops, needs_one_stage_per_worker, zb_h2},
     {"interleaved_zb", "interleaved_1f1b with split backwards: a smaller bubble (Zero Bubble, arXiv:2401.10241)", loops,
-     needs_several_stages_per_worker, interleaved_zb},
+     needs_loops, interleaved_zb},
     {"zb_v", "zb_h2's idle time in zb_h1's memory, with two stages per worker (Zero Bubble, arXiv:2401.10241)", v,
      needs_v, zb_v},
     {"v_half", "half the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, needs_v, v_half},
@@ -112,6 +106,13 @@ constexpr ScheduleRule kRules[] = {
 bool fills_and_drains(std::string_view name) {
   const auto is_it = [&](const auto& rule) { return rule.name == name && rule.generate == fill_and_drain; };
   return std::any_of(std::begin(kRules), std::end(kRules), is_it);
+}
+
+std::string too_few_stages(std::string_view name, int workers, int stages) {
+  if (!name.starts_with("interleaved_") || stages > workers) return "";
+  return absl::StrFormat(
+      "schedule '%s' needs several stages per worker, but there are %d for %d; set stages_per_worker, or use '%s'",
+      std::string(name), stages, workers, name == "interleaved_zb" ? "zb_h1" : "1f1b");
 }
 
 std::vector<int> looped_placement(int workers, int stages) {

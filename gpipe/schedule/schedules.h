@@ -16,6 +16,9 @@ inline constexpr char kFillAndDrain[] = "gpipe";
 /// Whether a named schedule is that of forward() and its backward.
 bool fills_and_drains(std::string_view name);
 
+/// Returns what is wrong with an interleaved schedule that has one stage per worker; empty for others.
+std::string too_few_stages(std::string_view name, int workers, int stages);
+
 /// Stage s is on worker s mod `workers`.
 std::vector<int> looped_placement(int workers, int stages);
 

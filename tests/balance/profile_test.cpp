@@ -473,8 +473,9 @@ class BytesOfSchedules : public testing::Test {
     for (const auto& schedule : schedules) {
       for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
         SCOPED_TRACE(schedule + ", checkpoint " + to_string(checkpoint));
-        GPipe pipe(model, balance,
-                   GPipeOptions().chunks(chunks).checkpoint(checkpoint).schedule(schedule).intraop_threads(1));
+        auto options = GPipeOptions().chunks(chunks).checkpoint(checkpoint).schedule(schedule).intraop_threads(1);
+        if (schedule.starts_with("interleaved")) options.stages_per_worker(2);
+        GPipe pipe(model, balance, options);
         for (int i = 0; i < 2; ++i) trial_schedule(pipe, batch);
         const auto timeline = std::make_shared<Timeline>();
         pipe->trace(timeline);

@@ -5,7 +5,6 @@
 #   together NAME PROCESSES FLAG...    as run, in several processes
 #   equal_files A B                    compares the final snapshots of two runs
 #   close A B                          compares the losses and scores of two runs, up to rounding
-export MKL_CBWR=AUTO,STRICT # the bits of products must not depend on the alignment of memory
 
 free_port() {
   "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'

@@ -368,7 +368,10 @@ TEST(SplitBackward, FreesWhatWDoesNotNeed) {
   Sequential model(wide(), pointwise(), wide(), pointwise());
   GPipe pipe(model, {4}, GPipeOptions().chunks(3).intraop_threads(1).schedule_function(weights_last(true)));
   const auto timeline = std::make_shared<Timeline>();
-  const auto step = [&] { pipe->step(numbers().requires_grad_(), torch::ones({kSamples, kWide}), kWeighted); };
+  const auto step = [&] {
+    pipe->step(numbers().requires_grad_(), torch::ones({kSamples, kWide}), kWeighted,
+               StepOptions().reduction(Reduction::kSum));
+  };
   step();
   pipe->trace(timeline);
   step();
