@@ -141,8 +141,8 @@ class GPipeImpl : public torch::nn::Module {
   ///
   /// Errors: those of forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
-  /// std::runtime_error in eval mode, without grad mode or inside DistributedDataParallel. After an error no gradient has been added, unless a hook threw
-  /// it.
+  /// std::runtime_error in eval mode, without grad mode or inside DistributedDataParallel. After an error no gradient has
+  /// been added, unless a hook threw it.
   StepResult step(Value input, Value target, const LossFunction& loss, const StepOptions& options = {});
 
   /// As step(), but adds nothing to `.grad`. Returns the loss with an autograd node that holds the gradients. A backward of

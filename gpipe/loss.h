@@ -38,7 +38,7 @@ struct LossFunction : std::function<at::Tensor(const Value& output, const Value&
   /// How the loss of a micro-batch reduces, if that is known, and what its mean is the mean of; empty: the samples.
   std::optional<Reduction> reduction = {};
   CountFunction count = {};
-  /// Tells losses apart for StepOptions::check. Default: the function's type does.
+  /// Tells losses apart for StepOptions::check. Empty: losses of one type count as one.
   std::optional<std::size_t> kind = {};
 };
 

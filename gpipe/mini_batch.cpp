@@ -381,9 +381,9 @@ void MiniBatch::run_forward(int stage, int micro_batch) {
                                 tail(stage, micro_batch));
   const BatchStatistics::Scope statistics(statistics_.empty() ? nullptr : &statistics_[stage]);
   const bool grad = use_ != Pipeline::Use::kForward;
-  const auto parameters = sinks_[stage].parameters().size();
+  const auto parameters = sinks_[stage].all().size();
   auto out = cell->forward(std::move(in), {.grad = grad, .recompute = program_->recomputes(stage, micro_batch)});
-  if (pipeline_->peers() != nullptr && sinks_[stage].parameters().size() != parameters) {
+  if (pipeline_->peers() != nullptr && sinks_[stage].all().size() != parameters) {
     throw std::runtime_error(
         "[gpipe] a layer made a parameter in a forward; over ranks, run the model once before the pipeline is made");
   }

@@ -58,8 +58,7 @@ void refuse_step_in_ddp(const std::vector<Stage>& stages) {
     throw std::runtime_error(
         "[gpipe] the pipeline is inside DistributedDataParallel, which would not average the gradients of step(); give "
         "the ranks replicas instead (Ranks with replicas=2, without DistributedDataParallel), or put a module around "
-        "the "
-        "pipeline whose forward returns pipe.loss(...)");
+        "the pipeline whose forward returns pipe.loss(...)");
   }
 }
 

@@ -21,8 +21,8 @@ struct Stage;
 /// One object serves one stage and one mini-batch. Used by one thread at a time.
 class BatchStatistics {
  public:
-  /// For its lifetime, batch norm and instance norm in training mode on this thread, inside a RandomScope, adds its input to `statistics`
-  /// and leaves its running statistics alone. nullptr changes nothing.
+  /// For its lifetime, batch norm and instance norm in training mode on this thread, inside a RandomScope, add their inputs
+  /// to `statistics` and leave their running statistics alone. nullptr changes nothing.
   class Scope {
    public:
     explicit Scope(BatchStatistics* statistics);

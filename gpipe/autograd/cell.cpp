@@ -253,9 +253,9 @@ void Cell::recompute(bool retain_graph) {
   present_ = stage_.state.hold(stage_, sinks_.own());
   stage_.state.restore(stage_, *before_forward_);
   if (!retain_graph) before_forward_.reset();
-  const auto parameters = sinks_.parameters().size();
+  const auto parameters = sinks_.all().size();
   const auto out = run_layers(in, /*graph=*/true, PassScope::Pass::kRecomputing);
-  if (sinks_.parameters().size() != parameters) {
+  if (sinks_.all().size() != parameters) {
     throw std::runtime_error("[gpipe] a layer of stage " + std::to_string(stage_.index) +
                              " made a parameter in a forward that is recomputed; repeat the call");
   }
@@ -329,6 +329,7 @@ std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradi
     split_.emplace(roots, inputs);
   }
   auto result = backward(gradients, /*retain_graph=*/false, sums);
+  keeps_graph_ = false;
   drop_graph();
   if (!split_) return result;
   if (!split_->end_inputs()) split_.reset();

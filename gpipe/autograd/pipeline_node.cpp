@@ -39,8 +39,7 @@ class PipelineNode : public torch::autograd::Node {
                                 "create_graph");
     TORCH_CHECK_NOT_IMPLEMENTED(std::none_of(gradients.begin(), gradients.end(), is_batched),
                                 "[gpipe] the backward of a pipeline cannot run under vmap, so not with "
-                                "is_grads_batched; call it once per gradient, "
-                                "with retain_graph");
+                                "is_grads_batched; call it once per gradient, with retain_graph");
     std::lock_guard<std::mutex> lock(mutex_);  // of Node: several threads may run one graph
     TORCH_CHECK(function_,
                 "[gpipe] trying to backward through a pipeline a second time, after its first backward freed the "

@@ -123,7 +123,7 @@ class ParameterSinks {
   std::vector<std::uint32_t> versions_;  // without the stage's own writes
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves the small ones known from the beginning
+  std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning
   std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };

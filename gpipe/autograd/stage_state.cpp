@@ -95,12 +95,6 @@ void StageState::Item::write(const at::Tensor& value) const {
   is_other ? tensor.set_data(copy_of(value)) : overwrite(tensor, value);
 }
 
-bool StageState::Item::shares_memory(const at::Tensor& other) const {
-  if (tensor.is_same(other)) return true;
-  const auto* memory = memory_of(other);
-  return memory != nullptr && memory == memory_of(tensor);
-}
-
 std::shared_ptr<StageState::Value> StageState::Item::hold() {
   auto value = now.lock();
   if (!value) now = value = std::make_shared<Value>();
@@ -155,7 +149,32 @@ void StageState::track(std::vector<at::Tensor> tensors, std::size_t buffers) {
   for (auto& [tensor, item] : known) {
     if (!item.now.expired()) items_.push_back(std::move(item));
   }
+  renew_index();
   tensors_ = std::make_shared<const std::vector<at::Tensor>>(std::move(tensors));
+}
+
+void StageState::renew_index() {
+  index_.clear();
+  for (std::size_t i = 0; i < items_.size(); ++i) {
+    auto& item = items_[i];
+    item.memory = memory_of(item.tensor);
+    index_[item.tensor.unsafeGetTensorImpl()].push_back(i);
+    if (item.memory != nullptr) index_[item.memory].push_back(i);
+  }
+}
+
+// Calls f(item) for the tensor's own item and those of the same memory.
+template <typename F>
+void StageState::for_each_of_memory(const at::Tensor& tensor, F f) {
+  const auto* memory = memory_of(tensor);
+  if (const auto found = index_.find(memory); found != index_.end()) {
+    for (const auto i : found->second) f(items_[i]);
+  }
+  if (const auto found = index_.find(tensor.unsafeGetTensorImpl()); found != index_.end()) {
+    for (const auto i : found->second) {
+      if (memory == nullptr || items_[i].memory != memory) f(items_[i]);
+    }
+  }
 }
 
 StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Tensor>& parameters) {
@@ -174,6 +193,8 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   track(std::move(tensors), buffers);
   moment.tensors_ = tensors_;
+  const auto has_moved = [](const Item& item) { return item.memory != memory_of(item.tensor); };
+  if (std::any_of(items_.begin(), items_.end(), has_moved)) renew_index();
   for (std::size_t i = 0; i < tensors_->size(); ++i) {
     auto& item = items_[i];
     item.note_unseen();
@@ -203,9 +224,14 @@ void StageState::put(Item& item, const std::shared_ptr<Value>& value) {
 }
 
 void StageState::restore(const Stage& stage, const Moment& moment) {
+  std::exception_ptr error;
   stage.locked([&] {
     for (const auto& buffers : moment.buffers_) {
-      if (buffers.put_back) buffers.put_back();
+      try {
+        if (buffers.put_back) buffers.put_back();
+      } catch (...) {
+        if (!error) error = std::current_exception();
+      }
     }
   });
   std::vector<std::pair<Item*, std::shared_ptr<Value>>> changed;
@@ -226,7 +252,6 @@ void StageState::restore(const Stage& stage, const Moment& moment) {
   }
   // All present values first, because writing one tensor changes the others of its memory.
   for (const auto& each : changed) each.first->keep();
-  std::exception_ptr error;
   for (const auto& [item, value] : changed) {
     try {
       put(*item, value);
@@ -273,11 +298,10 @@ bool StageState::may_change(const at::Tensor& buffer) const {
 
 bool StageState::must_copy(const at::Tensor& leaving) {
   bool result = false;
-  for (auto& item : items_) {
-    if (!item.shares_memory(leaving)) continue;
+  for_each_of_memory(leaving, [&](Item& item) {
     if (item.is_buffer || item.has_changed) result = true;
     item.has_left = true;
-  }
+  });
   return result;
 }
 
@@ -293,38 +317,38 @@ StageState::Scope::~Scope() {
 
 // Before a backward writes to a tensor: gives it its present value instead of that of the forward.
 void StageState::return_to_present(Item& item) {
+  if (present_ == nullptr || item.is_written_back) return;
   const auto& tensors = *present_->tensors_;
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    if (!tensors[i].is_same(item.tensor) || std::exchange(item.is_written_back, true)) continue;
-    if (item.now.lock() != present_->values_[i]) put(item, present_->values_[i]);  // calls before_write() again
-  }
+  const auto is_it = [&](const at::Tensor& each) { return each.is_same(item.tensor); };
+  const auto at = std::find_if(tensors.begin(), tensors.end(), is_it) - tensors.begin();
+  if (at == std::ssize(tensors)) return;
+  item.is_written_back = true;
+  if (item.now.lock() == present_->values_[at]) return;
+  item.keep();
+  put(item, present_->values_[at]);  // calls before_write() again
 }
 
 bool StageState::before_write(const at::Tensor& tensor) {
   if (watching == nullptr || !tensor.defined()) return false;
   bool found = false;
-  for (auto& item : watching->items_) {
-    if (!item.shares_memory(tensor)) continue;
+  watching->for_each_of_memory(tensor, [&](Item& item) {
     if (!item.forbidden.empty()) refuse_write(item.forbidden);
     const bool is_first = !item.has_changed;
-    if (watching->present_ != nullptr) watching->return_to_present(item);
+    watching->return_to_present(item);
     item.change();
     if (is_first && item.has_left && !item.is_buffer) {
       throw std::runtime_error(
-          "[gpipe] a layer wrote to a parameter for the first time, and a tensor that shares its memory has left the "
-          "stage; "
-          "repeat the call: from now on such tensors leave as copies");
+          "[gpipe] a layer wrote to a parameter for the first time, and a tensor of the same memory has left the "
+          "stage; repeat the call: from now on such tensors leave as copies");
     }
     found = true;
-  }
+  });
   return found;
 }
 
 void StageState::after_write(const at::Tensor& tensor) {
   if (watching == nullptr) return;
-  for (auto& item : watching->items_) {
-    if (item.shares_memory(tensor)) item.version = version_of(item.tensor);
-  }
+  watching->for_each_of_memory(tensor, [](Item& item) { item.version = version_of(item.tensor); });
 }
 
 void StageState::before_draw(const at::Generator& generator) {

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
 
 namespace gpipe {
@@ -94,6 +95,7 @@ class StageState {
     bool has_changed = false;
     bool has_left = false;                   // a tensor of this memory has left the stage without a copy
     bool is_written_back = false;            // a backward has written to the present value
+    const void* memory = nullptr;            // under which the index has it
     at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
     std::uint32_t version = 0;               // of the tensor, as last seen
     std::weak_ptr<Value> now = {};           // of the Moments that hold the present value
@@ -101,7 +103,6 @@ class StageState {
 
     at::Tensor read() const;
     void write(const at::Tensor& value) const;
-    bool shares_memory(const at::Tensor& other) const;
     std::shared_ptr<Value> hold();
     void keep() const;   // copies the present value if a Moment needs it
     void change();       // the present value is about to change
@@ -112,9 +113,13 @@ class StageState {
   Item* find(const at::Tensor& tensor, std::size_t guess);
   static void put(Item& item, const std::shared_ptr<Value>& value);
   void return_to_present(Item& item);
+  void renew_index();
+  template <typename F>
+  void for_each_of_memory(const at::Tensor& tensor, F f);
 
   std::shared_ptr<const std::vector<at::Tensor>> tensors_ = std::make_shared<std::vector<at::Tensor>>();
   std::vector<Item> items_;  // of tensors_, then of earlier ones that a Moment needs
+  absl::flat_hash_map<const void*, std::vector<std::size_t>> index_;  // of items_, by tensor and by its memory
   std::vector<Item> generators_;
   std::vector<std::pair<at::Tensor, std::string>> forbidden_;
   const Moment* present_ = nullptr;  // of the Scope

@@ -65,8 +65,9 @@ int SameData::compare(const std::vector<Call>& calls, const Mesh& mesh) {
     const auto data = calls[rank].data;
     const auto expected = calls[mesh.rank_at(0, mesh.replica_of(rank))].data;
     if (data == 0 || expected == 0 || differs) continue;
-    differs = data != expected;
-    if (differs && same >= kEnough) return rank;
+    const bool is_other = data != expected;
+    if (is_other && same >= kEnough) return rank;
+    differs = is_other;
     if (std::exchange(last, data) != data) ++same;
   }
   return -1;
@@ -81,6 +82,14 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
   }
   std::vector<Call> calls;
   for (const auto& word : words) calls.push_back(to_call(word));
+  for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {  // first, because it is told once
+    if (calls[rank].failed_before == calls[0].failed_before) continue;
+    const int failed = calls[rank].failed_before ? rank : 0;
+    return refusal(
+        absl::StrFormat("the last backward of rank %d ended with an exception, as of a hook, but that of rank %d did "
+                        "not, so gradients and parameters may not fit together; restart all ranks from a snapshot",
+                        failed, rank - failed));
+  }
   Verdict verdict{0, std::vector<double>(mesh.replicas), std::vector<int>(mesh.replicas)};
   for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {
     const auto& call = calls[rank];
@@ -90,14 +99,6 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
     const auto& [what, in_common, of_twins, number, weight, micro_batches, failed_before, hash] = call;
     if (in_common != calls[0].in_common) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
-    if (failed_before != calls[0].failed_before) {
-      const int failed = failed_before ? rank : 0;
-      return refusal(
-          absl::StrFormat("the last backward of rank %d ended with an exception, as of a hook, but that of rank %d did "
-                          "not, so gradients "
-                          "and parameters may not fit together; restart all ranks from a snapshot",
-                          failed, rank - failed));
-    }
     if (of_twins != calls[twin].of_twins) {
       return refusal(absl::StrFormat("rank %d %s, but rank %d, with the same stages, %s", rank, of_twins, twin,
                                      calls[twin].of_twins));
@@ -109,8 +110,7 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
   if (const int rank = data.compare(calls, mesh); rank >= 0) {
     return refusal(
         absl::StrFormat("rank %d trains on another mini-batch than rank %d, but had the same in the calls before; one "
-                        "of them has left out "
-                        "a mini-batch",
+                        "of them has left out a mini-batch",
                         rank, mesh.rank_at(0, mesh.replica_of(rank))));
   }
   auto judgement = absl::StrFormat("%c%020d", kAgreed, verdict.largest);

@@ -22,9 +22,8 @@ struct Call {
   std::uint64_t data = 0;  ///< a hash of the mini-batch to train on; 0 on ranks that do not know it
 };
 
-/// Which ranks give the mini-batches that the first rank of their replica gives, as rank 0 has seen it in the calls so far.
-/// Ranks need not, because only some read input and target. But a rank that has done so and then gives another one has left
-/// one out.
+/// Finds a rank that trained on the same mini-batches as the first rank of its replica and now gives another one. Ranks that
+/// never gave the same are not compared, because only some ranks read input and target.
 class SameData {
  public:
   /// Returns the first rank whose mini-batch is another one unexpectedly; -1 if there is none.

@@ -11,7 +11,7 @@ namespace gpipe {
 /// ends have tensors of the same sizes and strides, so they agree on the order.
 at::Tensor elements_of(const at::Tensor& tensor);
 
-/// Where the elements of tensors arrive.
+/// Receives tensors, also ones whose memory has gaps.
 class Landing {
  public:
   /// Adds a tensor that will get its values.

@@ -28,8 +28,8 @@ Addresses addresses_of(const std::string& host, int port, int socket_type) {
 
 class Socket {
  public:
-  explicit Socket(const addrinfo& address)
-      : descriptor_(socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC, address.ai_protocol)) {}
+  explicit Socket(const addrinfo& address, int flags = 0)
+      : descriptor_(socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC | flags, address.ai_protocol)) {}
   ~Socket() {
     if (descriptor_ >= 0) close(descriptor_);
   }
@@ -43,13 +43,22 @@ class Socket {
   int descriptor_;
 };
 
+// Connects within a second. Returns whether it has.
+bool connect_soon(int descriptor, const addrinfo& address) {
+  if (connect(descriptor, address.ai_addr, address.ai_addrlen) == 0) return true;
+  pollfd state{.fd = descriptor, .events = POLLOUT, .revents = 0};
+  if (errno != EINPROGRESS || poll(&state, 1, /*timeout=*/1000) != 1) return false;
+  int error = 0;
+  socklen_t size = sizeof error;
+  return getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
+}
+
 // Returns a connected socket, or -1.
 int connect_to(const std::string& host, int port) {
   const auto addresses = addresses_of(host, port, SOCK_STREAM);
   for (const auto* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    Socket socket(*address);
-    if (socket.descriptor() < 0) continue;
-    if (connect(socket.descriptor(), address->ai_addr, address->ai_addrlen) == 0) return socket.release();
+    Socket socket(*address, SOCK_NONBLOCK);
+    if (socket.descriptor() >= 0 && connect_soon(socket.descriptor(), *address)) return socket.release();
   }
   return -1;
 }
