@@ -325,9 +325,10 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     writes.emplace(input, parts);
     return std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(made));
   });
+  auto entered = grad ? as_entered(input) : Parcel();
   auto output = mini_batch->forward();
   writes.reset();
-  auto entered = grad ? as_entered(input) : Parcel();
+  entered.renew_versions();
   if (grad) attach(std::move(mini_batch), pipeline_, input, std::move(entered), sizes, output);
   return std::move(output.value);
 }

@@ -73,7 +73,7 @@ def random_stages(rng, schedule):
     """Returns a number of stages and the number of stages per worker."""
     if schedule in V:
         return 2 * rng.randint(1, 3), 1
-    per_worker = 1 if schedule in ONE else rng.randint(1, 2)
+    per_worker = 1 if schedule in ONE else rng.randint(2 if schedule.startswith("interleaved") else 1, 2)
     return rng.randint(2, 3) * per_worker, per_worker
 
 
