@@ -80,19 +80,14 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
 InputWrites::InputWrites(const Value& input, const std::vector<Parcel>& parts)
     : input_(input.tensors()), parts_(input_.size()) {
   for (const auto& part : parts) {
-    for (std::size_t k = 0; k < input_.size(); ++k) {
-      const auto& piece = part.tensors[k];
-      if (!piece.is_inference()) {
-        parts_[k].push_back({piece.unsafeGetTensorImpl()->version_counter(), version_of(piece)});
-      }
-    }
+    for (std::size_t k = 0; k < input_.size(); ++k) parts_[k].emplace_back(part.tensors[k]);
   }
 }
 
 InputWrites::~InputWrites() {
   for (std::size_t k = 0; k < input_.size(); ++k) {
-    const bool is_changed = std::any_of(parts_[k].begin(), parts_[k].end(),
-                                        [](const Part& part) { return part.counter.current_version() != part.before; });
+    const bool is_changed =
+        std::any_of(parts_[k].begin(), parts_[k].end(), [](const auto& part) { return part.changed(); });
     if (is_changed && !input_[k].is_inference()) torch::autograd::impl::bump_version(input_[k]);
   }
 }

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/TensorImpl.h>
 
 #include <cstdint>
 #include <vector>
@@ -37,12 +36,8 @@ class InputWrites {
   InputWrites& operator=(const InputWrites&) = delete;
 
  private:
-  struct Part {
-    c10::VariableVersion counter;
-    std::uint32_t before;
-  };
   const std::vector<at::Tensor> input_;
-  std::vector<std::vector<Part>> parts_;  // per tensor of the input
+  std::vector<std::vector<VersionWatch>> parts_;  // per tensor of the input
 };
 
 /// The joined micro-batches.

@@ -8,6 +8,10 @@ std::uint32_t version_of(const at::Tensor& tensor) {
   return tensor.defined() && !tensor.is_inference() ? static_cast<std::uint32_t>(tensor._version()) : 0;
 }
 
+VersionWatch::VersionWatch(const at::Tensor& tensor) : before_(version_of(tensor)) {
+  if (tensor.defined() && !tensor.is_inference()) counter_ = tensor.unsafeGetTensorImpl()->version_counter();
+}
+
 void Parcel::add(at::Tensor tensor, bool gradient_wanted, Memory memory) {
   versions.push_back(version_of(tensor));
   this->memory.push_back(memory);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
 
 #include <cstdint>
 #include <vector>
@@ -40,6 +41,18 @@ struct Parcel {
 
 /// A tensor's version counter; 0 for undefined and inference tensors, which have none.
 std::uint32_t version_of(const at::Tensor& tensor);
+
+/// Notes a tensor's version counter without keeping its memory.
+class VersionWatch {
+ public:
+  explicit VersionWatch(const at::Tensor& tensor);
+  /// Whether the tensor, or another one with the same counter, has been changed in place since.
+  bool changed() const { return counter_.enabled() && counter_.current_version() != before_; }
+
+ private:
+  c10::VariableVersion counter_;  // none for undefined and inference tensors
+  std::uint32_t before_;
+};
 
 using Gradients = std::vector<at::Tensor>;
 

@@ -41,10 +41,7 @@ StoredInputs::StoredInputs(Stage& stage, const std::vector<Parcel>& inputs)
       stores_copies_(stage.in_place != InPlace::kNo),
       stored_(stores_copies_ ? copies_of(inputs, stage) : inputs) {
   for (const auto& parcel : inputs) {
-    for (const auto& tensor : parcel.tensors) {
-      if (!tensor.defined() || tensor.is_inference()) continue;
-      originals_.push_back({tensor.unsafeGetTensorImpl()->version_counter(), version_of(tensor)});
-    }
+    for (const auto& tensor : parcel.tensors) originals_.emplace_back(tensor);
   }
 }
 
@@ -65,8 +62,7 @@ std::vector<Parcel> StoredInputs::take(bool retain_graph) {
 
 void StoredInputs::check_before_backward() {
   const auto originals = std::exchange(originals_, {});
-  const bool changed = std::any_of(originals.begin(), originals.end(),
-                                   [](const auto& it) { return it.counter.current_version() != it.before; });
+  const bool changed = std::any_of(originals.begin(), originals.end(), [](const auto& it) { return it.changed(); });
   if (changed) {
     stage_.in_place = InPlace::kYes;
     if (!stores_copies_) fail(stage_, "during its recompute");

@@ -1,8 +1,5 @@
 #pragma once
 
-#include <c10/core/TensorImpl.h>
-
-#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -32,16 +29,10 @@ class StoredInputs {
   void check_before_backward();
 
  private:
-  /// The version counter of a tensor, without its memory.
-  struct Version {
-    c10::VariableVersion counter;
-    std::uint32_t before;
-  };
-
   Stage& stage_;
   const bool stores_copies_;
   std::vector<Parcel> stored_;
-  std::vector<Version> originals_;  // until the first backward
+  std::vector<VersionWatch> originals_;  // until the first backward
 };
 
 }  // namespace gpipe
