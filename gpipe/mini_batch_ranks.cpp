@@ -65,18 +65,13 @@ void MiniBatch::agree() {
 std::string MiniBatch::trained_parameters() const {
   std::size_t count = 0;
   std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  std::vector<at::Tensor> own;
   for (const auto& sinks : sinks_) {
+    own.insert(own.end(), sinks.own().begin(), sinks.own().end());
     for (std::size_t p = 0; p < sinks.all().size(); ++p) {
       count += sinks.has_sink()[p];
       const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
       hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
-    }
-  }
-  std::vector<at::Tensor> own;
-  for (const auto& stage : pipeline_->stages()) {
-    const auto parameters = stage.parameters();
-    for (std::size_t p = 0; p < parameters.size(); ++p) {
-      if (!stage.borrows(p)) own.push_back(parameters[p]);
     }
   }
   return "trains " + std::to_string(count) + " parameters, whose sizes have the hash " + std::to_string(hash) +

@@ -190,8 +190,8 @@ void BatchStatistics::commit(const Stage& stage) {
       const auto* tracked = buffers.find("num_batches_tracked");
       if (running_mean == nullptr || tracked == nullptr) continue;
       for (const auto& entry : entries_) {
-        if (entry.running_mean.is_same(*running_mean) && !entry.of_instances)
-          tracked->variable_data().sub_(entry.calls - 1);
+        if (entry.of_instances || !entry.running_mean.is_same(*running_mean)) continue;
+        tracked->variable_data().sub_(entry.calls - 1);
       }
     }
   }

@@ -75,23 +75,16 @@ void check_no_tensors_of_its_own(const torch::nn::Module& model) {
   }
 }
 
-// Calls f(module) for a module and all modules inside, an outer one before those inside it.
-template <typename F>
-void for_each(torch::nn::Module& module, F f) {
-  f(module);
-  for (const auto& child : module.children()) for_each(*child, f);
-}
-
 std::vector<bool> modes_of(torch::nn::Module& module) {
   std::vector<bool> modes;
-  for_each(module, [&](const torch::nn::Module& each) { modes.push_back(each.is_training()); });
+  module.apply([&](torch::nn::Module& each) { modes.push_back(each.is_training()); });
   return modes;
 }
 
 // Modules beyond the noted ones have been made since.
 void set_modes(torch::nn::Module& module, const std::vector<bool>& modes) {
   std::size_t next = 0;
-  for_each(module, [&](torch::nn::Module& each) {
+  module.apply([&](torch::nn::Module& each) {
     const auto at = next++;
     if (at < modes.size() && each.is_training() != modes[at]) each.train(modes[at]);
   });

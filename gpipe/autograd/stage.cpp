@@ -230,6 +230,7 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
   std::vector<Node*> pending;
   std::vector<const torch::autograd::AccumulateGrad*> leaves;
   const Node* of_other_thread = nullptr;
+  bool has_looked = false;  // for parameters that the layers have made
   const auto visit = [&](Node* node) {
     if (seen.insert(node).second) pending.push_back(node);
   };
@@ -255,7 +256,7 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
       }
       auto* leaf = dynamic_cast<torch::autograd::AccumulateGrad*>(edge.function.get());
       auto end = end_of(edge.function.get());
-      if (!end.is_valid() && leaf != nullptr && adopt_new()) end = end_of(leaf);
+      if (!end.is_valid() && leaf != nullptr && !std::exchange(has_looked, true) && adopt_new()) end = end_of(leaf);
       if (end.is_valid()) {
         edge = end;
         // The node of an in-place operation on a view forwards to the operation's own node: keep their edges equal.
