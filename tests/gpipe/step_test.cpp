@@ -58,7 +58,13 @@ void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, do
 
 void expect_equal(const std::vector<Tensor>& a, const std::vector<Tensor>& b) { expect_close(a, b, 0); }
 
-const std::vector<std::string> kSchedules = {"gpipe", "1f1b", "looped_bfs", "zb_h1", "zb_h2"};
+const std::vector<std::string> kSchedules = {"gpipe", "1f1b",  "looped_bfs",    "interleaved_1f1b",
+                                             "zb_h1", "zb_h2", "interleaved_zb"};
+
+// As options(), with two stages on each worker for a schedule that needs several.
+GPipeOptions fitting_options(const std::string& schedule) {
+  return options(schedule).stages_per_worker(schedule.starts_with("interleaved") ? 2 : 1);
+}
 
 // Seven samples in four micro-batches of 2, 2, 2 and 1.
 TEST(Step, MeansOverSamplesAsTheBareModel) {
@@ -69,7 +75,7 @@ TEST(Step, MeansOverSamplesAsTheBareModel) {
   bare.backward();
   const auto expected = take_gradients(*model);
   for (const auto& schedule : kSchedules) {
-    GPipe pipe(model, {2, 2, 1}, options(schedule));
+    GPipe pipe(model, {2, 1, 1, 1}, fitting_options(schedule));
     const auto result = pipe->step(x, y, kMse);
     EXPECT_TRUE(torch::allclose(result.loss, bare, 1e-12, 1e-12));
     EXPECT_FALSE(result.loss.requires_grad());
@@ -193,8 +199,8 @@ TEST(Step, DrawsTheSameNumbersInTheRecomputeOfTheLoss) {
       [](const Tensor& out, const Tensor& t) { return torch::mse_loss(torch::dropout(out, 0.5, /*train=*/true), t); });
   std::vector<std::vector<Tensor>> gradients;
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
-    for (const auto& schedule : {"1f1b", "zb_h1"}) {
-      GPipe pipe(model, {2, 3}, options(schedule).checkpoint(checkpoint));
+    for (const auto& schedule : {"1f1b", "interleaved_1f1b", "zb_h1"}) {
+      GPipe pipe(model, {2, 3}, fitting_options(schedule).checkpoint(checkpoint));
       torch::manual_seed(3);
       pipe->step(x, y, loss);
       gradients.push_back(take_gradients(*model));
@@ -207,7 +213,7 @@ TEST(Step, CallsTheLossOncePerMicroBatchAndKeepsItsOutput) {
   for (const auto& schedule : kSchedules) {
     for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
       auto model = small_model();
-      GPipe pipe(model, {2, 2, 1}, options(schedule).checkpoint(checkpoint));
+      GPipe pipe(model, {2, 1, 1, 1}, fitting_options(schedule).checkpoint(checkpoint));
       const auto x = torch::randn({7, 6}, torch::kDouble);
       const auto y = torch::randn({7, 5}, torch::kDouble);
       int calls = 0;
@@ -267,7 +273,7 @@ TEST(Step, ErrorsLeaveEverythingAsItWas) {
   for (const auto& schedule : kSchedules) {
     torch::manual_seed(1);
     nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Dropout(0.5), nn::Linear(6, 5));
-    GPipe pipe(model, {2, 2}, options(schedule).checkpoint(Checkpoint::kExceptLast));
+    GPipe pipe(model, {1, 1, 1, 1}, fitting_options(schedule).checkpoint(Checkpoint::kExceptLast));
     const auto x = torch::randn({8, 6});
     const auto y = torch::randn({8, 5});
     torch::manual_seed(5);
@@ -317,7 +323,7 @@ TEST(Step, ErrorsInRecomputesAndBackwardsRestoreBuffers) {
       int countdown = failing;
       nn::Sequential model(nn::Linear(6, 6), nn::BatchNorm1d(6), nn::Linear(6, 6), nn::BatchNorm1d(6));
       model->push_back(std::make_shared<FailingImpl>(&countdown));
-      GPipe pipe(model, {2, 3}, options(schedule).checkpoint(Checkpoint::kAlways));
+      GPipe pipe(model, {2, 1, 1, 1}, fitting_options(schedule).checkpoint(Checkpoint::kAlways));
       std::vector<Tensor> buffers;
       for (const auto& buffer : model->buffers()) buffers.push_back(buffer.clone());
       EXPECT_THROW(pipe->step(torch::randn({8, 6}), torch::randn({8, 6}), kMse), std::domain_error);

@@ -30,7 +30,8 @@ mutant(exchange_takes_messages_twice core_tests gpipe/ranks/exchange.cpp
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)
 mutant(wires_remember_all_layouts core_tests gpipe/ranks/exchange.cpp
        "if (of_wire.size() == kKeysPerWire) of_wire.pop_front();" "" Wires.*)
-mutant(calls_forget_failed_backwards core_tests gpipe/ranks/call.cpp "failed_before != calls[0].failed_before" "false" Call.*)
+mutant(calls_forget_failed_backwards core_tests gpipe/ranks/call.cpp
+       "calls[rank].failed_before == calls[0].failed_before" "true" Call.*)
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)

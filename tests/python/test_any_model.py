@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 import gpipe
 from model_zoo import MODELS
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 V = ("zb_v", "v_half", "v_min", "dualpipe_v")  # schedules with two stages per worker
 ONE = ("gpipe", "1f1b", "zb_h1", "zb_h2")  # schedules with one stage per worker
 
@@ -75,15 +77,6 @@ def random_stages(rng, schedule):
         return 2 * rng.randint(1, 3), 1
     per_worker = 1 if schedule in ONE else rng.randint(2 if schedule.startswith("interleaved") else 1, 2)
     return rng.randint(2, 3) * per_worker, per_worker
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Operators of such small models only wait for each other's threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -360,13 +360,10 @@ def shrink(spec, expect):
 
 
 @pytest.fixture(autouse=True)
-def in_float64():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+def in_float64(one_thread):
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
-    torch.set_num_threads(threads)
 
 
 def run_cases(cases, units, expect, *, steps=False, states=()):

@@ -8,15 +8,9 @@ from torch import nn
 
 import gpipe
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MODES = ["never", "except_last", "always"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # so that stages use as many as one stage does
-    yield
-    torch.set_num_threads(threads)
 
 
 class Apply(nn.Module):
