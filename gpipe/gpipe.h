@@ -116,8 +116,8 @@ class GPipeImpl : public torch::nn::Module {
   GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
             LanguageBinding binding = {});
 
-  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device. Warns once,
-  /// through torch, if it trains and the schedule is another than that of forward() and backward.
+  /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device. In
+  /// training, warns once, through torch, if the schedule is not fill and drain, because only step() runs it.
   /// Errors: std::invalid_argument for inputs that cannot be cut; c10::NotImplementedError under torch.jit.trace, a
   /// functorch transform or forward-mode differentiation; what layers throw.
   torch::Tensor forward(torch::Tensor input);

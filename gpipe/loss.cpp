@@ -78,8 +78,7 @@ void normalize(std::vector<double>& weights, double total, Reduction reduction) 
   if (reduction == Reduction::kSum) return;
   if (total == 0) {
     refuse_argument(
-        "no target counts for the loss: count is 0 for every micro-batch, or there are no samples; skip this "
-        "mini-batch");
+        "every target is ignored (count is 0 for every micro-batch), or there are no samples; skip this mini-batch");
   }
   for (auto& weight : weights) weight /= total;
 }

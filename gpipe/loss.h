@@ -70,12 +70,13 @@ LossFunction tensor_loss(F function) {
 struct StepOptions {
   /// Default: as the loss reduces, if it is a module of torch in tensor_loss(), else kMean.
   TORCH_ARG(std::optional<Reduction>, reduction);
-  /// With kMean. Default: that of the loss, if it is such a module, else the number of samples.
+  /// What kMean weights a micro-batch by. Default: the count of the loss, if it is a module of torch in tensor_loss(), else
+  /// the number of samples.
   TORCH_ARG(CountFunction, count);
-  /// Whether the first step() of a pipeline with a loss of this type (LossFunction::kind) compares it, once, with the loss
-  /// of the whole mini-batch: unless its reduction is known or given, or a count is. Such a step() keeps the outputs of all
-  /// micro-batches until then, and throws std::invalid_argument if the losses differ. It does not compare a loss that
-  /// fails on the whole mini-batch, or that differs when it is computed again, as one that draws random numbers does.
+  /// Whether a pipeline's first step() with a loss of this type (LossFunction::kind) checks the joined loss against the loss
+  /// of the whole mini-batch. Does nothing if the reduction or a count is known or given. The step() keeps the outputs of
+  /// all micro-batches for the check. It throws std::invalid_argument if the losses differ. It skips a loss that fails on
+  /// the whole mini-batch, and one that gives another result when it is computed again, such as one with random numbers.
   TORCH_ARG(bool, check) = true;
   /// Multiplies all gradients, for loss scaling. The returned loss is not scaled.
   TORCH_ARG(double, scale) = 1;

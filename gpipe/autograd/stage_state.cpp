@@ -163,7 +163,7 @@ void StageState::renew_index() {
   }
 }
 
-// Calls f(item) for the tensor's own item and those of the same memory.
+// Calls f(item) for the item of a tensor, and for each item whose tensor shares its memory.
 template <typename F>
 void StageState::for_each_of_memory(const at::Tensor& tensor, F f) {
   const auto* memory = memory_of(tensor);
@@ -315,7 +315,7 @@ StageState::Scope::~Scope() {
   state_.present_ = nullptr;
 }
 
-// Before a backward writes to a tensor: gives it its present value instead of that of the forward.
+// Call before a backward writes to a tensor. Replaces the forward's value by the present one.
 void StageState::return_to_present(Item& item) {
   if (present_ == nullptr || item.is_written_back) return;
   const auto& tensors = *present_->tensors_;

@@ -17,9 +17,8 @@ struct Call {
   std::uint64_t number = 0;    ///< of which the largest is wanted
   double weight = 0;           ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   int micro_batches = 0;       ///< of the replica
-  bool failed_before =
-      false;               ///< whether this rank's last backward ended with an exception, after the call was agreed on
-  std::uint64_t data = 0;  ///< a hash of the mini-batch to train on; 0 on ranks that do not know it
+  bool failed_before = false;  ///< whether this rank's last backward ended with an exception after it was agreed on
+  std::uint64_t data = 0;      ///< a hash of the mini-batch to train on; 0 on ranks that do not know it
 };
 
 /// Finds a rank that trained on the same mini-batches as the first rank of its replica and now gives another one. Ranks that

@@ -19,7 +19,7 @@
 
 namespace gpipe {
 
-/// What layouts follow from, as all ranks know it: calls with the same key mostly send messages of the same layouts.
+/// Tells kinds of calls apart. Calls of the same key mostly send messages of the same layouts. All ranks compute the same key.
 using LayoutKey = std::vector<std::int64_t>;
 
 /// A wire remembers the layouts of so many keys: those that it has used last. So both of its ends forget the same.

@@ -363,9 +363,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
         has been added then, unless a hook raised the exception.
         """
-        result, output = self._run_step(
-            "step", input, target, loss, count, reduction, scale, return_output, check
-        )
+        result, output = self._run_step("step", input, target, loss, count, reduction, scale, return_output, check)
         return (result, output) if return_output else result
 
     def loss(
@@ -388,9 +386,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         Returns:
             The loss with its graph. A backward of it hands out the gradients, times its incoming gradient.
         """
-        result: Tensor = self._run_step(
-            "loss", input, target, loss, count, reduction, scale, False, check
-        )
+        result: Tensor = self._run_step("loss", input, target, loss, count, reduction, scale, False, check)
         return result
 
     def _run_step(
