@@ -67,9 +67,12 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
   const auto memory = memory_of_inputs(input.tensors());
   for (std::size_t k = 0; k < memory.size(); ++k) {
     const auto& tensor = input.tensors()[k];
-    const auto pieces = tensor.detach().split_with_sizes(sizes);
+    auto pieces = tensor.detach().split_with_sizes(sizes);
+    const bool is_expanded = tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.stride(0) == 0;
     for (std::size_t i = 0; i < sizes.size(); ++i) {
       parts[i].form = input.form();
+      // Micro-batches of the same memory would see each other's writes. The copy stores one sample.
+      if (is_expanded && sizes.size() > 1) pieces[i] = copy_of(pieces[i]);
       // variable_data() gives each micro-batch a version counter of its own.
       parts[i].add(pieces[i].variable_data(), tensor.requires_grad(), memory[k]);
     }

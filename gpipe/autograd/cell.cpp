@@ -152,7 +152,9 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
       value = stage_.layers[i]->forward(std::move(value));
     }
   }
-  if (is_checkpointing() && at::GradMode::is_enabled()) keeps_graph_ = sinks_.adopt_new();
+  if (is_checkpointing() && at::GradMode::is_enabled()) {
+    keeps_graph_ = sinks_.adopt_new() || stage_.state.has_new_modules(stage_, *before_forward_);
+  }
   if (tail_ && (!is_checkpointing() || keeps_graph_)) {
     start(static_cast<int>(stage_.layers.size()));
     const PassScope plain(PassScope::Pass::kPlain);  // it runs once
@@ -259,6 +261,7 @@ void Cell::recompute(bool retain_graph) {
     throw std::runtime_error("[gpipe] a layer of stage " + std::to_string(stage_.index) +
                              " made a parameter in a forward that is recomputed; repeat the call");
   }
+  stage_.state.put_back(stage_, *present_);
   stage_.gradient_flow.check(sent_, out);
   inputs_->check_unchanged(in, "during its recompute");
 }
@@ -309,7 +312,7 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
   std::vector<GradientSums> entering;
   for (const auto& parcel : entry_sinks_) entering.emplace_back(parcel.size());
   if (!roots.edges.empty()) run_graph(roots, retain_graph, sums, entering);
-  if (present_) stage_.state.restore(stage_, *present_);
+  if (present_) stage_.state.restore_values(stage_, *present_);
   present_.reset();
   std::vector<Gradients> result;
   for (auto& of_parcel : entering) result.push_back(of_parcel.take());

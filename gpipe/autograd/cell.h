@@ -47,8 +47,8 @@ class Cell {
 
   /// R. Runs the layers with the inputs and buffers of F. The backward, or the destruction of the cell, restores the
   /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
-  /// up the stored inputs. Does nothing if the layers made parameters in F, because they would not make them again: the graph
-  /// of F serves.
+  /// up the stored inputs. Does nothing if the layers made modules or parameters in F, because they would not make them
+  /// again: the graph of F serves.
   /// Errors: those of forward(), StoredInputs::take() and GradientFlow::check(); std::runtime_error when the layers made
   /// parameters in an F without graph.
   void recompute(bool retain_graph);
@@ -99,7 +99,7 @@ class Cell {
   std::optional<StageState::Moment> present_;         // between R and B or I
   CellMemo memo_;
   std::vector<std::vector<bool>> sent_;  // wants_gradient of the parcels that F returned
-  bool keeps_graph_ = false;             // the layers made parameters in F
+  bool keeps_graph_ = false;             // the layers made modules or parameters in F
 
   // The graph, per parcel and tensor; null or invalid where no gradient flows.
   std::vector<std::vector<std::shared_ptr<GradientSink>>> entry_sinks_;

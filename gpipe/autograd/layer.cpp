@@ -75,21 +75,6 @@ void check_no_tensors_of_its_own(const torch::nn::Module& model) {
   }
 }
 
-std::vector<bool> modes_of(torch::nn::Module& module) {
-  std::vector<bool> modes;
-  module.apply([&](torch::nn::Module& each) { modes.push_back(each.is_training()); });
-  return modes;
-}
-
-// Modules beyond the noted ones have been made since.
-void set_modes(torch::nn::Module& module, const std::vector<bool>& modes) {
-  std::size_t next = 0;
-  module.apply([&](torch::nn::Module& each) {
-    const auto at = next++;
-    if (at < modes.size() && each.is_training() != modes[at]) each.train(modes[at]);
-  });
-}
-
 class AnyLayer : public Layer {
  public:
   AnyLayer(std::string name, AnyModule module) : name_(std::move(name)), module_(std::move(module)) {}
@@ -113,8 +98,13 @@ class AnyLayer : public Layer {
 
 Layer::Buffers Layer::buffers() const {
   auto tensors = module()->buffers();
-  auto put_back = [this, tensors, modes = modes_of(*module())] {
-    set_modes(*module(), modes);
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
+  for (const auto& each : module()->modules()) modes.emplace_back(each, each->is_training());
+  const auto count = modes.size();
+  auto put_back = [this, tensors, modes = std::move(modes)] {
+    for (const auto& [each, training] : modes) {
+      if (each->is_training() != training) each->train(training);
+    }
     const auto present = module()->buffers();
     const bool same = std::equal(present.begin(), present.end(), tensors.begin(), tensors.end(),
                                  [](const auto& a, const auto& b) { return a.is_same(b); });
@@ -123,7 +113,7 @@ Layer::Buffers Layer::buffers() const {
         "[gpipe] layer '" + name() +
         "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");
   };
-  return {std::move(tensors), std::move(put_back)};
+  return {std::move(tensors), count, std::move(put_back)};
 }
 
 std::string registered_name(const std::string& layer) {

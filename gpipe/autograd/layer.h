@@ -2,6 +2,7 @@
 
 #include <torch/nn/modules/container/any.h>
 
+#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
@@ -27,9 +28,10 @@ class Layer {
   virtual std::shared_ptr<torch::nn::Module> module() const = 0;
 
   /// The buffers that a module has at one time, and whether it and its submodules are in training mode. A forward may
-  /// replace the buffers.
+  /// replace the buffers and make submodules.
   struct Buffers {
     std::vector<at::Tensor> tensors = {};  ///< undefined where a registered name has none
+    std::size_t modules = 0;               ///< the module and its submodules
     /// Makes them the module's buffers again, and sets the modes of that time. Errors: std::runtime_error when a C++ module
     /// has replaced a buffer, which cannot be undone.
     std::function<void()> put_back = {};

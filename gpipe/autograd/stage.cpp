@@ -229,7 +229,6 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
   absl::flat_hash_set<Node*> seen;
   std::vector<Node*> pending;
   std::vector<const torch::autograd::AccumulateGrad*> leaves;
-  const Node* of_other_thread = nullptr;
   bool has_looked = false;  // for parameters that the layers have made
   const auto visit = [&](Node* node) {
     if (seen.insert(node).second) pending.push_back(node);
@@ -250,7 +249,6 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
         if (made_here(next) ? made_before(next, sink, begin) : sink != nullptr || next.thread_id() == caller_) {
           refuse_foreign(next);
         }
-        if (!made_here(next)) of_other_thread = &next;
         visit(&next);
         continue;
       }
@@ -264,11 +262,11 @@ void ParameterSinks::redirect(const edge_list& roots, std::uint64_t begin, const
           slices->fn->set_next_edge(i, edge);
         }
       } else if (leaf != nullptr) {
+        if (!made_here(*node)) refuse_foreign(*node);
         if (std::find(leaves.begin(), leaves.end(), leaf) == leaves.end()) leaves.push_back(leaf);
       }
     }
   }
-  if (of_other_thread != nullptr && !leaves.empty()) refuse_foreign(*of_other_thread);
   for (const auto* leaf : leaves) {
     if (stage_.leaves.find(leaf->variable) != nullptr) refuse_leaf(*leaf);
     stage_.leaves.insert(leaf->variable, {});

@@ -223,7 +223,17 @@ void StageState::put(Item& item, const std::shared_ptr<Value>& value) {
   if (item.alias.defined()) item.alias = item.tensor.variable_data();
 }
 
-void StageState::restore(const Stage& stage, const Moment& moment) {
+bool StageState::has_new_modules(const Stage& stage, const Moment& moment) const {
+  bool result = false;
+  stage.locked([&] {
+    for (std::size_t i = 0; i < stage.layers.size(); ++i) {
+      result = result || stage.layers[i]->buffers().modules != moment.buffers_[i].modules;
+    }
+  });
+  return result;
+}
+
+void StageState::put_back(const Stage& stage, const Moment& moment) {
   std::exception_ptr error;
   stage.locked([&] {
     for (const auto& buffers : moment.buffers_) {
@@ -234,6 +244,52 @@ void StageState::restore(const Stage& stage, const Moment& moment) {
       }
     }
   });
+  if (error) std::rethrow_exception(error);
+}
+
+void StageState::restore(const Stage& stage, const Moment& moment) {
+  std::exception_ptr error;
+  try {
+    put_back(stage, moment);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  restore_values(moment);
+  if (error) std::rethrow_exception(error);
+}
+
+void StageState::restore_values(const Stage& stage, const Moment& moment) {
+  std::string owner;  // of a replaced buffer that had another value in the forward
+  stage.locked([&] {
+    for (std::size_t i = 0; i < stage.layers.size(); ++i) {
+      const auto now = stage.layers[i]->buffers().tensors;
+      for (const auto& tensor : moment.buffers_[i].tensors) {
+        const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
+        if (std::any_of(now.begin(), now.end(), is_it) || has_value(tensor, moment)) continue;
+        owner = stage.layers[i]->name();
+      }
+    }
+  });
+  restore_values(moment);
+  if (owner.empty()) return;
+  throw std::runtime_error("[gpipe] a backward replaced a buffer of layer '" + owner +
+                           "' that its forwards write to; write to it in place in both, or use checkpoint='never'");
+}
+
+// Whether a tensor, one of the moment's, has the value that it had then.
+bool StageState::has_value(const at::Tensor& tensor, const Moment& moment) {
+  const auto& tensors = *moment.tensors_;
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    if (!tensors[i].is_same(tensor)) continue;
+    const auto* item = find(tensor, i);
+    const auto& value = moment.values_[i];
+    return item == nullptr || item->now.lock() == value || (value->copy.defined() && value->copy.equal(tensor));
+  }
+  return true;
+}
+
+void StageState::restore_values(const Moment& moment) {
+  std::exception_ptr error;
   std::vector<std::pair<Item*, std::shared_ptr<Value>>> changed;
   const auto add = [&](Item& item, const std::shared_ptr<Value>& value) {
     if (item.now.lock() != value) changed.emplace_back(&item, value);

@@ -39,9 +39,18 @@ class StageState {
   /// `parameters`: the stage's own.
   Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters);
 
+  /// Whether layers have made modules since.
+  bool has_new_modules(const Stage& stage, const Moment& moment) const;
+
   /// Makes the state what it was. Does not advance version counters, so graphs in flight stay valid.
   /// Errors: std::runtime_error for a value that was overwritten unseen; Layer::Buffers::put_back().
   void restore(const Stage& stage, const Moment& moment);
+  /// Gives modules the buffers and modes that they had, but leaves the values as they are: hooks of a backward replace
+  /// the present buffers. Errors: Layer::Buffers::put_back().
+  void put_back(const Stage& stage, const Moment& moment);
+  /// Restores values alone. Errors: those of restore(); std::runtime_error, which names the layer, if a backward has
+  /// replaced a buffer whose present value it could not read.
+  void restore_values(const Stage& stage, const Moment& moment);
   /// As restore(), while an exception is being handled: ignores its own errors.
   void restore_after_error(const Stage& stage, const Moment& moment) noexcept;
 
@@ -111,6 +120,8 @@ class StageState {
   void track(std::vector<at::Tensor> tensors, std::size_t buffers);
   Item make_item(const at::Tensor& tensor, bool is_buffer) const;
   Item* find(const at::Tensor& tensor, std::size_t guess);
+  void restore_values(const Moment& moment);
+  bool has_value(const at::Tensor& tensor, const Moment& moment);
   static void put(Item& item, const std::shared_ptr<Value>& value);
   void return_to_present(Item& item);
   void renew_index();

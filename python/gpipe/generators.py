@@ -66,6 +66,8 @@ def _own_generators(module: nn.Module) -> list[Any]:
 class GeneratorState:
     """The state of both global generators, and of others."""
 
+    restores = 0  # the starts and ends of restores; changes under the lock
+
     def __init__(self, others: Iterable[Any] = ()) -> None:
         self._states: list[tuple[Callable[[Any], object], Any]] = [(random.setstate, random.getstate())]
         if numpy := sys.modules.get("numpy.random"):  # None until something imports NumPy
@@ -85,8 +87,10 @@ class GeneratorState:
         return [_without_arrays(state) for _, state in self._states]
 
     def restore(self) -> None:
+        GeneratorState.restores += 1
         for restore, state in self._states:
             restore(state)
+        GeneratorState.restores += 1
 
 
 def _without_arrays(state: Any) -> Any:
@@ -114,18 +118,24 @@ class Draws:
         """
         if is_checkpointing():
             return self._forward(run, input)
-        return self._recompute(run, input) if is_recomputing() else run(input)
+        if is_recomputing():
+            return self._recompute(run, input)
+        with _turn() if self._draws else nullcontext():  # other stages may be in a forward that is recomputed
+            return run(input)
 
     def _forward(self, run: Callable[[Any], Any], input: Any) -> Any:
         with _turn() if self._may_draw else nullcontext():
+            restores = GeneratorState.restores
             before = GeneratorState(self._generators)
             output = run(input)
             after = GeneratorState(self._generators)
-        changed = after != before  # without the lock, another stage may have drawn
+        # Without the lock, another stage may have drawn, and its recompute may have undone draws of this one.
+        is_unknown = restores != GeneratorState.restores
+        changed = is_unknown or after != before
         self._draws = self._draws or (changed and self._may_draw)
         self._may_draw = changed or self._draws
         if changed:
-            _C.save_for_recompute((before, after))
+            _C.save_for_recompute((before, before if is_unknown else after))
         return output
 
     def _recompute(self, run: Callable[[Any], Any], input: Any) -> Any:

@@ -102,6 +102,32 @@ TEST(Step, WeighsMicroBatchesByTheirCount) {
               ThrowsMessage<std::invalid_argument>(HasSubstr("count returned -1")));
 }
 
+// Seven targets in micro-batches of 2, 2, 2 and 1, of which 1, 1, 2 and 0 count.
+TEST(Step, ReadsTheOptionsOfLossModules) {
+  auto model = small_model();
+  const auto x = torch::randn({7, 6}, torch::kDouble);
+  const auto y = torch::tensor({0, 3, 3, 2, 4, 1, 3}, torch::kLong);
+  const auto weight = torch::rand({5}, torch::kDouble);
+  GPipe pipe(model, {2, 3}, options("1f1b"));
+  const auto expect_equal_to_bare = [&](auto loss, const Tensor& target) {
+    const auto bare = loss(model->forward(x), target);
+    bare.backward();
+    const auto expected = take_gradients(*model);
+    const auto result = pipe->step(x, target, tensor_loss(loss));
+    EXPECT_TRUE(torch::allclose(result.loss, bare, 1e-12, 1e-12));
+    expect_close(take_gradients(*model), expected);
+  };
+  expect_equal_to_bare(nn::CrossEntropyLoss(nn::CrossEntropyLossOptions().ignore_index(3).weight(weight)), y);
+  expect_equal_to_bare(nn::CrossEntropyLoss(nn::CrossEntropyLossOptions().reduction(torch::kSum)), y);
+  expect_equal_to_bare(nn::MSELoss(nn::MSELossOptions(torch::kSum)), torch::randn({7, 5}, torch::kDouble));
+  // A loss whose mean is unknown is compared with the loss of the whole mini-batch.
+  const auto unknown = tensor_loss([](const Tensor& out, const Tensor& t) { return (out - t).square().sum(); });
+  const auto target = torch::randn({7, 5}, torch::kDouble);
+  EXPECT_THAT([&] { pipe->step(x, target, unknown); },
+              ThrowsMessage<std::invalid_argument>(HasSubstr("the loss of the whole mini-batch is")));
+  pipe->step(x, target, unknown, StepOptions().reduction(Reduction::kSum));
+}
+
 TEST(Step, SumsLosses) {
   auto model = small_model();
   const auto x = torch::randn({7, 6}, torch::kDouble);
@@ -535,6 +561,20 @@ TEST(Step, IsTracedWithItsBytes) {
     peaks.push_back(timeline->peak_bytes()[0]);
   }
   EXPECT_LT(peaks[1], peaks[0] / 2);
+}
+
+class Warnings : public c10::WarningHandler {
+ public:
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+  std::vector<std::string> texts;
+};
+
+TEST(Step, ForwardWarnsOnceThatItFillsAndDrains) {
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  GPipe pipe(small_model(), {2, 3}, options("1f1b"));
+  for (int i = 0; i < 2; ++i) pipe->forward(torch::randn({8, 6}, torch::kDouble));
+  EXPECT_THAT(warnings.texts, ::testing::ElementsAre(HasSubstr("only step() has the schedule '1f1b'")));
 }
 
 TEST(Step, ForwardRunsOnALoopedPlacement) {

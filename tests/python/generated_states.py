@@ -650,11 +650,3 @@ STATES = {
 
 UNSEEN = {"unseen writes", "own python generator"}  # units whose state changes without an operator
 FORWARD_ONLY = {"auxiliary"}  # units that step() cannot train
-# What a pipeline does not support yet: names of STATES, and of INPUTS and BETWEEN of generated_calls.py.
-NOT_YET = {
-    "auxiliary",
-    "evaluation",
-    "expanded",
-    "gradient statistics",
-    "thread pool",
-}

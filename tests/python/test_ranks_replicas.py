@@ -159,6 +159,28 @@ def normed_model(make_norm):
     )
 
 
+def instance_norm(features):
+    return nn.Sequential(
+        nn.Unflatten(1, (1, features)), nn.InstanceNorm1d(1, track_running_stats=True), nn.Flatten()
+    )
+
+
+def train_instance_norms(ranks):
+    with replicas(ranks, 2) as mesh:
+        pipe = gpipe.GPipe(normed_model(instance_norm), [3, 4], chunks=2, deferred_batch_norm=True, group=mesh)
+        return train(pipe, [16, 10], mesh.part)
+
+
+def test_instance_norm_is_deferred_over_replicas():
+    alone = gpipe.GPipe(normed_model(instance_norm), [3, 4], chunks=4, deferred_batch_norm=True)
+    expected = train(alone, [16, 10])
+    assert any("running_mean" in name for name in expected[0])
+    for record in results_of(4, train_instance_norms):
+        for actual, of_alone in zip(record, expected, strict=True):
+            for name, value in actual.items():
+                torch.testing.assert_close(value, of_alone[name], msg=lambda text: f"{name}: {text}")
+
+
 def synchronize_norms(ranks, chunks, checkpoint, schedule):
     group, _ = dist.new_subgroups(2)
     with replicas(ranks, 2) as mesh:
