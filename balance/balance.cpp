@@ -7,7 +7,7 @@
 #include <string>
 
 #include "balance/trial.h"
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
 

@@ -12,7 +12,7 @@
 #include "balance/layer_decorator.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
-#include "gpipe/runtime/clock.h"
+#include "gpipe/base/clock.h"
 
 namespace gpipe {
 

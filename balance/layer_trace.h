@@ -14,10 +14,10 @@
 #include "absl/container/flat_hash_map.h"
 #include "balance/profile.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/runtime/allocation_listener.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
 #include "gpipe/schedule/action.h"
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/tensors/allocation_listener.h"
+#include "gpipe/timeline.h"
 #include "skip/context.h"
 
 namespace gpipe {

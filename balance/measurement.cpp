@@ -19,8 +19,10 @@
 #include "balance/sharing.h"
 #include "balance/stage_cost.h"
 #include "balance/trial.h"
+#include "gpipe/autograd/stage.h"
+#include "gpipe/binding.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
 namespace {
@@ -184,7 +186,7 @@ class Measurement {
                        .checkpoint(recomputes ? Checkpoint::kAlways : Checkpoint::kNever)
                        .intraop_threads(options_.intraop_threads());
     if (mode == Mode::kSplits) options.schedule_function(split_backwards);
-    watched.pipe = GPipe(watched.trace->watch(make_()), cut.balance, options);
+    watched.pipe = GPipe(watched.trace->watch(make_()), cut.balance, options, LanguageBinding());
     watched.pipe->train();
     return watched;
   }

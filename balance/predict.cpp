@@ -7,8 +7,8 @@
 
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedule/schedules.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/schedules.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe {
 namespace {

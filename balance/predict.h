@@ -9,7 +9,7 @@
 #include "gpipe/schedule/list_scheduler.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
 

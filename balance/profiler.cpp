@@ -18,7 +18,7 @@
 #include "balance/sharing.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
 namespace {

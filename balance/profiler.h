@@ -6,7 +6,7 @@
 
 #include "balance/model.h"
 #include "balance/profile.h"
-#include "gpipe/autograd/value.h"
+#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 

@@ -12,8 +12,8 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "balance/layer_decorator.h"
-#include "gpipe/autograd/parcel.h"
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

@@ -11,7 +11,7 @@
 #include "balance/cut.h"
 #include "balance/report.h"
 #include "gpipe/schedule/greedy.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

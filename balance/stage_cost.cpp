@@ -9,7 +9,7 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/gradient_buckets.h"
+#include "gpipe/ranks/gradient_buckets.h"
 
 namespace gpipe {
 namespace {

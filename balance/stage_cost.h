@@ -9,7 +9,7 @@
 #include "balance/profile.h"
 #include "gpipe/schedule/footprint.h"
 #include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe {
 

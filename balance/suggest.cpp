@@ -16,9 +16,10 @@
 #include "absl/strings/str_format.h"
 #include "balance/restore_module.h"
 #include "balance/trial.h"
-#include "gpipe/micro_batch.h"
+#include "gpipe/binding.h"
+#include "gpipe/run/micro_batch.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
@@ -243,7 +244,7 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
     auto pipe_options = GPipeOptions().devices(devices).intraop_threads(intraop_threads);
     pipe_options.chunks(candidate.chunks).checkpoint(candidate.checkpoint).placement(candidate.placement);
     if (!candidate.schedule.empty()) pipe_options.schedule(candidate.schedule);
-    GPipe pipe(restore.watch(model.layers()), candidate.balance, pipe_options);
+    GPipe pipe(restore.watch(model.layers()), candidate.balance, pipe_options, LanguageBinding());
     pipe->train();
     std::vector<double> seconds;
     for (int repeat = -1; repeat < repeats; ++repeat) {  // the first is a warm-up

@@ -7,7 +7,7 @@
 #include <cstddef>
 #include <utility>
 
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
 

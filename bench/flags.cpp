@@ -3,8 +3,8 @@
 #include <utility>
 
 #include "bench/measure.h"
-#include "gpipe/runtime/memory_reuse.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/memory_reuse.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::bench {
 

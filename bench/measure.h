@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/simulator.h"
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/simulator.h"
+#include "gpipe/timeline.h"
 
 namespace CLI {
 class App;

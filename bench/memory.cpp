@@ -12,8 +12,8 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/runtime/allocation_listener.h"
-#include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/memory_reuse.h"
+#include "gpipe/tensors/allocation_listener.h"
 
 namespace gpipe::bench {
 namespace {

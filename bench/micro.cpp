@@ -16,14 +16,14 @@
 #include <vector>
 
 #include "balance/cut.h"
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 #include "gpipe/runtime/channel.h"
 #include "gpipe/runtime/cpu_quota.h"
 #include "gpipe/runtime/event_count.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/simulator.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe {
 namespace {
@@ -84,9 +84,9 @@ void hand_over(State& state) {
 
 BENCHMARK(hand_over)->ArgName("spins")->Arg(0)->Arg(1)->Unit(kMicrosecond)->UseRealTime();
 
-struct NoCells : Cells {
-  void work(int, absl::FunctionRef<void()> run_actions) override { run_actions(); }
-  void run(const Action&) override {}
+struct NoActions : ActionRunner {
+  void on_worker(int, absl::FunctionRef<void()> run_actions) override { run_actions(); }
+  void run(const Action&, Measure) override {}
 };
 
 /// The parts of a program with one stage per worker, an activation between any two neighbours, and `skips` skips: from
@@ -117,8 +117,8 @@ void empty_program(State& state) {
   const int micro_batches = static_cast<int>(state.range(1));
   const auto program = Parts(workers, micro_batches, 0, Checkpoint::kNever).program();
   Executor executor(workers);
-  NoCells cells;
-  for (auto _ : state) executor.run(program, Part::kAll, cells);
+  NoActions actions;
+  for (auto _ : state) executor.run(program, Part::kAll, actions);
   report(state, "action", 2.0 * workers * micro_batches);
 }
 

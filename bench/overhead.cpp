@@ -15,7 +15,7 @@
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 
 namespace gpipe::bench {
 namespace {

@@ -17,7 +17,7 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::bench {
 namespace {

@@ -19,7 +19,7 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe::bench {
 namespace {

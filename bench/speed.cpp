@@ -12,8 +12,8 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/ranks/ranks.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/ranks.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe::bench {
 namespace {

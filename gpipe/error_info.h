@@ -3,10 +3,11 @@
 #include <exception>
 #include <string>
 
-#include "gpipe/autograd/stage.h"
 #include "gpipe/schedule/action.h"
 
 namespace gpipe {
+
+struct Stage;
 
 /// Where an exception of a forward or backward came from.
 struct ErrorInfo {

@@ -14,64 +14,24 @@
 #include <utility>
 #include <vector>
 
-#include "absl/functional/function_ref.h"
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/autograd/value.h"
+#include "gpipe/error_info.h"
 #include "gpipe/layer_factory.h"
 #include "gpipe/loss.h"
-#include "gpipe/loss_check.h"
 #include "gpipe/nested.h"
-#include "gpipe/pipeline.h"
-#include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/schedules.h"
-#include "gpipe/schedule/simulator.h"
-#include "gpipe/schedule/timeline.h"
-#include "gpipe/stages.h"
+#include "gpipe/options.h"
+#include "gpipe/run/loss_check.h"
+#include "gpipe/simulator.h"
+#include "gpipe/tensors/value.h"
+#include "gpipe/timeline.h"
 #include "skip/layout.h"
 #include "skip/skippable.h"
 
 namespace gpipe {
 
-class MiniBatch;
-class Ranks;
-
-/// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
-struct GPipeOptions {
-  /// One device per worker. A device can appear more than once. Surplus devices are ignored if each worker has one stage,
-  /// and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
-  TORCH_ARG(std::vector<torch::Device>, devices);
-  /// The schedule of step(): a name of schedule_rules() (schedule/schedules.h), such as "1f1b" or "zb_v", or "@FILE" with
-  /// one line of actions per worker. forward() and its backward always fill and drain.
-  TORCH_ARG(std::string, schedule) = kFillAndDrain;
-  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one from
-  /// a file have their own placement. If it is 1 and fewer `devices` are given, an interleaved schedule has a worker for each.
-  TORCH_ARG(int, stages_per_worker) = 1;
-  /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
-  TORCH_ARG(std::vector<int>, placement);
-  /// Generates the schedules of step() instead of `schedule`. Called on the threads that call step() and program(), once
-  /// per number of micro-batches while the result is cached. Each R must come directly before its B or I among its
-  /// stage's actions, W's aside.
-  TORCH_ARG(ScheduleFunction, schedule_function);
-  /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
-  /// there may be fewer. 1 is plain model parallelism.
-  TORCH_ARG(std::int64_t, chunks) = 1;
-  /// Samples per micro-batch, as an alternative to chunks, which must then be 1. 0: use chunks.
-  TORCH_ARG(std::int64_t, split_size) = 0;
-  /// Which micro-batches recompute their forward in training mode instead of storing its graph. A recompute gets the
-  /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes needs
-  /// kNever. A stage's first recomputed forward also builds its graph, to learn which outputs need gradients.
-  TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
-  /// Updates the running statistics of batch norm once per mini-batch, from all its samples, instead of once per
-  /// micro-batch. Each micro-batch is normalized by its own statistics in both cases. Instance norm likewise.
-  TORCH_ARG(bool, deferred_batch_norm) = false;
-  /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
-  /// at least one each.
-  TORCH_ARG(int, intraop_threads) = 0;
-  /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` are then
-  /// those of this rank's workers. Null: this process has all workers.
-  TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
-};
+struct LanguageBinding;
+class Pipeline;
 
 /// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by a
 /// balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.
@@ -112,9 +72,9 @@ class GPipeImpl : public torch::nn::Module {
   /// of a Sequential. Errors: also what a factory throws, which ends the job on all ranks; std::invalid_argument for a factory
   /// that returns no module, or two layers of one name.
   GPipeImpl(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {});
-  /// The same for layers of any kind; `binding` serves programs in other languages.
-  GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
-            LanguageBinding binding = {});
+  /// The same for layers of any kind; `binding` (gpipe/binding.h) serves programs in other languages.
+  GPipeImpl(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options,
+            const LanguageBinding& binding);
 
   /// Runs the model on one mini-batch, whose dimension 0 is the batch. The result is on the last stage's device. In
   /// training, warns once, through torch, if the schedule is not fill and drain, because only step() runs it.
@@ -154,10 +114,10 @@ class GPipeImpl : public torch::nn::Module {
   /// The device of each worker.
   const std::vector<torch::Device>& devices() const { return devices_; }
   /// The worker of each stage.
-  const std::vector<int>& placement() const { return pipeline_->placement(); }
+  const std::vector<int>& placement() const;
   const GPipeOptions& options() const { return options_; }
   /// Whether a stage is on this rank. Stages of other ranks have no layers here.
-  bool is_here(int stage) const { return pipeline_->is_here(stage); }
+  bool is_here(int stage) const;
 
   /// The parameters that this rank trains, each once. One that stages of several ranks share belongs to the rank of the
   /// first of these stages. The layers of the other ranks have copies, which get its value in each call.
@@ -184,10 +144,10 @@ class GPipeImpl : public torch::nn::Module {
 
   /// Whether the stages share the same parameters as when this was made, on this rank and with other ranks. Not so if a
   /// layer was given other parameters: then make a new pipeline.
-  bool fits() const;
+  bool ties_unchanged() const;
 
   // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one is
-  // an error of all. In one process they return at once.
+  // an error of all. In one process they exchange nothing.
 
   /// Returns the bytes that each rank gives, in order, on rank 0; nothing on the other ranks. `what` they are must be the same
   /// on all ranks.
@@ -211,13 +171,13 @@ class GPipeImpl : public torch::nn::Module {
   /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
   void withdraw(const std::string& reason);
 
-  /// A name in the state of the whole model, the stage that has it, and the first name of the same tensor.
+  /// A name in the state of the whole model, its stage, and the first name of the same tensor.
   struct StateName {
     std::string name;
     int stage;
     std::string first;
   };
-  /// Those of named_parameters() and buffers() in the order of one process, with those of the other ranks.
+  /// All parameter names of the whole model (buffer names below), in model order, including the stages of other ranks.
   const std::vector<StateName>& parameter_names() const { return parameter_names_; }
   const std::vector<StateName>& buffer_names() const { return buffer_names_; }
 
@@ -236,8 +196,6 @@ class GPipeImpl : public torch::nn::Module {
  private:
   /// All others delegate to this one.
   GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance, GPipeOptions options, LanguageBinding binding);
-  /// Makes a mini-batch. On an error, the other ranks' call throws too.
-  std::shared_ptr<MiniBatch> prepare(absl::FunctionRef<std::shared_ptr<MiniBatch>()> make);
   Value run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint);
   StepResult run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
                       std::shared_ptr<const at::Tensor> unit);
@@ -245,7 +203,6 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<std::int64_t> balance_;
   GPipeOptions options_;
   std::vector<torch::Device> devices_;
-  std::vector<Loan> loans_;                                          // on this rank
   std::vector<std::pair<std::string, torch::Tensor>> across_ranks_;  // named_parameters() that other ranks have too
   std::vector<StateName> parameter_names_;
   std::vector<StateName> buffer_names_;
@@ -265,10 +222,9 @@ class GPipe : public torch::nn::ModuleHolder<GPipeImpl> {
       : ModuleHolder(std::make_shared<GPipeImpl>(model, std::move(balance), std::move(options))) {}
   GPipe(LayerFactories model, std::vector<std::int64_t> balance, GPipeOptions options = {})
       : ModuleHolder(std::make_shared<GPipeImpl>(std::move(model), std::move(balance), std::move(options))) {}
-  GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options = {},
-        LanguageBinding binding = {})
-      : ModuleHolder(std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options),
-                                                 std::move(binding))) {}
+  GPipe(std::vector<std::unique_ptr<Layer>> layers, std::vector<std::int64_t> balance, GPipeOptions options,
+        const LanguageBinding& binding)
+      : ModuleHolder(std::make_shared<GPipeImpl>(std::move(layers), std::move(balance), std::move(options), binding)) {}
 };
 
 }  // namespace gpipe

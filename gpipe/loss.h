@@ -12,9 +12,9 @@
 #include <variant>
 #include <vector>
 
-#include "gpipe/autograd/parcel.h"
-#include "gpipe/autograd/value.h"
 #include "gpipe/schedule/generators.h"
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 

@@ -1,7 +1,7 @@
 #pragma once
 
 #include "gpipe/gpipe.h"
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 
 namespace gpipe {
 

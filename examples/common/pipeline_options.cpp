@@ -15,11 +15,11 @@
 #include "balance/report.h"
 #include "examples/common/files.h"
 #include "examples/common/flags.h"
-#include "gpipe/ranks/ranks.h"
-#include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/assembly/workers.h"
+#include "gpipe/memory_reuse.h"
+#include "gpipe/ranks.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedule/schedules.h"
-#include "gpipe/workers.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::examples {
 namespace {

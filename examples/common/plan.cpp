@@ -19,8 +19,8 @@
 #include "examples/common/autocast.h"
 #include "examples/common/percent.h"
 #include "examples/common/processes.h"
-#include "gpipe/micro_batch.h"
-#include "gpipe/workers.h"
+#include "gpipe/assembly/workers.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe::examples {
 namespace {

@@ -8,7 +8,7 @@
 #include <memory>
 #include <utility>
 
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 
 namespace gpipe {
 class GPipe;

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "examples/common/training_options.h"
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 
 namespace gpipe::examples {
 

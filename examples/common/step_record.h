@@ -10,7 +10,7 @@
 
 #include "balance/predict.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe::examples {
 

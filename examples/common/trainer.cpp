@@ -20,8 +20,8 @@
 #include "examples/common/processes.h"
 #include "examples/common/progress.h"
 #include "gpipe/gradients.h"
-#include "gpipe/micro_batch.h"
 #include "gpipe/rank_state.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe::examples {
 namespace {

@@ -20,7 +20,7 @@
 #include "examples/common/training_options.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 
 namespace gpipe::examples {
 

@@ -6,7 +6,7 @@
 #include <string>
 
 #include "examples/common/flags.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::examples {
 namespace {

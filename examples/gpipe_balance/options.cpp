@@ -10,10 +10,10 @@
 #include "examples/common/pipeline_options.h"
 #include "examples/common/plan.h"
 #include "examples/gpipe_balance/model.h"
-#include "gpipe/micro_batch.h"
-#include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/memory_reuse.h"
+#include "gpipe/run/micro_batch.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::examples::balance {
 

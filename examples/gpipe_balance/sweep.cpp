@@ -15,7 +15,7 @@
 #include "examples/gpipe_balance/json.h"
 #include "examples/gpipe_balance/model.h"
 #include "examples/gpipe_balance/verbs.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::examples::balance {
 namespace {

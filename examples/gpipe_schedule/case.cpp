@@ -9,8 +9,8 @@
 #include "absl/strings/str_split.h"
 #include "gpipe/schedule/capacity.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::examples {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "gpipe/schedule/program.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe::examples {
 

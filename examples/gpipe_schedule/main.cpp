@@ -11,11 +11,11 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "examples/gpipe_schedule/case.h"
+#include "gpipe/drawing.h"
 #include "gpipe/schedule/capacity.h"
-#include "gpipe/schedule/drawing.h"
 #include "gpipe/schedule/schedule_text.h"
-#include "gpipe/schedule/schedules.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/schedules.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe::examples {
 namespace {

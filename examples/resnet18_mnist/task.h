@@ -5,7 +5,7 @@
 
 #include "examples/common/task.h"
 #include "examples/resnet18_mnist/idx.h"
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 
 namespace gpipe::examples::mnist {
 

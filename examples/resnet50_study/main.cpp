@@ -27,7 +27,7 @@
 #include "examples/common/pipeline_options.h"
 #include "examples/common/processes.h"
 #include "examples/resnet50_study/variants.h"
-#include "gpipe/runtime/memory_reuse.h"
+#include "gpipe/memory_reuse.h"
 
 namespace gpipe::examples::study {
 namespace {

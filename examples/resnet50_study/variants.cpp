@@ -18,7 +18,7 @@
 #include "balance/trial.h"
 #include "examples/common/processes.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/runtime/intraop.h"
+#include "gpipe/tensors/intraop.h"
 #include "models/resnet.h"
 
 namespace gpipe::examples::study {

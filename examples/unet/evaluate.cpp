@@ -17,7 +17,7 @@
 #include "examples/unet/metrics.h"
 #include "examples/unet/predictor.h"
 #include "examples/unet/segmentation.h"
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 
 namespace gpipe::examples::unet {
 namespace {

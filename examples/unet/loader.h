@@ -15,8 +15,8 @@
 #include "absl/base/thread_annotations.h"
 #include "examples/common/image.h"
 #include "examples/unet/carvana.h"
-#include "gpipe/ranks/ranks.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
+#include "gpipe/ranks.h"
 
 namespace gpipe::examples::unet {
 

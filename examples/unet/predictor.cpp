@@ -12,7 +12,7 @@
 #include "examples/unet/loader.h"
 #include "examples/unet/model.h"
 #include "examples/unet/segmentation.h"
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 
 namespace gpipe::examples::unet {
 

@@ -14,7 +14,7 @@
 #include <utility>
 
 #include "gpipe/autograd/stage.h"
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

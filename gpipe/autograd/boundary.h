@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "gpipe/autograd/gradient_sums.h"
-#include "gpipe/autograd/value.h"
+#include "gpipe/tensors/value.h"
 
 namespace gpipe {
 

@@ -11,11 +11,11 @@
 
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
-#include "gpipe/autograd/shared_memory.h"
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/autograd/split_check.h"
-#include "gpipe/runtime/profiler_range.h"
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/profiler_range.h"
+#include "gpipe/tensors/shared_memory.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
@@ -88,8 +88,8 @@ class VersionScope {
 
 }  // namespace
 
-Cell::Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail)
-    : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch), tail_(std::move(tail)) {}
+Cell::Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, LossOfCell loss)
+    : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch), loss_(std::move(loss)) {}
 
 Cell::~Cell() {
   if (present_) stage_.state.restore_after_error(stage_, *present_);
@@ -155,10 +155,13 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   if (is_checkpointing() && at::GradMode::is_enabled()) {
     keeps_graph_ = sinks_.adopt_new() || stage_.state.has_new_modules(stage_, *before_forward_);
   }
-  if (tail_ && (!is_checkpointing() || keeps_graph_)) {
+  if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {
     start(static_cast<int>(stage_.layers.size()));
     const PassScope plain(PassScope::Pass::kPlain);  // it runs once
-    value = tail_(std::move(value));
+    std::vector<std::shared_ptr<torch::autograd::Node>> ends;
+    for (const auto& tensor : value.tensors()) ends.push_back(tensor.defined() ? tensor.grad_fn() : nullptr);
+    value = loss_.layer->forward(std::move(value));
+    if (loss_.adopts_leaves) sinks_.adopt_leaves(value.tensor(), ends);
   }
   end_layer();
   layer_ = -1;
@@ -244,7 +247,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
     drop_graph();
   }
   for (const auto& parcel : out) sent_.push_back(parcel.wants_gradient);
-  if (tail_) sent_.front().clear();  // the tail's result takes its place
+  if (loss_.layer) sent_.front().clear();  // the loss takes its place
   inputs_->check_unchanged(in, "by one of its layers");
   return out;
 }

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/edge.h>
 
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,10 +11,10 @@
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/gradient_sums.h"
-#include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/split_backward.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/autograd/stored_inputs.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
@@ -27,15 +26,19 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
-/// Runs once per cell, after its last layer: in R if the cell is recomputed, else in F. The loss of step().
-using Tail = std::function<Value(Value)>;
+/// The loss of step(), as the layer after a cell's last one. Runs once per cell: in R if the cell is recomputed, else in F.
+struct LossOfCell {
+  std::unique_ptr<Layer> layer = nullptr;
+  /// Whether tensors that the loss uses and that require grad, such as its own parameters, get gradients.
+  bool adopts_leaves = true;
+};
 
 /// One (stage, micro-batch) of a mini-batch: its inputs and its graph. Destroying it frees its activations. Used by one
 /// thread at a time, the worker of its stage.
 class Cell {
  public:
-  /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's. `tail` may be empty.
-  Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, Tail tail = {});
+  /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's.
+  Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, LossOfCell loss = {});
   /// Ends a recompute whose backward has failed or never ran.
   ~Cell();
 
@@ -68,7 +71,7 @@ class Cell {
   /// Drops a graph that recompute() can build again.
   void drop_graph();
 
-  /// The layer that is running, by its index in the stage; the number of layers for the tail; -1 for none.
+  /// The layer that is running, by its index in the stage; the number of layers for the loss; -1 for none.
   int layer() const { return layer_; }
 
  private:
@@ -90,7 +93,7 @@ class Cell {
   ParameterSinks& sinks_;
   const std::uint64_t seed_;
   const int micro_batch_;
-  const Tail tail_;
+  const LossOfCell loss_;
   int layer_ = -1;
 
   // Of a checkpointed cell.

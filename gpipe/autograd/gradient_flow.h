@@ -2,7 +2,7 @@
 
 #include <vector>
 
-#include "gpipe/autograd/parcel.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 

@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/autograd/parcel.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
-#include "gpipe/autograd/value.h"
+#include "gpipe/tensors/value.h"
 
 namespace torch::nn {
 class SequentialImpl;

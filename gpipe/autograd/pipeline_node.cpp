@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

@@ -13,7 +13,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/stage_state.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
 
 namespace gpipe {
 namespace {

@@ -16,14 +16,14 @@ at::Generator current_generator() {
   return scope ? scope->generator(c10::kCPU) : at::detail::getDefaultCPUGenerator();
 }
 
-at::Generator copy_of(at::Generator generator) {
+at::Generator generator_copy(at::Generator generator) {
   std::lock_guard<std::mutex> lock(generator.mutex());
   return generator.clone();
 }
 
 }  // namespace
 
-SeedDraw::SeedDraw() : before_(copy_of(current_generator())), seed_(RandomScope::draw_seed()) {}
+SeedDraw::SeedDraw() : before_(generator_copy(current_generator())), seed_(RandomScope::draw_seed()) {}
 
 void SeedDraw::undo() noexcept try {
   auto generator = current_generator();

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/stage.h"
+#include "gpipe/tensors/parcel.h"
 #include "skip/context.h"
 
 namespace gpipe {

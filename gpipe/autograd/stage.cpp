@@ -13,8 +13,8 @@
 
 #include "absl/container/flat_hash_set.h"
 #include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/parcel.h"
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

@@ -18,7 +18,7 @@
 #include "gpipe/autograd/gradient_flow.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage_state.h"
-#include "gpipe/autograd/weak_tensors.h"
+#include "gpipe/tensors/weak_tensors.h"
 #include "skip/context.h"
 
 namespace gpipe {

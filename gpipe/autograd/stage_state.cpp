@@ -10,9 +10,9 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
-#include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/stage.h"
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

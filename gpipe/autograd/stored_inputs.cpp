@@ -5,7 +5,7 @@
 #include <string>
 #include <utility>
 
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

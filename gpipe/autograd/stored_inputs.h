@@ -3,8 +3,8 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/autograd/parcel.h"
 #include "gpipe/autograd/stage.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 

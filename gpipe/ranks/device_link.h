@@ -5,9 +5,9 @@
 #include <span>
 #include <vector>
 
-#include "gpipe/autograd/parcel.h"
 #include "gpipe/ranks/device_wire.h"
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
 
 namespace gpipe {
 namespace {

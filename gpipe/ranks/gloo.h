@@ -6,8 +6,8 @@
 #include <memory>
 #include <string>
 
+#include "gpipe/ranks.h"
 #include "gpipe/ranks/connections.h"
-#include "gpipe/ranks/ranks.h"
 
 namespace gpipe {
 

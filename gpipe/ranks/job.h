@@ -11,14 +11,14 @@
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
+#include "gpipe/base/mutex.h"
+#include "gpipe/ranks.h"
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"
-#include "gpipe/ranks/exchange.h"
 #include "gpipe/ranks/failure_board.h"
 #include "gpipe/ranks/lifelines.h"
 #include "gpipe/ranks/manifest.h"
-#include "gpipe/ranks/ranks.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/ranks/remote_edges.h"
 
 namespace gpipe {
 

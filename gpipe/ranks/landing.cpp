@@ -3,7 +3,7 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 

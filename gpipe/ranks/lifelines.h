@@ -8,8 +8,8 @@
 #include <thread>
 
 #include "absl/base/thread_annotations.h"
+#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"
-#include "gpipe/runtime/mutex.h"
 
 namespace gpipe {
 

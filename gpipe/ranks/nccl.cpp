@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "gpipe/checks.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 

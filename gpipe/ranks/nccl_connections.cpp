@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"
-#include "gpipe/runtime/mutex.h"
 
 namespace gpipe {
 namespace {

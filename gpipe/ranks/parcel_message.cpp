@@ -10,7 +10,7 @@
 #include <utility>
 
 #include "gpipe/ranks/landing.h"
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {

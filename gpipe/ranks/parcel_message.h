@@ -3,8 +3,8 @@
 #include <memory>
 #include <vector>
 
-#include "gpipe/autograd/parcel.h"
 #include "gpipe/ranks/wire.h"
+#include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 

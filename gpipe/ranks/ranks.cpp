@@ -1,4 +1,4 @@
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
@@ -13,7 +13,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "gpipe/checks.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/ranks/attempt.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/nccl.h"

@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
 
 namespace gpipe {
 namespace {

@@ -4,7 +4,7 @@
 #include <chrono>
 
 #include "absl/functional/function_ref.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
 
 namespace gpipe {
 

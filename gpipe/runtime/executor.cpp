@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "gpipe/base/clock.h"
 #include "gpipe/runtime/channel.h"
-#include "gpipe/runtime/clock.h"
 #include "gpipe/runtime/cpu_quota.h"
 
 namespace gpipe {
@@ -33,11 +33,11 @@ thread_local const Executor* owner_of_this_thread = nullptr;
 ///   3. Only worker w uses spans_[w] until all workers are idle. Then only the caller does.
 class Executor::Run {
  public:
-  Run(const Executor& owner, const Program& program, Part part, Cells& cells, bool timed, int step)
+  Run(const Executor& owner, const Program& program, Part part, ActionRunner& runner, bool timed, int step)
       : owner_(owner),
         program_(program),
         part_(part),
-        cells_(cells),
+        runner_(runner),
         timed_(timed),
         step_(step),
         spans_(program.workers()) {
@@ -56,12 +56,12 @@ class Executor::Run {
   void work(int worker) {
     int calls = 0;
     try {
-      cells_.work(worker, [&] {
+      runner_.on_worker(worker, [&] {
         if (++calls == 1) run_actions(worker);
       });
       if (calls != 1) {
-        throw std::logic_error(
-            absl::StrFormat("Cells::work called run_actions() %d times for worker %d: call it once", calls, worker));
+        throw std::logic_error(absl::StrFormat(
+            "ActionRunner::on_worker called run_actions() %d times for worker %d: call it once", calls, worker));
       }
     } catch (...) {
       fail(std::current_exception(), std::nullopt);
@@ -79,7 +79,7 @@ class Executor::Run {
     }
     for (Channel& channel : forward_) channel.cancel();
     for (Channel& channel : backward_) channel.cancel();
-    cells_.cancel(failure);
+    runner_.cancel(failure);
   }
 
   std::optional<Failure> failure() {
@@ -115,13 +115,7 @@ class Executor::Run {
   bool perform(int worker, const Action& action) {
     if (failed_) return false;
     try {
-      cells_.take(action);
-      if (timed_) {
-        record(worker, action);
-      } else {
-        cells_.run(action);
-      }
-      cells_.put(action);
+      runner_.run(action, [&](absl::FunctionRef<void()> run) { timed_ ? record(worker, action, run) : run(); });
     } catch (...) {
       fail(std::current_exception(), action);
       return false;
@@ -129,20 +123,20 @@ class Executor::Run {
     return true;
   }
 
-  void record(int worker, const Action& action) {
+  void record(int worker, const Action& action, absl::FunctionRef<void()> run) {
     // Reads the bytes after the time, so that memory freed before that time is not counted.
     const double start = now();
-    const auto before = cells_.bytes(worker).live;
-    cells_.run(action);
+    const auto before = runner_.bytes(worker).live;
+    run();
     const double end = now();
-    const auto [live, peak] = cells_.bytes(worker);
+    const auto [live, peak] = runner_.bytes(worker);
     spans_[worker].push_back({worker, action, start, end, step_, {before, peak, live}});
   }
 
   const Executor& owner_;
   const Program& program_;
   const Part part_;
-  Cells& cells_;
+  ActionRunner& runner_;
   const bool timed_;
   const int step_;
   std::deque<Channel> forward_;   // by edge
@@ -243,7 +237,8 @@ void Executor::wait_for(Worker& worker, Run& run) {
   }
 }
 
-std::optional<Failure> Executor::run(const Program& program, Part part, Cells& cells, Timeline* timeline, int step) {
+std::optional<Failure> Executor::run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline,
+                                     int step) {
   check_caller();
   if (program.workers() != workers() + elsewhere_) {
     throw std::logic_error(
@@ -254,7 +249,7 @@ std::optional<Failure> Executor::run(const Program& program, Part part, Cells& c
     throw std::logic_error(
         "Executor::run: the program has forwards after other actions and cannot run in parts: run it with Part::kAll");
   }
-  Run run(*this, program, part, cells, timeline != nullptr, step);
+  Run run(*this, program, part, runner, timeline != nullptr, step);
   {
     MutexLock turn(turn_);
     for (const auto& worker : workers_) worker->start(run);

@@ -7,15 +7,15 @@
 #include <optional>
 #include <vector>
 
-#include "gpipe/runtime/cells.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
+#include "gpipe/runtime/action_runner.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
 
-/// Persistent worker threads that run programs. Each goes through its list of actions, waits on channels and calls
-/// Cells.
+/// Persistent worker threads that run programs. Each goes through its list of actions, waits on channels and calls an
+/// ActionRunner.
 ///
 /// Rules of a run: an action takes its edges, is performed, then puts its edges, each in ascending order. An F takes
 /// the stage's in-edges and puts its out-edges. A B or I takes the gradients of the out-edges and puts the gradients of
@@ -23,7 +23,7 @@ namespace gpipe {
 /// action.
 ///
 /// An executor can have only some of a program's workers; the others are in other processes. Edges between its own workers
-/// are channels. Cells::take() and Cells::put() serve the other edges.
+/// are channels. ActionRunner::run() serves the other edges.
 ///
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
@@ -47,12 +47,12 @@ class Executor {
   /// Checks that run() can be called here. Errors: std::logic_error if on_worker() or forked().
   void check_caller() const;
 
-  /// Runs a part of the program on the cells. Returns when all workers are idle: with the first failure, or with
+  /// Runs a part of the program. Returns when all workers are idle: with the first failure, or with
   /// std::nullopt. With a timeline, appends the actions that ran, with the given step and times in seconds of
   /// std::chrono::steady_clock, and sets the timeline's workers and edges. Without one, reads no clock.
   /// Errors, before anything runs: as check_caller(); std::logic_error if the program has another number of workers,
   /// or if the part is not kAll and the program is not two_phase().
-  std::optional<Failure> run(const Program& program, Part part, Cells& cells, Timeline* timeline = nullptr,
+  std::optional<Failure> run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline = nullptr,
                              int step = 0);
 
  private:

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
 

@@ -8,8 +8,8 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "gpipe/schedule/schedules.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {

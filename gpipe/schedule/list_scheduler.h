@@ -5,7 +5,7 @@
 
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe {
 

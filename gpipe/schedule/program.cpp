@@ -8,6 +8,7 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
@@ -34,6 +35,22 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance) {
     ends.push_back(first += static_cast<int>(layers));
   }
   return ends;
+}
+
+void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers) {
+  if (layers == 0) refuse_argument("the model has no layers");
+  if (balance.empty()) {
+    refuse_argument("balance is empty; give the number of layers of each stage, such as [" + std::to_string(layers) +
+                    "] for one stage");
+  }
+  if (const auto sum = static_cast<std::size_t>(stage_ends(balance).back()); sum != layers) {
+    refuse_argument("balance [" + absl::StrJoin(balance, ", ") + "] sums to " + std::to_string(sum) +
+                    ", but the model has " + std::to_string(layers) + " layers");
+  }
+}
+
+void check_chunks(std::int64_t chunks) {
+  if (chunks <= 0) refuse_argument("chunks must be positive, but is " + std::to_string(chunks));
 }
 
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -38,6 +39,13 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 /// Errors: as stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
                             std::vector<int>* crossing = nullptr);
+
+/// Errors: std::invalid_argument for a model without layers, or a balance that is not positive or does not sum to the
+/// number of layers.
+void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers);
+
+/// Errors: std::invalid_argument unless `chunks` is positive.
+void check_chunks(std::int64_t chunks);
 
 /// One ordered list of actions per worker.
 using Schedule = std::vector<std::vector<Action>>;

@@ -4,7 +4,7 @@
 
 #include "absl/functional/function_ref.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
 

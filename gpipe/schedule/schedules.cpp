@@ -1,4 +1,4 @@
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 #include <algorithm>
 #include <cstddef>

@@ -1,4 +1,4 @@
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 
 #include <algorithm>
 #include <cmath>

@@ -10,7 +10,7 @@
 #include <sstream>
 #include <stdexcept>
 
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 #include "gpipe/snapshot/tensor_kind.h"
 
 namespace gpipe {

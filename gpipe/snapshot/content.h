@@ -2,8 +2,8 @@
 
 #include <ATen/core/ivalue.h>
 
+#include "gpipe/snapshot.h"
 #include "gpipe/snapshot/plain.h"
-#include "gpipe/snapshot/snapshot.h"
 
 namespace gpipe {
 

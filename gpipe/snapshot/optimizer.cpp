@@ -13,7 +13,7 @@
 #include <unordered_map>
 #include <utility>
 
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 #include "gpipe/snapshot/tensor_kind.h"
 
 namespace gpipe {

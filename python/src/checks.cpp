@@ -10,12 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/checks.h"
+#include "gpipe/assembly/workers.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 #include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedule/schedules.h"
-#include "gpipe/workers.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::python {
 namespace py = pybind11;

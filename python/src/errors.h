@@ -2,7 +2,7 @@
 
 #include <exception>
 
-#include "gpipe/pipeline.h"
+#include "gpipe/run/pipeline.h"
 
 namespace gpipe::python {
 

@@ -10,7 +10,7 @@
 #include "absl/base/thread_annotations.h"
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
 #include "python/src/interpreter.h"
 #include "skip/context.h"
 

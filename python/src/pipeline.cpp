@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 #include "python/src/checks.h"
 #include "python/src/errors.h"
 #include "python/src/values.h"
@@ -155,7 +155,7 @@ bool PythonPipeline::refresh() {
     pipe_->replace_module(registered_name(layer->name()), layer->module());
     replaced = true;
   }
-  return !replaced || pipe_->fits();
+  return !replaced || pipe_->ties_unchanged();
 }
 
 template <typename F>

@@ -1,4 +1,4 @@
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 
 #include <pybind11/pybind11.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>

@@ -1,8 +1,8 @@
 #include <pybind11/stl.h>
 
-#include "gpipe/runtime/memory_reuse.h"
-#include "gpipe/schedule/drawing.h"
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/drawing.h"
+#include "gpipe/memory_reuse.h"
+#include "gpipe/timeline.h"
 #include "python/src/checks.h"
 #include "python/src/pipeline.h"
 

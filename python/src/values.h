@@ -5,7 +5,7 @@
 #include <memory>
 #include <string>
 
-#include "gpipe/autograd/value.h"
+#include "gpipe/tensors/value.h"
 
 // Conversions between Python objects and values of the library. REQUIRES: the interpreter's lock.
 

@@ -3,8 +3,8 @@
 #include <atomic>
 #include <memory>
 
+#include "gpipe/ranks.h"
 #include "gpipe/ranks/device_wire.h"
-#include "gpipe/ranks/ranks.h"
 
 namespace gpipe::accelerator {
 

@@ -9,7 +9,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/runtime/clock.h"
+#include "gpipe/base/clock.h"
 #include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/helpers.h"

@@ -9,7 +9,7 @@
 #include <functional>
 #include <sstream>
 
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe::accelerator {
 namespace {

@@ -13,7 +13,7 @@
 #include <string>
 #include <utility>
 
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 #include "tests/accelerator/ranks_training.h"
 #include "tests/accelerator/scenarios.h"
 

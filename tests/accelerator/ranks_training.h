@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 #include "tests/accelerator/checked_wires.h"
 #include "tests/gpipe/helpers.h"
 

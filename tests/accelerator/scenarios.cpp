@@ -5,7 +5,7 @@
 
 #include <sstream>
 
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 #include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/layers.h"

@@ -12,7 +12,7 @@
 #include "balance/suggest.h"
 #include "balance/trial.h"
 #include "gpipe/nested.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 #include "models/resnet.h"
 #include "models/unet.h"
 #include "tests/gpipe/instruments.h"

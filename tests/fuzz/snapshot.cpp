@@ -1,4 +1,4 @@
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 
 #include <cstddef>
 #include <cstdint>

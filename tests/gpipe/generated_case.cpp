@@ -5,11 +5,11 @@
 #include <random>
 #include <sstream>
 
-#include "gpipe/micro_batch.h"
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 #include "gpipe/ranks/wire_plan.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/run/micro_batch.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/gpipe/random_cases.h"

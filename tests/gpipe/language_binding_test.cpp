@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 
+#include "gpipe/binding.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {

@@ -13,7 +13,7 @@
 #include "balance/profiler.h"
 #include "balance/stage_cost.h"
 #include "gpipe/schedule/footprint.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 #include "models/unet.h"
 #include "tests/gpipe/helpers.h"
 

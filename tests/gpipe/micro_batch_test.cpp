@@ -1,5 +1,5 @@
 // How a mini-batch is cut into micro-batches and joined again.
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

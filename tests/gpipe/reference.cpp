@@ -7,7 +7,7 @@
 
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
 namespace {

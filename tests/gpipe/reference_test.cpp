@@ -6,7 +6,7 @@
 
 #include <utility>
 
-#include "gpipe/micro_batch.h"
+#include "gpipe/run/micro_batch.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 

@@ -10,7 +10,7 @@
 #include <memory>
 
 #include "absl/cleanup/cleanup.h"
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gpipe/autograd/split_check.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"

@@ -13,7 +13,7 @@
 
 #include "gpipe/gpipe.h"
 #include "gpipe/schedule/schedule_text.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {

@@ -8,7 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/binding.h"
+#include "gpipe/schedules.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/tied_model.h"
 

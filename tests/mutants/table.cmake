@@ -17,7 +17,7 @@ mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "
        ExecutorFailure.*)
 mutant(executor_keeps_the_last_error core_tests gpipe/runtime/executor.cpp "if (failure_) return;" "" ExecutorFailure.*)
 mutant(executor_allows_two_calls core_tests gpipe/runtime/executor.cpp "calls != 1" "calls < 1" ExecutorFailure.*)
-mutant(executor_leaves_ranks_waiting core_tests gpipe/runtime/executor.cpp "cells_.cancel(failure);" "" GeneratedJobs.*)
+mutant(executor_leaves_ranks_waiting core_tests gpipe/runtime/executor.cpp "runner_.cancel(failure);" "" GeneratedJobs.*)
 mutant(wire_leaves_receives_open core_tests gpipe/ranks/wire.cpp "start(kPieces, {}, nullptr);" "break;"
        Wire.SendsALayout*)
 mutant(wire_posts_without_bounds core_tests gpipe/ranks/wire.cpp
@@ -25,12 +25,12 @@ mutant(wire_posts_without_bounds core_tests gpipe/ranks/wire.cpp
 mutant(wire_frees_what_a_late_receive_reads core_tests gpipe/ranks/wire.cpp "failed_.push_back(std::move(sent));" ""
        WireFailure.*)
 mutant(wire_believes_sizes core_tests gpipe/ranks/wire.cpp "header.layout_bytes > kLongestLayout || " "" WireFailure.*)
-mutant(exchange_takes_messages_twice core_tests gpipe/ranks/exchange.cpp
+mutant(remote_edges_receive_messages_twice core_tests gpipe/ranks/remote_edges.cpp
        "for (const int of_message : message.edges) arrived(of_message, message.action) = 1;"
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)
-mutant(wires_remember_all_layouts core_tests gpipe/ranks/exchange.cpp
+mutant(wires_remember_all_layouts core_tests gpipe/ranks/remote_edges.cpp
        "if (of_wire.size() == kKeysPerWire) of_wire.pop_front();" "" Wires.*)
-mutant(calls_forget_failed_backwards core_tests gpipe/ranks/call.cpp
+mutant(calls_forget_failed_backwards core_tests gpipe/ranks/proposal.cpp
        "calls[rank].failed_before == calls[0].failed_before" "true" Call.*)
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
@@ -54,11 +54,11 @@ mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
        Simulator.*)
 
 # Forward and backward of a mini-batch.
-mutant(drops_skip_gradient gpipe_tests gpipe/mini_batch.cpp "micro_batch, std::move(result[k])"
-       "micro_batch, k == 0 ? std::move(result[k]) : Gradients(result[k].size())" Generated*)
-mutant(skips_recompute gpipe_tests gpipe/mini_batch.cpp "cell(stage, micro_batch)->recompute(retain_graph_);" ""
+mutant(drops_skip_gradient gpipe_tests gpipe/run/mini_batch.cpp "{.tensors = std::move(of_parcel)}"
+       "{.tensors = out.empty() ? std::move(of_parcel) : Gradients(of_parcel.size())}" Generated*)
+mutant(skips_recompute gpipe_tests gpipe/run/mini_batch.cpp "cell(action)->recompute(retain_graph_);" ""
        Generated*)
-mutant(frees_cells_late gpipe_tests gpipe/mini_batch.cpp "    cell.reset();" "" Generated*)
+mutant(frees_cells_late gpipe_tests gpipe/run/mini_batch.cpp "    cell.reset();" "" Generated*)
 mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_layer + layer, micro_batch_)"
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
 mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
@@ -78,22 +78,17 @@ mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "
        ">= versions_[i]) continue;" InPlace.*)
 mutant(forgets_retained_graphs gpipe_tests gpipe/autograd/pipeline_node.cpp
        "if (retain_graph) function_ = std::move(function);" "" GPipe.RunsASecondBackward*)
-mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/micro_batch.cpp "shape[0] = sizes[i];"
+mutant(sizes_missing_gradients_like_the_first gpipe_tests gpipe/run/micro_batch.cpp "shape[0] = sizes[i];"
        "shape[0] = sizes[0];" MicroBatch*)
-mutant(shares_versions_of_micro_batches gpipe_tests gpipe/micro_batch.cpp ".variable_data()" "" MicroBatch*)
+mutant(shares_versions_of_micro_batches gpipe_tests gpipe/run/micro_batch.cpp ".variable_data()" "" MicroBatch*)
 mutant(counts_deferred_batches_by_micro_batch gpipe_tests gpipe/autograd/batch_statistics.cpp
        "sub_(entry.calls - 1)" "sub_(0)" DeferredBatchNorm*)
-mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp
-       "stage.state.restore_after_error(stage, before[stage.index]);" "(void)stage;" DeferredBatchNorm*:Errors.*)
-mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/mini_batch.cpp "draw->undo();
-    throw;
-  }
-}" "throw;
-  }
-}" Errors.*)
+mutant(keeps_buffers_of_a_failed_forward gpipe_tests gpipe/run/call.cpp
+       "stage.state.restore_after_error(stage, before_[s]);" "(void)stage;" DeferredBatchNorm*:Errors.*)
+mutant(keeps_the_draw_of_a_failed_forward gpipe_tests gpipe/run/call.cpp "if (draw_) draw_->undo();" "" Errors.*)
 
 # State.
-mutant(hides_writes_to_inputs gpipe_tests gpipe/micro_batch.cpp "torch::autograd::impl::bump_version(input_[k]);" "(void)0;"
+mutant(hides_writes_to_inputs gpipe_tests gpipe/run/micro_batch.cpp "torch::autograd::impl::bump_version(input_[k]);" "(void)0;"
        InPlace.*)
 mutant(loses_writes_of_backwards gpipe_tests gpipe/autograd/stage_state.cpp
        "watching->return_to_present(item);" "(void)0;" Recompute.*)
@@ -112,19 +107,19 @@ mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/stored_inputs.cpp "
 mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "last = stage;" "" StageCost.*)
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
        "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Step.*)
-mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (tail_ && (!is_checkpointing() || keeps_graph_)) {"
-       "if (tail_) {" Step.*)
+mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {"
+       "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cell.cpp
        "inputs_->check_unchanged(in, \"during its recompute\")" "" Step.*)
-mutant(weights_micro_batches_equally gpipe_tests gpipe/loss.cpp
+mutant(weights_micro_batches_equally gpipe_tests gpipe/run/loss.cpp
        "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);"
        Step.*)
-mutant(ignores_the_scale gpipe_tests gpipe/mini_batch.cpp "weight * loss_.scale" "weight" Step.*)
-mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/transport.cpp
-       "std::exchange(gradients_[slot(edge, micro_batch)], {})"
-       "std::exchange(gradients_[slot(edge, edge + 1 < pipeline_.count() ? micro_batch : 0)], {})" Generated*)
-mutant(commits_sums_after_an_error gpipe_tests gpipe/mini_batch.cpp "std::rethrow_exception(failure->error);"
-       "if (use_ != Pipeline::Use::kStep) std::rethrow_exception(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
+mutant(ignores_the_scale gpipe_tests gpipe/run/step_loss.cpp "weight * loss_.scale" "weight" Step.*)
+mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/run/edges.cpp
+       "std::exchange(slot(edge, action), {})"
+       "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})" Generated*)
+mutant(commits_sums_after_an_error gpipe_tests gpipe/run/mini_batch.cpp "pipeline_->team().rethrow(failure->error);"
+       "if (options_.use != Pipeline::Use::kStep) pipeline_->team().rethrow(failure->error);" Step.ErrorsLeaveEverythingAsItWas)
 
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp

@@ -11,8 +11,8 @@
 #include <thread>
 #include <utility>
 
+#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/wire_plan.h"
-#include "gpipe/runtime/mutex.h"
 #include "tests/ranks/messages.h"
 
 namespace gpipe::testing {
@@ -36,7 +36,7 @@ std::size_t draw_size(const GeneratedJob& job, const RanksCall& call, const Acti
 }  // namespace
 
 /// Sends with each number a piece of memory that is filled with it.
-class FakeRank::Cells : public FakeCells, public EdgeContents {
+class FakeRank::Cells : public FakeCells {
  public:
   Cells(FakeRank& rank, std::size_t call, const Program& program)
       : FakeCells(program), rank_(rank), call_(call), program_(program) {
@@ -49,8 +49,8 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
   void begin(Part part, Wires& wires) {
     wires_ = &wires;
     const auto& call = rank_.job_.calls[call_];
-    exchange_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_,
-                      LayoutKey{call.program, static_cast<int>(part)}, rank_.limit_, *this);
+    edges_.emplace(&wires, program_, part, rank_.job_.ranks, rank_.rank_,
+                   LayoutKey{call.program, static_cast<int>(part)}, rank_.limit_);
     const auto& ranks = rank_.job_.ranks;
     MutexLock lock(mutex_);
     for (const auto& plan : plan_wires(program_, part, ranks)) {
@@ -65,21 +65,24 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
     if (!unsettled_.empty()) throw std::logic_error("a wire was not settled");
   }
 
-  void work(int worker, absl::FunctionRef<void()> run_actions) override {
-    FakeCells::work(worker, run_actions);
-    exchange_->settle(worker);
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
+    FakeCells::on_worker(worker, run_actions);
+    edges_->settle(worker, [this](int from, int to) { settle(from, to); });
   }
-  void take(const Action& action) override { exchange_->take(action); }
-  void put(const Action& action) override { exchange_->put(action); }
+  void run(const Action& action, Measure measure) override {
+    edges_->receive(action, [this](const auto& message, auto incoming) { put_on(message, std::move(incoming)); });
+    FakeCells::run(action, measure);
+    edges_->send(action, [this](const auto& message) { return take_off(message); });
+  }
   void cancel(const Failure& failure) noexcept override {
     const auto& placement = program_.layout().placement;
-    const auto activity =
-        failure.action ? exchange_->activity(placement[failure.action->stage]) : exchange_->activity();
+    const auto activity = failure.action ? edges_->activity(placement[failure.action->stage]) : edges_->activity();
     rank_.report(failure.error, activity.awaits);
   }
 
  private:
-  Outgoing take_off(const Action& action, const std::vector<int>& edges) override {
+  Outgoing take_off(const WireMessage& message) {
+    const auto& [action, edges] = message;
     std::vector<std::string> strings(1);
     for (const int edge : edges) {
       const Number number = consume(slot(edge, action));
@@ -87,10 +90,11 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
       strings.emplace_back(draw_size(rank_.job_, rank_.job_.calls[call_], action, edge), static_cast<char>(number));
     }
     count(action, edges.front());
-    return message(std::move(strings));
+    return testing::message(std::move(strings));
   }
 
-  void put_on(const Action& action, const std::vector<int>& edges, std::unique_ptr<Incoming> incoming) override {
+  void put_on(const WireMessage& message, std::unique_ptr<Incoming> incoming) {
+    const auto& [action, edges] = message;
     const auto received = strings(std::move(incoming));
     if (received.size() != 1 + edges.size()) throw std::logic_error("a message has another number of pieces");
     for (std::size_t k = 0; k < edges.size(); ++k) {
@@ -107,7 +111,7 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
   }
 
   // Waits for deliveries, as wires between devices do. So workers that wait for each other are a failure of the test.
-  void settle(int from, int to) override {
+  void settle(int from, int to) {
     const auto& ranks = rank_.job_.ranks;
     if (ranks[from] == rank_.rank_) {
       wires_->sender(from * program_.workers() + to, ranks[to]).drain(rank_.limit_);
@@ -130,7 +134,7 @@ class FakeRank::Cells : public FakeCells, public EdgeContents {
   const std::size_t call_;
   const Program& program_;
   Wires* wires_ = nullptr;            // of the part that runs
-  std::optional<Exchange> exchange_;  // of the part that runs
+  std::optional<RemoteEdges> edges_;  // of the part that runs
   Mutex mutex_;
   std::map<std::pair<int, int>, std::size_t> unsettled_ ABSL_GUARDED_BY(mutex_);  // messages to come, by wire
 };

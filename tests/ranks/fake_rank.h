@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/ranks/exchange.h"
+#include "gpipe/ranks/remote_edges.h"
 #include "gpipe/runtime/executor.h"
 #include "tests/ranks/fake_connections.h"
 #include "tests/runtime/fake_cells.h"

@@ -6,7 +6,7 @@
 #include <random>
 #include <vector>
 
-#include "gpipe/ranks/exchange.h"
+#include "gpipe/ranks/remote_edges.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
 

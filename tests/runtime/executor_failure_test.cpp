@@ -163,7 +163,7 @@ TEST(ExecutorFailure, KeepsOneOfSeveralSimultaneousErrors) {
 /// Calls run_actions() `calls` times on worker 1.
 struct MiscountingCells : FakeCells {
   MiscountingCells(const Program& program, int calls) : FakeCells(program), calls_(calls) {}
-  void work(int worker, absl::FunctionRef<void()> run_actions) override {
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
     for (int i = 0; i < (worker == 1 ? calls_ : 1); ++i) run_actions();
   }
   const int calls_;

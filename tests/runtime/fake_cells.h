@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/runtime/cells.h"
+#include "gpipe/runtime/action_runner.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe::testing {
@@ -16,7 +16,7 @@ namespace gpipe::testing {
 /// Cells that compute with plain integers instead of tensors. They use no atomics and no locks, so that ThreadSanitizer
 /// checks whether the executor orders the accesses. Every number depends on all its inputs: a value that is lost,
 /// swapped or read too early changes the results. An action throws if what it needs is missing, or if it runs twice.
-class FakeCells : public Cells {
+class FakeCells : public ActionRunner {
  public:
   using Number = std::uint64_t;
 
@@ -34,14 +34,18 @@ class FakeCells : public Cells {
         graphs_(outputs),
         pending_(outputs) {}
 
-  void work(int worker, absl::FunctionRef<void()> run_actions) override {
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
     threads[worker].push_back(std::this_thread::get_id());
     if (before) before(worker);
     run_actions();
     if (after) after(worker);
   }
 
-  void run(const Action& action) override {
+  void run(const Action& action, Measure measure) override {
+    measure([&] { run(action); });
+  }
+
+  void run(const Action& action) {
     const auto& [kind, s, m] = action;
     ran[program_.layout().placement[s]].push_back(action);
     if (on_action) on_action(action);

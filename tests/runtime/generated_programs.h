@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/schedule/programs.h"
 #include "tests/schedule/shapes.h"

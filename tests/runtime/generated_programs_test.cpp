@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gpipe/runtime/executor.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 #include "tests/runtime/generated_programs.h"
 #include "tests/runtime/runs.h"
 

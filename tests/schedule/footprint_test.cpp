@@ -6,7 +6,7 @@
 #include <stdexcept>
 
 #include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe {

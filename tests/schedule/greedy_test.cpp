@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
 #include "tests/schedule/shapes.h"
 

@@ -1,4 +1,4 @@
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -10,8 +10,8 @@
 
 #include "gpipe/schedule/capacity.h"
 #include "gpipe/schedule/schedule_text.h"
-#include "gpipe/schedule/simulator.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 #include "tests/schedule/shapes.h"
 

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "gpipe/schedule/capacity.h"
-#include "gpipe/schedule/schedules.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::testing {
 

@@ -1,4 +1,4 @@
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 
 #include <gtest/gtest.h>
 
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "gpipe/schedule/generators.h"
-#include "gpipe/schedule/simulator.h"
+#include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe {

@@ -12,9 +12,9 @@
 #include <vector>
 
 #include "gpipe/schedule/schedule_text.h"
-#include "gpipe/schedule/schedules.h"
-#include "gpipe/schedule/simulator.h"
 #include "gpipe/schedule/verifier.h"
+#include "gpipe/schedules.h"
+#include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
 #include "tests/schedule/shapes.h"
 

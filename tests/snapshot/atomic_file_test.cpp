@@ -5,7 +5,7 @@
 
 #include <filesystem>
 
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "gpipe/gpipe.h"
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {

@@ -10,8 +10,8 @@
 #include <string>
 #include <vector>
 
+#include "gpipe/snapshot.h"
 #include "gpipe/snapshot/archive.h"
-#include "gpipe/snapshot/snapshot.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {

@@ -23,7 +23,7 @@
 #include <string>
 #include <thread>
 
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {

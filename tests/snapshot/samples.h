@@ -12,7 +12,7 @@
 #include <string_view>
 #include <utility>
 
-#include "gpipe/snapshot/snapshot.h"
+#include "gpipe/snapshot.h"
 #include "tests/support/support.h"
 
 namespace gpipe {

@@ -13,7 +13,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/ranks/processes/job.h"
 

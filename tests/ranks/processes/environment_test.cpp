@@ -18,7 +18,7 @@
 #include <sstream>
 #include <thread>
 
-#include "gpipe/schedule/timeline.h"
+#include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/ranks/processes/job.h"
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/ranks/ranks.h"
+#include "gpipe/ranks.h"
 
 namespace gpipe {
 

@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/runtime/transfer.h"
+#include "gpipe/tensors/transfer.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/ranks/processes/job.h"
 

@@ -17,15 +17,15 @@ namespace {
 /// Worker 0 counts only after worker 1 has started, so that only the edge can order the two accesses. Worker 1 counts
 /// only after worker 0 has counted, so that ThreadSanitizer reports the race on every run. The flags are relaxed
 /// atomics, which arrange this in time but create no ordering.
-class Counter : public Cells {
+class Counter : public ActionRunner {
  public:
-  void work(int worker, absl::FunctionRef<void()> run_actions) override {
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
     if (worker == 1) started_.store(true, std::memory_order_relaxed);
     if (worker == 0) await(started_);
     run_actions();
   }
 
-  void run(const Action& action) override {
+  void run(const Action& action, Measure) override {
     if (action.stage == 1) await(counted_);
     ++count_;
     if (action.stage == 0) counted_.store(true, std::memory_order_relaxed);

@@ -1,6 +1,6 @@
 // Reads a guarded number without its lock. Clang's thread-safety analysis must refuse this file.
 
-#include "gpipe/runtime/mutex.h"
+#include "gpipe/base/mutex.h"
 
 namespace gpipe {
 

@@ -1,0 +1,59 @@
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/autograd/layer.h"
+#include "gpipe/autograd/stage.h"
+#include "gpipe/tensors/weak_tensors.h"
+#include "skip/layout.h"
+
+namespace gpipe {
+
+/// A place where a model has a parameter or a buffer. Does not keep the tensor.
+struct TensorPlace {
+  int stage = 0;
+  std::string layer;
+  std::string key;  ///< "weight", "child.weight"
+  WeakTensor tensor;
+
+  std::string name() const { return layer + "." + key; }
+  /// The same for places that have the same tensor, also when it is gone; null for an undefined one.
+  const void* identity() const;
+};
+
+/// Returns the places of the parameters of these stages, in order.
+std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages);
+
+/// What must be known of all layers of a model, also of those that other ranks have. Keeps no layer.
+class Inventory {
+ public:
+  /// Adds the model's next layer. Errors: std::invalid_argument for a module that is a layer already.
+  void add(int stage, const Layer& layer);
+
+  const std::vector<TensorPlace>& parameters() const { return parameters_; }
+  const std::vector<TensorPlace>& buffers() const { return buffers_; }
+  /// The skips that the layers declare.
+  const std::vector<SkipDeclaration>& skips() const { return skips_; }
+  /// Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
+  const std::vector<std::string>& descriptions() const { return descriptions_; }
+  /// A hash of the values of each layer's parameters; 0 where it is not known. See sample_hash(). Leaves out parameters that
+  /// layers share: over ranks, the owner's value counts.
+  std::vector<std::uint64_t> values() const;
+
+ private:
+  std::map<std::weak_ptr<torch::nn::Module>, std::string, std::owner_less<>> names_;
+  std::vector<TensorPlace> parameters_;
+  std::vector<TensorPlace> buffers_;
+  std::vector<SkipDeclaration> skips_;
+  std::vector<std::string> descriptions_;
+  std::vector<std::pair<std::size_t, std::uint64_t>>
+      values_;  // of each of `parameters_`: its layer's index, and a hash
+};
+
+}  // namespace gpipe

@@ -1,0 +1,158 @@
+#include "gpipe/assembly/workers.h"
+
+#include <ATen/Context.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "gpipe/base/checks.h"
+#include "gpipe/ranks.h"
+#include "gpipe/ranks/job.h"
+#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/schedules.h"
+
+namespace gpipe {
+namespace {
+
+int device_count(c10::DeviceType type) {
+  if (!c10::impl::hasDeviceGuardImpl(type)) return 0;
+  // On a machine without GPUs, PyTorch's compiler registers a guard that claims one.
+  if (type == c10::kCUDA && !at::globalContext().hasCUDA()) return 0;
+  return c10::impl::getDeviceGuardImpl(type)->deviceCount();
+}
+
+/// Returns one device per worker: the first of `devices`; if there are none, the GPUs from `first_gpu` on, or the CPU for
+/// every worker.
+std::vector<torch::Device> place_workers(std::vector<torch::Device> devices, std::size_t workers,
+                                         std::size_t first_gpu) {
+  if (devices.empty()) {
+    const auto gpus = static_cast<std::size_t>(device_count(torch::kCUDA));
+    if (gpus == 0) return std::vector<torch::Device>(workers, torch::kCPU);
+    for (auto i = first_gpu; i < gpus; ++i) devices.emplace_back(torch::kCUDA, static_cast<c10::DeviceIndex>(i));
+  }
+  if (devices.size() < workers) {
+    throw std::out_of_range("[gpipe] too few devices: " + std::to_string(workers) + " workers, but " +
+                            std::to_string(devices.size()) + " devices; a device may be given more than once");
+  }
+  devices.erase(devices.begin() + static_cast<std::ptrdiff_t>(workers), devices.end());
+  for (auto& device : devices) {
+    if (device.is_cpu()) {
+      device = torch::kCPU;
+      continue;
+    }
+    const int count = device.is_meta() ? 0 : device_count(device.type());
+    if (!device.has_index()) device.set_index(0);
+    if (device.index() >= count) {
+      throw std::out_of_range("[gpipe] device " + device.str() + " does not exist: this process sees " +
+                              std::to_string(count) + " " + c10::DeviceTypeName(device.type()) + " device" +
+                              (count == 1 ? "" : "s") + "; choose an existing one");
+    }
+  }
+  return devices;
+}
+
+/// Returns the number of stages on each worker. The default is one; for a schedule that needs loops, it is what makes a
+/// worker of each given device.
+int stages_per_worker(const GPipeOptions& options, int stages) {
+  const auto devices = static_cast<int>(options.devices().size());
+  const bool is_default = options.stages_per_worker() == 1 && options.placement().empty() && !options.ranks() &&
+                          !options.schedule().starts_with('@');
+  if (!is_default || devices == 0 || stages % devices != 0) return options.stages_per_worker();
+  auto placement = looped_placement(devices, stages);
+  const auto fits = [&] { return schedule_rule(options.schedule()).misfit({stages, 1, placement}).empty(); };
+  const bool fits_loops = fits();
+  std::reverse(placement.begin(), placement.end());
+  return fits_loops && !fits() ? stages / devices : 1;
+}
+
+ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
+  if (options.schedule_function() && options.schedule() != kFillAndDrain) {
+    refuse_argument("schedule ('" + options.schedule() +
+                    "') and schedule_function exclude each other; set only one of them");
+  }
+  auto source = schedule_source(options.schedule(), stages, stages_per_worker(options, stages), options.placement());
+  if (options.schedule_function()) source.make = options.schedule_function();
+  return source;
+}
+
+/// Returns the rank of each worker.
+std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
+  const auto& ranks = options.ranks();
+  if (!ranks) return std::vector<int>(workers, 0);
+  const auto& mesh = ranks->mesh();
+  if (workers < static_cast<std::size_t>(mesh.positions)) {
+    refuse_argument("the pipeline has " + std::to_string(workers) + " workers, but " +
+                    (mesh.replicas == 1 ? "the job" : "each replica") + " has " + std::to_string(mesh.positions) +
+                    " ranks; give each rank at least one worker");
+  }
+  return ranks_of_workers(static_cast<int>(workers), *ranks);
+}
+
+/// Checks that the wires between devices, if there are any, can connect a worker of this rank.
+void check_connects(Ranks& ranks, int worker, torch::Device device) {
+  const auto* wires = ranks.job().devices();
+  if (wires == nullptr || device.type() == wires->device_type()) return;
+  refuse_argument("with nccl, every worker must be on a " +
+                  c10::DeviceTypeName(wires->device_type(), /*lower_case=*/true) + " device, but worker " +
+                  std::to_string(worker) + ", of rank " + std::to_string(ranks.rank()) + ", is on " + device.str() +
+                  "; give it another device, or leave nccl out");
+}
+
+/// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers` has the rank of each
+/// worker.
+std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector<int>& of_workers) {
+  const auto& ranks = options.ranks();
+  if (!ranks || !options.devices().empty() || device_count(torch::kCUDA) == 0) return 0;
+  if (!ranks->local_rank()) {
+    refuse_argument(
+        "the environment does not tell which GPUs belong to this rank, because it describes a job of another "
+        "size; give devices");
+  }
+  const auto& mesh = ranks->mesh();
+  std::size_t gpus = 0;
+  for (int earlier = ranks->rank() - *ranks->local_rank(); earlier < ranks->rank(); ++earlier) {
+    gpus += std::count(of_workers.begin(), of_workers.end(), mesh.rank_at(mesh.position_of(earlier), ranks->replica()));
+  }
+  return gpus;
+}
+
+}  // namespace
+
+std::vector<int> ranks_of_workers(int workers, const Ranks& ranks) {
+  auto of_workers = ranks_of_workers(workers, ranks.mesh().positions);
+  for (auto& rank : of_workers) rank = ranks.mesh().rank_at(rank, ranks.replica());
+  return of_workers;
+}
+
+Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
+  auto schedules = source_of_schedules(options, static_cast<int>(stages));
+  const auto& placement = schedules.placement;
+  const auto workers = static_cast<std::size_t>(*std::max_element(placement.begin(), placement.end())) + 1;
+  auto ranks = place_ranks(options, workers);
+  const int rank = options.ranks() ? options.ranks()->rank() : 0;
+  const auto own = static_cast<std::size_t>(std::count(ranks.begin(), ranks.end(), rank));
+  if (const auto why = too_few_stages(options.schedule(), static_cast<int>(workers), static_cast<int>(stages));
+      !why.empty()) {
+    refuse_argument(why);
+  }
+  if (const auto given = options.devices().size(); workers != stages && given != 0 && given != own) {
+    const bool is_even = !options.ranks() && stages % workers == 0;
+    refuse_argument("balance has " + std::to_string(stages) + " stages, which are on " + std::to_string(own) +
+                    (own == 1 ? " worker" : " workers") + ", but the number of devices is " + std::to_string(given) +
+                    "; give one device per worker" +
+                    (is_even ? ", or " + std::to_string(stages / workers * given) + " stages" : ""));
+  }
+  const auto own_devices = place_workers(options.devices(), own, gpus_of_earlier_ranks(options, ranks));
+  std::vector<torch::Device> devices(workers, torch::kCPU);
+  for (std::size_t w = 0, next = 0; w < workers; ++w) {
+    if (ranks[w] != rank) continue;
+    devices[w] = own_devices[next++];
+    if (options.ranks()) check_connects(*options.ranks(), static_cast<int>(w), devices[w]);
+  }
+  return {std::move(schedules), std::move(devices), std::move(ranks), rank};
+}
+
+}  // namespace gpipe

@@ -1,0 +1,35 @@
+#pragma once
+
+#include <torch/types.h>
+
+#include <cstddef>
+#include <vector>
+
+#include "gpipe/options.h"
+#include "gpipe/schedule/schedule_source.h"
+
+namespace gpipe {
+
+/// The workers of a pipeline: their stages, their devices, and where their schedules come from.
+struct Workers {
+  ScheduleSource schedules;
+  /// Per worker; an accelerator without an index is its first device. The CPU for workers of other ranks.
+  std::vector<torch::Device> devices;
+  std::vector<int> ranks;  ///< per worker; 0 without Ranks
+  int rank = 0;            ///< this one
+
+  bool is_here(int worker) const { return ranks[worker] == rank; }
+};
+
+/// Returns the rank of each of a pipeline's workers, on this rank's replica: contiguous blocks, as equal as possible.
+/// REQUIRES: there are as many workers as ranks in a replica.
+std::vector<int> ranks_of_workers(int workers, const Ranks& ranks);
+
+/// Arranges the workers for a model of `stages` stages as the options say. Bindings call it before they move a model.
+///
+/// Errors: std::invalid_argument for a schedule that does not exist or does not fit, or options that contradict each
+/// other or the number of stages, or a device that nccl cannot connect; std::out_of_range for fewer devices
+/// than workers, or a device that does not exist.
+Workers arrange_workers(const GPipeOptions& options, std::size_t stages);
+
+}  // namespace gpipe

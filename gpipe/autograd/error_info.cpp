@@ -1,0 +1,32 @@
+#include "gpipe/error_info.h"
+
+#include <c10/util/Exception.h>
+
+#include "gpipe/autograd/stage.h"
+
+namespace gpipe {
+
+std::string message_of(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& exception) {
+    return exception.what();
+  } catch (...) {
+    return "unknown";
+  }
+}
+
+ErrorInfo describe(const std::exception_ptr& error, const Action& action, const Stage& stage, int layer) {
+  ErrorInfo info;
+  info.action = action;
+  if (layer >= 0) {
+    info.layer = stage.first_layer + layer;
+    info.layer_name = stage.name_of(layer);
+  }
+  info.message = message_of(error);
+  return info;
+}
+
+}  // namespace gpipe

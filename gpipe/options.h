@@ -1,0 +1,56 @@
+#pragma once
+
+#include <torch/arg.h>
+#include <torch/types.h>
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedules.h"
+
+namespace gpipe {
+
+class Ranks;
+
+/// Options of a GPipe: GPipeOptions().chunks(8).checkpoint(gpipe::Checkpoint::kAlways).
+struct GPipeOptions {
+  /// One device per worker. A device can appear more than once. Surplus devices are ignored if each worker has one stage,
+  /// and refused otherwise. Empty: the GPUs, or the CPU for all workers if there is no GPU.
+  TORCH_ARG(std::vector<torch::Device>, devices);
+  /// The schedule of step(): a name of schedule_rules() (gpipe/schedules.h), such as "1f1b" or "zb_v", or "@FILE" with
+  /// one line of actions per worker. forward() and its backward always fill and drain.
+  TORCH_ARG(std::string, schedule) = kFillAndDrain;
+  /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one from
+  /// a file have their own placement. If it is 1 and fewer `devices` are given, an interleaved schedule has a worker for each.
+  TORCH_ARG(int, stages_per_worker) = 1;
+  /// The worker of each stage, such as v_placement(4), instead of `stages_per_worker`. Workers are numbered without gaps.
+  TORCH_ARG(std::vector<int>, placement);
+  /// Generates the schedules of step() instead of `schedule`. Called on the threads that call step() and program(), once
+  /// per number of micro-batches while the result is cached. Each R must come directly before its B or I among its
+  /// stage's actions, W's aside.
+  TORCH_ARG(ScheduleFunction, schedule_function);
+  /// The largest number of micro-batches per mini-batch. Each except the last has ceil(samples / chunks) samples, so
+  /// there may be fewer. 1 is plain model parallelism.
+  TORCH_ARG(std::int64_t, chunks) = 1;
+  /// Samples per micro-batch, as an alternative to chunks, which must then be 1. 0: use chunks.
+  TORCH_ARG(std::int64_t, split_size) = 0;
+  /// Which micro-batches recompute their forward in training mode instead of storing its graph. A recompute gets the
+  /// same inputs, buffers and random numbers. A layer whose output depends on other state that each forward changes needs
+  /// kNever. A stage's first recomputed forward also builds its graph, to learn which outputs need gradients.
+  TORCH_ARG(Checkpoint, checkpoint) = Checkpoint::kExceptLast;
+  /// Updates the running statistics of batch norm once per mini-batch, from all its samples, instead of once per
+  /// micro-batch. Each micro-batch is normalized by its own statistics in both cases. Instance norm likewise.
+  TORCH_ARG(bool, deferred_batch_norm) = false;
+  /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
+  /// at least one each.
+  TORCH_ARG(int, intraop_threads) = 0;
+  /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` are then
+  /// those of this rank's workers. Null: this process has all workers.
+  TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
+};
+
+}  // namespace gpipe

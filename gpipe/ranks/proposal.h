@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gpipe/ranks/mesh.h"
+
+namespace gpipe {
+
+/// A call that all ranks begin together.
+struct Proposal {
+  std::string what;                        ///< the same on all ranks of a replica
+  std::string same_on_all = "";            ///< the same on all ranks; empty: `what`
+  std::string same_for_counterparts = "";  ///< the same on all ranks with the same stages
+  std::uint64_t number = 0;                ///< of which the largest is wanted
+  double weight = 0;                       ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
+  int micro_batches = 0;                   ///< of the replica
+  bool failed_before = false;  ///< whether this rank's last backward ended with an exception after it was agreed on
+  std::uint64_t data = 0;      ///< a hash of the mini-batch to train on; 0 on ranks that do not know it
+};
+
+/// Finds a rank that trained on the same mini-batches as the first rank of its replica and now gives another one. Ranks that
+/// never gave the same are not compared, because only some ranks read input and target.
+class SameData {
+ public:
+  /// Returns the first rank whose mini-batch is another one unexpectedly; -1 if there is none.
+  int compare(const std::vector<Proposal>& calls, const Mesh& mesh);
+
+ private:
+  struct OfRank {
+    std::uint64_t last = 0;
+    int same = 0;  // mini-batches in succession, each another one
+    bool differs = false;
+  };
+  std::vector<OfRank> ranks_;
+};
+
+/// What the ranks have agreed on.
+struct Agreement {
+  std::uint64_t largest = 0;
+  /// Of each replica.
+  std::vector<double> weights;
+  std::vector<int> micro_batches;
+};
+
+/// The words that ranks exchange before a call: each rank tells the leader, rank 0, one of the first three, and the leader
+/// answers all with its judgement.
+std::string to_word(Proposal proposal);
+std::string refusal(const std::string& reason);   ///< this rank cannot make the call
+std::string farewell(const std::string& reason);  ///< this rank will make no more calls
+std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameData& data);
+
+/// Returns the reason if the words are a farewell.
+std::optional<std::string> reason_of_farewell(const std::string& words);
+
+/// Returns the verdict of a judgement. Errors: std::runtime_error unless all ranks agreed.
+Agreement to_agreement(const std::string& judgement);
+
+}  // namespace gpipe

@@ -1,0 +1,383 @@
+#include "gpipe/ranks/rank_team.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <utility>
+
+#include "absl/strings/str_cat.h"
+#include "gpipe/base/clock.h"
+#include "gpipe/base/items.h"
+#include "gpipe/ranks/gradient_reduction.h"
+#include "gpipe/ranks/polling.h"
+#include "gpipe/tensors/transfer.h"
+
+namespace gpipe {
+namespace {
+
+constexpr int kLeader = 0;
+constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
+
+constexpr std::size_t kFewBytes = std::size_t{256} << 10;
+
+constexpr int kPings = 16;
+
+// What ranks wait for.
+constexpr char kNextCall[] = "its next call";
+constexpr char kResult[] = "the result of a call";
+
+// The tensor of a few bytes has memory of its own, because strings have ever different addresses, which are part of a layout.
+// That of many is the string's memory.
+Parcel of_bytes(std::string bytes) {
+  const auto size = static_cast<std::int64_t>(bytes.size());
+  at::Tensor tensor;
+  if (bytes.size() <= kFewBytes) {
+    tensor = at::empty({size}, at::kByte);
+    std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
+  } else {
+    auto owner = std::make_shared<std::string>(std::move(bytes));
+    tensor = at::from_blob(
+        owner->data(), {size}, [owner](void*) {}, at::kByte);
+  }
+  Parcel parcel;
+  parcel.add(std::move(tensor), /*gradient_wanted=*/false);
+  return parcel;
+}
+
+std::string to_bytes(const Parcel& parcel) {
+  const auto& tensor = parcel.tensors.at(0);
+  return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
+}
+
+Parcel to_parcel(std::string words) {
+  words.resize((words.size() / kWordBytes + 1) * kWordBytes, '\0');
+  return of_bytes(std::move(words));
+}
+
+std::string to_words(const Parcel& parcel) {
+  auto words = to_bytes(parcel);
+  words.erase(words.find_last_not_of('\0') + 1);
+  return words;
+}
+
+}  // namespace
+
+RankTeam::RankTeam(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
+                   StructureCodec codec, std::function<void()> poll)
+    : ranks_(std::move(ranks)),
+      of_workers_(std::move(of_workers)),
+      stages_(stages),
+      codec_(std::move(codec)),
+      poll_(std::move(poll)),
+      job_(ranks_->job()) {
+  const int size = ranks_->size();
+  const int gradient_wires = replicas() == 1 ? 0 : 2 * stages_ * replicas() * replicas();
+  first_wire_ = job_.join(manifest, wire_number(kSubjects, 0, 0) + gradient_wires, poll_);
+  wires_ =
+      std::make_unique<Wires>(job_.connections(), first_wire_, ranks_->options().join_timeout(), parcel_memory(codec_));
+  if (rank() != kLeader) {
+    expect(kVerdict, kLeader);
+  } else {
+    for (int r = 1; r < size; ++r) expect(kWord, r);
+  }
+  job_.add(this, {[this] { return activity(); }, [this] { leave("has ended"); }});
+}
+
+RankTeam::~RankTeam() {
+  job_.remove(this);
+  leave("has destroyed its pipeline");
+  wires_->finish();
+  job_.retire(std::move(wires_));
+}
+
+void RankTeam::leave(const std::string& how) {
+  if (!gone_.empty()) return;  // nobody waits for this rank
+  const auto reason = job_.unwinding().value_or("rank " + std::to_string(rank()) + " " + how);
+  gone_ = reason;
+  try {
+    if (rank() != kLeader) {
+      send(kWord, kLeader, to_parcel(farewell(reason)));
+    } else {
+      for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(farewell(reason)));
+    }
+  } catch (const std::exception&) {  // a rank has failed
+  }
+}
+
+int RankTeam::wire_number(int subject, int from, int to) const {
+  return wires_between_workers() + (subject * ranks_->size() + from) * ranks_->size() + to;
+}
+
+int RankTeam::gradient_wire(Gradient kind, int stage, int from_replica, int to_replica) const {
+  const int wire = static_cast<int>(kind) * stages_ + stage;
+  return wire_number(kSubjects, 0, 0) + (wire * replicas() + from_replica) * replicas() + to_replica;
+}
+
+DeviceWire& RankTeam::connect_devices(int from, int to, c10::Device device) {
+  const auto name = absl::StrCat("pipeline ", first_wire_, ", from worker ", from, " of rank ", of_workers_[from],
+                                 " to worker ", to, " of rank ", of_workers_[to]);
+  try {
+    return job_.devices()->connect(name, /*sends=*/is_here(from), device);
+  } catch (const std::exception& error) {
+    fail(absl::StrCat("rank ", rank(), " cannot connect its devices: ", error.what()));
+    throw;
+  }
+}
+
+WireSender& RankTeam::gradient_sender(Gradient kind, int stage, int replica) {
+  return wires_->sender(gradient_wire(kind, stage, this->replica(), replica), counterpart(replica));
+}
+
+WireReceiver& RankTeam::gradient_receiver(Gradient kind, int stage, int replica) {
+  return wires_->receiver(gradient_wire(kind, stage, replica, this->replica()), counterpart(replica), timeout());
+}
+
+std::deque<Remembered>& RankTeam::remembered_gradients(Gradient kind, int stage, int from_replica, int to_replica,
+                                                       std::size_t messages) {
+  return wires_->remembered(gradient_wire(kind, stage, from_replica, to_replica), {}, messages);
+}
+
+void RankTeam::expect(Subject subject, int from) {
+  const int number = wire_number(subject, from, rank());
+  if (!expected_.insert(number).second) return;
+  const bool within_call = subject != kWord && subject != kVerdict;
+  const auto limit = within_call ? timeout() : ranks_->options().join_timeout();
+  wires_->receiver(number, from, limit).expect({&wires_->remembered(number, {}, 1).front()});
+}
+
+void RankTeam::send(Subject subject, int to, Parcel parcel) {
+  const int number = wire_number(subject, rank(), to);
+  wires_->sender(number, to)
+      .send(wires_->remembered(number, {}, 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
+}
+
+Parcel RankTeam::receive(Subject subject, int from) {
+  const int number = wire_number(subject, from, rank());
+  expect(subject, from);
+  awaited_ = from;
+  auto message = wires_->receiver(number, from, {}).receive(calls_);
+  awaited_ = -1;
+  expected_.erase(number);
+  // A large message would keep memory until the next call.
+  if (wires_->remembered(number, {}, 1).front().is_small()) expect(subject, from);
+  return std::move(to_parcels(std::move(message)).front());
+}
+
+void RankTeam::while_polling(absl::FunctionRef<void()> wait) {
+  gpipe::while_polling(poll_, wait, [this](const std::exception& error) {
+    fail("rank " + std::to_string(rank()) + " was stopped: " + error.what());
+  });
+}
+
+void RankTeam::rethrow(const std::exception_ptr& error) const {
+  bool is_own = job_.board().is_own();
+  try {
+    std::rethrow_exception(error);
+  } catch (const ConnectionError&) {  // only says that another rank has failed
+    is_own = false;
+  } catch (...) {
+  }
+  if (!is_own) check();
+  std::rethrow_exception(error);
+}
+
+void RankTeam::watch(std::function<Activity()> activity) {
+  MutexLock lock(mutex_);
+  activity_.swap(activity);
+}
+
+std::string RankTeam::activity() {
+  if (const int awaited = awaited_; awaited >= 0) return std::to_string(awaited);
+  MutexLock lock(mutex_);
+  const auto activity = activity_ ? activity_() : Activity();
+  if (activity.awaits >= 0) return std::to_string(activity.awaits);
+  if (!activity.runs) {
+    const int awaited = awaited_for_gradients_;
+    return awaited < 0 ? "" : std::to_string(awaited);
+  }
+  return "runs " + to_string(*activity.runs) + " (stage " + std::to_string(activity.runs->stage) + ", micro-batch " +
+         std::to_string(activity.runs->micro_batch) + ")";
+}
+
+// Returns the leader's judgement of what all ranks said.
+std::string RankTeam::exchange_words(const std::string& mine) {
+  std::string judgement;
+  int other = kLeader;
+  transfer(kNextCall, other, [&] {
+    if (rank() != kLeader) {
+      send(kWord, kLeader, to_parcel(mine));
+      while_polling([&] { judgement = to_words(receive(kVerdict, kLeader)); });
+      return;
+    }
+    std::vector<std::string> words{mine};
+    while_polling([&] {
+      for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
+    });
+    judgement = judge(words, ranks_->mesh(), same_data_);
+    for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(judgement));
+  });
+  if (auto reason = reason_of_farewell(judgement)) gone_ = *std::move(reason);
+  return judgement;
+}
+
+Agreement RankTeam::agree(Proposal proposal) {
+  job_.board().check("this pipeline cannot be used any more, because a rank has failed");
+  if (!gone_.empty()) throw std::runtime_error("[gpipe] this pipeline cannot be used any more: " + gone_);
+  proposal.failed_before = has_failed_backward();
+  const auto judgement = exchange_words(to_word(std::move(proposal)));
+  ++calls_;
+  return to_agreement(judgement);
+}
+
+void RankTeam::watch_backward(std::shared_ptr<const void> owner) {
+  const int task = torch::autograd::get_current_graph_task_id();
+  {
+    MutexLock lock(mutex_);
+    handing_out_.insert(task);
+  }
+  torch::autograd::Engine::get_default_engine().queue_callback([this, owner = std::move(owner), task] {
+    MutexLock lock(mutex_);
+    handing_out_.erase(task);
+  });
+}
+
+// A call within a backward cannot tell.
+bool RankTeam::has_failed_backward() {
+  if (torch::autograd::get_current_graph_task_id() >= 0) return false;
+  MutexLock lock(mutex_);
+  return !std::exchange(handing_out_, {}).empty();
+}
+
+void RankTeam::withdraw(const std::string& reason) noexcept {
+  try {
+    if (!job_.board().failure().empty() || !gone_.empty()) return;
+    exchange_words(refusal(reason));
+    ++calls_;
+  } catch (const std::exception&) {  // a rank has failed; the next call says so
+  }
+}
+
+void RankTeam::transfer(const char* what, const int& other, absl::FunctionRef<void()> run) {
+  try {
+    run();
+  } catch (const ConnectionError& error) {
+    fail(error, other, what);
+    rethrow(std::current_exception());
+  } catch (const std::exception& error) {
+    fail("rank " + std::to_string(rank()) + " failed at " + what + ": " + error.what());
+    throw;
+  }
+}
+
+std::vector<int> RankTeam::ranks_of(Group group) const {
+  const auto& mesh = ranks_->mesh();
+  std::vector<int> found;
+  for (int other = 0; other < ranks_->size(); ++other) {
+    const bool is_counterpart = mesh.position_of(other) == mesh.position_of(rank());
+    const bool is_in_replica = mesh.replica_of(other) == replica();
+    if (group == Group::kAll || (group == Group::kCounterparts ? is_counterpart : is_in_replica))
+      found.push_back(other);
+  }
+  return found;
+}
+
+void RankTeam::send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel, int& other) {
+  for (auto& tensor : parcel.tensors) {
+    if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
+  }
+  for (const int receiver : receivers) {
+    other = receiver;
+    if (other != rank()) send(subject, other, parcel);
+  }
+}
+
+Parcel RankTeam::broadcast(Group group, int owner, Parcel parcel) {
+  const auto subject = group == Group::kReplica ? kReplica : group == Group::kCounterparts ? kCounterparts : kAll;
+  int other = owner;
+  transfer(kResult, other, [&] {
+    if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
+    send_copies(subject, ranks_of(group), parcel, other);
+  });
+  return parcel;
+}
+
+std::vector<Parcel> RankTeam::all_gather(Parcel parcel) {
+  std::vector<Parcel> all(replicas());
+  int other = rank();
+  transfer(kResult, other, [&] {
+    send_copies(kGathered, ranks_of(Group::kCounterparts), parcel, other);
+    while_polling([&] {
+      for (int r = 0; r < replicas(); ++r) {
+        other = counterpart(r);
+        if (r != replica()) all[r] = receive(kGathered, other);
+      }
+    });
+  });
+  all[replica()] = std::move(parcel);
+  return all;
+}
+
+std::unique_ptr<GradientReduction> RankTeam::begin_sum(std::vector<std::vector<at::Tensor>> parameters) {
+  if (replicas() == 1) return nullptr;
+  return std::make_unique<GradientReduction>(*this, std::move(parameters));
+}
+
+std::vector<std::string> RankTeam::gather(std::string bytes) {
+  std::vector<std::string> all;
+  int other = kLeader;
+  transfer(kResult, other, [&] {
+    if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
+    all.push_back(std::move(bytes));
+    while_polling([&] {
+      for (other = 1; other < ranks_->size(); ++other) all.push_back(to_bytes(receive(kBytes, other)));
+    });
+  });
+  return all;
+}
+
+// The other rank's clock was read between the two readings of this one. The ping that took least tells most.
+std::vector<Team::Clock> RankTeam::clocks() {
+  std::vector<Clock> all;
+  int other = kLeader;
+  transfer(kResult, other, [&] {
+    while_polling([&] {
+      if (rank() != kLeader) {
+        for (int i = 0; i < kPings; ++i) {
+          receive(kPing, kLeader);
+          send(kPing, kLeader, of_bytes(to_bytes(std::vector{now()})));
+        }
+        return;
+      }
+      all.emplace_back();
+      for (other = 1; other < ranks_->size(); ++other) {
+        auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
+        for (int i = 0; i < kPings; ++i) {
+          const double start = now();
+          send(kPing, other, of_bytes(""));
+          const double there = to_items<double>(to_bytes(receive(kPing, other))).at(0);
+          const double end = now();
+          const Clock clock{there - (start + end) / 2, (end - start) / 2};
+          if (clock.error < best.error) best = clock;
+        }
+      }
+    });
+  });
+  return all;
+}
+
+void RankTeam::fail(const std::string& cause) noexcept { job_.board().report(cause); }
+
+void RankTeam::fail(const ConnectionError& error, int awaited, const std::string& what) noexcept {
+  if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
+    job_.board().report_wait(awaited, what);
+  } else {
+    job_.board().report_loss(awaited);
+  }
+}
+
+}  // namespace gpipe

@@ -1,0 +1,128 @@
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <map>
+#include <memory>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "absl/functional/function_ref.h"
+#include "gpipe/base/mutex.h"
+#include "gpipe/ranks/connections.h"
+#include "gpipe/ranks/wire.h"
+#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/schedule/program.h"
+
+namespace gpipe {
+
+/// Tells kinds of calls apart. Calls of the same key mostly send messages of the same layouts. All ranks compute the same key.
+using LayoutKey = std::vector<std::int64_t>;
+
+/// A wire remembers the layouts of so many keys: those that it has used last. So both of its ends forget the same.
+inline constexpr std::size_t kKeysPerWire = 8;
+
+/// The wires of one rank, which last as long as its connections.
+///
+/// Thread safety: sender(), receiver() and remembered() on one thread at a time.
+class Wires {
+ public:
+  /// Numbers of wires count from `first`. `delivery`: the longest wait for a delivery. `allocate` makes the memory for
+  /// received messages, on any thread.
+  Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate);
+
+  /// The end of the wire with this number to or from another rank. Both ends use one number per direction. `limit`: the
+  /// longest wait for a message.
+  WireSender& sender(int number, int to_rank);
+  WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
+
+  /// What is remembered of the messages of a wire under a key, for at least `messages` of them. Valid until the wire forgets
+  /// the key. Both ends of a wire use the same keys in the same order.
+  std::deque<Remembered>& remembered(int number, const LayoutKey& key, std::size_t messages);
+
+  /// Nothing more will be sent. Does not wait.
+  void finish();
+
+ private:
+  Connections& connections_;
+  const int first_;
+  const std::chrono::milliseconds delivery_;
+  const Allocate allocate_;
+  std::map<int, std::unique_ptr<WireSender>> senders_;
+  std::map<int, std::unique_ptr<WireReceiver>> receivers_;
+  std::map<int, std::list<std::pair<LayoutKey, std::deque<Remembered>>>> remembered_;  // the last used key comes last
+};
+
+/// What a worker does during a part of a program: runs an action, or waits for another rank, or neither.
+struct Activity {
+  std::optional<Action> runs;
+  int awaits = -1;  ///< the rank whose message it waits for or to which it sends, or -1
+};
+
+/// The messages between this rank's workers and those of other ranks during one part of a program.
+///
+/// Thread safety: receive(), send() and settle() run on their worker's thread; activity() on any thread.
+/// Invariant: each worker receives the messages of a wire in the order of the plan.
+class RemoteEdges {
+ public:
+  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message. `wires`
+  /// may be null if all workers are on this rank. All arguments but `key` must outlive this.
+  RemoteEdges(Wires* wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
+              const LayoutKey& key, std::chrono::milliseconds limit);
+
+  using Arrived = absl::FunctionRef<void(const WireMessage&, std::unique_ptr<Incoming>)>;
+  /// Waits until what an action takes has come. Calls `arrived` with each message that comes meanwhile, also with one that a
+  /// later action takes. Errors: ConnectionError.
+  void receive(const Action& action, Arrived arrived);
+
+  using MakeMessage = absl::FunctionRef<Outgoing(const WireMessage&)>;
+  /// Sends what an action puts, as `make` returns it. Errors: ConnectionError.
+  void send(const Action& action, MakeMessage make);
+
+  using Settle = absl::FunctionRef<void(int from, int to)>;
+  /// After a worker's last action, calls `settle` with the ends of each of its wires, to wait for what does not come with
+  /// messages. Does nothing if its actions have not all run. REQUIRES: other workers of this rank have got what the last
+  /// action puts. Errors: ConnectionError.
+  void settle(int worker, Settle settle);
+
+  Activity activity(int worker) const;
+  /// The activity of the worker that holds up this rank: one that runs an action, or else one that waits.
+  Activity activity() const;
+
+ private:
+  struct Receiving {
+    WireReceiver* wire;
+    int rank;
+    std::vector<WireMessage> messages;
+    std::size_t next = 0;
+  };
+  struct Sending {
+    WireSender* wire;
+    int to;
+    int rank;
+    std::vector<WireMessage> messages;
+    std::deque<Remembered>* remembered;
+    std::size_t next = 0;
+  };
+  bool is_here(int worker) const { return ranks_[worker] == rank_; }
+  void set_activity(int worker, Activity activity);
+  /// Whether what an action of this kind takes from an edge has come.
+  char& arrived(int edge, const Action& action);
+
+  const Program& program_;
+  const Part part_;
+  const std::vector<int>& ranks_;
+  const int rank_;
+  std::map<std::pair<int, int>, Receiving> receiving_;  // by the workers at the ends
+  std::vector<std::vector<Sending>> sending_;           // by worker
+  std::vector<char> ended_;                             // by worker: whether its last action has run
+  std::vector<char> arrived_;                           // by edge, direction and micro-batch
+  mutable Mutex mutex_;
+  std::vector<Activity> activities_ ABSL_GUARDED_BY(mutex_);  // by worker
+};
+
+}  // namespace gpipe

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "gpipe/autograd/seed_draw.h"
+#include "gpipe/autograd/stage.h"
+#include "gpipe/run/pipeline.h"
+
+namespace gpipe {
+
+/// One forward, step, backward or collective, as a transaction.
+///
+///   return in_call(pipeline, [&](Call& call) { return call.agree({.what = "largest", .number = number}).largest; });
+///
+/// Thread safety: used by the thread that made it.
+class Call {
+ public:
+  /// Forgets the pipeline's last error.
+  explicit Call(Pipeline& pipeline);
+
+  /// Waits until no other call runs. From then on the stages belong to this call. Does nothing the second time.
+  void take_turn();
+  /// Notes the state of the stages, and draws the seed. `sinks`: per stage. REQUIRES: take_turn().
+  void save(const std::vector<ParameterSinks>& sinks);
+  /// The seed that save() has drawn.
+  std::uint64_t seed() const { return draw_->seed(); }
+  /// Takes the turn and agrees on the call with the other ranks. Errors: those of Team::agree().
+  Agreement agree(Proposal proposal);
+  /// Call when all ranks run the call. From then on an error of this rank is a failure of the team.
+  void start() { has_started_ = true; }
+
+  /// Makes the call throw on the other ranks too. Does nothing the second time. REQUIRES: an exception is being handled.
+  void report() noexcept;
+  /// Reports, and restores what save() has noted. REQUIRES: as report(); the call's cells are gone.
+  void fail() noexcept;
+
+ private:
+  Pipeline& pipeline_;
+  std::optional<MutexLock> turn_;
+  std::vector<StageState::Moment> before_;  // per stage
+  std::optional<SeedDraw> draw_;
+  bool has_answered_ = false;  // the other ranks know whether this rank makes the call
+  bool has_started_ = false;
+  bool has_reported_ = false;
+  std::string what_;  // the proposal
+};
+
+/// Returns run(call) of a new call. If that throws, the call fails.
+template <typename F>
+auto in_call(Pipeline& pipeline, F run) {
+  Call call(pipeline);
+  try {
+    return run(call);
+  } catch (...) {
+    call.fail();
+    throw;
+  }
+}
+
+}  // namespace gpipe

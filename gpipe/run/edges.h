@@ -1,0 +1,62 @@
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "gpipe/ranks/remote_edges.h"
+#include "gpipe/run/pipeline.h"
+#include "gpipe/tensors/byte_counter.h"
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/transfer.h"
+
+namespace gpipe {
+
+/// What the stages of one mini-batch exchange during one part of its program: parcels, and back their gradients. There is a
+/// slot per edge, direction and micro-batch. A message of another rank fills the slots of remote edges.
+///
+/// Received tensors are on the device of the receiver's end (see Pipeline::ends). Copies run on the edge's copy streams, after
+/// the sender's work. Stages of one worker share its device and stream, so nothing is copied or waited for between them.
+///
+/// Thread safety: receive(), send() and settle() run on their worker's thread. Slots need no lock, because the executor
+/// orders each edge's put before its take. activity() may be called on any thread.
+class Edges {
+ public:
+  /// `key`: see LayoutKey. `counter` learns when memory that was sent to another rank is freed; it may be null. The other
+  /// arguments must outlive this.
+  Edges(Pipeline& pipeline, const Program& program, Part part, const LayoutKey& key,
+        std::shared_ptr<ByteCounter> counter);
+  ~Edges();
+  Edges(const Edges&) = delete;
+  Edges& operator=(const Edges&) = delete;
+
+  /// Returns what an action takes, in the order of Wiring::takes(). Of gradients, parcels have the tensors alone. Waits for
+  /// other ranks. Errors: ConnectionError; std::runtime_error if a tensor was changed in place after it was sent.
+  std::vector<Parcel> receive(const Action& action);
+  /// Takes what an action puts, in the order of Wiring::puts(). Errors: ConnectionError.
+  void send(const Action& action, std::vector<Parcel> parcels);
+  /// After a worker's last action, waits for its transfers between devices of ranks. Errors: ConnectionError.
+  void settle(int worker);
+
+  /// What a worker does, or what holds up this rank; see RemoteEdges.
+  Activity activity(int worker) const { return remote_.activity(worker); }
+  Activity activity() const { return remote_.activity(); }
+
+ private:
+  struct Slot {
+    Parcel parcel;
+    StreamEvents ready;
+  };
+  Slot& slot(int edge, const Action& action);
+  Parcel take(int edge, const Action& action);
+  Outgoing to_message(const WireMessage& message);
+  void take_message(const WireMessage& message, std::unique_ptr<Incoming> incoming);
+  DeviceLink* device_link(const WireMessage& message) const;
+
+  Pipeline& pipeline_;
+  const Program& program_;
+  const std::shared_ptr<ByteCounter> counter_;
+  std::vector<Slot> slots_;
+  RemoteEdges remote_;
+};
+
+}  // namespace gpipe

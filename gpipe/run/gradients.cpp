@@ -1,0 +1,96 @@
+#include "gpipe/gradients.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <map>
+#include <numeric>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/base/checks.h"
+
+namespace gpipe {
+namespace {
+
+void check_positive(GPipeImpl& pipe, double value, const std::string& name) {
+  if (value > 0) return;
+  const auto error = name + " must be positive, but is " + std::to_string(value);
+  pipe.withdraw(error);
+  refuse_argument(error);
+}
+
+// Reads scalars of any devices. The host waits once per device.
+std::vector<double> read_all(const std::vector<at::Tensor>& scalars) {
+  std::map<std::string, std::pair<std::vector<at::Tensor>, std::vector<std::size_t>>> of_devices;
+  for (std::size_t i = 0; i < scalars.size(); ++i) {
+    auto& [numbers, places] = of_devices[scalars[i].device().str()];
+    numbers.push_back(scalars[i].to(at::kDouble));
+    places.push_back(i);
+  }
+  std::vector<double> values(scalars.size());
+  for (const auto& [device, of_device] : of_devices) {
+    const auto& [numbers, places] = of_device;
+    const auto read = at::stack(numbers).to(at::kCPU);
+    for (std::size_t k = 0; k < places.size(); ++k) values[places[k]] = read.const_data_ptr<double>()[k];
+  }
+  return values;
+}
+
+double total_norm(std::vector<double> norms, double norm_type) {
+  if (std::isinf(norm_type)) {
+    const auto larger = [](double a, double b) { return std::isnan(a) || a > b ? a : b; };
+    return std::accumulate(norms.begin(), norms.end(), 0.0, larger);
+  }
+  for (auto& norm : norms) norm = std::pow(norm, norm_type);
+  const double sum = std::accumulate(norms.begin(), norms.end(), 0.0);
+  return norm_type == 2 ? std::sqrt(sum) : std::pow(sum, 1 / norm_type);
+}
+
+}  // namespace
+
+double clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, bool error_if_nonfinite) {
+  check_positive(pipe, max_norm, "max_norm");
+  check_positive(pipe, norm_type, "norm_type");
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> norms;
+  for (const auto& parameter : pipe.parameters()) {
+    const auto& gradient = parameter.grad();
+    norms.push_back(gradient.defined() ? gradient.norm(norm_type) : at::zeros({}));
+  }
+  const double total = total_norm(pipe.of_all_parameters(read_all(norms)), norm_type);
+  if (error_if_nonfinite && !std::isfinite(total)) {
+    throw std::runtime_error("[gpipe] the total norm of the gradients is " + std::to_string(total) +
+                             ", so they cannot be clipped");
+  }
+  const double factor = max_norm / (total + 1e-6);
+  if (factor >= 1) return total;
+  for (const auto& parameter : pipe.parameters()) {
+    if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
+  }
+  return total;
+}
+
+bool unscale_grads_(GPipeImpl& pipe, double scale) {
+  check_positive(pipe, scale, "scale");
+  at::NoGradGuard no_grad;
+  std::vector<at::Tensor> finite;
+  for (const auto& parameter : pipe.parameters()) {
+    if (!parameter.grad().defined()) continue;
+    auto& gradient = parameter.mutable_grad();
+    gradient.mul_(1 / scale);
+    finite.push_back(at::isfinite(gradient.is_sparse() ? gradient._values() : gradient).all());
+  }
+  const auto of_rank = read_all(finite);
+  const bool all_finite = std::find(of_rank.begin(), of_rank.end(), 0.0) == of_rank.end();
+  return pipe.largest(all_finite ? 0 : 1) == 0;
+}
+
+}  // namespace gpipe

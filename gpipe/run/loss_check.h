@@ -1,0 +1,51 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "gpipe/loss.h"
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/value.h"
+
+namespace gpipe {
+
+/// The loss of a whole mini-batch, and the one that step() would compute from its micro-batches.
+struct LossCheck {
+  double whole = 0;
+  double from_micro_batches = 0;
+};
+
+/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that
+/// does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such a
+/// loss. Calls it without grad mode, on copies of the output. Errors: as for step().
+LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
+                     const StepOptions& options = {});
+
+/// The same in a step(), for a loss that is taken to be a mean over samples; see StepOptions::check. Used by the last stage's
+/// worker.
+class LossComparison {
+ public:
+  LossComparison(LossFunction function, int micro_batches);
+
+  /// Takes the output, the target and the loss of a micro-batch. The last one to come compares. Errors: std::invalid_argument
+  /// if the losses differ.
+  void add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss);
+
+ private:
+  void compare() const;
+  bool can_join() const;
+  double epsilon() const;
+  bool repeats() const;
+
+  LossFunction function_;
+  int left_;  // micro-batches that have not come
+  // Per micro-batch.
+  std::vector<Parcel> outputs_;
+  std::vector<Parcel> targets_;
+  std::vector<at::Tensor> losses_;
+};
+
+}  // namespace gpipe

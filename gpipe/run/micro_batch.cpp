@@ -1,0 +1,163 @@
+#include "gpipe/run/micro_batch.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "gpipe/base/checks.h"
+#include "gpipe/schedule/program.h"
+#include "gpipe/tensors/shared_memory.h"
+#include "gpipe/tensors/transfer.h"
+
+namespace gpipe {
+namespace {
+
+std::int64_t divide_up(std::int64_t number, std::int64_t by) { return number / by + (number % by != 0 ? 1 : 0); }
+
+}  // namespace
+
+std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size) {
+  if (samples < 0 || split_size < 0 || (split_size == 0 && chunks < 1)) {
+    throw std::invalid_argument("[gpipe] a mini-batch of " + std::to_string(samples) + " samples cannot be cut into " +
+                                (split_size != 0 ? "micro-batches of " + std::to_string(split_size) + " samples"
+                                                 : std::to_string(chunks) + " micro-batches"));
+  }
+  const auto size = std::max<std::int64_t>(1, split_size > 0 ? split_size : divide_up(samples, chunks));
+  if (const auto count = divide_up(samples, size); count > kMostCells) {
+    throw std::invalid_argument("[gpipe] a mini-batch of " + std::to_string(samples) + " samples would be cut into " +
+                                std::to_string(count) + " micro-batches, but at most " + std::to_string(kMostCells) +
+                                " are possible; use fewer and larger ones");
+  }
+  std::vector<std::int64_t> sizes;
+  for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
+  if (sizes.empty()) sizes.push_back(0);
+  return sizes;
+}
+
+std::int64_t batch_size(const Value& value, const std::string& what) {
+  if (value.tensors().empty()) refuse_argument("the " + what + " has no tensors; pass at least one");
+  std::vector<std::int64_t> sizes;
+  for (const auto& tensor : value.tensors()) {
+    if (!tensor.defined()) refuse_argument("a tensor of the " + what + " is undefined; pass a defined one");
+    if (tensor.is_meta()) refuse_argument("a tensor of the " + what + " is on the meta device; pass one with data");
+    if (tensor.dim() == 0) {
+      refuse_argument("a tensor of the " + what +
+                      " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
+    }
+    sizes.push_back(tensor.size(0));
+  }
+  if (std::any_of(sizes.begin(), sizes.end(), [&](auto size) { return size != sizes.front(); })) {
+    std::ostringstream message;
+    message << "the tensors of the " << what << " have unequal batch sizes (" << at::IntArrayRef(sizes)
+            << "); dimension 0 must be the same for all";
+    refuse_argument(message.str());
+  }
+  return sizes.front();
+}
+
+std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes) {
+  at::NoGradGuard no_grad;
+  std::vector<Parcel> parts(sizes.size());
+  const auto memory = memory_of_inputs(input.tensors());
+  for (std::size_t k = 0; k < memory.size(); ++k) {
+    const auto& tensor = input.tensors()[k];
+    auto pieces = tensor.detach().split_with_sizes(sizes);
+    const bool is_expanded = tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.stride(0) == 0;
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      parts[i].form = input.form();
+      // Micro-batches of the same memory would see each other's writes. The copy stores one sample.
+      if (is_expanded && sizes.size() > 1) pieces[i] = copy_of(pieces[i]);
+      // variable_data() gives each micro-batch a version counter of its own.
+      parts[i].add(pieces[i].variable_data(), tensor.requires_grad(), memory[k]);
+    }
+  }
+  return parts;
+}
+
+InputWrites::InputWrites(const Value& input, const std::vector<Parcel>& parts)
+    : input_(input.tensors()), parts_(input_.size()) {
+  for (const auto& part : parts) {
+    for (std::size_t k = 0; k < input_.size(); ++k) parts_[k].emplace_back(part.tensors[k]);
+  }
+}
+
+InputWrites::~InputWrites() {
+  for (std::size_t k = 0; k < input_.size(); ++k) {
+    const bool is_changed =
+        std::any_of(parts_[k].begin(), parts_[k].end(), [](const auto& part) { return part.changed(); });
+    if (is_changed && !input_[k].is_inference()) torch::autograd::impl::bump_version(input_[k]);
+  }
+}
+
+Gathered gather(const std::vector<Parcel>& parts) {
+  at::NoGradGuard no_grad;
+  const auto& first = parts.front();
+  const auto outputs = first.tensors.size();
+  Gathered gathered{{}, std::vector<bool>(outputs), std::vector<std::vector<std::int64_t>>(outputs)};
+  std::vector<at::Tensor> joined;
+  for (std::size_t k = 0; k < outputs; ++k) {
+    std::vector<at::Tensor> pieces;
+    for (const auto& part : parts) {
+      if (part.form != first.form || part.tensors.size() != first.tensors.size()) {
+        throw std::runtime_error("[gpipe] the last layer returned " + Value(first.form, first.tensors).describe() +
+                                 " for one micro-batch and " + Value(part.form, part.tensors).describe() +
+                                 " for another");
+      }
+      const auto& piece = pieces.emplace_back(part.tensors[k]);
+      gathered.wants_gradient[k] = gathered.wants_gradient[k] || part.wants_gradient[k];
+      gathered.sizes[k].push_back(piece.defined() && piece.dim() > 0 ? piece.size(0) : 0);
+    }
+    if (parts.size() == 1) {
+      const bool own = first.memory[k].number == Memory::kOwn;
+      joined.push_back(own ? pieces.front() : copy_of(pieces.front()));
+      continue;
+    }
+    const auto undefined = std::count_if(pieces.begin(), pieces.end(), [](const auto& t) { return !t.defined(); });
+    if (undefined == static_cast<std::ptrdiff_t>(pieces.size())) {
+      joined.emplace_back();
+      continue;
+    }
+    if (undefined > 0 || pieces.front().dim() == 0) {
+      throw std::runtime_error("[gpipe] output " + std::to_string(k) +
+                               (undefined > 0 ? " is undefined for only some of the micro-batches"
+                                              : " has no dimensions, so the micro-batches cannot be joined; "
+                                                "compute a loss outside the pipeline, or use chunks = 1"));
+    }
+    joined.push_back(at::cat(pieces, 0));
+  }
+  gathered.value = Value(first.form, std::move(joined));
+  return gathered;
+}
+
+std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes) {
+  if (!gradient.defined() || sizes.size() == 1) return std::vector<at::Tensor>(sizes.size(), gradient);
+  std::vector<at::Tensor> pieces;
+  std::int64_t start = 0;
+  for (const auto size : sizes) {
+    pieces.push_back(gradient.narrow(0, start, size));
+    start += size;
+  }
+  return pieces;
+}
+
+at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std::int64_t>& sizes) {
+  if (parts.size() == 1) return std::move(parts.front());
+  const auto like = std::find_if(parts.begin(), parts.end(), [](const auto& part) { return part.defined(); });
+  if (like == parts.end()) return {};
+  auto pieces = parts;
+  for (std::size_t i = 0; i < pieces.size(); ++i) {
+    if (pieces[i].defined()) continue;
+    auto shape = like->sizes().vec();
+    shape[0] = sizes[i];
+    pieces[i] = at::zeros(shape, like->options());
+  }
+  return at::cat(pieces, 0);
+}
+
+}  // namespace gpipe

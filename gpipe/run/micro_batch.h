@@ -1,0 +1,62 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/value.h"
+
+namespace gpipe {
+
+/// Returns the number of samples in each micro-batch of a mini-batch of `samples`: at most `chunks` equal ones, the last
+/// one possibly smaller, as torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch has one
+/// empty micro-batch. Errors: std::invalid_argument for negative numbers, for chunks = 0 without a split_size, and for
+/// more than kMostCells micro-batches.
+std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
+
+/// Returns the common size of dimension 0. Errors: std::invalid_argument for no tensors, an undefined or 0-dimensional
+/// tensor, or unequal sizes; its message calls the value `what`.
+std::int64_t batch_size(const Value& value, const std::string& what = "input");
+
+/// Cuts every tensor along dimension 0 into detached views, one parcel per micro-batch. A parcel wants gradients where
+/// its input requires grad.
+std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes);
+
+/// Notes what layers write to a mini-batch's input: micro-batches share its memory, but have version counters of their own.
+class InputWrites {
+ public:
+  /// `parts` come from scatter(input, ...). Call before the layers run.
+  InputWrites(const Value& input, const std::vector<Parcel>& parts);
+  /// Advances the version counter of each of the input's tensors that was changed through `parts`, so that graphs which
+  /// saved it refuse to use it.
+  ~InputWrites();
+  InputWrites(const InputWrites&) = delete;
+  InputWrites& operator=(const InputWrites&) = delete;
+
+ private:
+  const std::vector<at::Tensor> input_;
+  std::vector<std::vector<VersionWatch>> parts_;  // per tensor of the input
+};
+
+/// The joined micro-batches.
+struct Gathered {
+  Value value;
+  std::vector<bool> wants_gradient;              ///< per tensor: whether any of its parts wants a gradient
+  std::vector<std::vector<std::int64_t>> sizes;  ///< per tensor: the sizes of its parts along dimension 0
+};
+
+/// Joins the parts along dimension 0, output by output. Does not copy a single part, except its tensors that share memory
+/// with another output or an input. Errors: std::runtime_error when the parts differ in form or number of tensors, or
+/// have no dimension 0.
+Gathered gather(const std::vector<Parcel>& parts);
+
+/// Cuts a gathered output's gradient into parts of the given sizes along dimension 0. All are undefined for an undefined
+/// gradient.
+std::vector<at::Tensor> scatter_gradient(const at::Tensor& gradient, const std::vector<std::int64_t>& sizes);
+
+/// Joins the micro-batches' gradients of one input. Undefined parts become zeros; the result is undefined if all are.
+at::Tensor gather_gradient(std::vector<at::Tensor> parts, const std::vector<std::int64_t>& sizes);
+
+}  // namespace gpipe

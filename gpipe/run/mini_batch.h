@@ -1,0 +1,147 @@
+#pragma once
+
+#include <ATen/ThreadLocalState.h>
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpipe/autograd/batch_statistics.h"
+#include "gpipe/autograd/cell.h"
+#include "gpipe/ranks/gradient_reduction.h"
+#include "gpipe/run/borrowed_values.h"
+#include "gpipe/run/call.h"
+#include "gpipe/run/edges.h"
+#include "gpipe/run/inlet.h"
+#include "gpipe/run/pipeline.h"
+#include "gpipe/run/step_loss.h"
+#include "gpipe/runtime/action_runner.h"
+#include "gpipe/tensors/action_clock.h"
+#include "gpipe/tensors/byte_counter.h"
+
+namespace gpipe {
+
+/// The cells of one mini-batch. Runs its program's actions on them. A forward makes one, which the graph of its outputs keeps
+/// alive until their backward. A step makes one for its duration.
+///
+/// Thread safety: forward(), backward() and step() belong to a Call. Only the worker of its stage uses a cell. Parcels and
+/// gradients pass between stages through the Edges.
+class MiniBatch : public ActionRunner {
+ public:
+  struct Options {
+    Pipeline::Use use = Pipeline::Use::kForward;
+    Checkpoint checkpoint = Checkpoint::kNever;
+    bool deferred_batch_norm = false;
+    bool training = true;
+    std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
+    Proposal proposal = {};                ///< what the call is
+  };
+  /// `inputs` holds one parcel per micro-batch; `loss` serves step(). Unless options.use is kForward, cells keep what a
+  /// backward needs.
+  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
+            std::optional<LossOfMiniBatch> loss = std::nullopt);
+
+  /// Runs the forwards. REQUIRES: after an error, the call fails and this is destroyed.
+  Gathered forward(Call& call);
+
+  struct BackwardResult {
+    std::vector<Gradients> inputs;      ///< per micro-batch
+    std::vector<Gradients> parameters;  ///< per stage, in the order of sinks(stage).parameters()
+  };
+  /// Runs the backwards. `gradients[i]` belongs to the i-th micro-batch's output parcel. Can be repeated after
+  /// `retain_graph`. After an error, no cell is left. REQUIRES: forward() has returned.
+  BackwardResult backward(Call& call, std::vector<Gradients> gradients, bool retain_graph);
+
+  struct StepOutcome {
+    at::Tensor loss;  ///< detached
+    Gathered output;  ///< if the loss keeps outputs
+    BackwardResult gradients;
+  };
+  /// Runs forwards, losses and backwards in the order of the pipeline's schedule. REQUIRES: as forward().
+  StepOutcome step(Call& call);
+
+  /// Valid after forward() or step().
+  const ParameterSinks& sinks(int stage) const { return sinks_[stage]; }
+
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override;
+  void run(const Action& action, Measure measure) override;
+  void cancel(const Failure& failure) noexcept override;
+  Bytes bytes(int worker) override;
+
+ private:
+  class Counting;
+  class BackwardScope;
+
+  void begin(Call& call);
+  void agree(Call& call);
+  void finish();
+  std::string trained_parameters() const;
+  void begin_backward();
+  void run_part(Part part);
+  bool has_last_stage() const { return pipeline_->is_here(pipeline_->count() - 1); }
+  std::pair<at::Tensor, Gathered> take_results();
+  BackwardResult take_gradients();
+  Gradients output_gradients(int micro_batch);
+
+  std::vector<Parcel> run_action(const Action& action, std::vector<Parcel> in);
+  std::vector<Parcel> run_forward(const Action& action, std::vector<Parcel> in);
+  void run_recompute(const Action& action);
+  std::vector<Parcel> run_backward(const Action& action, std::vector<Parcel> in);
+  void run_backward_weights(const Action& action);
+  void run_and_reduce(const Action& action, absl::FunctionRef<void()> run);
+
+  void check_parameters_unchanged() const;
+  void wait_for_workers();
+  void place_spans(Timeline& timeline, std::size_t first);
+  void hand_over(const std::vector<at::Tensor>& tensors);
+  ErrorInfo describe(const Action& action, const std::exception_ptr& error);
+  /// REQUIRES: an exception is being handled.
+  void report_error(const Action& action);
+
+  std::unique_ptr<Cell>& cell(const Action& action) {
+    return cells_[action.stage * micro_batches_ + action.micro_batch];
+  }
+
+  const std::shared_ptr<Pipeline> pipeline_;
+  const int micro_batches_;
+  const Options options_;
+  const bool grad_;  // whether a backward follows
+  const std::shared_ptr<const Program> program_;
+  const Pipeline::Recording recording_;
+  std::shared_ptr<ByteCounter> counter_;  // null unless bytes are recorded
+  /// The caller's state in forward() or step(). Every recompute runs with it.
+  std::optional<at::ThreadLocalState> forward_state_;
+  std::uint64_t seed_ = 0;
+  std::vector<ParameterSinks> sinks_;        // per stage
+  std::vector<BatchStatistics> statistics_;  // per stage; empty unless batch norm is deferred
+  std::vector<std::unique_ptr<Cell>> cells_;
+  Inlet inputs_;
+  BorrowedValues borrowed_values_;
+  Outputs outputs_;
+  std::optional<StepLoss> loss_;
+  std::uint64_t call_number_ = 0;
+  int first_micro_batch_ = 0;  // the index of this replica's first micro-batch among those of all replicas
+  double share_ = 1;           // of the samples of all replicas
+
+  // The present run.
+  std::optional<Edges> edges_;
+  std::optional<at::ThreadLocalState> state_;
+  std::optional<at::ThreadLocalState> backward_state_;  // of step()
+  std::vector<StreamEvent> begin_;                      // per worker: the caller's work on its device
+  std::vector<StreamEvents> end_;                       // per worker: its work, on all devices
+  std::vector<std::optional<ActionClock>> clocks_;      // per worker: on an accelerator, if it is traced
+  bool retain_graph_ = false;
+  bool counted_ = false;
+  std::vector<Gradients> output_gradients_;  // per micro-batch
+  std::vector<StreamEvent> outputs_ready_;   // per gradient of a micro-batch: after the caller's work on its device
+  std::vector<Gradients> input_gradients_;   // per micro-batch
+  std::vector<GradientSums> sums_;           // per stage
+  std::vector<Action> last_backwards_;       // per stage; this and the next: only with replicas
+  std::unique_ptr<GradientReduction> reduction_;
+};
+
+}  // namespace gpipe

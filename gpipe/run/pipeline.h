@@ -1,0 +1,151 @@
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <functional>
+#include <map>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "absl/base/thread_annotations.h"
+#include "absl/container/flat_hash_set.h"
+#include "gpipe/assembly/stages.h"
+#include "gpipe/autograd/stage.h"
+#include "gpipe/base/mutex.h"
+#include "gpipe/binding.h"
+#include "gpipe/error_info.h"
+#include "gpipe/ranks/device_link.h"
+#include "gpipe/ranks/team.h"
+#include "gpipe/runtime/executor.h"
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/program.h"
+#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/tensors/transfer.h"
+
+namespace gpipe {
+
+/// A model cut into stages, with the threads that run them. GPipe and every mini-batch in flight share it, so it lives as
+/// long as the container or a graph needs it.
+///
+/// Thread safety: stages() belong to the holder of call_mutex() and to its workers. All other functions may be called on any
+/// thread.
+class Pipeline {
+ public:
+  /// REQUIRES: the stages of a worker have one device. Stages of other ranks of the team have no layers and the CPU as device.
+  /// Errors, with wires between devices: ConnectionError.
+  Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleSource schedules, int intraop_threads,
+           LanguageBinding binding, std::unique_ptr<Team> team);
+  ~Pipeline();
+
+  std::vector<Stage>& stages() { return stages_; }
+  const std::vector<Stage>& stages() const { return stages_; }
+  int count() const { return static_cast<int>(stages_.size()); }
+  const std::vector<Edge>& edges() const { return edges_; }
+  /// The parameters that stages of this rank shared when this was made.
+  const std::vector<Loan>& loans() const { return loans_; }
+  Team& team() const { return *team_; }
+  bool is_here(int stage) const { return team_->is_here(worker_of(stage)); }
+  int rank_of(int stage) const { return team_->of_workers()[worker_of(stage)]; }
+  /// The number of workers, on all ranks.
+  int workers() const { return static_cast<int>(devices_.size()); }
+  const std::vector<int>& placement() const { return schedules_.placement; }
+  int worker_of(int stage) const { return schedules_.placement[stage]; }
+  c10::Device device_of_worker(int worker) const { return devices_[worker]; }
+  const std::vector<c10::Device>& devices() const { return devices_; }
+  /// Whether buffers may differ between replicas, because a call has trained since they were made equal. Belongs to the
+  /// holder of call_mutex().
+  bool& buffers_differ() { return buffers_differ_; }
+  /// The kinds of losses that a step() has compared with those of the whole mini-batch. Belongs to the holder of call_mutex().
+  absl::flat_hash_set<std::size_t>& compared_losses() { return compared_losses_; }
+  Executor& executor() { return executor_; }
+  const LanguageBinding& binding() const { return binding_; }
+  int intraop_threads() const { return intraop_threads_; }
+
+  /// The compute stream that the stages of a worker share; std::nullopt on CPU.
+  const std::optional<c10::Stream>& stream_of_worker(int worker) const { return streams_[worker]; }
+  /// Where the tensors of an edge are on this rank, before and after they move along it. The end of a stage of another rank
+  /// is the CPU, or with wires between devices the device of the other end.
+  struct Ends {
+    c10::Device from;
+    c10::Device to;
+  };
+  const Ends& ends(int edge) const { return ends_[edge]; }
+  /// This rank's end of the wire from a worker's device to that of a worker on another rank, one of them on this rank; null
+  /// if what they exchange passes through the host. Belongs to this rank's worker.
+  DeviceLink* device_link(int from, int to);
+  /// The copy streams of an edge, forward and back.
+  const Link& link(int edge) const { return links_[edge]; }
+  const Link& back_link(int edge) const { return back_links_[edge]; }
+  /// The copy streams for inputs and targets. Every call with the same devices returns the same streams.
+  Link inlet_link(c10::Device from, c10::Device to);
+
+  /// A mini-batch holds it during its forward and during its backward. Errors: those of Executor::check_caller().
+  Mutex& call_mutex();
+
+  /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
+  enum class Use { kForward, kForwardAndBackward, kStep };
+
+  /// Returns the verified program: fill, fill and drain, or the pipeline's schedule. Caches the 16 last used programs.
+  /// Errors: std::invalid_argument for a schedule that cannot run.
+  std::shared_ptr<const Program> program(int micro_batches, Checkpoint checkpoint, Use use);
+
+  void set_error(std::optional<ErrorInfo> error);
+  std::optional<ErrorInfo> error() const;
+
+  /// Later mini-batches append to the timeline; nullptr ends this.
+  void set_timeline(std::shared_ptr<Timeline> timeline);
+  struct Recording {
+    std::shared_ptr<Timeline> timeline;
+    int step = 0;
+  };
+  /// Returns where a mini-batch that begins now records its spans, and its step number there.
+  Recording next_recording();
+
+ private:
+  struct Key {
+    int micro_batches;
+    Checkpoint checkpoint;
+    Use use;
+    friend bool operator==(const Key&, const Key&) = default;
+  };
+  struct InletLink {
+    c10::Device from;
+    c10::Device to;
+    Link link;
+  };
+  void connect_devices();
+  Program make_program(const Key& key) const;
+  /// Returns null if the program is not cached.
+  std::shared_ptr<const Program> find_program(const Key& key);
+
+  std::vector<Stage> stages_;
+  const ScheduleSource schedules_;
+  const std::vector<Edge> edges_;
+  const std::vector<Loan> loans_;
+  bool buffers_differ_ = false;
+  absl::flat_hash_set<std::size_t> compared_losses_;
+  const int intraop_threads_;
+  const LanguageBinding binding_;
+  std::unique_ptr<Team> team_;
+  std::vector<c10::Device> devices_;                 // per worker
+  std::vector<std::optional<c10::Stream>> streams_;  // per worker
+  std::vector<Ends> ends_;                           // per edge
+  std::map<std::pair<int, int>, DeviceLink> device_links_;
+  std::vector<Link> links_;
+  std::vector<Link> back_links_;
+
+  Mutex call_mutex_;
+  mutable Mutex mutex_;
+  std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
+  std::vector<InletLink> inlet_links_ ABSL_GUARDED_BY(mutex_);
+  std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
+  std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
+  int steps_ ABSL_GUARDED_BY(mutex_) = 0;
+
+  Executor executor_;
+};
+
+}  // namespace gpipe

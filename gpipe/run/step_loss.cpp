@@ -1,0 +1,96 @@
+#include "gpipe/run/step_loss.h"
+
+#include <ATen/ops/scalar_tensor.h>
+
+#include <algorithm>
+#include <numeric>
+#include <string>
+#include <utility>
+
+#include "gpipe/autograd/skip_routes.h"
+
+namespace gpipe {
+
+void Outputs::add(int micro_batch, Parcel part) {
+  for (const auto& tensor : part.tensors) note_device(tensor);
+  parts_[micro_batch] = std::move(part);
+}
+
+void Outputs::note_device(const at::Tensor& result) {
+  if (!result.defined() || result.device() == device_) return;
+  const auto found = std::find(other_devices_.begin(), other_devices_.end(), result.device());
+  if (found == other_devices_.end()) other_devices_.push_back(result.device());
+}
+
+Gathered Outputs::gather() {
+  const auto parts = std::exchange(parts_, {});
+  for (const auto& part : parts) {
+    for (const auto& tensor : part.tensors) use_on_current_stream(tensor);
+  }
+  return gpipe::gather(parts);
+}
+
+class StepLoss::LossLayer : public Layer {
+ public:
+  LossLayer(StepLoss& loss, int micro_batch) : loss_(loss), micro_batch_(micro_batch) {}
+
+  Value forward(Value output) override {
+    const auto& [function, targets, weights, reduction, scale, keep_outputs, check] = loss_.loss_;
+    if (keep_outputs) {
+      Parcel kept;
+      kept.form = output.form();
+      for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
+      loss_.outputs_.add(micro_batch_, std::move(kept));
+    }
+    auto target = loss_.targets_.receive(micro_batch_);
+    auto loss = call_loss(function, output, target);
+    auto& result = loss_.losses_[micro_batch_];
+    result = loss.variable_data();
+    loss_.outputs_.note_device(result);
+    if (loss_.comparison_) loss_.comparison_->add(micro_batch_, output, std::move(target), result);
+    return loss;
+  }
+
+  const std::string& name() const override { return name_; }
+  std::shared_ptr<torch::nn::Module> module() const override { return nullptr; }
+
+ private:
+  StepLoss& loss_;
+  const int micro_batch_;
+  const std::string name_ = "loss";
+};
+
+StepLoss::StepLoss(Pipeline& pipeline, LossOfMiniBatch loss, Outputs& outputs)
+    : pipeline_(pipeline),
+      loss_(std::move(loss)),
+      outputs_(outputs),
+      targets_(pipeline, std::exchange(loss_.targets, {}), pipeline.stages().back().device),
+      losses_(loss_.weights.size()) {}
+
+double StepLoss::weight() const { return std::accumulate(loss_.weights.begin(), loss_.weights.end(), 0.0); }
+
+void StepLoss::begin_comparison() {
+  if (!loss_.check || losses_.size() == 1 || pipeline_.compared_losses().contains(kind())) return;
+  comparison_.emplace(loss_.function, static_cast<int>(losses_.size()));
+}
+
+void StepLoss::end_comparison() {
+  if (comparison_) pipeline_.compared_losses().insert(kind());
+  comparison_.reset();
+}
+
+std::unique_ptr<Layer> StepLoss::layer(int micro_batch) { return std::make_unique<LossLayer>(*this, micro_batch); }
+
+at::Tensor StepLoss::gradient(int micro_batch) const {
+  const double weight = loss_.weights[micro_batch];
+  if (weight == 0) return {};  // 0 * NaN would be NaN
+  return at::scalar_tensor(weight * loss_.scale, losses_[micro_batch].options());
+}
+
+at::Tensor StepLoss::join() {
+  const auto losses = std::exchange(losses_, {});
+  for (const auto& loss : losses) use_on_current_stream(loss);
+  return join_losses(losses, loss_.weights);
+}
+
+}  // namespace gpipe

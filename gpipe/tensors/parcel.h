@@ -1,0 +1,59 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "gpipe/tensors/value.h"
+
+namespace gpipe {
+
+/// Identifies the memory of a tensor that crosses a cut.
+struct Memory {
+  static constexpr std::uint64_t kOwn = 0;
+  /// Equal for tensors that share elements. Copies to another device keep it, and so does a tensor that a stage passes
+  /// on. kOwn: no other tensor that crossed a cut shares this memory.
+  std::uint64_t number = kOwn;
+  /// Whether another tensor that shares it goes to the same stage or a later one.
+  bool shared_later = false;
+};
+
+/// What an edge carries for one micro-batch: detached tensors, and for each whether it wants a gradient. A skip's parcel
+/// has one tensor, which may be undefined. Gradients are plain vectors parallel to `tensors`; an undefined gradient
+/// stands for zero.
+struct Parcel {
+  Value::Form form = Value::Form::kTensor;
+  std::vector<at::Tensor> tensors;
+  std::vector<bool> wants_gradient;
+  /// The tensors' version counters when they were sent, to detect later in-place changes.
+  std::vector<std::uint32_t> versions;
+  std::vector<Memory> memory;
+
+  /// Adds a tensor (detached by the caller, or undefined).
+  void add(at::Tensor tensor, bool gradient_wanted, Memory memory = {});
+  /// Whether a tensor was changed in place since `versions` was set.
+  bool changed() const;
+  /// Sets `versions` to the present ones.
+  void renew_versions();
+};
+
+/// A tensor's version counter; 0 for undefined and inference tensors, which have none.
+std::uint32_t version_of(const at::Tensor& tensor);
+
+/// Notes a tensor's version counter without keeping its memory.
+class VersionWatch {
+ public:
+  explicit VersionWatch(const at::Tensor& tensor);
+  /// Whether the tensor, or another one with the same counter, has been changed in place since.
+  bool changed() const { return counter_.enabled() && counter_.current_version() != before_; }
+
+ private:
+  c10::VariableVersion counter_;  // none for undefined and inference tensors
+  std::uint32_t before_;
+};
+
+using Gradients = std::vector<at::Tensor>;
+
+}  // namespace gpipe

@@ -1,0 +1,184 @@
+#include "gpipe/tensors/transfer.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "absl/cleanup/cleanup.h"
+
+namespace gpipe {
+namespace {
+
+constexpr std::size_t kAlignment = 64;  // of memory from PyTorch's CPU allocator
+
+c10::impl::VirtualGuardImpl guard_of(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()); }
+
+StreamEvent record(c10::EventFlag flag, c10::Device device) {
+  auto event = std::make_shared<c10::Event>(device.type(), flag);
+  event->record(guard_of(device).getStream(device));
+  return event;
+}
+
+}  // namespace
+
+StreamEvent record_event(c10::Device device) {
+  return device.is_cpu() ? nullptr : record(c10::EventFlag::PYTORCH_DEFAULT, device);
+}
+
+StreamEvent record_timed_event(c10::Device device) { return record(c10::EventFlag::BACKEND_DEFAULT, device); }
+
+void wait(const StreamEvent& event, c10::Device device) {
+  if (event && !device.is_cpu()) event->block(guard_of(device).getStream(device));
+}
+
+StreamEvents record_events(std::span<const at::Tensor> tensors, c10::Device device) {
+  StreamEvents events;
+  std::vector<c10::Device> known;
+  const auto record = [&](c10::Device on) {
+    if (on.is_cpu() || std::find(known.begin(), known.end(), on) != known.end()) return;
+    known.push_back(on);
+    events.push_back(record_event(on));
+  };
+  record(device);
+  for (const auto& tensor : tensors) {
+    if (tensor.defined()) record(tensor.device());
+  }
+  return events;
+}
+
+void wait(const StreamEvents& events, c10::Device device) {
+  for (const auto& event : events) wait(event, device);
+}
+
+void use_on_current_stream(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.is_cpu()) return;
+  if (tensor.is_sparse()) {
+    use_on_current_stream(tensor._indices());
+    return use_on_current_stream(tensor._values());
+  }
+  if (!tensor.has_storage()) return;
+  const auto guard = guard_of(tensor.device());
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
+}
+
+OptionalStreamScope::OptionalStreamScope(const std::optional<c10::Stream>& stream) {
+  if (!stream) return;
+  const auto guard = guard_of(stream->device());
+  previous_device_ = guard.exchangeDevice(stream->device());
+  previous_stream_ = guard.exchangeStream(*stream);
+}
+
+OptionalStreamScope::~OptionalStreamScope() {
+  if (!previous_stream_) return;
+  const auto guard = guard_of(previous_stream_->device());
+  guard.exchangeStream(*previous_stream_);
+  guard.uncheckedSetDevice(*previous_device_);
+}
+
+CurrentStreams::CurrentStreams(std::span<const c10::Device> devices) {
+  for (const auto device : devices) {
+    if (device.is_cpu()) continue;
+    const auto stream = guard_of(device).getStream(device);
+    if (std::find(streams_.begin(), streams_.end(), stream) == streams_.end()) streams_.push_back(stream);
+  }
+}
+
+void CurrentStreams::during(absl::FunctionRef<void()> function) const {
+  const auto exchange = [](const c10::Stream& stream) { return guard_of(stream.device()).exchangeStream(stream); };
+  std::vector<c10::Stream> previous;
+  previous.reserve(streams_.size());
+  const absl::Cleanup restore = [&] { std::for_each(previous.rbegin(), previous.rend(), exchange); };
+  for (const auto& stream : streams_) previous.push_back(exchange(stream));
+  function();
+}
+
+std::optional<c10::Stream> new_stream(c10::Device device) {
+  if (device.is_cpu()) return std::nullopt;
+  return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/false);
+}
+
+Link new_link(c10::Device from, c10::Device to) {
+  if (from == to) return {};
+  return {new_stream(from), new_stream(to)};
+}
+
+bool has_plain_memory(const at::Tensor& tensor) {
+  return tensor.layout() == at::kStrided && !tensor.is_nested() && !tensor.is_quantized() && !tensor._is_zerotensor() &&
+         !tensor.unsafeGetTensorImpl()->is_python_dispatch();
+}
+
+at::Tensor without_repeats(at::Tensor tensor) {
+  for (std::int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.stride(d) == 0 && tensor.size(d) > 1) tensor = tensor.narrow(d, 0, 1);
+  }
+  return tensor;
+}
+
+std::size_t lead_of(const at::Tensor& tensor) {
+  if (!tensor.is_cpu() || tensor.numel() == 0) return 0;
+  const auto lead = reinterpret_cast<std::uintptr_t>(tensor.const_data_ptr()) % kAlignment;
+  return lead % tensor.element_size() == 0 ? lead : 0;
+}
+
+at::Tensor empty_at(at::IntArrayRef sizes, at::IntArrayRef strides, const at::TensorOptions& options,
+                    std::size_t lead) {
+  const auto offset = static_cast<std::int64_t>(lead / options.dtype().itemsize());
+  const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
+  std::int64_t extent = is_empty ? 0 : 1;
+  for (std::size_t d = 0; !is_empty && d < sizes.size(); ++d) extent += (sizes[d] - 1) * strides[d];
+  const auto memory = at::empty({offset + extent}, options);
+  return at::empty({0}, options).set_(memory.storage(), offset, sizes, strides);
+}
+
+at::Tensor copy_of(const at::Tensor& tensor, c10::Device to, bool non_blocking) {
+  at::NoGradGuard no_grad;
+  const bool plain = has_plain_memory(tensor);
+  const auto lead = plain && to.is_cpu() ? lead_of(tensor) : 0;
+  if (!plain || (lead == 0 && tensor.is_non_overlapping_and_dense())) {
+    return tensor.to(to, tensor.scalar_type(), non_blocking, /*copy=*/true);
+  }
+  auto copy = empty_at(tensor.sizes(), tensor.strides(), tensor.options().device(to), lead);
+  without_repeats(copy).copy_(without_repeats(tensor), non_blocking);
+  return copy;
+}
+
+at::Tensor copy_of(const at::Tensor& tensor) { return copy_of(tensor, tensor.device()); }
+
+void overwrite(const at::Tensor& to, const at::Tensor& from) {
+  at::NoGradGuard no_grad;
+  if (to.is_sparse()) return to.set_data(copy_of(from));  // has no memory that an alias shares
+  const auto data = to.variable_data();
+  has_plain_memory(to) ? without_repeats(data).copy_(without_repeats(from)) : data.copy_(from);
+}
+
+void copy_to_device(std::span<at::Tensor> tensors, const StreamEvents& ready, c10::Device to, const Link& link) {
+  at::NoGradGuard no_grad;
+  const auto stays = [&](const at::Tensor& tensor) { return tensor.defined() && tensor.device() == to; };
+  if (std::any_of(tensors.begin(), tensors.end(), stays)) wait(ready, to);
+  StreamEvent copied;
+  {
+    // PyTorch orders a copy between devices after the current streams of both. Make those the copy streams, so that the
+    // copy does not wait for computation.
+    OptionalStreamScope target(link.target);
+    OptionalStreamScope source(link.source);
+    auto source_device = to;
+    for (auto& tensor : tensors) {
+      if (!tensor.defined() || tensor.device() == to) continue;
+      if (tensor.device() != source_device) {
+        source_device = tensor.device();
+        wait(ready, source_device);
+      }
+      use_on_current_stream(tensor);
+      const bool between_accelerators = !to.is_cpu() && !tensor.is_cpu();
+      tensor = copy_of(tensor, to, /*non_blocking=*/between_accelerators);
+    }
+    if (source_device != to) copied = record_event(to);
+  }
+  wait(copied, to);
+  for (const auto& tensor : tensors) use_on_current_stream(tensor);
+}
+
+}  // namespace gpipe

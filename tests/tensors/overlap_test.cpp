@@ -1,0 +1,45 @@
+#include "gpipe/tensors/overlap.h"
+
+#include <gtest/gtest.h>
+#include <torch/torch.h>
+
+#include <cstdint>
+#include <vector>
+
+namespace gpipe {
+namespace {
+
+using torch::Tensor;
+
+TEST(Overlap, AgreesWithCountingElements) {
+  const auto base = torch::arange(48);
+  std::vector<Tensor> views = {base, base.slice(0, 0, 24), base.slice(0, 24, 48), torch::arange(48),
+                               base.slice(0, 5, 5)};
+  for (const auto& shape : {std::vector<std::int64_t>{6, 8}, {4, 3, 4}}) {
+    const auto whole = base.view(shape);
+    for (std::int64_t d = 0; d < whole.dim(); ++d) {
+      for (std::int64_t start = 0; start < 3; ++start) {
+        views.push_back(whole.slice(d, start, start + 2));
+        views.push_back(whole.slice(d, start, whole.size(d), 2));
+        views.push_back(whole.select(d, start).t());
+      }
+    }
+  }
+  views.push_back(base.slice(0, 3, 4).expand({5}));
+  views.push_back(base.as_strided({4, 4}, {1, 1}, 7));
+  for (const auto& a : views) {
+    for (const auto& b : views) {
+      bool shared = false;
+      if (a.is_alias_of(b)) {
+        const auto elements = a.flatten();
+        const auto others = b.flatten();
+        shared = torch::isin(elements, others).any().item<bool>();  // the elements of the base are all different
+      }
+      EXPECT_EQ(overlap(a, b), shared) << a.sizes() << a.strides() << a.storage_offset() << b.sizes() << b.strides()
+                                       << b.storage_offset();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace gpipe
