@@ -2,7 +2,6 @@
 
 #include <ATen/core/grad_mode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
 #include <atomic>
@@ -98,9 +97,6 @@ std::int64_t bytes_of(const at::Tensor& tensor) {
   return tensor.defined() && tensor.layout() == at::kStrided ? static_cast<std::int64_t>(tensor.nbytes()) : 0;
 }
 
-LayerTrace::Version::Version(const at::Tensor& tensor)
-    : counter(torch::autograd::impl::version_counter(tensor)), was(counter.current_version()) {}
-
 LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
     : id_(new_id()),
       recomputes_(recomputes),
@@ -161,7 +157,7 @@ void LayerTrace::reaches(int layer, int micro_batch, const std::vector<at::Tenso
     if (!tensor.defined()) continue;
     bytes += bytes_of(tensor);
     if (auto* allocation = find(tensor)) allocation->reaches = std::max(allocation->reaches, layer);
-    inputs_.emplace_back(layer, Version(tensor));
+    inputs_.emplace_back(layer, tensor);
   }
   if (layer > 0) output_bytes_[layer - 1] = bytes;
 }
@@ -169,7 +165,7 @@ void LayerTrace::reaches(int layer, int micro_batch, const std::vector<at::Tenso
 void LayerTrace::pops(int layer, int micro_batch, const SkipKey& key, const at::Tensor& skip) {
   MutexLock lock(mutex_);
   if (micro_batch != 0) return;
-  skips_[key] = {bytes_of(skip), skip.defined() ? std::optional(Version(skip)) : std::nullopt};
+  skips_[key] = {bytes_of(skip), VersionWatch(skip)};
   if (auto* allocation = find(skip)) allocation->popped_by = std::max(allocation->popped_by, layer);
 }
 
@@ -183,7 +179,7 @@ void LayerTrace::passes_back(int layer, const std::vector<at::Tensor>& gradients
 std::map<SkipKey, LayerTrace::Skip> LayerTrace::skips() const {
   MutexLock lock(mutex_);
   std::map<SkipKey, Skip> skips;
-  for (const auto& [key, skip] : skips_) skips[key] = {skip.first, skip.second && skip.second->changed()};
+  for (const auto& [key, skip] : skips_) skips[key] = {skip.first, skip.second.changed()};
   return skips;
 }
 

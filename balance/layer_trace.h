@@ -1,12 +1,10 @@
 #pragma once
 
 #include <c10/core/Device.h>
-#include <c10/core/TensorImpl.h>
 
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -17,6 +15,7 @@
 #include "gpipe/base/mutex.h"
 #include "gpipe/schedule/action.h"
 #include "gpipe/tensors/allocation_listener.h"
+#include "gpipe/tensors/version_watch.h"
 #include "gpipe/timeline.h"
 #include "skip/context.h"
 
@@ -95,14 +94,6 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
     double freed_at = 0;     ///< likewise
     int passes_back_to = 0;  ///< of a backward: the last layer whose part gets it
   };
-  /// A tensor's version counter and its value at construction. Does not keep the tensor's memory alive.
-  struct Version {
-    c10::VariableVersion counter;
-    std::uint32_t was;
-
-    explicit Version(const at::Tensor& tensor);
-    bool changed() const { return counter.current_version() != was; }
-  };
 
   void allocated(const void* data, std::int64_t bytes) override;
   void freed(const void* data, std::int64_t) override;
@@ -132,8 +123,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::vector<std::int64_t> forward_extra_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::int64_t> backward_extra_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::int64_t> last_backward_extra_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::pair<int, Version>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
-  std::map<SkipKey, std::pair<std::int64_t, std::optional<Version>>> skips_ ABSL_GUARDED_BY(mutex_);
+  std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
+  std::map<SkipKey, std::pair<std::int64_t, VersionWatch>> skips_ ABSL_GUARDED_BY(mutex_);
 };
 
 /// Bytes of a tensor's elements; 0 for an undefined or sparse tensor.

@@ -5,7 +5,6 @@
 #include <ATen/core/grad_mode.h>
 
 #include <array>
-#include <cstdint>
 #include <mutex>
 #include <stdexcept>
 #include <string>
@@ -14,6 +13,7 @@
 #include "balance/layer_decorator.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
+#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 namespace {
@@ -41,7 +41,7 @@ struct RestoreModule::Saved {
   at::Tensor memory;  ///< alias of the tensor's memory at that time
   at::Tensor copy;    ///< of the values in `memory`, if the module changes or may change them
   at::Tensor gradient;
-  std::uint32_t version = 0;
+  VersionWatch version;
   bool requires_grad = false;
   bool is_parameter = false;
 
@@ -50,10 +50,7 @@ struct RestoreModule::Saved {
     // A lazy parameter that got its shape keeps it: its layer may depend on the shape.
     const bool was_lazy = is_parameter && memory.numel() == 0 && tensor.numel() > 0;
     if (!was_lazy && !same_memory(tensor, memory)) tensor.set_data(memory);
-    if (version_of(tensor) != version) {
-      auto counter = tensor.unsafeGetTensorImpl()->version_counter();  // shared with the tensor
-      counter.set_version(version);
-    }
+    version.put_back();
     if (tensor.is_leaf() && !tensor.grad().is_same(gradient)) tensor.mutable_grad() = gradient;
     if (tensor.requires_grad() != requires_grad) tensor.set_requires_grad(requires_grad);
   }
@@ -68,7 +65,7 @@ struct RestoreModule::State {
                      .memory = memory,
                      .copy = is_parameter ? at::Tensor() : copy_of(memory),
                      .gradient = tensor.is_leaf() ? tensor.grad() : at::Tensor(),
-                     .version = version_of(tensor),
+                     .version = VersionWatch(tensor),
                      .requires_grad = tensor.requires_grad(),
                      .is_parameter = is_parameter});
   }
@@ -88,7 +85,7 @@ class RestoreModule::Copies {
       if (found == state.indices.end()) continue;
       auto& saved = state.saved[found->second];
       if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
-      if (version_of(saved.tensor) != saved.version) continue;  // already changed
+      if (saved.version.changed()) continue;  // already changed
       copies_.push_back({&saved, copy_of(saved.memory)});
     }
   }
@@ -100,9 +97,7 @@ class RestoreModule::Copies {
       bool same = false;
       // The version detects changes between equal values, e.g. from 0 to -0. The values detect writes that bypass the
       // version counter.
-      attempt([&, saved = saved, copy = copy] {
-        same = version_of(saved->tensor) == saved->version && at::equal(saved->memory, copy);
-      });
+      attempt([&, saved = saved, copy = copy] { same = !saved->version.changed() && at::equal(saved->memory, copy); });
       if (!same) saved->copy = std::move(copy);
     }
   }
@@ -167,8 +162,7 @@ std::vector<std::unique_ptr<Layer>> RestoreModule::watch(std::vector<std::unique
 
 void RestoreModule::check() const {
   for (const auto& saved : state_->saved) {
-    if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory)) continue;
-    if (version_of(saved.tensor) == saved.version) continue;
+    if (saved.copy.defined() || !same_memory(saved.tensor, saved.memory) || !saved.version.changed()) continue;
     throw std::runtime_error("[profile] parameter '" + saved.name +
                              "' was changed after its layer's first forwards, so it cannot be restored; profile a "
                              "copy of the model");

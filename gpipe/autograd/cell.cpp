@@ -174,7 +174,7 @@ void Cell::separate_from_state(Parcel& parcel) const {
     auto& tensor = parcel.tensors[i];
     if (!tensor.defined() || !stage_.state.must_copy(tensor)) continue;
     tensor = copy_of(tensor);
-    parcel.versions[i] = version_of(tensor);
+    parcel.versions[i] = VersionWatch(tensor);
   }
 }
 

@@ -14,8 +14,6 @@ std::size_t index_of(const std::vector<SkipKey>& keys, const SkipKey& key) {
   return std::find(keys.begin(), keys.end(), key) - keys.begin();
 }
 
-bool changed(const at::Tensor& tensor, std::uint32_t version) { return version_of(tensor) != version; }
-
 [[noreturn]] void fail(const SkipKey& key, const std::string& what) {
   throw std::runtime_error("[gpipe] skip " + to_string(key) + " " + what);
 }
@@ -36,10 +34,7 @@ bool changed(const at::Tensor& tensor, std::uint32_t version) { return version_o
 
 SkipRoutes::SkipRoutes(const Stage& stage, std::vector<at::Tensor> entering)
     : stage_(stage), leaving_(stage.skips_out.size()) {
-  for (auto& tensor : entering) {
-    const auto version = version_of(tensor);
-    entering_.push_back({std::move(tensor), version});
-  }
+  for (const auto& tensor : entering) entering_.push_back({tensor, VersionWatch(tensor)});
 }
 
 void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
@@ -51,7 +46,7 @@ void SkipRoutes::stash(const SkipKey& key, at::Tensor tensor) {
   auto& leaving = leaving_[k];
   if (!leaving.parcel.tensors.empty()) fail_twice(key, "stashed");
   leaving.root = leave(tensor);
-  leaving.version = version_of(tensor);
+  leaving.version = VersionWatch(tensor);
   add_leaving(tensor, leaving.parcel);
   leaving.tensor = std::move(tensor);
 }
@@ -66,18 +61,17 @@ at::Tensor SkipRoutes::pop(const SkipKey& key) {
   auto& [tensor, version, popped] = entering_[k];
   if (popped) fail_twice(key, "popped");
   popped = true;
-  if (changed(tensor, version)) fail_changed(key, "by the layer that pops it,");
+  if (version.changed()) fail_changed(key, "by the layer that pops it,");
   return std::move(tensor);
 }
 
 void SkipRoutes::check_unchanged(const std::string& layer) const {
   const auto by_layer = "by layer '" + layer + "'";
   for (std::size_t k = 0; k < entering_.size(); ++k) {
-    const auto& [tensor, version, popped] = entering_[k];
-    if (!popped && changed(tensor, version)) fail_changed(stage_.skips_in[k], by_layer);
+    if (!entering_[k].popped && entering_[k].version.changed()) fail_changed(stage_.skips_in[k], by_layer);
   }
   for (std::size_t k = 0; k < leaving_.size(); ++k) {
-    if (changed(leaving_[k].tensor, leaving_[k].version)) fail_changed(stage_.skips_out[k], by_layer);
+    if (leaving_[k].version.changed()) fail_changed(stage_.skips_out[k], by_layer);
   }
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/edge.h>
 
-#include <cstdint>
 #include <map>
 #include <string>
 #include <vector>
@@ -36,7 +35,7 @@ class SkipRoutes : public SkipContext {
   /// The skips that leave the stage, in its order.
   struct Leaving {
     at::Tensor tensor;  ///< as the layer stashed it
-    std::uint32_t version = 0;
+    VersionWatch version;
     torch::autograd::Edge root;
     Parcel parcel;  ///< empty until the skip is stashed
   };
@@ -45,7 +44,7 @@ class SkipRoutes : public SkipContext {
  private:
   struct Entering {
     at::Tensor tensor;
-    std::uint32_t version = 0;
+    VersionWatch version;
     bool popped = false;
   };
 

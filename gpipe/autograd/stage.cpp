@@ -15,6 +15,7 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
+#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 namespace {

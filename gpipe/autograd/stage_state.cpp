@@ -112,21 +112,20 @@ void StageState::Item::change() {
 }
 
 bool StageState::Item::note_unseen() {
-  const auto present = version_of(tensor);
   const bool has_moved = alias.defined() && memory_of(alias) != memory_of(tensor);
-  if (present == version && !has_moved) return false;
+  if (!version.changed() && !has_moved) return false;
   const auto value = now.lock();
   const bool is_needed = value && !value->copy.defined();
   if (is_needed && has_moved) value->copy = alias;
   if (has_moved) alias = tensor.variable_data();
   has_changed = true;
-  version = present;
+  version = VersionWatch(tensor);
   now.reset();
   return is_needed && !has_moved;
 }
 
 StageState::Item StageState::make_item(const at::Tensor& tensor, bool is_buffer) const {
-  Item item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = version_of(tensor)};
+  Item item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = VersionWatch(tensor)};
   for (const auto& [buffer, what] : forbidden_) {
     if (buffer.is_same(tensor)) item.forbidden = what;
   }
@@ -328,9 +327,8 @@ void StageState::restore_after_error(const Stage& stage, const Moment& moment) n
 
 void StageState::check(const Stage& stage, bool needed) {
   for (auto& item : items_) {
-    const auto before = item.version;
+    const bool is_changed = item.version.changed();
     const bool is_gone = item.note_unseen();
-    const bool is_changed = item.version != before;
     if (item.copied_early) item.change();
     if (!is_changed) continue;
     if (!item.forbidden.empty()) refuse_write(item.forbidden);
@@ -404,7 +402,7 @@ bool StageState::before_write(const at::Tensor& tensor) {
 
 void StageState::after_write(const at::Tensor& tensor) {
   if (watching == nullptr) return;
-  watching->for_each_of_memory(tensor, [](Item& item) { item.version = version_of(item.tensor); });
+  watching->for_each_of_memory(tensor, [](Item& item) { item.version = VersionWatch(item.tensor); });
 }
 
 void StageState::before_draw(const at::Generator& generator) {

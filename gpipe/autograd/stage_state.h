@@ -12,6 +12,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
+#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 
@@ -106,7 +107,7 @@ class StageState {
     bool is_written_back = false;            // a backward has written to the present value
     const void* memory = nullptr;            // under which the index has it
     at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
-    std::uint32_t version = 0;               // of the tensor, as last seen
+    VersionWatch version;                    // of the tensor, as last seen
     std::weak_ptr<Value> now = {};           // of the Moments that hold the present value
     std::shared_ptr<Value> first = nullptr;  // of a generator: before its first draw
 

@@ -1,12 +1,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/core/TensorImpl.h>
 
 #include <cstdint>
 #include <vector>
 
 #include "gpipe/tensors/value.h"
+#include "gpipe/tensors/version_watch.h"
 
 namespace gpipe {
 
@@ -27,8 +27,7 @@ struct Parcel {
   Value::Form form = Value::Form::kTensor;
   std::vector<at::Tensor> tensors;
   std::vector<bool> wants_gradient;
-  /// The tensors' version counters when they were sent, to detect later in-place changes.
-  std::vector<std::uint32_t> versions;
+  std::vector<VersionWatch> versions;  ///< when the tensors were sent, to detect later in-place changes
   std::vector<Memory> memory;
 
   /// Adds a tensor (detached by the caller, or undefined).
@@ -37,21 +36,6 @@ struct Parcel {
   bool changed() const;
   /// Sets `versions` to the present ones.
   void renew_versions();
-};
-
-/// A tensor's version counter; 0 for undefined and inference tensors, which have none.
-std::uint32_t version_of(const at::Tensor& tensor);
-
-/// Notes a tensor's version counter without keeping its memory.
-class VersionWatch {
- public:
-  explicit VersionWatch(const at::Tensor& tensor);
-  /// Whether the tensor, or another one with the same counter, has been changed in place since.
-  bool changed() const { return counter_.enabled() && counter_.current_version() != before_; }
-
- private:
-  c10::VariableVersion counter_;  // none for undefined and inference tensors
-  std::uint32_t before_;
 };
 
 using Gradients = std::vector<at::Tensor>;

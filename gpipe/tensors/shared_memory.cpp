@@ -22,12 +22,12 @@ void SharedMemory::enters(const at::Tensor& tensor, const Memory& memory) {
     if (other.memory.number != memory.number) continue;
     other.watched = watched = true;
   }
-  entering_.push_back({tensor, version_of(tensor), memory, watched});
+  entering_.push_back({tensor, VersionWatch(tensor), memory, watched});
 }
 
 void SharedMemory::check(int stage, const std::string& layer) const {
   for (const auto& [tensor, version, memory, watched] : entering_) {
-    if (!watched || version_of(tensor) == version) continue;
+    if (!watched || !version.changed()) continue;
     throw std::runtime_error("[gpipe] a tensor was changed in place by layer '" + layer +
                              "', but another tensor that shares its memory enters stage " + std::to_string(stage) +
                              " or a later one and would get a wrong gradient; change a clone instead");

@@ -28,7 +28,7 @@ class SharedMemory {
  private:
   struct Entering {
     at::Tensor tensor;
-    std::uint32_t version;
+    VersionWatch version;
     Memory memory;
     bool watched;
   };

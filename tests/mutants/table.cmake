@@ -65,8 +65,8 @@ mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, 
        "emplace(!inputs_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
 mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "= owns_memory(sum);" "= true;"
        GradientSums*)
-mutant(pops_what_was_changed gpipe_tests gpipe/autograd/skip_routes.cpp "return version_of(tensor) != version;"
-       "return false;" SkipEdges*)
+mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].version.changed())"
+       "if (false)" SkipEdges*)
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*)
 mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp
