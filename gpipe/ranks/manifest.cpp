@@ -4,29 +4,22 @@
 #include <stdexcept>
 #include <thread>
 
+#include "gpipe/base/bytes.h"
+
 namespace gpipe {
 namespace {
 
 constexpr std::chrono::milliseconds kAwaitInterval{20};
-constexpr char kSeparator = '\0';
 
 std::string to_text(const Manifest& manifest) {
-  std::string text;
-  for (const auto& [name, value] : manifest) text += name + kSeparator + value + kSeparator;
-  return text;
+  ByteWriter text;
+  for (const auto& [name, value] : manifest) text.add(name, value);
+  return text.take();
 }
 
 Manifest to_manifest(const std::string& text) {
   Manifest manifest;
-  std::vector<std::string> words(1);
-  for (const char c : text) {
-    if (c == kSeparator) {
-      words.emplace_back();
-    } else {
-      words.back() += c;
-    }
-  }
-  for (std::size_t i = 0; i + 1 < words.size(); i += 2) manifest.emplace_back(words[i], words[i + 1]);
+  for (ByteReader words(text); !words.done();) manifest.push_back({words.get<std::string>(), words.get<std::string>()});
   return manifest;
 }
 

@@ -4,11 +4,11 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <utility>
 
+#include "gpipe/base/bytes.h"
 #include "gpipe/ranks/landing.h"
 #include "gpipe/tensors/transfer.h"
 
@@ -20,54 +20,6 @@ constexpr std::int64_t kMostDimensions = 64;
 // Numbers of memory count up in each rank. The rank's number goes above them, so that they stay distinct.
 constexpr int kRankShift = 44;
 
-[[noreturn]] void refuse_layout() {
-  throw std::runtime_error(
-      "[gpipe] a message from another rank has a malformed layout; run the same version of gpipe on all ranks");
-}
-
-class Writer {
- public:
-  void add(std::int64_t number) { text_.append(reinterpret_cast<const char*>(&number), sizeof number); }
-  void add(const std::string& bytes) {
-    add(static_cast<std::int64_t>(bytes.size()));
-    text_ += bytes;
-  }
-  std::string take() { return std::move(text_); }
-
- private:
-  std::string text_;
-};
-
-class Reader {
- public:
-  explicit Reader(std::string_view text) : text_(text) {}
-
-  std::int64_t number() {
-    std::int64_t number = 0;
-    std::memcpy(&number, take(sizeof number).data(), sizeof number);
-    return number;
-  }
-  /// A number from 0 to `most`.
-  std::int64_t count(std::int64_t most) {
-    const auto count = number();
-    if (count < 0 || count > most) refuse_layout();
-    return count;
-  }
-  std::string bytes() { return std::string(take(count(static_cast<std::int64_t>(text_.size())))); }
-  bool done() const { return text_.empty(); }
-
- private:
-  std::string_view take(std::size_t count) {
-    if (count > text_.size()) refuse_layout();
-    const auto taken = text_.substr(0, count);
-    text_.remove_prefix(count);
-    return taken;
-  }
-  std::string_view text_;
-};
-
-std::size_t bytes_of(const at::Tensor& tensor) { return tensor.numel() * tensor.element_size(); }
-
 // A tensor whose memory sizes and strides describe.
 at::Tensor described(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
@@ -78,22 +30,20 @@ at::Tensor described(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
-void add_layout(const at::Tensor& tensor, bool wants_gradient, Writer& layout) {
-  layout.add(wants_gradient ? 1 : 0);
-  layout.add(tensor.defined() ? static_cast<std::int64_t>(tensor.scalar_type()) : -1);
+void add_layout(const at::Tensor& tensor, bool wants_gradient, ByteWriter& layout) {
+  layout.add(wants_gradient, tensor.defined() ? static_cast<int>(tensor.scalar_type()) : -1);
   if (!tensor.defined()) return;
-  layout.add(tensor.is_cpu() ? 0 : 1);
-  layout.add(tensor.dim());
+  layout.add(!tensor.is_cpu(), tensor.dim());
   for (const auto size : tensor.sizes()) layout.add(size);
   for (const auto stride : tensor.strides()) layout.add(stride);
-  layout.add(static_cast<std::int64_t>(lead_of(tensor)));
+  layout.add(lead_of(tensor));
 }
 
 // Makes the tensors of a message. Refuses one that needs more memory than this host has.
 class Memories {
  public:
-  at::Tensor make(std::int64_t type, Reader& layout) {
-    if (type < 0 || type >= static_cast<std::int64_t>(at::ScalarType::Undefined)) refuse_layout();
+  at::Tensor make(std::int64_t type, ByteReader& layout) {
+    if (type < 0 || type >= static_cast<std::int64_t>(at::ScalarType::Undefined)) ByteReader::refuse();
     const at::TensorOptions options(static_cast<at::ScalarType>(type));
     const auto on_device = layout.count(1) != 0;
     const auto dimensions = layout.count(kMostDimensions);
@@ -103,7 +53,7 @@ class Memories {
     for (std::int64_t d = 0; d < dimensions; ++d) strides.push_back(layout.count(kMost));
     const auto lead = layout.count(63);
     const auto bytes = static_cast<std::int64_t>(options.dtype().itemsize());
-    if (lead % bytes != 0) refuse_layout();
+    if (lead % bytes != 0) ByteReader::refuse();
     const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
     std::int64_t elements = 1;  // that travel
     std::int64_t extent = 1;    // of memory
@@ -121,12 +71,12 @@ class Memories {
 
   static std::int64_t product(std::int64_t a, std::int64_t b) {
     std::int64_t result = 0;
-    if (__builtin_mul_overflow(a, b, &result)) refuse_layout();
+    if (__builtin_mul_overflow(a, b, &result)) ByteReader::refuse();
     return result;
   }
   static std::int64_t sum(std::int64_t a, std::int64_t b) {
     std::int64_t result = 0;
-    if (__builtin_add_overflow(a, b, &result)) refuse_layout();
+    if (__builtin_add_overflow(a, b, &result)) ByteReader::refuse();
     return result;
   }
   void take(std::int64_t bytes) {
@@ -144,22 +94,24 @@ class Memories {
 class ReceivedParcels : public Incoming {
  public:
   ReceivedParcels(std::string_view text, const StructureCodec& codec) {
-    Reader layout(text);
+    ByteReader layout(text);
     Memories memories;
-    parcels_.resize(layout.count(static_cast<std::int64_t>(text.size())));
+    parcels_.resize(layout.count(text.size()));
     for (auto& parcel : parcels_) {
       const auto kind = static_cast<Value::Form::Kind>(layout.count(Value::Form::kObject));
-      parcel.form = kind == Value::Form::kObject ? Value::Form(decoded(codec, layout.bytes())) : Value::Form(kind);
-      for (auto left = layout.count(static_cast<std::int64_t>(text.size())); left > 0; --left) {
-        const bool wants_gradient = layout.number() == 1;
-        const auto type = layout.number();
+      const bool is_object = kind == Value::Form::kObject;
+      if (is_object && !codec.decode) ByteReader::refuse();
+      parcel.form = is_object ? Value::Form(codec.decode(layout.get<std::string>())) : Value::Form(kind);
+      for (auto left = layout.count(text.size()); left > 0; --left) {
+        const auto wants_gradient = layout.get<bool>();
+        const auto type = layout.get<std::int64_t>();
         auto tensor = type == -1 ? at::Tensor() : memories.make(type, layout);
         if (tensor.defined() && tensor.is_cpu()) landing_.add(tensor);
         parcel.add(std::move(tensor), wants_gradient);
         memory_.emplace_back();
       }
     }
-    if (!layout.done()) refuse_layout();
+    if (!layout.done()) ByteReader::refuse();
   }
 
   std::span<std::byte> values() override { return std::as_writable_bytes(std::span(memory_)); }
@@ -167,7 +119,7 @@ class ReceivedParcels : public Incoming {
   std::vector<std::span<std::byte>> pieces() override {
     std::vector<std::span<std::byte>> pieces;
     for (const auto& tensor : landing_.received()) {
-      pieces.push_back({static_cast<std::byte*>(tensor.data_ptr()), bytes_of(tensor)});
+      pieces.push_back({static_cast<std::byte*>(tensor.data_ptr()), tensor.nbytes()});
     }
     return pieces;
   }
@@ -186,11 +138,6 @@ class ReceivedParcels : public Incoming {
   }
 
  private:
-  static std::shared_ptr<const Structure> decoded(const StructureCodec& codec, const std::string& bytes) {
-    if (!codec.decode) refuse_layout();
-    return codec.decode(bytes);
-  }
-
   std::vector<Parcel> parcels_;
   Landing landing_;                    // of the tensors on the CPU
   std::vector<std::uint64_t> memory_;  // per tensor: Memory::number and, as the lowest bit, Memory::shared_later
@@ -201,14 +148,14 @@ class ReceivedParcels : public Incoming {
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device) {
   Outgoing message;
-  Writer layout;
+  ByteWriter layout;
   auto owner = std::make_shared<std::vector<at::Tensor>>();
-  std::vector<std::uint64_t> values;
-  layout.add(static_cast<std::int64_t>(parcels.size()));
+  ByteWriter values;
+  layout.add(parcels.size());
   for (const auto& parcel : parcels) {
     layout.add(parcel.form.kind);
     if (parcel.form.kind == Value::Form::kObject) layout.add(codec.encode(*parcel.form.structure));
-    layout.add(static_cast<std::int64_t>(parcel.tensors.size()));
+    layout.add(parcel.tensors.size());
     for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
       const auto tensor = described(parcel.tensors[i]);
       add_layout(tensor, parcel.wants_gradient[i], layout);
@@ -216,19 +163,19 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
       if (number != Memory::kOwn && number >> kRankShift == 0) {
         number |= static_cast<std::uint64_t>(rank + 1) << kRankShift;
       }
-      values.push_back(number << 1 | (shared_later ? 1 : 0));
+      values.add(number << 1 | (shared_later ? 1 : 0));
       if (!tensor.defined()) continue;
       if (!tensor.is_cpu()) {
         on_device->push_back(elements_of(tensor));
         continue;
       }
       owner->push_back(elements_of(tensor));
-      message.pieces.push_back(
-          {static_cast<const std::byte*>(owner->back().const_data_ptr()), bytes_of(owner->back())});
+      const auto& piece = owner->back();
+      message.pieces.push_back({static_cast<const std::byte*>(piece.const_data_ptr()), piece.nbytes()});
     }
   }
   message.layout = layout.take();
-  message.values.assign(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(std::uint64_t));
+  message.values = values.take();
   message.owner = std::move(owner);
   return message;
 }

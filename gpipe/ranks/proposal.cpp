@@ -1,12 +1,11 @@
 #include "gpipe/ranks/proposal.h"
 
 #include <algorithm>
-#include <charconv>
 #include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "absl/strings/str_split.h"
+#include "gpipe/base/bytes.h"
 
 namespace gpipe {
 namespace {
@@ -17,25 +16,14 @@ constexpr char kRefused = 'R';
 constexpr char kAgreed = 'A';
 constexpr char kGone = 'G';
 
-constexpr char kBetween = '\x1f';  // the parts of a word
+constexpr char kEnd = '.';  // of words with numbers; zeros behind it are padding
 
-// Whatever the locale.
-double to_number(const std::string& text) {
-  double number = 0;
-  std::from_chars(text.data(), text.data() + text.size(), number);
-  return number;
-}
+ByteReader items_of(std::string_view word) { return ByteReader(word.substr(1, word.rfind(kEnd) - 1)); }
 
-Proposal to_proposal(const std::string& word) {
-  const std::vector<std::string> parts = absl::StrSplit(word.substr(1), absl::MaxSplits(kBetween, 7));
-  return {.what = parts.at(7),
-          .same_on_all = parts[6],
-          .same_for_counterparts = parts[5],
-          .number = std::stoull(parts[0]),
-          .weight = to_number(parts[1]),
-          .micro_batches = std::stoi(parts[2]),
-          .failed_before = parts[3] == "1",
-          .data = std::stoull(parts[4])};
+Proposal to_proposal(std::string_view word) {
+  auto items = items_of(word);
+  return {items.get<std::string>(), items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
+          items.get<double>(),      items.get<int>(),         items.get<bool>(),        items.get<std::uint64_t>()};
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
@@ -45,13 +33,12 @@ std::string difference(int rank, const std::string& does, int other, const std::
 
 }  // namespace
 
-// Numbers have a fixed length, so that words seldom change theirs.
 std::string to_word(Proposal proposal) {
   if (proposal.same_on_all.empty()) proposal.same_on_all = proposal.what;
-  return absl::StrFormat("%c%020d%c%.17e%c%010d%c%d%c%020d%c%s%c%s%c%s", kCall, proposal.number, kBetween,
-                         proposal.weight, kBetween, proposal.micro_batches, kBetween, proposal.failed_before ? 1 : 0,
-                         kBetween, proposal.data, kBetween, proposal.same_for_counterparts, kBetween,
-                         proposal.same_on_all, kBetween, proposal.what);
+  ByteWriter items;
+  items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.number, proposal.weight,
+            proposal.micro_batches, proposal.failed_before, proposal.data);
+  return kCall + items.take() + kEnd;
 }
 
 std::string refusal(const std::string& reason) { return kRefused + reason; }
@@ -114,12 +101,10 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
                         "of them has left out a mini-batch",
                         rank, mesh.rank_at(0, mesh.replica_of(rank))));
   }
-  auto judgement = absl::StrFormat("%c%020d", kAgreed, agreement.largest);
-  for (int r = 0; r < mesh.replicas; ++r) {
-    absl::StrAppendFormat(&judgement, "%c%.17e%c%010d", kBetween, agreement.weights[r], kBetween,
-                          agreement.micro_batches[r]);
-  }
-  return judgement;
+  ByteWriter items;
+  items.add(agreement.largest);
+  for (int r = 0; r < mesh.replicas; ++r) items.add(agreement.weights[r], agreement.micro_batches[r]);
+  return kAgreed + items.take() + kEnd;
 }
 
 std::optional<std::string> reason_of_farewell(const std::string& words) {
@@ -128,11 +113,11 @@ std::optional<std::string> reason_of_farewell(const std::string& words) {
 
 Agreement to_agreement(const std::string& judgement) {
   if (judgement.front() != kAgreed) throw std::runtime_error("[gpipe] " + judgement.substr(1));
-  const std::vector<std::string> parts = absl::StrSplit(judgement.substr(1), kBetween);
-  Agreement agreement{.largest = std::stoull(parts[0]), .weights = {}, .micro_batches = {}};
-  for (std::size_t i = 1; i + 1 < parts.size(); i += 2) {
-    agreement.weights.push_back(to_number(parts[i]));
-    agreement.micro_batches.push_back(std::stoi(parts[i + 1]));
+  auto items = items_of(judgement);
+  Agreement agreement{.largest = items.get<std::uint64_t>(), .weights = {}, .micro_batches = {}};
+  while (!items.done()) {
+    agreement.weights.push_back(items.get<double>());
+    agreement.micro_batches.push_back(items.get<int>());
   }
   return agreement;
 }

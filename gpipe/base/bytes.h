@@ -1,0 +1,73 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <type_traits>
+#include <utility>
+
+namespace gpipe {
+
+/// Writes items as bytes for a rank that runs the same version. Each integer and enum takes 8 bytes.
+class ByteWriter {
+ public:
+  template <typename... Items>
+  void add(const Items&... items) {
+    (append(items), ...);
+  }
+  std::string take() { return std::move(bytes_); }
+  template <typename Item>
+  using Written = std::conditional_t<std::is_integral_v<Item> || std::is_enum_v<Item>, std::int64_t, Item>;
+
+ private:
+  void append(const std::string& text) {
+    append(text.size());
+    bytes_ += text;
+  }
+  template <typename Item>
+  void append(const Item& item) {
+    static_assert(std::is_trivially_copyable_v<Item>);
+    const auto written = static_cast<Written<Item>>(item);
+    bytes_.append(reinterpret_cast<const char*>(&written), sizeof written);
+  }
+  std::string bytes_;
+};
+
+/// Reads what a ByteWriter has written. The bytes must outlive this. Errors: std::runtime_error for bytes that end early.
+class ByteReader {
+ public:
+  explicit ByteReader(std::string_view bytes) : left_(bytes) {}
+  [[noreturn]] static void refuse() {
+    throw std::runtime_error(
+        "[gpipe] a message from another rank has a malformed layout; run the same version of gpipe on all ranks");
+  }
+  template <typename Item>
+  Item get() {
+    if constexpr (std::is_same_v<Item, std::string>) {
+      return Item(take(get<std::size_t>()));
+    } else {
+      ByteWriter::Written<Item> written;
+      std::memcpy(static_cast<void*>(&written), take(sizeof written).data(), sizeof written);
+      return static_cast<Item>(written);
+    }
+  }
+  /// A number from 0 to `most`. Errors: std::runtime_error for another one.
+  std::int64_t count(std::int64_t most) {
+    if (const auto count = get<std::int64_t>(); count >= 0 && count <= most) return count;
+    refuse();
+  }
+  bool done() const { return left_.empty(); }
+
+ private:
+  std::string_view take(std::size_t count) {
+    if (count > left_.size()) refuse();
+    const auto taken = left_.substr(0, count);
+    left_.remove_prefix(count);
+    return taken;
+  }
+  std::string_view left_;
+};
+
+}  // namespace gpipe
