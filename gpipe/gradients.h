@@ -8,10 +8,10 @@ namespace gpipe {
 // ranks call these functions in the same order, as forward(), and each changes its own gradients.
 
 /// Clips the gradients by their total norm, as torch::nn::utils::clip_grad_norm_(), on any devices and ranks. The factor has
-/// the same bits at any number of ranks. Returns the total norm before clipping. `norm_type` may be infinity: the largest
-/// absolute value. Errors: std::invalid_argument for a norm that is not positive; std::runtime_error for a total norm that is
-/// not finite, if `error_if_nonfinite`; the gradients are then unchanged.
-double clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type = 2, bool error_if_nonfinite = false);
+/// the same bits at any number of ranks. Returns the total norm before clipping, a scalar on the CPU. `norm_type` may be
+/// infinity: the largest absolute value. Errors: std::invalid_argument for a norm that is not positive; std::runtime_error
+/// for a total norm that is not finite, if `error_if_nonfinite`; the gradients are then unchanged.
+at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type = 2, bool error_if_nonfinite = false);
 
 /// Divides the gradients by the scale of their loss (see StepOptions::scale). Returns whether all of them are finite, on all
 /// ranks: if not, skip the step of the optimizer and choose a lower scale, on all ranks alike. Errors: std::invalid_argument

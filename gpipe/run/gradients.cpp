@@ -2,6 +2,8 @@
 
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/linalg_vector_norm.h>
+#include <ATen/ops/scalar_tensor.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 
@@ -9,7 +11,6 @@
 #include <cmath>
 #include <cstddef>
 #include <map>
-#include <numeric>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -44,36 +45,37 @@ std::vector<double> read_all(const std::vector<at::Tensor>& scalars) {
   return values;
 }
 
-double total_norm(std::vector<double> norms, double norm_type) {
-  if (std::isinf(norm_type)) {
-    const auto larger = [](double a, double b) { return std::isnan(a) || a > b ? a : b; };
-    return std::accumulate(norms.begin(), norms.end(), 0.0, larger);
-  }
-  for (auto& norm : norms) norm = std::pow(norm, norm_type);
-  const double sum = std::accumulate(norms.begin(), norms.end(), 0.0);
-  return norm_type == 2 ? std::sqrt(sum) : std::pow(sum, 1 / norm_type);
-}
-
 }  // namespace
 
-double clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, bool error_if_nonfinite) {
+at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, bool error_if_nonfinite) {
   check_positive(pipe, max_norm, "max_norm");
   check_positive(pipe, norm_type, "norm_type");
   at::NoGradGuard no_grad;
+  constexpr double kNoGradient = -1;
   std::vector<at::Tensor> norms;
+  std::vector<double> types;
   for (const auto& parameter : pipe.parameters()) {
     const auto& gradient = parameter.grad();
     norms.push_back(gradient.defined() ? gradient.norm(norm_type) : at::zeros({}));
+    types.push_back(gradient.defined() ? static_cast<double>(norms.back().scalar_type()) : kNoGradient);
   }
-  const double total = total_norm(pipe.of_all_parameters(read_all(norms)), norm_type);
-  if (error_if_nonfinite && !std::isfinite(total)) {
-    throw std::runtime_error("[gpipe] the total norm of the gradients is " + std::to_string(total) +
+  pipe.gather("", "norms of type " + std::to_string(norm_type) + " of all gradients");  // the same on all ranks
+  const auto values = pipe.of_all_parameters(read_all(norms));
+  types = pipe.of_all_parameters(std::move(types));
+  norms.clear();
+  for (std::size_t p = 0; p < types.size(); ++p) {
+    if (types[p] == kNoGradient) continue;
+    norms.push_back(at::scalar_tensor(values[p], static_cast<at::ScalarType>(types[p])));
+  }
+  const auto total = norms.empty() ? at::zeros({}) : at::linalg_vector_norm(at::stack(norms), norm_type);
+  const double value = read_all({total}).front();
+  if (error_if_nonfinite && !std::isfinite(value)) {
+    throw std::runtime_error("[gpipe] the total norm of the gradients is " + std::to_string(value) +
                              ", so they cannot be clipped");
   }
-  const double factor = max_norm / (total + 1e-6);
-  if (factor >= 1) return total;
+  const auto factor = (total + 1e-6).reciprocal().mul_(max_norm).clamp_max_(1);
   for (const auto& parameter : pipe.parameters()) {
-    if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor);
+    if (parameter.grad().defined()) parameter.mutable_grad().mul_(factor.to(parameter.device()));
   }
   return total;
 }

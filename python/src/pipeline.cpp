@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/gradients.h"
 #include "gpipe/ranks.h"
 #include "python/src/checks.h"
 #include "python/src/errors.h"
@@ -235,16 +236,9 @@ py::typing::List<py::bytes> PythonPipeline::gather(const py::bytes& bytes, const
   return list;
 }
 
-std::shared_ptr<Timeline> PythonPipeline::gather_timeline(const Timeline& timeline) {
-  return run([&] { return std::make_shared<Timeline>(pipe_->gather(timeline)); });
-}
-
-std::uint64_t PythonPipeline::largest(std::uint64_t number) {
-  return run([&] { return pipe_->largest(number); });
-}
-
-std::vector<double> PythonPipeline::sum_over_replicas(const std::vector<double>& numbers) {
-  return run([&] { return pipe_->sum_over_replicas(numbers); });
+py::object PythonPipeline::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
+  const auto total = run([&] { return clip_grad_norm_(*pipe_, max_norm, norm_type, error_if_nonfinite); });
+  return py::reinterpret_steal<py::object>(to_python(total));
 }
 
 void PythonPipeline::withdraw(const std::string& reason) {
@@ -253,6 +247,14 @@ void PythonPipeline::withdraw(const std::string& reason) {
 
 void PythonPipeline::trace(std::optional<std::shared_ptr<Timeline>> timeline) {
   pipe_->trace(std::move(timeline).value_or(nullptr));
+}
+
+/// A call of GPipe over ranks that trains nothing.
+template <typename Result, typename Argument>
+auto call_of(Result (GPipeImpl::*method)(Argument)) {
+  return [method](PythonPipeline& pipeline, Argument argument) {
+    return pipeline.run([&] { return (pipeline.gpipe().*method)(std::move(argument)); });
+  };
 }
 
 void init_pipeline(py::module_& module) {
@@ -294,9 +296,11 @@ void init_pipeline(py::module_& module) {
       .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
            py::arg("options"))
       .def("gather", &PythonPipeline::gather, py::arg("bytes"), py::arg("what"))
-      .def("gather_timeline", &PythonPipeline::gather_timeline, py::arg("timeline"))
-      .def("largest", &PythonPipeline::largest, py::arg("number"))
-      .def("sum_over_replicas", &PythonPipeline::sum_over_replicas, py::arg("numbers"))
+      .def("gather_timeline", call_of<Timeline, Timeline>(&GPipeImpl::gather), py::arg("timeline"))
+      .def("largest", call_of(&GPipeImpl::largest), py::arg("number"))
+      .def("sum_over_replicas", call_of(&GPipeImpl::sum_over_replicas), py::arg("numbers"))
+      .def("clip_grad_norm_", &PythonPipeline::clip_grad_norm, py::arg("max_norm"), py::arg("norm_type"),
+           py::arg("error_if_nonfinite"))
       .def("withdraw", &PythonPipeline::withdraw, py::arg("reason"))
       .def("trace", &PythonPipeline::trace, py::arg("timeline"));
   module.def("is_checkpointing", &is_checkpointing,

@@ -52,12 +52,16 @@ class PythonPipeline {
 
   // As those of GPipe.
   pybind11::typing::List<pybind11::bytes> gather(const pybind11::bytes& bytes, const std::string& what);
-  std::shared_ptr<Timeline> gather_timeline(const Timeline& timeline);
-  std::uint64_t largest(std::uint64_t number);
-  std::vector<double> sum_over_replicas(const std::vector<double>& numbers);
+  /// As gpipe::clip_grad_norm_(). Returns a tensor.
+  pybind11::object clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
   void withdraw(const std::string& reason);
 
   void trace(std::optional<std::shared_ptr<Timeline>> timeline);
+
+  /// Calls f() without the interpreter's lock.
+  template <typename F>
+  auto run(F f);
+  GPipeImpl& gpipe() { return *pipe_; }
 
   /// For the garbage collector. traverse() visits the Python objects that only this pipeline owns; none while a graph
   /// still needs the pipeline. clear() drops them; afterwards only clear() and the destructor may be called.
@@ -66,9 +70,6 @@ class PythonPipeline {
   void clear();
 
  private:
-  /// Calls f() without the interpreter's lock.
-  template <typename F>
-  auto run(F f);
   /// What the other ranks compare.
   void set_training(bool training);
   /// Calls f(), which converts the arguments of a call. On an error, the other ranks' call throws too.
