@@ -12,9 +12,8 @@ from gpipe import _C
 from gpipe.checkpoint import is_checkpointing
 from gpipe.generators import Draws
 from gpipe.meta import materialize
-from gpipe.skip.layer import Skippable
+from gpipe.skip.layer import Skippable, skippables_in
 from gpipe.skip.namespace import native_keys
-from gpipe.skip.verify import skippables_in
 from gpipe.tied import check_stand_ins, standing_in
 
 __all__ = ["Partition", "Stages", "layers_of", "split"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler as _GradScaler
 
-if TYPE_CHECKING:
-    from gpipe.pipeline import GPipe
+from gpipe.pipeline import GPipe
 
 __all__ = ["GradScaler"]
 

@@ -19,8 +19,7 @@ A ``forward`` may also be a generator that yields the results of ``stash`` and `
 """
 
 from gpipe.skip.commands import pop, stash
-from gpipe.skip.layer import Skippable, skippable
+from gpipe.skip.layer import Skippable, skippable, verify_skippables
 from gpipe.skip.namespace import Namespace
-from gpipe.skip.verify import verify_skippables
 
 __all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]

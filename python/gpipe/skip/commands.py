@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Generator, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from gpipe import _C
-from gpipe.skip.namespace import native_namespace
 
-if TYPE_CHECKING:
-    from gpipe.skip.layer import Skippable
+Names = Mapping[str, _C.Namespace]
 
 
 class _Stash(NamedTuple):
@@ -25,10 +23,11 @@ class _Pop(NamedTuple):
 
 
 class _Forward:
-    """One forward of a skippable layer, with the names that it has stashed and popped."""
+    """One forward of a skippable layer, with the names that it declares, has stashed and has popped."""
 
-    def __init__(self, layer: Skippable) -> None:
-        self.layer = layer
+    def __init__(self, stashable: Names, poppable: Names) -> None:
+        self.stashable = stashable
+        self.poppable = poppable
         self.generates = False  # whether the forward is a generator, which yields its commands
         self.stashed: set[str] = set()
         self.popped: set[str] = set()
@@ -41,17 +40,17 @@ class _Forward:
         return None
 
     def _stash(self, name: str, tensor: Tensor | None) -> None:
-        if name not in self.layer.stashable_names:
-            raise _undeclared(name, "stashed", self.layer.stashable_names)
+        if name not in self.stashable:
+            raise _undeclared(name, "stashed", self.stashable)
         if name in self.stashed:
             raise RuntimeError(f"skip '{name}' was stashed twice in one forward; stash and pop each skip once")
-        _C.stash(native_namespace(self.layer.namespace_of(name)), name, tensor)
+        _C.stash(self.stashable[name], name, tensor)
         self.stashed.add(name)
 
     def _pop(self, name: str) -> Tensor | None:
-        if name not in self.layer.poppable_names:
-            raise _undeclared(name, "popped", self.layer.poppable_names)
-        tensor: Tensor | None = _C.pop(native_namespace(self.layer.namespace_of(name)), name)
+        if name not in self.poppable:
+            raise _undeclared(name, "popped", self.poppable)
+        tensor: Tensor | None = _C.pop(self.poppable[name], name)
         self.popped.add(name)
         return tensor
 
@@ -72,20 +71,20 @@ class _Forward:
         finally:
             generator.close()
 
-    def check_complete(self) -> None:
+    def check_complete(self, layer: object) -> None:
         """Raises RuntimeError unless the forward has stashed and popped all names that its layer declares."""
         for declared, used, verb, advice in (
-            (self.layer.stashable_names, self.stashed, "stash", "; stash None if there is no tensor"),
-            (self.layer.poppable_names, self.popped, "pop", ""),
+            (self.stashable, self.stashed, "stash", "; stash None if there is no tensor"),
+            (self.poppable, self.popped, "pop", ""),
         ):
-            for name in sorted(declared - used):
+            for name in sorted(declared.keys() - used):
                 raise RuntimeError(
-                    f"a layer of class {type(self.layer).__name__} declares the skip '{name}' but did not {verb} it in "
+                    f"a layer of class {type(layer).__name__} declares the skip '{name}' but did not {verb} it in "
                     f"this forward{advice}"
                 )
 
 
-def _undeclared(name: str, what: str, declared: frozenset[str]) -> RuntimeError:
+def _undeclared(name: str, what: str, declared: Names) -> RuntimeError:
     names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
     return RuntimeError(f"'{name}' was {what} by a layer that does not declare it; it declares {names}")
 
@@ -93,14 +92,14 @@ def _undeclared(name: str, what: str, declared: frozenset[str]) -> RuntimeError:
 _thread = threading.local()
 
 
-def run_forward(layer: Skippable, forward: Callable[[], Any]) -> Any:
-    """Calls ``forward``, which is the forward of a layer, and executes its commands.
+def run_forward(layer: object, stashable: Names, poppable: Names, forward: Callable[[], Any]) -> Any:
+    """Calls ``forward``, which is the forward of a layer that declares these names, and executes its commands.
 
     Raises:
         RuntimeError: if it does not stash and pop exactly the names that the layer declares.
         TypeError: if it is a generator and yields anything but commands.
     """
-    current = _Forward(layer)
+    current = _Forward(stashable, poppable)
     outer = getattr(_thread, "forward", None)
     _thread.forward = current
     try:
@@ -109,7 +108,7 @@ def run_forward(layer: Skippable, forward: Callable[[], Any]) -> Any:
             output = current.drive(output)
     finally:
         _thread.forward = outer
-    current.check_complete()
+    current.check_complete(layer)
     return output
 
 

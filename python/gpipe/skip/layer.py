@@ -1,4 +1,4 @@
-"""The decorator of layers that stash and pop."""
+"""The decorator of layers that stash and pop, and the check that the skips of a model match."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
+from gpipe import _C
 from gpipe.skip.commands import run_forward
-from gpipe.skip.namespace import Namespace
+from gpipe.skip.namespace import Namespace, native_keys, native_namespace
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -86,7 +87,10 @@ class Skippable(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         forward = super().forward
-        return run_forward(self, lambda: forward(*args, **kwargs))
+        stashable, poppable = (
+            {name: native_namespace(ns) for ns, name in keys} for keys in (self.stashable(), self.poppable())
+        )
+        return run_forward(self, stashable, poppable, lambda: forward(*args, **kwargs))
 
     def __repr__(self) -> str:
         return f"@skippable({super().__repr__()})"
@@ -133,3 +137,32 @@ def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[t
         return cast(type[M], type(module_cls.__name__, (Skippable, module_cls), members))
 
     return decorate
+
+
+def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]]:
+    """Yields the skippable modules among a layer and its submodules, each with its name in messages. ``name`` is the
+    layer's."""
+    for path, module in layer.named_modules():
+        if isinstance(module, Skippable):
+            yield module.name_in_messages(f"{name}.{path}" if path else name), module
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Checks that each name that the layers of a model stash is popped later, and each name that they pop is stashed
+    earlier. Skippable modules nested in layers count.
+
+    Args:
+        module: the model.
+
+    Raises:
+        TypeError: if any do not match. The message lists every fault with layer and name.
+    """
+    declarations = [
+        (index, path, native_keys(skip.stashable()), native_keys(skip.poppable()))
+        for index, (name, layer) in enumerate(module.named_children())
+        for path, skip in skippables_in(layer, name)
+    ]
+    try:
+        _C.check_skips(declarations)
+    except ValueError as error:
+        raise TypeError(str(error)) from None

@@ -5,17 +5,15 @@ from __future__ import annotations
 import io
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from gpipe.pipeline import GPipe
 from gpipe.snapshot.archive import dump, plain
 from gpipe.snapshot.optimizer import OptimizerState
 from gpipe.snapshot.snapshot import Snapshot
-
-if TYPE_CHECKING:
-    from gpipe.pipeline import GPipe
 
 
 def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
