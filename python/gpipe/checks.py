@@ -21,6 +21,7 @@ __all__ = [
     "check_devices",
     "check_flag",
     "check_function",
+    "check_is_on",
     "check_number",
     "check_scheduling",
     "check_text",
@@ -262,3 +263,22 @@ def _placement(placement: object, stages: int) -> list[int]:
     if not workers and stages > 0:
         raise ValueError(message)
     return workers
+
+
+def check_is_on(device: torch.device | None, current: Iterable[torch.device]) -> None:
+    """Raises TypeError unless all of the current devices of a pipeline are the given one; always for ``None``."""
+    wanted = device and _with_index(device)
+    if any(_with_index(each) != wanted for each in current):
+        raise TypeError(
+            "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
+            "GPipe(..., devices=[...]) instead"
+        )
+
+
+def _with_index(device: torch.device) -> torch.device:
+    """Returns a device as its tensors report it. An accelerator without an index is the current device."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.index is None and torch.accelerator.is_available():
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    return device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -81,6 +82,14 @@ class Partition(nn.Sequential):
 
 class Stages(nn.ModuleList):
     """The stages of a pipeline. torch.distributed.checkpoint leaves their numbers out of parameter names."""
+
+    def __iter__(self) -> Iterator[Partition]:
+        return super().__iter__()  # type: ignore[return-value]
+
+    def layers(self) -> dict[str, nn.Module]:
+        """Returns the layers of all stages by their paths, ``<stage>.<layer>``."""
+        named = ((f"{index}.", zip(stage._modules, stage)) for index, stage in enumerate(self))
+        return {path + name: layer for path, layers in named for name, layer in layers}
 
     def _fqn_modifiers(self) -> dict[str, str]:
         return {f"stage {index}": str(index) for index in range(len(self))}

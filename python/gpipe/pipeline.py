@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from itertools import zip_longest
+from contextlib import AbstractContextManager
+from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
+from typing_extensions import Self  # comes with torch
 
 from gpipe import _C
 from gpipe.balance import balance_by_time
-from gpipe.batchnorm import DeferredBatchNorm, one_mini_batch
-from gpipe.caller import (
-    outside_checkpoints,
-    prepare_compilation,
-    refuse_sharded_layers,
-    refuse_step_of_sharded,
-    refuse_tracing,
-)
+from gpipe.batchnorm import one_mini_batch
+from gpipe.caller import outside_checkpoints, refuse_sharded_layers, refuse_step_of_sharded, refuse_tracing
 from gpipe.checks import (
     BalanceError,
     arrange_workers,
@@ -30,21 +25,21 @@ from gpipe.checks import (
     check_checkpoint,
     check_chunks,
     check_flag,
+    check_is_on,
     check_whole,
     shown,
 )
-from gpipe.collectives import Collectives
+from gpipe.core import Core
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
 from gpipe.losses import check_scale, checked, kind_of, step_options, trains
 from gpipe.model_checks import verify_module
-from gpipe.names import UnpartitionedNames
-from gpipe.partition import Partition, Stages, layers_of, split
-from gpipe.placement import FixedPlacement
+from gpipe.names import OriginalNames, StateNames
+from gpipe.partition import Partition, Stages
 from gpipe.ranks import Ranks, core_of, on_rank_0, ranks_of
 from gpipe.skip import verify_skippables
 from gpipe.structure import take_apart
-from gpipe.tied import borrowed_across_ranks
+from gpipe.team import Team
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
 
@@ -52,7 +47,7 @@ SCHEDULES: tuple[str, ...] = tuple(_C.schedule_names())
 """The names of the schedules of :meth:`GPipe.step`."""
 
 
-class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
+class GPipe(OriginalNames):
     """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, places them on workers, each
     with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, Huang et al.,
     arXiv:1811.06965).
@@ -65,16 +60,15 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
     :meth:`step` runs forwards, losses and backwards in the order of a schedule. ``criterion(pipe(input), target)`` and
     ``backward()`` run all forwards, then all backwards.
 
-    It computes the function of the unpartitioned model run micro-batch by micro-batch. Losses, optimizers, hooks,
-    ``torch.autograd.grad``, autocast and ``DistributedDataParallel`` around it work as without a pipeline, except
-    ``create_graph``, which is refused. The layers are the caller's own modules, moved to their devices.
-    ``state_dict()`` has the keys of the unpartitioned model.
+    It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
+    ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
+    layers are the caller's own modules, moved to their devices. ``state_dict()`` has the unpartitioned model's keys.
 
     Layers can share parameters. A parameter of several stages is on the device of the first one, which lends it to the
-    others; no layer may write to it. Over ranks, only the rank of the first one lists it in ``parameters()``. The layers of
-    the others have copies, which get its value in each call.
+    others; no layer may write to it. Over ranks, only the first one's rank lists it in ``parameters()``; the others
+    have copies, which get its value in each call.
 
-    Forward and backward may be called from any thread except the pipeline's workers; calls take turns.
+    Any thread except the pipeline's workers may call it; calls take turns.
 
     Args:
         module: the model. Each layer is called with the output of the layer before it. Between stages, and as the
@@ -89,17 +83,16 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch, with the mean and
             variance of all of it, instead of once per micro-batch. Instance norm likewise.
         schedule: the order in which :meth:`step` runs forwards and backwards: a name in :data:`gpipe.SCHEDULES`, or
-            ``'@'`` and the path of a file with one line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage, kind,
-            micro-batch. The file is read again for copies and after a layer is replaced, so it must stay.
+            ``'@'`` and the path of a file, which must stay, with a line of actions per worker, such as
+            ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch.
         stages_per_worker: the number of stages on each worker: stage ``s`` of ``n`` is on worker
             ``s % (n / stages_per_worker)``. Default: 1; for interleaved schedules, what makes a worker of each of
             ``devices``.
         placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, where stages ``s`` and
             ``n - 1 - s`` share one; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
-            Each has an equal share of the workers, in order, and keeps only the layers of its own stages. ``devices`` are
-            then those of this process's workers. All processes make the same pipeline and the same calls. Default: this
-            process has all workers.
+            Each has an equal share of the workers, in order, and keeps only the layers of its stages. ``devices`` are
+            those of its workers. All make the same pipeline and calls. Default: this process has all workers.
 
     Raises:
         TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match
@@ -113,12 +106,9 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
     Attributes:
         balance: the number of layers of each stage.
         devices: the device of each worker; the CPU for those of other ranks.
-        whole_state: over ranks, the names of the state of the whole model, in order. The value of each is the first name of
-            the same tensor.
+        whole_state: over ranks, each name of the whole model's state, in order, with the first name of the same tensor.
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
-
-    balance: list[int]
 
     def __init__(
         self,
@@ -140,31 +130,21 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         verify_module(module)
         verify_skippables(module)
         self.balance = check_balance(balance, len(module))
-        self._ranks = None if group is None else ranks_of(group)
-        workers = arrange_workers(
-            devices, len(self.balance), schedule, stages_per_worker, placement, core_of(self._ranks)
-        )
-        self.devices = workers.devices
-        self._placement = workers.placement
-        self._schedule = schedule
         self.deferred_batch_norm = check_flag(deferred_batch_norm, "deferred_batch_norm")
-        rank = 0 if self._ranks is None else self._ranks.rank
-        self._is_here = [workers.ranks[worker] == rank for worker in self._placement]
-        self.partitions = Stages(
-            split(module, self.balance, [self.devices[worker] for worker in self._placement], self._is_here)
-        )
-        self._borrowed = borrowed_across_ranks(self._stages(), self._is_here)
+        self._schedule = schedule
+        ranks = None if group is None else ranks_of(group)
+        stages = len(self.balance)
+        workers = arrange_workers(devices, stages, schedule, stages_per_worker, placement, core_of(ranks))
+        self._core = Core(module, self.balance, workers, schedule, self.deferred_batch_norm, ranks)
+        self.devices = self._core.devices
+        self.partitions = self._core.stages
         self.training = module.training
-        self._core_lock = threading.RLock()
-        self._core: _C.Pipeline | None = None
-        state = {} if self._ranks is None else self.state_dict(keep_vars=True)
+        state = {} if ranks is None else self.state_dict(keep_vars=True)
         first_names: dict[int, str] = {}
         self.whole_state = {name: first_names.setdefault(id(value), name) for name, value in state.items()}
-        self._layers: list[nn.Module] = []  # of the core
-        self._norms: list[DeferredBatchNorm] = []
         self._warned = False
         if self.balance:
-            self._pipeline()  # raises what the core refuses
+            self._core.pipeline()  # raises what it refuses
 
     @classmethod
     def from_module(
@@ -232,7 +212,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
     @property
     def placement(self) -> list[int]:
         """The worker of each stage."""
-        return list(self._placement)
+        return list(self._core.placement)
 
     def extra_repr(self) -> str:
         devices = ", ".join(str(device) for device in self.devices)
@@ -242,23 +222,125 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             text += f", placement={self.placement}"
         return f"{text}, deferred_batch_norm=True" if self.deferred_batch_norm else text
 
-    # A sequence of layers, not of stages.
+    # A sequence of layers, not of stages. A layer is an attribute too.
 
     def __len__(self) -> int:
-        return sum(len(partition) for partition in self._stages())
+        return len(self.partitions.layers())
 
     def __iter__(self) -> Iterator[nn.Module]:
-        for partition in self._stages():
-            yield from partition
+        return iter(self.partitions.layers().values())
 
     def __getitem__(self, index: int) -> nn.Module:
         if isinstance(index, slice):
             raise TypeError("a pipeline has no slices; make a model of layers with nn.Sequential(*list(pipe)[...])")
         return list(self)[index]
 
+    def __getattr__(self, name: str) -> Any:
+        stage = self._stage_with(name)
+        return super().__getattr__(name) if stage is None else stage._modules[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        stage = self._stage_with(name) if isinstance(value, nn.Module) else None
+        if stage is None:
+            super().__setattr__(name, value)
+        else:
+            stage._modules[name] = value
+
+    def _stage_with(self, name: str) -> nn.Module | None:
+        stages = self.__dict__.get("_modules", {}).get("partitions", ())
+        return next((stage for stage in stages if name in stage._modules), None)
+
+    # Names and state are those of the model without stages.
+
+    def _state_names(self) -> StateNames:
+        return StateNames({f"partitions.{path}": layer for path, layer in self.partitions.layers().items()})
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        # A parameter that another rank owns counts as a duplicate.
+        hidden = {id(each) for each in self._core.borrowed if remove_duplicate}
+        named = super().named_parameters(prefix, recurse, remove_duplicate)
+        return ((name, parameter) for name, parameter in named if id(parameter) not in hidden)
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Returns a dict whose values torch.distributed.checkpoint leaves out of names."""
+        return {"": "partitions"}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_core": copy(self._core)}  # a copy has a core of its own
+
+    # Layers stay on the devices of their stages.
+
+    def cuda(self, device: Any = None) -> Self:
+        return self._stay(torch.device("cuda" if device is None else device))
+
+    def cpu(self) -> Self:
+        return self._stay(torch.device("cpu"))
+
+    def xpu(self, device: Any = None) -> Self:
+        return self._stay(torch.device("xpu" if device is None else device))
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> Self:
+        return self._stay(None)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Changes the dtype of parameters and buffers. Arguments as for ``nn.Module.to``.
+
+        Raises:
+            TypeError: for a device, unless all parameters and buffers are on it already.
+        """
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is not None:
+            self._stay(device)
+        super().to(*args, **kwargs)
+        return self
+
+    def _stay(self, device: torch.device | None) -> Self:
+        check_is_on(device, [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])])
+        return self
+
+    # Calls that ranks make together.
+
+    @property
+    def team(self) -> Team:
+        """The processes that run the pipeline together."""
+        return Team(self._core, self)
+
+    @property
+    def ranks(self) -> Ranks | None:
+        """The processes that run the pipeline together; ``None`` if this one has all workers."""
+        return self._core.ranks
+
+    def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
+        """See :meth:`gpipe.team.Team.gather`."""
+        return self.team.gather(data, what)
+
+    def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
+        """See :meth:`gpipe.team.Team.gather_timeline`."""
+        return self.team.gather_timeline(timeline)
+
+    def largest(self, number: int) -> int:
+        """See :meth:`gpipe.team.Team.largest`."""
+        return self.team.largest(number)
+
+    def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
+        """See :meth:`gpipe.team.Team.sum_over_replicas`."""
+        return self.team.sum_over_replicas(numbers)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """See :meth:`gpipe.team.Team.clip_grad_norm_`."""
+        return self.team.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+
+    def refusing(self) -> AbstractContextManager[None]:
+        """Makes the other ranks' call raise an exception if a ``with`` block, which prepares the same call, does."""
+        return self._core.refusing()
+
+    # Training.
+
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
-        """Runs the whole model on one mini-batch. An exception of a layer is raised unchanged, with a note that names
-        the stage, the micro-batch and the layer.
+        """Runs the model on one mini-batch. An exception of a layer is raised with a note that names the stage, the
+        micro-batch and the layer.
 
         Args:
             input: tensors, alone or in tuples, named tuples, lists and dicts, which may hold ``None``. Dimension 0 is
@@ -276,7 +358,7 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
             NotImplementedError: under ``torch.export``, ``make_fx``, ``FakeTensorMode``, ``torch.jit.trace``,
                 ``torch.func`` and forward-mode differentiation.
         """
-        with self.refusing():
+        with self._core.refusing():
             if others or named:
                 raise TypeError(
                     "a pipeline takes one input, which its first layer gets; pass several tensors as a tuple, "
@@ -289,8 +371,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                 return input
             self._warn_of_schedule()
             checkpoint = self._checkpoint if self.training else "never"
-            pipeline = self._pipeline()
-        with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
+            pipeline = self._core.pipeline()
+        with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
             return pipeline.forward(input, self._chunks, checkpoint, self.training)
 
     def _warn_of_schedule(self) -> None:
@@ -335,18 +417,16 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                 decompose over samples; see ``check``. Draw its random numbers with torch. Tensors of its own that require
                 grad get gradients, but not with replicas.
             count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
-                as the targets that are not ignored, or the sum of their class weights. Default: that of a cross entropy or
-                NLL loss of torch, else the number of samples.
+                as the targets that are not ignored, or the sum of their class weights. Default: that of torch's cross
+                entropy and NLL losses, else the number of samples.
             reduction: ``'mean'`` weights the micro-batches' losses by their share of samples, or of ``count``. ``'sum'``
-                adds them up. Default: that of a loss module or function of torch, or of a ``functools.partial`` of such a
-                function, else ``'mean'``.
+                adds them up. Default: that of a loss of torch, or a ``functools.partial`` of it, else ``'mean'``.
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.GradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
-            check: whether the first call of a pipeline with other code of ``loss`` compares it, once, with the loss of the
-                whole mini-batch, unless ``count`` or ``reduction`` is given or known. Such a call computes the loss once
-                more, on all outputs, which it keeps. It compares nothing if that fails, or if the loss differs when it is
-                computed again, as with random numbers.
+            check: whether the first call with a ``loss`` of other code also computes the loss of the whole mini-batch, on
+                all outputs, which it keeps, and compares both. Not if ``count`` or ``reduction`` is given or known, if
+                that fails, or if the loss differs when computed again, as with random numbers.
 
         Returns:
             The detached loss of the mini-batch; its backward has run. With ``return_output``, a tuple of the loss and the
@@ -363,7 +443,8 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         An exception of a layer or of ``loss`` (named as layer ``'loss'``) is raised unchanged, with a note. No gradient
         has been added then, unless a hook raised the exception.
         """
-        result, output = self._run_step("step", input, target, loss, count, reduction, scale, return_output, check)
+        options = {"count": count, "reduction": reduction, "return_output": return_output, "check": check}
+        result, output = self._run_step("step", input, target, loss, scale, options)
         return (result, output) if return_output else result
 
     def loss(
@@ -386,22 +467,14 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
         Returns:
             The loss with its graph. A backward of it hands out the gradients, times its incoming gradient.
         """
-        result: Tensor = self._run_step("loss", input, target, loss, count, reduction, scale, False, check)
+        options = {"count": count, "reduction": reduction, "return_output": False, "check": check}
+        result: Tensor = self._run_step("loss", input, target, loss, scale, options)
         return result
 
     def _run_step(
-        self,
-        method: str,
-        input: Any,
-        target: Any,
-        loss: Callable[[Any, Any], Tensor],
-        count: Callable[[Any], float] | None,
-        reduction: str | None,
-        scale: float | GradScaler,
-        return_output: bool,
-        check: bool,
+        self, method: str, input: Any, target: Any, loss: Any, scale: float | GradScaler, options: dict[str, Any]
     ) -> Any:
-        with self.refusing():
+        with self._core.refusing():
             refuse_tracing()
             refuse_step_of_sharded(self, method)
             refuse_sharded_layers(self.partitions)
@@ -411,19 +484,19 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                 raise RuntimeError(
                     f"{method}() trains, so it needs training mode and grad mode; use forward() to evaluate"
                 )
-            pipeline = self._pipeline()
-            if self._ranks is not None and type(scale) is GradScaler:
+            pipeline = self._core.pipeline()
+            if self.ranks is not None and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
-            if self._ranks is not None and self._ranks.replicas > 1 and trains(loss):
+            if self.ranks is not None and self.ranks.replicas > 1 and trains(loss):
                 raise ValueError(
                     "the loss has parameters, whose gradients replicas do not sum; make it the last layer of the model, and "
                     "pass a loss without parameters"
                 )
             factor = check_scale(scale, self.devices[self.placement[-1]])
-            options = step_options(loss, count, reduction, factor, return_output, self._chunks, self._checkpoint, check)
-        with one_mini_batch(self._norms), without_turn(), outside_checkpoints():
+            chosen = step_options(loss, **options, scale=factor, chunks=self._chunks, checkpoint=self._checkpoint)
+        with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
             run = pipeline.step if method == "step" else pipeline.loss
-            return run(input, target, checked(loss), kind_of(loss), options)
+            return run(input, target, checked(loss), kind_of(loss), chosen)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Records the actions of each later mini-batch in a timeline.
@@ -439,54 +512,4 @@ class GPipe(UnpartitionedNames, FixedPlacement, Collectives):
                 f"timeline must be a gpipe.Timeline or None, but is {shown(timeline)}; write timeline.to_chrome_json() to a "
                 "file after the calls"
             )
-        self._pipeline().trace(timeline)
-
-    # A copy or a pickle is a pipeline of its own, which makes its core at its first call.
-
-    def __getstate__(self) -> dict[str, Any]:
-        if self._ranks is not None:
-            raise TypeError("a pipeline over ranks cannot be copied or pickled; save its state_dict()")
-        state = self.__dict__.copy()
-        del state["_core_lock"]
-        state["_core"] = None
-        state["_layers"] = []
-        state["_norms"] = []
-        return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._core_lock = threading.RLock()
-
-    def _drop_layers_elsewhere(self) -> None:
-        for stage, is_here in enumerate(self._is_here):
-            if not is_here:
-                self.partitions[stage] = Partition().train(self.training)
-
-    def _pipeline(self) -> _C.Pipeline:
-        """Returns the core. Makes a new one if layers have been replaced, or if stages share other parameters."""
-        prepare_compilation()
-        with self._core_lock:
-            layers = list(self)
-            replaced = any(a is not b for a, b in zip_longest(layers, self._layers))
-            if self._core is None or replaced or not self._core.refresh():
-                if self._core is not None and self._ranks is not None:
-                    raise RuntimeError(
-                        "layers or shared parameters of this pipeline were replaced; over ranks, make a new pipeline on all "
-                        "ranks"
-                    )
-                stages = [(partition, layers_of(partition)) for partition in self._stages()]
-                here = {worker for worker, is_here in zip(self._placement, self._is_here) if is_here}
-                self._core = _C.Pipeline(
-                    stages,
-                    [str(device) for worker, device in enumerate(self.devices) if worker in here],
-                    self.schedule,
-                    self.placement,
-                    self.deferred_batch_norm,
-                    core_of(self._ranks),
-                )
-                if self._ranks is not None:
-                    self._ranks.add(self)
-                    self._drop_layers_elsewhere()
-                self._layers = list(self)
-                self._norms = [module for module in self.modules() if isinstance(module, DeferredBatchNorm)]
-            return self._core
+        self._core.pipeline().trace(timeline)

@@ -9,7 +9,6 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
@@ -90,13 +89,13 @@ class Ranks:
 
     def _start(self, core: _C.Ranks) -> None:
         self._core = core
-        self._pipelines: WeakSet[Any] = WeakSet()
+        self._pipelines: WeakSet[_C.Pipeline] = WeakSet()
         _unfinished.append(self)
         # Processes that multiprocessing has forked do not run atexit's functions.
         multiprocessing.util.Finalize(None, _finish_all, exitpriority=100)
 
-    def add(self, pipeline: Any) -> None:
-        """Notes a pipeline, which has a :class:`gpipe._C.Pipeline` as ``_core``."""
+    def add(self, pipeline: _C.Pipeline) -> None:
+        """Notes a pipeline of these processes."""
         self._pipelines.add(pipeline)
 
     @property
@@ -153,7 +152,7 @@ class Ranks:
             _unfinished.remove(self)
         failed = error is not None and not (isinstance(error, SystemExit) and not error.code)
         text = "".join(traceback.format_exception_only(error)).strip() if failed else ""
-        if not failed and any(pipeline._core is not None and pipeline._core.busy for pipeline in self._pipelines):
+        if not failed and any(pipeline.busy for pipeline in self._pipelines):
             text = "it ended during a call"
         self._core.finish(text)
 

@@ -1,6 +1,8 @@
-"""Importing a package that is not built, or that was built for another torch."""
+"""Importing a package that is not built, or that was built for another torch. Imports within the package."""
 
+import ast
 import shutil
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,28 @@ def test_an_extension_module_that_cannot_be_loaded(package):
     code, text = run(IMPORT, str(package.parent))
     assert code == 0
     assert text.startswith(f"gpipe cannot be loaded with torch {torch.__version__}: undefined symbol: at; install")
+
+
+def imported_by(path):
+    """Returns the names that a file imports, also those for type checks only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_neither_modules_nor_folders_import_in_circles():
+    root = Path(gpipe.__file__).parent
+    paths = {".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")}
+    modules = {f"gpipe.{name}".removesuffix(".__init__"): path for name, path in paths.items() if name != "__init__"}
+    imports = {name: modules.keys() & set(imported_by(path)) for name, path in modules.items()}
+    folders = {}
+    for name, others in imports.items():
+        folder = name.split(".")[1]
+        folders.setdefault(folder, set()).update({other.split(".")[1] for other in others} - {folder})
+    for graph in (imports, folders):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail("circle of imports: " + " <- ".join(error.args[1]))

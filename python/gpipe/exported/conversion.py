@@ -18,11 +18,19 @@ from gpipe.exported.division import divide
 from gpipe.exported.graph import Value
 from gpipe.exported.layer import Expected, ExportedLayer, Returned, holds
 from gpipe.exported.routes import Route, route
-from gpipe.exported.sequence import ExportedSequential
 from gpipe.exported.tensors import Tree, is_inside, nearest
 from gpipe.exported.trial import agree, compare
+from gpipe.names import OriginalNames, StateNames
 
-__all__ = ["as_sequential", "input_of", "to_sequential"]
+__all__ = ["ExportedSequential", "as_sequential", "input_of", "to_sequential"]
+
+
+class ExportedSequential(OriginalNames, nn.Sequential):
+    """A converted model: the layers in order of execution. Its parameters and buffers are those of the original model,
+    and ``state_dict()`` has the same keys."""
+
+    def _state_names(self) -> StateNames:
+        return StateNames(dict(self.named_children()))
 
 
 def to_sequential(

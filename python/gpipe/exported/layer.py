@@ -10,7 +10,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 
 from gpipe import _C
 from gpipe.exported.code import Code, load
-from gpipe.skip.layer import Skippable
+from gpipe.names import ConvertedLayer
 from gpipe.skip.namespace import native_namespace
 
 __all__ = ["Expected", "ExportedLayer", "holds"]
@@ -66,13 +66,11 @@ class Returned(NamedTuple):
     evaluation: Any
 
 
-class ExportedLayer(Skippable):
+class ExportedLayer(ConvertedLayer):
     """A layer of a converted model: what one of its modules computes, with the operators around it.
 
     Attributes:
         name: the path of the module in the original model.
-        model: a tree of modules with the layer's parameters and buffers, at their paths in the original model.
-        order: the names of the original model's tensors, in order.
     """
 
     def __init__(

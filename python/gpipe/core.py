@@ -1,0 +1,103 @@
+"""The C++ pipeline behind a :class:`gpipe.GPipe`."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import zip_longest
+from typing import Any
+
+from torch import nn
+
+from gpipe import _C
+from gpipe.batchnorm import DeferredBatchNorm
+from gpipe.caller import prepare_compilation
+from gpipe.checks import Workers
+from gpipe.partition import Partition, Stages, layers_of, split
+from gpipe.ranks import Ranks, core_of
+from gpipe.tied import borrowed_across_ranks
+
+__all__ = ["Core"]
+
+
+class Core:
+    """Cuts a model into stages, and makes the C++ pipeline that runs them when first needed. A copy makes its own.
+
+    Attributes:
+        stages: the stages. Those of other ranks lose their layers when the C++ pipeline is made.
+        devices: the device of each worker.
+        placement: the worker of each stage.
+        ranks: the processes that run the pipeline together; ``None`` if this one has all workers.
+        borrowed: the parameters of this rank's layers that another rank owns.
+        norms: the deferred batch norms of the layers, once the C++ pipeline is made.
+    """
+
+    def __init__(
+        self,
+        module: nn.Sequential,
+        balance: list[int],
+        workers: Workers,
+        schedule: str,
+        deferred_batch_norm: bool,
+        ranks: Ranks | None,
+    ) -> None:
+        rank = 0 if ranks is None else ranks.rank
+        self.ranks = ranks
+        self.devices, self.placement = workers.devices, workers.placement
+        self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
+        own_devices = [str(device) for device, at in zip(self.devices, workers.ranks) if at == rank]
+        self._options = own_devices, schedule, self.placement, deferred_batch_norm, core_of(ranks)
+        of_stages = [self.devices[worker] for worker in self.placement]
+        self.stages = Stages(split(module, balance, of_stages, self._is_here))
+        self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._lock = threading.RLock()
+        self._pipeline: _C.Pipeline | None = None
+        self._layers: list[nn.Module] = []  # of the C++ pipeline
+        self.norms: list[DeferredBatchNorm] = []
+
+    def pipeline(self) -> _C.Pipeline:
+        """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""
+        prepare_compilation()
+        with self._lock:
+            layers = self.stages.layers().values()
+            replaced = any(a is not b for a, b in zip_longest(layers, self._layers))
+            if self._pipeline is None or replaced or not self._pipeline.refresh():
+                if self._pipeline is not None and self.ranks is not None:
+                    raise RuntimeError(
+                        "layers or shared parameters of this pipeline were replaced; over ranks, make a new pipeline "
+                        "on all ranks"
+                    )
+                stages = [(stage, layers_of(stage)) for stage in self.stages]
+                self._pipeline = _C.Pipeline(stages, *self._options)
+                if self.ranks is not None:
+                    self.ranks.add(self._pipeline)
+                    for index, stage in enumerate(self.stages):
+                        if not self._is_here[index]:
+                            self.stages[index] = Partition().train(stage.training)
+                self._layers = list(self.stages.layers().values())
+                self.norms = [module for module in self.stages.modules() if isinstance(module, DeferredBatchNorm)]
+            return self._pipeline
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Makes the other ranks' call raise an exception if the block, which prepares the same call, does."""
+        try:
+            yield
+        except Exception as error:
+            if self._pipeline is not None:
+                self._pipeline.withdraw(f"{type(error).__name__}: {error}")
+            raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.ranks is not None:
+            raise TypeError("a pipeline over ranks cannot be copied or pickled; save its state_dict()")
+        made = ("_lock", "_pipeline", "_layers", "norms")
+        return {name: value for name, value in self.__dict__.items() if name not in made}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._forget()
