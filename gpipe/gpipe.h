@@ -147,7 +147,7 @@ class GPipeImpl : public torch::nn::Module {
   bool ties_unchanged() const;
 
   // Calls over ranks that train nothing. As with forward(), all ranks make them in the same order, and an error of one is
-  // an error of all. In one process they exchange nothing.
+  // an error of all. In one process they return at once.
 
   /// Returns the bytes that each rank gives, in order, on rank 0; nothing on the other ranks. `what` they are must be the same
   /// on all ranks.

@@ -55,7 +55,7 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
 /// Returns the reason if the words are a farewell.
 std::optional<std::string> reason_of_farewell(const std::string& words);
 
-/// Returns the verdict of a judgement. Errors: std::runtime_error unless all ranks agreed.
+/// Returns what the judgement says that the ranks agreed on. Errors: std::runtime_error unless all ranks agreed.
 Agreement to_agreement(const std::string& judgement);
 
 }  // namespace gpipe

@@ -297,7 +297,7 @@ void RankTeam::send_copies(Subject subject, const std::vector<int>& receivers, P
 }
 
 Parcel RankTeam::broadcast(Group group, int owner, Parcel parcel) {
-  const auto subject = group == Group::kReplica ? kReplica : group == Group::kCounterparts ? kCounterparts : kAll;
+  const auto subject = static_cast<Subject>(kReplica + static_cast<int>(group));
   int other = owner;
   transfer(kResult, other, [&] {
     if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });

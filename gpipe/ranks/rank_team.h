@@ -83,9 +83,10 @@ class RankTeam : public Team {
   void while_polling(absl::FunctionRef<void()> wait);
 
  private:
-  /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, or results of calls.
-  enum Subject { kWord, kVerdict, kReplica, kCounterparts, kAll, kBytes, kPing, kGathered };
-  static constexpr int kSubjects = 8;
+  /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, results of calls by their Group,
+  /// and more.
+  enum Subject { kWord, kVerdict, kReplica, kReplicaOutputs, kCounterparts, kAll, kBytes, kPing, kGathered };
+  static constexpr int kSubjects = 9;
   int wires_between_workers() const { return static_cast<int>(of_workers_.size() * of_workers_.size()); }
   int wire_number(int subject, int from, int to) const;
   int gradient_wire(Gradient kind, int stage, int from_replica, int to_replica) const;

@@ -38,7 +38,7 @@ void Wires::finish() {
   for (const auto& [number, sender] : senders_) sender->finish();
 }
 
-RemoteEdges::RemoteEdges(Wires* wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
+RemoteEdges::RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
                          const LayoutKey& key, std::chrono::milliseconds limit)
     : program_(program),
       part_(part),
@@ -51,12 +51,12 @@ RemoteEdges::RemoteEdges(Wires* wires, const Program& program, Part part, const 
   for (auto& plan : plan_wires(program, part, ranks)) {
     const int number = plan.from * program.workers() + plan.to;
     if (is_here(plan.from)) {
-      auto& remembered = wires->remembered(number, key, plan.messages.size());
+      auto& remembered = wires.remembered(number, key, plan.messages.size());
       sending_[plan.from].push_back(
-          {&wires->sender(number, ranks[plan.to]), plan.to, ranks[plan.to], std::move(plan.messages), &remembered});
+          {&wires.sender(number, ranks[plan.to]), plan.to, ranks[plan.to], std::move(plan.messages), &remembered});
     } else if (is_here(plan.to)) {
-      auto& remembered = wires->remembered(number, key, plan.messages.size());
-      auto& wire = wires->receiver(number, ranks[plan.from], limit);
+      auto& remembered = wires.remembered(number, key, plan.messages.size());
+      auto& wire = wires.receiver(number, ranks[plan.from], limit);
       std::vector<Remembered*> expected;
       for (std::size_t i = 0; i < plan.messages.size(); ++i) expected.push_back(&remembered[i]);
       wire.expect(std::move(expected));

@@ -69,9 +69,9 @@ struct Activity {
 /// Invariant: each worker receives the messages of a wire in the order of the plan.
 class RemoteEdges {
  public:
-  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message. `wires`
-  /// may be null if all workers are on this rank. All arguments but `key` must outlive this.
-  RemoteEdges(Wires* wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
+  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message. All
+  /// arguments but `key` must outlive this.
+  RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
               const LayoutKey& key, std::chrono::milliseconds limit);
 
   using Arrived = absl::FunctionRef<void(const WireMessage&, std::unique_ptr<Incoming>)>;

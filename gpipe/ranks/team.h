@@ -25,8 +25,8 @@ class GradientReduction;
 
 /// The ranks that run a pipeline and its replicas together. `Alone` is a team of one.
 ///
-/// Thread safety: agree(), broadcast(), all_gather(), gather() and clocks() on one thread at a time; the other functions on
-/// any thread.
+/// Thread safety: agree(), withdraw(), broadcast(), all_gather(), gather(), clocks(), begin_sum(), connect_devices() and what
+/// uses wires() on one thread at a time; the other functions on any thread.
 /// Invariants:
 ///   1. The first failure of any rank is the failure of all. It is published before the connections are closed.
 ///   2. After a failure every call throws.
@@ -52,8 +52,9 @@ class Team {
   /// The number of calls that were agreed on or withdrawn.
   virtual std::uint64_t calls() const = 0;
 
-  /// The ranks that share a value: those of a replica, those with the same stages (counterparts), or all.
-  enum class Group { kReplica, kCounterparts, kAll };
+  /// The ranks that share a value: the ranks of a replica, the ranks with the same stages (counterparts), or all. Outputs have
+  /// wires of their own, which remember their layout.
+  enum class Group { kReplica, kReplicaOutputs, kCounterparts, kAll };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
 

@@ -7,8 +7,6 @@
 
 namespace gpipe {
 
-Call::Call(Pipeline& pipeline) : pipeline_(pipeline) { pipeline_.set_error(std::nullopt); }
-
 void Call::take_turn() {
   if (!turn_) turn_.emplace(pipeline_.call_mutex());
 }
@@ -26,12 +24,12 @@ Agreement Call::agree(Proposal proposal) {
 }
 
 void Call::report() noexcept try {
-  if (std::exchange(has_reported_, true)) return;
-  const auto message = message_of(std::current_exception());
   auto& team = pipeline_.team();
+  if (std::exchange(has_reported_, true) || team.size() == 1) return;
+  const auto message = message_of(std::current_exception());
   if (has_started_) {
     team.fail("rank " + std::to_string(team.rank()) + " failed in " + what_ + ": " + message);
-  } else if (!has_answered_ && team.size() > 1) {
+  } else if (!has_answered_) {
     take_turn();
     team.withdraw(message);
   }

@@ -18,8 +18,7 @@ namespace gpipe {
 /// Thread safety: used by the thread that made it.
 class Call {
  public:
-  /// Forgets the pipeline's last error.
-  explicit Call(Pipeline& pipeline);
+  explicit Call(Pipeline& pipeline) : pipeline_(pipeline) {}
 
   /// Waits until no other call runs. From then on the stages belong to this call. Does nothing the second time.
   void take_turn();

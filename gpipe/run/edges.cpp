@@ -7,7 +7,7 @@
 namespace gpipe {
 namespace {
 
-// The same memory, whose end the counter learns of on any thread.
+// Returns the same memory. When it is freed, on any thread, the counter learns of it.
 std::shared_ptr<const void> counted(std::shared_ptr<const void> owner, std::shared_ptr<ByteCounter> counter) {
   const auto* memory = owner.get();
   return {memory, [owner = std::move(owner), counter = std::move(counter)](const void*) mutable {
@@ -23,10 +23,11 @@ Edges::Edges(Pipeline& pipeline, const Program& program, Part part, const Layout
     : pipeline_(pipeline),
       program_(program),
       counter_(std::move(counter)),
-      slots_(2 * program.edges().size() * program.layout().micro_batches),
-      remote_(pipeline.team().wires(), program, part, pipeline.team().of_workers(), pipeline.team().rank(), key,
-              pipeline.team().timeout()) {
-  pipeline_.team().watch([this] { return remote_.activity(); });
+      slots_(2 * program.edges().size() * program.layout().micro_batches) {
+  auto& team = pipeline_.team();
+  if (team.size() == 1) return;
+  remote_.emplace(*team.wires(), program, part, team.of_workers(), team.rank(), key, team.timeout());
+  team.watch([this] { return remote_->activity(); });
 }
 
 Edges::~Edges() { pipeline_.team().watch({}); }
@@ -37,9 +38,11 @@ Edges::Slot& Edges::slot(int edge, const Action& action) {
 }
 
 std::vector<Parcel> Edges::receive(const Action& action) {
-  remote_.receive(action, [&](const WireMessage& message, std::unique_ptr<Incoming> incoming) {
-    take_message(message, std::move(incoming));
-  });
+  if (remote_) {
+    remote_->receive(action, [&](const WireMessage& message, std::unique_ptr<Incoming> incoming) {
+      take_message(message, std::move(incoming));
+    });
+  }
   std::vector<Parcel> parcels;
   for (const int edge : program_.wiring().takes(action)) parcels.push_back(take(edge, action));
   return parcels;
@@ -72,7 +75,7 @@ void Edges::send(const Action& action, std::vector<Parcel> parcels) {
         same_worker ? StreamEvents() : record_events(parcels[k].tensors, action.kind == Kind::F ? ends.from : ends.to);
     slot(edges[k], action) = {std::move(parcels[k]), std::move(ready)};
   }
-  remote_.send(action, [&](const WireMessage& message) { return to_message(message); });
+  if (remote_) remote_->send(action, [&](const WireMessage& message) { return to_message(message); });
 }
 
 DeviceLink* Edges::device_link(const WireMessage& message) const {
@@ -116,7 +119,8 @@ void Edges::take_message(const WireMessage& message, std::unique_ptr<Incoming> i
 
 // Transfers between devices also end when a rank has failed.
 void Edges::settle(int worker) {
-  remote_.settle(worker, [&](int from, int to) {
+  if (!remote_) return;
+  remote_->settle(worker, [&](int from, int to) {
     auto* link = pipeline_.device_link(from, to);
     if (link == nullptr) return;
     link->settle(pipeline_.team().timeout());

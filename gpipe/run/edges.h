@@ -1,6 +1,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "gpipe/ranks/remote_edges.h"
@@ -29,7 +30,7 @@ class Edges {
   Edges(const Edges&) = delete;
   Edges& operator=(const Edges&) = delete;
 
-  /// Returns what an action takes, in the order of Wiring::takes(). Of gradients, parcels have the tensors alone. Waits for
+  /// Returns what an action takes, in the order of Wiring::takes(). A parcel of gradients has only its tensors. Waits for
   /// other ranks. Errors: ConnectionError; std::runtime_error if a tensor was changed in place after it was sent.
   std::vector<Parcel> receive(const Action& action);
   /// Takes what an action puts, in the order of Wiring::puts(). Errors: ConnectionError.
@@ -37,9 +38,9 @@ class Edges {
   /// After a worker's last action, waits for its transfers between devices of ranks. Errors: ConnectionError.
   void settle(int worker);
 
-  /// What a worker does, or what holds up this rank; see RemoteEdges.
-  Activity activity(int worker) const { return remote_.activity(worker); }
-  Activity activity() const { return remote_.activity(); }
+  /// What a worker does, or what holds up this rank; see RemoteEdges. REQUIRES: there are other ranks.
+  Activity activity(int worker) const { return remote_->activity(worker); }
+  Activity activity() const { return remote_->activity(); }
 
  private:
   struct Slot {
@@ -56,7 +57,7 @@ class Edges {
   const Program& program_;
   const std::shared_ptr<ByteCounter> counter_;
   std::vector<Slot> slots_;
-  RemoteEdges remote_;
+  std::optional<RemoteEdges> remote_;  // if there are other ranks
 };
 
 }  // namespace gpipe

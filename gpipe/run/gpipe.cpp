@@ -164,6 +164,7 @@ void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pip
                    devices = devices_of(input),
                    entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
     auto result = in_call(*pipeline, [&](Call& call) {
+      pipeline->set_error(std::nullopt);
       // Micro-batches have version counters of their own.
       if (entered.changed()) {
         throw std::runtime_error(
@@ -288,6 +289,7 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
   std::shared_ptr<MiniBatch> mini_batch;
   Parcel entered;
   auto output = in_call(*pipeline_, [&](Call& call) {
+    pipeline_->set_error(std::nullopt);
     if (split_size == 0) check_chunks(chunks);
     sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
     refuse_transforms(input, pipeline_->stages());
@@ -327,6 +329,7 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
   std::vector<std::int64_t> sizes;
   std::vector<at::Tensor> sources;
   auto outcome = in_call(*pipeline_, [&](Call& call) {
+    pipeline_->set_error(std::nullopt);
     if (!is_training() || !at::GradMode::is_enabled()) {
       throw std::runtime_error(
           "[gpipe] step() trains, so it needs training mode and grad mode; use forward() to evaluate");

@@ -5,7 +5,6 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
-#include <algorithm>
 #include <numeric>
 #include <sstream>
 #include <stdexcept>
@@ -39,10 +38,7 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
 // Counts the bytes of a forward, step or backward, if a timeline records them and nothing else listens to allocations.
 class MiniBatch::Counting {
  public:
-  explicit Counting(MiniBatch& mini_batch) : scope_(mini_batch.counter_) {
-    mini_batch.counted_ = scope_.installed();
-    if (!mini_batch.counted_) mini_batch.counter_.reset();
-  }
+  explicit Counting(MiniBatch& mini_batch) : scope_(mini_batch.counter_) { mini_batch.counted_ = scope_.installed(); }
 
  private:
   const AllocationListener::Scope scope_;
@@ -108,6 +104,7 @@ void MiniBatch::finish() {
 Gathered MiniBatch::forward(Call& call) try {
   begin(call);
   const Counting counting(*this);
+  if (!counted_) counter_.reset();
   run_part(Part::kForward);
   auto output = take_results().second;
   finish();
@@ -120,6 +117,7 @@ Gathered MiniBatch::forward(Call& call) try {
 MiniBatch::StepOutcome MiniBatch::step(Call& call) try {
   begin(call);
   const Counting counting(*this);
+  if (!counted_) counter_.reset();
   // The backward runs without autocast.
   if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -175,16 +173,15 @@ MiniBatch::BackwardResult MiniBatch::backward(Call& call, std::vector<Gradients>
 void MiniBatch::begin_backward() {
   input_gradients_.assign(micro_batches_, {});
   sums_.clear();
+  for (const auto& sinks : sinks_) sums_.emplace_back(sinks.parameters().size());
+  if (pipeline_->team().replicas() == 1) return;
   std::vector<std::vector<at::Tensor>> parameters;
-  for (const auto& sinks : sinks_) {
-    sums_.emplace_back(sinks.parameters().size());
-    parameters.push_back(sinks.parameters());
-  }
+  for (const auto& sinks : sinks_) parameters.push_back(sinks.parameters());
   reduction_ = pipeline_->team().begin_sum(std::move(parameters));
   last_backwards_.resize(pipeline_->count());
   for (const auto& actions : program_->schedule()) {
     for (const auto& action : actions) {
-      if (reduction_ && (action.kind == Kind::B || action.kind == Kind::W)) last_backwards_[action.stage] = action;
+      if (action.kind == Kind::B || action.kind == Kind::W) last_backwards_[action.stage] = action;
     }
   }
 }
@@ -204,7 +201,8 @@ std::pair<at::Tensor, Gathered> MiniBatch::take_results() {
       parcel.add(outputs.value.tensors()[k], outputs.wants_gradient[k]);
     }
   }
-  parcel = team.broadcast(Team::Group::kReplica, pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel));
+  const auto group = !loss_ || loss_->keeps_outputs() ? Team::Group::kReplicaOutputs : Team::Group::kReplica;
+  parcel = team.broadcast(group, pipeline_->rank_of(pipeline_->count() - 1), std::move(parcel));
   hand_over(parcel.tensors);
   if (!has_last_stage()) {
     loss = parcel.tensors.front();
@@ -321,6 +319,7 @@ void MiniBatch::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
 void MiniBatch::run(const Action& action, Measure measure) {
   try {
     auto in = edges_->receive(action);
+    if (action.kind == Kind::F && action.stage == 0) in.insert(in.begin(), inputs_.receive(action.micro_batch));
     std::vector<Parcel> out;
     measure([&] { out = run_action(action, std::move(in)); });
     edges_->send(action, std::move(out));
@@ -367,6 +366,7 @@ std::vector<Parcel> MiniBatch::run_action(const Action& action, std::vector<Parc
 
 void MiniBatch::cancel(const Failure& failure) noexcept {
   auto& team = pipeline_->team();
+  if (team.size() == 1) return;
   const auto where = [&] {
     if (!failure.action) return std::string();
     const auto info = describe(*failure.action, failure.error);
@@ -396,12 +396,11 @@ void MiniBatch::report_error(const Action& action) {
 
 Bytes MiniBatch::bytes(int worker) { return counted_ ? counter_->count(worker) : Bytes(); }
 
-// `in` has the skips and the borrowed parameters, behind the activation of the stage before.
+// `in` has the activation, the skips and the borrowed parameters.
 std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Parcel> in) {
   const int s = action.stage;
   const bool is_last = s + 1 == pipeline_->count();
   auto& sinks = sinks_[s];
-  if (s == 0) in.insert(in.begin(), inputs_.receive(action.micro_batch));
   const auto borrowed = sinks.borrowed();
   const auto lenders = program_->in_edges(s).end() - std::ssize(borrowed);
   for (std::size_t k = 0; k < borrowed.size(); ++k) {

@@ -45,7 +45,8 @@ class MiniBatch : public ActionRunner {
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
             std::optional<LossOfMiniBatch> loss = std::nullopt);
 
-  /// Runs the forwards. REQUIRES: after an error, the call fails and this is destroyed.
+  /// Runs the forwards. REQUIRES: after an error, destroy this, then call
+  /// Call::fail().
   Gathered forward(Call& call);
 
   struct BackwardResult {

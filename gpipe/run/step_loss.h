@@ -39,7 +39,7 @@ class Outputs {
 /// Thread safety: used by the last stage's worker, and by the caller before and after.
 class StepLoss {
  public:
-  /// The other arguments must outlive this.
+  /// `pipeline` and `outputs` must outlive this.
   StepLoss(Pipeline& pipeline, LossOfMiniBatch loss, Outputs& outputs);
 
   /// Divides the weights by their sum over all replicas. Errors: as normalize().
@@ -51,7 +51,7 @@ class StepLoss {
   void begin_comparison();
   void end_comparison();
 
-  /// Returns the last layer of a micro-batch's cell, which computes its loss.
+  /// Returns the last layer of a micro-batch's cell, which computes its loss. REQUIRES: this outlives the layer's calls.
   std::unique_ptr<Layer> layer(int micro_batch);
   /// The gradient of the last layer's output. Undefined if the loss has no weight, which stops the backward.
   at::Tensor gradient(int micro_batch) const;

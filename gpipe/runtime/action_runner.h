@@ -34,7 +34,7 @@ class ActionRunner {
 
   /// Calls a function once and measures it: the span of the action in a timeline.
   using Measure = absl::FunctionRef<void(absl::FunctionRef<void()>)>;
-  /// Runs an action on its worker's thread. Waits for other processes outside of `measure`. The executor takes the action's
+  /// Runs an action on its worker's thread. Receives and sends outside of `measure`. The executor takes the action's
   /// edges between workers of this process before this call and puts them after it. Can throw.
   virtual void run(const Action& action, Measure measure) = 0;
 

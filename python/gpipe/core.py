@@ -88,7 +88,7 @@ class Core:
         try:
             yield
         except Exception as error:
-            if self._pipeline is not None:
+            if self.ranks is not None and self._pipeline is not None:
                 self._pipeline.withdraw(f"{type(error).__name__}: {error}")
             raise
 

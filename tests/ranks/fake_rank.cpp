@@ -49,7 +49,7 @@ class FakeRank::Cells : public FakeCells {
   void begin(Part part, Wires& wires) {
     wires_ = &wires;
     const auto& call = rank_.job_.calls[call_];
-    edges_.emplace(&wires, program_, part, rank_.job_.ranks, rank_.rank_,
+    edges_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_,
                    LayoutKey{call.program, static_cast<int>(part)}, rank_.limit_);
     const auto& ranks = rank_.job_.ranks;
     MutexLock lock(mutex_);
