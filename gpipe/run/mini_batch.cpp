@@ -317,6 +317,7 @@ void MiniBatch::on_worker(int worker, absl::FunctionRef<void()> run_actions) {
 }
 
 void MiniBatch::run(const Action& action, Measure measure) {
+  const ProfilerRange range([&] { return "gpipe " + to_string(action); });
   try {
     auto in = edges_->receive(action);
     if (action.kind == Kind::F && action.stage == 0) in.insert(in.begin(), inputs_.receive(action.micro_batch));
@@ -339,7 +340,6 @@ void MiniBatch::run(const Action& action, Measure measure) {
 }
 
 std::vector<Parcel> MiniBatch::run_action(const Action& action, std::vector<Parcel> in) {
-  const ProfilerRange range([&] { return "gpipe " + to_string(action); });
   auto& clock = clocks_[pipeline_->worker_of(action.stage)];
   if (clock) clock->start();
   std::vector<Parcel> out;
