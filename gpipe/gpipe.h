@@ -165,8 +165,9 @@ class GPipeImpl : public torch::nn::Module {
   std::vector<double> sum_over_replicas(std::vector<double> numbers);
 
   /// Takes a number for each of this rank's parameters(), in order. Returns those of the whole model's parameters, in its
-  /// order, on all ranks. Their sum has the same bits as in one process. Errors: std::invalid_argument for another count.
-  std::vector<double> of_all_parameters(std::vector<double> numbers);
+  /// order, on all ranks. Their sum has the same bits as in one process. `what` they are must be the same on all ranks. Errors:
+  /// std::invalid_argument for another count.
+  std::vector<double> of_all_parameters(std::vector<double> numbers, const std::string& what = "numbers");
 
   /// Makes the call that the other ranks begin throw there, because this rank cannot make it. `reason` tells them why.
   void withdraw(const std::string& reason);

@@ -48,8 +48,8 @@ struct GPipeOptions {
   /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
   /// at least one each.
   TORCH_ARG(int, intraop_threads) = 0;
-  /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` are then
-  /// those of this rank's workers. Null: this process has all workers.
+  /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` then has
+  /// the devices of this rank's workers. Null: this process has all workers.
   TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
 };
 

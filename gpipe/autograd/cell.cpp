@@ -59,31 +59,18 @@ class SumsScope {
 // them. W reads only the other factor of each product, but PyTorch would refuse to run it.
 class VersionScope {
  public:
-  VersionScope(const std::vector<at::Tensor>& parameters, const std::vector<std::uint32_t>& versions)
-      : parameters_(parameters), present_(versions_of(parameters)) {
-    set(versions);
+  VersionScope(const std::vector<at::Tensor>& parameters, std::vector<VersionWatch>& at_i)
+      : present_(parameters.begin(), parameters.end()) {
+    for (auto& version : at_i) version.put_back();
   }
-  ~VersionScope() { set(present_); }
+  ~VersionScope() {
+    for (auto& version : present_) version.put_back();
+  }
   VersionScope(const VersionScope&) = delete;
   VersionScope& operator=(const VersionScope&) = delete;
 
-  static std::vector<std::uint32_t> versions_of(const std::vector<at::Tensor>& parameters) {
-    std::vector<std::uint32_t> versions;
-    for (const auto& parameter : parameters) versions.push_back(version_of(parameter));
-    return versions;
-  }
-
  private:
-  void set(const std::vector<std::uint32_t>& versions) {
-    for (std::size_t i = 0; i < versions.size(); ++i) {
-      if (version_of(parameters_[i]) == versions[i]) continue;
-      auto counter = parameters_[i].unsafeGetTensorImpl()->version_counter();
-      counter.set_version(versions[i]);
-    }
-  }
-
-  const std::vector<at::Tensor>& parameters_;
-  const std::vector<std::uint32_t> present_;
+  std::vector<VersionWatch> present_;
 };
 
 }  // namespace
@@ -315,7 +302,7 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
   std::vector<GradientSums> entering;
   for (const auto& parcel : entry_sinks_) entering.emplace_back(parcel.size());
   if (!roots.edges.empty()) run_graph(roots, retain_graph, sums, entering);
-  if (present_) stage_.state.restore_values(stage_, *present_);
+  if (present_) stage_.state.restore_after_backward(stage_, *present_);
   present_.reset();
   std::vector<Gradients> result;
   for (auto& of_parcel : entering) result.push_back(of_parcel.take());
@@ -339,7 +326,7 @@ std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradi
   drop_graph();
   if (!split_) return result;
   if (!split_->end_inputs()) split_.reset();
-  versions_ = VersionScope::versions_of(sinks_.parameters());
+  versions_ = {sinks_.parameters().begin(), sinks_.parameters().end()};
   // W will read these gradients, and their receiver may add to them.
   for (auto& of_parcel : result) {
     for (auto& gradient : of_parcel) {

@@ -107,8 +107,8 @@ class Cell {
   // The graph, per parcel and tensor; null or invalid where no gradient flows.
   std::vector<std::vector<std::shared_ptr<GradientSink>>> entry_sinks_;
   std::vector<torch::autograd::edge_list> roots_;
-  std::optional<SplitBackward> split_;   // between I and W
-  std::vector<std::uint32_t> versions_;  // of the parameters, at I
+  std::optional<SplitBackward> split_;  // between I and W
+  std::vector<VersionWatch> versions_;  // of the parameters, at I
 };
 
 }  // namespace gpipe

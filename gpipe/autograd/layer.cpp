@@ -96,6 +96,11 @@ class AnyLayer : public Layer {
 
 }  // namespace
 
+bool are_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& left, const auto& right) { return left.is_same(right); });
+}
+
 Layer::Buffers Layer::buffers() const {
   auto tensors = module()->buffers();
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes;
@@ -105,10 +110,7 @@ Layer::Buffers Layer::buffers() const {
     for (const auto& [each, training] : modes) {
       if (each->is_training() != training) each->train(training);
     }
-    const auto present = module()->buffers();
-    const bool same = std::equal(present.begin(), present.end(), tensors.begin(), tensors.end(),
-                                 [](const auto& a, const auto& b) { return a.is_same(b); });
-    if (same) return;
+    if (are_same(module()->buffers(), tensors)) return;
     throw std::runtime_error(
         "[gpipe] layer '" + name() +
         "' replaced a buffer, which cannot be undone for a recompute; write to the buffer in place");

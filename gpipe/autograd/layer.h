@@ -42,6 +42,9 @@ class Layer {
   virtual std::vector<at::Tensor> parameters() const { return module()->parameters(); }
 };
 
+/// Whether two lists hold the same tensors, in the same order.
+bool are_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b);
+
 /// Returns the name under which a container registers a layer's module: LibTorch allows no dots in it.
 std::string registered_name(const std::string& layer);
 

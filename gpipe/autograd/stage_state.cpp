@@ -136,8 +136,7 @@ StageState::Item StageState::make_item(const at::Tensor& tensor, bool is_buffer)
 
 // The first `buffers` of the tensors are buffers.
 void StageState::track(std::vector<at::Tensor> tensors, std::size_t buffers) {
-  const auto is_same = [](const at::Tensor& a, const at::Tensor& b) { return a.is_same(b); };
-  if (std::equal(tensors.begin(), tensors.end(), tensors_->begin(), tensors_->end(), is_same)) return;
+  if (are_same(tensors, *tensors_)) return;
   absl::flat_hash_map<const c10::TensorImpl*, Item> known;
   for (auto& item : items_) known.try_emplace(item.tensor.unsafeGetTensorImpl(), std::move(item));
   items_.clear();
@@ -257,11 +256,12 @@ void StageState::restore(const Stage& stage, const Moment& moment) {
   if (error) std::rethrow_exception(error);
 }
 
-void StageState::restore_values(const Stage& stage, const Moment& moment) {
+void StageState::restore_after_backward(const Stage& stage, const Moment& moment) {
   std::string owner;  // of a replaced buffer that had another value in the forward
   stage.locked([&] {
     for (std::size_t i = 0; i < stage.layers.size(); ++i) {
       const auto now = stage.layers[i]->buffers().tensors;
+      if (are_same(now, moment.buffers_[i].tensors)) continue;
       for (const auto& tensor : moment.buffers_[i].tensors) {
         const auto is_it = [&](const at::Tensor& each) { return each.is_same(tensor); };
         if (std::any_of(now.begin(), now.end(), is_it) || has_value(tensor, moment)) continue;

@@ -46,12 +46,12 @@ class StageState {
   /// Makes the state what it was. Does not advance version counters, so graphs in flight stay valid.
   /// Errors: std::runtime_error for a value that was overwritten unseen; Layer::Buffers::put_back().
   void restore(const Stage& stage, const Moment& moment);
-  /// Gives modules the buffers and modes that they had, but leaves the values as they are: hooks of a backward replace
-  /// the present buffers. Errors: Layer::Buffers::put_back().
+  /// Gives modules the buffers and modes that they had, before a backward whose hooks may replace buffers. Values stay as they
+  /// are. Errors: Layer::Buffers::put_back().
   void put_back(const Stage& stage, const Moment& moment);
-  /// Restores values alone. Errors: those of restore(); std::runtime_error, which names the layer, if a backward has
-  /// replaced a buffer whose present value it could not read.
-  void restore_values(const Stage& stage, const Moment& moment);
+  /// Restores the values, and keeps the buffers that the backward has set. Errors: std::runtime_error as restore(), and, with
+  /// the name of the layer, if the backward replaced a buffer whose present value it could not read.
+  void restore_after_backward(const Stage& stage, const Moment& moment);
   /// As restore(), while an exception is being handled: ignores its own errors.
   void restore_after_error(const Stage& stage, const Moment& moment) noexcept;
 

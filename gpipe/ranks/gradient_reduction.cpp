@@ -51,7 +51,7 @@ GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at:
     auto& stage = stages_[s];
     stage.parameters = std::move(parameters[s]);
     for (const auto& parameter : stage.parameters) {
-      stage.present.emplace_back(parameter.grad(), version_of(parameter.grad()));
+      stage.present.emplace_back(parameter.grad(), parameter.grad());
     }
     stage.gradients.resize(stage.parameters.size());
     stage.is_here.resize(stage.parameters.size());
@@ -244,7 +244,7 @@ void GradientReduction::check_untouched() const {
     for (std::size_t p = 0; p < stage.parameters.size(); ++p) {
       const auto& gradient = stage.parameters[p].grad();
       const auto& [present, version] = stage.present[p];
-      if (gradient.is_same(present) && version_of(gradient) == version) continue;
+      if (gradient.is_same(present) && !version.changed()) continue;
       throw std::runtime_error(
           "[gpipe] a layer's backward has added to the .grad of a parameter itself, as reentrant checkpoints do, and "
           "replicas cannot sum that; use torch.utils.checkpoint with use_reentrant=False");

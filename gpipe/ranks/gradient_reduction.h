@@ -59,7 +59,7 @@ class GradientReduction {
   };
   struct OfStage {
     std::vector<at::Tensor> parameters;
-    std::vector<std::pair<at::Tensor, std::uint32_t>> present;  // each parameter's `.grad`, with its version
+    std::vector<std::pair<at::Tensor, VersionWatch>> present;  // each parameter's `.grad`, with its version
     std::vector<GradientBucket> buckets;
     std::vector<Wires> wires;   // per replica; unused for this one
     Gradients gradients;        // as in_parameters_order()

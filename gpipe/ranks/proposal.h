@@ -14,7 +14,7 @@ struct Proposal {
   std::string what;                        ///< the same on all ranks of a replica
   std::string same_on_all = "";            ///< the same on all ranks; empty: `what`
   std::string same_for_counterparts = "";  ///< the same on all ranks with the same stages
-  std::uint64_t number = 0;                ///< of which the largest is wanted
+  std::uint64_t number = 0;                ///< the agreement has the largest
   double weight = 0;                       ///< of the replica's part of the mini-batch; 0 on ranks that do not know it
   int micro_batches = 0;                   ///< of the replica
   bool failed_before = false;  ///< whether this rank's last backward ended with an exception after it was agreed on

@@ -11,8 +11,8 @@
 #include <utility>
 
 #include "absl/strings/str_cat.h"
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/clock.h"
-#include "gpipe/base/items.h"
 #include "gpipe/ranks/gradient_reduction.h"
 #include "gpipe/ranks/polling.h"
 #include "gpipe/tensors/transfer.h"
@@ -323,7 +323,6 @@ std::vector<Parcel> RankTeam::all_gather(Parcel parcel) {
 }
 
 std::unique_ptr<GradientReduction> RankTeam::begin_sum(std::vector<std::vector<at::Tensor>> parameters) {
-  if (replicas() == 1) return nullptr;
   return std::make_unique<GradientReduction>(*this, std::move(parameters));
 }
 

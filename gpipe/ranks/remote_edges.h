@@ -63,7 +63,7 @@ struct Activity {
   int awaits = -1;  ///< the rank whose message it waits for or to which it sends, or -1
 };
 
-/// The messages between this rank's workers and those of other ranks during one part of a program.
+/// The messages between workers of this rank and workers of other ranks during one part of a program.
 ///
 /// Thread safety: receive(), send() and settle() run on their worker's thread; activity() on any thread.
 /// Invariant: each worker receives the messages of a wire in the order of the plan.

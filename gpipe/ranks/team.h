@@ -64,12 +64,12 @@ class Team {
   virtual std::vector<Parcel> all_gather(Parcel parcel) = 0;
   /// Returns the bytes of all ranks, in order, on rank 0; nothing on the other ranks.
   virtual std::vector<std::string> gather(std::string bytes) = 0;
-  /// Sums the gradients of parameters, per stage, over replicas. Null if there is one replica.
+  /// Sums the gradients of parameters, per stage, over replicas. REQUIRES: there are several replicas.
   virtual std::unique_ptr<GradientReduction> begin_sum(std::vector<std::vector<at::Tensor>> parameters) = 0;
 
   /// A rank's clock, as rank 0 has measured it.
   struct Clock {
-    double ahead = 0;  ///< of rank 0's, in seconds
+    double ahead = 0;  ///< seconds by which it is ahead of rank 0's clock
     double error = 0;  ///< the most by which `ahead` can be wrong
   };
   /// Returns the clocks of all ranks, in order, on rank 0; nothing on the other ranks.
@@ -80,10 +80,10 @@ class Team {
   virtual const StructureCodec& codec() const = 0;
   /// The longest wait for another rank within a call.
   virtual std::chrono::milliseconds timeout() const = 0;
-  /// Whether tensors go straight from the devices of one rank to those of another.
+  /// Whether tensors go straight from the devices of one rank to the devices of another.
   virtual bool has_device_wires() const = 0;
-  /// Makes this rank's end of the wire from a worker's device to that of a worker on another rank. Waits for the other end.
-  /// `device` is that of this rank's worker. Errors: ConnectionError, which the other ranks learn of.
+  /// Makes this rank's end of a wire between the devices of two workers, one of them on another rank. Waits for the other end.
+  /// `device`: the device of this rank's worker. Errors: ConnectionError. Reports it to the other ranks.
   virtual DeviceWire& connect_devices(int from, int to, c10::Device device) = 0;
 
   /// Sets what tells the other ranks about this rank's workers while a part of a program runs; null when it has ended.
@@ -122,15 +122,13 @@ class Alone : public Team {
   Parcel broadcast(Group, int, Parcel parcel) override { return parcel; }
   std::vector<Parcel> all_gather(Parcel parcel) override { return {std::move(parcel)}; }
   std::vector<std::string> gather(std::string bytes) override { return {std::move(bytes)}; }
-  std::unique_ptr<GradientReduction> begin_sum(std::vector<std::vector<at::Tensor>>) override;
+  std::unique_ptr<GradientReduction> begin_sum(std::vector<std::vector<at::Tensor>>) override { refuse(); }
   std::vector<Clock> clocks() override { return {{}}; }
   Wires* wires() override { return nullptr; }
   const StructureCodec& codec() const override { return codec_; }
   std::chrono::milliseconds timeout() const override { return {}; }
   bool has_device_wires() const override { return false; }
-  DeviceWire& connect_devices(int, int, c10::Device) override {
-    throw std::logic_error("Alone::connect_devices: there is no other rank");
-  }
+  DeviceWire& connect_devices(int, int, c10::Device) override { refuse(); }
   void watch(std::function<Activity()>) override {}
   void watch_backward(std::shared_ptr<const void>) override {}
   void fail(const std::string&) noexcept override {}
@@ -139,6 +137,8 @@ class Alone : public Team {
   [[noreturn]] void rethrow(const std::exception_ptr& error) const override { std::rethrow_exception(error); }
 
  private:
+  [[noreturn]] static void refuse() { throw std::logic_error("a team of one rank was asked for another rank"); }
+
   const std::vector<int> of_workers_;
   const StructureCodec codec_;
   std::uint64_t calls_ = 0;

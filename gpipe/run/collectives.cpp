@@ -6,8 +6,8 @@
 #include <cmath>
 #include <utility>
 
+#include "gpipe/base/bytes.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/base/items.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/run/call.h"
 
@@ -82,7 +82,7 @@ std::vector<double> GPipeImpl::sum_over_replicas(std::vector<double> numbers) {
   });
 }
 
-std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
+std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers, const std::string& what) {
   return in_call(*pipeline_, [&](Call& call) {
     const auto own = static_cast<std::ptrdiff_t>(parameters().size());
     if (std::ssize(numbers) != own) {
@@ -97,7 +97,7 @@ std::vector<double> GPipeImpl::of_all_parameters(std::vector<double> numbers) {
       refuse_argument("the layers of this rank have " + std::to_string(own) + " parameters, but had " +
                       std::to_string(known) + " when the pipeline was made; make a new pipeline on all ranks");
     }
-    call.agree({.what = "numbers of all parameters"});
+    call.agree({.what = what + " of all parameters"});
     auto& team = pipeline_->team();
     std::vector<std::vector<double>> of_ranks;
     for (const auto& bytes : team.gather(to_bytes(numbers))) of_ranks.push_back(to_items<double>(bytes));

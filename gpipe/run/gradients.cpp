@@ -59,8 +59,7 @@ at::Tensor clip_grad_norm_(GPipeImpl& pipe, double max_norm, double norm_type, b
     norms.push_back(gradient.defined() ? gradient.norm(norm_type) : at::zeros({}));
     types.push_back(gradient.defined() ? static_cast<double>(norms.back().scalar_type()) : kNoGradient);
   }
-  pipe.gather("", "norms of type " + std::to_string(norm_type) + " of all gradients");  // the same on all ranks
-  const auto values = pipe.of_all_parameters(read_all(norms));
+  const auto values = pipe.of_all_parameters(read_all(norms), "norms of type " + std::to_string(norm_type));
   types = pipe.of_all_parameters(std::move(types));
   norms.clear();
   for (std::size_t p = 0; p < types.size(); ++p) {

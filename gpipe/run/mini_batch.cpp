@@ -46,8 +46,8 @@ class MiniBatch::Counting {
 
 // Begins a forward or a step.
 void MiniBatch::begin(Call& call) {
+  if (!counted_) counter_.reset();
   call.take_turn();
-  forward_state_.emplace();
   for (auto& stage : pipeline_->stages()) {
     sinks_.emplace_back(stage, grad_, pipeline_->stream_of_worker(pipeline_->worker_of(stage.index)));
   }
@@ -67,10 +67,9 @@ void MiniBatch::agree(Call& call) {
   proposal.number = team.rank() == 0 ? call.seed() : 0;
   proposal.weight = loss_ ? loss_->weight() : static_cast<double>(samples);
   proposal.micro_batches = samples == 0 ? 0 : micro_batches_;
-  const auto agreement = call.agree(std::move(proposal));
-  seed_ = agreement.largest;
+  const auto [seed, weights, micro_batches] = call.agree(std::move(proposal));
+  seed_ = seed;
   call_number_ = team.calls();
-  const auto& [seed, weights, micro_batches] = agreement;
   const double total = std::accumulate(weights.begin(), weights.end(), 0.0);
   share_ = total == 0 ? 0 : weights[team.replica()] / total;
   first_micro_batch_ = std::accumulate(micro_batches.begin(), micro_batches.begin() + team.replica(), 0);
@@ -101,23 +100,18 @@ void MiniBatch::finish() {
   for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
 }
 
-Gathered MiniBatch::forward(Call& call) try {
-  begin(call);
+Gathered MiniBatch::forward(Call& call) {
   const Counting counting(*this);
-  if (!counted_) counter_.reset();
+  begin(call);
   run_part(Part::kForward);
   auto output = take_results().second;
   finish();
   return output;
-} catch (...) {
-  call.report();  // before this is destroyed, which waits for the sums of gradients
-  throw;
 }
 
 MiniBatch::StepOutcome MiniBatch::step(Call& call) try {
-  begin(call);
   const Counting counting(*this);
-  if (!counted_) counter_.reset();
+  begin(call);
   // The backward runs without autocast.
   if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
@@ -137,7 +131,7 @@ MiniBatch::StepOutcome MiniBatch::step(Call& call) try {
   finish();
   return outcome;
 } catch (...) {
-  call.report();
+  call.report();  // before this is destroyed, which waits for the sums of gradients
   throw;
 }
 
@@ -428,7 +422,7 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
 }
 
 void MiniBatch::run_recompute(const Action& action) {
-  const CallerStateScope state(*forward_state_);
+  const CallerStateScope state(forward_state_);
   const AllocationListener::Scope counting(counted_ ? counter_ : nullptr);
   cell(action)->recompute(retain_graph_);
 }

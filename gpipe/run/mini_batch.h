@@ -45,8 +45,7 @@ class MiniBatch : public ActionRunner {
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
             std::optional<LossOfMiniBatch> loss = std::nullopt);
 
-  /// Runs the forwards. REQUIRES: after an error, destroy this, then call
-  /// Call::fail().
+  /// Runs the forwards. REQUIRES: after an error, destroy this, then call Call::fail().
   Gathered forward(Call& call);
 
   struct BackwardResult {
@@ -113,9 +112,8 @@ class MiniBatch : public ActionRunner {
   const bool grad_;  // whether a backward follows
   const std::shared_ptr<const Program> program_;
   const Pipeline::Recording recording_;
-  std::shared_ptr<ByteCounter> counter_;  // null unless bytes are recorded
-  /// The caller's state in forward() or step(). Every recompute runs with it.
-  std::optional<at::ThreadLocalState> forward_state_;
+  std::shared_ptr<ByteCounter> counter_;      // null unless bytes are recorded
+  const at::ThreadLocalState forward_state_;  // the caller's; every recompute runs with it
   std::uint64_t seed_ = 0;
   std::vector<ParameterSinks> sinks_;        // per stage
   std::vector<BatchStatistics> statistics_;  // per stage; empty unless batch norm is deferred

@@ -121,11 +121,6 @@ void set_mode(PyObject* module, PyObject* mode) {
   if (PyObject_SetAttrString(module, "training", mode) != 0) throw py::error_already_set();
 }
 
-bool same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
-                    [](const auto& left, const auto& right) { return left.is_same(right); });
-}
-
 }  // namespace
 
 PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNames> skips,
@@ -168,7 +163,7 @@ bool PythonLayer::refresh() {
     old.swap(places_);
   }
   auto tensors = tensors_of(module_.get());
-  if (same(tensors.parameters, mirrored_.parameters) && same(tensors.buffers, mirrored_.buffers)) return false;
+  if (are_same(tensors.parameters, mirrored_.parameters) && are_same(tensors.buffers, mirrored_.buffers)) return false;
   auto fresh = mirror(module_.get(), skips_);
   mirrored_ = std::move(tensors);
   MutexLock lock(mutex_);

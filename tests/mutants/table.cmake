@@ -70,7 +70,7 @@ mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp 
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*)
 mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp
-       "  if (present_) stage_.state.restore_values(stage_, *present_);" ""
+       "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" ""
        Recompute.*)
 mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp
        "if (!stores_copies_) fail(stage_, when);" "" InPlace.*)
