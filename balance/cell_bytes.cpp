@@ -10,20 +10,20 @@ namespace gpipe {
 namespace {
 
 /// Sums the bytes that an action leaves allocated, by the action that frees them. Searches linearly: there are few.
-class HeldBytes {
+class HeldSum {
  public:
-  void add(std::int64_t bytes, Kind until, int stage, bool until_own = false) {
+  void add(std::int64_t bytes, Kind until, int stage, bool until_own_backward = false) {
     for (auto& each : held_) {
-      if (each.until != until || each.stage != stage || each.until_own != until_own) continue;
+      if (each.until != until || each.stage != stage || each.until_own_backward != until_own_backward) continue;
       each.bytes += bytes;
       return;
     }
-    held_.push_back({bytes, until, stage, until_own});
+    held_.push_back({bytes, until, stage, until_own_backward});
   }
-  std::vector<Held> take() { return std::move(held_); }
+  std::vector<HeldBytes> take() { return std::move(held_); }
 
  private:
-  std::vector<Held> held_;
+  std::vector<HeldBytes> held_;
 };
 
 /// The bytes in use while a stage's layers run one after the other.
@@ -69,11 +69,11 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
   std::vector<std::int64_t> by_weight_gradient(end - first);
   // Bytes that a layer of this stage saves for its backward, and a later stage for a W.
   std::vector<std::int64_t> shared(end - first);
-  HeldBytes of_forward;
-  HeldBytes of_stored;
-  HeldBytes of_recompute;
-  HeldBytes of_backward;
-  HeldBytes of_input_gradient;
+  HeldSum of_forward;
+  HeldSum of_stored;
+  HeldSum of_recompute;
+  HeldSum of_backward;
+  HeldSum of_input_gradient;
   for (int layer = first; layer < end; ++layer) {
     for (const Block* block : blocks_[layer]) {
       const auto bytes = block->bytes;
@@ -98,7 +98,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
       } else if (saved && until == Kind::W && !inside(block->reaches) && block->reaches < layers_) {
         // Saved by both sides of a cut: here for the backward, there for a W. An R makes it for this side alone.
         copies ? of_forward.add(bytes, Kind::I, stage)
-               : of_forward.add(bytes, Kind::W, stage_at(block->reaches), /*until_own=*/true);
+               : of_forward.add(bytes, Kind::W, stage_at(block->reaches), /*until_own_backward=*/true);
         of_recompute.add(bytes, Kind::I, stage);
         by_backward[block->freed_by - first] -= bytes;
         if (!copies) shared[block->freed_by - first] += bytes;
@@ -117,7 +117,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
       if (inside(last_use)) {
         by_stored[last_use - first] -= bytes;
       } else if (last_use == layers_) {
-        of_stored.add(bytes, Kind::F, Held::kForwards);
+        of_stored.add(bytes, Kind::F, HeldBytes::kUntilForwardsEnd);
       } else {
         const int receiver = stage_of(block->reaches >= end ? end : block->popped_by, ends);
         const bool copied = copies_inputs(ends[receiver - 1], ends[receiver]);

@@ -81,7 +81,7 @@ class WatchedLayer : public LayerDecorator {
     if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
     if (!graph) return output;
     const LayerTrace::Part backward{Kind::B, false, index_, micro_batch};
-    return put_behind(output, {new PartBegins(trace_, backward), torch::autograd::deleteNode});
+    return append_node(output, {new PartBegins(trace_, backward), torch::autograd::deleteNode});
   }
 
  private:
@@ -274,7 +274,7 @@ void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
     } else if (freed && allocation.freed_by.micro_batch == 0) {
       if (allocation.freed_by != born) bytes[{born.layer, Kind::B, allocation.freed_by.layer}] += allocation.bytes;
     } else {
-      bytes[{born.layer, Kind::B, Held::kNeverFreed}] += allocation.bytes;
+      bytes[{born.layer, Kind::B, HeldBytes::kNeverFreed}] += allocation.bytes;
     }
   }
   for (const auto& [key, size] : bytes) {
@@ -323,7 +323,7 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     }
     if (end == Allocation::End::kPart && freed_by == born) continue;
     const bool by_part = end == Allocation::End::kPart && freed_by.micro_batch == 0;
-    const int caller = born.kind == Kind::F ? Held::kForwards : Held::kNeverFreed;
+    const int caller = born.kind == Kind::F ? HeldBytes::kUntilForwardsEnd : HeldBytes::kNeverFreed;
     const auto until = !by_part ? Kind::F : kept && freed_by.kind == Kind::B ? Kind::W : freed_by.kind;
     bytes[{born.kind, born.layer, until, by_part ? freed_by.layer : caller, allocation.reaches,
            allocation.popped_by}] += size;

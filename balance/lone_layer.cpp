@@ -93,7 +93,7 @@ Value LoneLayer::forward(Value input) {
   auto output = layer().forward(std::move(input));
   if (context.stashed.empty()) return output;
   const auto node = std::shared_ptr<AddOnes>(new AddOnes(), deleteNode);
-  output = put_behind(output, node);
+  output = append_node(output, node);
   for (const auto& stashed : context.stashed) {
     node->add_next_edge(torch::autograd::impl::gradient_edge(stashed));
     node->stashed.emplace_back(stashed.sizes().vec(), stashed.options());

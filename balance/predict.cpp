@@ -18,10 +18,10 @@ void give_outputs_to_loss(std::vector<CellBytes>& stages) {
   for (int stage = 0; stage < static_cast<int>(stages.size()); ++stage) {
     auto& cell = stages[stage];
     for (auto& held : cell.stored.held) {
-      if (held.stage == Held::kForwards) held = {held.bytes, Kind::F, stage};
+      if (held.stage == HeldBytes::kUntilForwardsEnd) held = {held.bytes, Kind::F, stage};
     }
     for (auto& held : cell.forward.held) {
-      if (held.stage != Held::kForwards) continue;
+      if (held.stage != HeldBytes::kUntilForwardsEnd) continue;
       held = {held.bytes, Kind::W, stage};
       cell.recompute.held.push_back(held);
     }

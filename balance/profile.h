@@ -58,7 +58,7 @@ struct Block {
   Kind born = Kind::F;
   int layer = 0;
   /// Kind and layer of the pass that frees the memory: F; B, also for the I of a backward that is split; or W, which is
-  /// the B of one that is whole. Held::kForwards or Held::kNeverFreed may take the layer's place.
+  /// the B of one that is whole. HeldBytes::kUntilForwardsEnd or HeldBytes::kNeverFreed may take the layer's place.
   Kind until = Kind::B;
   int freed_by = 0;
   /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns it.

@@ -196,7 +196,7 @@ void check(const Profile& profile) {
     if (block.born == Kind::W) refuse(path + "born is \"W\", but must be \"F\", \"B\" or \"I\"");
     if (block.until == Kind::I) refuse(path + "until is \"I\", but must be \"F\", \"B\" or \"W\"");
     check_range(path + "layer", block.layer, 0, layers - 1);
-    check_range(path + "freed_by", block.freed_by, Held::kNeverFreed, layers - 1);
+    check_range(path + "freed_by", block.freed_by, HeldBytes::kNeverFreed, layers - 1);
     check_range(path + "reaches", block.reaches, block.layer, layers);
     check_range(path + "popped_by", block.popped_by, -1, layers - 1);
   }

@@ -16,6 +16,7 @@
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
 #include "gpipe/ranks.h"
+#include "gpipe/run/step_loss.h"
 
 namespace gpipe::bench {
 namespace {

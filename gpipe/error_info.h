@@ -17,6 +17,9 @@ struct ErrorInfo {
   std::string message;     ///< the exception's what() without a backtrace, or "unknown"
 };
 
+/// "0F1 (stage 0, micro-batch 1, layer 'conv')".
+std::string to_string(const ErrorInfo& info);
+
 /// The what() of an exception without a backtrace, or "unknown".
 std::string message_of(const std::exception_ptr& error);
 

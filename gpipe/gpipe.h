@@ -21,17 +21,15 @@
 #include "gpipe/loss.h"
 #include "gpipe/nested.h"
 #include "gpipe/options.h"
-#include "gpipe/run/loss_check.h"
-#include "gpipe/simulator.h"
 #include "gpipe/tensors/value.h"
-#include "gpipe/timeline.h"
-#include "skip/layout.h"
 #include "skip/skippable.h"
 
 namespace gpipe {
 
 struct LanguageBinding;
 class Pipeline;
+class Program;
+struct Timeline;
 
 /// Trains a sequential model on several devices (GPipe, Huang et al., arXiv:1811.06965). Cuts the model into stages by a
 /// balance, each with a device and a worker thread, and sends each mini-batch through them as micro-batches.

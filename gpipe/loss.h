@@ -12,8 +12,7 @@
 #include <variant>
 #include <vector>
 
-#include "gpipe/schedule/generators.h"
-#include "gpipe/tensors/parcel.h"
+#include "gpipe/schedule/action.h"
 #include "gpipe/tensors/value.h"
 
 namespace gpipe {
@@ -93,39 +92,16 @@ struct StepResult {
   Value output;     ///< empty unless StepOptions::return_output
 };
 
-/// The loss of one mini-batch, in parts.
-struct LossOfMiniBatch {
-  LossFunction function;
-  std::vector<Parcel> targets;  ///< per micro-batch
-  std::vector<double> weights;  ///< per micro-batch, as loss_weights(); a loss of weight 0 gets no backward
-  Reduction reduction = Reduction::kMean;
-  double scale = 1;
-  bool keep_outputs = false;
-  bool check = false;  ///< compare it with that of the whole mini-batch
+/// The loss of a whole mini-batch, and the one that step() would compute from its micro-batches.
+struct LossCheck {
+  double whole = 0;
+  double from_micro_batches = 0;
 };
 
-/// Fills in what the options leave open: the reduction, the count, and whether to check the loss.
-StepOptions complete(StepOptions options, const LossFunction& loss);
-
-/// Errors: std::invalid_argument for an empty function, a target that requires grad or has another number of samples, a
-/// scale that is not finite and positive, or a count with Reduction::kSum.
-void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
-                          const StepOptions& options);
-
-/// Returns the weights of the micro-batches, before normalize(). Errors: std::invalid_argument for a count that is negative
-/// or not finite.
-std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
-                                 const std::vector<Parcel>& targets);
-
-/// Divides the weights of a mean by `total`, the sum of those of the whole mini-batch. Errors: std::invalid_argument if that
-/// is 0.
-void normalize(std::vector<double>& weights, double total, Reduction reduction);
-
-/// Calls a loss function on one micro-batch. Errors: std::invalid_argument unless it returns a floating-point scalar, with
-/// a graph if the output has one; std::runtime_error if it changes the target in place.
-at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target);
-
-/// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
-at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
+/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that
+/// does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such a
+/// loss. Calls it without grad mode, on copies of the output. Errors: as for step().
+LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
+                     const StepOptions& options = {});
 
 }  // namespace gpipe

@@ -25,12 +25,6 @@ thread_local SkipContext* guarded = nullptr;
 
 }  // namespace
 
-std::string to_string(const SkipKey& key) {
-  std::string text = "'" + key.name + "'";
-  if (key.ns != Namespace::global()) text += " (namespace " + std::to_string(key.ns.id()) + ")";
-  return text;
-}
-
 SkipContext& SkipContext::current() {
   if (guarded != nullptr) return *guarded;
   thread_local ThreadContext own;

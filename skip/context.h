@@ -2,22 +2,9 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <string>
-
 #include "skip/namespace.h"
 
 namespace gpipe {
-
-/// Identifies a skip by its namespace and name.
-struct SkipKey {
-  Namespace ns = Namespace::global();
-  std::string name;
-
-  friend auto operator<=>(const SkipKey&, const SkipKey&) = default;
-};
-
-/// Returns "'name'", or "'name' (namespace 3)" for an isolated name.
-std::string to_string(const SkipKey& key);
 
 /// Implements stash() and pop() for the calling thread. A pipeline sets a context for each cell. Outside a pipeline
 /// each thread has a default context, so that skippable layers also work in a plain Sequential.

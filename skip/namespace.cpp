@@ -15,4 +15,10 @@ std::uint64_t next_id() {
 
 Namespace::Namespace() : id_(next_id()) {}
 
+std::string to_string(const SkipKey& key) {
+  std::string text = "'" + key.name + "'";
+  if (key.ns != Namespace::global()) text += " (namespace " + std::to_string(key.ns.id()) + ")";
+  return text;
+}
+
 }  // namespace gpipe

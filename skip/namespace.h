@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 namespace gpipe {
 
@@ -22,5 +23,16 @@ class Namespace {
 
   std::uint64_t id_;
 };
+
+/// Identifies a skip by its namespace and name.
+struct SkipKey {
+  Namespace ns = Namespace::global();
+  std::string name;
+
+  friend auto operator<=>(const SkipKey&, const SkipKey&) = default;
+};
+
+/// Returns "'name'", or "'name' (namespace 3)" for an isolated name.
+std::string to_string(const SkipKey& key);
 
 }  // namespace gpipe

@@ -4,6 +4,8 @@
 #include <set>
 #include <stdexcept>
 
+#include "skip/context.h"
+
 namespace gpipe {
 namespace {
 

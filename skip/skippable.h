@@ -6,7 +6,6 @@
 #include <utility>
 #include <vector>
 
-#include "skip/context.h"
 #include "skip/namespace.h"
 
 namespace gpipe {

@@ -19,6 +19,7 @@
 #include "examples/gpipe_balance/model.h"
 #include "examples/gpipe_balance/verbs.h"
 #include "gpipe/schedule/schedule_text.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::examples::balance {
 namespace {

@@ -1,7 +1,5 @@
 #include "gpipe/assembly/inventory.h"
 
-#include <c10/core/UndefinedTensorImpl.h>
-
 #include <sstream>
 
 #include "gpipe/base/checks.h"
@@ -10,26 +8,14 @@
 namespace gpipe {
 namespace {
 
-template <typename Tensors>
-void add_places(std::vector<TensorPlace>& places, int stage, const std::string& layer, const Tensors& tensors) {
-  for (const auto& tensor : tensors) {
-    places.push_back({stage, layer, tensor.key(), WeakTensor(tensor.value().getIntrusivePtr())});
-  }
-}
-
 std::string describe_layer(const Layer& layer) {
   std::ostringstream text;
   text << "'" << layer.name() << "'";
   const auto add = [&](const auto& tensors, bool wants_gradients) {
     for (const auto& tensor : tensors) {
-      text << ", " << tensor.key() << " ";
-      if (tensor.value().defined()) {
-        text << tensor.value().scalar_type();
-        tensor.value().is_nested() ? text << "[nested]" : text << tensor.value().sizes();
-        if (wants_gradients && !tensor.value().requires_grad()) text << " frozen";
-      } else {
-        text << "undefined";
-      }
+      text << ", " << tensor.key() << " " << tensor.value().scalar_type();
+      tensor.value().is_nested() ? text << "[nested]" : text << tensor.value().sizes();
+      if (wants_gradients && !tensor.value().requires_grad()) text << " frozen";
     }
   };
   add(layer.module()->named_parameters(), /*wants_gradients=*/true);
@@ -39,19 +25,28 @@ std::string describe_layer(const Layer& layer) {
 
 }  // namespace
 
-const void* TensorPlace::identity() const {
-  const auto* impl = tensor._unsafe_get_target();
-  return impl == c10::UndefinedTensorImpl::singleton() ? nullptr : impl;
+void TensorPlaces::add(int stage, const std::string& layer,
+                       const torch::OrderedDict<std::string, at::Tensor>& tensors) {
+  if (!all_.empty() && all_.back().stage != stage) of_stage_ = 0;
+  for (const auto& tensor : tensors) {
+    TensorPlace place{stage, layer, tensor.key(), WeakTensor(tensor.value().getIntrusivePtr()), all_.size(), of_stage_};
+    const auto [known, is_first] = latest_.try_emplace(tensor.value().unsafeGetTensorImpl(), all_.size());
+    const auto latest = std::exchange(known->second, all_.size());
+    if (!is_first) place.first = all_[latest].first;
+    const bool is_first_of_stage = is_first || all_[latest].stage != stage;
+    is_first_of_stage ? ++of_stage_ : place.number = all_[latest].number;
+    all_.push_back(std::move(place));
+  }
 }
 
 std::vector<TensorPlace> places_of_parameters(const std::vector<Stage>& stages) {
-  std::vector<TensorPlace> places;
+  TensorPlaces places;
   for (const auto& stage : stages) {
     for (const auto& layer : stage.layers) {
-      add_places(places, stage.index, layer->name(), layer->module()->named_parameters());
+      places.add(stage.index, layer->name(), layer->module()->named_parameters());
     }
   }
-  return places;
+  return places.take();
 }
 
 void Inventory::add(int stage, const Layer& layer) {
@@ -65,8 +60,8 @@ void Inventory::add(int stage, const Layer& layer) {
   for (auto& skip : skip_declarations({name, module}, static_cast<int>(descriptions_.size()))) {
     skips_.push_back(std::move(skip));
   }
-  add_places(parameters_, stage, name, module->named_parameters());
-  add_places(buffers_, stage, name, module->named_buffers());
+  parameters_.add(stage, name, module->named_parameters());
+  buffers_.add(stage, name, module->named_buffers());
   for (const auto& parameter : module->named_parameters()) {
     values_.emplace_back(descriptions_.size(), sample_hash({parameter.value()}));
   }
@@ -74,11 +69,11 @@ void Inventory::add(int stage, const Layer& layer) {
 }
 
 std::vector<std::uint64_t> Inventory::values() const {
-  std::map<const void*, int> places;
-  for (const auto& parameter : parameters_) ++places[parameter.identity()];
+  std::vector<int> places(parameters().size());  // by the first one
+  for (const auto& parameter : parameters()) ++places[parameter.first];
   std::vector<std::uint64_t> values(descriptions_.size(), 1);
-  for (std::size_t p = 0; p < parameters_.size(); ++p) {
-    if (places.at(parameters_[p].identity()) > 1) continue;
+  for (std::size_t p = 0; p < values_.size(); ++p) {
+    if (places[parameters()[p].first] > 1) continue;
     const auto [layer, hash] = values_[p];
     values[layer] = hash == 0 ? 0 : values[layer] * (hash | 1);
   }

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/tensors/weak_tensors.h"
@@ -21,10 +22,24 @@ struct TensorPlace {
   std::string layer;
   std::string key;  ///< "weight", "child.weight"
   WeakTensor tensor;
+  std::size_t first = 0;   ///< index of the first place that has the tensor, whose stage owns it
+  std::size_t number = 0;  ///< index of the tensor among those of the stage
 
   std::string name() const { return layer + "." + key; }
-  /// The same for places that have the same tensor, also when it is gone; null for an undefined one.
-  const void* identity() const;
+};
+
+/// Finds the places that have the same tensor.
+class TensorPlaces {
+ public:
+  /// Adds those of the next layer.
+  void add(int stage, const std::string& layer, const torch::OrderedDict<std::string, at::Tensor>& tensors);
+  const std::vector<TensorPlace>& all() const { return all_; }
+  std::vector<TensorPlace> take() { return std::move(all_); }
+
+ private:
+  std::vector<TensorPlace> all_;
+  absl::flat_hash_map<const void*, std::size_t> latest_;  // index of the tensor's last place
+  std::size_t of_stage_ = 0;                              // tensors
 };
 
 /// Returns the places of the parameters of these stages, in order.
@@ -36,8 +51,8 @@ class Inventory {
   /// Adds the model's next layer. Errors: std::invalid_argument for a module that is a layer already.
   void add(int stage, const Layer& layer);
 
-  const std::vector<TensorPlace>& parameters() const { return parameters_; }
-  const std::vector<TensorPlace>& buffers() const { return buffers_; }
+  const std::vector<TensorPlace>& parameters() const { return parameters_.all(); }
+  const std::vector<TensorPlace>& buffers() const { return buffers_.all(); }
   /// The skips that the layers declare.
   const std::vector<SkipDeclaration>& skips() const { return skips_; }
   /// Each layer's name, parameters and buffers with their types and shapes, and which parameters are frozen.
@@ -48,8 +63,8 @@ class Inventory {
 
  private:
   std::map<std::weak_ptr<torch::nn::Module>, std::string, std::owner_less<>> names_;
-  std::vector<TensorPlace> parameters_;
-  std::vector<TensorPlace> buffers_;
+  TensorPlaces parameters_;
+  TensorPlaces buffers_;
   std::vector<SkipDeclaration> skips_;
   std::vector<std::string> descriptions_;
   std::vector<std::pair<std::size_t, std::uint64_t>>

@@ -6,6 +6,7 @@
 #include "gpipe/assembly/inventory.h"
 #include "gpipe/options.h"
 #include "gpipe/ranks/manifest.h"
+#include "gpipe/schedule/program.h"
 
 namespace gpipe {
 

@@ -6,7 +6,6 @@
 #include <utility>
 
 #include "absl/container/flat_hash_map.h"
-#include "absl/container/flat_hash_set.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/error_info.h"
 #include "gpipe/ranks.h"
@@ -63,17 +62,11 @@ Inventory fill_stages(std::vector<Stage>& stages, const std::vector<std::int64_t
 
 std::vector<Loan> find_loans(const std::vector<TensorPlace>& parameters) {
   std::vector<Loan> loans;
-  absl::flat_hash_map<const void*, std::pair<const TensorPlace*, std::size_t>> owners;
-  absl::flat_hash_set<const void*> of_stage;  // those of the present stage so far
-  int stage = 0;
   for (const auto& parameter : parameters) {
-    if (std::exchange(stage, parameter.stage) != parameter.stage) of_stage.clear();
-    const auto index = of_stage.size();
-    if (!of_stage.insert(parameter.identity()).second) continue;
-    const auto [found, inserted] = owners.try_emplace(parameter.identity(), &parameter, index);
-    if (inserted) continue;
-    const auto [owner, lent] = found->second;
-    loans.push_back({owner->name(), owner->stage, stage, lent, index});
+    const auto& owner = parameters[parameter.first];
+    if (owner.stage == parameter.stage) continue;
+    const Loan loan{owner.name(), owner.stage, parameter.stage, owner.number, parameter.number};
+    if (std::find(loans.begin(), loans.end(), loan) == loans.end()) loans.push_back(loan);
   }
   return loans;
 }
@@ -91,11 +84,9 @@ void check_loans(const std::vector<Loan>& loans, const std::vector<Stage>& stage
 }
 
 void forbid_writes_to_shared_buffers(const std::vector<TensorPlace>& buffers, std::vector<Stage>& stages) {
-  absl::flat_hash_map<const void*, int> owner;  // the first stage
   for (const auto& buffer : buffers) {
-    if (buffer.identity() == nullptr) continue;
     const int stage = buffer.stage;
-    const int other = owner.emplace(buffer.identity(), stage).first->second;
+    const int other = buffers[buffer.first].stage;
     if (other == stage) continue;
     const auto what = "buffer '" + buffer.key.substr(buffer.key.rfind('.') + 1) + "'";
     if (stages[other].device != stages[stage].device) refuse_shared(other, stage, what);
@@ -112,14 +103,14 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
                                  const std::vector<bool>& here) {
   std::vector<LayerLink> links;
   for (const auto& skip : skips) links.push_back({skip.from, skip.to, skip.key.name});
-  std::vector<int> crossing;
-  auto edges = cut_edges(balance, links, &crossing);
+  std::vector<int> cut_links;
+  auto edges = cut_edges(balance, links, &cut_links);
   for (auto& stage : stages) stage.receivers = {stage.index + 1};
-  for (std::size_t i = 0; i < crossing.size(); ++i) {
-    const auto& edge = edges[edges.size() - crossing.size() + i];
-    stages[edge.from].skips_out.push_back(skips[crossing[i]].key);
+  for (std::size_t i = 0; i < cut_links.size(); ++i) {
+    const auto& edge = edges[edges.size() - cut_links.size() + i];
+    stages[edge.from].skips_out.push_back(skips[cut_links[i]].key);
     stages[edge.from].receivers.push_back(edge.to);
-    stages[edge.to].skips_in.push_back(skips[crossing[i]].key);
+    stages[edge.to].skips_in.push_back(skips[cut_links[i]].key);
   }
   for (const auto& loan : loans) {
     edges.push_back({loan.owner, loan.borrower, 1, "parameter " + loan.name});

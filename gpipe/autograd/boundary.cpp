@@ -31,7 +31,7 @@ at::Tensor enter(const at::Tensor& tensor) {
   return entering;
 }
 
-Value put_behind(const Value& value, const std::shared_ptr<torch::autograd::Node>& node) {
+Value append_node(const Value& value, const std::shared_ptr<torch::autograd::Node>& node) {
   auto tensors = value.tensors();
   for (auto& tensor : tensors) {
     if (!tensor.defined() || !tensor.requires_grad()) continue;

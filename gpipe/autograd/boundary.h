@@ -46,7 +46,7 @@ at::Tensor enter(const at::Tensor& tensor);
 
 /// Inserts `node` behind `value`: returns its tensors detached, with `node` as the history of those that require grad,
 /// and makes their former history the next edges of `node`, in order.
-Value put_behind(const Value& value, const std::shared_ptr<torch::autograd::Node>& node);
+Value append_node(const Value& value, const std::shared_ptr<torch::autograd::Node>& node);
 
 /// Returns the root edge of a leaving tensor; invalid if it does not require grad.
 torch::autograd::Edge leave(const at::Tensor& tensor);

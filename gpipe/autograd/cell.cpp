@@ -9,12 +9,13 @@
 #include <string>
 #include <utility>
 
+#include "absl/cleanup/cleanup.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
 #include "gpipe/autograd/split_check.h"
+#include "gpipe/tensors/alias_check.h"
 #include "gpipe/tensors/profiler_range.h"
-#include "gpipe/tensors/shared_memory.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -55,34 +56,16 @@ class SumsScope {
   std::vector<GradientSink*> sinks_;
 };
 
-// Gives parameters the versions that they had at I, for its lifetime. A later micro-batch of the stage may have written to
-// them. W reads only the other factor of each product, but PyTorch would refuse to run it.
-class VersionScope {
- public:
-  VersionScope(const std::vector<at::Tensor>& parameters, std::vector<VersionWatch>& at_i)
-      : present_(parameters.begin(), parameters.end()) {
-    for (auto& version : at_i) version.put_back();
-  }
-  ~VersionScope() {
-    for (auto& version : present_) version.put_back();
-  }
-  VersionScope(const VersionScope&) = delete;
-  VersionScope& operator=(const VersionScope&) = delete;
-
- private:
-  std::vector<VersionWatch> present_;
-};
-
 }  // namespace
 
-Cell::Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, LossOfCell loss)
+Cell::Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, CellLoss loss)
     : stage_(stage), sinks_(sinks), seed_(seed), micro_batch_(micro_batch), loss_(std::move(loss)) {}
 
 Cell::~Cell() {
   if (present_) stage_.state.restore_after_error(stage_, *present_);
 }
 
-Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, SharedMemory& memory) {
+Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, AliasCheck& aliases) {
   Entered entered;
   const auto borrowed = sinks_.borrowed();
   const auto first_borrowed = 1 + stage_.skips_in.size();
@@ -97,7 +80,7 @@ Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, SharedM
         sink = std::static_pointer_cast<GradientSink>(tensor.grad_fn());
         if (sink) sink->indices = {i};
       }
-      memory.enters(tensor, in[p].memory[i]);
+      aliases.enters(tensor, in[p].alias_groups[i]);
       sinks.push_back(std::move(sink));
       if (p < first_borrowed) {
         (p == 0 ? entered.activation : entered.skips).push_back(std::move(tensor));
@@ -168,8 +151,8 @@ void Cell::separate_from_state(Parcel& parcel) const {
 std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass) {
   at::AutoGradMode grad_mode(graph);
   const auto begin = at::sequence_number::peek();
-  SharedMemory memory;
-  auto entered = enter_all(in, graph, memory);
+  AliasCheck aliases;
+  auto entered = enter_all(in, graph, aliases);
   SkipRoutes skips(stage_, std::move(entered.skips));
   const auto lent = sinks_.lent();
   Parcel tied;
@@ -183,7 +166,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     value = call_layers(std::move(value), entered.borrowed, [&](const std::string& layer) {
       if (tied.changed()) refuse_write();
       skips.check_unchanged(layer);
-      memory.check(stage_.index, layer);
+      aliases.check(stage_.index, layer);
     });
   }
   skips.check_all_used();
@@ -205,7 +188,7 @@ std::vector<Parcel> Cell::run_layers(const std::vector<Parcel>& in, bool graph, 
     roots_.push_back({leave(parameter)});
   }
   for (std::size_t p = 0; p + lent.size() < out.size(); ++p) separate_from_state(out[p]);
-  memory.leaves(out, stage_.receivers);
+  aliases.leaves(out, stage_.receivers);
   if (!graph) {
     roots_.clear();
     return out;
@@ -224,7 +207,7 @@ std::vector<Parcel> Cell::forward(std::vector<Parcel> in, ForwardMode mode) {
   for (const auto& parcel : in) {
     sources.insert(sources.end(), parcel.wants_gradient.begin(), parcel.wants_gradient.end());
   }
-  auto& flow = stage_.gradient_flow;
+  auto& flow = stage_.needed_gradients;
   const bool known = flow.knows(sources);
   auto out = run_layers(in, /*graph=*/!known, PassScope::Pass::kCheckpointing);
   if (known) {
@@ -252,7 +235,7 @@ void Cell::recompute(bool retain_graph) {
                              " made a parameter in a forward that is recomputed; repeat the call");
   }
   stage_.state.put_back(stage_, *present_);
-  stage_.gradient_flow.check(sent_, out);
+  stage_.needed_gradients.check(sent_, out);
   inputs_->check_unchanged(in, "during its recompute");
 }
 
@@ -341,7 +324,13 @@ void Cell::backward_weights(GradientSums& sums) {
   auto weights = split_->take_weights();
   split_.reset();
   std::vector<GradientSums> none;
-  const VersionScope versions(sinks_.parameters(), versions_);
+  // Parameters get the versions that they had at I: a later micro-batch of the stage may have written to them. W reads only
+  // the other factor of each product, but PyTorch would refuse to run it.
+  std::vector<VersionWatch> present(sinks_.parameters().begin(), sinks_.parameters().end());
+  for (auto& version : versions_) version.put_back();
+  const absl::Cleanup put_back = [&] {
+    for (auto& version : present) version.put_back();
+  };
   run_graph(weights, /*retain_graph=*/false, sums, none);
 }
 

@@ -18,7 +18,7 @@
 
 namespace gpipe {
 
-class SharedMemory;
+class AliasCheck;
 
 /// How to run a forward.
 struct ForwardMode {
@@ -27,7 +27,7 @@ struct ForwardMode {
 };
 
 /// The loss of step(), as the layer after a cell's last one. Runs once per cell: in R if the cell is recomputed, else in F.
-struct LossOfCell {
+struct CellLoss {
   std::unique_ptr<Layer> layer = nullptr;
   /// Whether tensors that the loss uses and that require grad, such as its own parameters, get gradients.
   bool adopts_leaves = true;
@@ -38,13 +38,13 @@ struct LossOfCell {
 class Cell {
  public:
   /// `stage` and `sinks` must outlive this. `seed` is the mini-batch's.
-  Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, LossOfCell loss = {});
+  Cell(Stage& stage, ParameterSinks& sinks, std::uint64_t seed, int micro_batch, CellLoss loss = {});
   /// Ends a recompute whose backward has failed or never ran.
   ~Cell();
 
   /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds the
   /// activation, the skips and the lent parameters.
-  /// Errors: what the layers throw; those of SkipRoutes, SharedMemory::check(), StoredInputs::check_unchanged() and
+  /// Errors: what the layers throw; those of SkipRoutes, AliasCheck::check(), StoredInputs::check_unchanged() and
   /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
@@ -52,7 +52,7 @@ class Cell {
   /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
   /// up the stored inputs. Does nothing if the layers made modules or parameters in F, because they would not make them
   /// again: the graph of F serves.
-  /// Errors: those of forward(), StoredInputs::take() and GradientFlow::check(); std::runtime_error when the layers made
+  /// Errors: those of forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
   /// parameters in an F without graph.
   void recompute(bool retain_graph);
 
@@ -80,7 +80,7 @@ class Cell {
     std::vector<at::Tensor> skips;
     std::vector<Borrowed> borrowed;
   };
-  Entered enter_all(const std::vector<Parcel>& in, bool graph, SharedMemory& memory);
+  Entered enter_all(const std::vector<Parcel>& in, bool graph, AliasCheck& aliases);
   Value call_layers(Value value, const std::vector<Borrowed>& borrowed,
                     absl::FunctionRef<void(const std::string& layer)> after_layer);
   std::vector<Parcel> run_layers(const std::vector<Parcel>& in, bool graph, PassScope::Pass pass);
@@ -93,7 +93,7 @@ class Cell {
   ParameterSinks& sinks_;
   const std::uint64_t seed_;
   const int micro_batch_;
-  const LossOfCell loss_;
+  const CellLoss loss_;
   int layer_ = -1;
 
   // Of a checkpointed cell.

@@ -29,4 +29,10 @@ ErrorInfo describe(const std::exception_ptr& error, const Action& action, const 
   return info;
 }
 
+std::string to_string(const ErrorInfo& info) {
+  return to_string(info.action) + " (stage " + std::to_string(info.action.stage) + ", micro-batch " +
+         std::to_string(info.action.micro_batch) +
+         (info.layer_name.empty() ? "" : ", layer '" + info.layer_name + "'") + ")";
+}
+
 }  // namespace gpipe

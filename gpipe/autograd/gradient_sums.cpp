@@ -32,11 +32,7 @@ void GradientSums::grow(std::size_t count) {
 }
 
 void GradientSums::add(std::size_t index, at::Tensor gradient) {
-  if (gradient.defined()) sum(index, std::move(gradient));
-  if (added_) added_(index);
-}
-
-void GradientSums::sum(std::size_t index, at::Tensor gradient) {
+  if (!gradient.defined()) return;
   auto& sum = sums_[index];
   if (!sum.defined()) {
     sum = std::move(gradient);
@@ -49,13 +45,10 @@ void GradientSums::sum(std::size_t index, at::Tensor gradient) {
   }
 }
 
-at::Tensor GradientSums::take_unshared(std::size_t index) {
-  auto sum = std::move(sums_[index]);
-  return owned_[index] ? sum : unshared(std::move(sum));
-}
-
 Gradients GradientSums::take_unshared() {
-  for (std::size_t i = 0; i < sums_.size(); ++i) sums_[i] = take_unshared(i);
+  for (std::size_t i = 0; i < sums_.size(); ++i) {
+    if (!owned_[i]) sums_[i] = unshared(std::move(sums_[i]));
+  }
   return std::move(sums_);
 }
 

@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <functional>
 #include <utility>
 #include <vector>
 
@@ -29,18 +28,11 @@ class GradientSums {
   Gradients take() { return std::move(sums_); }
   /// As take(), with sums that share memory with no other tensor; see unshared().
   Gradients take_unshared();
-  at::Tensor take_unshared(std::size_t index);
-
-  /// Makes later add() call `added` with its index at its end. Empty ends this.
-  void watch(std::function<void(std::size_t)> added) { added_ = std::move(added); }
 
  private:
-  void sum(std::size_t index, at::Tensor gradient);
-
   Gradients sums_;
   /// Whether the sum's memory belongs to it alone, so that add() may write to it.
   std::vector<bool> owned_;
-  std::function<void(std::size_t)> added_;
 };
 
 }  // namespace gpipe

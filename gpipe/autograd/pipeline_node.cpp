@@ -77,9 +77,9 @@ class PipelineNode : public torch::autograd::Node {
 
 // Wraps a leaf's hook and calls it only if the leaf gets a gradient. The pipeline's node has an edge to every parameter,
 // so the engine also reaches parameters that the outputs do not depend on.
-class HookOfGradients : public torch::autograd::FunctionPreHook {
+class SkipUndefinedHook : public torch::autograd::FunctionPreHook {
  public:
-  explicit HookOfGradients(std::unique_ptr<FunctionPreHook> hook) : hook_(std::move(hook)) {}
+  explicit SkipUndefinedHook(std::unique_ptr<FunctionPreHook> hook) : hook_(std::move(hook)) {}
 
   variable_list operator()(const variable_list& gradients) override {
     return gradients.front().defined() ? (*hook_)(gradients) : gradients;
@@ -94,29 +94,29 @@ class HookOfGradients : public torch::autograd::FunctionPreHook {
 
 void wrap_hooks(const at::Tensor& leaf) {
   for (auto& hook : torch::autograd::impl::hooks(leaf)) {
-    if (dynamic_cast<HookOfGradients*>(hook.get()) == nullptr)
-      hook = std::make_unique<HookOfGradients>(std::move(hook));
+    if (dynamic_cast<SkipUndefinedHook*>(hook.get()) == nullptr)
+      hook = std::make_unique<SkipUndefinedHook>(std::move(hook));
   }
 }
 
 // The identity, for the gradients of one device.
-struct Arrive : torch::autograd::Node {
+struct DeviceBarrierNode : torch::autograd::Node {
   variable_list apply(variable_list&& gradients) override { return std::move(gradients); }
-  std::string name() const override { return "GPipeArrive"; }
+  std::string name() const override { return "GPipeDeviceBarrier"; }
 };
 
 // Returns the inputs' edges. An input on another accelerator than `device` gets its gradient through a node there, because
 // the engine sets the stream of one device per node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
-  std::vector<std::pair<c10::Device, std::shared_ptr<Arrive>>> nodes;
+  std::vector<std::pair<c10::Device, std::shared_ptr<DeviceBarrierNode>>> nodes;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!edges[i].is_valid()) continue;
     const auto on = inputs[i].device();
     if (on.is_cpu() || on == device) continue;
     auto found = std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.first == on; });
     if (found == nodes.end()) {
-      nodes.emplace_back(on, std::shared_ptr<Arrive>(new Arrive(), torch::autograd::deleteNode));
+      nodes.emplace_back(on, std::shared_ptr<DeviceBarrierNode>(new DeviceBarrierNode(), torch::autograd::deleteNode));
       found = nodes.end() - 1;
     }
     found->second->add_next_edge(std::move(edges[i]));

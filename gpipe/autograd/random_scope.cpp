@@ -22,6 +22,40 @@ namespace {
 // below see every operator that draws or writes.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
+template <typename F>
+void for_each_written(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, F f) {
+  const auto& arguments = schema.arguments();
+  const auto first = stack.size() - arguments.size();
+  for (std::size_t i = 0; i < arguments.size(); ++i) {
+    const auto* alias = arguments[i].alias_info();
+    if (alias == nullptr || !alias->isWrite()) continue;
+    const auto& value = stack[first + i];
+    if (value.isTensor()) f(value.toTensor());
+    if (value.isTensorList()) {
+      for (const at::Tensor& tensor : value.toTensorList()) f(tensor);
+    }
+  }
+}
+
+// A kernel for operators that write to their arguments.
+void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kKey);
+  std::vector<at::Tensor> written;
+  for_each_written(op.schema(), *stack, [&](const at::Tensor& tensor) {
+    if (StageState::before_write(tensor)) written.push_back(tensor);
+  });
+  op.redispatchBoxed(below, stack);
+  for (const auto& tensor : written) StageState::after_write(tensor);
+}
+
+// Whether an operator writes to an argument.
+bool writes(const c10::FunctionSchema& schema) {
+  const auto& arguments = schema.arguments();
+  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
+    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+  });
+}
+
 thread_local RandomScope* current_scope = nullptr;
 
 // One step of SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number Generators, OOPSLA 2014).

@@ -175,7 +175,7 @@ void ParameterSinks::check_unchanged() const {
   }
 }
 
-OwnWrites::OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks)
+ParameterWriteCounts::ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks)
     : stages_(stages), sinks_(sinks) {
   for (const auto& of_stage : sinks) {
     auto& versions = versions_.emplace_back();
@@ -183,7 +183,7 @@ OwnWrites::OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterSink
   }
 }
 
-OwnWrites::~OwnWrites() {
+ParameterWriteCounts::~ParameterWriteCounts() {
   for (std::size_t s = 0; s < stages_.size(); ++s) {
     const auto& parameters = sinks_[s].all();
     for (std::size_t i = 0; i < versions_[s].size(); ++i) {

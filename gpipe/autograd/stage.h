@@ -15,8 +15,8 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/gradient_flow.h"
 #include "gpipe/autograd/layer.h"
+#include "gpipe/autograd/needed_gradients.h"
 #include "gpipe/autograd/stage_state.h"
 #include "gpipe/tensors/weak_tensors.h"
 #include "skip/context.h"
@@ -48,7 +48,7 @@ struct Stage {
   /// StoredInputs.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 
-  GradientFlow gradient_flow;
+  NeededGradients needed_gradients;
   StageState state;
   /// Leaves other than parameters that its layers have used.
   WeakTensorMap<std::monostate> leaves;
@@ -130,12 +130,12 @@ class ParameterSinks {
 
 /// Counts changes of parameters during its lifetime as writes by the stages that own them. REQUIRES: only the stages'
 /// layers write meanwhile.
-class OwnWrites {
+class ParameterWriteCounts {
  public:
-  OwnWrites(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks);
-  ~OwnWrites();
-  OwnWrites(const OwnWrites&) = delete;
-  OwnWrites& operator=(const OwnWrites&) = delete;
+  ParameterWriteCounts(std::vector<Stage>& stages, const std::vector<ParameterSinks>& sinks);
+  ~ParameterWriteCounts();
+  ParameterWriteCounts(const ParameterWriteCounts&) = delete;
+  ParameterWriteCounts& operator=(const ParameterWriteCounts&) = delete;
 
  private:
   std::vector<Stage>& stages_;

@@ -32,16 +32,6 @@ class WithoutModes {
   ModeStack modes_;
 };
 
-// The tensor's memory, of a sparse one its values'; null if it has none of its own, as a wrapper has.
-const void* memory_of(const at::Tensor& tensor) {
-  if (tensor.is_sparse()) return memory_of(tensor._values());
-  if (tensor.is_sparse_csr()) return memory_of(tensor.values());
-  if (!tensor.has_storage() || tensor.unsafeGetTensorImpl()->is_python_dispatch()) return nullptr;
-  return tensor.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-}
-
-bool is_strided(const at::Tensor& tensor) { return tensor.layout() == at::kStrided && !tensor.is_nested(); }
-
 [[noreturn]] void refuse_write(const std::string& what) {
   throw std::runtime_error("[gpipe] a layer wrote to " + what +
                            ", which run concurrently; put the layers that share it into one stage");
@@ -58,74 +48,10 @@ std::string owner_of(const at::Tensor& tensor, const Stage& stage) {
   return "a layer";
 }
 
-template <typename F>
-void for_each_written(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, F f) {
-  const auto& arguments = schema.arguments();
-  const auto first = stack.size() - arguments.size();
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const auto* alias = arguments[i].alias_info();
-    if (alias == nullptr || !alias->isWrite()) continue;
-    const auto& value = stack[first + i];
-    if (value.isTensor()) f(value.toTensor());
-    if (value.isTensorList()) {
-      for (const at::Tensor& tensor : value.toTensorList()) f(tensor);
-    }
-  }
-}
-
 }  // namespace
 
-at::Tensor StageState::Item::read() const {
-  if (tensor.defined()) return copy_of(tensor);
-  auto source = generator;
-  std::lock_guard<std::mutex> lock(source.mutex());
-  return source.get_state();
-}
-
-void StageState::Item::write(const at::Tensor& value) const {
-  if (!tensor.defined()) {
-    auto target = generator;
-    std::lock_guard<std::mutex> lock(target.mutex());
-    return target.set_state(value);
-  }
-  use_on_current_stream(value);
-  // Whether a layer has assigned to Tensor.data or resized the tensor.
-  const bool is_other = is_strided(tensor) && (memory_of(tensor) != memory_of(alias) ||
-                                               tensor.sizes() != value.sizes() || tensor.strides() != value.strides());
-  is_other ? tensor.set_data(copy_of(value)) : overwrite(tensor, value);
-}
-
-std::shared_ptr<StageState::Value> StageState::Item::hold() {
-  auto value = now.lock();
-  if (!value) now = value = std::make_shared<Value>();
-  return value;
-}
-
-void StageState::Item::keep() const {
-  if (const auto value = now.lock(); value && !value->copy.defined()) value->copy = read();
-}
-
-void StageState::Item::change() {
-  has_changed = true;
-  keep();
-  now.reset();
-}
-
-bool StageState::Item::note_unseen() {
-  const bool has_moved = alias.defined() && memory_of(alias) != memory_of(tensor);
-  if (!version.changed() && !has_moved) return false;
-  const auto value = now.lock();
-  const bool is_needed = value && !value->copy.defined();
-  if (is_needed && has_moved) value->copy = alias;
-  if (has_moved) alias = tensor.variable_data();
-  has_changed = true;
-  version = VersionWatch(tensor);
-  now.reset();
-  return is_needed && !has_moved;
-}
-
-StageState::Item StageState::make_item(const at::Tensor& tensor, bool is_buffer) const {
-  Item item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = VersionWatch(tensor)};
+StateItem StageState::make_item(const at::Tensor& tensor, bool is_buffer) const {
+  StateItem item{.tensor = tensor, .generator = {}, .is_buffer = is_buffer, .version = VersionWatch(tensor)};
   for (const auto& [buffer, what] : forbidden_) {
     if (buffer.is_same(tensor)) item.forbidden = what;
   }
@@ -137,7 +63,7 @@ StageState::Item StageState::make_item(const at::Tensor& tensor, bool is_buffer)
 // The first `buffers` of the tensors are buffers.
 void StageState::track(std::vector<at::Tensor> tensors, std::size_t buffers) {
   if (are_same(tensors, *tensors_)) return;
-  absl::flat_hash_map<const c10::TensorImpl*, Item> known;
+  absl::flat_hash_map<const c10::TensorImpl*, StateItem> known;
   for (auto& item : items_) known.try_emplace(item.tensor.unsafeGetTensorImpl(), std::move(item));
   items_.clear();
   for (std::size_t i = 0; i < tensors.size(); ++i) {
@@ -191,7 +117,7 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   tensors.insert(tensors.end(), parameters.begin(), parameters.end());
   track(std::move(tensors), buffers);
   moment.tensors_ = tensors_;
-  const auto has_moved = [](const Item& item) { return item.memory != memory_of(item.tensor); };
+  const auto has_moved = [](const StateItem& item) { return item.memory != memory_of(item.tensor); };
   if (std::any_of(items_.begin(), items_.end(), has_moved)) renew_index();
   for (std::size_t i = 0; i < tensors_->size(); ++i) {
     auto& item = items_[i];
@@ -203,22 +129,11 @@ StageState::Moment StageState::hold(const Stage& stage, const std::vector<at::Te
   return moment;
 }
 
-StageState::Item* StageState::find(const at::Tensor& tensor, std::size_t guess) {
+StateItem* StageState::find(const at::Tensor& tensor, std::size_t guess) {
   if (guess < items_.size() && items_[guess].tensor.is_same(tensor)) return &items_[guess];
   const auto found =
-      std::find_if(items_.begin(), items_.end(), [&](const Item& item) { return item.tensor.is_same(tensor); });
+      std::find_if(items_.begin(), items_.end(), [&](const StateItem& item) { return item.tensor.is_same(tensor); });
   return found == items_.end() ? nullptr : &*found;
-}
-
-void StageState::put(Item& item, const std::shared_ptr<Value>& value) {
-  if (!value->copy.defined()) {
-    throw std::runtime_error(
-        "[gpipe] a buffer or frozen parameter was changed between a forward and its backward, so the forward cannot be "
-        "recomputed; change it after the backward");
-  }
-  item.write(value->copy);
-  item.now = value;
-  if (item.alias.defined()) item.alias = item.tensor.variable_data();
 }
 
 bool StageState::has_new_modules(const Stage& stage, const Moment& moment) const {
@@ -289,8 +204,8 @@ bool StageState::has_value(const at::Tensor& tensor, const Moment& moment) {
 
 void StageState::restore_values(const Moment& moment) {
   std::exception_ptr error;
-  std::vector<std::pair<Item*, std::shared_ptr<Value>>> changed;
-  const auto add = [&](Item& item, const std::shared_ptr<Value>& value) {
+  std::vector<std::pair<StateItem*, std::shared_ptr<StateValue>>> changed;
+  const auto add = [&](StateItem& item, const std::shared_ptr<StateValue>& value) {
     if (item.now.lock() != value) changed.emplace_back(&item, value);
   };
   const auto& tensors = *moment.tensors_;
@@ -309,7 +224,7 @@ void StageState::restore_values(const Moment& moment) {
   for (const auto& each : changed) each.first->keep();
   for (const auto& [item, value] : changed) {
     try {
-      put(*item, value);
+      item->put(value);
     } catch (...) {
       if (!error) error = std::current_exception();
     }
@@ -345,14 +260,14 @@ void StageState::forbid_writes(const at::Tensor& buffer, std::string what) {
 }
 
 bool StageState::may_change(const at::Tensor& buffer) const {
-  return std::none_of(items_.begin(), items_.end(), [&](const Item& item) {
+  return std::none_of(items_.begin(), items_.end(), [&](const StateItem& item) {
     return item.tensor.is_same(buffer) && !item.copied_early && !item.has_changed;
   });
 }
 
 bool StageState::must_copy(const at::Tensor& leaving) {
   bool result = false;
-  for_each_of_memory(leaving, [&](Item& item) {
+  for_each_of_memory(leaving, [&](StateItem& item) {
     if (item.is_buffer || item.has_changed) result = true;
     item.has_left = true;
   });
@@ -370,7 +285,7 @@ StageState::Scope::~Scope() {
 }
 
 // Call before a backward writes to a tensor. Replaces the forward's value by the present one.
-void StageState::return_to_present(Item& item) {
+void StageState::return_to_present(StateItem& item) {
   if (present_ == nullptr || item.is_written_back) return;
   const auto& tensors = *present_->tensors_;
   const auto is_it = [&](const at::Tensor& each) { return each.is_same(item.tensor); };
@@ -379,13 +294,13 @@ void StageState::return_to_present(Item& item) {
   item.is_written_back = true;
   if (item.now.lock() == present_->values_[at]) return;
   item.keep();
-  put(item, present_->values_[at]);  // calls before_write() again
+  item.put(present_->values_[at]);  // calls before_write() again
 }
 
 bool StageState::before_write(const at::Tensor& tensor) {
   if (watching == nullptr || !tensor.defined()) return false;
   bool found = false;
-  watching->for_each_of_memory(tensor, [&](Item& item) {
+  watching->for_each_of_memory(tensor, [&](StateItem& item) {
     if (!item.forbidden.empty()) refuse_write(item.forbidden);
     const bool is_first = !item.has_changed;
     watching->return_to_present(item);
@@ -402,37 +317,19 @@ bool StageState::before_write(const at::Tensor& tensor) {
 
 void StageState::after_write(const at::Tensor& tensor) {
   if (watching == nullptr) return;
-  watching->for_each_of_memory(tensor, [](Item& item) { item.version = VersionWatch(item.tensor); });
+  watching->for_each_of_memory(tensor, [](StateItem& item) { item.version = VersionWatch(item.tensor); });
 }
 
 void StageState::before_draw(const at::Generator& generator) {
   if (watching == nullptr) return;
   auto& generators = watching->generators_;
-  auto found =
-      std::find_if(generators.begin(), generators.end(), [&](const Item& item) { return item.generator == generator; });
+  auto found = std::find_if(generators.begin(), generators.end(),
+                            [&](const StateItem& item) { return item.generator == generator; });
   if (found == generators.end()) {
-    found = generators.insert(found, Item{.tensor = {}, .generator = generator});
-    found->first = std::make_shared<Value>(Value{found->read()});
+    found = generators.insert(found, StateItem{.tensor = {}, .generator = generator});
+    found->first = std::make_shared<StateValue>(StateValue{found->read()});
   }
   found->change();
-}
-
-void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, c10::DispatchKey::DeferredInit);
-  if (watching == nullptr) return op.redispatchBoxed(below, stack);
-  std::vector<at::Tensor> written;
-  for_each_written(op.schema(), *stack, [&](const at::Tensor& tensor) {
-    if (StageState::before_write(tensor)) written.push_back(tensor);
-  });
-  op.redispatchBoxed(below, stack);
-  for (const auto& tensor : written) StageState::after_write(tensor);
-}
-
-bool writes(const c10::FunctionSchema& schema) {
-  const auto& arguments = schema.arguments();
-  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
-    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-  });
 }
 
 }  // namespace gpipe

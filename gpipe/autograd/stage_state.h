@@ -2,7 +2,6 @@
 
 #include <ATen/core/Generator.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <cstdint>
 #include <memory>
@@ -12,7 +11,7 @@
 
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/tensors/version_watch.h"
+#include "gpipe/autograd/state_item.h"
 
 namespace gpipe {
 
@@ -27,15 +26,13 @@ struct Stage;
 ///
 /// Used by one thread at a time: the stage's worker, or a caller that holds the pipeline's turn.
 class StageState {
-  struct Value;
-
  public:
   /// The state at one time.
   class Moment {
     friend StageState;
     std::vector<Layer::Buffers> buffers_;  // per layer
     std::shared_ptr<const std::vector<at::Tensor>> tensors_;
-    std::vector<std::shared_ptr<Value>> values_;  // per tensor, then per generator
+    std::vector<std::shared_ptr<StateValue>> values_;  // per tensor, then per generator
   };
   /// `parameters`: the stage's own.
   Moment hold(const Stage& stage, const std::vector<at::Tensor>& parameters);
@@ -92,55 +89,22 @@ class StageState {
   static void before_draw(const at::Generator& generator);
 
  private:
-  /// One value of a tensor or generator. The copy is defined if the value may be gone.
-  struct Value {
-    at::Tensor copy;
-  };
-  struct Item {
-    at::Tensor tensor;
-    at::Generator generator;  // instead of a tensor
-    bool is_buffer = false;
-    std::string forbidden = {};  // the name of a buffer that no layer may write to
-    bool copied_early = false;
-    bool has_changed = false;
-    bool has_left = false;                   // a tensor of this memory has left the stage without a copy
-    bool is_written_back = false;            // a backward has written to the present value
-    const void* memory = nullptr;            // under which the index has it
-    at::Tensor alias = {};                   // keeps the memory if a layer assigns to Tensor.data
-    VersionWatch version;                    // of the tensor, as last seen
-    std::weak_ptr<Value> now = {};           // of the Moments that hold the present value
-    std::shared_ptr<Value> first = nullptr;  // of a generator: before its first draw
-
-    at::Tensor read() const;
-    void write(const at::Tensor& value) const;
-    std::shared_ptr<Value> hold();
-    void keep() const;   // copies the present value if a Moment needs it
-    void change();       // the present value is about to change
-    bool note_unseen();  // notes what has changed without change(); returns whether a Moment needs a value that is gone
-  };
   void track(std::vector<at::Tensor> tensors, std::size_t buffers);
-  Item make_item(const at::Tensor& tensor, bool is_buffer) const;
-  Item* find(const at::Tensor& tensor, std::size_t guess);
+  StateItem make_item(const at::Tensor& tensor, bool is_buffer) const;
+  StateItem* find(const at::Tensor& tensor, std::size_t guess);
   void restore_values(const Moment& moment);
   bool has_value(const at::Tensor& tensor, const Moment& moment);
-  static void put(Item& item, const std::shared_ptr<Value>& value);
-  void return_to_present(Item& item);
+  void return_to_present(StateItem& item);
   void renew_index();
   template <typename F>
   void for_each_of_memory(const at::Tensor& tensor, F f);
 
   std::shared_ptr<const std::vector<at::Tensor>> tensors_ = std::make_shared<std::vector<at::Tensor>>();
-  std::vector<Item> items_;  // of tensors_, then of earlier ones that a Moment needs
+  std::vector<StateItem> items_;  // of tensors_, then of earlier ones that a Moment needs
   absl::flat_hash_map<const void*, std::vector<std::size_t>> index_;  // of items_, by tensor and by its memory
-  std::vector<Item> generators_;
+  std::vector<StateItem> generators_;
   std::vector<std::pair<at::Tensor, std::string>> forbidden_;
   const Moment* present_ = nullptr;  // of the Scope
 };
-
-/// A kernel for operators that write to their arguments.
-void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack);
-
-/// Whether an operator writes to an argument.
-bool writes(const c10::FunctionSchema& schema);
 
 }  // namespace gpipe

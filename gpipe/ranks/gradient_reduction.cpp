@@ -4,11 +4,9 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
 
-#include <string>
 #include <utility>
 
 #include "gpipe/ranks/parcel_message.h"
-#include "gpipe/tensors/intraop.h"
 
 namespace gpipe {
 namespace {
@@ -54,7 +52,6 @@ GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at:
       stage.present.emplace_back(parameter.grad(), parameter.grad());
     }
     stage.gradients.resize(stage.parameters.size());
-    stage.is_here.resize(stage.parameters.size());
     stage.buckets = cut_into_buckets(stage.parameters, team.replicas(), kBucketBytes);
     stage.wires.resize(team.replicas());
     const auto count = stage.buckets.size();
@@ -62,9 +59,9 @@ GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at:
       if (r == team.replica()) continue;
       const auto expect = [&](Kind kind) {
         auto& wire = team.gradient_receiver(kind, s, r);
-        auto& remembered = team.remembered_gradients(kind, s, r, team.replica(), count);
-        std::vector<Remembered*> messages;
-        for (std::size_t b = 0; b < count; ++b) messages.push_back(&remembered[b]);
+        auto& layouts = team.last_gradient_layouts(kind, s, r, team.replica(), count);
+        std::vector<LastLayout*> messages;
+        for (std::size_t b = 0; b < count; ++b) messages.push_back(&layouts[b]);
         wire.expect(std::move(messages));
         return &wire;
       };
@@ -72,48 +69,22 @@ GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at:
                         &team.gradient_sender(Kind::kSum, s, r),
                         expect(Kind::kPart),
                         expect(Kind::kSum),
-                        &team.remembered_gradients(Kind::kPart, s, team.replica(), r, count),
-                        &team.remembered_gradients(Kind::kSum, s, team.replica(), r, count)};
+                        &team.last_gradient_layouts(Kind::kPart, s, team.replica(), r, count),
+                        &team.last_gradient_layouts(Kind::kSum, s, team.replica(), r, count)};
     }
   }
-  thread_ = std::thread([this] { run(); });
 }
 
-GradientReduction::~GradientReduction() {
-  {
-    MutexLock lock(mutex_);
-    ended_ = true;
+void GradientReduction::send(int stage_index, Gradients gradients) {
+  auto& stage = stages_[stage_index];
+  for (std::size_t p = 0; p < gradients.size(); ++p) {
+    if (gradients[p].defined()) stage.gradients[p] = in_parameters_order(std::move(gradients[p]), stage.parameters[p]);
   }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-}
-
-void GradientReduction::add(int stage, std::size_t parameter, at::Tensor gradient) {
-  auto& of_stage = stages_[stage];
-  if (of_stage.is_here[parameter]) return;
-  if (gradient.defined()) {
-    of_stage.gradients[parameter] = in_parameters_order(std::move(gradient), of_stage.parameters[parameter]);
-  }
-  of_stage.is_here[parameter] = true;
-  send_buckets(stage);
-}
-
-void GradientReduction::add_rest(int stage, Gradients gradients) {
-  for (std::size_t p = 0; p < gradients.size(); ++p) add(stage, p, std::move(gradients[p]));
-}
-
-// Sends the stage's next buckets that are complete.
-void GradientReduction::send_buckets(int stage) {
-  auto& of_stage = stages_[stage];
-  for (auto number = of_stage.sent; number < of_stage.buckets.size(); ++number) {
-    const auto& bucket = of_stage.buckets[number];
-    for (const auto p : bucket.parameters) {
-      if (!of_stage.is_here[p]) return;
-    }
+  for (std::size_t number = 0; number < stage.buckets.size(); ++number) {
     for (int r = 0; r < team_.replicas(); ++r) {
       if (r == team_.replica()) continue;
-      const auto& wires = of_stage.wires[r];
-      auto message = to_message(bucket.shares[r], of_stage.gradients, team_);
+      const auto& wires = stage.wires[r];
+      auto message = to_message(stage.buckets[number].shares[r], stage.gradients, team_);
       try {
         wires.send_part->send((*wires.sent_parts)[number], call_, std::move(message));
       } catch (const ConnectionError& error) {
@@ -121,53 +92,29 @@ void GradientReduction::send_buckets(int stage) {
         throw;
       }
     }
-    {
-      MutexLock lock(mutex_);
-      of_stage.sent = number + 1;
-    }
-    changed_.notify_all();
   }
 }
 
-// Returns false if the backward has ended before.
-bool GradientReduction::await_bucket(int stage, std::size_t number) {
-  MutexLock lock(mutex_);
-  while (stages_[stage].sent <= number && !ended_) changed_.wait(mutex_);
-  return stages_[stage].sent > number;
-}
-
-// The thread.
-void GradientReduction::run() {
-  set_intraop_threads_of_this_thread(1);
-  at::NoGradGuard no_grad;
+void GradientReduction::sum() {
+  const at::NoGradGuard no_grad;
   Summed summed;
-  try {
-    for (int stage = static_cast<int>(stages_.size()) - 1; stage >= 0; --stage) {
-      const auto& buckets = stages_[stage].buckets;
-      for (std::size_t number = 0; number < buckets.size(); ++number) {
-        if (!await_bucket(stage, number)) return;
-        sum_share(stage, buckets[number], number);
-        take_sums(std::exchange(summed, Summed{stage, &buckets[number]}));
-      }
+  for (int stage = static_cast<int>(stages_.size()) - 1; stage >= 0; --stage) {
+    const auto& buckets = stages_[stage].buckets;
+    for (std::size_t number = 0; number < buckets.size(); ++number) {
+      sum_share(stage, buckets[number], number);
+      take_sums(std::exchange(summed, Summed{stage, &buckets[number]}));
     }
-    take_sums(summed);
-    await_deliveries();
-  } catch (const ConnectionError& error) {
-    error_ = std::current_exception();
-    team_.fail(error, awaited_, kWaits);
-  } catch (const std::exception& error) {
-    error_ = std::current_exception();
-    team_.fail("rank " + std::to_string(team_.rank()) + " failed while it summed gradients: " + error.what());
   }
-  team_.set_awaited_for_gradients(-1);
+  take_sums(summed);
+  await_deliveries();
 }
 
 Parcel GradientReduction::receive(WireReceiver& wire, int replica) {
-  awaited_ = team_.counterpart(replica);
-  team_.set_awaited_for_gradients(awaited_);
-  auto parcels = to_parcels(wire.receive(call_));
-  team_.set_awaited_for_gradients(-1);
-  return std::move(parcels.front());
+  other_ = team_.counterpart(replica);
+  team_.set_awaited(other_);
+  auto message = wire.receive(call_);
+  team_.set_awaited(-1);
+  return std::move(to_parcels(std::move(message)).front());
 }
 
 at::Tensor& GradientReduction::gradient_of(OfStage& stage, std::size_t parameter) {
@@ -212,7 +159,7 @@ void GradientReduction::sum_share(int stage_index, const GradientBucket& bucket,
   for (int r = 0; r < team_.replicas(); ++r) {
     if (r == own) continue;
     const auto& wires = stage.wires[r];
-    awaited_ = team_.counterpart(r);
+    other_ = team_.counterpart(r);
     wires.send_sum->send((*wires.sent_sums)[number], call_, to_message({sums}, team_.rank(), team_.codec()));
   }
   write(stage, share, sums);
@@ -232,9 +179,10 @@ void GradientReduction::await_deliveries() {
   for (const auto& stage : stages_) {
     for (int r = 0; r < team_.replicas() && !stage.buckets.empty(); ++r) {
       if (r == team_.replica()) continue;
-      awaited_ = team_.counterpart(r);
-      team_.set_awaited_for_gradients(awaited_);
+      other_ = team_.counterpart(r);
+      team_.set_awaited(other_);
       stage.wires[r].send_sum->drain(team_.timeout());
+      team_.set_awaited(-1);
     }
   }
 }
@@ -253,8 +201,7 @@ void GradientReduction::check_untouched() const {
 }
 
 std::vector<Gradients> GradientReduction::take() {
-  if (thread_.joinable()) team_.while_polling([&] { thread_.join(); });
-  if (error_) team_.rethrow(error_);
+  team_.transfer(kWaits, other_, [&] { team_.while_polling([&] { sum(); }); });
   check_untouched();
   std::vector<Gradients> all;
   for (auto& stage : stages_) {

@@ -5,46 +5,33 @@
 #include <cstddef>
 #include <cstdint>
 #include <deque>
-#include <exception>
-#include <memory>
-#include <thread>
 #include <utility>
 #include <vector>
 
-#include "absl/base/thread_annotations.h"
-#include "gpipe/base/mutex.h"
 #include "gpipe/ranks/gradient_buckets.h"
 #include "gpipe/ranks/rank_team.h"
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
-/// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs. A bucket is sent when
-/// its last gradient is there, and summed in its turn: stages from last to first, the buckets of each in order. Each replica
-/// sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their sums of a bucket
-/// after it has sent its own of the next one. So the bits are the same on all replicas and in all runs, and a rank sends
-/// 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
+/// Sums the gradients of this rank's stages over the replicas, stages from last to first, and the buckets of each in order.
+/// Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their sums
+/// of a bucket after it has sent its own of the next one. So the bits are the same on all replicas and in all runs, and a
+/// rank sends 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
 ///
-/// Serves one backward. Thread safety: add() and add_rest() on one thread at a time per stage.
-/// Invariant: all replicas sum the buckets in the same order, so a wait for a sum always ends.
+/// Serves one backward. Thread safety: send() on one thread at a time per stage.
 class GradientReduction {
  public:
   /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas. A stage without any may be
   /// another rank's.
   GradientReduction(RankTeam& team, std::vector<std::vector<at::Tensor>> parameters);
-  /// Ends early if not all gradients have been added. REQUIRES: then a rank has failed.
-  ~GradientReduction();
-  GradientReduction(const GradientReduction&) = delete;
-  GradientReduction& operator=(const GradientReduction&) = delete;
 
-  /// The gradient of a parameter, or undefined. The caller gives up its reference. Errors: ConnectionError;
-  /// std::invalid_argument for a sparse gradient.
-  void add(int stage, std::size_t parameter, at::Tensor gradient);
-  /// The stage's gradients that have not been added.
-  void add_rest(int stage, Gradients gradients);
+  /// Sends the shares of a stage's gradients to the other replicas. Does not wait. The caller gives up its references.
+  /// Errors: ConnectionError; std::invalid_argument for a sparse gradient.
+  void send(int stage, Gradients gradients);
 
-  /// Waits for all sums and returns them, per stage, on the devices of the parameters. REQUIRES: add_rest() has been called
-  /// for each stage. Errors: the first error of any rank; std::runtime_error if a `.grad` has changed since this was made.
+  /// Returns the sums, per stage, on the devices of the parameters. REQUIRES: send() has been called for each stage.
+  /// Errors: the first error of any rank; std::runtime_error if a `.grad` has changed since this was made.
   std::vector<Gradients> take();
 
  private:
@@ -54,22 +41,18 @@ class GradientReduction {
     WireSender* send_sum;
     WireReceiver* receive_part;
     WireReceiver* receive_sum;
-    std::deque<Remembered>* sent_parts;
-    std::deque<Remembered>* sent_sums;
+    std::deque<LastLayout>* sent_parts;
+    std::deque<LastLayout>* sent_sums;
   };
   struct OfStage {
     std::vector<at::Tensor> parameters;
     std::vector<std::pair<at::Tensor, VersionWatch>> present;  // each parameter's `.grad`, with its version
     std::vector<GradientBucket> buckets;
-    std::vector<Wires> wires;   // per replica; unused for this one
-    Gradients gradients;        // as in_parameters_order()
-    std::vector<char> is_here;  // per parameter
-    std::size_t sent = 0;       // buckets, guarded by mutex_
+    std::vector<Wires> wires;  // per replica; unused for this one
+    Gradients gradients;       // as in_parameters_order()
   };
   void check_untouched() const;
-  void send_buckets(int stage);
-  bool await_bucket(int stage, std::size_t number);
-  void run();
+  void sum();
   /// A bucket whose share this replica has summed.
   struct Summed {
     int stage = 0;
@@ -85,12 +68,7 @@ class GradientReduction {
   RankTeam& team_;
   const std::uint64_t call_;
   std::vector<OfStage> stages_;
-  int awaited_ = -1;  // used by the thread
-  Mutex mutex_;
-  CondVar changed_;
-  bool ended_ ABSL_GUARDED_BY(mutex_) = false;
-  std::exception_ptr error_;  // of the thread
-  std::thread thread_;
+  int other_ = -1;  // the rank that take() waits for
 };
 
 }  // namespace gpipe

@@ -35,7 +35,7 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_
 
 Job::~Job() {
   if (getpid() != process_) {  // a forked process has none of the threads, and shares the sockets
-    for (auto& wires : retired_) static_cast<void>(wires.release());
+    for (auto& wires : kept_) static_cast<void>(wires.release());
     static_cast<void>(lifelines_.release());
     static_cast<void>(board_.release());
     static_cast<void>(connections_.release());
@@ -76,7 +76,7 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
   if (lifelines_ && board_->failure().empty()) {
     if (rank_ != 0) board_->rest();  // rank 0, which may serve the store, ends after the others
     while_polling(
-        poll, [this] { lifelines_->part(options_.timeout()); }, report_stop);
+        poll, [this] { lifelines_->leave(options_.timeout()); }, report_stop);
   }
 }
 

@@ -25,7 +25,7 @@ namespace gpipe {
 /// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one pipeline
 /// is a failure of all, because it closes the connections.
 ///
-/// Thread safety: join(), share() and retire() on one thread at a time; the other functions on any thread.
+/// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {
  public:
   /// `devices` may be null.
@@ -68,7 +68,7 @@ class Job {
   std::optional<std::string> unwinding() const;
 
   /// Keeps the wires of a pipeline that has ended. Memory that they have posted may still be written to.
-  void retire(std::unique_ptr<Wires> wires) { retired_.push_back(std::move(wires)); }
+  void keep_until_end(std::unique_ptr<Wires> wires) { kept_.push_back(std::move(wires)); }
 
  private:
   void connect();
@@ -92,7 +92,7 @@ class Job {
   std::unique_ptr<DeviceConnections> devices_;
   std::unique_ptr<FailureBoard> board_;
   std::unique_ptr<Lifelines> lifelines_;
-  std::vector<std::unique_ptr<Wires>> retired_;
+  std::vector<std::unique_ptr<Wires>> kept_;
 };
 
 }  // namespace gpipe

@@ -38,39 +38,39 @@ void Lifelines::watch(Line& line, Transfer& transfer) {
   {
     MutexLock lock(mutex_);
     lost_ = lost_ || lost;
-    if (!lost) ++goodbyes_;
-    tell = lost && !parting_;
+    if (!lost) ++ends_;
+    tell = lost && !leaving_;
   }
   changed_.notify_all();
   if (tell) on_loss_(line.rank);
 }
 
-void Lifelines::say_goodbye(std::chrono::milliseconds limit) {
+void Lifelines::send_ends(std::chrono::milliseconds limit) {
   std::vector<std::unique_ptr<Transfer>> transfers;
   for (auto& line : lines_) transfers.push_back(connections_.send(line.rank, kTag, std::span(&line.sent, 1)));
   for (const auto& transfer : transfers) transfer->wait(limit);
 }
 
-void Lifelines::await_goodbyes(std::chrono::steady_clock::time_point end) {
+void Lifelines::await_ends(std::chrono::steady_clock::time_point end) {
   MutexLock lock(mutex_);
-  while (goodbyes_ < lines_.size() && !lost_) {
+  while (ends_ < lines_.size() && !lost_) {
     const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
     if (left.count() <= 0) return;
     changed_.wait_for(mutex_, left);
   }
 }
 
-void Lifelines::part(std::chrono::milliseconds limit) noexcept {
+void Lifelines::leave(std::chrono::milliseconds limit) noexcept {
   const auto end = std::chrono::steady_clock::now() + limit;
   {
     MutexLock lock(mutex_);
-    parting_ = true;
+    leaving_ = true;
   }
   try {
-    // Rank 0 answers when all have said goodbye.
-    if (rank_ != 0) say_goodbye(limit);
-    await_goodbyes(end);
-    if (rank_ == 0) say_goodbye(limit);
+    // Rank 0 answers when all have ended.
+    if (rank_ != 0) send_ends(limit);
+    await_ends(end);
+    if (rank_ == 0) send_ends(limit);
   } catch (const ConnectionError&) {  // a rank is lost, or has failed
   }
 }

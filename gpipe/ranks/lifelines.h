@@ -22,7 +22,7 @@ class Lifelines {
   /// The first tag that is free for others.
   static constexpr int kTags = 1;
 
-  /// Calls `on_loss`, on another thread, with each rank that is lost before part(). It must not throw.
+  /// Calls `on_loss`, on another thread, with each rank that is lost before leave(). It must not throw.
   Lifelines(Connections& connections, int rank, int size, std::function<void(int rank)> on_loss);
   /// REQUIRES: the connections are closed.
   ~Lifelines();
@@ -30,7 +30,7 @@ class Lifelines {
   Lifelines& operator=(const Lifelines&) = delete;
 
   /// Waits until all ranks have called this, for at most `limit`, or until a rank is lost.
-  void part(std::chrono::milliseconds limit) noexcept;
+  void leave(std::chrono::milliseconds limit) noexcept;
 
  private:
   struct Line {
@@ -40,17 +40,17 @@ class Lifelines {
     std::thread thread;
   };
   void watch(Line& line, Transfer& transfer);
-  void say_goodbye(std::chrono::milliseconds limit);
-  void await_goodbyes(std::chrono::steady_clock::time_point end);
+  void send_ends(std::chrono::milliseconds limit);
+  void await_ends(std::chrono::steady_clock::time_point end);
 
   Connections& connections_;
   const int rank_;
   const std::function<void(int rank)> on_loss_;
   Mutex mutex_;
   CondVar changed_;
-  bool parting_ ABSL_GUARDED_BY(mutex_) = false;
+  bool leaving_ ABSL_GUARDED_BY(mutex_) = false;
   bool lost_ ABSL_GUARDED_BY(mutex_) = false;
-  std::size_t goodbyes_ ABSL_GUARDED_BY(mutex_) = 0;
+  std::size_t ends_ ABSL_GUARDED_BY(mutex_) = 0;
   std::deque<Line> lines_;  // last, because their threads use the other members
 };
 

@@ -31,9 +31,9 @@ std::string in_seconds(std::chrono::milliseconds time) {
   return text + " s";
 }
 
-// Rank 0's verdict on all manifests; empty if they agree.
-std::string judge(c10d::Store& store, int size, const Manifest& mine, std::chrono::milliseconds limit,
-                  const std::function<void()>& poll) {
+// Rank 0's decision on all manifests; empty if they agree.
+std::string decide(c10d::Store& store, int size, const Manifest& mine, std::chrono::milliseconds limit,
+                   const std::function<void()>& poll) {
   const auto end = std::chrono::steady_clock::now() + limit;
   std::string missing;
   int absent = 0;
@@ -84,19 +84,19 @@ std::string compare(const Manifest& first, int first_rank, const Manifest& secon
 void check_manifests(c10d::Store& store, int rank, int size, const Manifest& manifest, std::chrono::milliseconds limit,
                      const std::function<void()>& poll) {
   const std::string agreed = "agreed";
-  std::string verdict;
+  std::string decision;
   if (rank == 0) {
-    verdict = judge(store, size, manifest, limit, poll);
-    if (verdict.empty()) verdict = agreed;
-    store.set("verdict", verdict);
+    decision = decide(store, size, manifest, limit, poll);
+    if (decision.empty()) decision = agreed;
+    store.set("decision", decision);
   } else {
     store.set(key_of(rank), to_text(manifest));
     // Rank 0 may have begun to wait later than this rank.
-    verdict = await_value(store, "verdict", std::chrono::steady_clock::now() + 2 * limit, poll);
-    if (verdict.empty())
-      verdict = "rank 0 of " + std::to_string(size) + " did not come within " + in_seconds(2 * limit);
+    decision = await_value(store, "decision", std::chrono::steady_clock::now() + 2 * limit, poll);
+    if (decision.empty())
+      decision = "rank 0 of " + std::to_string(size) + " did not come within " + in_seconds(2 * limit);
   }
-  if (verdict != agreed) throw std::runtime_error("[gpipe] the ranks cannot make the pipeline: " + verdict);
+  if (decision != agreed) throw std::runtime_error("[gpipe] the ranks cannot make the pipeline: " + decision);
 }
 
 }  // namespace gpipe

@@ -1,6 +1,8 @@
 #include "gpipe/ranks/parcel_message.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,6 +16,9 @@
 
 namespace gpipe {
 namespace {
+
+constexpr std::size_t kFewBytes = std::size_t{256} << 10;
+constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
 
 constexpr std::int64_t kMostDimensions = 64;
 
@@ -108,13 +113,13 @@ class ReceivedParcels : public Incoming {
         auto tensor = type == -1 ? at::Tensor() : memories.make(type, layout);
         if (tensor.defined() && tensor.is_cpu()) landing_.add(tensor);
         parcel.add(std::move(tensor), wants_gradient);
-        memory_.emplace_back();
+        groups_.emplace_back();
       }
     }
     if (!layout.done()) ByteReader::refuse();
   }
 
-  std::span<std::byte> values() override { return std::as_writable_bytes(std::span(memory_)); }
+  std::span<std::byte> values() override { return std::as_writable_bytes(std::span(groups_)); }
 
   std::vector<std::span<std::byte>> pieces() override {
     std::vector<std::span<std::byte>> pieces;
@@ -128,9 +133,9 @@ class ReceivedParcels : public Incoming {
     landing_.scatter();
     std::size_t next = 0;
     for (auto& parcel : parcels_) {
-      for (auto& memory : parcel.memory) {
-        const auto value = memory_[next++];
-        memory = {value >> 1, (value & 1) != 0};
+      for (auto& group : parcel.alias_groups) {
+        const auto value = groups_[next++];
+        group = {value >> 1, (value & 1) != 0};
       }
       parcel.renew_versions();
     }
@@ -140,7 +145,7 @@ class ReceivedParcels : public Incoming {
  private:
   std::vector<Parcel> parcels_;
   Landing landing_;                    // of the tensors on the CPU
-  std::vector<std::uint64_t> memory_;  // per tensor: Memory::number and, as the lowest bit, Memory::shared_later
+  std::vector<std::uint64_t> groups_;  // per tensor: the number and, as the lowest bit, shared_later
 };
 
 }  // namespace
@@ -159,8 +164,8 @@ Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec&
     for (std::size_t i = 0; i < parcel.tensors.size(); ++i) {
       const auto tensor = described(parcel.tensors[i]);
       add_layout(tensor, parcel.wants_gradient[i], layout);
-      auto [number, shared_later] = parcel.memory[i];
-      if (number != Memory::kOwn && number >> kRankShift == 0) {
+      auto [number, shared_later] = parcel.alias_groups[i];
+      if (number != AliasGroup::kNone && number >> kRankShift == 0) {
         number |= static_cast<std::uint64_t>(rank + 1) << kRankShift;
       }
       values.add(number << 1 | (shared_later ? 1 : 0));
@@ -188,6 +193,39 @@ Allocate parcel_memory(StructureCodec codec) {
 
 std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message) {
   return static_cast<ReceivedParcels&>(*message).take();
+}
+
+Parcel of_bytes(std::string bytes) {
+  const auto size = static_cast<std::int64_t>(bytes.size());
+  at::Tensor tensor;
+  // Strings have ever different addresses, which are part of a layout.
+  if (bytes.size() <= kFewBytes) {
+    tensor = at::empty({size}, at::kByte);
+    std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
+  } else {
+    auto owner = std::make_shared<std::string>(std::move(bytes));
+    tensor = at::from_blob(
+        owner->data(), {size}, [owner](void*) {}, at::kByte);
+  }
+  Parcel parcel;
+  parcel.add(std::move(tensor), /*gradient_wanted=*/false);
+  return parcel;
+}
+
+std::string to_bytes(const Parcel& parcel) {
+  const auto& tensor = parcel.tensors.at(0);
+  return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
+}
+
+Parcel of_words(std::string words) {
+  words.resize((words.size() / kWordBytes + 1) * kWordBytes, '\0');
+  return of_bytes(std::move(words));
+}
+
+std::string to_words(const Parcel& parcel) {
+  auto words = to_bytes(parcel);
+  words.erase(words.find_last_not_of('\0') + 1);
+  return words;
 }
 
 }  // namespace gpipe

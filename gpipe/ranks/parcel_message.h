@@ -23,4 +23,11 @@ Allocate parcel_memory(StructureCodec codec);
 /// is a meta tensor.
 std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message);
 
+/// Makes a parcel of bytes: one tensor, whose memory is the string's if it is long.
+Parcel of_bytes(std::string bytes);
+std::string to_bytes(const Parcel& parcel);
+/// The same for text without zeros at its end. Pads it, because wires are faster if sizes repeat.
+Parcel of_words(std::string words);
+std::string to_words(const Parcel& parcel);
+
 }  // namespace gpipe

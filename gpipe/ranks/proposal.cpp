@@ -27,13 +27,13 @@ Proposal to_proposal(std::string_view word) {
 }
 
 std::string difference(int rank, const std::string& does, int other, const std::string& other_does) {
-  return refusal(absl::StrFormat("rank %d %s, but rank %d %s; make the same calls in the same order on all ranks", rank,
-                                 does, other, other_does));
+  return encode_refusal(absl::StrFormat(
+      "rank %d %s, but rank %d %s; make the same calls in the same order on all ranks", rank, does, other, other_does));
 }
 
 }  // namespace
 
-std::string to_word(Proposal proposal) {
+std::string encode(Proposal proposal) {
   if (proposal.same_on_all.empty()) proposal.same_on_all = proposal.what;
   ByteWriter items;
   items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.number, proposal.weight,
@@ -41,9 +41,9 @@ std::string to_word(Proposal proposal) {
   return kCall + items.take() + kEnd;
 }
 
-std::string refusal(const std::string& reason) { return kRefused + reason; }
+std::string encode_refusal(const std::string& reason) { return kRefused + reason; }
 
-std::string farewell(const std::string& reason) { return kGone + reason; }
+std::string encode_leaving(const std::string& reason) { return kGone + reason; }
 
 int SameData::compare(const std::vector<Proposal>& calls, const Mesh& mesh) {
   constexpr int kEnough = 2;  // one may be equal by chance, such as a first one of zeros
@@ -61,11 +61,11 @@ int SameData::compare(const std::vector<Proposal>& calls, const Mesh& mesh) {
   return -1;
 }
 
-std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameData& data) {
+std::string decide(const std::vector<std::string>& words, const Mesh& mesh, SameData& data) {
   for (std::size_t r = 0; r < words.size(); ++r) {
     if (words[r].front() == kGone) return words[r];
     if (words[r].front() == kRefused) {
-      return refusal("rank " + std::to_string(r) + " refused the call: " + words[r].substr(1));
+      return encode_refusal("rank " + std::to_string(r) + " refused the call: " + words[r].substr(1));
     }
   }
   std::vector<Proposal> calls;
@@ -73,7 +73,7 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
   for (int rank = 0; rank < static_cast<int>(calls.size()); ++rank) {  // first, because it is told once
     if (calls[rank].failed_before == calls[0].failed_before) continue;
     const int failed = calls[rank].failed_before ? rank : 0;
-    return refusal(
+    return encode_refusal(
         absl::StrFormat("the last backward of rank %d ended with an exception, as of a hook, but that of rank %d did "
                         "not, so gradients and parameters may not fit together; restart all ranks from a snapshot",
                         failed, rank - failed));
@@ -88,15 +88,16 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
     if (same_on_all != calls[0].same_on_all) return difference(rank, "calls " + what, 0, "calls " + calls[0].what);
     if (what != calls[first].what) return difference(rank, "calls " + what, first, "calls " + calls[first].what);
     if (same_for_counterparts != calls[counterpart].same_for_counterparts) {
-      return refusal(absl::StrFormat("rank %d %s, but rank %d, with the same stages, %s", rank, same_for_counterparts,
-                                     counterpart, calls[counterpart].same_for_counterparts));
+      return encode_refusal(absl::StrFormat("rank %d %s, but rank %d, with the same stages, %s", rank,
+                                            same_for_counterparts, counterpart,
+                                            calls[counterpart].same_for_counterparts));
     }
     agreement.largest = std::max(agreement.largest, number);
     agreement.weights[replica] = std::max(agreement.weights[replica], weight);
     agreement.micro_batches[replica] = micro_batches;
   }
   if (const int rank = data.compare(calls, mesh); rank >= 0) {
-    return refusal(
+    return encode_refusal(
         absl::StrFormat("rank %d trains on another mini-batch than rank %d, but had the same in the calls before; one "
                         "of them has left out a mini-batch",
                         rank, mesh.rank_at(0, mesh.replica_of(rank))));
@@ -107,13 +108,13 @@ std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameD
   return kAgreed + items.take() + kEnd;
 }
 
-std::optional<std::string> reason_of_farewell(const std::string& words) {
+std::optional<std::string> reason_for_leaving(const std::string& words) {
   return words.front() == kGone ? std::optional(words.substr(1)) : std::nullopt;
 }
 
-Agreement to_agreement(const std::string& judgement) {
-  if (judgement.front() != kAgreed) throw std::runtime_error("[gpipe] " + judgement.substr(1));
-  auto items = items_of(judgement);
+Agreement decode_agreement(const std::string& decision) {
+  if (decision.front() != kAgreed) throw std::runtime_error("[gpipe] " + decision.substr(1));
+  auto items = items_of(decision);
   Agreement agreement{.largest = items.get<std::uint64_t>(), .weights = {}, .micro_batches = {}};
   while (!items.done()) {
     agreement.weights.push_back(items.get<double>());

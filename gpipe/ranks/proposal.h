@@ -46,16 +46,16 @@ struct Agreement {
 };
 
 /// The words that ranks exchange before a call: each rank tells the leader, rank 0, one of the first three, and the leader
-/// answers all with its judgement.
-std::string to_word(Proposal proposal);
-std::string refusal(const std::string& reason);   ///< this rank cannot make the call
-std::string farewell(const std::string& reason);  ///< this rank will make no more calls
-std::string judge(const std::vector<std::string>& words, const Mesh& mesh, SameData& data);
+/// answers all with its decision.
+std::string encode(Proposal proposal);
+std::string encode_refusal(const std::string& reason);  ///< this rank cannot make the call
+std::string encode_leaving(const std::string& reason);  ///< this rank will make no more calls
+std::string decide(const std::vector<std::string>& words, const Mesh& mesh, SameData& data);
 
-/// Returns the reason if the words are a farewell.
-std::optional<std::string> reason_of_farewell(const std::string& words);
+/// Returns the reason if the words say that a rank leaves.
+std::optional<std::string> reason_for_leaving(const std::string& words);
 
-/// Returns what the judgement says that the ranks agreed on. Errors: std::runtime_error unless all ranks agreed.
-Agreement to_agreement(const std::string& judgement);
+/// Returns what the decision says that the ranks agreed on. Errors: std::runtime_error unless all ranks agreed.
+Agreement decode_agreement(const std::string& decision);
 
 }  // namespace gpipe

@@ -1,7 +1,5 @@
 #include "gpipe/ranks/rank_team.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/from_blob.h>
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
@@ -21,49 +19,11 @@ namespace gpipe {
 namespace {
 
 constexpr int kLeader = 0;
-constexpr std::size_t kWordBytes = 256;  // words are padded, because wires are faster if sizes repeat
-
-constexpr std::size_t kFewBytes = std::size_t{256} << 10;
-
 constexpr int kPings = 16;
 
 // What ranks wait for.
 constexpr char kNextCall[] = "its next call";
 constexpr char kResult[] = "the result of a call";
-
-// The tensor of a few bytes has memory of its own, because strings have ever different addresses, which are part of a layout.
-// That of many is the string's memory.
-Parcel of_bytes(std::string bytes) {
-  const auto size = static_cast<std::int64_t>(bytes.size());
-  at::Tensor tensor;
-  if (bytes.size() <= kFewBytes) {
-    tensor = at::empty({size}, at::kByte);
-    std::copy(bytes.begin(), bytes.end(), static_cast<char*>(tensor.mutable_data_ptr()));
-  } else {
-    auto owner = std::make_shared<std::string>(std::move(bytes));
-    tensor = at::from_blob(
-        owner->data(), {size}, [owner](void*) {}, at::kByte);
-  }
-  Parcel parcel;
-  parcel.add(std::move(tensor), /*gradient_wanted=*/false);
-  return parcel;
-}
-
-std::string to_bytes(const Parcel& parcel) {
-  const auto& tensor = parcel.tensors.at(0);
-  return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
-}
-
-Parcel to_parcel(std::string words) {
-  words.resize((words.size() / kWordBytes + 1) * kWordBytes, '\0');
-  return of_bytes(std::move(words));
-}
-
-std::string to_words(const Parcel& parcel) {
-  auto words = to_bytes(parcel);
-  words.erase(words.find_last_not_of('\0') + 1);
-  return words;
-}
 
 }  // namespace
 
@@ -81,7 +41,7 @@ RankTeam::RankTeam(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, in
   wires_ =
       std::make_unique<Wires>(job_.connections(), first_wire_, ranks_->options().join_timeout(), parcel_memory(codec_));
   if (rank() != kLeader) {
-    expect(kVerdict, kLeader);
+    expect(kDecision, kLeader);
   } else {
     for (int r = 1; r < size; ++r) expect(kWord, r);
   }
@@ -92,7 +52,7 @@ RankTeam::~RankTeam() {
   job_.remove(this);
   leave("has destroyed its pipeline");
   wires_->finish();
-  job_.retire(std::move(wires_));
+  job_.keep_until_end(std::move(wires_));
 }
 
 void RankTeam::leave(const std::string& how) {
@@ -101,9 +61,9 @@ void RankTeam::leave(const std::string& how) {
   gone_ = reason;
   try {
     if (rank() != kLeader) {
-      send(kWord, kLeader, to_parcel(farewell(reason)));
+      send(kWord, kLeader, of_words(encode_leaving(reason)));
     } else {
-      for (int r = 1; r < ranks_->size(); ++r) send(kVerdict, r, to_parcel(farewell(reason)));
+      for (int r = 1; r < ranks_->size(); ++r) send(kDecision, r, of_words(encode_leaving(reason)));
     }
   } catch (const std::exception&) {  // a rank has failed
   }
@@ -137,23 +97,23 @@ WireReceiver& RankTeam::gradient_receiver(Gradient kind, int stage, int replica)
   return wires_->receiver(gradient_wire(kind, stage, replica, this->replica()), counterpart(replica), timeout());
 }
 
-std::deque<Remembered>& RankTeam::remembered_gradients(Gradient kind, int stage, int from_replica, int to_replica,
-                                                       std::size_t messages) {
-  return wires_->remembered(gradient_wire(kind, stage, from_replica, to_replica), {}, messages);
+std::deque<LastLayout>& RankTeam::last_gradient_layouts(Gradient kind, int stage, int from_replica, int to_replica,
+                                                        std::size_t messages) {
+  return wires_->last_layouts(gradient_wire(kind, stage, from_replica, to_replica), {}, messages);
 }
 
 void RankTeam::expect(Subject subject, int from) {
   const int number = wire_number(subject, from, rank());
   if (!expected_.insert(number).second) return;
-  const bool within_call = subject != kWord && subject != kVerdict;
+  const bool within_call = subject != kWord && subject != kDecision;
   const auto limit = within_call ? timeout() : ranks_->options().join_timeout();
-  wires_->receiver(number, from, limit).expect({&wires_->remembered(number, {}, 1).front()});
+  wires_->receiver(number, from, limit).expect({&wires_->last_layouts(number, {}, 1).front()});
 }
 
 void RankTeam::send(Subject subject, int to, Parcel parcel) {
   const int number = wire_number(subject, rank(), to);
   wires_->sender(number, to)
-      .send(wires_->remembered(number, {}, 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
+      .send(wires_->last_layouts(number, {}, 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
 }
 
 Parcel RankTeam::receive(Subject subject, int from) {
@@ -164,7 +124,7 @@ Parcel RankTeam::receive(Subject subject, int from) {
   awaited_ = -1;
   expected_.erase(number);
   // A large message would keep memory until the next call.
-  if (wires_->remembered(number, {}, 1).front().is_small()) expect(subject, from);
+  if (wires_->last_layouts(number, {}, 1).front().is_small()) expect(subject, from);
   return std::move(to_parcels(std::move(message)).front());
 }
 
@@ -196,42 +156,39 @@ std::string RankTeam::activity() {
   MutexLock lock(mutex_);
   const auto activity = activity_ ? activity_() : Activity();
   if (activity.awaits >= 0) return std::to_string(activity.awaits);
-  if (!activity.runs) {
-    const int awaited = awaited_for_gradients_;
-    return awaited < 0 ? "" : std::to_string(awaited);
-  }
+  if (!activity.runs) return "";
   return "runs " + to_string(*activity.runs) + " (stage " + std::to_string(activity.runs->stage) + ", micro-batch " +
          std::to_string(activity.runs->micro_batch) + ")";
 }
 
-// Returns the leader's judgement of what all ranks said.
-std::string RankTeam::exchange_words(const std::string& mine) {
-  std::string judgement;
+// Returns the leader's decision of what all ranks said.
+std::string RankTeam::agree_on_words(const std::string& mine) {
+  std::string decision;
   int other = kLeader;
   transfer(kNextCall, other, [&] {
     if (rank() != kLeader) {
-      send(kWord, kLeader, to_parcel(mine));
-      while_polling([&] { judgement = to_words(receive(kVerdict, kLeader)); });
+      send(kWord, kLeader, of_words(mine));
+      while_polling([&] { decision = to_words(receive(kDecision, kLeader)); });
       return;
     }
     std::vector<std::string> words{mine};
     while_polling([&] {
       for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
     });
-    judgement = judge(words, ranks_->mesh(), same_data_);
-    for (other = 1; other < ranks_->size(); ++other) send(kVerdict, other, to_parcel(judgement));
+    decision = decide(words, ranks_->mesh(), same_data_);
+    for (other = 1; other < ranks_->size(); ++other) send(kDecision, other, of_words(decision));
   });
-  if (auto reason = reason_of_farewell(judgement)) gone_ = *std::move(reason);
-  return judgement;
+  if (auto reason = reason_for_leaving(decision)) gone_ = *std::move(reason);
+  return decision;
 }
 
 Agreement RankTeam::agree(Proposal proposal) {
   job_.board().check("this pipeline cannot be used any more, because a rank has failed");
   if (!gone_.empty()) throw std::runtime_error("[gpipe] this pipeline cannot be used any more: " + gone_);
   proposal.failed_before = has_failed_backward();
-  const auto judgement = exchange_words(to_word(std::move(proposal)));
+  const auto decision = agree_on_words(encode(std::move(proposal)));
   ++calls_;
-  return to_agreement(judgement);
+  return decode_agreement(decision);
 }
 
 void RankTeam::watch_backward(std::shared_ptr<const void> owner) {
@@ -256,7 +213,7 @@ bool RankTeam::has_failed_backward() {
 void RankTeam::withdraw(const std::string& reason) noexcept {
   try {
     if (!job_.board().failure().empty() || !gone_.empty()) return;
-    exchange_words(refusal(reason));
+    agree_on_words(encode_refusal(reason));
     ++calls_;
   } catch (const std::exception&) {  // a rank has failed; the next call says so
   }

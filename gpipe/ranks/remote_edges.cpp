@@ -20,8 +20,8 @@ WireReceiver& Wires::receiver(int number, int from_rank, std::chrono::millisecon
   return *wire;
 }
 
-std::deque<Remembered>& Wires::remembered(int number, const LayoutKey& key, std::size_t messages) {
-  auto& of_wire = remembered_[number];
+std::deque<LastLayout>& Wires::last_layouts(int number, const LayoutKey& key, std::size_t messages) {
+  auto& of_wire = layouts_[number];
   const auto found = std::find_if(of_wire.begin(), of_wire.end(), [&](const auto& each) { return each.first == key; });
   if (found != of_wire.end()) {
     of_wire.splice(of_wire.end(), of_wire, found);
@@ -29,9 +29,9 @@ std::deque<Remembered>& Wires::remembered(int number, const LayoutKey& key, std:
     if (of_wire.size() == kKeysPerWire) of_wire.pop_front();
     of_wire.emplace_back(key, 0);
   }
-  auto& remembered = of_wire.back().second;
-  if (remembered.size() < messages) remembered.resize(messages);
-  return remembered;
+  auto& layouts = of_wire.back().second;
+  if (layouts.size() < messages) layouts.resize(messages);
+  return layouts;
 }
 
 void Wires::finish() {
@@ -51,14 +51,14 @@ RemoteEdges::RemoteEdges(Wires& wires, const Program& program, Part part, const 
   for (auto& plan : plan_wires(program, part, ranks)) {
     const int number = plan.from * program.workers() + plan.to;
     if (is_here(plan.from)) {
-      auto& remembered = wires.remembered(number, key, plan.messages.size());
+      auto& layouts = wires.last_layouts(number, key, plan.messages.size());
       sending_[plan.from].push_back(
-          {&wires.sender(number, ranks[plan.to]), plan.to, ranks[plan.to], std::move(plan.messages), &remembered});
+          {&wires.sender(number, ranks[plan.to]), plan.to, ranks[plan.to], std::move(plan.messages), &layouts});
     } else if (is_here(plan.to)) {
-      auto& remembered = wires.remembered(number, key, plan.messages.size());
+      auto& layouts = wires.last_layouts(number, key, plan.messages.size());
       auto& wire = wires.receiver(number, ranks[plan.from], limit);
-      std::vector<Remembered*> expected;
-      for (std::size_t i = 0; i < plan.messages.size(); ++i) expected.push_back(&remembered[i]);
+      std::vector<LastLayout*> expected;
+      for (std::size_t i = 0; i < plan.messages.size(); ++i) expected.push_back(&layouts[i]);
       wire.expect(std::move(expected));
       receiving_[{plan.from, plan.to}] = {&wire, ranks[plan.from], std::move(plan.messages)};
     }
@@ -96,7 +96,7 @@ void RemoteEdges::send(const Action& action, MakeMessage make) {
     const auto& message = wire.messages[wire.next];
     auto contents = make(message);
     set_activity(worker, {.awaits = wire.rank});
-    wire.wire->send((*wire.remembered)[wire.next++], message.label(), std::move(contents));
+    wire.wire->send((*wire.layouts)[wire.next++], message.label(), std::move(contents));
   }
   if (action == program_.actions(worker, part_).back()) ended_[worker] = 1;
   set_activity(worker, {});

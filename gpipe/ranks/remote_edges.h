@@ -23,12 +23,12 @@ namespace gpipe {
 /// Tells kinds of calls apart. Calls of the same key mostly send messages of the same layouts. All ranks compute the same key.
 using LayoutKey = std::vector<std::int64_t>;
 
-/// A wire remembers the layouts of so many keys: those that it has used last. So both of its ends forget the same.
+/// A wire keeps the layouts of the keys that it has used last, so many. So both of its ends keep the same.
 inline constexpr std::size_t kKeysPerWire = 8;
 
 /// The wires of one rank, which last as long as its connections.
 ///
-/// Thread safety: sender(), receiver() and remembered() on one thread at a time.
+/// Thread safety: sender(), receiver() and last_layouts() on one thread at a time.
 class Wires {
  public:
   /// Numbers of wires count from `first`. `delivery`: the longest wait for a delivery. `allocate` makes the memory for
@@ -40,9 +40,9 @@ class Wires {
   WireSender& sender(int number, int to_rank);
   WireReceiver& receiver(int number, int from_rank, std::chrono::milliseconds limit);
 
-  /// What is remembered of the messages of a wire under a key, for at least `messages` of them. Valid until the wire forgets
+  /// The last layouts of a wire's messages under a key, for at least `messages` of them. Valid until the wire drops
   /// the key. Both ends of a wire use the same keys in the same order.
-  std::deque<Remembered>& remembered(int number, const LayoutKey& key, std::size_t messages);
+  std::deque<LastLayout>& last_layouts(int number, const LayoutKey& key, std::size_t messages);
 
   /// Nothing more will be sent. Does not wait.
   void finish();
@@ -54,7 +54,7 @@ class Wires {
   const Allocate allocate_;
   std::map<int, std::unique_ptr<WireSender>> senders_;
   std::map<int, std::unique_ptr<WireReceiver>> receivers_;
-  std::map<int, std::list<std::pair<LayoutKey, std::deque<Remembered>>>> remembered_;  // the last used key comes last
+  std::map<int, std::list<std::pair<LayoutKey, std::deque<LastLayout>>>> layouts_;  // the last used key comes last
 };
 
 /// What a worker does during a part of a program: runs an action, or waits for another rank, or neither.
@@ -105,7 +105,7 @@ class RemoteEdges {
     int to;
     int rank;
     std::vector<WireMessage> messages;
-    std::deque<Remembered>* remembered;
+    std::deque<LastLayout>* layouts;
     std::size_t next = 0;
   };
   bool is_here(int worker) const { return ranks_[worker] == rank_; }

@@ -53,7 +53,7 @@ class Team {
   virtual std::uint64_t calls() const = 0;
 
   /// The ranks that share a value: the ranks of a replica, the ranks with the same stages (counterparts), or all. Outputs have
-  /// wires of their own, which remember their layout.
+  /// wires of their own, which keep the last layout.
   enum class Group { kReplica, kReplicaOutputs, kCounterparts, kAll };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.

@@ -28,7 +28,7 @@ struct Header {
   std::uint64_t magic;
   std::uint64_t sequence;
   std::uint64_t label;
-  std::uint64_t layout_bytes;  // 0: as remembered
+  std::uint64_t layout_bytes;  // 0: the last layout
   std::uint64_t values_bytes;
 };
 
@@ -50,7 +50,7 @@ std::byte* append(std::byte* to, const void* from, std::size_t bytes) {
   return to + bytes;
 }
 
-std::size_t header_bytes(const Remembered& last) {
+std::size_t header_bytes(const LastLayout& last) {
   if (!last.known) return sizeof(Header);
   return sizeof(Header) + last.values + (last.is_small() ? total(last.pieces) : 0);
 }
@@ -59,7 +59,7 @@ std::size_t header_bytes(const Remembered& last) {
 
 std::size_t most_posted(std::size_t message) { return std::max(kAhead * message, kAheadBytes + message); }
 
-bool Remembered::is_small() const { return total(pieces) <= kSmall; }
+bool LastLayout::is_small() const { return total(pieces) <= kSmall; }
 
 WireSender::WireSender(Connections& connections, int peer, int first_tag, std::chrono::milliseconds limit)
     : connections_(connections), peer_(peer), first_tag_(first_tag), limit_(limit) {}
@@ -122,7 +122,7 @@ void WireSender::drain(std::chrono::milliseconds limit) {
   if (error_) std::rethrow_exception(error_);
 }
 
-void WireSender::send(Remembered& last, std::uint64_t label, Outgoing message) {
+void WireSender::send(LastLayout& last, std::uint64_t label, Outgoing message) {
   {
     MutexLock lock(mutex_);
     if (error_) std::rethrow_exception(error_);
@@ -157,9 +157,9 @@ void WireSender::send(Remembered& last, std::uint64_t label, Outgoing message) {
 
 /// A message that has not been received: its memory, and the receives into it.
 struct WireReceiver::Posted {
-  Remembered* last;
+  LastLayout* last;
   Buffer header;
-  Buffer changed;                     // layout and values, if they differ from what is remembered
+  Buffer changed;                     // layout and values, if they differ from the last ones
   std::unique_ptr<Incoming> message;  // null before it is received, if the pieces come with the header
   std::vector<std::unique_ptr<Transfer>> transfers;
   std::exception_ptr error;  // if a receive could not start
@@ -173,7 +173,7 @@ WireReceiver::WireReceiver(Connections& connections, int peer, int first_tag, st
 
 WireReceiver::~WireReceiver() = default;
 
-void WireReceiver::expect(std::vector<Remembered*> messages) {
+void WireReceiver::expect(std::vector<LastLayout*> messages) {
   expected_.insert(expected_.end(), messages.begin(), messages.end());
   post();
 }

@@ -39,8 +39,8 @@ class Incoming {
 /// Makes the memory for a layout. Errors: std::runtime_error for a layout that is not valid.
 using Allocate = std::function<std::unique_ptr<Incoming>(std::string_view layout)>;
 
-/// The last message at one position of a wire, as both ends remember it. A layout travels only when it changes.
-struct Remembered {
+/// The layout of the last message at one position of a wire. Both ends keep it. A layout travels only when it changes.
+struct LastLayout {
   std::string layout;
   std::size_t values = 0;           ///< bytes
   std::vector<std::size_t> pieces;  ///< bytes of each
@@ -50,12 +50,13 @@ struct Remembered {
   bool is_small() const;
 };
 
-/// Each wire uses the tags from its first one: headers with what is small, pieces as remembered, and whatever differs.
+/// The tags of a wire, from its first one. 0: header and small tensors; 1: tensors of the last layout; 2: tensors of a new
+/// layout.
 inline constexpr int kTagsPerWire = 3;
 
 /// The end of a wire that sends. A wire carries messages from one worker to another on another rank, in order.
 ///
-/// Invariant: for each message the receiver has posted the memory that follows from what both ends remember. A message
+/// Invariant: for each message the receiver has posted the memory that follows from the last layout. A message
 /// that differs completes it with nothing, and travels with the third tag.
 ///
 /// Thread safety: send(), drain() and finish() on one thread at a time.
@@ -69,7 +70,7 @@ class WireSender {
 
   /// Sends without waiting. Keeps `message.owner` until the message is delivered. `label` tells the receiver which
   /// message it is. Errors: ConnectionError, also of an earlier message.
-  void send(Remembered& last, std::uint64_t label, Outgoing message);
+  void send(LastLayout& last, std::uint64_t label, Outgoing message);
 
   /// Waits until all messages are delivered. Errors: as send(); TimeoutError.
   void drain(std::chrono::milliseconds limit);
@@ -112,10 +113,10 @@ class WireReceiver {
   WireReceiver(const WireReceiver&) = delete;
   WireReceiver& operator=(const WireReceiver&) = delete;
 
-  /// Announces the messages to come, by what is remembered of each, and posts memory for the first ones. The pointers
+  /// Announces the messages to come, by the last layout of each, and posts memory for the first ones. The pointers
   /// stay valid until these are received. A lost connection is an error of receive().
   /// REQUIRES: they differ; all messages announced before have been received.
-  void expect(std::vector<Remembered*> messages);
+  void expect(std::vector<LastLayout*> messages);
 
   /// Waits for the next message. Errors: ConnectionError; std::runtime_error for a message that has another label or is
   /// malformed.
@@ -132,7 +133,7 @@ class WireReceiver {
   const std::chrono::milliseconds limit_;
   const Allocate allocate_;
   std::uint64_t sequence_ = 0;
-  std::deque<Remembered*> expected_;  // not posted yet
+  std::deque<LastLayout*> expected_;  // not posted yet
   std::deque<std::unique_ptr<Posted>> posted_;
   std::size_t posted_bytes_ = 0;
 };

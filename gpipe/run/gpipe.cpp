@@ -4,7 +4,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/ones_like.h>
-#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/autograd.h>
 
@@ -14,7 +13,6 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -22,31 +20,26 @@
 #include "gpipe/assembly/model_manifest.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/assembly/workers.h"
-#include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/rank_team.h"
+#include "gpipe/run/history.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/run/mini_batch.h"
 #include "gpipe/run/refuse.h"
 #include "gpipe/run/replica_state.h"
+#include "gpipe/schedules.h"
 #include "gpipe/tensors/sample_hash.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 namespace {
 
-// Returns the names of tensors in the state. `first_names` has those that are known, by the tensor's identity.
-std::vector<GPipeImpl::StateName> state_names(const std::vector<TensorPlace>& places,
-                                              absl::flat_hash_map<const void*, std::string>& first_names) {
+// Returns the names of tensors in the state.
+std::vector<GPipeImpl::StateName> state_names(const std::vector<TensorPlace>& places) {
+  const auto name_of = [](const TensorPlace& place) { return registered_name(place.layer) + "." + place.key; };
   std::vector<GPipeImpl::StateName> names;
-  for (const auto& place : places) {
-    const auto name = registered_name(place.layer) + "." + place.key;
-    const auto* identity = place.identity();
-    const auto first = identity == nullptr ? name : first_names.try_emplace(identity, name).first->second;
-    names.push_back({name, place.stage, first});
-  }
+  for (const auto& place : places) names.push_back({name_of(place), place.stage, name_of(places[place.first])});
   return names;
 }
 
@@ -69,55 +62,6 @@ int share_of_threads(const Workers& workers) {
   int on_cpu = 0;
   for (std::size_t w = 0; w < workers.devices.size(); ++w) on_cpu += workers.is_here(w) && workers.devices[w].is_cpu();
   return std::max(1, at::get_num_threads() / std::max(1, on_cpu));
-}
-
-// The inputs with their version counters, to detect later in-place changes.
-Parcel as_entered(const Value& input) {
-  Parcel entered;
-  for (const auto& tensor : input.tensors()) entered.add(tensor.detach(), /*gradient_wanted=*/false);
-  return entered;
-}
-
-// Joins the micro-batches' gradients of the inputs and appends those of the parameters: the gradients of the sources of
-// attach_backward(), in order.
-std::vector<at::Tensor> gradients_of_sources(MiniBatch::BackwardResult result, const std::vector<std::int64_t>& sizes,
-                                             const std::vector<torch::Device>& devices, const Team& team) {
-  std::vector<at::Tensor> all;
-  for (std::size_t k = 0; k < devices.size(); ++k) {
-    std::vector<at::Tensor> pieces;
-    for (auto& part : result.inputs) pieces.push_back(part.empty() ? at::Tensor() : std::move(part[k]));
-    auto gradient = gather_gradient(std::move(pieces), sizes);
-    if (gradient.defined() && gradient.device() != devices[k]) gradient = gradient.to(devices[k]);
-    all.push_back(unshared(std::move(gradient)));
-  }
-  for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
-  if (team.size() > 1) all.emplace_back();
-  return all;
-}
-
-// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one makes
-// every rank run its backward, also if none of its own parameters wants a gradient.
-std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& pipeline, const Value& input) {
-  auto sources = input.tensors();
-  for (int s = 0; s < pipeline.count(); ++s) {
-    const auto& parameters = mini_batch.sinks(s).parameters();
-    sources.insert(sources.end(), parameters.begin(), parameters.end());
-  }
-  if (pipeline.team().size() > 1) sources.push_back(at::zeros({}).requires_grad_());
-  return sources;
-}
-
-std::vector<torch::Device> devices_of(const Value& value) {
-  std::vector<torch::Device> devices;
-  for (const auto& tensor : value.tensors()) devices.push_back(tensor.device());
-  return devices;
-}
-
-// The devices of the parameters and of the input.
-std::vector<torch::Device> devices_of_gradients(const Pipeline& pipeline, const Value& input) {
-  auto devices = devices_of(input);
-  devices.insert(devices.end(), pipeline.devices().begin(), pipeline.devices().end());
-  return devices;
 }
 
 // Which devices' operations autocast casts, and to which type.
@@ -153,37 +97,6 @@ std::string describe_step(const StepOptions& options) {
   return text;
 }
 
-// Gives the outputs that want a gradient their history: one autograd node over the inputs and all parameters. Calls no
-// operator, because an error here would leave buffers changed.
-void attach(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
-            Parcel entered, const std::vector<std::int64_t>& sizes, const Gathered& output) {
-  const auto& wanted = output.wants_gradient;
-  if (std::none_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) return;
-  const auto sources = sources_of(*mini_batch, *pipeline, input);
-  auto backward = [pipeline, mini_batch = std::move(mini_batch), sizes, output_sizes = output.sizes,
-                   devices = devices_of(input),
-                   entered = std::move(entered)](std::vector<at::Tensor> gradients, bool retain_graph) {
-    auto result = in_call(*pipeline, [&](Call& call) {
-      pipeline->set_error(std::nullopt);
-      // Micro-batches have version counters of their own.
-      if (entered.changed()) {
-        throw std::runtime_error(
-            "[gpipe] an input was changed in place between the forward and its backward; change a clone instead");
-      }
-      std::vector<Gradients> of_parts(sizes.size());
-      for (std::size_t k = 0; k < output_sizes.size(); ++k) {
-        auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
-        for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
-      }
-      return mini_batch->backward(call, std::move(of_parts), retain_graph);
-    });
-    auto all = gradients_of_sources(std::move(result), sizes, devices, pipeline->team());
-    pipeline->team().watch_backward(pipeline);
-    return all;
-  };
-  attach_backward(output.value.tensors(), wanted, sources, devices_of_gradients(*pipeline, input), std::move(backward));
-}
-
 }  // namespace
 
 GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance, GPipeOptions options,
@@ -209,9 +122,8 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   check_loans(loans, stages, here);
   forbid_writes_to_shared_buffers(inventory.buffers(), stages);
   auto edges = connect_stages(stages, balance_, match_skips(inventory.skips()), loans, here);
-  absl::flat_hash_map<const void*, std::string> first_names;
-  parameter_names_ = state_names(inventory.parameters(), first_names);
-  buffer_names_ = state_names(inventory.buffers(), first_names);
+  parameter_names_ = state_names(inventory.parameters());
+  buffer_names_ = state_names(inventory.buffers());
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
     team =
@@ -287,7 +199,6 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
   const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
   std::vector<std::int64_t> sizes;
   std::shared_ptr<MiniBatch> mini_batch;
-  Parcel entered;
   auto output = in_call(*pipeline_, [&](Call& call) {
     pipeline_->set_error(std::nullopt);
     if (split_size == 0) check_chunks(chunks);
@@ -299,13 +210,11 @@ Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, 
     auto parts = scatter(input, sizes);
     const InputWrites writes(input, parts);
     auto made = std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(options));
-    if (grad) entered = as_entered(input);
     auto result = made->forward(call);
     mini_batch = std::move(made);
     return result;
   });
-  entered.renew_versions();
-  if (grad) attach(std::move(mini_batch), pipeline_, input, std::move(entered), sizes, output);
+  if (grad) attach_forward(std::move(mini_batch), pipeline_, input, sizes, output);
   return std::move(output.value);
 }
 
@@ -347,13 +256,13 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     const InputWrites writes(input, parts);
     const bool has_loss = pipeline_->is_here(pipeline_->count() - 1);  // else the targets do not count
     auto weights = has_loss ? loss_weights(completed, sizes, targets) : std::vector<double>(sizes.size());
-    LossOfMiniBatch of_mini_batch{loss,
-                                  std::move(targets),
-                                  std::move(weights),
-                                  *completed.reduction(),
-                                  completed.scale(),
-                                  completed.return_output(),
-                                  completed.check() && has_loss};
+    LossInputs of_mini_batch{loss,
+                             std::move(targets),
+                             std::move(weights),
+                             *completed.reduction(),
+                             completed.scale(),
+                             completed.return_output(),
+                             completed.check() && has_loss};
     MiniBatch::Options made{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
                             options_.deferred_batch_norm()};
     describe_call(made, describe_step(completed), sizes);
@@ -363,25 +272,8 @@ StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& lo
     sources = sources_of(mini_batch, *pipeline_, input);
     return result;
   });
-  auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input), pipeline_->team());
-  StepResult result{std::move(outcome.loss), std::move(outcome.output.value)};
-  if (std::none_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
-    return result;
-  }
-  auto hand_out = [pipeline = pipeline_, gradients = std::move(gradients), unit](std::vector<at::Tensor> incoming,
-                                                                                 bool retain_graph) mutable {
-    pipeline->team().watch_backward(pipeline);
-    auto handed = retain_graph ? gradients : std::move(gradients);
-    // step() itself asks for the gradients as they are.
-    if (unit && incoming.front().is_same(*unit)) return handed;
-    for (auto& gradient : handed) {
-      if (!gradient.defined()) continue;
-      gradient = incoming.front().defined() ? gradient * incoming.front().to(gradient.device()) : at::Tensor();
-    }
-    return handed;
-  };
-  attach_backward({result.loss}, {true}, sources, devices_of_gradients(*pipeline_, input), std::move(hand_out));
-  return result;
+  attach_step(outcome, pipeline_, input, sources, sizes, std::move(unit));
+  return {std::move(outcome.loss), std::move(outcome.output.value)};
 }
 
 const std::vector<int>& GPipeImpl::placement() const { return pipeline_->placement(); }

@@ -12,6 +12,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/run/step_loss.h"
 
 namespace gpipe {
 namespace {

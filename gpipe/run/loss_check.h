@@ -3,7 +3,6 @@
 #include <ATen/core/Tensor.h>
 
 #include <cstddef>
-#include <cstdint>
 #include <vector>
 
 #include "gpipe/loss.h"
@@ -12,19 +11,7 @@
 
 namespace gpipe {
 
-/// The loss of a whole mini-batch, and the one that step() would compute from its micro-batches.
-struct LossCheck {
-  double whole = 0;
-  double from_micro_batches = 0;
-};
-
-/// Compares the loss of the whole `output` with the joined losses of `chunks` micro-batches. They differ for a loss that
-/// does not decompose over samples, such as Dice over the batch or a contrastive loss. Do not use step() with such a
-/// loss. Calls it without grad mode, on copies of the output. Errors: as for step().
-LossCheck check_loss(const LossFunction& loss, const Value& output, const Value& target, std::int64_t chunks,
-                     const StepOptions& options = {});
-
-/// The same in a step(), for a loss that is taken to be a mean over samples; see StepOptions::check. Used by the last stage's
+/// check_loss() in a step(), for a loss that is taken to be a mean over samples; see StepOptions::check. Used by the last stage's
 /// worker.
 class LossComparison {
  public:

@@ -12,7 +12,7 @@
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/program.h"
-#include "gpipe/tensors/shared_memory.h"
+#include "gpipe/tensors/alias_check.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -64,8 +64,8 @@ std::int64_t batch_size(const Value& value, const std::string& what) {
 std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>& sizes) {
   at::NoGradGuard no_grad;
   std::vector<Parcel> parts(sizes.size());
-  const auto memory = memory_of_inputs(input.tensors());
-  for (std::size_t k = 0; k < memory.size(); ++k) {
+  const auto groups = alias_groups_of_inputs(input.tensors());
+  for (std::size_t k = 0; k < groups.size(); ++k) {
     const auto& tensor = input.tensors()[k];
     auto pieces = tensor.detach().split_with_sizes(sizes);
     const bool is_expanded = tensor.layout() == at::kStrided && !tensor.is_nested() && tensor.stride(0) == 0;
@@ -74,7 +74,7 @@ std::vector<Parcel> scatter(const Value& input, const std::vector<std::int64_t>&
       // Micro-batches of the same memory would see each other's writes. The copy stores one sample.
       if (is_expanded && sizes.size() > 1) pieces[i] = copy_of(pieces[i]);
       // variable_data() gives each micro-batch a version counter of its own.
-      parts[i].add(pieces[i].variable_data(), tensor.requires_grad(), memory[k]);
+      parts[i].add(pieces[i].variable_data(), tensor.requires_grad(), groups[k]);
     }
   }
   return parts;
@@ -114,7 +114,7 @@ Gathered gather(const std::vector<Parcel>& parts) {
       gathered.sizes[k].push_back(piece.defined() && piece.dim() > 0 ? piece.size(0) : 0);
     }
     if (parts.size() == 1) {
-      const bool own = first.memory[k].number == Memory::kOwn;
+      const bool own = first.alias_groups[k].number == AliasGroup::kNone;
       joined.push_back(own ? pieces.front() : copy_of(pieces.front()));
       continue;
     }

@@ -12,15 +12,16 @@
 
 #include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/cell.h"
-#include "gpipe/ranks/gradient_reduction.h"
+#include "gpipe/run/backward_gradients.h"
 #include "gpipe/run/borrowed_values.h"
 #include "gpipe/run/call.h"
+#include "gpipe/run/caller_inputs.h"
 #include "gpipe/run/edges.h"
-#include "gpipe/run/inlet.h"
 #include "gpipe/run/pipeline.h"
 #include "gpipe/run/step_loss.h"
+#include "gpipe/run/worker_events.h"
+#include "gpipe/run/worker_scope.h"
 #include "gpipe/runtime/action_runner.h"
-#include "gpipe/tensors/action_clock.h"
 #include "gpipe/tensors/byte_counter.h"
 
 namespace gpipe {
@@ -43,23 +44,19 @@ class MiniBatch : public ActionRunner {
   /// `inputs` holds one parcel per micro-batch; `loss` serves step(). Unless options.use is kForward, cells keep what a
   /// backward needs.
   MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
-            std::optional<LossOfMiniBatch> loss = std::nullopt);
+            std::optional<LossInputs> loss = std::nullopt);
 
   /// Runs the forwards. REQUIRES: after an error, destroy this, then call Call::fail().
   Gathered forward(Call& call);
 
-  struct BackwardResult {
-    std::vector<Gradients> inputs;      ///< per micro-batch
-    std::vector<Gradients> parameters;  ///< per stage, in the order of sinks(stage).parameters()
-  };
   /// Runs the backwards. `gradients[i]` belongs to the i-th micro-batch's output parcel. Can be repeated after
   /// `retain_graph`. After an error, no cell is left. REQUIRES: forward() has returned.
-  BackwardResult backward(Call& call, std::vector<Gradients> gradients, bool retain_graph);
+  BackwardGradients::Result backward(Call& call, std::vector<Gradients> gradients, bool retain_graph);
 
   struct StepOutcome {
     at::Tensor loss;  ///< detached
     Gathered output;  ///< if the loss keeps outputs
-    BackwardResult gradients;
+    BackwardGradients::Result gradients;
   };
   /// Runs forwards, losses and backwards in the order of the pipeline's schedule. REQUIRES: as forward().
   StepOutcome step(Call& call);
@@ -74,29 +71,21 @@ class MiniBatch : public ActionRunner {
 
  private:
   class Counting;
-  class BackwardScope;
 
   void begin(Call& call);
   void agree(Call& call);
   void finish();
-  std::string trained_parameters() const;
-  void begin_backward();
   void run_part(Part part);
-  bool has_last_stage() const { return pipeline_->is_here(pipeline_->count() - 1); }
-  std::pair<at::Tensor, Gathered> take_results();
-  BackwardResult take_gradients();
-  Gradients output_gradients(int micro_batch);
+  Results take_results();
+  BackwardGradients::Result take_gradients();
 
   std::vector<Parcel> run_action(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> run_forward(const Action& action, std::vector<Parcel> in);
   void run_recompute(const Action& action);
   std::vector<Parcel> run_backward(const Action& action, std::vector<Parcel> in);
   void run_backward_weights(const Action& action);
-  void run_and_reduce(const Action& action, absl::FunctionRef<void()> run);
 
   void check_parameters_unchanged() const;
-  void wait_for_workers();
-  void place_spans(Timeline& timeline, std::size_t first);
   void hand_over(const std::vector<at::Tensor>& tensors);
   ErrorInfo describe(const Action& action, const std::exception_ptr& error);
   /// REQUIRES: an exception is being handled.
@@ -118,7 +107,7 @@ class MiniBatch : public ActionRunner {
   std::vector<ParameterSinks> sinks_;        // per stage
   std::vector<BatchStatistics> statistics_;  // per stage; empty unless batch norm is deferred
   std::vector<std::unique_ptr<Cell>> cells_;
-  Inlet inputs_;
+  CallerInputs inputs_;
   BorrowedValues borrowed_values_;
   Outputs outputs_;
   std::optional<StepLoss> loss_;
@@ -130,17 +119,10 @@ class MiniBatch : public ActionRunner {
   std::optional<Edges> edges_;
   std::optional<at::ThreadLocalState> state_;
   std::optional<at::ThreadLocalState> backward_state_;  // of step()
-  std::vector<StreamEvent> begin_;                      // per worker: the caller's work on its device
-  std::vector<StreamEvents> end_;                       // per worker: its work, on all devices
-  std::vector<std::optional<ActionClock>> clocks_;      // per worker: on an accelerator, if it is traced
+  std::optional<WorkerEvents> events_;
   bool retain_graph_ = false;
   bool counted_ = false;
-  std::vector<Gradients> output_gradients_;  // per micro-batch
-  std::vector<StreamEvent> outputs_ready_;   // per gradient of a micro-batch: after the caller's work on its device
-  std::vector<Gradients> input_gradients_;   // per micro-batch
-  std::vector<GradientSums> sums_;           // per stage
-  std::vector<Action> last_backwards_;       // per stage; this and the next: only with replicas
-  std::unique_ptr<GradientReduction> reduction_;
+  std::optional<BackwardGradients> gradients_;
 };
 
 }  // namespace gpipe

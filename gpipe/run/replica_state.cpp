@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/tensors/sample_hash.h"
+
 namespace gpipe {
 
 namespace {
@@ -87,6 +89,22 @@ at::Tensor sum_over_replicas(const at::Tensor& part, Pipeline& pipeline) {
     if (other.defined()) sum = sum.defined() ? sum + other.to(at::kCPU) : other.to(at::kCPU);
   }
   return sum.to(part.defined() ? part.device() : pipeline.stages().back().device);
+}
+
+std::string describe_trained(const std::vector<ParameterSinks>& stages) {
+  std::size_t count = 0;
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  std::vector<at::Tensor> own;
+  for (const auto& sinks : stages) {
+    own.insert(own.end(), sinks.own().begin(), sinks.own().end());
+    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
+      count += sinks.has_sink()[p];
+      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
+      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
+    }
+  }
+  return "trains " + std::to_string(count) + " parameters, whose sizes have the hash " + std::to_string(hash) +
+         ", of values with the hash " + std::to_string(sample_hash(own));
 }
 
 }  // namespace gpipe

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <string>
 #include <vector>
 
 #include "gpipe/autograd/batch_statistics.h"
@@ -22,5 +23,9 @@ void merge_over_replicas(std::vector<BatchStatistics>& statistics, Pipeline& pip
 /// Returns the sum of the replicas' parts of a loss, in their order, on all of them. The part of a replica without samples
 /// is undefined. The ranks with the last stage call it within a call.
 at::Tensor sum_over_replicas(const at::Tensor& part, Pipeline& pipeline);
+
+/// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same. `stages`: the
+/// sinks of each.
+std::string describe_trained(const std::vector<ParameterSinks>& stages);
 
 }  // namespace gpipe

@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "gpipe/autograd/skip_routes.h"
+#include "gpipe/run/replica_state.h"
 
 namespace gpipe {
 
@@ -60,7 +61,7 @@ class StepLoss::LossLayer : public Layer {
   const std::string name_ = "loss";
 };
 
-StepLoss::StepLoss(Pipeline& pipeline, LossOfMiniBatch loss, Outputs& outputs)
+StepLoss::StepLoss(Pipeline& pipeline, LossInputs loss, Outputs& outputs)
     : pipeline_(pipeline),
       loss_(std::move(loss)),
       outputs_(outputs),
@@ -91,6 +92,32 @@ at::Tensor StepLoss::join() {
   const auto losses = std::exchange(losses_, {});
   for (const auto& loss : losses) use_on_current_stream(loss);
   return join_losses(losses, loss_.weights);
+}
+
+Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss) {
+  auto& team = pipeline.team();
+  const bool wants_outputs = loss == nullptr || loss->keeps_outputs();
+  const int last = pipeline.count() - 1;
+  Results results;
+  Parcel parcel;
+  if (pipeline.is_here(last)) {
+    if (loss != nullptr) results.loss = sum_over_replicas(loss->join(), pipeline);
+    if (wants_outputs) results.outputs = outputs.gather();
+    const auto& value = results.outputs.value;
+    parcel.form = value.form();
+    parcel.add(results.loss, /*gradient_wanted=*/false);
+    for (std::size_t k = 0; k < value.tensors().size(); ++k) {
+      parcel.add(value.tensors()[k], results.outputs.wants_gradient[k]);
+    }
+  }
+  const auto group = wants_outputs ? Team::Group::kReplicaOutputs : Team::Group::kReplica;
+  parcel = team.broadcast(group, pipeline.rank_of(last), std::move(parcel));
+  if (!pipeline.is_here(last)) {
+    results.loss = parcel.tensors.front();
+    results.outputs.wants_gradient.assign(parcel.wants_gradient.begin() + 1, parcel.wants_gradient.end());
+    results.outputs.value = Value(parcel.form, {parcel.tensors.begin() + 1, parcel.tensors.end()});
+  }
+  return results;
 }
 
 }  // namespace gpipe

@@ -2,18 +2,54 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <vector>
 
 #include "gpipe/autograd/layer.h"
 #include "gpipe/loss.h"
-#include "gpipe/run/inlet.h"
+#include "gpipe/run/caller_inputs.h"
 #include "gpipe/run/loss_check.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/run/pipeline.h"
 
 namespace gpipe {
+
+/// What step() computes the loss of a mini-batch from.
+struct LossInputs {
+  LossFunction function;
+  std::vector<Parcel> targets;  ///< per micro-batch
+  std::vector<double> weights;  ///< per micro-batch, as loss_weights(); a loss of weight 0 gets no backward
+  Reduction reduction = Reduction::kMean;
+  double scale = 1;
+  bool keep_outputs = false;
+  bool check = false;  ///< compare it with that of the whole mini-batch
+};
+
+/// Fills in what the options leave open: the reduction, the count, and whether to check the loss.
+StepOptions complete(StepOptions options, const LossFunction& loss);
+
+/// Errors: std::invalid_argument for an empty function, a target that requires grad or has another number of samples, a
+/// scale that is not finite and positive, or a count with Reduction::kSum.
+void check_loss_arguments(const LossFunction& loss, const Value& target, std::int64_t samples,
+                          const StepOptions& options);
+
+/// Returns the weights of the micro-batches, before normalize(). Errors: std::invalid_argument for a count that is negative
+/// or not finite.
+std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
+                                 const std::vector<Parcel>& targets);
+
+/// Divides the weights of a mean by `total`, the sum of those of the whole mini-batch. Errors: std::invalid_argument if that
+/// is 0.
+void normalize(std::vector<double>& weights, double total, Reduction reduction);
+
+/// Calls a loss function on one micro-batch. Errors: std::invalid_argument unless it returns a floating-point scalar, with
+/// a graph if the output has one; std::runtime_error if it changes the target in place.
+at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target);
+
+/// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
+at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
 
 /// The outputs of a mini-batch's model, per micro-batch. The last stage's worker adds them, then the caller takes them.
 class Outputs {
@@ -40,7 +76,7 @@ class Outputs {
 class StepLoss {
  public:
   /// `pipeline` and `outputs` must outlive this.
-  StepLoss(Pipeline& pipeline, LossOfMiniBatch loss, Outputs& outputs);
+  StepLoss(Pipeline& pipeline, LossInputs loss, Outputs& outputs);
 
   /// Divides the weights by their sum over all replicas. Errors: as normalize().
   void normalize(double total) { gpipe::normalize(loss_.weights, total, loss_.reduction); }
@@ -63,11 +99,18 @@ class StepLoss {
   std::size_t kind() const { return loss_.function.kind.value_or(loss_.function.target_type().hash_code()); }
 
   Pipeline& pipeline_;
-  LossOfMiniBatch loss_;
+  LossInputs loss_;
   Outputs& outputs_;
-  Inlet targets_;
+  CallerInputs targets_;
   std::vector<at::Tensor> losses_;  // per micro-batch
   std::optional<LossComparison> comparison_;
 };
+
+struct Results {
+  at::Tensor loss;   ///< of a step()
+  Gathered outputs;  ///< of a forward, or if the loss keeps them
+};
+/// Joins the results of the micro-batches, once. All ranks get those of the ranks with the last stage. `loss` may be null.
+Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss);
 
 }  // namespace gpipe

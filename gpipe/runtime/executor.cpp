@@ -196,8 +196,12 @@ class Executor::Worker {
   std::thread thread_;  // last, because the thread uses the other members
 };
 
-Executor::Executor(int workers, std::function<void()> poll, int first, int elsewhere)
-    : poll_(std::move(poll)), first_(first), elsewhere_(elsewhere), process_(getpid()), cpu_quota_(cpu_quota()) {
+Executor::Executor(int workers, std::function<void()> poll, int first, int remote_workers)
+    : poll_(std::move(poll)),
+      first_(first),
+      remote_workers_(remote_workers),
+      process_(getpid()),
+      cpu_quota_(cpu_quota()) {
   if (workers < 1) throw std::invalid_argument(absl::StrFormat("Executor: got %d workers: give at least 1", workers));
   workers_.reserve(workers);
   const int spins = spins_for(workers + 1, cpu_quota_);  // + 1: the caller is busy between runs
@@ -240,10 +244,10 @@ void Executor::wait_for(Worker& worker, Run& run) {
 std::optional<Failure> Executor::run(const Program& program, Part part, ActionRunner& runner, Timeline* timeline,
                                      int step) {
   check_caller();
-  if (program.workers() != workers() + elsewhere_) {
+  if (program.workers() != workers() + remote_workers_) {
     throw std::logic_error(
         absl::StrFormat("Executor::run: the program has %d workers, but the executor was made for %d: make them equal",
-                        program.workers(), workers() + elsewhere_));
+                        program.workers(), workers() + remote_workers_));
   }
   if (part != Part::kAll && !program.two_phase()) {
     throw std::logic_error(

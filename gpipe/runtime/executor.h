@@ -28,11 +28,11 @@ namespace gpipe {
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads: the programs' workers from `first` on. `elsewhere` more are in other processes. While run() waits
+  /// Starts the threads: the programs' workers from `first` on. `remote_workers` more are in other processes. While run() waits
   /// for the threads, it calls `poll`, unless that is null, on the caller's thread every 50 ms. An exception from `poll` is
   /// an error of the run.
   /// Errors: std::invalid_argument for fewer than one worker; std::system_error if a thread cannot be started.
-  explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int elsewhere = 0);
+  explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int remote_workers = 0);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();
   Executor(const Executor&) = delete;
@@ -63,7 +63,7 @@ class Executor {
 
   const std::function<void()> poll_;
   const int first_;
-  const int elsewhere_;
+  const int remote_workers_;
   const pid_t process_;
   const double cpu_quota_;  // at construction
   Mutex turn_;

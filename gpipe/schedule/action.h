@@ -1,7 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
+#include <vector>
 
 namespace gpipe {
 
@@ -29,5 +32,27 @@ char to_char(Kind kind);
 /// Returns stage, kind and micro-batch in the notation of torch.distributed.pipelining: "2F0" is the forward of
 /// micro-batch 0 on stage 2.
 std::string to_string(const Action& action);
+
+/// One ordered list of actions per worker.
+using Schedule = std::vector<std::vector<Action>>;
+
+/// Which cells recompute their forward instead of storing its graph.
+enum class Checkpoint {
+  kNever,
+  kExceptLast,  ///< all except those of the mini-batch's last micro-batch
+  kAlways,
+};
+
+/// Returns all modes by name: "never", "except_last", "always".
+std::map<std::string, Checkpoint> checkpoints();
+std::string to_string(Checkpoint checkpoint);
+
+/// Whether the mode recomputes a cell of this micro-batch.
+bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
+
+struct Layout;
+
+/// Generates the schedule of a training step. Throws std::invalid_argument for a layout that it has no schedule for.
+using ScheduleFunction = std::function<Schedule(const Layout& layout, Checkpoint checkpoint)>;
 
 }  // namespace gpipe

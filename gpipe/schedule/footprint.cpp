@@ -115,9 +115,9 @@ class Step {
     for (const Span* span : {cell.forward, cell.recompute, cell.sends}) {
       if (span == nullptr) continue;
       Usage& usage = usages_[span->worker];
-      for (const Held& held : of(*span).held) {
+      for (const HeldBytes& held : of(*span).held) {
         const double end = end_of(held, micro_batch);
-        const bool waits = held.until_own && cell.sends != nullptr;
+        const bool waits = held.until_own_backward && cell.sends != nullptr;
         usage.add(held.bytes, span->end, waits ? std::max(end, cell.sends->end) : end);
       }
     }
@@ -128,9 +128,9 @@ class Step {
     }
   }
 
-  double end_of(const Held& held, int micro_batch) const {
-    if (held.stage == Held::kForwards) return forwards_end_;
-    if (held.stage == Held::kNeverFreed) return kNeverFreed;
+  double end_of(const HeldBytes& held, int micro_batch) const {
+    if (held.stage == HeldBytes::kUntilForwardsEnd) return forwards_end_;
+    if (held.stage == HeldBytes::kNeverFreed) return kNeverFreed;
     const CellSpans& cell = this->cell(held.stage, micro_batch);
     const Span* span = held.until == Kind::F                                 ? cell.forward
                        : held.until == Kind::R                               ? cell.recompute
@@ -159,8 +159,8 @@ void check(const Span& span, std::size_t stages) {
 }
 
 void check(const ActionBytes& bytes, int stages) {
-  for (const Held& held : bytes.held) {
-    if (held.stage >= Held::kNeverFreed && held.stage < stages) continue;
+  for (const HeldBytes& held : bytes.held) {
+    if (held.stage >= HeldBytes::kNeverFreed && held.stage < stages) continue;
     throw std::invalid_argument(absl::StrFormat("bytes are held until %c of stage %d, but there are %d stages",
                                                 to_char(held.until), held.stage, stages));
   }
@@ -191,7 +191,7 @@ void account(Timeline& timeline, const std::vector<CellBytes>& stages) {
 
 std::int64_t ActionBytes::kept() const {
   std::int64_t sum = 0;
-  for (const Held& each : held) sum += each.bytes;
+  for (const HeldBytes& each : held) sum += each.bytes;
   return sum;
 }
 

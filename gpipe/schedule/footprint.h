@@ -8,9 +8,10 @@
 namespace gpipe {
 
 /// Bytes that an action leaves allocated, and the action of the same micro-batch whose end frees them.
-struct Held {
+struct HeldBytes {
   // Special values of `stage`.
-  static constexpr int kForwards = -1;    ///< freed when the step's last forward ends: the caller takes the outputs
+  static constexpr int kUntilForwardsEnd =
+      -1;                                 ///< freed when the step's last forward ends: the caller takes the outputs
   static constexpr int kNeverFreed = -2;  ///< not freed within the step
 
   std::int64_t bytes = 0;
@@ -19,13 +20,13 @@ struct Held {
   Kind until = Kind::W;
   int stage = 0;  ///< of the action that frees the bytes, or one of the values above
   /// Not freed before the cell's own action that sends gradients has ended either.
-  bool until_own = false;
+  bool until_own_backward = false;
 };
 
 /// Bytes that one action allocates.
 struct ActionBytes {
-  std::int64_t extra = 0;  ///< peak while it runs, relative to the bytes before it
-  std::vector<Held> held;  ///< what it leaves allocated
+  std::int64_t extra = 0;       ///< peak while it runs, relative to the bytes before it
+  std::vector<HeldBytes> held;  ///< what it leaves allocated
 
   /// The sum of `held`.
   std::int64_t kept() const;

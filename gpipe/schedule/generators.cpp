@@ -10,38 +10,6 @@
 
 namespace gpipe {
 
-std::string to_string(Checkpoint checkpoint) {
-  switch (checkpoint) {
-    case Checkpoint::kNever:
-      return "never";
-    case Checkpoint::kExceptLast:
-      return "except_last";
-    case Checkpoint::kAlways:
-      break;
-  }
-  return "always";
-}
-
-bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
-  switch (checkpoint) {
-    case Checkpoint::kNever:
-      return false;
-    case Checkpoint::kExceptLast:
-      return micro_batch + 1 < micro_batches;
-    case Checkpoint::kAlways:
-      break;
-  }
-  return true;
-}
-
-std::map<std::string, Checkpoint> checkpoints() {
-  std::map<std::string, Checkpoint> by_name;
-  for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
-    by_name[to_string(checkpoint)] = checkpoint;
-  }
-  return by_name;
-}
-
 Schedule fill(const Layout& layout) {
   if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
   Schedule lists(layout.workers());

@@ -1,26 +1,8 @@
 #pragma once
 
-#include <map>
-#include <string>
-#include <vector>
-
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
-
-/// Which cells recompute their forward instead of storing its graph.
-enum class Checkpoint {
-  kNever,
-  kExceptLast,  ///< all except those of the mini-batch's last micro-batch
-  kAlways,
-};
-
-/// Returns all modes by name: "never", "except_last", "always".
-std::map<std::string, Checkpoint> checkpoints();
-std::string to_string(Checkpoint checkpoint);
-
-/// Whether the mode recomputes a cell of this micro-batch.
-bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
 
 // Generators are pure functions of the layout. Whether the edges have enough capacity is checked by Program::make, not
 // here. Errors: std::invalid_argument for an invalid layout.

@@ -54,7 +54,7 @@ void check_chunks(std::int64_t chunks) {
 }
 
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
-                            std::vector<int>* crossing) {
+                            std::vector<int>* cut_links) {
   const auto ends = stage_ends(balance);
   const int layers = ends.empty() ? 0 : ends.back();
   const auto stage_of = [&](int layer) {
@@ -73,7 +73,7 @@ std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std:
     const int to = stage_of(links[i].to);
     if (from == to) continue;
     edges.push_back({from, to, 1, "skip " + links[i].name});
-    if (crossing != nullptr) crossing->push_back(static_cast<int>(i));
+    if (cut_links != nullptr) cut_links->push_back(static_cast<int>(i));
   }
   return edges;
 }
@@ -135,6 +135,12 @@ absl::StatusOr<Program> Program::make(Layout layout, std::vector<Edge> edges, Sc
 
 bool Program::recomputes(int stage, int micro_batch) const {
   return recomputes_[static_cast<std::size_t>(stage) * layout_.micro_batches + micro_batch];
+}
+
+bool Program::recomputes(int stage) const {
+  bool any = false;
+  for (int i = 0; i < layout_.micro_batches; ++i) any = any || recomputes(stage, i);
+  return any;
 }
 
 std::span<const Action> Program::actions(int worker, Part part) const {

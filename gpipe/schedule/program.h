@@ -35,10 +35,10 @@ struct LayerLink {
 std::vector<int> stage_ends(const std::vector<std::int64_t>& balance);
 
 /// Returns the edges of a model cut by a balance: first the activations between neighbouring stages, then the links
-/// that cross a cut, in their order. Appends the indices of those links to `crossing` unless it is null.
+/// that cross a cut, in their order. Appends the indices of those links to `cut_links` unless it is null.
 /// Errors: as stage_ends(); std::out_of_range if a link names a layer that the balance does not have.
 std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std::vector<LayerLink>& links,
-                            std::vector<int>* crossing = nullptr);
+                            std::vector<int>* cut_links = nullptr);
 
 /// Errors: std::invalid_argument for a model without layers, or a balance that is not positive or does not sum to the
 /// number of layers.
@@ -46,9 +46,6 @@ void check_balance(const std::vector<std::int64_t>& balance, std::size_t layers)
 
 /// Errors: std::invalid_argument unless `chunks` is positive.
 void check_chunks(std::int64_t chunks);
-
-/// One ordered list of actions per worker.
-using Schedule = std::vector<std::vector<Action>>;
 
 /// Most cells (stages x micro-batches) in a layout. A program of this size takes about a gigabyte.
 inline constexpr int kMostCells = 1 << 22;
@@ -109,6 +106,8 @@ class Program {
 
   /// Whether the cell has an R. Its F then stores the inputs and builds no graph.
   bool recomputes(int stage, int micro_batch) const;
+  /// Whether any cell of the stage has an R.
+  bool recomputes(int stage) const;
   /// Whether the schedule has any backward actions. False for inference.
   bool has_backward() const { return has_backward_; }
   /// The actions of a worker in a part of the program.

@@ -1,17 +1,12 @@
 #pragma once
 
-#include <functional>
 #include <string>
 #include <vector>
 
-#include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_text.h"
 
 namespace gpipe {
-
-/// Generates the schedule of a training step. Throws std::invalid_argument for a layout that it has no schedule for.
-using ScheduleFunction = std::function<Schedule(const Layout& layout, Checkpoint checkpoint)>;
 
 /// Where the schedules of a pipeline come from, and the placement that they need.
 struct ScheduleSource {

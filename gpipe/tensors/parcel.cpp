@@ -5,9 +5,9 @@
 
 namespace gpipe {
 
-void Parcel::add(at::Tensor tensor, bool gradient_wanted, Memory memory) {
+void Parcel::add(at::Tensor tensor, bool gradient_wanted, AliasGroup group) {
   versions.emplace_back(tensor);
-  this->memory.push_back(memory);
+  alias_groups.push_back(group);
   tensors.push_back(std::move(tensor));
   wants_gradient.push_back(gradient_wanted);
 }

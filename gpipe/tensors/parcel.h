@@ -11,11 +11,11 @@
 namespace gpipe {
 
 /// Identifies the memory of a tensor that crosses a cut.
-struct Memory {
-  static constexpr std::uint64_t kOwn = 0;
+struct AliasGroup {
+  static constexpr std::uint64_t kNone = 0;
   /// Equal for tensors that share elements. Copies to another device keep it, and so does a tensor that a stage passes
-  /// on. kOwn: no other tensor that crossed a cut shares this memory.
-  std::uint64_t number = kOwn;
+  /// on. kNone: no other tensor that crossed a cut shares this memory.
+  std::uint64_t number = kNone;
   /// Whether another tensor that shares it goes to the same stage or a later one.
   bool shared_later = false;
 };
@@ -28,10 +28,10 @@ struct Parcel {
   std::vector<at::Tensor> tensors;
   std::vector<bool> wants_gradient;
   std::vector<VersionWatch> versions;  ///< when the tensors were sent, to detect later in-place changes
-  std::vector<Memory> memory;
+  std::vector<AliasGroup> alias_groups;
 
   /// Adds a tensor (detached by the caller, or undefined).
-  void add(at::Tensor tensor, bool gradient_wanted, Memory memory = {});
+  void add(at::Tensor tensor, bool gradient_wanted, AliasGroup group = {});
   /// Whether a tensor was changed in place since `versions` was set.
   bool changed() const;
   /// Sets `versions` to the present ones.

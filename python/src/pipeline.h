@@ -10,6 +10,7 @@
 
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
+#include "gpipe/timeline.h"
 #include "python/src/layer.h"
 
 namespace gpipe::python {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gpipe/base/clock.h"
+#include "gpipe/timeline.h"
 #include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/helpers.h"

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "gpipe/tensors/transfer.h"
+#include "gpipe/timeline.h"
 #include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/layers.h"

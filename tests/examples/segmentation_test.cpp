@@ -13,7 +13,7 @@
 #include "examples/unet/overlay.h"
 #include "examples/unet/scene.h"
 #include "examples/unet/synthetic.h"
-#include "gpipe/run/loss_check.h"
+#include "gpipe/loss.h"
 #include "tests/examples/fixtures.h"
 
 namespace gpipe::examples::unet {

@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "gpipe/schedule/program.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {

@@ -8,6 +8,8 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/run/micro_batch.h"
+#include "skip/context.h"
+#include "skip/layout.h"
 
 namespace gpipe {
 namespace {

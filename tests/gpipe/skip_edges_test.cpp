@@ -6,6 +6,7 @@
 #include <functional>
 #include <utility>
 
+#include "gpipe/schedule/program.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 

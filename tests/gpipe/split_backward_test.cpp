@@ -13,6 +13,7 @@
 
 #include "gpipe/autograd/split_check.h"
 #include "gpipe/schedules.h"
+#include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"

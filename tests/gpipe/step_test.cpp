@@ -14,6 +14,7 @@
 #include "gpipe/gpipe.h"
 #include "gpipe/schedule/schedule_text.h"
 #include "gpipe/schedules.h"
+#include "gpipe/timeline.h"
 #include "tests/gpipe/layers.h"
 
 namespace gpipe {

@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 

@@ -10,6 +10,8 @@
 
 #include "gpipe/binding.h"
 #include "gpipe/schedules.h"
+#include "gpipe/simulator.h"
+#include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/tied_model.h"
 

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <thread>
 
+#include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
 

@@ -193,13 +193,13 @@ void FakeRank::run_part(std::size_t call, Part part, Wires& wires, Executor& exe
 void FakeRank::meet(std::size_t call, Wires& wires) {
   const auto number = [&](int from, int to) { return job_.workers() * job_.workers() + from * job_.size() + to; };
   const auto send = [&](int to) {
-    auto& remembered = wires.remembered(number(rank_, to), {}, 1).front();
+    auto& last = wires.last_layouts(number(rank_, to), {}, 1).front();
     awaited_ = to;
-    wires.sender(number(rank_, to), to).send(remembered, call, message({"word"}));
+    wires.sender(number(rank_, to), to).send(last, call, message({"word"}));
   };
   const auto receive = [&](int from) {
     auto& wire = wires.receiver(number(from, rank_), from, limit_);
-    wire.expect({&wires.remembered(number(from, rank_), {}, 1).front()});
+    wire.expect({&wires.last_layouts(number(from, rank_), {}, 1).front()});
     awaited_ = from;
     wire.receive(call);
   };

@@ -16,9 +16,9 @@ constexpr Mesh kThree{.positions = 3, .replicas = 1};
 /// What the ranks that make these calls are told; "" if they agree.
 std::string told(const std::vector<Proposal>& calls, SameData& data, const Mesh& mesh = kThree) {
   std::vector<std::string> words;
-  for (const auto& call : calls) words.push_back(to_word(call));
+  for (const auto& call : calls) words.push_back(encode(call));
   try {
-    to_agreement(judge(words, mesh, data));
+    decode_agreement(decide(words, mesh, data));
   } catch (const std::runtime_error& error) {
     return error.what();
   }

@@ -47,7 +47,7 @@ void expect_error(const std::function<void()>& receive, const std::vector<std::s
 TEST(WireFailure, RefusesAnotherLabel) {
   Wire wire;
   wire.expect(1);
-  wire.sender->send(wire.remembered_by_sender[0], 0xabc, message({"", ""}));
+  wire.sender->send(wire.sender_layouts[0], 0xabc, message({"", ""}));
   expect_error([&] { wire.receiver.receive(0xdef); }, {"rank 0 sent message 0 with label abc", "label def was due"});
   wire.network.of(1).close();
 }
@@ -56,12 +56,12 @@ TEST(WireFailure, RefusesAnotherLabel) {
 void expect_refused(Header header, const std::string& layout_and_values, const std::vector<std::string>& words) {
   FakeNetwork network(2);
   WireReceiver receiver(network.of(1), 0, kFirstTag, kLongLimit, allocate);
-  Remembered remembered;
-  receiver.expect({&remembered});
+  LastLayout last;
+  receiver.expect({&last});
   const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
   const auto second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
   expect_error([&] { receiver.receive(0); }, words);
-  EXPECT_FALSE(remembered.known);
+  EXPECT_FALSE(last.known);
   network.of(1).close();
 }
 
@@ -103,7 +103,7 @@ TEST(WireFailure, EndsWithUndeliveredMessagesAfterAClose) {
   wire.expect(5);
   auto large = message({"", std::string(kLarge, 'x')});
   const std::weak_ptr<const void> owner = large.owner;
-  wire.sender->send(wire.remembered_by_sender[0], 0, std::move(large));
+  wire.sender->send(wire.sender_layouts[0], 0, std::move(large));
   for (int i = 1; i < 5; ++i) wire.send(i, {"", "x"});
   wire.network.of(1).close();
   wire.sender.reset();
@@ -111,13 +111,13 @@ TEST(WireFailure, EndsWithUndeliveredMessagesAfterAClose) {
 }
 
 [[noreturn]] void send_until_it_throws(WireSender& sender) {
-  for (Remembered remembered;; std::this_thread::yield()) sender.send(remembered, 1, message({""}));
+  for (LastLayout last;; std::this_thread::yield()) sender.send(last, 1, message({""}));
 }
 
 TEST(WireFailure, KeepsMemoryAfterATimeOutUntilTheConnectionsAreClosed) {
   FakeNetwork network(2);
   std::optional<WireSender> sender(std::in_place, network.of(0), 1, kFirstTag, kShortLimit);
-  Remembered by_sender;
+  LastLayout by_sender;
   auto large = message({"", std::string(kLarge, 'x')});
   const std::weak_ptr<const void> owner = large.owner;
   sender->send(by_sender, 0, std::move(large));
@@ -134,8 +134,8 @@ TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
   for (const bool piece_comes : {false, true}) {
     FakeNetwork network(2);
     WireReceiver receiver(network.of(1), 0, kFirstTag, kShortLimit, allocate);
-    Remembered remembered;
-    receiver.expect({&remembered});
+    LastLayout last;
+    receiver.expect({&last});
     Header header{.values_bytes = 2};
     const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
     std::unique_ptr<Transfer> second;
@@ -165,10 +165,10 @@ class LosingConnections : public Connections {
 TEST(WireFailure, ReportsTheErrorOfAnEarlierMessage) {
   LosingConnections connections;
   WireSender sender(connections, 1, kFirstTag, kLongLimit);
-  Remembered remembered;
-  EXPECT_NO_THROW(sender.send(remembered, 0, message({"", ""})));
+  LastLayout last;
+  EXPECT_NO_THROW(sender.send(last, 0, message({"", ""})));
   EXPECT_THROW(send_until_it_throws(sender), TimeoutError);
-  EXPECT_THROW(sender.send(remembered, 0, message({"", ""})), TimeoutError);
+  EXPECT_THROW(sender.send(last, 0, message({"", ""})), TimeoutError);
 }
 
 }  // namespace

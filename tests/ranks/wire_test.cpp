@@ -103,7 +103,7 @@ TEST(Wire, DrainsUntilTheMemoryMayChange) {
     auto content = message({"", ""});
     content.pieces = {piece};
     content.layout = message({"", memory}).layout;
-    wire.sender->send(wire.remembered_by_sender.at(0), 0, std::move(content));
+    wire.sender->send(wire.sender_layouts.at(0), 0, std::move(content));
     wire.sender->drain(kLongLimit);
     for (auto& letter : memory) ++letter;
     receiver.join();
@@ -170,7 +170,7 @@ TEST(Wire, KeepsAnOwnerUntilDelivery) {
   for (int i = 0; i < 2; ++i) {
     auto large = message({"", std::string(kLarge, 'x')});
     owners.push_back(large.owner);
-    wire.sender->send(wire.remembered_by_sender[i], i, std::move(large));
+    wire.sender->send(wire.sender_layouts[i], i, std::move(large));
     EXPECT_FALSE(owners.back().expired());
   }
   wire.receive(0);
@@ -188,7 +188,7 @@ TEST(Wire, FreesTheOwnerOfASmallMessageAtOnce) {
   wire.expect(1);
   auto small = message({"", "again"});
   const std::weak_ptr<const void> owner = small.owner;
-  wire.sender->send(wire.remembered_by_sender[0], 0, std::move(small));
+  wire.sender->send(wire.sender_layouts[0], 0, std::move(small));
   EXPECT_TRUE(owner.expired());
   wire.receive(0);
 }
@@ -219,18 +219,18 @@ void carry_random_messages(std::uint64_t seed) {
     }
   }
   Wire wire(seed);
-  wire.remembered_by_sender.resize(12);
+  wire.sender_layouts.resize(12);
   std::jthread sender([&] {
     for (const auto& messages : calls) {
       for (int i = 0; i < 12; ++i) {
-        wire.sender->send(wire.remembered_by_sender[i], i, message(messages[i]));
+        wire.sender->send(wire.sender_layouts[i], i, message(messages[i]));
       }
     }
   });
   for (const auto& messages : calls) {
-    wire.remembered_by_receiver.resize(12);
-    std::vector<Remembered*> expected;
-    for (auto& it : wire.remembered_by_receiver) expected.push_back(&it);
+    wire.receiver_layouts.resize(12);
+    std::vector<LastLayout*> expected;
+    for (auto& it : wire.receiver_layouts) expected.push_back(&it);
     wire.receiver.expect(std::move(expected));
     for (int i = 0; i < 12; ++i) EXPECT_EQ(wire.receive(i), messages[i]);
   }

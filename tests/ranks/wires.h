@@ -39,20 +39,20 @@ struct Wire {
   }
 
   void expect(std::size_t messages) {
-    remembered_by_sender.resize(messages);
-    remembered_by_receiver.resize(messages);
-    std::vector<Remembered*> expected;
-    for (auto& it : remembered_by_receiver) expected.push_back(&it);
+    sender_layouts.resize(messages);
+    receiver_layouts.resize(messages);
+    std::vector<LastLayout*> expected;
+    for (auto& it : receiver_layouts) expected.push_back(&it);
     receiver.expect(std::move(expected));
   }
   void send(std::size_t position, const Strings& content) {
-    sender->send(remembered_by_sender.at(position), position, message(content));
+    sender->send(sender_layouts.at(position), position, message(content));
   }
   Strings receive(std::size_t position) { return strings(receiver.receive(position)); }
 
   FakeNetwork network;
-  std::deque<Remembered> remembered_by_sender;
-  std::deque<Remembered> remembered_by_receiver;
+  std::deque<LastLayout> sender_layouts;
+  std::deque<LastLayout> receiver_layouts;
   std::optional<WireSender> sender;
   WireReceiver receiver;
 };

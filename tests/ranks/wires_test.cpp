@@ -30,12 +30,12 @@ struct Ends {
   /// Returns whether both layouts were known.
   bool call(const LayoutKey& key, const std::vector<Strings>& contents) {
     const int changed = network.sends(0, 1, kFirst * kTagsPerWire + 2);
-    auto& received = receiver.remembered(0, key, contents.size());
-    std::vector<Remembered*> expected;
+    auto& received = receiver.last_layouts(0, key, contents.size());
+    std::vector<LastLayout*> expected;
     for (std::size_t i = 0; i < contents.size(); ++i) expected.push_back(&received[i]);
     auto& wire = receiver.receiver(0, 0, kLongLimit);
     wire.expect(expected);
-    auto& sent = sender.remembered(0, key, contents.size());
+    auto& sent = sender.last_layouts(0, key, contents.size());
     for (std::size_t i = 0; i < contents.size(); ++i) sender.sender(0, 1).send(sent[i], i, message(contents[i]));
     for (std::size_t i = 0; i < contents.size(); ++i) EXPECT_EQ(strings(wire.receive(i)), contents[i]);
     return network.sends(0, 1, kFirst * kTagsPerWire + 2) == changed;

@@ -22,7 +22,7 @@ CellBytes cells(int stage) {
   return {.forward = {1005, {{1000, Kind::W, stage}}},
           .stored = {305, {{100, Kind::W, stage}}},
           .recompute = {905, {{900, Kind::W, stage}}},
-          .backward = {40, {{10, Kind::I, stage == 0 ? Held::kNeverFreed : stage - 1}}},
+          .backward = {40, {{10, Kind::I, stage == 0 ? HeldBytes::kNeverFreed : stage - 1}}},
           .parameters = 1};
 }
 
@@ -30,7 +30,7 @@ CellBytes cells(int stage) {
 CellBytes handing_over(CellBytes last, std::int64_t bytes) {
   for (ActionBytes* forward : {&last.forward, &last.stored}) {
     forward->held.front().bytes -= bytes;
-    forward->held.push_back({bytes, Kind::F, Held::kForwards});
+    forward->held.push_back({bytes, Kind::F, HeldBytes::kUntilForwardsEnd});
   }
   return last;
 }
@@ -112,7 +112,7 @@ TEST(Footprint, BytesCanBeHeldUntilAnActionOfAnotherStage) {
 
 TEST(Footprint, BytesCanBeHeldUntilTheLaterOfTwoActions) {
   auto sender = cells(0);
-  sender.forward.held = {{1000, Kind::F, 1, /*until_own=*/true}};
+  sender.forward.held = {{1000, Kind::F, 1, /*until_own_backward=*/true}};
   const auto simulation = run(2, 2, Checkpoint::kNever, {sender, cells(1)});
   EXPECT_EQ(print(simulation.timeline).substr(0, 83),
             "0F0 0 1005 1000; 0F1 1000 2005 2000; 0B1 2000 2040 1011; 0B0 1011 1051 21; 1F0 0 10");

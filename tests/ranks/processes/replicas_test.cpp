@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "gpipe/rank_state.h"
+#include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 #include "tests/ranks/processes/job.h"

@@ -40,7 +40,7 @@ std::pair<Tensor, Tensor> gradients(Sequential model, Balance balance, Checkpoin
   return {expected, torch::autograd::grad({pipe->forward(x).sum()}, {weight})[0]};
 }
 
-TEST(SharedMemory, MayNotBeChangedWhereTensorsOverlap) {
+TEST(AliasCheck, MayNotBeChangedWhereTensorsOverlap) {
   const std::function<Pair(Tensor)> splits[] = {
       [](Tensor x) { return Pair(x, x); },
       [](Tensor x) { return Pair(x, x.slice(1, 0, 3)); },
@@ -64,7 +64,7 @@ TEST(SharedMemory, MayNotBeChangedWhereTensorsOverlap) {
   }
 }
 
-TEST(SharedMemory, MayBeChangedWhereTensorsDoNotOverlap) {
+TEST(AliasCheck, MayBeChangedWhereTensorsDoNotOverlap) {
   const std::function<Pair(Tensor)> splits[] = {
       [](Tensor x) { return Pair(x.slice(1, 0, 3), x.slice(1, 3, 6)); },
       [](Tensor x) { return Pair(x.slice(1, 0, 6, 2), x.slice(1, 1, 6, 2)); },
@@ -78,7 +78,7 @@ TEST(SharedMemory, MayBeChangedWhereTensorsDoNotOverlap) {
   }
 }
 
-TEST(SharedMemory, IsTrackedThroughStagesThatPassTensorsOn) {
+TEST(AliasCheck, IsTrackedThroughStagesThatPassTensorsOn) {
   Sequential model(Linear(6, 6), function_layer([](Tensor x) { return Pair(x, x); }),
                    function_layer([](Pair in) { return in; }), function_layer(change_first),
                    function_layer([](Pair in) { return std::get<0>(in) + std::get<1>(in); }));
@@ -103,7 +103,7 @@ struct PopSameImpl : torch::nn::Module, Skippable {
   std::function<Tensor(Tensor, Tensor)> f;
 };
 
-TEST(SharedMemory, OfASkipAndTheActivationMayNotBeChanged) {
+TEST(AliasCheck, OfASkipAndTheActivationMayNotBeChanged) {
   const auto run = [](std::function<Tensor(Tensor, Tensor)> f, Balance balance) {
     Sequential model(Linear(6, 6));
     model->push_back(std::make_shared<StashSameImpl>());
@@ -124,7 +124,7 @@ TEST(SharedMemory, OfASkipAndTheActivationMayNotBeChanged) {
   }
 }
 
-TEST(SharedMemory, OfAnInputGivenTwiceMayNotBeChanged) {
+TEST(AliasCheck, OfAnInputGivenTwiceMayNotBeChanged) {
   GPipe pipe(Sequential(function_layer([](Pair in) { return std::get<0>(in).mul_(2) + std::get<1>(in); })), {1});
   const auto x = torch::ones({4, 6});
   EXPECT_THAT([&] { pipe->forward(Value(std::make_tuple(x, x))); }, throws<std::runtime_error>("'0'"));
@@ -132,7 +132,7 @@ TEST(SharedMemory, OfAnInputGivenTwiceMayNotBeChanged) {
   EXPECT_TRUE(same(pipe->forward(Value(std::make_tuple(y.clone(), y))).tensor(), torch::full({4, 6}, 3.0)));
 }
 
-TEST(SharedMemory, OutputsShareNoneWithEachOtherOrWithAnInput) {
+TEST(AliasCheck, OutputsShareNoneWithEachOtherOrWithAnInput) {
   GPipe pipe(Sequential(function_layer([](Tensor x) { return Pair(x, x.slice(1, 0, 3)); })), {1});
   const auto x = torch::ones({4, 6});
   const auto out = pipe->forward(Value(x)).tensors();

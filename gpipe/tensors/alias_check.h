@@ -13,29 +13,29 @@ namespace gpipe {
 /// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell. Each
 /// tensor that crosses a cut is detached, so autograd would miss such a change, and copies on another device do too. Used
 /// by one thread.
-class SharedMemory {
+class AliasCheck {
  public:
-  /// Adds an input: the tensor that the layers get, and its parcel's Memory.
-  void enters(const at::Tensor& tensor, const Memory& memory);
+  /// Adds an input: the tensor that the layers get, and its parcel's alias group.
+  void enters(const at::Tensor& tensor, const AliasGroup& group);
 
   /// Call after each layer. Errors: std::runtime_error, which names the layer, when an input was changed whose memory
   /// another input of this stage or a later one shares.
   void check(int stage, const std::string& layer) const;
 
-  /// Sets the Memory of the tensors that leave the cell. `stages[k]` receives out[k].
+  /// Sets the alias groups of the tensors that leave the cell. `stages[k]` receives out[k].
   void leaves(std::vector<Parcel>& out, const std::vector<int>& stages) const;
 
  private:
   struct Entering {
     at::Tensor tensor;
     VersionWatch version;
-    Memory memory;
+    AliasGroup group;
     bool watched;
   };
   std::vector<Entering> entering_;
 };
 
-/// Returns the Memory of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are found.
-std::vector<Memory> memory_of_inputs(const std::vector<at::Tensor>& inputs);
+/// Returns the alias groups of a mini-batch's inputs. Each has a number, so that outputs that share memory with it are found.
+std::vector<AliasGroup> alias_groups_of_inputs(const std::vector<at::Tensor>& inputs);
 
 }  // namespace gpipe

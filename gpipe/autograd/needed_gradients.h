@@ -8,7 +8,7 @@ namespace gpipe {
 
 /// Remembers which outputs of a checkpointed stage need gradients. Only a graph shows that a layer detaches, so the
 /// stage's first forward builds its graph, and later forwards use its answer. Used by one thread at a time.
-class GradientFlow {
+class NeededGradients {
  public:
   /// Whether the last learn() had the same sources. `sources` tells for each parameter and input whether it wants a
   /// gradient.

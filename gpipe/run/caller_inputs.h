@@ -9,11 +9,11 @@
 namespace gpipe {
 
 /// Copies tensors of the caller to the device of a stage: the inputs to the first stage, the targets to the last.
-class Inlet {
+class CallerInputs {
  public:
   /// Takes one parcel per micro-batch. Reads their tensors after the work that the calling thread's current streams have
   /// enqueued on their devices.
-  Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device);
+  CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device);
 
   /// Returns a micro-batch's parcel, once. Call on the stage's worker.
   Parcel receive(int micro_batch);

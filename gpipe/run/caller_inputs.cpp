@@ -1,10 +1,10 @@
-#include "gpipe/run/inlet.h"
+#include "gpipe/run/caller_inputs.h"
 
 #include <utility>
 
 namespace gpipe {
 
-Inlet::Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device)
+CallerInputs::CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device)
     : device_(device), parcels_(std::move(parcels)) {
   if (parcels_.empty()) return;
   for (const auto& tensor : parcels_.front().tensors) {
@@ -13,7 +13,7 @@ Inlet::Inlet(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device
   }
 }
 
-Parcel Inlet::receive(int micro_batch) {
+Parcel CallerInputs::receive(int micro_batch) {
   auto parcel = std::move(parcels_[micro_batch]);
   for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
     copy_to_device({&parcel.tensors[k], 1}, ready_[k], device_, links_[k]);

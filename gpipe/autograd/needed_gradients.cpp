@@ -1,4 +1,4 @@
-#include "gpipe/autograd/gradient_flow.h"
+#include "gpipe/autograd/needed_gradients.h"
 
 #include <algorithm>
 #include <stdexcept>
@@ -13,13 +13,13 @@ bool differentiable(const at::Tensor& tensor) {
 
 }  // namespace
 
-void GradientFlow::learn(std::vector<bool> sources, const std::vector<Parcel>& out) {
+void NeededGradients::learn(std::vector<bool> sources, const std::vector<Parcel>& out) {
   sources_ = std::move(sources);
   wanted_.clear();
   for (const auto& parcel : out) wanted_.push_back(parcel.wants_gradient);
 }
 
-void GradientFlow::apply(std::vector<Parcel>& out) const {
+void NeededGradients::apply(std::vector<Parcel>& out) const {
   const bool any = std::find(sources_.begin(), sources_.end(), true) != sources_.end();
   for (std::size_t p = 0; p < out.size(); ++p) {
     const auto& tensors = out[p].tensors;
@@ -30,7 +30,7 @@ void GradientFlow::apply(std::vector<Parcel>& out) const {
   }
 }
 
-void GradientFlow::check(const std::vector<std::vector<bool>>& sent, const std::vector<Parcel>& recomputed) {
+void NeededGradients::check(const std::vector<std::vector<bool>>& sent, const std::vector<Parcel>& recomputed) {
   for (std::size_t p = 0; p < sent.size(); ++p) {
     const auto& wants = recomputed[p].wants_gradient;
     for (std::size_t i = 0; i < std::min(sent[p].size(), wants.size()); ++i) {
