@@ -39,7 +39,7 @@ class LayerFactory {
   LayerFactory(Make make)
       : make_([make = std::move(make)](const std::string& name) mutable { return wrap(name, make()); }) {}
 
-  /// Empty if it is the layer's index.
+  /// Empty if none was given: then the layer's name is its index.
   const std::string& name() const { return name_; }
 
   /// Returns a new layer. Errors: std::invalid_argument if there is no module; what `make` throws, a c10::Error

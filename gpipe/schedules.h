@@ -13,7 +13,7 @@ namespace gpipe {
 /// The schedule of forward() and its backward, and the default of step().
 inline constexpr char kFillAndDrain[] = "gpipe";
 
-/// Whether a named schedule is that of forward() and its backward.
+/// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.
 bool fills_and_drains(std::string_view name);
 
 /// Returns what is wrong with an interleaved schedule that has one stage per worker; empty for others.
@@ -31,8 +31,8 @@ struct ScheduleRule {
   std::string_view name;
   /// One line for help texts: what it does, and its source.
   std::string_view summary;
-  /// Returns the placement that the rule gives to stages, `stages_per_worker` on each worker; the default, 1, lets a rule
-  /// choose. Errors: std::invalid_argument for numbers that it has no placement for.
+  /// Returns the placement that the rule gives to stages, `stages_per_worker` on each worker. 1: as many as the rule
+  /// needs. Errors: std::invalid_argument for numbers that it has no placement for.
   std::vector<int> (*place)(int stages, int stages_per_worker);
   /// Returns what the rule needs but the layout does not have, such as "one stage per worker"; empty if the layout fits.
   std::string (*misfit)(const Layout& layout);

@@ -26,7 +26,7 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
-/// The loss of step(), as the layer after a cell's last one. Runs once per cell: in R if the cell is recomputed, else in F.
+/// The loss of step(): a layer after the last one of the last stage's cells. Runs once per cell: in R if the cell is recomputed, else in F.
 struct CellLoss {
   std::unique_ptr<Layer> layer = nullptr;
   /// Whether tensors that the loss uses and that require grad, such as its own parameters, get gradients.
@@ -50,8 +50,8 @@ class Cell {
 
   /// R. Runs the layers with the inputs and buffers of F. The backward, or the destruction of the cell, restores the
   /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
-  /// up the stored inputs. Does nothing if the layers made modules or parameters in F, because they would not make them
-  /// again: the graph of F serves.
+  /// up the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing, because
+  /// they would not make them again.
   /// Errors: those of forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
   /// parameters in an F without graph.
   void recompute(bool retain_graph);

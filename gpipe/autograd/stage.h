@@ -44,7 +44,7 @@ struct Stage {
   /// the last.
   std::vector<int> receivers;
 
-  /// Whether this stage, or a later one that gets the same memory, was seen to change its input in place. See
+  /// kYes once a forward of this stage, or of a later one that shares the input's memory, has written to the input. See
   /// StoredInputs.
   enum class InPlace { kUnknown, kNo, kYes } in_place = InPlace::kUnknown;
 

@@ -21,7 +21,7 @@ struct Workload {
 struct ListOptions {
   static constexpr int kUnlimited = std::numeric_limits<int>::max();
 
-  /// A worker with n stages holds at most n times this many cells. REQUIRES: at least 1.
+  /// A worker with n stages holds at most n × depth cells at once. REQUIRES: at least 1.
   int depth = 1;
   /// Of the actions that a worker can start at the same time, W comes last. Of the others, backwards come first, unless
   /// this is set. Of one kind, the earliest micro-batch comes first.
