@@ -1,6 +1,7 @@
 #include "gpipe/assembly/inventory.h"
 
 #include <sstream>
+#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/tensors/sample_hash.h"

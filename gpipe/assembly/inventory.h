@@ -31,7 +31,7 @@ struct TensorPlace {
 /// Finds the places that have the same tensor.
 class TensorPlaces {
  public:
-  /// Adds those of the next layer.
+  /// Adds tensors of a layer. REQUIRES: stages come in order.
   void add(int stage, const std::string& layer, const torch::OrderedDict<std::string, at::Tensor>& tensors);
   const std::vector<TensorPlace>& all() const { return all_; }
   std::vector<TensorPlace> take() { return std::move(all_); }

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <exception>
-#include <mutex>
 #include <stdexcept>
 
 #include "absl/container/flat_hash_map.h"

@@ -24,9 +24,8 @@ struct GradientBucket {
 
 inline constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
 
-/// Returns the buckets of a stage's parameters: in reverse order, because backwards end with the first parameters, and of at
-/// least `bytes` each, except the last. Depends on the parameters' sizes only. (PyTorch Distributed, Li et al.,
-/// arXiv:2006.15704, section 3.2.3)
+/// Returns the buckets of a stage's parameters: in reverse order, and of at least `bytes` each, except the last. Depends on the
+/// parameters' sizes only. (PyTorch Distributed, Li et al., arXiv:2006.15704, section 3.2.3)
 std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas,
                                              std::int64_t bytes);
 

@@ -4,9 +4,11 @@
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
 
+#include <string>
 #include <utility>
 
 #include "gpipe/ranks/parcel_message.h"
+#include "gpipe/tensors/intraop.h"
 
 namespace gpipe {
 namespace {
@@ -43,7 +45,7 @@ at::Tensor sum_of(const std::vector<at::Tensor>& parts, int own) {
 }  // namespace
 
 GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at::Tensor>> parameters)
-    : team_(team), call_(team.calls()), stages_(parameters.size()) {
+    : team_(team), call_(team.calls()), stages_(parameters.size()), is_sent_(parameters.size()) {
   using Kind = RankTeam::Gradient;
   for (int s = 0; s < static_cast<int>(stages_.size()); ++s) {
     auto& stage = stages_[s];
@@ -73,6 +75,16 @@ GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at:
                         &team.last_gradient_layouts(Kind::kSum, s, team.replica(), r, count)};
     }
   }
+  thread_ = std::thread([this] { run(); });
+}
+
+GradientReduction::~GradientReduction() {
+  {
+    MutexLock lock(mutex_);
+    ended_ = true;
+  }
+  changed_.notify_all();
+  if (thread_.joinable()) thread_.join();
 }
 
 void GradientReduction::send(int stage_index, Gradients gradients) {
@@ -93,13 +105,41 @@ void GradientReduction::send(int stage_index, Gradients gradients) {
       }
     }
   }
+  {
+    MutexLock lock(mutex_);
+    is_sent_[stage_index] = true;
+  }
+  changed_.notify_all();
+}
+
+// Returns false if the backward has ended before.
+bool GradientReduction::await_stage(int stage) {
+  MutexLock lock(mutex_);
+  while (!is_sent_[stage] && !ended_) changed_.wait(mutex_);
+  return is_sent_[stage];
+}
+
+// The thread.
+void GradientReduction::run() {
+  set_intraop_threads_of_this_thread(1);
+  const at::NoGradGuard no_grad;
+  try {
+    sum();
+  } catch (const ConnectionError& error) {
+    error_ = std::current_exception();
+    team_.fail(error, other_, kWaits);
+  } catch (const std::exception& error) {
+    error_ = std::current_exception();
+    team_.fail("rank " + std::to_string(team_.rank()) + " failed while it summed gradients: " + error.what());
+  }
+  team_.set_awaited_for_gradients(-1);
 }
 
 void GradientReduction::sum() {
-  const at::NoGradGuard no_grad;
   Summed summed;
   for (int stage = static_cast<int>(stages_.size()) - 1; stage >= 0; --stage) {
     const auto& buckets = stages_[stage].buckets;
+    if (!buckets.empty() && !await_stage(stage)) return;
     for (std::size_t number = 0; number < buckets.size(); ++number) {
       sum_share(stage, buckets[number], number);
       take_sums(std::exchange(summed, Summed{stage, &buckets[number]}));
@@ -111,9 +151,9 @@ void GradientReduction::sum() {
 
 Parcel GradientReduction::receive(WireReceiver& wire, int replica) {
   other_ = team_.counterpart(replica);
-  team_.set_awaited(other_);
+  team_.set_awaited_for_gradients(other_);
   auto message = wire.receive(call_);
-  team_.set_awaited(-1);
+  team_.set_awaited_for_gradients(-1);
   return std::move(to_parcels(std::move(message)).front());
 }
 
@@ -180,9 +220,9 @@ void GradientReduction::await_deliveries() {
     for (int r = 0; r < team_.replicas() && !stage.buckets.empty(); ++r) {
       if (r == team_.replica()) continue;
       other_ = team_.counterpart(r);
-      team_.set_awaited(other_);
+      team_.set_awaited_for_gradients(other_);
       stage.wires[r].send_sum->drain(team_.timeout());
-      team_.set_awaited(-1);
+      team_.set_awaited_for_gradients(-1);
     }
   }
 }
@@ -201,7 +241,8 @@ void GradientReduction::check_untouched() const {
 }
 
 std::vector<Gradients> GradientReduction::take() {
-  team_.transfer(kWaits, other_, [&] { team_.while_polling([&] { sum(); }); });
+  if (thread_.joinable()) team_.while_polling([&] { thread_.join(); });
+  if (error_) team_.rethrow(error_);
   check_untouched();
   std::vector<Gradients> all;
   for (auto& stage : stages_) {

@@ -156,7 +156,10 @@ std::string RankTeam::activity() {
   MutexLock lock(mutex_);
   const auto activity = activity_ ? activity_() : Activity();
   if (activity.awaits >= 0) return std::to_string(activity.awaits);
-  if (!activity.runs) return "";
+  if (!activity.runs) {
+    const int awaited = awaited_for_gradients_;
+    return awaited < 0 ? "" : std::to_string(awaited);
+  }
   return "runs " + to_string(*activity.runs) + " (stage " + std::to_string(activity.runs->stage) + ", micro-batch " +
          std::to_string(activity.runs->micro_batch) + ")";
 }

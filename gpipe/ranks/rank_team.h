@@ -77,12 +77,10 @@ class RankTeam : public Team {
   /// The last layouts of such a wire's messages.
   std::deque<LastLayout>& last_gradient_layouts(Gradient kind, int stage, int from_replica, int to_replica,
                                                 std::size_t messages);
-  /// Calls `run`, which transfers `what` from or to `other`. On an error, this rank has failed.
-  void transfer(const char* what, const int& other, absl::FunctionRef<void()> run);
   /// Calls `wait`, and polls meanwhile.
   void while_polling(absl::FunctionRef<void()> wait);
-  /// Tells the other ranks whom this rank waits for; -1: nobody.
-  void set_awaited(int rank) { awaited_ = rank; }
+  /// Sets the rank that the thread which sums gradients waits for; -1: none. Any thread.
+  void set_awaited_for_gradients(int rank) { awaited_for_gradients_ = rank; }
 
  private:
   /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, results of calls by their Group,
@@ -96,6 +94,8 @@ class RankTeam : public Team {
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);
   Parcel receive(Subject subject, int from);
+  /// Calls `run`, which transfers `what` from or to `other`. On an error, this rank has failed.
+  void transfer(const char* what, const int& other, absl::FunctionRef<void()> run);
   /// Sends copies of a parcel's tensors, because the caller may change these meanwhile. Sets `other` to each receiver.
   void send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel, int& other);
   std::string agree_on_words(const std::string& mine);
@@ -113,7 +113,8 @@ class RankTeam : public Team {
   std::unique_ptr<Wires> wires_;
   Mutex mutex_;
   std::function<Activity()> activity_ ABSL_GUARDED_BY(mutex_);
-  std::atomic<int> awaited_ = -1;                      // the rank whose word, result or gradients are awaited, or -1
+  std::atomic<int> awaited_ = -1;  // the rank whose word or result is awaited, or -1
+  std::atomic<int> awaited_for_gradients_ = -1;
   std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
   SameData same_data_;                                 // on rank 0
   std::string gone_;                                   // why the pipeline of a rank is gone

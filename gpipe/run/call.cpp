@@ -25,7 +25,7 @@ Agreement Call::agree(Proposal proposal) {
 
 void Call::report() noexcept try {
   auto& team = pipeline_.team();
-  if (team.size() == 1) return;
+  if (std::exchange(has_reported_, true) || team.size() == 1) return;
   const auto message = message_of(std::current_exception());
   if (has_started_) {
     team.fail("rank " + std::to_string(team.rank()) + " failed in " + what_ + ": " + message);

@@ -31,19 +31,19 @@ class Call {
   /// Call when all ranks run the call. From then on an error of this rank is a failure of the team.
   void start() { has_started_ = true; }
 
-  /// Makes the call throw on the other ranks too, and restores what save() has noted. REQUIRES: an exception is being handled;
-  /// the call's cells are gone.
+  /// Makes the call throw on the other ranks too. Does nothing the second time. REQUIRES: an exception is being handled.
+  void report() noexcept;
+  /// Reports, and restores what save() has noted. REQUIRES: as report(); the call's cells are gone.
   void fail() noexcept;
 
  private:
-  void report() noexcept;
-
   Pipeline& pipeline_;
   std::optional<MutexLock> turn_;
   std::vector<StageState::Moment> before_;  // per stage
   std::optional<SeedDraw> draw_;
   bool has_answered_ = false;  // the other ranks know whether this rank makes the call
   bool has_started_ = false;
+  bool has_reported_ = false;
   std::string what_;  // the proposal
 };
 

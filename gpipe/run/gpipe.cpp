@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/container/flat_hash_map.h"
 #include "absl/container/flat_hash_set.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
@@ -35,11 +36,15 @@
 namespace gpipe {
 namespace {
 
-// Returns the names of tensors in the state.
-std::vector<GPipeImpl::StateName> state_names(const std::vector<TensorPlace>& places) {
-  const auto name_of = [](const TensorPlace& place) { return registered_name(place.layer) + "." + place.key; };
+// Returns the names of tensors in the state. `first_names` has those that are known, by the tensor's identity.
+std::vector<GPipeImpl::StateName> state_names(const std::vector<TensorPlace>& places,
+                                              absl::flat_hash_map<const void*, std::string>& first_names) {
   std::vector<GPipeImpl::StateName> names;
-  for (const auto& place : places) names.push_back({name_of(place), place.stage, name_of(places[place.first])});
+  for (const auto& place : places) {
+    const auto name = registered_name(place.layer) + "." + place.key;
+    const auto first = first_names.try_emplace(place.tensor._unsafe_get_target(), name).first->second;
+    names.push_back({name, place.stage, first});
+  }
   return names;
 }
 
@@ -122,8 +127,9 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   check_loans(loans, stages, here);
   forbid_writes_to_shared_buffers(inventory.buffers(), stages);
   auto edges = connect_stages(stages, balance_, match_skips(inventory.skips()), loans, here);
-  parameter_names_ = state_names(inventory.parameters());
-  buffer_names_ = state_names(inventory.buffers());
+  absl::flat_hash_map<const void*, std::string> first_names;
+  parameter_names_ = state_names(inventory.parameters(), first_names);
+  buffer_names_ = state_names(inventory.buffers(), first_names);
   std::unique_ptr<Team> team;
   if (options_.ranks()) {
     team =

@@ -31,15 +31,6 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
   if (loss) loss_.emplace(*pipeline_, *std::move(loss), outputs_);
 }
 
-// Counts the bytes of a forward, step or backward, if a timeline records them and nothing else listens to allocations.
-class MiniBatch::Counting {
- public:
-  explicit Counting(MiniBatch& mini_batch) : scope_(mini_batch.counter_) { mini_batch.counted_ = scope_.installed(); }
-
- private:
-  const AllocationListener::Scope scope_;
-};
-
 // Begins a forward or a step.
 void MiniBatch::begin(Call& call) {
   if (!counted_) counter_.reset();
@@ -80,7 +71,8 @@ void MiniBatch::finish() {
 }
 
 Gathered MiniBatch::forward(Call& call) {
-  const Counting counting(*this);
+  const AllocationListener::Scope counting(counter_);
+  counted_ = counting.installed();
   begin(call);
   run_part(Part::kForward);
   auto output = take_results().outputs;
@@ -88,8 +80,9 @@ Gathered MiniBatch::forward(Call& call) {
   return output;
 }
 
-MiniBatch::StepOutcome MiniBatch::step(Call& call) {
-  const Counting counting(*this);
+MiniBatch::StepOutcome MiniBatch::step(Call& call) try {
+  const AllocationListener::Scope counting(counter_);
+  counted_ = counting.installed();
   begin(call);
   // The backward runs without autocast.
   if (!c10::impl::tls_local_dispatch_key_set().excluded_.has_all(c10::autocast_dispatch_keyset)) {
@@ -111,6 +104,9 @@ MiniBatch::StepOutcome MiniBatch::step(Call& call) {
   }
   finish();
   return outcome;
+} catch (...) {
+  call.report();  // before the gradients are destroyed, which waits for their sums
+  throw;
 }
 
 BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients> gradients, bool retain_graph) try {
@@ -118,13 +114,15 @@ BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients>
   check_parameters_unchanged();
   call.agree({.what = "the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : "")});
   call.start();
-  const Counting counting(*this);
+  const AllocationListener::Scope counting(counter_);
+  counted_ = counting.installed();
   retain_graph_ = retain_graph;
   gradients_.emplace(*pipeline_, sinks_, micro_batches_);
   gradients_->set_outputs(std::move(gradients), share_);
   run_part(Part::kBackward);
   return take_gradients();
 } catch (...) {
+  call.report();
   cells_.clear();
   gradients_.reset();
   throw;
@@ -178,6 +176,7 @@ void MiniBatch::run_part(Part part) {
     events_->await_workers(pipeline_->devices());
     events_->await_workers(outputs_.other_devices());
     if (timeline) events_->place_spans(*timeline, spans_before);
+    events_.reset();
   };
   if (!failure) return end();
   if (failure->action) pipeline_->set_error(describe(*failure->action, failure->error));

@@ -70,8 +70,6 @@ class MiniBatch : public ActionRunner {
   Bytes bytes(int worker) override;
 
  private:
-  class Counting;
-
   void begin(Call& call);
   void agree(Call& call);
   void finish();
@@ -121,7 +119,7 @@ class MiniBatch : public ActionRunner {
   std::optional<at::ThreadLocalState> backward_state_;  // of step()
   std::optional<WorkerEvents> events_;
   bool retain_graph_ = false;
-  bool counted_ = false;
+  bool counted_ = false;  // whether counter_ counts: nothing else listens to allocations
   std::optional<BackwardGradients> gradients_;
 };
 
