@@ -92,7 +92,7 @@ struct StepResult {
   Value output;     ///< empty unless StepOptions::return_output
 };
 
-/// The loss of a whole mini-batch, and the one that step() would compute from its micro-batches.
+/// The loss of a whole mini-batch, and the loss that step() would compute from its micro-batches.
 struct LossCheck {
   double whole = 0;
   double from_micro_batches = 0;

@@ -21,7 +21,7 @@ struct GPipeOptions {
   TORCH_ARG(std::vector<torch::Device>, devices);
   /// The schedule of step(): a name of schedule_rules() (gpipe/schedules.h), such as "1f1b" or "zb_v", or "@FILE" with
   /// one line of actions per worker. forward() and its backward always fill and drain.
-  TORCH_ARG(std::string, schedule) = "gpipe";
+  TORCH_ARG(std::string, schedule) = kFillAndDrain;
   /// Stages on each worker: stage s is on worker s mod (stages / stages_per_worker). A schedule that needs a V and one from
   /// a file have their own placement. If it is 1 and fewer `devices` are given, an interleaved schedule has a worker for each.
   TORCH_ARG(int, stages_per_worker) = 1;

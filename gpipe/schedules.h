@@ -10,9 +10,6 @@
 
 namespace gpipe {
 
-/// The schedule of forward() and its backward, and the default of step().
-inline constexpr char kFillAndDrain[] = "gpipe";
-
 /// Whether a schedule runs all forwards before all backwards, as forward() and its backward do.
 bool fills_and_drains(std::string_view name);
 

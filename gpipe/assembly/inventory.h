@@ -23,7 +23,7 @@ struct TensorPlace {
   std::string key;  ///< "weight", "child.weight"
   WeakTensor tensor;
   std::size_t first = 0;   ///< index of the first place that has the tensor, whose stage owns it
-  std::size_t number = 0;  ///< index of the tensor among those of the stage
+  std::size_t number = 0;  ///< index among the stage's distinct tensors
 
   std::string name() const { return layer + "." + key; }
 };

@@ -26,7 +26,8 @@ struct ForwardMode {
   bool recompute = false;  ///< with grad: store inputs instead of the graph, which an R will build
 };
 
-/// The loss of step(): a layer after the last one of the last stage's cells. Runs once per cell: in R if the cell is recomputed, else in F.
+/// The loss of step(): a layer after the last one of the last stage's cells. Runs once per cell: in R if the cell is
+/// recomputed, else in F.
 struct CellLoss {
   std::unique_ptr<Layer> layer = nullptr;
   /// Whether tensors that the loss uses and that require grad, such as its own parameters, get gradients.

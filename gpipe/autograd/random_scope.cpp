@@ -22,13 +22,16 @@ namespace {
 // below see every operator that draws or writes.
 constexpr c10::DispatchKey kKey = c10::DispatchKey::DeferredInit;
 
+bool is_written(const c10::Argument& argument) {
+  return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
+}
+
 template <typename F>
 void for_each_written(const c10::FunctionSchema& schema, const torch::jit::Stack& stack, F f) {
   const auto& arguments = schema.arguments();
   const auto first = stack.size() - arguments.size();
   for (std::size_t i = 0; i < arguments.size(); ++i) {
-    const auto* alias = arguments[i].alias_info();
-    if (alias == nullptr || !alias->isWrite()) continue;
+    if (!is_written(arguments[i])) continue;
     const auto& value = stack[first + i];
     if (value.isTensor()) f(value.toTensor());
     if (value.isTensorList()) {
@@ -51,9 +54,7 @@ void run_and_note_writes(const c10::OperatorHandle& op, c10::DispatchKeySet keys
 // Whether an operator writes to an argument.
 bool writes(const c10::FunctionSchema& schema) {
   const auto& arguments = schema.arguments();
-  return std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
-    return argument.alias_info() != nullptr && argument.alias_info()->isWrite();
-  });
+  return std::any_of(arguments.begin(), arguments.end(), is_written);
 }
 
 thread_local RandomScope* current_scope = nullptr;

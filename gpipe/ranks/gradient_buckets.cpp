@@ -13,20 +13,22 @@ namespace gpipe {
 namespace {
 
 // Cuts the elements of a bucket's parameters into equal shares.
-void cut_into_shares(GradientBucket& bucket, const std::vector<at::Tensor>& parameters, int replicas) {
+GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std::vector<at::Tensor>& parameters,
+                               int replicas) {
   std::int64_t total = 0;
-  for (const auto p : bucket.parameters) total += parameters[p].numel();
-  bucket.shares.resize(replicas);
+  for (const auto p : bucket) total += parameters[p].numel();
+  GradientBucket cut{std::vector<std::vector<GradientPiece>>(replicas)};
   std::int64_t before = 0;  // elements of earlier parameters
-  for (const auto p : bucket.parameters) {
+  for (const auto p : bucket) {
     const auto size = parameters[p].numel();
     for (int r = 0; r < replicas; ++r) {
       const auto begin = std::max<std::int64_t>(total * r / replicas - before, 0);
       const auto end = std::min(total * (r + 1) / replicas - before, size);
-      if (begin < end) bucket.shares[r].push_back({p, begin, end});
+      if (begin < end) cut.shares[r].push_back({p, begin, end});
     }
     before += size;
   }
+  return cut;
 }
 
 // The strides of a gradient, as PyTorch chooses those of `.grad`.
@@ -50,18 +52,19 @@ bool lies_in(const at::Tensor& gradient, const std::vector<std::int64_t>& stride
 
 std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas,
                                              std::int64_t bytes) {
-  std::vector<GradientBucket> buckets;
-  std::int64_t present = bytes;  // in the last bucket
+  std::vector<std::vector<std::size_t>> buckets;  // indices of parameters
+  std::int64_t present = bytes;                   // in the last bucket
   for (auto p = parameters.size(); p-- > 0;) {
     if (present >= bytes) {
       buckets.emplace_back();
       present = 0;
     }
-    buckets.back().parameters.push_back(p);
+    buckets.back().push_back(p);
     present += static_cast<std::int64_t>(parameters[p].nbytes());
   }
-  for (auto& bucket : buckets) cut_into_shares(bucket, parameters, replicas);
-  return buckets;
+  std::vector<GradientBucket> cut;
+  for (const auto& bucket : buckets) cut.push_back(cut_into_shares(bucket, parameters, replicas));
+  return cut;
 }
 
 std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest) {

@@ -18,7 +18,6 @@ struct GradientPiece {
 /// Parameters of a stage whose gradients travel together. Their elements, one after the other, are cut into one share per
 /// replica, which sums it.
 struct GradientBucket {
-  std::vector<std::size_t> parameters;
   std::vector<std::vector<GradientPiece>> shares;  ///< per replica
 };
 

@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
-#include <algorithm>
 #include <limits>
 #include <stdexcept>
 #include <utility>
@@ -11,6 +10,7 @@
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/bytes.h"
 #include "gpipe/base/clock.h"
+#include "gpipe/error_info.h"
 #include "gpipe/ranks/gradient_reduction.h"
 #include "gpipe/ranks/polling.h"
 #include "gpipe/tensors/transfer.h"
@@ -160,8 +160,7 @@ std::string RankTeam::activity() {
     const int awaited = awaited_for_gradients_;
     return awaited < 0 ? "" : std::to_string(awaited);
   }
-  return "runs " + to_string(*activity.runs) + " (stage " + std::to_string(activity.runs->stage) + ", micro-batch " +
-         std::to_string(activity.runs->micro_batch) + ")";
+  return "runs " + to_string(ErrorInfo{.action = *activity.runs});
 }
 
 // Returns the leader's decision of what all ranks said.

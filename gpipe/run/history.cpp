@@ -13,8 +13,7 @@
 namespace gpipe {
 namespace {
 
-// Joins the micro-batches' gradients of the inputs and appends those of the parameters: the gradients of the sources of
-// attach_backward(), in order.
+// Returns the gradients of sources_of(), in order: of the inputs, joined over the micro-batches, then of the parameters.
 std::vector<at::Tensor> gradients_of_sources(BackwardGradients::Result result, const std::vector<std::int64_t>& sizes,
                                              const std::vector<torch::Device>& devices, const Team& team) {
   std::vector<at::Tensor> all;

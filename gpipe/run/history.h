@@ -18,7 +18,7 @@ namespace gpipe {
 /// makes every rank run its backward, also if none of its own parameters wants a gradient.
 std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& pipeline, const Value& input);
 
-/// Attaches the outputs of a forward that want a gradient: their backward runs that of the mini-batch. Runs no layer,
+/// Attaches the outputs of a forward that want a gradient. Their backward is MiniBatch::backward(). Runs no layer,
 /// because an error here would leave buffers changed.
 void attach_forward(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline, const Value& input,
                     const std::vector<std::int64_t>& sizes, const Gathered& output);

@@ -24,7 +24,7 @@ struct LossInputs {
   Reduction reduction = Reduction::kMean;
   double scale = 1;
   bool keep_outputs = false;
-  bool check = false;  ///< compare it with that of the whole mini-batch
+  bool check = false;  ///< compare with the loss of the whole mini-batch
 };
 
 /// Fills in what the options leave open: the reduction, the count, and whether to check the loss.
@@ -40,7 +40,7 @@ void check_loss_arguments(const LossFunction& loss, const Value& target, std::in
 std::vector<double> loss_weights(const StepOptions& options, const std::vector<std::int64_t>& sizes,
                                  const std::vector<Parcel>& targets);
 
-/// Divides the weights of a mean by `total`, the sum of those of the whole mini-batch. Errors: std::invalid_argument if that
+/// Divides the weights of a mean by `total`, the sum of all weights of the mini-batch. Errors: std::invalid_argument if that
 /// is 0.
 void normalize(std::vector<double>& weights, double total, Reduction reduction);
 
@@ -106,6 +106,7 @@ class StepLoss {
   std::optional<LossComparison> comparison_;
 };
 
+/// What a forward or a step returns.
 struct Results {
   at::Tensor loss;   ///< of a step()
   Gathered outputs;  ///< of a forward, or if the loss keeps them

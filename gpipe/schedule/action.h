@@ -50,6 +50,9 @@ std::string to_string(Checkpoint checkpoint);
 /// Whether the mode recomputes a cell of this micro-batch.
 bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches);
 
+/// The schedule of forward() and its backward, and the default of step().
+inline constexpr char kFillAndDrain[] = "gpipe";
+
 struct Layout;
 
 /// Generates the schedule of a training step. Throws std::invalid_argument for a layout that it has no schedule for.

@@ -10,8 +10,8 @@ namespace gpipe {
 /// Bytes that an action leaves allocated, and the action of the same micro-batch whose end frees them.
 struct HeldBytes {
   // Special values of `stage`.
-  static constexpr int kUntilForwardsEnd =
-      -1;                                 ///< freed when the step's last forward ends: the caller takes the outputs
+  /// Freed when the step's last forward ends: the caller takes the outputs.
+  static constexpr int kUntilForwardsEnd = -1;
   static constexpr int kNeverFreed = -2;  ///< not freed within the step
 
   std::int64_t bytes = 0;

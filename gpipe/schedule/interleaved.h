@@ -12,8 +12,8 @@ namespace gpipe {
 /// worker r holds (v - 1) g + 2 (p - 1 - r) + 1 cells at most.
 Schedule interleaved_1f1b(const Layout& layout);
 
-/// interleaved_1f1b with split backwards (Zero Bubble, arXiv:2401.10241; "ZB1P" in DeepSeek-V3's comparison). Every worker holds
-/// (v - 1) g + p cells at most.
+/// interleaved_1f1b with split backwards (Zero Bubble, arXiv:2401.10241; "ZB1P" in DeepSeek-V3's comparison). Every worker
+/// holds (v - 1) g + p cells at most.
 Schedule interleaved_zb(const Layout& layout);
 
 }  // namespace gpipe
