@@ -10,7 +10,7 @@ readonly torch=torch==2.11.0
 readonly test_python_packages=("$torch" torchvision==0.26.0 clang-format==14.0.6 tensorboard==2.21.0
   matplotlib==3.11.2 numpy scikit-build-core==1.1.2 pytest==9.2.0 mypy==2.4.1 pybind11-stubgen==3.0.0
   timm==1.0.31 transformers==5.23.0 accelerate==1.15.0 lightning-fabric==2.6.6 diffusers==0.42.1 monai==1.6.1
-  einops==0.8.2 segmentation-models-pytorch==0.6.0)
+  einops==0.8.2 safetensors==0.8.0 segmentation-models-pytorch==0.6.0)
 readonly log=build/setup.log
 
 fail() {

@@ -52,25 +52,26 @@ struct Snapshot {
   std::map<std::string, std::vector<double>> history;  ///< losses and scores so far
 };
 
-/// Writes a dict in the format of torch.save, with the names of the fields above, "format" and "version" as keys. In
-/// Python:
+/// Writes a file in the safetensors format. The model's tensors have their own names, so that other programs read them:
 ///
-///   state = torch.load("latest.snapshot", weights_only=True)
-///   model.load_state_dict(state["model"])
+///   weights = safetensors.torch.load_file("latest.snapshot")  # the names of other tensors begin with a dot
 ///
-/// The path always names a complete snapshot: the previous one until this one is on the disk (see AtomicFile).
-/// Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or not of a type that
-/// LibTorch and Python save in the same way: bool, uint8, int8 to int64, half, bfloat16, float, double, or complex of
-/// the last two. The path then names the previous file, or the new one if only flushing the folder after the rename
-/// failed.
+/// Tied tensors are written under each of their names. The path always names a complete snapshot: the previous one until
+/// this one is on the disk.
+/// Errors: std::runtime_error with the path and the reason, also for a tensor that is not dense or has a type that the
+/// format lacks, for text that is not UTF-8, and for an option that is not a finite number, a string or a tuple of them. The
+/// path then names the previous file, or the new one if only flushing the folder after the rename failed.
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot);
 
-/// Reads a file from write_snapshot(), from Python's gpipe.snapshot.write, or from torch.save of an equal dict that
-/// contains no list or dict object twice. Executes nothing from the file. Time and memory are proportional to the
-/// file's size.
-/// Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file, damaged,
+/// Reads a file from write_snapshot() or from Python's gpipe.snapshot.write. Time and memory are proportional to the file's
+/// size.
+/// Errors: std::runtime_error with the path and the reason for a file that is missing, not a regular file, changed,
 /// truncated, not a snapshot, or of a newer version.
 Snapshot read_snapshot(const std::filesystem::path& path);
+
+/// Reads the model's tensors of a snapshot or of another safetensors file, such as one from `python -m gpipe convert`.
+/// Errors: as read_snapshot().
+NamedTensors read_weights(const std::filesystem::path& path);
 
 /// Returns the bytes of the file that write_snapshot() writes. Errors: std::runtime_error, for the same tensors.
 std::string to_bytes(const Snapshot& snapshot);

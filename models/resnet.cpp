@@ -16,7 +16,7 @@
 #include <variant>
 #include <vector>
 
-#include "gpipe/snapshot/archive.h"
+#include "gpipe/snapshot.h"
 #include "skip/namespace.h"
 #include "skip/skippable.h"
 
@@ -183,32 +183,6 @@ nn::Sequential resnet(Block block, const std::array<int, 4>& blocks, const ResNe
 
 std::string shape(const torch::Tensor& tensor) { return tensor.defined() ? c10::str(tensor.sizes()) : "none"; }
 
-std::map<std::string, torch::Tensor> to_state(const Plain& content) {
-  const auto* dict = std::get_if<Plain::Dict>(&content.value);
-  if (dict == nullptr) {
-    throw std::runtime_error(std::string("the file contains a ") + type_of(content) + ", not a dict");
-  }
-  std::map<std::string, torch::Tensor> state;
-  for (const auto& [key, value] : *dict) {
-    const auto* tensor = std::get_if<torch::Tensor>(&value.value);
-    if (tensor == nullptr) throw std::runtime_error("'" + key + "' is of type " + type_of(value) + ", not Tensor");
-    state.emplace(key, *tensor);
-  }
-  return state;
-}
-
-std::map<std::string, torch::Tensor> read_state(const std::filesystem::path& path) {
-  const auto message = "cannot read the state '" + path.string() + "': ";
-  try {
-    return to_state(read_archive(path));
-  } catch (const std::system_error& error) {
-    throw std::runtime_error(message + error.code().message());
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(message + error.what() +
-                             "; write the file with torch.save(dict(model.state_dict()), path)");
-  }
-}
-
 }  // namespace
 
 nn::Sequential resnet18(const ResNetOptions& options) { return resnet(Block::kBasic, {2, 2, 2, 2}, options); }
@@ -257,7 +231,9 @@ void load_torchvision(nn::Module& model, const std::map<std::string, torch::Tens
 }
 
 void load_torchvision(nn::Module& model, const std::filesystem::path& path) {
-  load_torchvision(model, read_state(path));
+  std::map<std::string, torch::Tensor> state;
+  for (const auto& item : read_weights(path)) state.emplace(item.key(), item.value());
+  load_torchvision(model, state);
 }
 
 }  // namespace gpipe::models

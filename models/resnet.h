@@ -62,10 +62,9 @@ std::string from_torchvision(const std::string& key);
 /// unchanged.
 void load_torchvision(torch::nn::Module& model, const std::map<std::string, torch::Tensor>& state);
 
-/// The same from a file written in Python by `torch.save(dict(model.state_dict()), path)`. Without `dict` the file
-/// contains an OrderedDict, which is refused. Executes nothing from the file.
+/// The same from a safetensors file. `python -m gpipe convert weights.pth weights.safetensors` makes one.
 ///
-/// Errors: also std::runtime_error with the path and the reason for a file that is missing, damaged or not such a dict.
+/// Errors: also std::runtime_error with the path and the reason; see read_weights().
 void load_torchvision(torch::nn::Module& model, const std::filesystem::path& path);
 
 }  // namespace gpipe::models

@@ -12,6 +12,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/error_info.h"
 #include "gpipe/ranks.h"
+#include "gpipe/run/state_names.h"
 
 namespace gpipe {
 namespace {
@@ -22,25 +23,28 @@ struct Place {
   std::string first;
 };
 
-std::map<std::string, Place> places_of_names(const GPipeImpl& pipe) {
-  std::map<std::string, Place> places;
-  for (const auto* names : {&pipe.parameter_names(), &pipe.buffer_names()}) {
-    for (const auto& [name, stage, first] : *names) places.emplace(name, Place{places.size(), first});
-  }
+using Places = std::map<std::string, Place>;
+
+Places places_of(const StateNames& names) {
+  Places places;
+  for (const auto& [name, first] : names.whole) places.emplace(name, Place{places.size(), first});
   return places;
 }
 
-std::set<std::string> own_names(const GPipeImpl& pipe) {
-  std::set<std::string> names;
-  for (const auto& parameter : pipe.named_parameters()) names.insert(parameter.key());
-  for (const auto& buffer : pipe.named_buffers()) names.insert(buffer.key());
+StateNames names_of(const GPipeImpl& pipe) {
+  StateNames names;
+  for (const auto* each : {&pipe.parameter_names(), &pipe.buffer_names()}) {
+    for (const auto& [name, stage, first] : *each) names.whole.emplace_back(name, first);
+  }
+  for (const auto& parameter : pipe.named_parameters()) names.own.insert(parameter.key());
+  for (const auto& buffer : pipe.named_buffers()) names.own.insert(buffer.key());
   return names;
 }
 
 // The model and the optimizer, which differ from rank to rank.
-Snapshot own_state(const GPipeImpl& pipe, const Snapshot& mine) {
-  const auto own = own_names(pipe);
-  const auto places = places_of_names(pipe);
+Snapshot own_state(const StateNames& names, const Snapshot& mine) {
+  const auto& own = names.own;
+  const auto places = places_of(names);
   for (const auto& name : own) {
     if (!mine.model.contains(name)) refuse_argument("the snapshot lacks '" + name + "' of this rank's layers");
   }
@@ -78,8 +82,8 @@ std::string describe(const OptimizerState& optimizer) {
   return text.str();
 }
 
-Snapshot join(const GPipeImpl& pipe, std::vector<Snapshot> states) {
-  const auto places = places_of_names(pipe);
+Snapshot join(const StateNames& of_state, std::vector<Snapshot> states) {
+  const auto places = places_of(of_state);
   const auto place_of = [&](const std::string& name) {
     const auto found = places.find(name);
     return found == places.end() ? places.size() : found->second.number;  // one that was added to a layer later
@@ -120,14 +124,14 @@ Snapshot join(const GPipeImpl& pipe, std::vector<Snapshot> states) {
 
 }  // namespace
 
-Snapshot gather(GPipeImpl& pipe, const Snapshot& mine) {
+Snapshot gather(GPipeImpl& pipe, const StateNames& names, const Snapshot& mine) {
   if (!pipe.options().ranks()) return mine;
   const auto& mesh = pipe.options().ranks()->mesh();
   const int rank = pipe.options().ranks()->rank();
   std::vector<Snapshot> states;
   std::string bytes;  // rank 0 keeps its own state
   try {
-    states.push_back(own_state(pipe, mine));
+    states.push_back(own_state(names, mine));
     if (rank != 0 && mesh.replica_of(rank) == 0) bytes = to_bytes(states.front());
   } catch (...) {
     pipe.withdraw(message_of(std::current_exception()));
@@ -139,16 +143,17 @@ Snapshot gather(GPipeImpl& pipe, const Snapshot& mine) {
     states.push_back(from_bytes(std::exchange(parts[mesh.rank_at(p, /*replica=*/0)], {})));
   }
   auto whole = mine;
-  auto joined = join(pipe, std::move(states));
+  auto joined = join(names, std::move(states));
   whole.model = std::move(joined.model);
   whole.optimizer = std::move(joined.optimizer);
   return whole;
 }
 
-Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole) {
-  const auto own = own_names(pipe);
-  const auto places = places_of_names(pipe);
-  const auto is_elsewhere = [&](const std::string& name) { return places.count(name) != 0 && own.count(name) == 0; };
+Snapshot own_part(const StateNames& names, const Snapshot& whole) {
+  const auto places = places_of(names);
+  const auto is_elsewhere = [&](const std::string& name) {
+    return places.count(name) != 0 && names.own.count(name) == 0;
+  };
   auto part = whole;
   part.model.clear();
   for (const auto& tensor : whole.model) {
@@ -158,5 +163,9 @@ Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole) {
   std::erase_if(part.optimizer.state, [&](const auto& entry) { return is_elsewhere(entry.first); });
   return part;
 }
+
+Snapshot gather(GPipeImpl& pipe, const Snapshot& mine) { return gather(pipe, names_of(pipe), mine); }
+
+Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole) { return own_part(names_of(pipe), whole); }
 
 }  // namespace gpipe

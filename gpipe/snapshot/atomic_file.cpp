@@ -7,7 +7,7 @@
 
 #include <cerrno>
 #include <cstdio>
-#include <stdexcept>
+#include <system_error>
 #include <utility>
 
 namespace gpipe {
@@ -50,7 +50,7 @@ AtomicFile::AtomicFile(std::filesystem::path path) : path_(std::move(path)), tem
   if (!error) return;
   ::close(file_);
   if (error == std::errc::operation_would_block) {
-    throw std::runtime_error("cannot write '" + path_.string() + "': another writer is writing this file");
+    throw std::system_error(error, "another writer is writing '" + path_.string() + "'");
   }
   fail(error);
 }
@@ -61,29 +61,28 @@ AtomicFile::~AtomicFile() {
   ::close(file_);
 }
 
-void AtomicFile::write(const void* data, std::size_t size) noexcept {
+void AtomicFile::write(const void* data, std::size_t size) {
   auto rest = static_cast<const char*>(data);
-  while (size > 0 && !error_) {
+  while (size > 0) {
     const auto written = ::write(file_, rest, size);
     if (written >= 0) {
       rest += written;
       size -= written;
     } else if (errno != EINTR) {
-      error_ = last_error();
+      fail(last_error());
     }
   }
 }
 
 void AtomicFile::commit() {
-  if (!error_ && ::fsync(file_) != 0) error_ = last_error();
-  if (error_) fail(error_);
+  if (::fsync(file_) != 0) fail(last_error());
   if (::rename(temporary_.c_str(), path_.c_str()) != 0) fail(last_error());
   committed_ = true;
   if (const auto error = flush_folder(path_.parent_path())) fail(error);
 }
 
 void AtomicFile::fail(const std::error_code& reason) const {
-  throw std::runtime_error("cannot write '" + path_.string() + "': " + reason.message());
+  throw std::system_error(reason, "cannot write '" + path_.string() + "'");
 }
 
 }  // namespace gpipe

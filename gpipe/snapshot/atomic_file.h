@@ -15,18 +15,18 @@ namespace gpipe {
 /// another, is refused.
 class AtomicFile {
  public:
-  /// Opens the temporary file. Errors: std::runtime_error with the path and the reason.
+  /// Opens the temporary file. Errors: std::system_error with the path and the reason, as from all methods;
+  /// operation_would_block for another writer of the path.
   explicit AtomicFile(std::filesystem::path path);
   ~AtomicFile();
   AtomicFile(const AtomicFile&) = delete;
   AtomicFile& operator=(const AtomicFile&) = delete;
 
-  /// Appends bytes. A failure is reported by commit(), because archive writers cannot stop half-way.
-  void write(const void* data, std::size_t size) noexcept;
+  /// Appends bytes.
+  void write(const void* data, std::size_t size);
 
-  /// Flushes and renames the file. REQUIRES: called at most once. Errors: std::runtime_error with the path and the
-  /// first failure, such as a full disk. The path then names the previous file, or the new one if only flushing the
-  /// folder failed.
+  /// Flushes and renames the file. REQUIRES: called at most once. On an error the path names the previous file, or the new
+  /// one if only flushing the folder failed.
   void commit();
 
  private:
@@ -35,7 +35,6 @@ class AtomicFile {
   std::filesystem::path path_;
   std::filesystem::path temporary_;
   int file_ = -1;
-  std::error_code error_;
   bool committed_ = false;
 };
 

@@ -134,13 +134,13 @@ struct Restore {
   std::string owner;
   at::Tensor parameter = {};
 
-  void operator()(const char* name, double& value) const { value = get(name, &c10::IValue::isDouble).toDouble(); }
+  void operator()(const char* name, double& value) const { value = number(name, get(name, &c10::IValue::isScalar)); }
   void operator()(const char* name, bool& value) const { value = get(name, &c10::IValue::isBool).toBool(); }
   void operator()(const char* name, std::int64_t& value) const { value = get(name, &c10::IValue::isInt).toInt(); }
   void operator()(const char* name, std::tuple<double, double>& value) const {
     const auto& pair = get(name, &c10::IValue::isTuple).toTupleRef().elements();
-    if (pair.size() != 2 || !pair[0].isDouble() || !pair[1].isDouble()) wrong(name);
-    value = {pair[0].toDouble(), pair[1].toDouble()};
+    if (pair.size() != 2) wrong(name);
+    value = {number(name, pair[0]), number(name, pair[1])};
   }
   void operator()(const char* name, at::Tensor& value, bool needed) const {
     if (!needed && !from.contains(name)) return;
@@ -149,6 +149,11 @@ struct Restore {
     value = tensor.to(parameter.device(), /*non_blocking=*/false, /*copy=*/true);
   }
 
+  /// Python's optimizers also take an int.
+  double number(const char* name, const c10::IValue& value) const {
+    if (!value.isDouble() && !value.isInt()) wrong(name);
+    return value.toScalar().toDouble();
+  }
   const c10::IValue& get(const char* name, bool (c10::IValue::*is)() const) const {
     const auto found = from.find(name);
     if (found == from.end() || !(found->second.*is)()) wrong(name);
@@ -158,6 +163,18 @@ struct Restore {
     refuse_optimizer("its '" + std::string(name) + "' of " + owner + " is missing or has another type or shape");
   }
 };
+
+/// Refuses options of Python's optimizers that LibTorch's lack and that change the result.
+void check_options(const OptimizerState& saved) {
+  for (const auto& group : saved.param_groups) {
+    for (const std::string name : {"maximize", "decoupled_weight_decay"}) {
+      const auto found = group.options.find(name);
+      if (found == group.options.end() || !found->second.isBool() || !found->second.toBool()) continue;
+      if (saved.type == "Adam" || name == "maximize")
+        refuse_optimizer("its '" + name + "' is true, which LibTorch lacks");
+    }
+  }
+}
 
 /// Calls `call.template operator()<Options, ParamState>(name)` with the classes that belong to the optimizer.
 template <class Call>
@@ -250,6 +267,7 @@ void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& mod
     if (saved.type != type)
       refuse_optimizer("it is of type '" + saved.type + "', but this one is of type '" + type + "'");
     check_groups(names, saved);
+    check_options(saved);
     std::vector<std::unique_ptr<Options>> options;
     std::remove_reference_t<decltype(optimizer.state())> states;
     for (std::size_t g = 0; g < names.size(); ++g) {

@@ -3,7 +3,7 @@ import collections.abc
 import torch
 import torch.distributed.distributed_c10d
 import typing
-__all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_snapshot', 'check_stages', 'draw_seed', 'fills_and_drains', 'is_checkpointing', 'is_recomputing', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement']
+__all__: list[str] = ['Candidate', 'Cluster', 'ClusterPlan', 'LayerProfile', 'Namespace', 'NativeLayer', 'Pipeline', 'Prediction', 'Profile', 'ProfileOptions', 'RandomScope', 'Ranks', 'RunOptions', 'Scheduling', 'SkipProfile', 'StepOptions', 'Suggestion', 'TieProfile', 'Timeline', 'arrange_workers', 'begin_layer', 'borrowed', 'check_balance', 'check_checkpoint', 'check_chunks', 'check_loss', 'check_skips', 'check_stages', 'draw_seed', 'fills_and_drains', 'gather_snapshot', 'is_checkpointing', 'is_recomputing', 'part_of_snapshot', 'place_stages', 'plan_cluster', 'pop', 'predict', 'profile', 'read_snapshot', 'resnet', 'reuse_cpu_memory', 'save_for_recompute', 'saved_for_recompute', 'schedule_names', 'scope_generator', 'stash', 'suggest', 'torch_version', 'unet', 'v_placement', 'write_snapshot', 'write_weights']
 class Ranks:
     @staticmethod
     def from_environment(timeout: typing.SupportsFloat, join_timeout: typing.SupportsFloat, interface: str, replicas: typing.SupportsInt, nccl: bool) -> Ranks:
@@ -510,13 +510,13 @@ def check_loss(loss: typing.Any, output: typing.Any, target: typing.Any, options
     ...
 def check_skips(declarations: list[typing.Any]) -> None:
     ...
-def check_snapshot(content: dict[str, typing.Any]) -> None:
-    ...
 def check_stages(stages: typing.SupportsInt, layers: typing.SupportsInt) -> None:
     ...
 def draw_seed() -> int:
     ...
 def fills_and_drains(schedule: str) -> bool:
+    ...
+def gather_snapshot(pipe: Pipeline, tensors: dict[str, typing.Any], training: str, whole: collections.abc.Sequence[tuple[str, str]], own: collections.abc.Sequence[str]) -> tuple[dict[str, typing.Any], str]:
     ...
 def is_checkpointing() -> bool:
     """
@@ -526,6 +526,8 @@ def is_recomputing() -> bool:
     """
     Returns whether the calling layer's forward is a recompute, which precedes the cell's backward.
     """
+def part_of_snapshot(tensors: dict[str, typing.Any], training: str, whole: collections.abc.Sequence[tuple[str, str]], own: collections.abc.Sequence[str]) -> tuple[dict[str, typing.Any], str]:
+    ...
 def place_stages(schedule: str, stages: typing.SupportsInt, stages_per_worker: typing.SupportsInt, placement: collections.abc.Sequence[typing.SupportsInt]) -> list[int]:
     """
     Returns the worker of each stage.
@@ -538,10 +540,8 @@ def predict(arg0: Profile, arg1: collections.abc.Sequence[typing.SupportsInt], a
     ...
 def profile(arg0: list[typing.Any], arg1: typing.Any, arg2: ProfileOptions) -> Profile:
     ...
-def read_snapshot(path: typing.Any) -> typing.Any:
-    """
-    Reads a snapshot file, checks it and returns its dict.
-    """
+def read_snapshot(path: bytes) -> tuple[dict[str, typing.Any], str]:
+    ...
 def resnet(arg0: typing.SupportsInt, arg1: typing.SupportsInt, arg2: typing.SupportsInt, arg3: bool) -> list[NativeLayer]:
     ...
 def reuse_cpu_memory(on: bool = True) -> None:
@@ -572,4 +572,10 @@ def unet(arg0: typing.SupportsInt, arg1: typing.SupportsInt, arg2: typing.Suppor
     ...
 def v_placement(stages: typing.SupportsInt) -> list[int]:
     ...
+def write_snapshot(path: bytes, tensors: dict[str, typing.Any], training: str) -> None:
+    ...
+def write_weights(path: bytes, tensors: dict[str, typing.Any]) -> None:
+    """
+    Writes tensors to a safetensors file.
+    """
 torch_version: str = '2.11.0'

@@ -26,11 +26,11 @@ PYBIND11_MODULE(_C, module) {
   init_ranks(module);
   init_checks(module);
   init_skip(module);
-  init_snapshot(module);
   init_randomness(module);
   init_trace(module);
   init_step(module);
   init_pipeline(module);
+  init_snapshot(module);
   init_balance(module);
   init_models(module);
   reset_calls_after_fork();

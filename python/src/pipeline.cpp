@@ -241,6 +241,11 @@ py::object PythonPipeline::clip_grad_norm(double max_norm, double norm_type, boo
   return py::reinterpret_steal<py::object>(to_python(total));
 }
 
+Snapshot PythonPipeline::gather(const StateNames& names, absl::FunctionRef<Snapshot()> mine) {
+  const auto snapshot = convert(mine);
+  return run([&] { return gpipe::gather(*pipe_, names, snapshot); });
+}
+
 void PythonPipeline::withdraw(const std::string& reason) {
   run([&] { pipe_->withdraw(reason); });
 }
@@ -295,7 +300,8 @@ void init_pipeline(py::module_& module) {
            py::arg("options"))
       .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
            py::arg("options"))
-      .def("gather", &PythonPipeline::gather, py::arg("bytes"), py::arg("what"))
+      .def("gather", py::overload_cast<const py::bytes&, const std::string&>(&PythonPipeline::gather), py::arg("bytes"),
+           py::arg("what"))
       .def("gather_timeline", call_of<Timeline, Timeline>(&GPipeImpl::gather), py::arg("timeline"))
       .def("largest", call_of(&GPipeImpl::largest), py::arg("number"))
       .def("sum_over_replicas", call_of(&GPipeImpl::sum_over_replicas), py::arg("numbers"))

@@ -10,6 +10,7 @@
 
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
+#include "gpipe/run/state_names.h"
 #include "gpipe/timeline.h"
 #include "python/src/layer.h"
 
@@ -53,6 +54,8 @@ class PythonPipeline {
 
   // As those of GPipe.
   pybind11::typing::List<pybind11::bytes> gather(const pybind11::bytes& bytes, const std::string& what);
+  /// As gpipe::gather(). Errors of mine(), too, are errors of the other ranks' call.
+  Snapshot gather(const StateNames& names, absl::FunctionRef<Snapshot()> mine);
   /// As gpipe::clip_grad_norm_(). Returns a tensor.
   pybind11::object clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite);
   void withdraw(const std::string& reason);

@@ -1,4 +1,7 @@
+#include "gpipe/snapshot.h"
+
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 #include <pybind11/typing.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -7,11 +10,10 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
-#include <type_traits>
 #include <utility>
+#include <vector>
 
-#include "gpipe/snapshot/archive.h"
-#include "gpipe/snapshot/content.h"
+#include "gpipe/snapshot/safetensors.h"
 #include "python/src/interpreter.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
@@ -21,105 +23,91 @@ namespace {
 
 namespace py = pybind11;
 
-/// Decodes text as Python's pickle does, which allows lone surrogates. Decodes text that is not UTF-8 as Python does for
-/// file names.
-py::object decoded(const std::string& text) {
-  const auto size = static_cast<Py_ssize_t>(text.size());
-  auto* result = PyUnicode_DecodeUTF8(text.data(), size, "surrogatepass");
-  if (result == nullptr) {
-    PyErr_Clear();
-    result = PyUnicode_DecodeUTF8(text.data(), size, "surrogateescape");
+using Tensors = py::typing::Dict<py::str, py::object>;
+/// The content of a file: its tensors by name, and the text of Safetensors::training.
+using Content = py::typing::Tuple<Tensors, py::str>;
+using Names = std::vector<std::pair<std::string, std::string>>;
+
+Safetensors to_file(const Tensors& tensors, const std::string& training) {
+  Safetensors file;
+  for (const auto& [name, tensor] : tensors) {
+    if (!THPVariable_Check(tensor.ptr())) {
+      throw py::type_error("'" + std::string(py::str(name)) + "' of the snapshot is " +
+                           std::string(py::str(py::type::of(tensor))) + ", not a Tensor");
+    }
+    file.tensors.emplace(name.cast<std::string>(), THPVariable_Unpack(tensor.ptr()));
   }
-  if (result == nullptr) throw py::error_already_set();
-  return py::reinterpret_steal<py::object>(result);
+  file.training = training;
+  return file;
 }
 
-py::object convert(const Plain& plain) {
-  const auto items = [](const std::vector<Plain>& plains) {
-    py::list list;
-    for (const auto& each : plains) list.append(convert(each));
-    return list;
-  };
-  return std::visit(
-      [&]<class Value>(const Value& value) -> py::object {
-        if constexpr (std::is_same_v<Value, std::monostate>) {
-          return py::none();
-        } else if constexpr (std::is_same_v<Value, std::string>) {
-          return decoded(value);
-        } else if constexpr (std::is_same_v<Value, at::Tensor>) {
-          return py::reinterpret_steal<py::object>(to_python(value));
-        } else if constexpr (std::is_same_v<Value, Plain::Tuple>) {
-          return py::tuple(items(value.items));
-        } else if constexpr (std::is_same_v<Value, Plain::List>) {
-          return items(value);
-        } else if constexpr (std::is_same_v<Value, Plain::Dict>) {
-          py::dict dict;
-          for (const auto& [key, item] : value) dict[decoded(key)] = convert(item);
-          return dict;
-        } else {
-          return py::cast(value);
-        }
-      },
-      plain.value);
+Content to_content(const Safetensors& file) {
+  py::dict tensors;
+  for (const auto& [name, tensor] : file.tensors) {
+    tensors[py::str(name)] = py::reinterpret_steal<py::object>(to_python(tensor));
+  }
+  return py::make_tuple(tensors, file.training);
 }
 
-std::string encoded(const py::handle& text) {
-  const auto bytes = py::reinterpret_steal<py::bytes>(PyUnicode_AsEncodedString(text.ptr(), "utf-8", "surrogatepass"));
-  if (!bytes) throw py::error_already_set();
-  return bytes;
-}
-
-/// REQUIRES: the value consists of the types of Plain.
-Plain to_plain(const py::handle& value) {
-  const auto items = [&] {
-    Plain::List list;
-    for (const auto& item : value) list.push_back(to_plain(item));
-    return list;
-  };
-  if (value.is_none()) return {};
-  if (py::isinstance<py::bool_>(value)) return {value.cast<bool>()};
-  if (py::isinstance<py::int_>(value)) return {value.cast<std::int64_t>()};
-  if (py::isinstance<py::float_>(value)) return {value.cast<double>()};
-  if (py::isinstance<py::str>(value)) return {encoded(value)};
-  if (THPVariable_Check(value.ptr())) return {THPVariable_Unpack(value.ptr())};
-  if (py::isinstance<py::tuple>(value)) return {Plain::Tuple{items()}};
-  if (py::isinstance<py::list>(value)) return {items()};
-  Plain::Dict dict;
-  for (const auto& [key, item] : value.cast<py::dict>()) dict.push_back({encoded(key), to_plain(item)});
-  return {std::move(dict)};
-}
-
-void check_snapshot(const py::typing::Dict<py::str, py::object>& content) {
-  static_cast<void>(from_content(to_plain(content)));
-}
-
-py::object read_snapshot(const py::object& path) {
-  PyObject* encoded = nullptr;
-  if (PyUnicode_FSConverter(path.ptr(), &encoded) == 0) throw py::error_already_set();
-  const auto name = py::reinterpret_steal<py::bytes>(encoded);
-  const std::filesystem::path file(static_cast<std::string>(name));
+/// Calls f() without the interpreter's lock. Converts errors of files.
+template <typename F>
+auto with_file(const std::filesystem::path& path, F f) {
   try {
-    const auto content = released([&] {
-      auto read = read_archive(file);
-      static_cast<void>(from_content(read));
-      return read;
-    });
-    return convert(content);
+    return released(f);
   } catch (const std::system_error& error) {
     errno = error.code().value();
-    PyErr_SetFromErrnoWithFilenameObject(PyExc_OSError, path.ptr());
+    PyErr_SetFromErrnoWithFilename(PyExc_OSError, path.c_str());
     throw py::error_already_set();
   } catch (const std::runtime_error& error) {
-    throw py::value_error("cannot read the snapshot '" + file.string() + "': " + error.what());
+    throw py::value_error("'" + path.string() + "': " + error.what());
   }
+}
+
+void write_snapshot(const py::bytes& name, const Tensors& tensors, const std::string& training) {
+  const std::filesystem::path path{std::string(name)};
+  const auto file = to_file(tensors, training);
+  // Reading it would do the same checks. The text of equal snapshots becomes equal.
+  with_file(path, [&] { write_safetensors(path, to_safetensors(from_safetensors(file))); });
+}
+
+Content read_snapshot(const py::bytes& name) {
+  const std::filesystem::path path{std::string(name)};
+  return to_content(with_file(path, [&] {
+    auto file = read_safetensors(path);
+    static_cast<void>(from_safetensors(file));
+    return file;
+  }));
+}
+
+void write_weights(const py::bytes& name, const Tensors& tensors) {
+  const std::filesystem::path path{std::string(name)};
+  const auto file = to_file(tensors, "");
+  with_file(path, [&] { write_safetensors(path, file); });
+}
+
+Content gather_snapshot(PythonPipeline& pipe, const Tensors& tensors, const std::string& training, Names whole,
+                        const std::vector<std::string>& own) {
+  const StateNames names{std::move(whole), {own.begin(), own.end()}};
+  return to_content(to_safetensors(pipe.gather(names, [&] { return from_safetensors(to_file(tensors, training)); })));
+}
+
+Content part_of_snapshot(const Tensors& tensors, const std::string& training, Names whole,
+                         const std::vector<std::string>& own) {
+  const StateNames names{std::move(whole), {own.begin(), own.end()}};
+  return to_content(to_safetensors(own_part(names, from_safetensors(to_file(tensors, training)))));
 }
 
 }  // namespace
 
 void init_snapshot(py::module_& module) {
-  module.def("check_snapshot", &check_snapshot, py::arg("content"));
-  module.def("read_snapshot", &read_snapshot, py::arg("path"),
-             "Reads a snapshot file, checks it and returns its dict.");
+  module.def("write_snapshot", &write_snapshot, py::arg("path"), py::arg("tensors"), py::arg("training"));
+  module.def("read_snapshot", &read_snapshot, py::arg("path"));
+  module.def("write_weights", &write_weights, py::arg("path"), py::arg("tensors"),
+             "Writes tensors to a safetensors file.");
+  module.def("gather_snapshot", &gather_snapshot, py::arg("pipe"), py::arg("tensors"), py::arg("training"),
+             py::arg("whole"), py::arg("own"));
+  module.def("part_of_snapshot", &part_of_snapshot, py::arg("tensors"), py::arg("training"), py::arg("whole"),
+             py::arg("own"));
 }
 
 }  // namespace gpipe::python

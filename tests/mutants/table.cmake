@@ -124,7 +124,7 @@ mutant(commits_sums_after_an_error gpipe_tests gpipe/run/mini_batch.cpp "pipelin
 # Skips, snapshots, balances.
 mutant(isolates_every_name gpipe_tests skip/skippable.cpp
        "only.empty() || std::ranges::find(only, key.name) != only.end()" "true" Isolate*)
-mutant(reads_damaged_records gpipe_tests gpipe/snapshot/zip_records.cpp "checksum(data) != crc" "false" *Damage*)
+mutant(reads_damaged_files gpipe_tests gpipe/snapshot/safetensors.cpp "expected != checksum.text()" "false" *Damage*)
 mutant(captures_without_a_copy gpipe_tests gpipe/snapshot/capture.cpp "/*copy=*/true" "/*copy=*/false" Capture.*)
 mutant(predicts_without_parameters gpipe_tests balance/predict.cpp
        "prediction.bytes[w] += kept[w];" "" Predict.*:Search.*)

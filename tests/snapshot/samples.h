@@ -61,8 +61,8 @@ inline bool same(const at::Tensor& a, const at::Tensor& b) {
   if (a.defined() != b.defined()) return false;
   if (!a.defined()) return true;
   if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
-  const auto x = a.contiguous();
-  const auto y = b.contiguous();
+  const auto x = a.detach().resolve_conj().resolve_neg().contiguous();
+  const auto y = b.detach().resolve_conj().resolve_neg().contiguous();
   return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 

@@ -16,8 +16,8 @@ Over ranks, all ranks capture, :func:`gather` joins their snapshots on rank 0, w
 :func:`own_part`.
 
 Parameters have the names of the unpartitioned model, so a snapshot fits the model at any balance. Python and C++ read
-and write the same files. A file is a zip archive with a pickled dict that has a key for each field of
-:class:`Snapshot`; ``torch.load(path, weights_only=True)`` reads it without this package.
+and write the same files, in the safetensors format: ``safetensors.torch.load_file(path)`` reads the weights. The names of
+tensors that are not the model's begin with a dot.
 """
 
 from __future__ import annotations

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from gpipe import _C
-from gpipe.snapshot.archive import dump, plain
-from gpipe.snapshot.atomic_file import replacing
 from gpipe.snapshot.optimizer import OptimizerState
 
-_FORMAT = "gpipe snapshot"
-_VERSION = 1
+_VERSION = 2
 
 
 def _no_optimizer() -> OptimizerState:
@@ -47,8 +47,7 @@ class Snapshot:
 def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
     """Writes a snapshot to a file, atomically: the path names the previous file until the new one is on the disk.
 
-    Tensors may be on any device and may require gradients. They are saved as CPU tensors without gradients. A view is
-    saved without the rest of its storage.
+    Tensors may be on any device and may require gradients. A view is saved without the rest of its storage.
 
     Args:
         path: the file to create or replace.
@@ -58,21 +57,14 @@ def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
         OSError: with the path and the reason. The path then names the previous file, or the new one if only the folder
             could not be flushed.
         BlockingIOError: if another writer is writing the same path.
-        TypeError, ValueError: if the snapshot could not be read again in Python and C++.
+        TypeError, ValueError: if the snapshot cannot be saved.
     """
-    content = {"format": _FORMAT, "version": _VERSION}
-    content |= {each.name: plain(getattr(snapshot, each.name), each.name) for each in fields(Snapshot)}
-    try:
-        _C.check_snapshot(content)  # as reading the file would
-    except RuntimeError as error:
-        raise TypeError(f"cannot write this snapshot: {error}") from None
-    with dump(content).getbuffer() as archive, replacing(os.fspath(path)) as file:
-        file.write(archive)
+    _C.write_snapshot(os.fsencode(path), *to_file(snapshot))
 
 
 def read(path: str | os.PathLike[str]) -> Snapshot:
-    """Reads a snapshot that :func:`write` or a C++ program wrote. Never executes code from the file. Time and memory
-    are proportional to the size of the file.
+    """Reads a snapshot that :func:`write` or a C++ program wrote. Time and memory are proportional to the size of the
+    file.
 
     Args:
         path: the file.
@@ -82,8 +74,54 @@ def read(path: str | os.PathLike[str]) -> Snapshot:
 
     Raises:
         OSError: if the file is missing or cannot be read.
-        ValueError: if the file is not a regular file, is damaged or truncated, is not a snapshot, or has a newer
+        ValueError: if the file is not a regular file, is changed or truncated, is not a snapshot, or has a newer
             version.
     """
-    content = _C.read_snapshot(path)
-    return Snapshot(**{each.name: content[each.name] for each in fields(Snapshot)})
+    return from_file(*_C.read_snapshot(os.fsencode(path)))
+
+
+def to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
+    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h."""
+    tensors = dict(snapshot.model)
+    if snapshot.random is not None:
+        tensors[".random"] = snapshot.random
+    for name, values in snapshot.history.items():
+        tensors[f".history.{name}"] = torch.tensor(values, dtype=torch.float64)
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, fields in snapshot.optimizer["state"].items():
+        state[parameter] = {}
+        for name, value in fields.items():
+            if isinstance(value, Tensor):
+                tensors[f".optimizer.{name}.{parameter}"] = value
+            else:
+                state[parameter][name] = value
+    training = {
+        "version": _VERSION,
+        "epoch": snapshot.epoch,
+        "position": snapshot.position,
+        "options": snapshot.options,
+        "optimizer": {**snapshot.optimizer, "state": state},
+    }
+    return tensors, json.dumps(training, allow_nan=False)
+
+
+def from_file(tensors: dict[str, Tensor], training: str) -> Snapshot:
+    """Returns the snapshot of a file's tensors and JSON."""
+    content = json.loads(training)
+    optimizer = content["optimizer"]
+    for group in optimizer["param_groups"]:
+        group.update((name, tuple(value)) for name, value in group.items() if isinstance(value, list) and name != "params")
+    snapshot = Snapshot({}, optimizer, content["epoch"], content["position"], None, content["options"])
+    model: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith("."):
+            model[name] = tensor
+        elif name == ".random":
+            snapshot.random = tensor
+        elif name.startswith(".history."):
+            snapshot.history[name.removeprefix(".history.")] = tensor.tolist()
+        else:
+            _, _, field_name, parameter = name.split(".", 3)
+            optimizer["state"].setdefault(parameter, {})[field_name] = tensor
+    snapshot.model = model
+    return snapshot

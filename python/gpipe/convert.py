@@ -1,0 +1,31 @@
+"""Writes weights as a safetensors file: ``python -m gpipe convert weights.pth weights.safetensors``."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from gpipe import _C
+
+
+def convert(source: str | os.PathLike[str], target: str | os.PathLike[str]) -> None:
+    """Writes the tensors of a file that ``torch.save`` wrote: a ``state_dict``, or a snapshot of gpipe 0.1, of which only
+    the weights are kept. Executes nothing from the file.
+
+    Raises:
+        OSError: with the path and the reason.
+        ValueError: if the file has no dict of tensors, or a tensor cannot be saved.
+    """
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:
+        raise ValueError(f"'{os.fspath(source)}' is not a file of torch.save that holds tensors only: {error}") from None
+    if isinstance(content, dict) and content.get("format") == "gpipe snapshot":
+        content = content["model"]
+    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+        raise ValueError(f"'{os.fspath(source)}' does not hold a dict of tensors; save the model's state_dict()")
+    _C.write_weights(os.fsencode(target), dict(content))
