@@ -1,47 +1,79 @@
-"""Draws the figures of the documentation into docs/figures. Run `python docs/figures.py` where gpipe is installed.
+"""Draws the figures of the pages. Run `python docs/figures.py` where gpipe is installed.
 
-The library simulates and draws the timelines, from a profile whose times are set here, and counts the bytes.
-`--trace` also draws a real step, which differs between machines and runs. schedule_pages.py draws the schedules.
+git has those in docs/figures. docs/build draws those in docs/figures/web, which only the web pages show. The library
+simulates and draws the timelines.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Sequence
+from html import escape
+from pathlib import Path
 
 import torch
 from torch import nn
 
-import gpipe
 from gpipe.balance import Profile, predict, profile
-from picture import BLUE, DARK_BLUE, FAINT, FOLDER, GREEN, INK, ORANGE, RED, STAGES, Picture
+from profiles import Layer, make_profile
+from tables import ROWS, file_of, step
+
+FOLDER = Path(__file__).parent / "figures"
+
+# From the colour-blind-safe palette of Okabe and Ito, which the library's own drawings use too.
+BLUE, DARK_BLUE, GREEN, ORANGE, RED = "#56b4e9", "#0072b2", "#009e73", "#e69f00", "#d55e00"
+STAGES = ["#e3f1fa", "#fdf0d5", "#e0f3ec"]
+INK, FAINT = "#222", "#ddd"
 
 
-def timed(blocks: Sequence[float], rows: int = 32, width: int = 256) -> Profile:
-    """Profile of blocks of (linear, tanh). Block i takes `blocks[i]` times 10 ms forward and 20 ms backward; its bytes
-    are counted."""
-    layers: list[nn.Module] = []
-    for _ in blocks:
-        layers += [nn.Linear(width, width), nn.Tanh()]
-    measured = json.loads(profile(nn.Sequential(*layers), torch.randn(rows, width), repeats=1, seconds=0).to_json())
-    for i, layer in enumerate(measured["layers"]):
-        for key in ("forward", "stored", "recompute"):
-            layer[key] = 0.005 * blocks[i // 2]
-        layer["backward"] = 0.010 * blocks[i // 2]
-    return Profile.from_json(json.dumps(measured))
+class Picture:
+    def __init__(self, width: int, height: int) -> None:
+        self.width, self.height = width, height
+        self.parts: list[str] = []
+
+    def box(self, x: float, y: float, width: float, height: float, fill: str, text: str = "", round: int = 4) -> None:
+        self.parts.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="{round}" fill="{fill}" '
+            f'stroke="#444" stroke-width="0.8"/>'
+        )
+        if text:
+            self.text(x + width / 2, y + height / 2 + 5, text)
+
+    def text(self, x: float, y: float, text: str, anchor: str = "middle", color: str = INK, size: int = 14) -> None:
+        self.parts.append(
+            f'<text x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="{color}" font-size="{size}">{escape(text)}</text>'
+        )
+
+    def path(self, path: str, color: str = INK, width: float = 1.5, arrow: bool = False, dash: str = "") -> None:
+        end = f' marker-end="url(#{color[1:]})"' if arrow else ""
+        dashed = f' stroke-dasharray="{dash}"' if dash else ""
+        self.parts.append(f'<path d="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"{dashed}{end}/>')
+
+    def arrow(self, x1: float, y1: float, x2: float, y2: float, color: str = INK) -> None:
+        self.path(f"M{x1:g} {y1:g} L{x2:g} {y2:g}", color, arrow=True)
+
+    def save(self, name: str) -> None:
+        heads = "".join(
+            f'<marker id="{color[1:]}" viewBox="0 0 10 10" refX="9" refY="5" markerWidth="7" markerHeight="7" '
+            f'orient="auto"><path d="M0 0 L10 5 L0 10 z" fill="{color}"/></marker>\n'
+            for color in (INK, BLUE, ORANGE)
+        )
+        size = f'viewBox="0 0 {self.width} {self.height}" width="{self.width}" height="{self.height}"'
+        (FOLDER / name).write_text(
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif">\n<defs>\n{heads}</defs>\n'
+            '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(self.parts) + "\n</svg>\n"
+        )
 
 
-def draw_schedules() -> None:
-    for name, of_one, chunks, checkpoint in (
-        ("one_micro_batch", 4, 1, "never"),
+def draw_timelines() -> None:
+    for name, part, chunks, checkpoint in (
+        ("web/one_micro_batch", 4, 1, "never"),
         ("four_micro_batches", 1, 4, "never"),
-        ("recompute", 1, 4, "always"),
+        ("web/recompute", 1, 4, "always"),
     ):
-        step = predict(timed([of_one] * 4), [2, 2, 2, 2], chunks, checkpoint)
-        (FOLDER / f"{name}.svg").write_text(step.timeline.to_svg())
-    unequal = predict(timed([1, 2, 1]), [2, 2, 2], 6, "never")
-    (FOLDER / "unbalanced.svg").write_text(unequal.timeline.to_svg())
+        stages = make_profile([Layer("stage", 0.01 * part, 0.02 * part, 0)] * 4, [])
+        (FOLDER / f"{name}.svg").write_text(predict(stages, [1] * 4, chunks, checkpoint).timeline.to_svg())
+    for row in ROWS:
+        (FOLDER / "web" / file_of(row)).write_text(step(row).timeline.to_svg())
 
 
 def draw_overview() -> None:
@@ -139,36 +171,17 @@ def draw_skips() -> None:
     picture.save("skips.svg")
 
 
-def draw_program() -> None:
-    picture = Picture(900, 330)
-    picture.box(20, 20, 210, 56, STAGES[0], "stages, micro-batches,\ncheckpoint mode", 8)
-    picture.box(20, 110, 210, 56, STAGES[0], "balance and skips", 8)
-    picture.box(290, 20, 150, 56, "white", "generator", 8)
-    picture.box(290, 110, 150, 56, "white", "edges", 8)
-    picture.box(500, 65, 150, 56, "white", "verifier", 8)
-    picture.box(710, 65, 170, 56, STAGES[1], "program", 8)
-    picture.arrow(230, 48, 288, 48)
-    picture.arrow(230, 138, 288, 138)
-    picture.path("M440 48 L470 48 L470 84 L498 84", arrow=True)
-    picture.text(444, 38, "schedule", "start", size=12)
-    picture.path("M440 138 L470 138 L470 102 L498 102", arrow=True)
-    picture.arrow(650, 93, 708, 93)
-    picture.text(575, 146, "refuses deadlocks and", size=12, color="#555")
-    picture.text(575, 162, "incomplete schedules", size=12, color="#555")
-    picture.path("M795 121 L795 216 L652 216", arrow=True)
-    picture.path("M795 216 L795 286 L652 286", arrow=True)
-    picture.box(430, 190, 220, 52, STAGES[2], "simulator: predicts the step", 8)
-    picture.box(430, 260, 220, 52, STAGES[2], "executor: runs the cells", 8)
-    picture.path("M430 216 L290 216 L290 244", arrow=True)
-    picture.path("M430 286 L360 286 L360 264 L312 264", arrow=True)
-    picture.box(180, 246, 130, 44, STAGES[1], "timeline", 8)
-    picture.arrow(180, 268, 122, 268)
-    picture.box(20, 240, 100, 56, "white", "drawing,\nPerfetto", 8)
-    picture.save("program.svg")
+def counted_layers() -> Profile:
+    """Returns a profile of 16 linear layers, each followed by a tanh: bytes are counted, times are set."""
+    layers = [layer for _ in range(16) for layer in (nn.Linear(512, 512), nn.Tanh())]
+    measured = json.loads(profile(nn.Sequential(*layers), torch.randn(512, 512), repeats=1, seconds=0).to_json())
+    for layer in measured["layers"]:
+        layer |= dict.fromkeys(("forward", "stored", "recompute"), 0.00125) | {"backward": 0.0025}
+    return Profile.from_json(json.dumps(measured))
 
 
 def draw_memory() -> None:
-    deep = timed([0.25] * 16, rows=512, width=512)
+    deep = counted_layers()
     modes = (("never", RED, 2), ("except_last", DARK_BLUE, 6), ("always", ORANGE, 2))  # the last two mostly coincide
     curves: dict[str, list[tuple[float, float]]] = {}
     for mode, _, _ in modes:
@@ -204,34 +217,13 @@ def draw_memory() -> None:
     picture.save("memory.svg")
 
 
-def draw_trace() -> None:
-    torch.manual_seed(0)
-    model = gpipe.models.unet(depth=3, base_channels=16)
-    batch = torch.randn(16, 3, 96, 96)
-    balance = gpipe.balance.balance_by_time(2, model, batch[:2])
-    pipe = gpipe.GPipe(model, balance, devices=["cpu", "cpu"], chunks=8, checkpoint="never")
-    for _ in range(3):
-        pipe(batch).sum().backward()
-    timeline = gpipe.Timeline()
-    pipe.trace(timeline)
-    pipe(batch).sum().backward()
-    pipe.trace(None)
-    (FOLDER / "trace.svg").write_text(timeline.to_svg())
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--trace", action="store_true", help="also draw a real step")
-    options = parser.parse_args()
-    FOLDER.mkdir(exist_ok=True)
-    draw_schedules()
+    (FOLDER / "web").mkdir(exist_ok=True)
+    draw_timelines()
     draw_overview()
     draw_cut()
     draw_skips()
-    draw_program()
     draw_memory()
-    if options.trace:
-        draw_trace()
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
     python plot.py FOLDER      # a folder with runs.csv and hardware.txt; needs matplotlib
 
-Writes model_parallel, all and split_size into the folder, each as .png and .svg, and a README.md that shows them. If
-there is a folder FOLDER/processes, of a study in four processes, also draws its variants, and adds them to README.md.
+Writes all.png and a README.md that shows it into the folder. If there is a folder FOLDER/processes, of a study in four
+processes, also draws its variants, and adds them to README.md.
 """
 
 import argparse
@@ -18,8 +18,6 @@ import matplotlib
 
 matplotlib.use("agg")
 from matplotlib import pyplot
-
-pyplot.rcParams["svg.hashsalt"] = "resnet50_study"  # the same file from the same runs
 
 # Time relative to a single device in PyTorch's tutorial "Single-Machine Model Parallel Best Practices", on two GPUs. By
 # variant and split size.
@@ -91,14 +89,7 @@ def read(path: Path) -> list[Result]:
     ]
 
 
-def save(figure: pyplot.Figure, folder: Path, name: str) -> None:
-    figure.tight_layout()
-    for suffix in ["png", "svg"]:
-        figure.savefig(folder / f"{name}.{suffix}", dpi=150, metadata={"Date": None} if suffix == "svg" else None)
-    pyplot.close(figure)
-
-
-def bars(folder: Path, name: str, results: list[Result], title: str) -> None:
+def bars(folder: Path, results: list[Result], title: str) -> None:
     figure, axes = pyplot.subplots(figsize=(max(4, 0.9 * len(results)), 4.5))
     places = range(len(results))
     deviations = [r.deviation for r in results]
@@ -111,21 +102,9 @@ def bars(folder: Path, name: str, results: list[Result], title: str) -> None:
     axes.set_title(title)
     axes.set_ylim(top=1.25 * max(max(r.mean + r.deviation, r.predicted) for r in results))  # room for the legend
     axes.legend(ncols=2, loc="upper center")
-    save(figure, folder, name)
-
-
-def line(folder: Path, results: list[Result]) -> None:
-    figure, axes = pyplot.subplots(figsize=(6, 4.5))
-    splits = [r.split for r in results]
-    means, deviations = [r.mean for r in results], [r.deviation for r in results]
-    axes.errorbar(splits, means, deviations, capsize=4, marker="o", color="#4878a8", label="mean ± std. dev.")
-    axes.plot(splits, [r.predicted for r in results], label="predicted", **PREDICTED)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("samples per micro-batch")
-    axes.set_ylabel("seconds per run")
-    axes.set_title("Pipeline over two devices")
-    axes.legend()
-    save(figure, folder, "split_size")
+    figure.tight_layout()
+    figure.savefig(folder / "all.png", dpi=72)
+    pyplot.close(figure)
 
 
 def compared(ratio: float) -> str:
@@ -176,18 +155,14 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
     results = read(folder / "runs.csv")
-    model_parallel = [r for r in results if r.variant in ("single", "model parallel")]
-    bars(folder, "model_parallel", model_parallel, "Model parallel and a single device")
-    bars(folder, "all", results, "ResNet-50: all variants")
-    line(folder, sorted((r for r in results if r.variant == "pipeline"), key=lambda r: r.split))
+    bars(folder, results, "ResNet-50: all variants")
     about = ABOUT.format(runs=MIN_RUNS, spread=100 * MAX_SPREAD)
-    pictures = "\n\n".join(f"![{name}]({name}.svg)" for name in ["model_parallel", "all", "split_size"])
-    page = f"# ResNet-50: ways to train on two devices\n\n{about}\n{section(folder, results)}\n{pictures}\n"
+    page = f"# ResNet-50: ways to train on two devices\n\n{about}\n{section(folder, results)}\n![all](all.png)\n"
     processes = folder / "processes"
     if processes.exists():
         results = read(processes / "runs.csv")
-        bars(processes, "all", results, "ResNet-50: threads and processes")
-        page += f"\n## Over processes\n\n{OVER_PROCESSES}\n{section(processes, results)}\n![all](processes/all.svg)\n"
+        bars(processes, results, "ResNet-50: threads and processes")
+        page += f"\n## Over processes\n\n{OVER_PROCESSES}\n{section(processes, results)}\n![all](processes/all.png)\n"
     (folder / "README.md").write_text(page)
     print(page, end="")
 

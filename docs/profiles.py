@@ -1,9 +1,9 @@
-"""Profiles of the models whose speed the torchgpipe paper published, from their architectures."""
+"""Profiles of made-up models, and of the models whose speed the torchgpipe paper published."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 from gpipe.balance import Profile
 
@@ -12,36 +12,48 @@ FLOPS = 11.76e12  # per second, single precision
 BYTES = 346e9  # of memory, read or written per second
 PCIE = 12e9  # bytes per second that a PCIe 3.0 link of 16 lanes carries in practice
 
-Layer = tuple[str, float, float, int]  # name, seconds forward and backward of one sample, bytes of its output
+# No bytes are known except those that cross cuts.
+NO_BYTES = dict.fromkeys(
+    "parameters gradients late_gradients optimizer buffers saved forward_extra stored_extra backward_extra "
+    "input_gradient_extra last_backward_extra last_input_gradient_extra".split(),
+    0,
+)
+
+
+class Layer(NamedTuple):
+    """Seconds and bytes of one sample."""
+
+    name: str
+    forward: float
+    backward: float
+    output: int
+    input_gradient: float = 0
+    weight_gradient: float = 0
+
+
 Skip = tuple[str, int, int, int]  # name, layers that stash and pop it, bytes of one sample
 
 
-def to_profile(layers: list[Layer], skips: list[Skip], samples: float, scale: float) -> Profile:
-    """Returns a profile whose times are `scale` times those of the layers. It has no bytes except those that cross cuts."""
-    zero = dict.fromkeys(
-        "parameters gradients late_gradients optimizer buffers saved forward_extra stored_extra backward_extra "
-        "input_gradient_extra last_backward_extra last_input_gradient_extra".split(),
-        0,
-    )
+def make_profile(layers: list[Layer], skips: list[Skip], samples: float = 1, scale: float = 1) -> Profile:
+    """Returns a profile of micro-batches of `samples`, whose times are `scale` times those of the layers."""
     profile: dict[str, Any] = {
         "version": 4,
         "samples": 1,
-        "device": "Tesla P40",
+        "device": "simulated",
         "workers": 1,
         "intraop_threads": 1,
-        "input_requires_grad": False,
+        "input_requires_grad": True,  # so that the first stage splits its backwards too
         "blocks": [],
         "ties": [],
         "layers": [],
     }
-    for i, (name, forward, backward, output) in enumerate(layers):
-        times = {each: samples * scale * forward for each in ("forward", "stored", "recompute")}
-        times |= {"backward": samples * scale * backward, "input_gradient": 0.0, "weight_gradient": 0.0}
-        size = {"output": int(samples * output), "changes_input": False, "shares_with": i}
-        profile["layers"].append({"name": name, **times, **zero, **size})
-    keys = ("name", "from", "to", "bytes")
+    for i, layer in enumerate(layers):
+        size = {"output": int(samples * layer.output), "changes_input": False, "shares_with": i}
+        times = {name: samples * scale * seconds for name, seconds in layer._asdict().items() if name not in ("name", "output")}
+        times |= {"stored": times["forward"], "recompute": times["forward"]}
+        profile["layers"].append({"name": layer.name, **times, **NO_BYTES, **size})
     profile["skips"] = [
-        {**dict(zip(keys, (name, first, last, int(samples * size)))), "changed": False}
+        {"name": name, "from": first, "to": last, "bytes": int(samples * size), "changed": False}
         for name, first, last, size in skips
     ]
     return Profile.from_json(json.dumps(profile))
@@ -60,7 +72,7 @@ class UNet:
             width = channels << level
             self._convolutions(width // 2 if level else 3, width, width, size)
             stashed.append((len(self.layers), 4 * width * size**2))
-            self.layers.append(("stash", 0, 0, stashed[-1][1]))
+            self.layers.append(Layer("stash", 0, 0, stashed[-1][1]))
             self._traffic("down", 1.25, 1.25, width, size, out=width * size**2)
             size //= 2
         self._convolutions(channels << levels - 1, channels << levels, channels << levels - 1, size)
@@ -84,17 +96,17 @@ class UNet:
     def _convolution(self, inputs: int, outputs: int, size: int, kernel: int) -> None:
         arithmetic = 2 * kernel**2 * inputs * outputs * size**2 / FLOPS
         seconds = max(arithmetic, 4 * (inputs + outputs) * size**2 / BYTES)
-        self.layers.append(("conv", seconds, 2 * seconds, 4 * outputs * size**2))
+        self.layers.append(Layer("conv", seconds, 2 * seconds, 4 * outputs * size**2))
 
     def _traffic(self, name: str, forward: float, backward: float, width: int, size: int, out: int = 0) -> None:
         """Adds a layer that reads and writes this many times its activation of `width` channels."""
         activation = 4 * width * size**2
-        self.layers.append((name, forward * activation / BYTES, backward * activation / BYTES, out or activation))
+        self.layers.append(Layer(name, forward * activation / BYTES, backward * activation / BYTES, out or activation))
 
 
 class AmoebaNetD:
     """torchgpipe's AmoebaNet-D (18, 256) as 24 equal layers, whose backward takes twice as long as the forward. Transfers
     take no time."""
 
-    layers: list[Layer] = [("cell", 1, 2, 0)] * 24
+    layers = [Layer("cell", 1, 2, 0)] * 24
     skips: list[Skip] = []
