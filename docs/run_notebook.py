@@ -1,7 +1,6 @@
-"""Runs the code cells of a notebook and stores their outputs in it: `python docs/run_notebook.py docs/tutorial.ipynb`.
+"""Runs the code cells of a notebook, without Jupyter.
 
-Needs gpipe, but neither Jupyter nor IPython. An output is what a cell prints, or its last expression: as SVG if the
-value can draw itself, otherwise as text.
+An output is what a cell prints, or its last expression: as SVG if the value can draw itself, otherwise as text.
 """
 
 from __future__ import annotations
@@ -9,9 +8,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import io
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 
@@ -49,15 +45,3 @@ def run(notebook: dict[str, Any], title: str) -> None:
             count += 1
             cell["execution_count"] = count
             cell["outputs"] = run_cell("".join(cell["source"]), names, f"{title}, cell {count}", count)
-
-
-def main() -> None:
-    for argument in sys.argv[1:]:
-        path = Path(argument)
-        notebook = json.loads(path.read_text(encoding="utf-8"))
-        run(notebook, path.name)
-        path.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

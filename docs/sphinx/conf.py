@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
-import gpipe
+sys.path.insert(0, str(Path(__file__).parent))
 
-ROOT = Path(__file__).resolve().parents[2]
+import gpipe  # noqa: E402
+from expand import ROOT, cpp_reference, python_reference, side_by_side, text_of_notebook, web_only  # noqa: E402
 
 project = "gpipe"
 author = "the gpipe authors"
@@ -104,42 +105,6 @@ def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signa
     return tuple(text and re.sub(r"\(self: [\w.]+(, )?", "(", text) for text in public)
 
 
-def _text_of_notebook(app: Any, docname: str, source: list[str]) -> None:
-    """Makes Markdown of a notebook: its texts, its code, and the stored outputs, drawings as HTML."""
-    if Path(app.env.doc2path(docname)).suffix != ".ipynb":
-        return
-    parts: list[str] = []
-    for cell in json.loads(source[0])["cells"]:
-        text = "".join(cell["source"])
-        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
-        for output in cell.get("outputs", []):
-            data = output.get("data", {"text/plain": output.get("text", [])})
-            if "image/svg+xml" in data:
-                parts.append("```{raw} html\n" + "".join(data["image/svg+xml"]) + "\n```")
-            else:
-                parts.append("```text\n" + "".join(data["text/plain"]).rstrip("\n") + "\n```")
-    source[0] = "\n\n".join(parts) + "\n"
-
-
-def _set_side_by_side(app: Any, docname: str, source: list[str]) -> None:
-    """Makes tabs of a Python block that is followed by a C++ block."""
-    tab = "::::{{tab-item}} {0}\n:sync: {0}\n{1}\n::::\n"
-
-    def tabs(found: re.Match[str]) -> str:
-        python, cpp = found[1], found[2]
-        return (
-            ":::::{tab-set}\n:sync-group: language\n\n"
-            + tab.format("Python", python)
-            + "\n"
-            + tab.format("C++", cpp)
-            + ":::::\n"
-        )
-
-    block = r"```{}\n(?:(?!```).*\n)*```"
-    pair = re.compile(rf"^({block.format('python')})\n+({block.format(re.escape('c++'))})$", re.MULTILINE)
-    source[0] = pair.sub(tabs, source[0])
-
-
 def _start_at_index(app: Any, error: Exception | None) -> None:
     if error is None and app.builder.name == "html":
         page = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>gpipe</title>\n'
@@ -149,6 +114,6 @@ def _start_at_index(app: Any, error: Exception | None) -> None:
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", _show_examples, priority=400)  # runs before napoleon
     app.connect("autodoc-process-signature", _name_publicly)
-    app.connect("source-read", _text_of_notebook)
-    app.connect("source-read", _set_side_by_side)
+    for change in (text_of_notebook, web_only, side_by_side, python_reference, cpp_reference):
+        app.connect("source-read", change)
     app.connect("build-finished", _start_at_index)

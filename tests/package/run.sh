@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# Installs a build into a folder, and builds and runs the programs of README.md and docs/guide.md as a project of its
-# own that finds it there.
+# Installs a build into a folder, and builds and runs the program of README.md as a project of its own that finds it there.
 # Usage: run.sh CMAKE BUILD_DIR WORK_DIR
 set -euo pipefail
 cmake=$1 build=$2 work=$3
@@ -8,16 +7,12 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 mkdir -p "$work"
 cp "$here/CMakeLists.txt" "$work"
-for page in README docs/guide; do
-  program=$work/$(basename "$page").cpp
-  sed -n '/^```cpp$/,/^```$/{//!p}' "$here/../../$page.md" >"$work/new.cpp"
-  [[ -s $work/new.cpp ]] || { echo "$page.md has no \`\`\`cpp block" >&2 && exit 1; }
-  cmp -s "$work/new.cpp" "$program" || cp "$work/new.cpp" "$program"
-done
+sed -n '/^```cpp$/,/^```$/{//!p}' "$here/../../README.md" >"$work/new.cpp"
+[[ -s $work/new.cpp ]] || { echo "README.md has no \`\`\`cpp block" >&2 && exit 1; }
+cmp -s "$work/new.cpp" "$work/README.cpp" || cp "$work/new.cpp" "$work/README.cpp"
 
 rm -rf "$work/prefix"
 "$cmake" --install "$build" --prefix "$work/prefix" >/dev/null
 "$cmake" --fresh -G Ninja -S "$work" -B "$work/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_PREFIX_PATH="$work/prefix"
 "$cmake" --build "$work/build"
 "$work/build/README"
-"$work/build/guide"

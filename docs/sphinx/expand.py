@@ -1,0 +1,125 @@
+"""Changes the source of the pages before Sphinx reads it. docs/build has drawn the pictures and run Doxygen."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import re
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[2]
+XML = ROOT / "build/docs/doxygen/xml"
+sys.path.insert(0, str(ROOT / "docs"))
+
+import run_notebook  # noqa: E402
+import tables  # noqa: E402
+
+
+def text_of_notebook(app: Any, docname: str, source: list[str]) -> None:
+    """Runs a notebook, and makes Markdown of it: its texts, its code, and the outputs, drawings as HTML."""
+    if Path(app.env.doc2path(docname)).suffix != ".ipynb":
+        return
+    notebook = json.loads(source[0])
+    run_notebook.run(notebook, docname)
+    parts: list[str] = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
+        for output in cell.get("outputs", []):
+            data = output.get("data", {"text/plain": output.get("text", [])})
+            if "image/svg+xml" in data:
+                parts.append("```{raw} html\n" + "".join(data["image/svg+xml"]) + "\n```")
+            else:
+                parts.append("```text\n" + "".join(data["text/plain"]).rstrip("\n") + "\n```")
+    source[0] = "\n\n".join(parts) + "\n"
+
+
+def web_only(app: Any, docname: str, source: list[str]) -> None:
+    """Puts in the pictures and tables that only the web pages show."""
+    source[0] = re.sub(r"<!-- web figure (\S+): (.*) -->", r"![\2](figures/web/\1)", source[0])
+    source[0] = re.sub("<!-- web gallery -->", lambda found: tables.gallery(), source[0])
+
+
+def side_by_side(app: Any, docname: str, source: list[str]) -> None:
+    """Makes tabs of a block in one language that is followed by one in the other."""
+
+    def tabs(found: re.Match[str]) -> str:
+        python, cpp = sorted(found.groups(), key=lambda block: block.startswith("```c++"))
+        items = "".join(
+            f"::::{{tab-item}} {name}\n:sync: {name}\n{block}\n::::\n\n" for name, block in (("Python", python), ("C++", cpp))
+        )
+        return f":::::{{tab-set}}\n:sync-group: language\n\n{items}:::::\n"
+
+    python, cpp = (rf"```{language}\n(?:(?!```).*\n)*```" for language in ("python", r"c\+\+"))
+    for first, second in ((python, cpp), (cpp, python)):
+        source[0] = re.sub(rf"^({first})\n\n({second})$", tabs, source[0], flags=re.MULTILINE)
+
+
+def python_reference(app: Any, docname: str, source: list[str]) -> None:
+    """Documents the names in `__all__` of the modules that a block lists."""
+
+    def directives(found: re.Match[str]) -> str:
+        lines: list[str] = []
+        for path in found[1].split():
+            module = importlib.import_module(path)
+            lines += [f".. automodule:: {path}", "   :no-members:", ""]
+            for name in module.__all__:
+                value = getattr(module, name)
+                if inspect.ismodule(value) or name == "__version__" or (path != "gpipe" and name in sys.modules["gpipe"].__all__):
+                    continue
+                kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
+                lines.append(f".. auto{kind}:: {path}.{name}")
+                lines += ["   :members:", "   :undoc-members:"] if kind == "class" else []
+                lines.append("")
+        return "```{eval-rst}\n" + "\n".join(lines) + "\n```"
+
+    source[0] = re.sub(r"^```\{python-module\}\n(.*?)\n```$", directives, source[0], flags=re.MULTILINE | re.DOTALL)
+
+
+def names_of_headers() -> dict[str, list[tuple[int, str, str]]]:
+    """Returns what each header declares, from Doxygen's XML: the line, the kind and the name with its arguments."""
+    declared: dict[str, list[tuple[int, str, str]]] = {}
+    functions: list[tuple[str, str, ElementTree.Element]] = []
+
+    def add(element: ElementTree.Element, kind: str, name: str) -> None:
+        location = element.find("location")
+        assert location is not None
+        declared.setdefault(location.get("declfile", location.get("file", "")), []).append((int(location.get("line", 0)), kind, name))
+
+    for file in XML.glob("*.xml"):
+        compound = ElementTree.parse(file).getroot().find("compounddef")
+        if compound is None:
+            continue
+        kind, scope = compound.get("kind", ""), compound.findtext("compoundname", "")
+        if kind in ("class", "struct") and re.fullmatch(r"gpipe::(models::)?\w+", scope):
+            add(compound, kind, scope)
+        elif kind == "namespace" and scope in ("gpipe", "gpipe::models"):
+            for member in compound.iter("memberdef"):
+                name = f"{scope}::{member.findtext('name')}"
+                if member.get("kind") == "function":
+                    functions.append((name, "", member))
+                else:
+                    add(member, member.get("kind", ""), name)
+    count = Counter(name for name, _, _ in functions)
+    for name, _, member in functions:
+        types = ["".join(each.itertext()) for each in member.findall("param/type")]
+        add(member, "function", name if count[name] == 1 else f"{name}({', '.join(types)})")
+    return declared
+
+
+def cpp_reference(app: Any, docname: str, source: list[str]) -> None:
+    """Documents everything that the headers of a block declare."""
+
+    def directives(found: re.Match[str]) -> str:
+        declared = names_of_headers()
+        return "\n".join(
+            f"### {header}\n\n" + "".join(f"```{{doxygen{kind}}} {name}\n```\n\n" for _, kind, name in sorted(declared[header]))
+            for header in found[1].split()
+        )
+
+    source[0] = re.sub(r"^```\{cpp-headers\}\n(.*?)\n```$", directives, source[0], flags=re.MULTILINE | re.DOTALL)
