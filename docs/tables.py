@@ -1,7 +1,7 @@
-"""Writes the tables of the pages, all from the library's simulator. Run `python docs/tables.py` where gpipe is installed.
+"""Writes the tables and timelines of the pages, all from the library's simulator: `python docs/tables.py`, with gpipe installed.
 
-A page has a table between `<!-- table NAME -->` and `<!-- end -->`. `--check` changes nothing, and fails if a table is not
-up to date. docs/build writes the tables of `gallery()`, which only the web pages show.
+A page has a table between `<!-- table NAME -->` and `<!-- end -->`. docs/build also shows `gallery()` and what `--draw` draws
+into docs/figures/web.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def checkpointing() -> str:
 
 
 def gallery() -> str:
-    """Returns what the web pages show of every schedule: pictures, which figures.py draws, and tables."""
+    """Returns what the web pages show of every schedule: pictures and tables."""
     pictures = "\n".join(f"### {name_of(row)}\n\n![{row[0]}](figures/web/{file_of(row)})\n" for row in ROWS)
     return f"""## All schedules in pictures and numbers
 
@@ -155,6 +155,18 @@ inputs 10 MB. Intermediate results are counted until W; in a real step, I frees 
 
 def file_of(row: Row) -> str:
     return f"schedule_{row[0]}{'_v' if row[2] == 'in a V' else ''}.svg"
+
+
+def draw() -> None:
+    """Draws the schedules, and the steps that how_it_works.md explains."""
+    folder = DOCS / "figures"
+    (folder / "web").mkdir(exist_ok=True)
+    steps = [("web/one_micro_batch", 4, 1, "never"), ("four_micro_batches", 1, 4, "never"), ("web/recompute", 1, 4, "always")]
+    for name, part, chunks, checkpoint in steps:
+        stages = make_profile([Layer("stage", 0.01 * part, 0.02 * part, 0)] * 4, [])
+        (folder / f"{name}.svg").write_text(predict(stages, [1] * 4, chunks, checkpoint).timeline.to_svg())
+    for row in ROWS:
+        (folder / "web" / file_of(row)).write_text(step(row).timeline.to_svg())
 
 
 # Clusters
@@ -249,7 +261,10 @@ TABLES: dict[str, Callable[[], str]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is not up to date")
-    check = parser.parse_args().check
+    parser.add_argument("--draw", action="store_true", help="draw the timelines instead")
+    options = parser.parse_args()
+    if options.draw:
+        return draw()
     for page in (DOCS / "schedules.md", DOCS / "cluster_study.md"):
         text = page.read_text()
         wanted = re.sub(
@@ -258,7 +273,7 @@ def main() -> None:
             text,
             flags=re.DOTALL,
         )
-        if check and text != wanted:
+        if options.check and text != wanted:
             sys.exit(f"out of date: {page.name}; run docs/tables.py")
         page.write_text(wanted)
 

@@ -32,10 +32,10 @@ exclude_patterns = ["build", ".*", "**/.*"]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"cpp:.*", r".*"),  # names of LibTorch and the standard library have no page here
-    (r"py:.*", r"(torch|nn|collections|typing|os|pathlib)\..*"),
-    (r"py:class", r"gpipe\.skip\.M"),
+    (r"py:.*", r"(torch|nn|collections|contextlib|datetime|typing|os|pathlib|gpipe\.core)\..*"),
+    (r"py:class", r"gpipe\.(skip\.M|Pipeline)"),
 ]
-suppress_warnings = ["ref.ref"]  # names in headers that no page shows
+suppress_warnings = ["ref.ref", "ref.python"]  # names in headers that no page shows; `bytes` has several meanings
 highlight_language = "text"
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
@@ -97,7 +97,7 @@ def _show_examples(app: Any, what: str, name: str, obj: Any, options: Any, lines
 def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signature: Any, returns: Any) -> Any:
     """Replaces names of private modules by the package's public names."""
     public = [
-        text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: f"{PUBLIC[found[1]]}.{found[1]}", text)
+        text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: f"{PUBLIC.get(found[1], 'gpipe')}.{found[1]}", text)
         for text in (signature, returns)
     ]
     public = [text and re.sub(r"\bgpipe\.skip\.[a-z]\w*\.(?=[A-Z])", "gpipe.skip.", text) for text in public]

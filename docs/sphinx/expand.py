@@ -74,7 +74,8 @@ def python_reference(app: Any, docname: str, source: list[str]) -> None:
                     continue
                 kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
                 lines.append(f".. auto{kind}:: {path}.{name}")
-                lines += ["   :members:", "   :undoc-members:"] if kind == "class" else []
+                if kind == "class":
+                    lines += ["   :members:"] + ["   :undoc-members:"] * (value.__module__ == "gpipe._C")
                 lines.append("")
         return "```{eval-rst}\n" + "\n".join(lines) + "\n```"
 

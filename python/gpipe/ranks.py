@@ -115,7 +115,7 @@ class Ranks:
 
     @property
     def replica(self) -> int:
-        """The replica that this process belongs to, from 0. Its part of a mini-batch: ``ranks.part(len(x))``."""
+        """The replica that this process belongs to, from 0. ``ranks.part(len(x))`` is its part of a mini-batch."""
         return self._core.replica
 
     def part(self, samples: int, replica: int | None = None) -> slice:
