@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
 import inspect
+import io
 import json
 import re
 import sys
@@ -16,8 +19,28 @@ ROOT = Path(__file__).resolve().parents[2]
 XML = ROOT / "build/docs/doxygen/xml"
 sys.path.insert(0, str(ROOT / "docs"))
 
-import run_notebook  # noqa: E402
 import tables  # noqa: E402
+
+
+def _data(value: object) -> dict[str, str]:
+    draw = getattr(value, "_repr_svg_", None)
+    return {"text/plain": repr(value)} if draw is None else {"image/svg+xml": draw()}
+
+
+def run(notebook: dict[str, Any], title: str) -> None:
+    """Runs the code cells of a notebook, without Jupyter. An output is what a cell prints, or its last expression."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for count, cell in enumerate(each for each in notebook["cells"] if each["cell_type"] == "code"):
+        statements = ast.parse("".join(cell["source"])).body
+        last = statements.pop() if isinstance(statements[-1], ast.Expr) else None
+        printed = io.StringIO()
+        value = None
+        with contextlib.redirect_stdout(printed):
+            exec(compile(ast.Module(statements, []), f"{title}, cell {count}", "exec"), names)
+            if last is not None:
+                value = eval(compile(ast.Expression(last.value), f"{title}, cell {count}", "eval"), names)
+        cell["outputs"] = [{"text/plain": printed.getvalue()}] if printed.getvalue() else []
+        cell["outputs"] += [] if value is None else [_data(value)]
 
 
 def text_of_notebook(app: Any, docname: str, source: list[str]) -> None:
@@ -25,17 +48,14 @@ def text_of_notebook(app: Any, docname: str, source: list[str]) -> None:
     if Path(app.env.doc2path(docname)).suffix != ".ipynb":
         return
     notebook = json.loads(source[0])
-    run_notebook.run(notebook, docname)
+    run(notebook, docname)
     parts: list[str] = []
     for cell in notebook["cells"]:
         text = "".join(cell["source"])
         parts.append(text if cell["cell_type"] == "markdown" else f"```python\n{text}\n```")
         for output in cell.get("outputs", []):
-            data = output.get("data", {"text/plain": output.get("text", [])})
-            if "image/svg+xml" in data:
-                parts.append("```{raw} html\n" + "".join(data["image/svg+xml"]) + "\n```")
-            else:
-                parts.append("```text\n" + "".join(data["text/plain"]).rstrip("\n") + "\n```")
+            drawing = output.get("image/svg+xml")
+            parts.append(f"```{{raw}} html\n{drawing}\n```" if drawing else f"```text\n{output['text/plain'].rstrip()}\n```")
     source[0] = "\n\n".join(parts) + "\n"
 
 
