@@ -14,7 +14,7 @@
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/mutex.h"
 #include "gpipe/schedule/action.h"
-#include "gpipe/tensors/allocation_listener.h"
+#include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/version_watch.h"
 #include "gpipe/timeline.h"
 #include "skip/context.h"

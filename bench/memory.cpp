@@ -13,7 +13,7 @@
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/memory_reuse.h"
-#include "gpipe/tensors/allocation_listener.h"
+#include "gpipe/tensors/byte_counter.h"
 
 namespace gpipe::bench {
 namespace {

@@ -1,5 +1,10 @@
 #pragma once
 
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
 #include "gpipe/gpipe.h"
 #include "gpipe/snapshot.h"
 
@@ -24,5 +29,15 @@ Snapshot gather(GPipeImpl& pipe, const Snapshot& mine);
 /// only the state of layers on other ranks, so a snapshot of another model is still refused. Each rank restores its part: an
 /// error on one rank leaves the others restored.
 Snapshot own_part(const GPipeImpl& pipe, const Snapshot& whole);
+
+/// The names in the state of a pipeline's model.
+struct StateNames {
+  std::vector<std::pair<std::string, std::string>> whole;  ///< each name, in order, with the first name of its tensor
+  std::set<std::string> own;                               ///< the names of this rank's layers
+};
+
+/// The same functions for state with these names, such as that of a language binding's modules.
+Snapshot gather(GPipeImpl& pipe, const StateNames& names, const Snapshot& mine);
+Snapshot own_part(const StateNames& names, const Snapshot& whole);
 
 }  // namespace gpipe

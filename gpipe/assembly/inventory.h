@@ -11,7 +11,10 @@
 #include "absl/container/flat_hash_map.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage.h"
-#include "gpipe/tensors/weak_tensors.h"
+#include "gpipe/options.h"
+#include "gpipe/ranks/manifest.h"
+#include "gpipe/schedule/program.h"
+#include "gpipe/tensors/version_watch.h"
 #include "skip/layout.h"
 
 namespace gpipe {
@@ -70,5 +73,10 @@ class Inventory {
   std::vector<std::pair<std::size_t, std::uint64_t>>
       values_;  // of each of `parameters_`: its layer's index, and a hash
 };
+
+/// Returns what all ranks of a pipeline must have in common: versions, options, edges, and the layers. Other replicas than the
+/// first need not have its values, because they take them.
+Manifest manifest_of(const std::vector<std::int64_t>& balance, const std::vector<Edge>& edges,
+                     const Inventory& inventory, const GPipeOptions& options);
 
 }  // namespace gpipe

@@ -9,11 +9,10 @@
 #include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/checkpointing.h"
-#include "gpipe/autograd/gradient_sums.h"
 #include "gpipe/autograd/split_backward.h"
 #include "gpipe/autograd/stage.h"
-#include "gpipe/autograd/stored_inputs.h"
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {

@@ -11,7 +11,7 @@
 #include <thread>
 #include <utility>
 
-#include "gpipe/autograd/gradient_sums.h"
+#include "gpipe/autograd/boundary.h"
 
 namespace gpipe {
 namespace {

@@ -15,10 +15,10 @@
 #include "absl/container/flat_hash_map.h"
 #include "absl/functional/function_ref.h"
 #include "gpipe/autograd/boundary.h"
+#include "gpipe/autograd/checkpointing.h"
 #include "gpipe/autograd/layer.h"
-#include "gpipe/autograd/needed_gradients.h"
 #include "gpipe/autograd/stage_state.h"
-#include "gpipe/tensors/weak_tensors.h"
+#include "gpipe/tensors/version_watch.h"
 #include "skip/context.h"
 
 namespace gpipe {

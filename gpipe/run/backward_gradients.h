@@ -5,7 +5,7 @@
 #include <memory>
 #include <vector>
 
-#include "gpipe/autograd/gradient_sums.h"
+#include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/ranks/gradient_reduction.h"
 #include "gpipe/run/pipeline.h"

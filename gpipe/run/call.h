@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/autograd/seed_draw.h"
+#include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/run/pipeline.h"
 

@@ -18,7 +18,7 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/assembly/model_manifest.h"
+#include "gpipe/assembly/inventory.h"
 #include "gpipe/assembly/stages.h"
 #include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"

@@ -6,7 +6,7 @@
 #include <stdexcept>
 #include <utility>
 
-#include "gpipe/autograd/gradient_sums.h"
+#include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/pipeline_node.h"
 #include "gpipe/tensors/version_watch.h"
 

@@ -9,6 +9,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/program.h"
@@ -16,6 +17,25 @@
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
+
+CallerInputs::CallerInputs(Pipeline& pipeline, std::vector<Parcel> parcels, c10::Device device)
+    : device_(device), parcels_(std::move(parcels)) {
+  if (parcels_.empty()) return;
+  for (const auto& tensor : parcels_.front().tensors) {
+    ready_.push_back(record_events({}, tensor.device()));
+    links_.push_back(pipeline.inlet_link(tensor.device(), device_));
+  }
+}
+
+Parcel CallerInputs::receive(int micro_batch) {
+  auto parcel = std::move(parcels_[micro_batch]);
+  for (std::size_t k = 0; k < parcel.tensors.size(); ++k) {
+    copy_to_device({&parcel.tensors[k], 1}, ready_[k], device_, links_[k]);
+  }
+  parcel.renew_versions();
+  return parcel;
+}
+
 namespace {
 
 std::int64_t divide_up(std::int64_t number, std::int64_t by) { return number / by + (number % by != 0 ? 1 : 0); }

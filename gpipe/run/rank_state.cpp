@@ -12,7 +12,6 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/error_info.h"
 #include "gpipe/ranks.h"
-#include "gpipe/run/state_names.h"
 
 namespace gpipe {
 namespace {

@@ -11,7 +11,6 @@
 #include "gpipe/tensors/sample_hash.h"
 
 namespace gpipe {
-
 namespace {
 
 // Gives the tensors the values that they have in the first replica. Undefined ones of `sent` stay as they are.

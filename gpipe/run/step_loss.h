@@ -9,7 +9,6 @@
 
 #include "gpipe/autograd/layer.h"
 #include "gpipe/loss.h"
-#include "gpipe/run/caller_inputs.h"
 #include "gpipe/run/loss_check.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/run/pipeline.h"

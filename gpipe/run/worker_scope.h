@@ -3,11 +3,15 @@
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/grad_mode.h>
 
+#include <cstddef>
 #include <optional>
+#include <vector>
 
 #include "gpipe/run/pipeline.h"
+#include "gpipe/tensors/action_clock.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "gpipe/tensors/transfer.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe {
 
@@ -45,6 +49,35 @@ class WorkerScope {
   CallerStateScope state_;
   OptionalStreamScope stream_;
   ByteCounter::Worker counted_;
+};
+
+/// Orders the work of the caller and of the workers on their devices during one run, and times traced actions there.
+///
+/// Thread safety: begin(), end() and clock() on the worker's thread; the other functions on the caller's, while no worker runs.
+class WorkerEvents {
+ public:
+  /// Notes the caller's work. `times`: whether actions on accelerators are timed. `pipeline` must outlive this.
+  WorkerEvents(const Pipeline& pipeline, bool times);
+
+  /// The worker's stream waits for the caller's work.
+  void begin(int worker);
+  /// Notes the worker's work on its device and on `others`.
+  void end(int worker, const std::vector<c10::Device>& others);
+  /// Null unless the worker's actions are timed.
+  ActionClock* clock(int worker) { return clocks_[worker] ? &*clocks_[worker] : nullptr; }
+
+  /// The caller's streams on these devices wait for all workers.
+  void await_workers(const std::vector<c10::Device>& devices) const;
+  /// Sets the times of the spans from `first` on that accelerators ran.
+  void place_spans(Timeline& timeline, std::size_t first);
+
+ private:
+  const Pipeline& pipeline_;
+  const bool times_;
+  // Per worker.
+  std::vector<StreamEvent> begin_;  // the caller's work on its device
+  std::vector<StreamEvents> end_;   // its work, on all devices
+  std::vector<std::optional<ActionClock>> clocks_;
 };
 
 }  // namespace gpipe

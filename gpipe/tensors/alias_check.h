@@ -10,6 +10,10 @@
 
 namespace gpipe {
 
+/// Whether two tensors share an element, so that an in-place change of one may change the other. Exact for common views,
+/// such as slices of rows or columns. Returns true where an exact answer would take too long.
+bool overlap(const at::Tensor& a, const at::Tensor& b);
+
 /// Detects in-place changes of tensors that share memory with another tensor across a cut, during one run of a cell. Each
 /// tensor that crosses a cut is detached, so autograd would miss such a change, and copies on another device do too. Used
 /// by one thread.

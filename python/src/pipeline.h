@@ -10,7 +10,7 @@
 
 #include "gpipe/gpipe.h"
 #include "gpipe/loss.h"
-#include "gpipe/run/state_names.h"
+#include "gpipe/rank_state.h"
 #include "gpipe/timeline.h"
 #include "python/src/layer.h"
 

@@ -1,5 +1,5 @@
 // A sum is changed in place only if no other tensor shares its memory.
-#include "gpipe/autograd/gradient_sums.h"
+#include "gpipe/autograd/boundary.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -14,7 +14,7 @@
 #include "balance/restore_module.h"
 #include "balance/suggest.h"
 #include "gpipe/autograd/checkpointing.h"
-#include "gpipe/tensors/allocation_listener.h"
+#include "gpipe/tensors/byte_counter.h"
 #include "tests/support/support.h"
 
 namespace gpipe {

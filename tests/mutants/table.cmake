@@ -63,16 +63,16 @@ mutant(shares_random_numbers gpipe_tests gpipe/autograd/cell.cpp "stage_.first_l
        "stage_.first_layer + layer, micro_batch_ / 2)" Generated*)
 mutant(recomputes_at_random gpipe_tests gpipe/autograd/cell.cpp "emplace(seed_, stage_.first_layer"
        "emplace(!inputs_ || is_checkpointing() ? seed_ : ~seed_, stage_.first_layer" Generated*)
-mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/gradient_sums.cpp "= owns_memory(sum);" "= true;"
+mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/boundary.cpp "= owns_memory(sum);" "= true;"
        GradientSums*)
 mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].version.changed())"
        "if (false)" SkipEdges*)
-mutant(recomputes_without_copies gpipe_tests gpipe/autograd/stored_inputs.cpp "? stored_ : copies_of(stored_, stage_)"
+mutant(recomputes_without_copies gpipe_tests gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
        "? stored_ : stored_" InPlace.*)
 mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp
        "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" ""
        Recompute.*)
-mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/stored_inputs.cpp
+mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/checkpointing.cpp
        "if (!stores_copies_) fail(stage_, when);" "" InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
        ">= versions_[i]) continue;" InPlace.*)
@@ -102,7 +102,7 @@ mutant(drops_gradients_of_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "{
        TiedParameters.*)
 mutant(writes_to_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "if (tied.changed()) refuse_write();" ""
        TiedParameters.*)
-mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/stored_inputs.cpp "1 + stage.skips_in.size()"
+mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/checkpointing.cpp "1 + stage.skips_in.size()"
        "parcels.size()" TiedParameters.*)
 mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "last = stage;" "" StageCost.*)
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp

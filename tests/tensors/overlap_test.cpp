@@ -1,4 +1,4 @@
-#include "gpipe/tensors/overlap.h"
+#include "gpipe/tensors/alias_check.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
