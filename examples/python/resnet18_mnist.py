@@ -1,68 +1,258 @@
-"""Trains a ResNet-18 on MNIST's files, as a pipeline: examples/resnet18_mnist in Python.
+"""Trains a ResNet-18 to read digits, as a pipeline.
 
     python resnet18_mnist.py --data DIR --stages 2 --epochs 5
+    torchrun --nproc-per-node 2 resnet18_mnist.py --data DIR --stages 2
 
-It has the flags and the output files of the C++ program, and reads its snapshots.
+DIR has MNIST's four files, uncompressed. Writes into --output: the losses and the accuracy as history.csv and for TensorBoard,
+latest.snapshot and best.snapshot. Prints the confusion matrix of each epoch.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import math
+import os
+import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 import gpipe
-from common.options import add_training_options, make_parser, parse, run_program
-from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
-from common.start import check_identity, is_finished, make_identity, read_start, start_training
-from common.task import history_columns
-from common.trainer import Trainer, run_and_report
-from mnist.data import CLASSES, add_data_options, read_digits
-from mnist.task import SCORES, ClassificationTask
+from gpipe import snapshot
+
+CLASSES = 10
 
 
-def parse_options() -> argparse.Namespace:
-    parser = make_parser("Trains a ResNet-18 to read digits, as a pipeline over several devices.")
-    add_training_options(
-        parser, output=Path("out/resnet18_mnist"), epochs=5, batch_size=64, chunks=4, learning_rate=2e-3
+def parse_args() -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
+        return int(text)
+
+    def numbers(text: str) -> list[int]:
+        return [positive(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    add = parser.add_argument_group("data and model").add_argument
-    add_data_options(add)
-    add(
-        "--small-images",
-        action="store_true",
-        help="begin with a 3x3 convolution and without pooling: more accurate, 15 times the work",
+    add = parser.add_argument
+    add("--data", default="synthetic", metavar="DIR", help="folder with MNIST's files, or 'synthetic' for drawn digits")
+    add("--samples", type=positive, default=6000, help="number of training images of 'synthetic'")
+    add("--small-images", action="store_true", help="keep the resolution at first: more accurate, 15 times the work")
+    add("--epochs", type=positive, default=5)
+    add("--batch-size", type=positive, default=64)
+    add("--learning-rate", type=float, default=2e-3, help="of Adam at the start; falls to 0 (cosine)")
+    add("--seed", type=int, default=0)
+    add("--stages", type=positive, default=2)
+    add("--balance", type=numbers, help="layers per stage, such as 40,31; by default stages of equal measured time")
+    add("--chunks", type=positive, default=4, help="micro-batches per mini-batch")
+    add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
+    add("--checkpoint", choices=("never", "except_last", "always"), default="except_last")
+    add("--devices", type=lambda text: text.split(","), help="one per worker; by default the GPUs, or the CPU")
+    add("--output", type=Path, default=Path("out/resnet18_mnist"), metavar="DIR")
+    add("--resume", metavar="FILE", help="snapshot to continue from")
+    add("--overwrite", action="store_true", help="replace an earlier training in --output")
+    return parser.parse_args()
+
+
+def read_idx(path: Path, dimensions: int) -> Tensor:
+    """Reads a file of MNIST: a header, with the type 8 of bytes and the sizes, and bytes."""
+    data = path.read_bytes()
+    header = np.frombuffer(data[: 4 + 4 * dimensions], ">u4")
+    if len(header) != 1 + dimensions or header[0] != 0x800 + dimensions:
+        raise ValueError(f"{path} is not a file of MNIST with {dimensions} dimensions, or is compressed; gunzip it")
+    if len(data) != header.nbytes + math.prod(header[1:].tolist()):
+        raise ValueError(f"{path} has {len(data)} bytes, but its header announces {'x'.join(map(str, header[1:]))} items")
+    items = np.frombuffer(data, np.uint8, offset=header.nbytes).reshape(header[1:].tolist())
+    return torch.tensor(items)
+
+
+def read_digits(folder: Path, part: str) -> tuple[Tensor, Tensor]:
+    """The images of the part "train" or "t10k", float of shape (N, 1, H, W) from 0 to 1, and their labels."""
+    images, labels = read_idx(folder / f"{part}-images-idx3-ubyte", 3), read_idx(folder / f"{part}-labels-idx1-ubyte", 1)
+    if not 0 < len(images) == len(labels):
+        raise ValueError(f"{folder} has {len(images)} images and {len(labels)} labels of {part}")
+    if labels.max() >= CLASSES:
+        raise ValueError(f"{folder} has the label {labels.max()} in {part}; labels must be below {CLASSES}")
+    return images[:, None] / 255, labels.long()
+
+
+def draw_digits(count: int, seed: list[int]) -> tuple[Tensor, Tensor]:
+    """As read_digits(), for digits of random sizes and places, with noise."""
+    random = np.random.default_rng(seed)
+    labels = random.integers(0, CLASSES, count)
+    images = np.zeros((count, 1, 28, 28), np.float32)
+    for image, label in zip(images, labels):
+        picture = Image.new("L", (28, 28))
+        font = ImageFont.load_default(int(random.integers(16, 25)))
+        center = random.uniform(11, 17), random.uniform(11, 17)
+        ImageDraw.Draw(picture).text(center, str(label), fill=int(random.integers(140, 255)), font=font, anchor="mm")
+        picture = picture.rotate(random.uniform(-20, 20), Image.Resampling.BILINEAR)
+        image[0] = (np.asarray(picture) / 255 + random.normal(0.1, 0.05, (28, 28))).clip(0, 1)
+    return torch.tensor(images), torch.tensor(labels)
+
+
+@torch.no_grad()
+def confusion(pipe: gpipe.GPipe, images: Tensor, labels: Tensor, batch_size: int) -> tuple[Tensor, float]:
+    """The number of images of each true class (rows) and predicted class (columns), and the mean loss."""
+    pipe.eval()
+    logits = torch.cat([pipe(part).float().cpu() for part in torch.split(images, batch_size)])
+    counts = torch.bincount(labels * CLASSES + logits.argmax(1), minlength=CLASSES**2).view(CLASSES, CLASSES)
+    return counts, F.cross_entropy(logits, labels).item()
+
+
+def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
+    """Returns the exit code."""
+    first = ranks is None or ranks.rank == 0  # this process prints and writes
+    latest = args.output / "latest.snapshot"
+    if latest.exists() and not args.resume and not args.overwrite:
+        raise ValueError(f"{args.output} holds an earlier training; give --resume {latest}, --overwrite or another --output")
+    saved = snapshot.read(args.resume) if args.resume else None
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    torch.manual_seed(args.seed)
+    if args.data == "synthetic":
+        training, test = draw_digits(args.samples, [args.seed, 0]), draw_digits(max(1, args.samples // 6), [args.seed, 1])
+    else:
+        training, test = read_digits(Path(args.data), "train"), read_digits(Path(args.data), "t10k")
+    images, labels = training
+    steps = len(images) // args.batch_size  # of an epoch; leaves out a last mini-batch that is smaller
+    if steps == 0:
+        raise ValueError(f"--batch-size is {args.batch_size}, but there are {len(images)} images to train")
+
+    # The flags that decide the result. A snapshot stores them: a run with other values cannot continue it.
+    options = {"program": "resnet18_mnist.py", "images": str(len(images)), "--small-images": str(args.small_images)}
+    options |= {"--batch-size": str(args.batch_size), "--learning-rate": str(args.learning_rate), "--seed": str(args.seed)}
+    for flag, text in options.items():
+        if saved and saved.options.get(flag) != text:
+            raise ValueError(f"{args.resume} was made with {flag} {saved.options.get(flag)}, not {text}")
+
+    model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=args.small_images)
+    balance = args.balance
+    if balance is None:  # the first process measures
+        micro_batch = images[: max(2, args.batch_size // args.chunks)]
+        measured = gpipe.balance.balance_by_time(args.stages, model, micro_batch) if first else []
+        text = ",".join(map(str, measured))
+        balance = [int(layers) for layers in (ranks.share(text) if ranks else text).split(",")]
+    pipe = gpipe.GPipe(
+        model,
+        balance,
+        devices=args.devices,
+        chunks=args.chunks,
+        checkpoint=args.checkpoint,
+        schedule=args.schedule,
+        deferred_batch_norm=True,  # so that the running statistics are those of whole mini-batches
+        group=ranks,
     )
-    return parse(parser)
+    # A process whose stages have no parameters has an empty group.
+    optimizer = torch.optim.Adam([{"params": list(pipe.parameters())}], lr=args.learning_rate)
+
+    epoch, batch, loss_sum = 0, 0, 0.0  # completed epochs; completed mini-batches of the current epoch and their losses
+    history: dict[str, list[float]] = {}
+    if saved:
+        mine = snapshot.own_part(pipe, saved)
+        snapshot.restore_model(pipe, mine.model)
+        snapshot.restore_optimizer(optimizer, pipe, mine.optimizer)
+        assert saved.random is not None
+        torch.set_rng_state(saved.random)
+        epoch, batch, history = saved.epoch, saved.position["batch"], dict(saved.history)
+        (loss_sum,) = history.pop("loss_sum")
+
+    def save(name: str) -> None:
+        mine = snapshot.Snapshot(
+            model=pipe.state_dict(),
+            optimizer=snapshot.capture_optimizer(optimizer, pipe),
+            epoch=epoch,
+            position={"batch": batch},
+            random=torch.get_rng_state(),
+            options=options,
+            history=history | {"loss_sum": [loss_sum]},
+        )
+        whole = snapshot.gather(pipe, mine)
+        if first:
+            snapshot.write(args.output / name, whole)
+
+    signals = [0]  # that this process has got
+    stopped = 0  # the signal that ends the training
+
+    def stop(number: int, frame: object) -> None:
+        signals[0] = number
+        if ranks is None:  # torchrun passes on a signal that the terminal has sent already
+            signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    events = SummaryWriter(str(args.output), purge_step=epoch * steps + batch + 1) if first else None
+    if first:
+        print(f"{len(images)} images to train, {len(test[0])} to test, balance {balance}")
+    while epoch < args.epochs and not stopped:
+        # The order depends on the epoch alone, so that a run that continues within an epoch has the same mini-batches.
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(args.seed + epoch + 1))
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+        pipe.train()
+        rest = torch.split(order, args.batch_size)[batch:steps]
+        bar = tqdm(rest, f"epoch {epoch + 1}", steps, initial=batch, disable=None if first else True)
+        for chosen in bar:
+            optimizer.zero_grad()
+            loss = pipe.step(images[chosen], labels[chosen], F.cross_entropy).item()
+            if not math.isfinite(loss):
+                raise ValueError("the loss is not finite; try a lower --learning-rate")
+            optimizer.step()
+            batch, loss_sum = batch + 1, loss_sum + loss
+            bar.set_postfix(loss=f"{loss:.4f}")
+            if events:
+                events.add_scalar("loss/train_step", loss, epoch * steps + batch)
+            stopped = pipe.largest(signals[0])  # all processes stop after the same step
+            if stopped:
+                break
+        else:
+            counts, test_loss = confusion(pipe, *test, args.batch_size)
+            scores = {"epoch": epoch + 1, "train_loss": loss_sum / steps, "test_loss": test_loss}
+            scores |= {"accuracy": counts.trace().item() / len(test[0]), "learning_rate": optimizer.param_groups[0]["lr"]}
+            epoch, batch, loss_sum = epoch + 1, 0, 0.0
+            for name, value in scores.items():
+                history.setdefault(name, []).append(value)
+            if events:
+                with open(args.output / "history.csv", "w", newline="") as file:
+                    csv.writer(file).writerows([history, *zip(*history.values())])
+                for name, value in scores.items():
+                    events.add_scalar(f"epoch/{name}", value, epoch * steps)
+                events.flush()
+                print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
+                print("true class and the numbers of images by their predicted class:")
+                for label, row in enumerate([[*range(CLASSES)], *counts.tolist()]):
+                    print(" " if label == 0 else label - 1, "".join(f"{count:6}" for count in row), flush=True)
+            if scores["accuracy"] == max(history["accuracy"]):
+                save("best.snapshot")
+            stopped = pipe.largest(signals[0])
+        save(latest.name)
+    if first:
+        print(f"stopped; to continue, add --resume {latest}" if stopped else f"done: {epoch} epochs, in {args.output}")
+    return 128 + stopped if stopped else 0
 
 
-def train(options: argparse.Namespace) -> int:
-    identity = make_identity({"--small-images": str(int(options.small_images))}, options)
-    start = read_start(options, identity, history_columns(SCORES))
-    if is_finished(options, start):
-        return 0
-    torch.manual_seed(options.seed)
-    model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=options.small_images)
-    start = start_training(options, start, model)
-
-    training, test, drawn = read_digits(options)
-    height, width = training[0].shape[2:]
-    identity["images"] = str(len(training[0]))
-    if start:
-        check_identity(identity, start, options.resume)
-    check_last_mini_batch(options, len(training[0]))
-    print(f"data: {len(training[0])} images to train, {len(test[0])} to test, {width}x{height}")
-
-    plan = make_plan(model, options, torch.full((1, 1, height, width), 0.5))
-    pipe = make_pipe(model, options, plan)
-    print_plan("ResNet-18", model, pipe, plan, options.profile)
-    del model  # the pipeline has the layers of this process
-
-    task = ClassificationTask(training, test, CLASSES, options.batch_size, options.seed, options.ranks)
-    return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
+def main() -> int:
+    args = parse_args()
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        with gpipe.Ranks.from_environment() if under_torchrun else nullcontext() as ranks:
+            return train(args, ranks)
+    except KeyboardInterrupt:  # before the first step
+        return 130
+    except (IndexError, OSError, RuntimeError, ValueError) as error:
+        print("error:", str(error).splitlines()[0], file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(train, parse_options()))
+    sys.exit(main())

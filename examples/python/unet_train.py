@@ -1,148 +1,400 @@
-"""Trains a U-Net on files in the layout of the Carvana data set, as a pipeline: examples/unet/train.cpp in Python.
+"""Trains a U-Net to segment images, as a pipeline.
 
     python unet_train.py --data DIR --stages 2 --epochs 20
+    torchrun --nproc-per-node 2 unet_train.py --data DIR --stages 2 --epochs 20
 
-It has the flags and the output files of the C++ program, and reads its snapshots. unet_predict and unet_evaluate use the
-models that it trains. See docs/segmentation.md.
+DIR has the layout of the Carvana data set: imgs/NAME.jpg and masks/NAME_mask.gif, or .png. Writes into --output: the losses
+and scores as history.csv and for TensorBoard, a picture of predictions per epoch, latest.snapshot and best.snapshot.
 """
 
 from __future__ import annotations
 
 import argparse
+import colorsys
+import csv
+import math
+import os
+import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler
+from torch.utils.tensorboard import SummaryWriter
+from tqdm import tqdm
 
 import gpipe
-from common.options import (
-    add_training_options,
-    image_size_text,
-    integer,
-    make_parser,
-    parse,
-    real,
-    run_program,
-    to_flag,
-)
-from common.plan import check_last_mini_batch, make_pipe, make_plan, print_plan
-from common.processes import run_first
-from common.start import check_identity, is_finished, make_identity, read_start, start_training
-from common.task import history_columns
-from common.trainer import Trainer, run_and_report
-from unet.carvana import image_size, list_samples, scaled, split
-from unet.classes import MAX_CLASSES
-from unet.segmentation import output_channels
-from unet.synthetic import check_scene, write_synthetic
-from unet.task import Loading, SegmentationTask, segmentation_scores
+from gpipe import snapshot
+from gpipe.data import PartSampler, collate_part
+
+PICTURES = 4  # validation images that are drawn after each epoch
 
 
-def parse_options() -> argparse.Namespace:
-    parser = make_parser("Trains a U-Net to segment images, as a pipeline over several devices.")
-    add_training_options(parser, output=Path("out/unet"), epochs=24, batch_size=8, learning_rate=5e-3)
-    add = parser.add_argument_group("data and model").add_argument
-    default = "(default: %(default)s)"
-    add(
-        "--data",
-        default="synthetic",
-        metavar="DIR",
-        help="folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files "
-        f"{default}",
+def parse_args() -> argparse.Namespace:
+    def positive(text: str) -> int:
+        if int(text) < 1:
+            raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
+        return int(text)
+
+    def numbers(text: str) -> list[int]:
+        return [positive(part) for part in text.split(",")]
+
+    parser = argparse.ArgumentParser(
+        usage="%(prog)s [options]", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    add("--samples", type=integer(2, 9999), default=400, metavar="N", help=f"number of images that 'synthetic' draws {default}")
-    add("--size", type=image_size_text, default=(192, 128), metavar="WxH", help="size of the images that 'synthetic' draws, in pixels (default: 192x128)")
-    add(
-        "-s",
-        "--scale",
-        type=real(0.001, 1),
-        default=0.5,
-        metavar="X",
-        help=f"size of the training images, relative to the files {default}",
-    )
-    add(
-        "-v",
-        "--validation",
-        type=real(0.01, 99),
-        default=10.0,
-        metavar="X",
-        help=f"percentage of the images that is kept for validation {default}",
-    )
-    add("--augment", action="store_true", help="mirror, shift and recolour the training images at random")
-    add(
-        "--workers",
-        type=integer(0, 256),
-        default=2,
-        metavar="N",
-        help=f"number of processes that decode images in advance; 0: decode between steps {default}",
-    )
-    add(
-        "-c",
-        "--classes",
-        type=integer(2, MAX_CLASSES),
-        default=2,
-        metavar="N",
-        help=f"number of classes, with the background; masks of more than two are coloured {default}",
-    )
-    add("--depth", type=integer(1, 16), default=3, metavar="N", help=f"how often the U-Net halves the resolution {default}")
-    add("--channels", type=integer(1, 4096), default=8, metavar="N", help=f"channels of the U-Net at full resolution {default}")
+    add = parser.add_argument
+    add("--data", default="synthetic", metavar="DIR", help="folder with imgs/ and masks/, or 'synthetic' for drawn shapes")
+    add("--samples", type=positive, default=400, help="number of images of 'synthetic'")
+    add("--classes", type=positive, default=2, help="number of classes, with the background")
+    add("--scale", type=float, default=0.5, help="size of the training images, relative to the first image")
+    add("--validation", type=float, default=10.0, help="percentage of the images that is kept for validation")
+    add("--augment", action="store_true", help="mirror and recolour the training images at random")
+    add("--workers", type=int, default=2, help="number of processes that load images in advance")
+    add("--depth", type=positive, default=3, help="how often the U-Net halves the resolution")
+    add("--channels", type=positive, default=8, help="channels of the U-Net at full resolution")
     add("--bilinear", action="store_true", help="upsample by interpolation instead of transposed convolutions")
-    return parse(parser)
+    add("--epochs", type=positive, default=24)
+    add("--batch-size", type=positive, default=8)
+    add("--learning-rate", type=float, default=5e-3, help="of Adam at the start; falls to 0 (cosine)")
+    add("--amp", action="store_true", help="compute in bfloat16 where that is safe")
+    add("--seed", type=int, default=0)
+    add("--stages", type=positive, default=2)
+    add("--balance", type=numbers, help="layers per stage, such as 5,18; by default stages of equal measured time")
+    add("--chunks", type=positive, default=2, help="micro-batches per mini-batch")
+    add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
+    add("--checkpoint", choices=("never", "except_last", "always"), default="except_last")
+    add("--devices", type=lambda text: text.split(","), help="one per worker; by default the GPUs, or the CPU")
+    add("--replicas", type=positive, default=1, help="equal pipelines that share a mini-batch, over processes")
+    add("--output", type=Path, default=Path("out/unet"), metavar="DIR")
+    add("--resume", metavar="FILE", help="snapshot to continue from; auto: the one in --output, if there is one")
+    add("--snapshot-every", type=positive, metavar="STEPS", help="write latest.snapshot also within epochs")
+    add("--overwrite", action="store_true", help="replace an earlier training in --output")
+    args = parser.parse_args()
+    if args.classes < 2:
+        parser.error(f"argument --classes: must be at least 2, but is {args.classes}")
+    if not 0 < args.scale <= 1:
+        parser.error(f"argument --scale: must be above 0 and at most 1, but is {args.scale}")
+    if not 0 < args.validation < 100:
+        parser.error(f"argument --validation: must be between 0 and 100, but is {args.validation}")
+    return args
 
 
-def train(options: argparse.Namespace) -> int:
-    if options.data == "synthetic":
-        check_scene(options.size, options.classes)
-    own = {
-        "--classes": str(options.classes),
-        "--depth": str(options.depth),
-        "--channels": str(options.channels),
-        "--bilinear": str(int(options.bilinear)),
-        "--validation": to_flag(options.validation),
-        "--scale": to_flag(options.scale),
-        "--augment": str(int(options.augment)),
-    }
-    identity = make_identity(own, options)
-    start = read_start(options, identity, history_columns(segmentation_scores(options.classes)))
-    if is_finished(options, start):
-        return 0
-    torch.manual_seed(options.seed)
+def draw_scene(index: int, args: argparse.Namespace) -> tuple[Image.Image, Image.Image]:
+    """Draws an image and its mask: circles in the background, and for each class a polygon, with 3 sides for class 1."""
+    random = np.random.default_rng([args.seed, index])
+    colors = [tuple(color) for color in random.integers(0, 255, (args.classes + 8, 3)).tolist()]
+    image, mask = Image.new("RGB", (192, 128), colors[0]), Image.new("L", (192, 128))
+    for color, (x, y, radius) in zip(colors[args.classes :], random.integers((0, 0, 4), (192, 128, 24), (8, 3)).tolist()):
+        ImageDraw.Draw(image).ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
+    for label in range(1, args.classes):
+        circle = tuple(random.integers((20, 20, 16), (172, 108, 32)).tolist())
+        rotation = int(random.integers(0, 360))
+        ImageDraw.Draw(image).regular_polygon(circle, label + 2, rotation, fill=colors[label])
+        ImageDraw.Draw(mask).regular_polygon(circle, label + 2, rotation, fill=label)
+    pixels = np.asarray(image) + random.normal(0, 8, (128, 192, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), mask
+
+
+def list_files(folder: Path) -> list[tuple[Path, Path]]:
+    """The paths of all images, each with its mask's."""
+    files = []
+    for image in sorted((folder / "imgs").iterdir()):
+        masks = [folder / "masks" / f"{image.stem}_mask{suffix}" for suffix in (".gif", ".png")]
+        found = [mask for mask in masks if mask.exists()]
+        if not found:
+            raise ValueError(f"{image} has no mask {masks[0]} or .png")
+        files.append((image, found[0]))
+    return files
+
+
+def read_image(path: Path) -> Image.Image:
+    try:
+        image = Image.open(path)
+        image.load()
+        return image
+    except Exception as error:  # Pillow has no common class for damaged files
+        raise ValueError(f"{path}: {error}") from None
+
+
+class Pictures(Dataset[tuple[Tensor, Tensor]]):
+    """Images, float of shape (3, H, W) from 0 to 1, and the class of each pixel, of shape (H, W).
+
+    In masks of two classes, pixels are black or white. Otherwise the grey level, or the index in the palette, is the class.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.files = None if args.data == "synthetic" else list_files(Path(args.data))
+        self.augment, self.epoch = False, 0  # whether to change the images at random, differently in each epoch
+        if len(self) < 2:
+            raise ValueError(f"{args.data} has {len(self)} images; give at least two, to train and to validate")
+        self.size = [max(1, round(side * args.scale)) for side in self.read(0)[0].size]
+
+    def __len__(self) -> int:
+        return int(self.args.samples) if self.files is None else len(self.files)
+
+    def read(self, index: int) -> tuple[Image.Image, Image.Image]:
+        if self.files is None:
+            return draw_scene(index, self.args)
+        image, mask = map(read_image, self.files[index])
+        if image.size != mask.size:
+            raise ValueError(f"{self.files[index][0]} has the size {image.size}, but its mask has {mask.size}")
+        return image.convert("RGB"), mask
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        image, mask = self.read(index)
+        x = np.asarray(image.resize(self.size, Image.Resampling.BILINEAR), np.float32) / 255
+        mask = mask if self.args.classes > 2 and mask.mode == "P" else mask.convert("L")
+        y = np.asarray(mask.resize(self.size, Image.Resampling.NEAREST)).astype(np.int64)
+        if self.args.classes == 2:
+            y = (2 * y > max(y.max(), 1)).astype(np.int64)
+        if y.max() >= self.args.classes:
+            name = self.files[index][1] if self.files else index
+            raise ValueError(f"mask {name} has the class {y.max()}, but --classes is {self.args.classes}")
+        if self.augment:
+            random = np.random.default_rng([self.args.seed, self.epoch, index])
+            if random.random() < 0.5:
+                x, y = x[:, ::-1], y[:, ::-1]
+            x = ((x - 0.5) * random.uniform(0.8, 1.2) + 0.5 + random.uniform(-0.1, 0.1, 3)).clip(0, 1)
+        return torch.tensor(x.transpose(2, 0, 1).copy(), dtype=torch.float32), torch.tensor(y.copy())
+
+
+def with_background(logits: Tensor) -> Tensor:
+    """A logit per class. For two classes the model has one channel, the logit of the foreground."""
+    logits = logits.float()
+    return torch.cat([torch.zeros_like(logits), logits], 1) if logits.shape[1] == 1 else logits
+
+
+def segmentation_loss(output: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy plus 1 - Dice, where Dice is the mean over images and all classes but the background."""
+    logits = with_background(output)
+    predicted = logits.softmax(1)[:, 1:]
+    truth = F.one_hot(labels, logits.shape[1]).permute(0, 3, 1, 2)[:, 1:]
+    both, total = (predicted * truth).sum((2, 3)), (predicted + truth).sum((2, 3))
+    return F.cross_entropy(logits, labels) + 1 - ((2 * both + 1) / (total + 1)).mean()
+
+
+def draw_predictions(images: Tensor, labels: Tensor, predicted: Tensor, classes: int) -> Image.Image:
+    """Draws a row per image: the image, and tinted by its mask and by the prediction."""
+    hues = [colorsys.hsv_to_rgb(label / max(classes - 1, 1), 1, 1) for label in range(classes)]
+    colors = torch.tensor(hues).T[:, :, None, None]
+
+    def tinted(mask: Tensor) -> Tensor:
+        tint = sum(colors[:, label] * (mask == label)[:, None] for label in range(1, classes))
+        return torch.where((mask > 0)[:, None], 0.5 * images + 0.5 * tint, images)
+
+    columns = torch.cat([F.pad(each, (2, 2, 2, 2)) for each in (images, tinted(labels), tinted(predicted))], 3)
+    pixels = torch.cat(list(columns), 1).permute(1, 2, 0)
+    return Image.fromarray((255 * pixels).round().byte().numpy())
+
+
+def evaluate(pipe: gpipe.GPipe, loader: DataLoader[Any], count: int, args: argparse.Namespace) -> dict[str, float]:
+    """The mean loss of `count` images, and Dice and IoU over the pixels of all of them."""
+    pipe.eval()
+    pairs = torch.zeros(args.classes, args.classes, dtype=torch.double)  # pixels by their predicted and true class
+    loss = 0.0
+    for images, labels in loader:
+        output = pipe(images).cpu()
+        if len(images) > 0:  # a replica's part of the last mini-batch can be empty
+            loss += segmentation_loss(output, labels).item() * len(images)
+            classes = with_background(output).argmax(1) * args.classes + labels
+            pairs += torch.bincount(classes.flatten(), minlength=args.classes**2).view_as(pairs)
+    loss, *sums = pipe.sum_over_replicas([loss, *pairs.flatten().tolist()])
+    pairs = torch.tensor(sums).view_as(pairs)
+    both, total = pairs.diagonal()[1:], (pairs.sum(0) + pairs.sum(1))[1:]
+    dice = torch.where(total > 0, 2 * both / total, 1.0)  # 1 for a class that is nowhere
+    scores = {"val_dice": dice.mean().item(), "val_iou": (dice / (2 - dice)).mean().item(), "val_loss": loss / count}
+    if args.classes > 2:
+        scores |= {f"val_dice_{label}": value for label, value in enumerate(dice.tolist(), 1)}
+    return scores
+
+
+def ignore_signals(worker: int) -> None:
+    """A terminal sends Ctrl-C to the processes that load images too."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
+    """Returns the exit code."""
+    first = ranks is None or ranks.rank == 0  # this process prints and writes
+    latest = args.output / "latest.snapshot"
+    if args.resume == "auto":
+        args.resume = str(latest) if latest.exists() else None
+    elif latest.exists() and not args.resume and not args.overwrite:
+        raise ValueError(f"{args.output} holds an earlier training; give --resume {latest}, --overwrite or another --output")
+    if args.replicas > 1 and ranks is None:
+        raise ValueError(f"--replicas is {args.replicas}, but there is one process; start more with torchrun")
+    saved = snapshot.read(args.resume) if args.resume else None
+    args.output.mkdir(parents=True, exist_ok=True)
+
+    torch.manual_seed(args.seed)
+    training, validation = Pictures(args), Pictures(args)
+    training.augment = args.augment
+    order = torch.randperm(len(training), generator=torch.Generator().manual_seed(args.seed)).tolist()
+    kept = min(max(1, round(len(training) * args.validation / 100)), len(training) - 1)
+    to_validate, to_train = order[:kept], order[kept:]
+    steps = len(to_train) // args.batch_size  # of an epoch; leaves out a last mini-batch that is smaller
+    if steps == 0:
+        raise ValueError(f"--batch-size is {args.batch_size}, but there are {len(to_train)} images to train")
+
+    # The flags that decide the result. A snapshot stores them: a run with other values cannot continue it.
+    own = ("classes", "depth", "channels", "bilinear", "validation", "scale", "augment", "batch_size", "learning_rate", "amp")
+    options = {f"--{name.replace('_', '-')}": str(getattr(args, name) + 0) for name in (*own, "seed")}  # True + 0 is 1
+    options |= {"program": "unet_train.py", "images": str(len(training))}
+    for flag, text in options.items():
+        if saved and saved.options.get(flag) != text:
+            raise ValueError(f"{args.resume} was made with {flag} {saved.options.get(flag)}, not {text}")
+
     model = gpipe.models.unet(
-        out_channels=output_channels(options.classes),
-        depth=options.depth,
-        base_channels=options.channels,
-        upsampling="linear" if options.bilinear else "transposed",
+        out_channels=args.classes if args.classes > 2 else 1,
+        depth=args.depth,
+        base_channels=args.channels,
+        upsampling="linear" if args.bilinear else "transposed",
     )
-    start = start_training(options, start, model)
-
-    drawn = None
-    if options.data == "synthetic":
-        width, height = options.size
-        drawn = options.output / f"synthetic_{options.samples}_{width}x{height}_{options.classes}"
-        arguments = (drawn, options.samples, options.size, options.seed, options.classes)
-        run_first(options.ranks, lambda: write_synthetic(*arguments))
-    samples = list_samples(drawn or Path(options.data))
-    training, validation = split(samples, options.validation, options.seed)
-    width, height = scaled(image_size(training[0].image), options.scale)
-    identity["images"] = str(len(training))
-    if start:
-        check_identity(identity, start, options.resume)
-    check_last_mini_batch(options, len(training))
-    print(
-        f"data: {len(training)} images to train, {len(validation)} to validate, at {width}x{height}, "
-        f"{options.classes} classes"
+    balance = args.balance
+    if balance is None:  # the first process measures
+        micro_batch = torch.rand(max(2, args.batch_size // args.replicas // args.chunks), 3, *training.size[::-1])
+        measured = gpipe.balance.balance_by_time(args.stages, model, micro_batch) if first else []
+        text = ",".join(map(str, measured))
+        balance = [int(layers) for layers in (ranks.share(text) if ranks else text).split(",")]
+    pipe = gpipe.GPipe(
+        model,
+        balance,
+        devices=args.devices,
+        chunks=args.chunks,
+        checkpoint=args.checkpoint,
+        schedule=args.schedule,
+        deferred_batch_norm=True,  # so that the running statistics do not depend on the chunks and the replicas
+        group=ranks,
     )
+    # A process whose stages have no parameters has an empty group.
+    optimizer = torch.optim.Adam([{"params": list(pipe.parameters())}], lr=args.learning_rate)
 
-    plan = make_plan(model, options, torch.full((1, 3, height, width), 0.5))
-    pipe = make_pipe(model, options, plan)
-    print_plan("U-Net", model, pipe, plan, options.profile)
-    del model  # the pipeline has the layers of this process
+    epoch, batch, loss_sum = 0, 0, 0.0  # completed epochs; completed mini-batches of the current epoch and their losses
+    history: dict[str, list[float]] = {}
+    if saved:
+        mine = snapshot.own_part(pipe, saved)
+        snapshot.restore_model(pipe, mine.model)
+        snapshot.restore_optimizer(optimizer, pipe, mine.optimizer)
+        assert saved.random is not None
+        torch.set_rng_state(saved.random)
+        epoch, batch, history = saved.epoch, saved.position["batch"], dict(saved.history)
+        (loss_sum,) = history.pop("loss_sum")
 
-    loading = Loading(
-        (width, height), options.batch_size, options.workers, options.classes, options.augment, options.seed
-    )
-    task = SegmentationTask(training, validation, loading, options.ranks)
-    return run_and_report(Trainer(pipe, task, options, identity, start, plan.prediction), drawn)
+    def save(name: str) -> None:
+        mine = snapshot.Snapshot(
+            model=pipe.state_dict(),
+            optimizer=snapshot.capture_optimizer(optimizer, pipe),
+            epoch=epoch,
+            position={"batch": batch},
+            random=torch.get_rng_state(),
+            options=options,
+            history=history | {"loss_sum": [loss_sum]},
+        )
+        whole = snapshot.gather(pipe, mine)
+        if first:
+            snapshot.write(args.output / name, whole)
+
+    def batches(pictures: Pictures, indices: list[int]) -> DataLoader[Any]:
+        sampler: Sampler[list[int]] = BatchSampler(indices, args.batch_size, drop_last=False)
+        return DataLoader(
+            pictures,
+            batch_sampler=PartSampler(sampler, ranks) if ranks else sampler,
+            collate_fn=collate_part(pictures),
+            num_workers=args.workers,
+            worker_init_fn=ignore_signals,
+            generator=torch.Generator(),  # the loader draws a seed, which must not change the training's random numbers
+        )
+
+    signals = [0]  # that this process has got
+    stopped = 0  # the signal that ends the training
+
+    def stop(number: int, frame: object) -> None:
+        signals[0] = number
+        if ranks is None:  # torchrun passes on a signal that the terminal has sent already
+            signal.signal(number, signal.SIG_DFL)  # a second one ends the program at once
+
+    signal.signal(signal.SIGINT, stop)
+    signal.signal(signal.SIGTERM, stop)
+    events = SummaryWriter(str(args.output), purge_step=epoch * steps + batch + 1) if first else None
+    if first:
+        print(f"{len(to_train)} images to train, {kept} to validate, {training.size[0]}x{training.size[1]}, balance {balance}")
+    autocast = torch.autocast(pipe.devices[0].type, torch.bfloat16, enabled=args.amp)
+    while epoch < args.epochs and not stopped:
+        # The order depends on the epoch alone, so that a run that continues within an epoch has the same mini-batches.
+        order = torch.randperm(len(to_train), generator=torch.Generator().manual_seed(args.seed + epoch + 1)).tolist()
+        rest = [to_train[index] for index in order][batch * args.batch_size : steps * args.batch_size]
+        training.epoch = epoch
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 + math.cos(math.pi * epoch / args.epochs)) / 2
+        pipe.train()
+        bar = tqdm(batches(training, rest), f"epoch {epoch + 1}", steps, initial=batch, disable=None if first else True)
+        for images, labels in bar:
+            optimizer.zero_grad()
+            with autocast:
+                loss = pipe.step(images, labels, segmentation_loss).item()
+            if not math.isfinite(loss):
+                raise ValueError("the loss is not finite; try a lower --learning-rate")
+            optimizer.step()
+            batch, loss_sum = batch + 1, loss_sum + loss
+            bar.set_postfix(loss=f"{loss:.4f}")
+            if events:
+                events.add_scalar("loss/train_step", loss, epoch * steps + batch)
+            stopped = pipe.largest(signals[0])  # all processes stop after the same step
+            if stopped:
+                break
+            if args.snapshot_every and batch % args.snapshot_every == 0:
+                save(latest.name)
+        else:
+            with autocast, torch.no_grad():
+                scores = evaluate(pipe, batches(validation, to_validate), kept, args)
+                images, labels = (torch.stack(part) for part in zip(*(validation[i] for i in to_validate[:PICTURES])))
+                predicted = with_background(pipe(images).cpu()).argmax(1)
+            rate = optimizer.param_groups[0]["lr"]
+            scores = {"epoch": epoch + 1, "train_loss": loss_sum / steps, **scores, "learning_rate": rate}
+            epoch, batch, loss_sum = epoch + 1, 0, 0.0
+            for name, value in scores.items():
+                history.setdefault(name, []).append(value)
+            if events:
+                with open(args.output / "history.csv", "w", newline="") as file:
+                    csv.writer(file).writerows([history, *zip(*history.values())])
+                picture = draw_predictions(images, labels, predicted, args.classes)
+                picture.save(args.output / f"epoch_{epoch:03}.png")
+                events.add_image("predictions", np.asarray(picture), epoch * steps, dataformats="HWC")
+                for name, value in scores.items():
+                    events.add_scalar(f"epoch/{name}", value, epoch * steps)
+                events.flush()
+                print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()), flush=True)
+            if scores["val_dice"] == max(history["val_dice"]):
+                save("best.snapshot")
+            stopped = pipe.largest(signals[0])
+        save(latest.name)
+    if first:
+        print(f"stopped; to continue, add --resume {latest}" if stopped else f"done: {epoch} epochs, in {args.output}")
+    return 128 + stopped if stopped else 0
+
+
+def main() -> int:
+    args = parse_args()
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        with gpipe.Ranks.from_environment(replicas=args.replicas) if under_torchrun else nullcontext() as ranks:
+            return train(args, ranks)
+    except KeyboardInterrupt:  # before the first step
+        return 130
+    except (IndexError, OSError, RuntimeError, ValueError) as error:
+        lines = str(error).strip().splitlines()
+        # An error of a process that loads images is a traceback.
+        print("error:", lines[-1] if lines[0].startswith("Caught ") else lines[0], file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":
-    sys.exit(run_program(train, parse_options()))
+    sys.exit(main())

@@ -1,115 +1,73 @@
-"""Models that can be cut between any two layers. The layers are implemented in C++ and use skip connections.
+"""Models that can be cut between any two layers, with skip connections.
 
     model = gpipe.models.unet(out_channels=1)
     pipe = gpipe.GPipe(model, gpipe.balance.balance_by_time(2, model, sample), chunks=4)
 
-Their states have the keys and shapes of the C++ models. ``copy.deepcopy`` copies a model. A model cannot be pickled;
-save its ``state_dict()``.
+The C++ models have the same layers, so their states have the same keys and shapes.
 """
 
 from __future__ import annotations
 
-import copy
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe import _C
-from gpipe.checks import check_flag, check_number, check_text, check_whole
-from gpipe.skip import Namespace, Skippable
-from gpipe.skip.namespace import native_namespace
+from gpipe.checks import check_flag, check_number, check_text, check_whole, shown
+from gpipe.skip import Namespace, pop, skippable, stash
 
-__all__ = ["NativeLayer", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
+__all__ = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
 
-
-# Attributes that the constructor of a copy sets.
-_CONSTRUCTED = ("_native", "_namespaces", "_tensors", "_places", "_parameters", "_buffers", "_modules")
+_MOST_HALVINGS = 16
+_STEM_CHANNELS = 64
 
 
-class NativeLayer(Skippable):
-    """A C++ layer as a module. It shares its parameters and buffers with the layer."""
+@skippable(stash=["skip"])
+class _Stash(nn.Module):
+    """Stashes its input, or a projection of it, and returns the input."""
 
-    def __init__(self, native: _C.NativeLayer, namespaces: dict[str, Namespace]) -> None:
+    def __init__(self, projection: nn.Module | None = None) -> None:
         super().__init__()
-        self._native = native
-        stashes, pops = native.skips()
-        self.stashable_names = frozenset(name for _, name in stashes)
-        self.poppable_names = frozenset(name for _, name in pops)
-        self._tensors: list[Tensor] = []
-        self._places: list[tuple[str, dict[str, Any], str]] = []  # for each: path, dict that holds it, key
-        for path, tensor, is_parameter in native.tensors():
-            *parents, name = path.split(".")
-            owner: nn.Module = self
-            for parent in parents:
-                if parent not in owner._modules:
-                    owner.add_module(parent, nn.Module())
-                owner = owner.get_submodule(parent)
-            if is_parameter:
-                owner.register_parameter(name, tensor)
-            else:
-                owner.register_buffer(name, tensor)
-            self._tensors.append(tensor)
-            self._places.append((path, owner._parameters if is_parameter else owner._buffers, name))
-        self._namespaces = namespaces
-        self._pass_namespaces()
+        self.downsample = projection
 
-    def forward(self, input: Any) -> Any:
-        for tensor, (path, table, name) in zip(self._tensors, self._places):
-            if table.get(name) is not tensor:
-                raise RuntimeError(
-                    f"{path} of the C++ layer '{self._native.name}' was replaced, but the layer still has the old "
-                    "tensor; copy into it instead: load_state_dict(..., assign=False), or parameter.data.copy_(...)"
-                )
-        self._native.train(self.training)
-        return self._native.forward(input)
-
-    def isolate(self, ns: Namespace, *, only: Iterable[str] | None = None) -> NativeLayer:
-        super().isolate(ns, only=only)
-        self._pass_namespaces()
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> NativeLayer:
-        with torch.no_grad():  # keep the tensor objects, which the C++ layer shares
-            for tensor in self._tensors:
-                tensor.data = fn(tensor.data)
-                if tensor.grad is not None:
-                    tensor.grad = fn(tensor.grad)
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NativeLayer:
-        twin = NativeLayer(self._native.clone(), dict(self._namespaces))
-        memo[id(self)] = twin
-        for tensor, copied in zip(self._tensors, twin._tensors):
-            copied.requires_grad_(tensor.requires_grad)
-            copied.grad = copy.deepcopy(tensor.grad, memo)
-            memo[id(tensor)] = copied
-        for name, value in self.__dict__.items():  # hooks and the user's attributes
-            if name not in _CONSTRUCTED:
-                twin.__dict__[name] = copy.deepcopy(value, memo)
-        return twin
-
-    def _pass_namespaces(self) -> None:
-        """Gives the C++ layer the namespaces of its skips."""
-        for name in self.stashable_names | self.poppable_names:
-            self._native.isolate(native_namespace(self.namespace_of(name)), name)
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError("a C++ layer cannot be pickled; save the model's state_dict() instead")
-
-    def extra_repr(self) -> str:
-        return self._native.describe()
+    def forward(self, x: Tensor) -> Tensor:
+        stash("skip", x if self.downsample is None else self.downsample(x))
+        return x
 
 
-def _sequential(layers: list[_C.NativeLayer]) -> nn.Sequential:
-    namespace = Namespace()
-    modules: OrderedDict[str, nn.Module] = OrderedDict()
-    for layer in layers:
-        stashes, pops = layer.skips()
-        modules[layer.name] = NativeLayer(layer, {name: namespace for _, name in stashes + pops})
-    return nn.Sequential(modules)
+@skippable(pop=["skip"])
+class _Concatenate(nn.Module):
+    """Concatenates the skip with the input, cropped to the size of the skip."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = pop("skip")
+        for dim in range(2, x.dim()):
+            x = x.narrow(dim, 0, skip.shape[dim])
+        return torch.cat([skip, x], 1)
+
+
+@skippable(pop=["skip"])
+class _Add(nn.Module):
+    """Adds the skip, or a projection of it, to the input."""
+
+    def __init__(self, projection: nn.Module | None) -> None:
+        super().__init__()
+        self.downsample = projection
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = pop("skip")
+        return x + (skip if self.downsample is None else self.downsample(skip))
+
+
+class _Conv(nn.Conv2d):
+    """A convolution of a ResNet. Has no bias, because batch norm subtracts it with the mean."""
+
+    def __init__(self, inputs: int, outputs: int, kernel: int, stride: int = 1) -> None:
+        super().__init__(inputs, outputs, kernel, stride, padding=kernel // 2, bias=False)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 
 def unet(
@@ -138,23 +96,82 @@ def unet(
     Raises:
         ValueError: if an option is out of range; the message names the option and its value.
     """
-    return _sequential(
-        _C.unet(
-            check_whole(in_channels, "in_channels"),
-            check_whole(out_channels, "out_channels"),
-            check_whole(depth, "depth"),
-            check_whole(base_channels, "base_channels"),
-            check_whole(convolutions, "convolutions"),
-            check_number(dropout, "dropout"),
-            check_whole(dims, "dims"),
-            check_text(upsampling, "upsampling"),
-        )
-    )
+    _check_positive(in_channels=in_channels, out_channels=out_channels, depth=depth, base_channels=base_channels)
+    _check_positive(convolutions=convolutions)
+    _check(depth <= _MOST_HALVINGS, "depth", depth, f"at most {_MOST_HALVINGS}")
+    _check(0 <= check_number(dropout, "dropout") < 1, "dropout", dropout, "at least 0 and below 1")
+    _check(check_whole(dims, "dims") in (2, 3), "dims", dims, "2 or 3")
+    transposed = check_text(upsampling, "upsampling") == "transposed"
+    _check(transposed or upsampling == "linear", "upsampling", upsampling, "'transposed' or 'linear'")
+    kinds = ("Conv", "BatchNorm", "MaxPool", "ConvTranspose", "Dropout")
+    conv, norm, pool, conv_transposed, drop = (getattr(nn, f"{kind}{dims}d") for kind in kinds)
+    layers: dict[str, nn.Module] = {}
+
+    def block(name: str, inputs: int, outputs: int) -> None:
+        for number in range(1, convolutions + 1):
+            # No bias, because batch norm subtracts it with the mean.
+            layers[f"{name}_conv{number}"] = conv(inputs, outputs, 3, padding=1, bias=False)
+            layers[f"{name}_norm{number}"] = norm(outputs)
+            # In place is safe: batch norm's backward does not need the output, and the output is never stashed.
+            layers[f"{name}_relu{number}"] = nn.ReLU(inplace=True)
+            inputs = outputs
+        if dropout > 0:
+            layers[f"{name}_dropout"] = drop(dropout)
+
+    skips = [Namespace() for _ in range(depth)]
+    channels = in_channels
+    for level in range(1, depth + 1):
+        block(f"down{level}", channels, base_channels << (level - 1))
+        channels = base_channels << (level - 1)
+        layers[f"down{level}_stash"] = _Stash().isolate(skips[level - 1])
+        # Rounding up keeps at least one pixel. Doubling then gives at least the size of the skip.
+        layers[f"down{level}_pool"] = pool(2, ceil_mode=True)
+    block("bottom", channels, 2 * channels)
+    for level in range(depth, 0, -1):
+        channels = base_channels << (level - 1)
+        if transposed:
+            layers[f"up{level}_upsample"] = conv_transposed(2 * channels, channels, 2, stride=2)
+        else:
+            # A 1x1 convolution commutes with interpolation. Done first, it costs a quarter (2D) or an eighth (3D).
+            layers[f"up{level}_reduce"] = conv(2 * channels, channels, 1)
+            layers[f"up{level}_upsample"] = nn.Upsample(scale_factor=2, mode="bilinear" if dims == 2 else "trilinear")
+        layers[f"up{level}_join"] = _Concatenate().isolate(skips[level - 1])
+        block(f"up{level}", 2 * channels, channels)
+    layers["head"] = conv(channels, out_channels, 1)
+    return _sequential(layers)
 
 
-def _resnet(depth: int, num_classes: int, in_channels: int, small_images: bool) -> nn.Sequential:
-    num_classes, in_channels = check_whole(num_classes, "num_classes"), check_whole(in_channels, "in_channels")
-    return _sequential(_C.resnet(depth, num_classes, in_channels, check_flag(small_images, "small_images")))
+def _resnet(blocks: list[int], num_classes: int, in_channels: int, small_images: bool, *, deep: bool) -> nn.Sequential:
+    """A ResNet of four groups of blocks. Blocks of ``deep`` ResNets have three convolutions, others two."""
+    _check_positive(num_classes=num_classes, in_channels=in_channels)
+    channels = _STEM_CHANNELS
+    small = check_flag(small_images, "small_images")
+    layers: dict[str, nn.Module] = {"conv1": _Conv(in_channels, channels, 3 if small else 7, 1 if small else 2)}
+    layers |= {"bn1": nn.BatchNorm2d(channels), "relu": nn.ReLU(inplace=True)}
+    if not small:
+        layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
+    for group, count in enumerate(blocks):
+        for index in range(count):
+            prefix, skip = f"layer{group + 1}_{index}", Namespace()
+            width, stride, inputs = _STEM_CHANNELS << group, 2 if group > 0 and index == 0 else 1, channels
+            channels = 4 * width if deep else width
+            shapes = [(inputs, width, 3, stride), (width, width, 3, 1)]
+            if deep:
+                shapes = [(inputs, width, 1, 1), (width, width, 3, stride), (width, channels, 1, 1)]
+            projects, grows = inputs != channels or stride != 1, channels > inputs * stride**2
+            # The projection of the shortcut is on the side of the skip where the tensor to store and send is smaller.
+            projection = _projection(inputs, channels, stride) if projects and not grows else None
+            layers[f"{prefix}_stash"] = _Stash(projection).isolate(skip)
+            for number, shape in enumerate(shapes, 1):
+                layers[f"{prefix}_conv{number}"] = _Conv(*shape)
+                layers[f"{prefix}_bn{number}"] = nn.BatchNorm2d(shape[1])
+                if number == len(shapes):
+                    projection = _projection(inputs, channels, stride) if grows else None
+                    layers[f"{prefix}_join"] = _Add(projection).isolate(skip)
+                # In place is safe: no backward needs the input, and the input is never stashed.
+                layers[f"{prefix}_relu{number}"] = nn.ReLU(inplace=True)
+    layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
+    return _sequential(layers)
 
 
 def resnet18(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
@@ -168,24 +185,45 @@ def resnet18(num_classes: int = 1000, in_channels: int = 3, *, small_images: boo
     Raises:
         ValueError: if an option is out of range; the message names the option and its value.
     """
-    return _resnet(18, num_classes, in_channels, small_images)
+    return _resnet([2, 2, 2, 2], num_classes, in_channels, small_images, deep=False)
 
 
 def resnet34(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
     """A ResNet-34; see :func:`resnet18`."""
-    return _resnet(34, num_classes, in_channels, small_images)
+    return _resnet([3, 4, 6, 3], num_classes, in_channels, small_images, deep=False)
 
 
 def resnet50(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
     """A ResNet-50; see :func:`resnet18`."""
-    return _resnet(50, num_classes, in_channels, small_images)
+    return _resnet([3, 4, 6, 3], num_classes, in_channels, small_images, deep=True)
 
 
 def resnet101(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
     """A ResNet-101; see :func:`resnet18`."""
-    return _resnet(101, num_classes, in_channels, small_images)
+    return _resnet([3, 4, 23, 3], num_classes, in_channels, small_images, deep=True)
 
 
 def resnet152(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
     """A ResNet-152; see :func:`resnet18`."""
-    return _resnet(152, num_classes, in_channels, small_images)
+    return _resnet([3, 8, 36, 3], num_classes, in_channels, small_images, deep=True)
+
+
+def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential:
+    return nn.Sequential(_Conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+def _sequential(layers: dict[str, nn.Module]) -> nn.Sequential:
+    model = nn.Sequential()
+    for name, layer in layers.items():
+        model.add_module(name, layer)
+    return model
+
+
+def _check(is_met: bool, name: str, value: Any, requirement: str) -> None:
+    if not is_met:
+        raise ValueError(f"{name} must be {requirement}, but is {shown(value)}")
+
+
+def _check_positive(**options: int) -> None:
+    for name, value in options.items():
+        _check(check_whole(value, name) >= 1, name, value, "at least 1")

@@ -1,1 +1,0 @@
-"""Shared by the training programs: flags, plan, training loop, history."""

@@ -1,1 +1,0 @@
-"""What the ResNet learns: data, loss and scores of digits."""

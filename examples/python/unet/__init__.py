@@ -1,1 +1,0 @@
-"""What the U-Net learns: images and masks, loss and scores."""
