@@ -3,8 +3,8 @@
     python resnet18_mnist.py --data DIR --stages 2 --epochs 5
     torchrun --nproc-per-node 2 resnet18_mnist.py --data DIR --stages 2
 
-DIR has MNIST's four files, uncompressed. Writes into --output: the losses and the accuracy as history.csv and for TensorBoard,
-latest.snapshot and best.snapshot. Prints the confusion matrix of each epoch.
+DIR has MNIST's four files, uncompressed. Writes into --output: the losses and the accuracy as history.csv and for
+TensorBoard, latest.snapshot and best.snapshot. Prints the confusion matrix of each epoch.
 """
 
 from __future__ import annotations
@@ -32,15 +32,17 @@ from gpipe import snapshot
 CLASSES = 10
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
 def parse_args() -> argparse.Namespace:
-    def positive(text: str) -> int:
-        if int(text) < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
-        return int(text)
-
-    def numbers(text: str) -> list[int]:
-        return [positive(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -51,9 +53,10 @@ def parse_args() -> argparse.Namespace:
     add("--epochs", type=positive, default=5)
     add("--batch-size", type=positive, default=64)
     add("--learning-rate", type=float, default=2e-3, help="of Adam at the start; falls to 0 (cosine)")
-    add("--seed", type=int, default=0)
-    add("--stages", type=positive, default=2)
-    add("--balance", type=numbers, help="layers per stage, such as 40,31; by default stages of equal measured time")
+    add("--seed", type=positive, default=1)
+    cut = parser.add_mutually_exclusive_group().add_argument
+    cut("--stages", type=positive, default=2, help="number of stages, of equal measured time")
+    cut("--balance", type=numbers, help="layers per stage, such as 40,31")
     add("--chunks", type=positive, default=4, help="micro-batches per mini-batch")
     add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
     add("--checkpoint", choices=("never", "except_last", "always"), default="except_last")
@@ -71,14 +74,15 @@ def read_idx(path: Path, dimensions: int) -> Tensor:
     if len(header) != 1 + dimensions or header[0] != 0x800 + dimensions:
         raise ValueError(f"{path} is not a file of MNIST with {dimensions} dimensions, or is compressed; gunzip it")
     if len(data) != header.nbytes + math.prod(header[1:].tolist()):
-        raise ValueError(f"{path} has {len(data)} bytes, but its header announces {'x'.join(map(str, header[1:]))} items")
+        raise ValueError(f"{path} has {len(data)} bytes, which are not those of {'x'.join(map(str, header[1:]))} items")
     items = np.frombuffer(data, np.uint8, offset=header.nbytes).reshape(header[1:].tolist())
     return torch.tensor(items)
 
 
 def read_digits(folder: Path, part: str) -> tuple[Tensor, Tensor]:
     """The images of the part "train" or "t10k", float of shape (N, 1, H, W) from 0 to 1, and their labels."""
-    images, labels = read_idx(folder / f"{part}-images-idx3-ubyte", 3), read_idx(folder / f"{part}-labels-idx1-ubyte", 1)
+    images = read_idx(folder / f"{part}-images-idx3-ubyte", 3)
+    labels = read_idx(folder / f"{part}-labels-idx1-ubyte", 1)
     if not 0 < len(images) == len(labels):
         raise ValueError(f"{folder} has {len(images)} images and {len(labels)} labels of {part}")
     if labels.max() >= CLASSES:
@@ -115,13 +119,14 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
     first = ranks is None or ranks.rank == 0  # this process prints and writes
     latest = args.output / "latest.snapshot"
     if latest.exists() and not args.resume and not args.overwrite:
-        raise ValueError(f"{args.output} holds an earlier training; give --resume {latest}, --overwrite or another --output")
+        raise ValueError(f"{latest} exists; give --resume {latest} to continue, --overwrite or another --output")
     saved = snapshot.read(args.resume) if args.resume else None
     args.output.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(args.seed)
     if args.data == "synthetic":
-        training, test = draw_digits(args.samples, [args.seed, 0]), draw_digits(max(1, args.samples // 6), [args.seed, 1])
+        training = draw_digits(args.samples, [args.seed, 0])
+        test = draw_digits(max(1, args.samples // 6), [args.seed, 1])
     else:
         training, test = read_digits(Path(args.data), "train"), read_digits(Path(args.data), "t10k")
     images, labels = training
@@ -130,19 +135,18 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         raise ValueError(f"--batch-size is {args.batch_size}, but there are {len(images)} images to train")
 
     # The flags that decide the result. A snapshot stores them: a run with other values cannot continue it.
-    options = {"program": "resnet18_mnist.py", "images": str(len(images)), "--small-images": str(args.small_images)}
-    options |= {"--batch-size": str(args.batch_size), "--learning-rate": str(args.learning_rate), "--seed": str(args.seed)}
+    own = ("small_images", "batch_size", "learning_rate", "seed")
+    options = {f"--{name.replace('_', '-')}": str(getattr(args, name)) for name in own}
+    options |= {"program": "resnet18_mnist.py", "images": str(len(images))}
     for flag, text in options.items():
         if saved and saved.options.get(flag) != text:
             raise ValueError(f"{args.resume} was made with {flag} {saved.options.get(flag)}, not {text}")
 
     model = gpipe.models.resnet18(CLASSES, in_channels=1, small_images=args.small_images)
-    balance = args.balance
-    if balance is None:  # the first process measures
-        micro_batch = images[: max(2, args.batch_size // args.chunks)]
-        measured = gpipe.balance.balance_by_time(args.stages, model, micro_batch) if first else []
-        text = ",".join(map(str, measured))
-        balance = [int(layers) for layers in (ranks.share(text) if ranks else text).split(",")]
+    micro_batch = images[: max(2, args.batch_size // args.chunks)]
+    balance = args.balance or gpipe.balance.balance_by_time(args.stages, model, micro_batch)
+    if ranks:  # all take what the first process has measured
+        balance = numbers(ranks.share(",".join(map(str, balance))))
     pipe = gpipe.GPipe(
         model,
         balance,
@@ -181,8 +185,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         if first:
             snapshot.write(args.output / name, whole)
 
-    signals = [0]  # that this process has got
-    stopped = 0  # the signal that ends the training
+    signals, stopped = [0], 0  # the signal that this process has got; the signal that ends the training
 
     def stop(number: int, frame: object) -> None:
         signals[0] = number
@@ -217,8 +220,9 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 break
         else:
             counts, test_loss = confusion(pipe, *test, args.batch_size)
+            accuracy, rate = counts.trace().item() / len(test[0]), optimizer.param_groups[0]["lr"]
             scores = {"epoch": epoch + 1, "train_loss": loss_sum / steps, "test_loss": test_loss}
-            scores |= {"accuracy": counts.trace().item() / len(test[0]), "learning_rate": optimizer.param_groups[0]["lr"]}
+            scores |= {"accuracy": accuracy, "learning_rate": rate}
             epoch, batch, loss_sum = epoch + 1, 0, 0.0
             for name, value in scores.items():
                 history.setdefault(name, []).append(value)

@@ -3,8 +3,9 @@
     python unet_train.py --data DIR --stages 2 --epochs 20
     torchrun --nproc-per-node 2 unet_train.py --data DIR --stages 2 --epochs 20
 
-DIR has the layout of the Carvana data set: imgs/NAME.jpg and masks/NAME_mask.gif, or .png. Writes into --output: the losses
-and scores as history.csv and for TensorBoard, a picture of predictions per epoch, latest.snapshot and best.snapshot.
+DIR has the layout of the Carvana data set: imgs/NAME.jpg and masks/NAME_mask.gif, or .png. Writes into --output: the
+losses and scores as history.csv and for TensorBoard, a picture of predictions per epoch, latest.snapshot and
+best.snapshot.
 """
 
 from __future__ import annotations
@@ -36,20 +37,22 @@ from gpipe.data import PartSampler, collate_part
 PICTURES = 4  # validation images that are drawn after each epoch
 
 
+def positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
+    return int(text)
+
+
+def numbers(text: str) -> list[int]:
+    return [positive(part) for part in text.split(",")]
+
+
 def parse_args() -> argparse.Namespace:
-    def positive(text: str) -> int:
-        if int(text) < 1:
-            raise argparse.ArgumentTypeError(f"must be at least 1, but is {text}")
-        return int(text)
-
-    def numbers(text: str) -> list[int]:
-        return [positive(part) for part in text.split(",")]
-
     parser = argparse.ArgumentParser(
         usage="%(prog)s [options]", allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--data", default="synthetic", metavar="DIR", help="folder with imgs/ and masks/, or 'synthetic' for drawn shapes")
+    add("--data", default="synthetic", metavar="DIR", help="folder with imgs/ and masks/; 'synthetic': drawn shapes")
     add("--samples", type=positive, default=400, help="number of images of 'synthetic'")
     add("--classes", type=positive, default=2, help="number of classes, with the background")
     add("--scale", type=float, default=0.5, help="size of the training images, relative to the first image")
@@ -63,9 +66,10 @@ def parse_args() -> argparse.Namespace:
     add("--batch-size", type=positive, default=8)
     add("--learning-rate", type=float, default=5e-3, help="of Adam at the start; falls to 0 (cosine)")
     add("--amp", action="store_true", help="compute in bfloat16 where that is safe")
-    add("--seed", type=int, default=0)
-    add("--stages", type=positive, default=2)
-    add("--balance", type=numbers, help="layers per stage, such as 5,18; by default stages of equal measured time")
+    add("--seed", type=positive, default=1)
+    cut = parser.add_mutually_exclusive_group().add_argument
+    cut("--stages", type=positive, default=2, help="number of stages, of equal measured time")
+    cut("--balance", type=numbers, help="layers per stage, such as 5,18")
     add("--chunks", type=positive, default=2, help="micro-batches per mini-batch")
     add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
     add("--checkpoint", choices=("never", "except_last", "always"), default="except_last")
@@ -77,25 +81,25 @@ def parse_args() -> argparse.Namespace:
     add("--overwrite", action="store_true", help="replace an earlier training in --output")
     args = parser.parse_args()
     if args.classes < 2:
-        parser.error(f"argument --classes: must be at least 2, but is {args.classes}")
+        parser.error(f"--classes must be at least 2, but is {args.classes}")
     if not 0 < args.scale <= 1:
-        parser.error(f"argument --scale: must be above 0 and at most 1, but is {args.scale}")
+        parser.error(f"--scale must be above 0 and at most 1, but is {args.scale}")
     if not 0 < args.validation < 100:
-        parser.error(f"argument --validation: must be between 0 and 100, but is {args.validation}")
+        parser.error(f"--validation must be between 0 and 100, but is {args.validation}")
     return args
 
 
 def draw_scene(index: int, args: argparse.Namespace) -> tuple[Image.Image, Image.Image]:
-    """Draws an image and its mask: circles in the background, and for each class a polygon, with 3 sides for class 1."""
+    """Draws an image and its mask: grey circles as background, and for each class a polygon of a hue of its own."""
     random = np.random.default_rng([args.seed, index])
-    colors = [tuple(color) for color in random.integers(0, 255, (args.classes + 8, 3)).tolist()]
-    image, mask = Image.new("RGB", (192, 128), colors[0]), Image.new("L", (192, 128))
-    for color, (x, y, radius) in zip(colors[args.classes :], random.integers((0, 0, 4), (192, 128, 24), (8, 3)).tolist()):
-        ImageDraw.Draw(image).ellipse((x - radius, y - radius, x + radius, y + radius), fill=color)
+    greys = random.integers(40, 220, 9).tolist()
+    image, mask = Image.new("RGB", (192, 128), (greys[0],) * 3), Image.new("L", (192, 128))
+    for grey, (x, y, radius) in zip(greys[1:], random.integers((0, 0, 4), (192, 128, 24), (8, 3)).tolist()):
+        ImageDraw.Draw(image).ellipse((x - radius, y - radius, x + radius, y + radius), fill=(grey,) * 3)
     for label in range(1, args.classes):
-        circle = tuple(random.integers((20, 20, 16), (172, 108, 32)).tolist())
-        rotation = int(random.integers(0, 360))
-        ImageDraw.Draw(image).regular_polygon(circle, label + 2, rotation, fill=colors[label])
+        circle, rotation = tuple(random.integers((20, 20, 16), (172, 108, 32)).tolist()), int(random.integers(0, 360))
+        color = tuple(int(255 * part) for part in colorsys.hsv_to_rgb(label / args.classes, *random.uniform(0.4, 1, 2)))
+        ImageDraw.Draw(image).regular_polygon(circle, label + 2, rotation, fill=color)
         ImageDraw.Draw(mask).regular_polygon(circle, label + 2, rotation, fill=label)
     pixels = np.asarray(image) + random.normal(0, 8, (128, 192, 3))
     return Image.fromarray(pixels.clip(0, 255).astype(np.uint8)), mask
@@ -125,7 +129,7 @@ def read_image(path: Path) -> Image.Image:
 class Pictures(Dataset[tuple[Tensor, Tensor]]):
     """Images, float of shape (3, H, W) from 0 to 1, and the class of each pixel, of shape (H, W).
 
-    In masks of two classes, pixels are black or white. Otherwise the grey level, or the index in the palette, is the class.
+    Masks of two classes are black and white. In others, the class is the grey level or the index in the palette.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
@@ -228,7 +232,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
     if args.resume == "auto":
         args.resume = str(latest) if latest.exists() else None
     elif latest.exists() and not args.resume and not args.overwrite:
-        raise ValueError(f"{args.output} holds an earlier training; give --resume {latest}, --overwrite or another --output")
+        raise ValueError(f"{latest} exists; give --resume {latest} to continue, --overwrite or another --output")
     if args.replicas > 1 and ranks is None:
         raise ValueError(f"--replicas is {args.replicas}, but there is one process; start more with torchrun")
     saved = snapshot.read(args.resume) if args.resume else None
@@ -245,8 +249,9 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         raise ValueError(f"--batch-size is {args.batch_size}, but there are {len(to_train)} images to train")
 
     # The flags that decide the result. A snapshot stores them: a run with other values cannot continue it.
-    own = ("classes", "depth", "channels", "bilinear", "validation", "scale", "augment", "batch_size", "learning_rate", "amp")
-    options = {f"--{name.replace('_', '-')}": str(getattr(args, name) + 0) for name in (*own, "seed")}  # True + 0 is 1
+    own = ["classes", "depth", "channels", "bilinear", "validation", "scale", "augment"]
+    own += ["batch_size", "learning_rate", "amp", "seed"]
+    options = {f"--{name.replace('_', '-')}": str(getattr(args, name) + 0) for name in own}  # True + 0 is 1
     options |= {"program": "unet_train.py", "images": str(len(training))}
     for flag, text in options.items():
         if saved and saved.options.get(flag) != text:
@@ -258,12 +263,10 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
         base_channels=args.channels,
         upsampling="linear" if args.bilinear else "transposed",
     )
-    balance = args.balance
-    if balance is None:  # the first process measures
-        micro_batch = torch.rand(max(2, args.batch_size // args.replicas // args.chunks), 3, *training.size[::-1])
-        measured = gpipe.balance.balance_by_time(args.stages, model, micro_batch) if first else []
-        text = ",".join(map(str, measured))
-        balance = [int(layers) for layers in (ranks.share(text) if ranks else text).split(",")]
+    micro_batch = torch.rand(max(2, args.batch_size // args.replicas // args.chunks), 3, *training.size[::-1])
+    balance = args.balance or gpipe.balance.balance_by_time(args.stages, model, micro_batch)
+    if ranks:  # all take what the first process has measured
+        balance = numbers(ranks.share(",".join(map(str, balance))))
     pipe = gpipe.GPipe(
         model,
         balance,
@@ -313,8 +316,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             generator=torch.Generator(),  # the loader draws a seed, which must not change the training's random numbers
         )
 
-    signals = [0]  # that this process has got
-    stopped = 0  # the signal that ends the training
+    signals, stopped = [0], 0  # the signal that this process has got; the signal that ends the training
 
     def stop(number: int, frame: object) -> None:
         signals[0] = number
@@ -325,7 +327,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
     signal.signal(signal.SIGTERM, stop)
     events = SummaryWriter(str(args.output), purge_step=epoch * steps + batch + 1) if first else None
     if first:
-        print(f"{len(to_train)} images to train, {kept} to validate, {training.size[0]}x{training.size[1]}, balance {balance}")
+        print(f"{len(to_train)} images to train, {kept} to validate, of size {training.size}, balance {balance}")
     autocast = torch.autocast(pipe.devices[0].type, torch.bfloat16, enabled=args.amp)
     while epoch < args.epochs and not stopped:
         # The order depends on the epoch alone, so that a run that continues within an epoch has the same mini-batches.
