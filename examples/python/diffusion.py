@@ -59,18 +59,18 @@ def parse_args() -> argparse.Namespace:
     add("--size", type=positive, default=16, help="width and height of the images, in pixels")
     add("--depth", type=positive, default=2, help="how often the U-Net halves the resolution")
     add("--channels", type=positive, default=16, help="channels of the U-Net at full resolution")
-    add("--epochs", type=positive, default=10)
-    add("--batch-size", type=positive, default=64)
+    add("--epochs", type=positive, default=10, help="passes over the training images")
+    add("--batch-size", type=positive, default=64, help="images per mini-batch")
     add("--learning-rate", type=float, default=2e-3, help="of Adam at the start; falls to 0 (cosine)")
-    add("--seed", type=positive, default=1)
+    add("--seed", type=positive, default=1, help="of weights, order and drawn data")
     cut = parser.add_mutually_exclusive_group().add_argument
     cut("--stages", type=positive, default=2, help="number of stages, of equal measured time")
     cut("--balance", type=numbers, help="layers per stage, such as 40,60")
     add("--chunks", type=positive, default=2, help="micro-batches per mini-batch")
     add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
-    add("--checkpoint", choices=("never", "except_last", "always"), default="never")
+    add("--checkpoint", choices=("never", "except_last", "always"), default="never", help="what is recomputed")
     add("--devices", type=lambda text: text.split(","), help="one per worker; by default the GPUs, or the CPU")
-    add("--output", type=Path, default=Path("out/diffusion"), metavar="DIR")
+    add("--output", type=Path, default=Path("out/diffusion"), metavar="DIR", help="folder for the results")
     add("--resume", metavar="FILE", help="snapshot to continue from")
     add("--overwrite", action="store_true", help="replace an earlier training in --output")
     args = parser.parse_args()
@@ -193,7 +193,8 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             history=history | {"loss_sum": [loss_sum]},
         )
         whole = snapshot.gather(pipe, mine)
-        if first:
+        if events:
+            events.flush()  # a run that continues from the file has all events before it
             snapshot.write(args.output / name, whole)
 
     signals, stopped = [0], 0  # the signal that this process has got; the signal that ends the training
@@ -256,7 +257,6 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 events.add_image("samples", np.asarray(picture), epoch * steps, dataformats="HW")
                 for name, value in scores.items():
                     events.add_scalar(f"epoch/{name}", value, epoch * steps)
-                events.flush()
                 print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()), flush=True)
             if scores["recognized"] == max(history["recognized"]):
                 save("best.snapshot")

@@ -50,18 +50,18 @@ def parse_args() -> argparse.Namespace:
     add("--data", default="synthetic", metavar="DIR", help="folder with MNIST's files, or 'synthetic' for drawn digits")
     add("--samples", type=positive, default=6000, help="number of training images of 'synthetic'")
     add("--small-images", action="store_true", help="keep the resolution at first: more accurate, 15 times the work")
-    add("--epochs", type=positive, default=5)
-    add("--batch-size", type=positive, default=64)
+    add("--epochs", type=positive, default=5, help="passes over the training images")
+    add("--batch-size", type=positive, default=64, help="images per mini-batch")
     add("--learning-rate", type=float, default=2e-3, help="of Adam at the start; falls to 0 (cosine)")
-    add("--seed", type=positive, default=1)
+    add("--seed", type=positive, default=1, help="of weights, order and drawn data")
     cut = parser.add_mutually_exclusive_group().add_argument
     cut("--stages", type=positive, default=2, help="number of stages, of equal measured time")
     cut("--balance", type=numbers, help="layers per stage, such as 40,31")
     add("--chunks", type=positive, default=4, help="micro-batches per mini-batch")
     add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
-    add("--checkpoint", choices=("never", "except_last", "always"), default="except_last")
+    add("--checkpoint", choices=("never", "except_last", "always"), default="except_last", help="what is recomputed")
     add("--devices", type=lambda text: text.split(","), help="one per worker; by default the GPUs, or the CPU")
-    add("--output", type=Path, default=Path("out/resnet18_mnist"), metavar="DIR")
+    add("--output", type=Path, default=Path("out/resnet18_mnist"), metavar="DIR", help="folder for the results")
     add("--resume", metavar="FILE", help="snapshot to continue from")
     add("--overwrite", action="store_true", help="replace an earlier training in --output")
     return parser.parse_args()
@@ -69,14 +69,13 @@ def parse_args() -> argparse.Namespace:
 
 def read_idx(path: Path, dimensions: int) -> Tensor:
     """Reads a file of MNIST: a header, with the type 8 of bytes and the sizes, and bytes."""
-    data = path.read_bytes()
-    header = np.frombuffer(data[: 4 + 4 * dimensions], ">u4")
-    if len(header) != 1 + dimensions or header[0] != 0x800 + dimensions:
+    data, size = path.read_bytes(), 4 + 4 * dimensions
+    if len(data) < size or data[:4] != bytes([0, 0, 8, dimensions]):
         raise ValueError(f"{path} is not a file of MNIST with {dimensions} dimensions, or is compressed; gunzip it")
-    if len(data) != header.nbytes + math.prod(header[1:].tolist()):
-        raise ValueError(f"{path} has {len(data)} bytes, which are not those of {'x'.join(map(str, header[1:]))} items")
-    items = np.frombuffer(data, np.uint8, offset=header.nbytes).reshape(header[1:].tolist())
-    return torch.tensor(items)
+    shape = np.frombuffer(data[4:size], ">u4").tolist()
+    if len(data) - size != math.prod(shape):
+        raise ValueError(f"{path} has {len(data) - size} bytes after its header, which announces {shape} items")
+    return torch.tensor(np.frombuffer(data, np.uint8, offset=size).reshape(shape))
 
 
 def read_digits(folder: Path, part: str) -> tuple[Tensor, Tensor]:
@@ -182,7 +181,8 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             history=history | {"loss_sum": [loss_sum]},
         )
         whole = snapshot.gather(pipe, mine)
-        if first:
+        if events:
+            events.flush()  # a run that continues from the file has all events before it
             snapshot.write(args.output / name, whole)
 
     signals, stopped = [0], 0  # the signal that this process has got; the signal that ends the training
@@ -231,7 +231,6 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                     csv.writer(file).writerows([history, *zip(*history.values())])
                 for name, value in scores.items():
                     events.add_scalar(f"epoch/{name}", value, epoch * steps)
-                events.flush()
                 print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()))
                 print("true class and the numbers of images by their predicted class:")
                 for label, row in enumerate([[*range(CLASSES)], *counts.tolist()]):

@@ -62,20 +62,20 @@ def parse_args() -> argparse.Namespace:
     add("--depth", type=positive, default=3, help="how often the U-Net halves the resolution")
     add("--channels", type=positive, default=8, help="channels of the U-Net at full resolution")
     add("--bilinear", action="store_true", help="upsample by interpolation instead of transposed convolutions")
-    add("--epochs", type=positive, default=24)
-    add("--batch-size", type=positive, default=8)
+    add("--epochs", type=positive, default=24, help="passes over the training images")
+    add("--batch-size", type=positive, default=8, help="images per mini-batch")
     add("--learning-rate", type=float, default=5e-3, help="of Adam at the start; falls to 0 (cosine)")
     add("--amp", action="store_true", help="compute in bfloat16 where that is safe")
-    add("--seed", type=positive, default=1)
+    add("--seed", type=positive, default=1, help="of weights, order and drawn data")
     cut = parser.add_mutually_exclusive_group().add_argument
     cut("--stages", type=positive, default=2, help="number of stages, of equal measured time")
     cut("--balance", type=numbers, help="layers per stage, such as 5,18")
     add("--chunks", type=positive, default=2, help="micro-batches per mini-batch")
     add("--schedule", default="gpipe", help=f"{', '.join(gpipe.SCHEDULES)}, or @FILE")
-    add("--checkpoint", choices=("never", "except_last", "always"), default="except_last")
+    add("--checkpoint", choices=("never", "except_last", "always"), default="except_last", help="what is recomputed")
     add("--devices", type=lambda text: text.split(","), help="one per worker; by default the GPUs, or the CPU")
     add("--replicas", type=positive, default=1, help="equal pipelines that share a mini-batch, over processes")
-    add("--output", type=Path, default=Path("out/unet"), metavar="DIR")
+    add("--output", type=Path, default=Path("out/unet"), metavar="DIR", help="folder for the results")
     add("--resume", metavar="FILE", help="snapshot to continue from; auto: the one in --output, if there is one")
     add("--snapshot-every", type=positive, metavar="STEPS", help="write latest.snapshot also within epochs")
     add("--overwrite", action="store_true", help="replace an earlier training in --output")
@@ -219,10 +219,9 @@ def evaluate(pipe: gpipe.GPipe, loader: DataLoader[Any], count: int, args: argpa
     return scores
 
 
-def ignore_signals(worker: int) -> None:
-    """A terminal sends Ctrl-C to the processes that load images too."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def ignore_interrupt(worker: int) -> None:
+    """Ctrl-C reaches the processes that load images too."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
@@ -302,7 +301,8 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             history=history | {"loss_sum": [loss_sum]},
         )
         whole = snapshot.gather(pipe, mine)
-        if first:
+        if events:
+            events.flush()  # a run that continues from the file has all events before it
             snapshot.write(args.output / name, whole)
 
     def batches(pictures: Pictures, indices: list[int]) -> DataLoader[Any]:
@@ -312,7 +312,7 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
             batch_sampler=PartSampler(sampler, ranks) if ranks else sampler,
             collate_fn=collate_part(pictures),
             num_workers=args.workers,
-            worker_init_fn=ignore_signals,
+            worker_init_fn=ignore_interrupt,
             generator=torch.Generator(),  # the loader draws a seed, which must not change the training's random numbers
         )
 
@@ -372,7 +372,6 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 events.add_image("predictions", np.asarray(picture), epoch * steps, dataformats="HWC")
                 for name, value in scores.items():
                     events.add_scalar(f"epoch/{name}", value, epoch * steps)
-                events.flush()
                 print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()), flush=True)
             if scores["val_dice"] == max(history["val_dice"]):
                 save("best.snapshot")

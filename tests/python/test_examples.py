@@ -1,8 +1,11 @@
-"""The training programs in Python, compared with those in C++."""
+"""The programs of examples/python, as users run them."""
 
 import csv
+import importlib
 import os
 import re
+import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,294 +14,281 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-import programs
+import gpipe
 from gpipe import snapshot
-from training import EXAMPLES, UNET, UNET_CUT, data, history, run  # noqa: F401
+from processes import launcher, on_cpu
 
-import resnet18_mnist
-import unet_train
-from common.history import History
-from common.options import to_flag
-from mnist.confusion import draw_confusion
-from PIL import Image
+np = pytest.importorskip("numpy")
+Image = pytest.importorskip("PIL.Image")
+accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+pytest.importorskip("tqdm")
+EXAMPLES = Path(__file__).parents[2] / "examples" / "python"
+sys.path.insert(0, str(EXAMPLES))
 
-
-MNIST = ["--samples", "60", "--batch-size", "20", "--chunks", "5", "--epochs", "1", "--balance", "40,31"]
-# Sums are in another order, and LibTorch and Python compute Adam's formula differently.
-NEAR = 2e-3
-
-
-def assert_near(rows, expected):
-    assert len(rows) == len(expected)
-    for row, expected_row in zip(rows, expected, strict=True):
-        assert row == pytest.approx(expected_row, rel=NEAR, abs=NEAR)
+# Three steps per epoch. The U-Net has 13 images to train and 1 to validate.
+FLAGS = {
+    "unet_train": "--samples 14 --batch-size 4 --depth 1 --channels 4 --scale 0.1 --augment --workers 0 --classes 3",
+    "resnet18_mnist": "--samples 60 --batch-size 20 --chunks 2",
+    "diffusion": "--samples 48 --batch-size 16 --size 8 --depth 1 --channels 4",
+}
+BALANCES = {"unet_train": ("5,18", "11,12"), "resnet18_mnist": ("40,31", "60,11"), "diffusion": ("30,58", "50,38")}
+BALANCED = {name: [*FLAGS[name].split(), "--balance", balances[0]] for name, balances in BALANCES.items()}
 
 
-def test_any_model_learns():
-    pytest.importorskip("transformers")
-    done = subprocess.run(
-        [sys.executable, EXAMPLES / "any_model.py"], capture_output=True, text=True, timeout=300, check=True
-    )
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
-    assert len(losses) == 4 and losses[-1] < losses[0] / 1.5
+@pytest.fixture(autouse=True)
+def signals(one_thread):
+    """The programs replace the handlers of signals."""
+    handlers = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for each, handler in handlers.items():
+        signal.signal(each, handler)
 
 
-def test_unet_writes_the_files_that_it_lists(tmp_path, capsys):
-    trace = tmp_path / "trace.json"
-    flags = ["--samples", "10", "--size", "64x48", "--classes", "3", "--epochs", "3", "--stages", "3", "--trace", trace]
-    assert run(unet_train, *UNET, *flags, "--chunks", "1", "--amp", "--bilinear", "--output", tmp_path) == 0
-    output = capsys.readouterr().out
-    assert "at 16x12, 3 classes" in output and "model: U-Net, 24 layers" in output
-    written = [Path(line.strip()) for line in output.partition("\nwrote\n")[2].splitlines()]
-    assert {path.name for path in written if "tfevents" not in path.name} == {
-        "synthetic_10_64x48_3",
-        "history.csv",
-        *(f"epoch_{epoch:03}.png" for epoch in (1, 2, 3)),
-        "best.snapshot",
-        "latest.snapshot",
-        "trace.json",
-    }
-    assert all(path.exists() for path in written)
-    assert '"traceEvents"' in trace.read_text()
-    header, rows = history(tmp_path)
-    assert header[2:7] == ["val_dice", "val_iou", "val_loss", "val_dice_1", "val_dice_2"]
-    assert [row[0] for row in rows] == [1, 2, 3]
-    (events,) = (path for path in written if "tfevents" in path.name)
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    read = EventAccumulator(str(events)).Reload()
-    assert [point.value for point in read.Scalars("loss/train")] == pytest.approx([row[1] for row in rows], rel=1e-5)
-    assert [point.value for point in read.Scalars("dice/val_2")] == pytest.approx([row[6] for row in rows], rel=1e-5)
-    assert [point.step for point in read.Scalars("loss/train_step")] == list(range(1, 10))
-    assert set(read.Tags()["scalars"]) == {
-        *("loss/train", "loss/train_step", "loss/val", "dice/val", "dice/val_1", "dice/val_2", "iou/val"),
-        *("training/learning_rate", "training/images_per_second"),
-    }
-    assert [picture.step for picture in read.Images("predictions/val")] == [1, 2, 3]
-    with Image.open(tmp_path / "epoch_001.png") as picture:
-        assert picture.width == 3 * 256 + 8
+def run(name, *flags):
+    """Runs a program in this process and returns its exit code."""
+    if name == "diffusion":
+        pytest.importorskip("diffusers")
+    program, arguments = importlib.import_module(name), sys.argv
+    sys.argv = [name, *map(str, flags)]
+    try:
+        return program.main()
+    except SystemExit as stop:  # of argparse
+        return stop.code
+    finally:
+        sys.argv = arguments
 
 
-def test_unet_trains_as_in_cpp(data, tmp_path, capsys):
-    flags = [*UNET_CUT, "--data", data, "--augment", "--clip", "1", "--learning-rate-schedule", "plateau", "-l", "0.0001"]
-    cpp, python = tmp_path / "cpp", tmp_path / "python"
-    programs.run("unet/unet_train", *flags, "--epochs", "1", "--output", cpp)
-    assert run(unet_train, *flags, "--epochs", "1", "--output", python) == 0
-    header, rows = history(cpp)
-    assert history(python)[0] == header
-    assert_near(history(python)[1], rows)
-    ours, theirs = snapshot.read(python / "latest.snapshot"), snapshot.read(cpp / "latest.snapshot")
-    assert ours.options == theirs.options
-    assert torch.equal(ours.random, theirs.random)
-    for name, tensor in theirs.model.items():
-        torch.testing.assert_close(ours.model[name], tensor, rtol=NEAR, atol=NEAR)
+def at_step(number, act):
+    """A method `step` of pipelines that first acts at one of its calls."""
+    step, calls = gpipe.GPipe.step, []
 
-    # Each program resumes the other's training.
-    resumed = [*flags, "--epochs", "2", "--resume"]
-    assert run(unet_train, *resumed, cpp / "latest.snapshot", "--output", tmp_path / "python_on", "--chunks", "2") == 0
-    programs.run("unet/unet_train", *resumed, python / "latest.snapshot", "--output", tmp_path / "cpp_on")
-    assert_near(history(tmp_path / "python_on")[1], history(tmp_path / "cpp_on")[1])
-    assert len(history(tmp_path / "python_on")[1]) == 2
+    def replacement(*arguments, **options):
+        calls.append(None)
+        if len(calls) == number:
+            act()
+        return step(*arguments, **options)
 
-    capsys.readouterr()
-    for other, message in [
-        (["--channels", "5"], "was made with --channels 4, not 5; give the same value, or train without --resume"),
-        (["--epochs", "1"], "has 1 epochs already, and --epochs is 1: nothing is left to train; give more --epochs"),
-    ]:
-        latest = cpp / "latest.snapshot"
-        assert run(unet_train, *resumed, latest, "--output", tmp_path / "refused", *other) == 1
-        assert message in capsys.readouterr().err
-
-    # The C++ programs find the images that were kept for validation.
-    best = python / "best.snapshot"
-    part = ["--data", data, "--part", "validation", "--output", tmp_path / "scores"]
-    assert "wrote" in programs.run("unet/unet_evaluate", "--model", best, *part)
-    programs.run("unet/unet_predict", "--model", best, "--input", data / "imgs", "--output", tmp_path / "masks")
-    assert len(list((tmp_path / "masks").glob("*_mask.png"))) == 12
-
-
-def test_schedules_that_sum_in_the_same_order_train_the_same(data, tmp_path, capsys):
-    lists = tmp_path / "lists"
-    lists.write_text("".join(f"{s}F0 {s}F1 {s}F2 {s}B2 {s}B1 {s}B0\n" for s in range(4)))
-    # 10 training images: mini-batches of 5, in micro-batches of 2, 2 and 1.
-    flags = ["--data", data, *UNET, "--batch-size", "5", "--chunks", "3", "--epochs", "2", "--balance", "5,6,6,6", "--validation", "17"]
-    runs = {
-        "gpipe": [],
-        "gpipe_2": ["--stages-per-worker", "2"],
-        "looped_bfs": ["--schedule", "looped_bfs", "--stages-per-worker", "2", "--checkpoint", "always"],
-        "file": ["--schedule", f"@{lists}"],
-        "1f1b": ["--schedule", "1f1b", "--checkpoint", "never"],
-        "zb_h1": ["--schedule", "zb_h1"],
-        "zb_v": ["--schedule", "zb_v"],
-        "interleaved_1f1b": ["--schedule", "interleaved_1f1b", "--stages-per-worker", "2"],
-    }
-    results = {}
-    for name, more in runs.items():
-        assert run(unet_train, *flags, *more, "--output", tmp_path / name) == 0
-        weights = snapshot.read(tmp_path / name / "latest.snapshot").model
-        results[name] = (history(tmp_path / name), {key: value.tolist() for key, value in weights.items()})
-    assert results["gpipe"] == results["gpipe_2"] == results["looped_bfs"] == results["file"]
-    assert results["1f1b"] == results["zb_h1"] == results["zb_v"] == results["interleaved_1f1b"] != results["gpipe"]
-    output = capsys.readouterr().out
-    assert "schedule interleaved_1f1b, checkpoint except_last" in output
-    assert "stage 3: 6 layers" in output and "parameters, on worker 1, cpu; predicted: " in output
-    assert re.search(r"^predicted memory per worker: [^,]*iB, [^,]*iB$", output, re.MULTILINE)
-
-
-def test_unet_resumes_after_a_signal_to_all_processes(data, tmp_path):
-    """With another number of stages, another checkpoint mode and other workers. The data loaders get the signal too."""
-    # 8 images for training. 2 chunks and 3 chunks cut mini-batches of 4 alike, into 2 and 2.
-    flags = [*UNET_CUT, "--data", data, "--validation", "33", "--augment", "--epochs", "20"]
-    # The same number of threads per stage, whatever the number of stages.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    command = [sys.executable, str(EXAMPLES / "unet_train.py")]
-
-    def start(*more, output):
-        handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a child inherits an ignored signal
-        try:
-            return subprocess.Popen(
-                list(map(str, [*command, *flags, *more, "--output", output])),
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                start_new_session=True,
-            )
-        finally:
-            signal.signal(signal.SIGINT, handler)
-
-    def finish(process, code):
-        output = process.communicate(timeout=120)[0]
-        assert process.returncode == code, output
-        return output
-
-    whole = tmp_path / "whole"
-    finish(start(output=whole), 0)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        halves = tmp_path / number.name
-        stopped = start("--workers", "2", output=halves)
-        csv_file = halves / "history.csv"
-        while stopped.poll() is None and not (csv_file.exists() and len(csv_file.read_text().splitlines()) > 3):
-            time.sleep(0.01)
-        if stopped.poll() is None:
-            os.killpg(stopped.pid, number)
-        output = finish(stopped, 128 + number)
-        latest = halves / "latest.snapshot"
-        assert f"--resume {latest}" in output
-        assert 3 <= len(history(halves)[1]) < 20
-        more = ["--balance", "5,10,8", "--chunks", "3", "--checkpoint", "always", "--resume", latest]
-        finish(start(*more, output=halves), 0)
-        assert history(halves) == history(whole)
-        ours, theirs = snapshot.read(latest), snapshot.read(whole / "latest.snapshot")
-        assert ours.model.keys() == theirs.model.keys()
-        assert all(torch.equal(ours.model[name], theirs.model[name]) for name in theirs.model)
-        assert torch.equal(ours.random, theirs.random)
-
-
-def test_unet_prints_the_profile_only_on_request(data, tmp_path, capsys):
-    flags = [*UNET_CUT, "--data", data, "--epochs", "1", "--overwrite", "--output", tmp_path]
-    assert run(unet_train, *flags) == 0
-    output = capsys.readouterr().out
-    assert "costs of each layer" not in output
-    assert "plan: balance 5,18 (as given), 2 micro-batches, checkpoint except_last, schedule gpipe\n" in output
-    assert re.search(r"^stage 1: 18 layers, .*; predicted: .*s per micro-batch, .*iB$", output, re.MULTILINE)
-    assert re.search(r"^predicted step: .*s, bubble \d+ %$", output, re.MULTILINE)
-    assert run(unet_train, *flags, "--profile") == 0
-    assert re.search(r"^22 +head ", capsys.readouterr().out, re.MULTILINE)
-
-
-def test_overwrite_removes_the_outputs_of_the_earlier_training_alone(data, tmp_path):
-    flags = [*UNET_CUT, "--data", data, "--output", tmp_path]
-    assert run(unet_train, *flags, "--epochs", "2") == 0
-    others = [tmp_path / name for name in ("notes.txt", "epoch_mine.png", "events.out.tfevents.1.other")]
-    for path in others:
-        path.write_text("mine")
-    (tmp_path / "history.csv.tmp").touch()
-    assert run(unet_train, *flags, "--epochs", "1", "--overwrite") == 0
-    assert [path.name for path in sorted(tmp_path.glob("epoch_0*.png"))] == ["epoch_001.png"]
-    assert len(list(tmp_path.glob("events.out.tfevents.*.gpipe"))) == 1
-    assert not (tmp_path / "history.csv.tmp").exists()
-    assert all(path.read_text() == "mine" for path in others)
-
-
-def test_unet_keeps_an_earlier_training(data, tmp_path, capsys):
-    flags = [*UNET_CUT, "--data", data, "--learning-rate-schedule", "plateau", "--output", tmp_path]
-    assert run(unet_train, *flags, "--epochs", "2") == 0
-
-    def contents():
-        return {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    before = contents()
-    capsys.readouterr()
-    assert run(unet_train, *flags, "--epochs", "2") == 1
-    error = capsys.readouterr().err
-    assert "holds an earlier training (latest.snapshot, best.snapshot, history.csv)" in error
-    assert f"--resume {tmp_path / 'latest.snapshot'}" in error and "--overwrite" in error
-    assert run(unet_train, *flags, "--epochs", "2", "--resume", tmp_path / "latest.snapshot") == 1
-    assert "has 2 epochs already, and --epochs is 2: nothing is left to train" in capsys.readouterr().err
-    assert contents() == before
-
-    assert run(unet_train, *flags, "--epochs", "1", "--overwrite") == 0
-    assert [row[0] for row in history(tmp_path)[1]] == [1]
-    # A run that is resumed with more epochs ends as one run of all epochs.
-    assert run(unet_train, *flags, "--epochs", "2", "--resume", tmp_path / "latest.snapshot") == 0
-    (tmp_path / "whole.csv").write_bytes(before["history.csv"])
-    with open(tmp_path / "whole.csv", newline="") as file:
-        whole = [row[:-1] for row in csv.reader(file)]
-    with open(tmp_path / "history.csv", newline="") as file:
-        assert [row[:-1] for row in csv.reader(file)] == whole
+    return replacement
 
 
 @pytest.fixture(scope="module")
-def resnet(tmp_path_factory):
-    """The output folder of a run."""
-    folder = tmp_path_factory.mktemp("resnet")
-    assert run(resnet18_mnist, *MNIST, "--output", folder) == 0
-    yield folder
-    for path in folder.glob("*.snapshot"):  # they are large
-        path.unlink()
+def trained(tmp_path_factory):
+    """Returns the output folder of two epochs of a program."""
+    folders = {}
+
+    def train(name):
+        if name not in folders:
+            folders[name] = tmp_path_factory.mktemp(name)
+            assert run(name, *BALANCED[name], "--epochs", 2, "--output", folders[name]) == 0
+        return folders[name]
+
+    return train
 
 
-def test_resnet_writes_its_outputs(resnet):
-    header, rows = history(resnet)
-    assert header[:4] == ["epoch", "train_loss", "accuracy", "test_loss"] and len(rows) == 1
-    assert (resnet / "best.snapshot").exists() and (resnet / "confusion_001.png").stat().st_size > 1000
-    saved = snapshot.read(resnet / "latest.snapshot")
-    assert saved.options["images"] == "60" and saved.optimizer["state"]["conv1.weight"]["step"] == 3
+def rows(folder):
+    with open(folder / "history.csv", newline="") as file:
+        return [{name: float(value) for name, value in row.items()} for row in csv.DictReader(file)]
 
 
-def test_resnet_trains_as_in_cpp(resnet, tmp_path):
-    programs.run("resnet18_mnist/resnet18_mnist", *MNIST, "--data", resnet / "digits", "--output", tmp_path)
-    header, rows = history(tmp_path)
-    assert history(resnet)[0] == header
-    # At this learning rate, the scores differ after three steps.
-    assert history(resnet)[1][0][:2] == pytest.approx(rows[0][:2], rel=0.02)
-    ours, theirs = (snapshot.read(folder / "latest.snapshot") for folder in (resnet, tmp_path))
-    assert ours.options == theirs.options and ours.model.keys() == theirs.model.keys()
-    for path in tmp_path.glob("*.snapshot"):
-        path.unlink()
+def steps(folder):
+    """The losses of all steps that TensorBoard has."""
+    losses = {}
+    for path in folder.glob("events.out.tfevents.*"):
+        events = accumulator.EventAccumulator(str(path)).Reload()
+        if "loss/train_step" in events.Tags()["scalars"]:
+            losses |= {point.step: point.value for point in events.Scalars("loss/train_step")}
+    return losses
 
 
-def test_failed_history_leaves_no_temporary_file(tmp_path):
-    (tmp_path / "history.csv").write_text("older")
-    with pytest.raises(TypeError):
-        History(tmp_path / "history.csv", ["epoch"], [None])
-    assert [path.name for path in tmp_path.iterdir()] == ["history.csv"]
-    assert (tmp_path / "history.csv").read_text() == "older"
+def assert_same(folder, other):
+    assert (folder / "history.csv").read_text() == (other / "history.csv").read_text()
+    assert steps(folder) == steps(other)
+    for name in ("latest.snapshot", "best.snapshot"):
+        assert (folder / name).read_bytes() == (other / name).read_bytes()
 
 
-def test_confusion_shows_accuracy_and_axes():
-    half, whole = draw_confusion(torch.tensor([[5, 5], [5, 5]])), draw_confusion(torch.tensor([[5, 0], [0, 5]]))
-    assert half.size == whole.size
-    title = (0, 0, half.width, 36)
-    assert half.crop(title).tobytes() != whole.crop(title).tobytes()
-    for names in ((96, 36, half.width, 60), (0, 88, 60, half.height)):
-        assert half.crop(names).getextrema()[1] > 200
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_program_learns_and_writes_its_results(name, trained):
+    folder = trained(name)
+    history = rows(folder)
+    assert [row["epoch"] for row in history] == [1, 2]
+    assert history[1]["train_loss"] < history[0]["train_loss"]
+    score = {"unet_train": "val_dice", "resnet18_mnist": "accuracy", "diffusion": "recognized"}[name]
+    assert all(0 <= row[score] <= 1 for row in history)
+    assert list(steps(folder)) == list(range(1, 7))
+    best = max(range(2), key=lambda epoch: (history[epoch][score], epoch))
+    assert snapshot.read(folder / "best.snapshot").epoch == best + 1
+    if name != "resnet18_mnist":
+        sizes = {Image.open(folder / f"epoch_{epoch:03}.png").size for epoch in (1, 2)}
+        assert sizes == {(3 * 23, 17) if name == "unet_train" else (4 * 80, 4 * 48)}
 
 
-def test_numbers_are_stored_as_in_cpp():
-    numbers = [0.0, 10.0, 0.005, 1e-3, 1e-4, 1e-05, 12.5, 100000.0, 1 / 3, 2.5e-7]
-    expected = ["0", "10", "0.005", "0.001", "1e-04", "1e-05", "12.5", "1e+05", "0.3333333333333333", "2.5e-07"]
-    assert [to_flag(number) for number in numbers] == expected
+@pytest.mark.parametrize("name", FLAGS)
+def test_a_stopped_training_continues_exactly(name, trained, tmp_path, monkeypatch, capsys):
+    """Ctrl-C within the second epoch. The rest has another cut, checkpoint mode and schedule of the same order of sums."""
+    with monkeypatch.context() as patch:
+        patch.setattr(gpipe.GPipe, "step", at_step(5, lambda: signal.raise_signal(signal.SIGINT)))
+        assert run(name, *BALANCED[name], "--epochs", 2, "--output", tmp_path) == 128 + signal.SIGINT
+    latest = tmp_path / "latest.snapshot"
+    assert f"--resume {latest}" in capsys.readouterr().out
+    saved = snapshot.read(latest)
+    assert (saved.epoch, saved.position) == (1, {"batch": 2})
+    more = ["--balance", BALANCES[name][1], "--checkpoint", "always", "--schedule", "looped_bfs", "--resume", latest]
+    assert run(name, *FLAGS[name].split(), *more, "--epochs", 2, "--output", tmp_path) == 0
+    assert_same(tmp_path, trained(name))
+
+
+def test_a_killed_training_continues_from_the_latest_snapshot(trained, tmp_path, monkeypatch, capsys):
+    class Killed(BaseException):
+        """Leaves the files as a kill does."""
+
+    def kill():
+        raise Killed
+
+    flags = [*BALANCED["unet_train"], "--epochs", 2, "--snapshot-every", 2, "--resume", "auto", "--output", tmp_path]
+    for moment in (1, 3, 4):
+        with monkeypatch.context() as patch:
+            patch.setattr(gpipe.GPipe, "step", at_step(moment, kill))
+            with pytest.raises(Killed):
+                run("unet_train", *flags)
+    assert run("unet_train", *flags) == 0
+    assert_same(tmp_path, trained("unet_train"))
+    assert run("unet_train", *flags) == 0
+    assert "done: 2 epochs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, message", [
+    ("--epochs 0", "argument --epochs: must be at least 1, but is 0"),
+    ("--epochs many", "argument --epochs: invalid positive value: 'many'"),
+    ("--epoch 3", "unrecognized arguments: --epoch 3"),
+    ("--stages 3", "argument --stages: not allowed with argument --balance"),
+    ("--scale nan", "--scale must be above 0 and at most 1, but is nan"),
+    ("--classes 1", "--classes must be at least 2, but is 1"),
+    ("--validation 100", "--validation must be between 0 and 100, but is 100"),
+    ("--balance 1,2", "balance [1, 2] sums to 3, but the model has 23 layers"),
+    ("--devices gpu", "device type at start of device string: gpu"),
+    ("--devices cpu", "error: [gpipe] "),
+    ("--schedule never", "unknown schedule 'never'; choose one of gpipe"),
+    ("--batch-size 40", "--batch-size is 40, but there are 13 images to train"),
+    ("--samples 1", "synthetic has 1 images; give at least two"),
+    ("--replicas 2", "--replicas is 2, but there is one process"),
+    ("--learning-rate -1", "Invalid learning rate: -1"),
+    ("--learning-rate 1e30", "the loss is not finite; try a lower --learning-rate"),
+    ("--data no-such-folder", "No such file or directory: 'no-such-folder/imgs'"),
+    ("--resume no-such-file", "No such file or directory: 'no-such-file'"),
+    (f"--resume {__file__}", "the file is not a zip archive"),
+    ("--output /proc/output", "'/proc/output'"),
+])  # fmt: skip
+def test_wrong_flags_are_refused_in_one_line(flags, message, tmp_path, capsys):
+    assert run("unet_train", *BALANCED["unet_train"], "--epochs", 2, "--output", tmp_path, *flags.split()) in (1, 2)
+    error = capsys.readouterr().err
+    assert message in error and len(error.replace("usage: unet_train [options]\n", "").splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_an_earlier_training_is_kept(name, trained, tmp_path, capsys):
+    latest = trained(name) / "latest.snapshot"
+    before = latest.read_bytes()
+    assert run(name, *BALANCED[name], "--output", latest.parent) == 1
+    assert f"{latest} exists; give --resume {latest} to continue" in capsys.readouterr().err
+    assert run(name, *BALANCED[name], "--seed", 2, "--resume", latest, "--output", tmp_path) == 1
+    assert f"{latest} was made with --seed 1, not 2" in capsys.readouterr().err
+    assert latest.read_bytes() == before
+
+
+@pytest.fixture
+def carvana(tmp_path):
+    """A folder in the layout of the Carvana data set, with masks in black and white."""
+    for folder in ("imgs", "masks"):
+        (tmp_path / "data" / folder).mkdir(parents=True)
+    for index in range(6):
+        pixels = np.zeros((32, 48), np.uint8)
+        pixels[8:24, 6 * index : 6 * index + 16] = 255
+        Image.fromarray(np.stack([pixels, 255 - pixels, pixels], 2)).save(tmp_path / "data" / "imgs" / f"{index}.jpg")
+        Image.fromarray(pixels).convert("1").save(tmp_path / "data" / "masks" / f"{index}_mask.gif")
+    return tmp_path / "data"
+
+
+CARVANA = "--depth 1 --channels 4 --scale 0.5 --batch-size 4 --balance 5,18 --learning-rate 0.02 --workers 0".split()
+
+
+def test_unet_learns_from_carvanas_files(carvana, tmp_path):
+    assert run("unet_train", *CARVANA, "--data", carvana, "--epochs", 20, "--amp", "--output", tmp_path / "out") == 0
+    assert rows(tmp_path / "out")[-1]["val_dice"] > 0.9
+
+
+@pytest.mark.parametrize("change, message", [
+    (lambda data: (data / "masks" / "3_mask.gif").unlink(), "3.jpg has no mask"),
+    (lambda data: (data / "imgs" / "2.jpg").write_text("hello"), "2.jpg: cannot identify image file"),
+    (lambda data: os.truncate(data / "imgs" / "2.jpg", 700), "2.jpg: image file is truncated"),
+    (lambda data: Image.new("1", (8, 8)).save(data / "masks" / "1_mask.gif"), "has the size (48, 32), but its mask has (8, 8)"),
+    (shutil.rmtree, "No such file or directory"),
+])  # fmt: skip
+def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path, capsys):
+    change(carvana)
+    assert run("unet_train", *CARVANA, "--data", carvana, "--epochs", 1, "--output", tmp_path / "out") == 1
+    error = capsys.readouterr().err
+    assert message in error and len(error.splitlines()) == 1
+
+
+def write_idx(path, items):
+    path.write_bytes(np.array([0x800 + items.ndim, *items.shape], ">u4").tobytes() + items.astype(np.uint8).tobytes())
+
+
+def test_resnet_reads_mnists_files(tmp_path, capsys):
+    labels = np.arange(40) % 10
+    for part in ("train", "t10k"):
+        write_idx(tmp_path / f"{part}-images-idx3-ubyte", np.broadcast_to(labels[:, None, None] * 25, (40, 28, 28)))
+        write_idx(tmp_path / f"{part}-labels-idx1-ubyte", labels)
+    flags = ["--data", tmp_path, "--batch-size", 20, "--balance", "40,31", "--epochs", 1, "--output", tmp_path / "out"]
+    assert run("resnet18_mnist", *flags) == 0
+    matrix = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()[-11:-1]]
+    assert [row[0] for row in matrix] == list(range(10)) and all(sum(row[1:]) == 4 for row in matrix)
+    path = tmp_path / "train-images-idx3-ubyte"
+    whole = path.read_bytes()
+    for broken, message in [(whole[:-1], "[40, 28, 28]"), (whole[:9], "not a file of MNIST"), (b"\x1f\x8b" + whole, "gunzip it")]:
+        path.write_bytes(broken)
+        assert run("resnet18_mnist", *flags, "--overwrite") == 1
+        error = capsys.readouterr().err
+        assert message in error and str(path) in error and len(error.splitlines()) == 1
+
+
+def start(folder, *flags, restarts=0):
+    """Starts the U-Net program in two processes."""
+    command = [*launcher(2), "--max-restarts", restarts, EXAMPLES / "unet_train.py", *flags, "--output", folder]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    job = subprocess.Popen([str(part) for part in command], env=on_cpu(), start_new_session=True, **pipes)
+    while not (folder / "latest.snapshot").exists() and job.poll() is None:
+        time.sleep(0.01)
+    return job
+
+
+def test_a_job_whose_process_is_killed_ends_as_one_process_does(trained, tmp_path):
+    flags = [*BALANCED["unet_train"], "--epochs", 2, "--snapshot-every", 1, "--resume", "auto"]
+    job = start(tmp_path, *flags, restarts=1)
+    ranks = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=True).stdout.split()
+    os.kill(int(ranks[1]), signal.SIGKILL)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode == 0 and "done: 2 epochs" in output, output
+    assert_same(tmp_path, trained("unet_train"))
+
+
+def test_ctrl_c_stops_replicas_and_one_process_continues(tmp_path):
+    flags = [*FLAGS["unet_train"].split(), "--balance", "23", "--epochs", 20, "--snapshot-every", 1]
+    job = start(tmp_path / "out", *flags, "--chunks", 1, "--replicas", 2, "--workers", 1)
+    os.killpg(job.pid, signal.SIGINT)
+    output = job.communicate(timeout=120)[0]
+    assert job.returncode != 0 and "stopped; to continue, add --resume" in output, output
+    assert run("unet_train", *flags, "--resume", "auto", "--output", tmp_path / "out") == 0
+    assert run("unet_train", *flags, "--output", tmp_path / "alone") == 0
+    for row, expected in zip(rows(tmp_path / "out"), rows(tmp_path / "alone"), strict=True):
+        assert row == pytest.approx(expected, rel=1e-2, abs=1e-3)
+
+
+def test_any_model_learns(capsys):
+    pytest.importorskip("transformers")
+    runpy.run_path(str(EXAMPLES / "any_model.py"))
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", capsys.readouterr().out)]
+    assert len(losses) == 4 and losses[-1] < losses[0] / 1.5
