@@ -66,7 +66,7 @@ napoleon_use_rtype = False
 
 MEASURED = ("Profile", "LayerProfile", "SkipProfile", "TieProfile", "Prediction", "Suggestion", "Candidate")
 MEASURED += ("Cluster", "ClusterPlan")
-PUBLIC = {"Timeline": "gpipe", "NativeLayer": "gpipe.models", **dict.fromkeys(MEASURED, "gpipe.balance")}
+PUBLIC = {"Timeline": "gpipe", **dict.fromkeys(MEASURED, "gpipe.balance")}
 
 # The C++ reference
 

@@ -122,7 +122,7 @@ def test_a_profile_leaves_the_model_unchanged():
     assert "BatchNorm" not in str(measured) and str(measured)
 
 
-def test_a_balance_leaves_cpp_models_and_deferred_batch_norm_unchanged():
+def test_a_balance_leaves_models_and_deferred_batch_norm_unchanged():
     unet = gpipe.models.unet(base_channels=2, depth=1, dropout=0.5).eval()
     x = torch.rand(2, 3, 8, 8)
     expected = unet(x)

@@ -1,12 +1,7 @@
-"""The state of pipelines over several processes: snapshots, clipping, timelines; and the training programs."""
+"""The state of pipelines over several processes: snapshots, clipping, timelines."""
 
 import os
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 
 import pytest
@@ -18,11 +13,7 @@ import gpipe
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
 from jobs import results_of
-from processes import launcher, on_cpu
 from test_ranks import batch, make_model
-from training import EXAMPLES, UNET, UNET_CUT, data, history  # noqa: F401
-
-from PIL import Image
 
 FIRST = ([4, 4], "looped")  # balance and placement
 SECOND = ([1, 3, 2, 2], "v")
@@ -213,81 +204,3 @@ def test_one_timeline_has_the_actions_of_all_ranks():
     assert {"0F0", "1F0", "1B1", "0B1"} <= set(actions) and 0 < makespan < 60
     assert len(peaks) == 2 and all(peaks)
     assert "0F0" not in others and "1F0" not in others
-
-
-def launch(*flags, processes=2):
-    start = launcher(processes) if processes > 1 else [sys.executable]
-    return subprocess.Popen(
-        [*start, EXAMPLES / "unet_train.py", *map(str, flags)],
-        env=on_cpu(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process, code=0):
-    out, error = process.communicate(timeout=120)
-    assert process.returncode == code, out + error
-    return out
-
-
-def without_speed(path):
-    """The bytes of a snapshot without the only values that differ from run to run."""
-    saved = snapshot.read(path)
-    del saved.history["images_per_second"]
-    snapshot.write(path, saved)
-    return path.read_bytes()
-
-
-def test_the_unet_program_runs_over_ranks(data, tmp_path):  # noqa: F811
-    flags = ["--data", data, *UNET_CUT, "--clip", "0.5", "--epochs"]
-    alone = finish(launch(*flags, 2, "--output", tmp_path / "one", processes=1))
-    out = finish(launch(*flags, 2, "--output", tmp_path / "two", "--trace", tmp_path / "trace.json"))
-    for text in ("epoch 2/2", "stage 1: ", "predicted step", "wrote"):
-        assert alone.count(text) == out.count(text) == 1
-    for folder in ("one", "two"):
-        shutil.copy(tmp_path / folder / "latest.snapshot", tmp_path / folder / "resumed.snapshot")
-    for name in ("latest.snapshot", "best.snapshot"):
-        assert without_speed(tmp_path / "one" / name) == without_speed(tmp_path / "two" / name)
-    assert history(tmp_path / "one") == history(tmp_path / "two")
-    assert "1F0" in (tmp_path / "trace.json").read_text() and (tmp_path / "two" / "epoch_002.png").exists()
-    # One process continues what two began, and the other way round.
-    finish(launch(*flags, 3, "--output", tmp_path / "a", "--resume", tmp_path / "two" / "resumed.snapshot", processes=1))
-    finish(launch(*flags, 3, "--output", tmp_path / "b", "--resume", tmp_path / "one" / "resumed.snapshot"))
-    assert without_speed(tmp_path / "a" / "latest.snapshot") == without_speed(tmp_path / "b" / "latest.snapshot")
-
-
-@pytest.mark.parametrize("processes, balance", [(2, "23"), (4, "5,18")])
-def test_the_unet_program_trains_replicas(data, tmp_path, processes, balance):  # noqa: F811
-    # Three validation images: two for the first replica and one for the other.
-    flags = ["--data", data, *UNET, "--balance", balance, "--epochs", 2, "--clip", "0.5", "--validation", 25]
-    finish(launch(*flags, "--chunks", 2, "--output", tmp_path / "one", processes=1))
-    two = ["--chunks", 1, "--replicas", 2, "--output", tmp_path / "two"]
-    out = finish(launch(*flags, *two, processes=processes))
-    assert "1 micro-batches on each of 2 replicas" in out
-    one, other = history(tmp_path / "one")[1], history(tmp_path / "two")[1]
-    assert len(one) == len(other) == 2
-    for row, expected in zip(other, one, strict=True):
-        assert row == pytest.approx(expected, rel=1e-3)
-    sizes = [Image.open(tmp_path / name / "epoch_001.png").size for name in ("one", "two")]
-    assert sizes[0] == sizes[1]
-
-
-def test_ctrl_c_stops_all_ranks_at_the_same_step(data, tmp_path):  # noqa: F811
-    process = launch("--data", data, *UNET_CUT, "--epochs", 1000, "--output", tmp_path)
-    end = time.monotonic() + 60
-    while not (tmp_path / "latest.snapshot").exists() and time.monotonic() < end:
-        time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGINT)
-    out, error = process.communicate(timeout=60)
-    assert "stopped; to continue" in out, out + error
-    assert snapshot.read(tmp_path / "latest.snapshot").epoch >= 1
-    assert process.returncode != 0
-
-
-def test_a_wrong_flag_ends_all_ranks(data, tmp_path):  # noqa: F811
-    process = launch("--data", data, *UNET_CUT, "--output", tmp_path, processes=3)
-    out, error = process.communicate(timeout=60)
-    assert process.returncode != 0 and "2 workers, but the job has 3 ranks" in error
