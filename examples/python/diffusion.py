@@ -137,7 +137,6 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
     if latest.exists() and not args.resume and not args.overwrite:
         raise ValueError(f"{latest} exists; give --resume {latest} to continue, --overwrite or another --output")
     saved = snapshot.read(args.resume) if args.resume else None
-    args.output.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(args.seed)
     images, labels = draw_digits(args)

@@ -120,7 +120,6 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
     if latest.exists() and not args.resume and not args.overwrite:
         raise ValueError(f"{latest} exists; give --resume {latest} to continue, --overwrite or another --output")
     saved = snapshot.read(args.resume) if args.resume else None
-    args.output.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(args.seed)
     if args.data == "synthetic":

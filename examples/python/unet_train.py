@@ -235,7 +235,6 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
     if args.replicas > 1 and ranks is None:
         raise ValueError(f"--replicas is {args.replicas}, but there is one process; start more with torchrun")
     saved = snapshot.read(args.resume) if args.resume else None
-    args.output.mkdir(parents=True, exist_ok=True)
 
     torch.manual_seed(args.seed)
     training, validation = Pictures(args), Pictures(args)

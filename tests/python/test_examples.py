@@ -5,7 +5,6 @@ import importlib
 import os
 import re
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from torch import nn
 
 import gpipe
 from gpipe import snapshot
@@ -60,17 +57,16 @@ def run(name, *flags):
         sys.argv = arguments
 
 
-def at_step(number, act):
-    """A method `step` of pipelines that first acts at one of its calls."""
-    step, calls = gpipe.GPipe.step, []
+@pytest.fixture
+def act_at(monkeypatch):
+    """Returns a function that makes the call of a number of GPipe.step() act first."""
+    step = gpipe.GPipe.step
 
-    def replacement(*arguments, **options):
-        calls.append(None)
-        if len(calls) == number:
-            act()
-        return step(*arguments, **options)
+    def replace_step(number, act):
+        calls = iter(range(1, 1000))
+        monkeypatch.setattr(gpipe.GPipe, "step", lambda *a, **b: (next(calls) == number and act(), step(*a, **b))[1])
 
-    return replacement
+    return replace_step
 
 
 @pytest.fixture(scope="module")
@@ -126,11 +122,10 @@ def test_a_program_learns_and_writes_its_results(name, trained):
 
 
 @pytest.mark.parametrize("name", FLAGS)
-def test_a_stopped_training_continues_exactly(name, trained, tmp_path, monkeypatch, capsys):
+def test_a_stopped_training_continues_exactly(name, trained, tmp_path, act_at, capsys):
     """Ctrl-C within the second epoch. The rest has another cut, checkpoint mode and schedule of the same order of sums."""
-    with monkeypatch.context() as patch:
-        patch.setattr(gpipe.GPipe, "step", at_step(5, lambda: signal.raise_signal(signal.SIGINT)))
-        assert run(name, *BALANCED[name], "--epochs", 2, "--output", tmp_path) == 128 + signal.SIGINT
+    act_at(5, lambda: signal.raise_signal(signal.SIGINT))
+    assert run(name, *BALANCED[name], "--epochs", 2, "--output", tmp_path) == 128 + signal.SIGINT
     latest = tmp_path / "latest.snapshot"
     assert f"--resume {latest}" in capsys.readouterr().out
     saved = snapshot.read(latest)
@@ -140,7 +135,7 @@ def test_a_stopped_training_continues_exactly(name, trained, tmp_path, monkeypat
     assert_same(tmp_path, trained(name))
 
 
-def test_a_killed_training_continues_from_the_latest_snapshot(trained, tmp_path, monkeypatch, capsys):
+def test_a_killed_training_continues_from_the_latest_snapshot(trained, tmp_path, act_at, capsys):
     class Killed(BaseException):
         """Leaves the files as a kill does."""
 
@@ -149,14 +144,14 @@ def test_a_killed_training_continues_from_the_latest_snapshot(trained, tmp_path,
 
     flags = [*BALANCED["unet_train"], "--epochs", 2, "--snapshot-every", 2, "--resume", "auto", "--output", tmp_path]
     for moment in (1, 3, 4):
-        with monkeypatch.context() as patch:
-            patch.setattr(gpipe.GPipe, "step", at_step(moment, kill))
-            with pytest.raises(Killed):
-                run("unet_train", *flags)
-    assert run("unet_train", *flags) == 0
-    assert_same(tmp_path, trained("unet_train"))
-    assert run("unet_train", *flags) == 0
-    assert "done: 2 epochs" in capsys.readouterr().out
+        act_at(moment, kill)
+        with pytest.raises(Killed):
+            run("unet_train", *flags)
+    act_at(0, kill)
+    for _ in range(2):  # the second run has nothing to do
+        assert run("unet_train", *flags) == 0
+        assert "done: 2 epochs" in capsys.readouterr().out
+        assert_same(tmp_path, trained("unet_train"))
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -166,15 +161,12 @@ def test_a_killed_training_continues_from_the_latest_snapshot(trained, tmp_path,
     ("--stages 3", "argument --stages: not allowed with argument --balance"),
     ("--scale nan", "--scale must be above 0 and at most 1, but is nan"),
     ("--classes 1", "--classes must be at least 2, but is 1"),
-    ("--validation 100", "--validation must be between 0 and 100, but is 100"),
     ("--balance 1,2", "balance [1, 2] sums to 3, but the model has 23 layers"),
     ("--devices gpu", "device type at start of device string: gpu"),
-    ("--devices cpu", "error: [gpipe] "),
     ("--schedule never", "unknown schedule 'never'; choose one of gpipe"),
     ("--batch-size 40", "--batch-size is 40, but there are 13 images to train"),
-    ("--samples 1", "synthetic has 1 images; give at least two"),
     ("--replicas 2", "--replicas is 2, but there is one process"),
-    ("--learning-rate -1", "Invalid learning rate: -1"),
+    ("--devices cpu", "too few devices: 2 workers, but 1 devices"),
     ("--learning-rate 1e30", "the loss is not finite; try a lower --learning-rate"),
     ("--data no-such-folder", "No such file or directory: 'no-such-folder/imgs'"),
     ("--resume no-such-file", "No such file or directory: 'no-such-file'"),
@@ -217,6 +209,7 @@ CARVANA = "--depth 1 --channels 4 --scale 0.5 --batch-size 4 --balance 5,18 --le
 def test_unet_learns_from_carvanas_files(carvana, tmp_path):
     assert run("unet_train", *CARVANA, "--data", carvana, "--epochs", 20, "--amp", "--output", tmp_path / "out") == 0
     assert rows(tmp_path / "out")[-1]["val_dice"] > 0.9
+    assert Image.open(tmp_path / "out" / "epoch_020.png").size == (3 * 28, 20)
 
 
 @pytest.mark.parametrize("change, message", [
@@ -224,7 +217,6 @@ def test_unet_learns_from_carvanas_files(carvana, tmp_path):
     (lambda data: (data / "imgs" / "2.jpg").write_text("hello"), "2.jpg: cannot identify image file"),
     (lambda data: os.truncate(data / "imgs" / "2.jpg", 700), "2.jpg: image file is truncated"),
     (lambda data: Image.new("1", (8, 8)).save(data / "masks" / "1_mask.gif"), "has the size (48, 32), but its mask has (8, 8)"),
-    (shutil.rmtree, "No such file or directory"),
 ])  # fmt: skip
 def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path, capsys):
     change(carvana)
@@ -233,22 +225,20 @@ def test_broken_images_are_named_in_one_line(change, message, carvana, tmp_path,
     assert message in error and len(error.splitlines()) == 1
 
 
-def write_idx(path, items):
-    path.write_bytes(np.array([0x800 + items.ndim, *items.shape], ">u4").tobytes() + items.astype(np.uint8).tobytes())
-
-
 def test_resnet_reads_mnists_files(tmp_path, capsys):
-    labels = np.arange(40) % 10
+    labels = (np.arange(40) % 10).astype(np.uint8)
+    images = np.broadcast_to(labels[:, None, None] * 25, (40, 28, 28))
     for part in ("train", "t10k"):
-        write_idx(tmp_path / f"{part}-images-idx3-ubyte", np.broadcast_to(labels[:, None, None] * 25, (40, 28, 28)))
-        write_idx(tmp_path / f"{part}-labels-idx1-ubyte", labels)
+        for name, items in (("images-idx3-ubyte", images), ("labels-idx1-ubyte", labels)):
+            header = np.array([0x800 + items.ndim, *items.shape], ">u4")
+            (tmp_path / f"{part}-{name}").write_bytes(header.tobytes() + items.tobytes())
     flags = ["--data", tmp_path, "--batch-size", 20, "--balance", "40,31", "--epochs", 1, "--output", tmp_path / "out"]
     assert run("resnet18_mnist", *flags) == 0
     matrix = [list(map(int, line.split())) for line in capsys.readouterr().out.splitlines()[-11:-1]]
     assert [row[0] for row in matrix] == list(range(10)) and all(sum(row[1:]) == 4 for row in matrix)
     path = tmp_path / "train-images-idx3-ubyte"
     whole = path.read_bytes()
-    for broken, message in [(whole[:-1], "[40, 28, 28]"), (whole[:9], "not a file of MNIST"), (b"\x1f\x8b" + whole, "gunzip it")]:
+    for broken, message in [(whole[:-1], "[40, 28, 28]"), (whole[:9], "not a file of MNIST"), (b"\x1f\x8b" + whole, "gunzip")]:
         path.write_bytes(broken)
         assert run("resnet18_mnist", *flags, "--overwrite") == 1
         error = capsys.readouterr().err
@@ -258,8 +248,14 @@ def test_resnet_reads_mnists_files(tmp_path, capsys):
 def start(folder, *flags, restarts=0):
     """Starts the U-Net program in two processes."""
     command = [*launcher(2), "--max-restarts", restarts, EXAMPLES / "unet_train.py", *flags, "--output", folder]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    job = subprocess.Popen([str(part) for part in command], env=on_cpu(), start_new_session=True, **pipes)
+    job = subprocess.Popen(
+        [str(part) for part in command],
+        env=on_cpu(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
     while not (folder / "latest.snapshot").exists() and job.poll() is None:
         time.sleep(0.01)
     return job
