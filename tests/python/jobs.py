@@ -10,7 +10,8 @@ import torch.distributed as dist
 import gpipe
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "gpipe"])
+# What each rank would import: use_deterministic_algorithms() imports _inductor, a group of gloo imports device_mesh.
+_context.set_forkserver_preload(["torch._inductor.config", "torch.distributed.device_mesh", "gpipe", "pytest"])
 
 
 def join(rank, size, folder):

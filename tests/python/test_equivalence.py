@@ -1,14 +1,12 @@
 """A pipeline trains like its model, with PyTorch's tools around it."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
-import processes
 from layers import Double
 
 
@@ -66,41 +64,6 @@ def test_parameters_can_be_replaced():
     assert torch.equal(y, 2 * x)
     y.sum().backward()
     assert pipe[0].weight.grad is not None
-
-
-DDP = """
-    import torch.distributed as dist
-    rank, path = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    pipe = gpipe.GPipe(model, [2, 1], chunks=2)
-    ddp = nn.parallel.DistributedDataParallel(pipe)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    for step in range(3):
-        x = torch.full((4, 2), float(rank + step))
-        optimizer.zero_grad()
-        ddp(x).mean().backward()
-        optimizer.step()
-    torch.save(pipe.state_dict(), f"{path}.{rank}")
-    dist.destroy_process_group()
-"""
-
-
-def test_distributed_data_parallel_trains_the_same(tmp_path):
-    path = str(tmp_path / "store")
-    with ThreadPoolExecutor() as pool:
-        for code, text in pool.map(lambda rank: processes.run(DDP, rank, path), ["0", "1"]):
-            assert code == 0, text
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(2, 4), nn.Tanh(), nn.Linear(4, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(torch.tensor([step, step + 1.0]).repeat_interleave(4)[:, None].expand(8, 2)).mean().backward()
-        optimizer.step()
-    for rank in range(2):
-        torch.testing.assert_close(torch.load(f"{path}.{rank}"), model.state_dict())
 
 
 @pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])

@@ -12,6 +12,8 @@ from layers import make_linears
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
+FOUR = [1] * 4
+LAYER = nn.Linear(3, 3)
 
 
 def loss(output, target):
@@ -35,8 +37,8 @@ class Whole(nn.Module):
         return self.second(self.first(x))
 
 
-def set_chunks(value):
-    pipe().chunks = value
+def assign(name, value):
+    setattr(pipe(), name, value)
 
 
 def batched_gradients():
@@ -51,32 +53,75 @@ def load(changed):
 
 MISTAKES = [
     # The constructor.
-    (lambda: gpipe.GPipe(make_linears()), ValueError, r"balance is empty; give .*, such as \[4\] for one stage"),
-    (lambda: pipe([2, 3]), ValueError, r"balance \[2, 3\] sums to 5, but the model has 4 layers"),
+    (lambda: gpipe.GPipe(make_linears()), gpipe.pipeline.BalanceError, r"balance is empty; give .*\[4\](.|\n)*gpipe\.balance"),
+    (lambda: pipe(2), TypeError, r"balance must be a list .*, but is 2(.|\n)*gpipe\.balance"),
+    (lambda: pipe([2, 3]), ValueError, r"balance \[2, 3\] sums to 5, but the model has 4 layers(.|\n)*gpipe\.balance"),
+    (lambda: pipe([4, 0]), ValueError, r"balance is \[4, 0\], but every stage needs at least one layer(.|\n)*gpipe\.balance"),
+    (lambda: pipe([2.0, 2]), TypeError, "each number of a balance must be an integer, but is 2.0"),
+    (lambda: pipe([3, True]), TypeError, "each number of a balance must be an integer, but is True"),
     (lambda: pipe([HUGE, 2]), ValueError, r"each number of a balance must be below 2\*\*31, but is 1000"),
+    (lambda: pipe(chunks=0), ValueError, "chunks must be positive, but is 0"),
+    (lambda: pipe(chunks=2.5), TypeError, "chunks must be an integer, but is 2.5"),
+    (lambda: pipe(chunks=True), TypeError, "chunks must be an integer, but is True"),
     (lambda: pipe(chunks=HUGE), ValueError, r"chunks must be below 2\*\*31, but is 1000"),
     (lambda: pipe(chunks=torch.rand(2, 2)), TypeError, r"chunks must be an integer, but is a tensor of shape \(2, 2\)"),
-    (lambda: set_chunks(HUGE), ValueError, r"chunks must be below 2\*\*31, but is 1000"),
+    (lambda: assign("chunks", HUGE), ValueError, r"chunks must be below 2\*\*31, but is 1000"),
+    (lambda: assign("checkpoint", "sometimes"), ValueError, "checkpoint must be .*, but is 'sometimes'"),
+    (lambda: assign("schedule", "1f1b"), AttributeError, "schedule"),
+    (lambda: assign("placement", [0, 1]), AttributeError, "placement"),
+    (lambda: pipe(checkpoint="INVALID"), ValueError, "checkpoint must be 'always', .* or 'never', but is 'INVALID'"),
     (lambda: pipe(checkpoint=True), TypeError, "checkpoint must be 'always', 'except_last' or 'never', but is True"),
     (lambda: pipe(deferred_batch_norm="no"), TypeError, "deferred_batch_norm must be True or False, but is 'no'"),
     (lambda: pipe(schedule="1F1B"), ValueError, "unknown schedule '1F1B'; choose one of gpipe, 1f1b, "),
+    (lambda: gpipe.GPipe(nn.Sequential(), [], schedule="2f2b"), ValueError, "unknown schedule '2f2b'"),
     (lambda: pipe(schedule=1), TypeError, "schedule must be a name or '@' and the path of a file, but is 1"),
+    (lambda: pipe(schedule="@/nowhere"), ValueError, "cannot read the schedule '/nowhere'"),
+    (lambda: pipe(FOUR, schedule="1f1b", stages_per_worker=2), ValueError, "needs stage s on worker s, one stage per worker"),
+    (lambda: pipe(FOUR, schedule="interleaved_zb"), ValueError, "needs several stages per worker, .* use 'zb_h1'"),
+    (lambda: pipe(FOUR, stages_per_worker=3), ValueError, "balance has 4 stages, which stages_per_worker = 3 does not divide"),
+    (lambda: pipe(stages_per_worker=0), ValueError, "stages_per_worker must be positive, but is 0"),
+    (lambda: pipe(stages_per_worker=2.5), TypeError, "stages_per_worker must be an integer, but is 2.5"),
     (lambda: pipe(stages_per_worker=HUGE), ValueError, r"stages_per_worker must be below 2\*\*31, but is 1000"),
+    (lambda: pipe(placement="w"), ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
+    (lambda: pipe(placement={0: 1}), TypeError, "placement must be 'looped', 'v' or a list of workers, but is {0: 1}"),
+    (lambda: pipe(placement=[]), ValueError, "placement must be 'looped', 'v' or a list of workers, but is "),
     (lambda: pipe(placement=[0, HUGE]), ValueError, r"each worker of a placement must be below 2\*\*31, but is 1000"),
+    (lambda: pipe(FOUR, placement=[0, 1]), ValueError, "the placement has 2 entries, but the layout has 4 stages"),
+    (lambda: pipe(FOUR, placement=[0, 2, 2, 0]), ValueError, "worker 1 has no stage"),
+    (lambda: pipe(FOUR, placement="v", stages_per_worker=2), ValueError, "exclude each other"),
+    (lambda: pipe(FOUR, placement="v", schedule="looped_bfs"), ValueError, "'looped_bfs' needs stage s on worker s mod"),
     (lambda: pipe(schedule="zb_v", devices=["cpu"] * 2), ValueError, "2 stages, which are on 1 worker, .* or 4 stages"),
-    (lambda: pipe([1] * 4, devices=["cpu"] * 2), IndexError, "too few devices: 4 workers, but 2 devices; a device may be"),
+    (lambda: pipe(FOUR, stages_per_worker=2, devices=["cpu"] * 3), ValueError, "4 stages, which are on 2 workers, .* devices is 3"),
+    (lambda: pipe(FOUR, devices=["cpu"] * 2), IndexError, "too few devices: 4 workers, but 2 devices; a device may be"),
+    (lambda: pipe(devices="cpu"), TypeError, "devices must be a list with one device per worker, but is 'cpu'"),
+    (lambda: pipe(devices=[True, True]), TypeError, "a device must be .*, but is True"),
+    (lambda: pipe(devices=[]), IndexError, "devices is empty; give one device per worker"),
+    (lambda: pipe(devices=["cuda:99"] * 2), IndexError, "device cuda:99 does not exist: this process sees [0-9]+ CUDA device"),
+    (lambda: pipe(devices=["meta"] * 2), IndexError, "device meta:0 does not exist: this process sees 0"),
     (lambda: gpipe.GPipe(Whole(), [1, 1]), TypeError, r"use gpipe.GPipe.from_module\(module, input, stages=2\)"),
     (lambda: gpipe.GPipe([nn.Linear(3, 3)], [1]), TypeError, r"but is <class 'list'>; .* nn.Sequential\(\*layers\)"),
+    (lambda: gpipe.GPipe(nn.Sequential(LAYER, LAYER), [1, 1]), ValueError, "layers '0' and '1' are the same module; use a copy"),
     # Inputs, targets and losses.
     (lambda: pipe()(X, Y), TypeError, r"a pipeline takes one input.*; pass several tensors as a tuple, pipe\(\(a, b\)\)"),
     (lambda: pipe()(input_ids=X), TypeError, r"a pipeline takes one input.*, or as a dict, pipe\(\{'a': a, 'b': b\}\)"),
     (lambda: pipe()(X.numpy()), TypeError, "expected Tensor, but got <class 'numpy.ndarray'>"),
+    (lambda: pipe()(X[0, 0]), ValueError, "no dimensions"),
     (lambda: pipe()((X, Y[:3])), ValueError, r"the tensors of the input have unequal batch sizes \(\[8, 3\]\)"),
     (lambda: step(X, Y[:3], loss), ValueError, "the target has 3 samples, but the input has 8"),
     (lambda: step(loss, X, Y), TypeError, r"loss must be a function of output and target, but is a tensor of shape \(8, 3\)"),
     (lambda: step(X, Y, nn.MSELoss), TypeError, r"loss is the class MSELoss; pass an object of it, such as MSELoss\(\)"),
     (lambda: step(X, Y, lambda *both: loss(*both).item()), TypeError, r"the loss function returned \d.*; return a tensor"),
     (lambda: step(X, Y, lambda *both: [X]), TypeError, r"the loss function returned \[tensor.{90,100}\.\.\.; return a tensor"),
+    (lambda: step(X, Y, lambda output, target: output), ValueError, r"a tensor of shape \[4, 3\] and type float"),
+    (lambda: step(X, Y, lambda output, target: X.sum()), ValueError, "does not depend on the model's output"),
+    (lambda: step(X, Y[0, 0], loss), ValueError, "a tensor of the target has no dimensions"),
+    (lambda: step(X, (), loss), ValueError, "the target has no tensors"),
+    (lambda: step(X, None, loss), TypeError, "expected Tensor, but got <class 'NoneType'>"),
+    (lambda: step(X, Y.clone().requires_grad_(), loss), ValueError, "a target requires grad"),
+    (lambda: step(scale=0), ValueError, "scale must be finite and positive, but is 0"),
+    (lambda: step(scale=float("nan")), ValueError, "scale must be finite and positive"),
+    (lambda: step(count=lambda target: 0), ValueError, "count is 0 for every micro-batch"),
+    (lambda: step(count=len, reduction="sum"), ValueError, "count weights a mean"),
     (lambda: step(count=8), TypeError, "count must be a function of a target, but is 8"),
     (lambda: step(count=lambda target: "8"), TypeError, "the result of count must be a number, but is '8'"),
     (lambda: step(count=lambda target: target), TypeError, r"the result of count must be a number, but is a tensor of shape"),
@@ -126,10 +171,7 @@ CALLS = [
         {"module": make_linears(), "balance": [4], "devices": ["cpu"], "chunks": 2, "checkpoint": "never", **SCHEDULING}
         | {"deferred_batch_norm": False, "group": None},
     ),
-    (
-        gpipe.GPipe.from_module,
-        {"module": make_linears(), "args": X, "kwargs": {}, "stages": 2, "seconds": 0, "chunks": 2, "checkpoint": "never"},
-    ),
+    (gpipe.GPipe.from_module, {"module": Whole(), "args": X, "stages": 2, "seconds": 0}),
     (lambda **arguments: pipe().step(**arguments), {"input": X, **LOSS, "scale": 1.0, "return_output": False}),
     (lambda **arguments: pipe().loss(**arguments), {"input": X, **LOSS, "scale": 1.0}),
     (lambda **arguments: pipe().gather(**arguments), {"data": b"", "what": "bytes"}),
@@ -175,7 +217,7 @@ CALLS = [
 @pytest.mark.parametrize("function, arguments", CALLS)
 def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, arguments):
     for name in arguments:
-        for value in (None, True, "text", 2.5, HUGE, -HUGE, -1, [object()], {}, X, object(), nn.MSELoss):
+        for value in (None, True, "text", 2.5, HUGE, -HUGE, [object()], {}, X, nn.MSELoss):
             try:
                 function(**{**arguments, name: value})
             except (TypeError, ValueError, RuntimeError, IndexError) as error:

@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import gpipe
 from gpipe import snapshot
@@ -153,39 +152,6 @@ def test_clipping_has_the_bits_of_one_process():
             total, gradients = by_rank[rank][number]
             assert torch.equal(total, alone)
             assert all(torch.equal(gradient, alone_gradients[name]) for name, gradient in gradients.items())
-
-
-def clip_special(group):
-    """Tied weights on one rank, gradients of two dtypes, and none at all. Returns the total norms."""
-    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3).to(torch.bfloat16), nn.Linear(3, 3))
-    model[1].weight = model[0].weight
-    pipe = gpipe.GPipe(model, [2, 2], group=group)
-    totals = [pipe.clip_grad_norm_(1.0)]
-    for name, parameter in pipe.named_parameters():
-        torch.manual_seed(sum(map(ord, name)))
-        parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
-    return [*totals, pipe.clip_grad_norm_(1.0), pipe.clip_grad_norm_(1.0, 1.0)]
-
-
-def test_special_gradients_are_clipped_as_in_one_process():
-    alone = clip_special(None)
-    for totals in results_of(2, clip_special):
-        assert all(torch.equal(total, expected) for total, expected in zip(totals, alone, strict=True))
-
-
-def clip_what_is_not_finite(ranks):
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
-    pipe.step(*batch(8), F.cross_entropy)
-    if ranks.rank == 1:
-        next(pipe.parameters()).grad.fill_(float("nan"))
-    before = [parameter.grad.clone() for parameter in pipe.parameters()]
-    with pytest.raises(RuntimeError, match="nan"):
-        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
-    torch.testing.assert_close([p.grad for p in pipe.parameters()], before, rtol=0, atol=0, equal_nan=True)
-
-
-def test_a_norm_that_is_not_finite_is_an_error_on_all_ranks():
-    results_of(2, clip_what_is_not_finite)
 
 
 def trace(ranks):

@@ -13,17 +13,11 @@ from model_zoo import MODELS
 from test_tied import WORDS, Mix
 from test_tied import batch as whole_batch
 
-CASES = [
-    (balance, schedule, placement, checkpoint)
-    for balance, schedule, placement in [
-        ([3, 4], "gpipe", "looped"),
-        ([1, 6], "zb_h1", "looped"),
-        ([1, 2, 2, 2], "1f1b", "looped"),
-        ([1, 1, 1, 4], "1f1b", "looped"),  # two workers of a rank borrow
-        ([1, 2, 2, 2], "interleaved_1f1b", [0, 1, 0, 1]),
-        ([1, 2, 2, 2], "zb_v", "v"),
-    ]
-    for checkpoint in ["never", "except_last", "always"]
+CASES = [  # balance, schedule, placement, checkpoint
+    ([1, 1, 1, 4], "1f1b", "looped", "always"),  # two workers of a rank borrow
+    ([1, 6], "zb_h1", "looped", "never"),
+    ([1, 2, 2, 2], "interleaved_1f1b", [0, 1, 0, 1], "except_last"),
+    ([1, 2, 2, 2], "zb_v", "v", "always"),
 ]
 
 
@@ -85,18 +79,11 @@ def train_all(ranks, cases, in_device):
 
 @pytest.mark.parametrize("in_device", ["cpu", "meta"])
 def test_two_ranks_train_with_the_bits_of_one_process(in_device):
-    cases = CASES if in_device == "cpu" else CASES[::4]
+    cases = CASES if in_device == "cpu" else CASES[:1]
     by_rank = results_of(2, train_all, cases, in_device)
     torch.set_num_threads(2)  # a thread per stage, as over ranks
     for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
         assert_equal_bits(of_ranks, train(case, in_device=in_device))
-
-
-def test_four_ranks_train_with_the_bits_of_one_process():
-    cases = [([1, 2, 2, 2], "1f1b", "looped", "except_last"), ([1, 1, 1, 4], "zb_h1", "looped", "always")]
-    by_rank = results_of(4, train_all, cases, "cpu")
-    for case, of_ranks in zip(cases, zip(*by_rank, strict=True), strict=True):
-        assert_equal_bits(of_ranks, train(case))
 
 
 def save(pipe, optimizer, path):
@@ -106,11 +93,11 @@ def save(pipe, optimizer, path):
         snapshot.write(path, whole)
 
 
-def train_and_save(ranks, cases, in_device, source, path):
+def train_and_save(ranks, cases, source, path):
     """Trains one pipeline per case and optimizer, from a snapshot or from the start."""
     for number, case in enumerate(cases):
         for kind in (torch.optim.SGD, torch.optim.AdamW):
-            pipe = make_pipe(case, ranks, in_device)
+            pipe = make_pipe(case, ranks)
             optimizer = kind(pipe.parameters(), lr=0.1, weight_decay=0.1)
             if source:
                 part = snapshot.own_part(pipe, snapshot.read(source.format(0, kind.__name__)))
@@ -124,24 +111,23 @@ def train_and_save(ranks, cases, in_device, source, path):
             save(pipe, optimizer, path.format(number, kind.__name__))
 
 
-@pytest.mark.parametrize("in_device", ["cpu", "meta"])
-def test_the_ranks_write_the_file_of_one_process(in_device, tmp_path):
+def test_the_ranks_write_the_file_of_one_process(tmp_path):
     def contents(name):
         return [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}.*"))]
 
-    cases = CASES[1::5]
+    cases = CASES[::2]
     start, on = str(tmp_path / "start.{}.{}"), str(tmp_path / "on.{}.{}")
-    train_and_save(None, cases, in_device, None, start)
-    train_and_save(None, cases, in_device, start, on)
-    results_of(2, train_and_save, cases, in_device, None, str(tmp_path / "start_two.{}.{}"))
-    results_of(2, train_and_save, cases, in_device, start, str(tmp_path / "on_two.{}.{}"))
+    train_and_save(None, cases, None, start)
+    train_and_save(None, cases, start, on)
+    results_of(2, train_and_save, cases, None, str(tmp_path / "start_two.{}.{}"))
+    results_of(2, train_and_save, cases, start, str(tmp_path / "on_two.{}.{}"))
     assert len(contents("start")) == 2 * len(cases) and contents("start") != contents("on")
     assert contents("start") == contents("start_two")
     assert contents("on") == contents("on_two")
 
 
 def names_and_refusals(ranks):
-    pipe = make_pipe(CASES[3], ranks)
+    pipe = make_pipe(CASES[1], ranks)
     names = [name for name, _ in pipe.named_parameters()]
     every_name = [name for name, _ in pipe.named_parameters(remove_duplicate=False)]
     state = list(pipe.state_dict())

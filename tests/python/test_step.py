@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from layers import Add, Fail, Stash, make_dropouts
-from processes import run, run_on_two_ranks
+from layers import Add, Fail, Stash
 from test_errors import notes
 
 ONE_PER_WORKER = ["gpipe", "1f1b", "zb_h1", "zb_h2", "greedy"]
@@ -68,16 +67,6 @@ def test_a_step_has_the_loss_and_gradients_of_the_whole_batch(schedule, stages_p
     torch.testing.assert_close(gradients(pipe), [2 * gradient for gradient in expected_gradients])
 
 
-def test_inputs_that_require_grad_get_gradients_and_the_output_is_returned():
-    pipe = make_pipe()
-    x, y = batch()
-    x.requires_grad_()
-    loss, output = pipe.step(x, y, F.cross_entropy, return_output=True)
-    assert output.shape == (7, 3) and not output.requires_grad
-    torch.testing.assert_close(F.cross_entropy(output, y), loss)
-    torch.testing.assert_close(x.grad, torch.autograd.grad(whole(pipe, x, y)[0], x)[0])
-
-
 def test_count_makes_ignored_targets_exact():
     pipe = make_pipe()
     x, y = batch()
@@ -99,18 +88,6 @@ def test_count_makes_ignored_targets_exact():
     assert joined == pytest.approx((expected.item(), expected.item()))
     wrong = gpipe.check_loss(loss, output, y, 3)
     assert wrong[0] == pytest.approx(expected.item()) and wrong[1] != wrong[1]  # NaN: a micro-batch of ignored targets
-
-
-def test_a_sum_adds_the_micro_batches():
-    pipe = make_pipe()
-    x, y = batch()
-
-    def loss(output, target):
-        return F.cross_entropy(output, target, reduction="sum")
-
-    expected, expected_gradients = whole(pipe, x, y, loss)
-    torch.testing.assert_close(pipe.step(x, y, loss, reduction="sum"), expected)
-    torch.testing.assert_close(gradients(pipe), list(expected_gradients))
 
 
 def test_check_loss_finds_a_loss_that_does_not_decompose():
@@ -191,57 +168,6 @@ def test_loss_keeps_its_graph():
     assert sorted(calls) == sorted([*names, *(f"post {name}" for name in names)])
 
 
-def test_autocast_covers_forwards_and_losses_but_not_backwards():
-    seen = []
-
-    class Watch(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            seen.append(("forward", torch.is_autocast_enabled("cpu")))
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, gradient):
-            seen.append(("backward", torch.is_autocast_enabled("cpu")))
-            return gradient
-
-    class Layer(nn.Module):
-        def forward(self, x):
-            return Watch.apply(x)
-
-    def loss(output, target):
-        seen.append(("loss", torch.is_autocast_enabled("cpu"), output.dtype))
-        return F.mse_loss(output.float(), target)
-
-    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(4, 4), Layer()), [1, 1], chunks=2, schedule="1f1b", checkpoint="always")
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        pipe.step(torch.randn(4, 4), torch.randn(4, 4), loss)
-    assert set(seen) == {("forward", True), ("backward", False), ("loss", True, torch.bfloat16)}
-
-
-@pytest.mark.parametrize(("schedule", "stages_per_worker"), SCHEDULES)
-def test_random_numbers_are_those_of_a_forward(schedule, stages_per_worker):
-    def step(checkpoint):
-        model = make_dropouts().append(nn.Dropout(0.5))
-        balance = [1, 3] if stages_per_worker == 1 else [1, 1, 1, 1]
-        pipe = gpipe.GPipe(
-            model, balance, chunks=3, checkpoint=checkpoint, schedule=schedule, stages_per_worker=stages_per_worker
-        )
-        torch.manual_seed(3)
-        x, y = torch.randn(6, 4), torch.randn(6, 4)
-        torch.manual_seed(4)
-        loss, output = pipe.step(
-            x, y, lambda output, target: F.mse_loss(F.dropout(output, 0.3), target), return_output=True
-        )
-        torch.manual_seed(4)
-        assert torch.equal(output, gpipe.reference(model, x, chunks=3))
-        return [loss, *gradients(pipe)]
-
-    stored = step("never")
-    assert all(map(torch.equal, stored, step("always")))
-    assert all(map(torch.equal, stored, step("except_last")))
-
-
 def test_deferred_batch_norm_sees_the_mini_batch_once():
     x, y = torch.randn(8, 4), torch.randn(8, 4)
     for convert in (False, True):
@@ -304,44 +230,6 @@ def test_a_hook_that_fails_raises_its_own_error():
     torch.testing.assert_close(gradients(pipe), list(whole(pipe, x, y)[1]))
 
 
-def returning(value):
-    return lambda output, target: value
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        ({"loss": None}, TypeError, "loss must be a function of output and target, but is None"),
-        ({"loss": returning(1.0)}, TypeError, "the loss function returned 1.0; return a tensor"),
-        ({"loss": returning((torch.zeros(()),))}, TypeError, "the loss function returned .*; return a tensor"),
-        ({"loss": lambda output, target: output}, ValueError, r"a tensor of shape \[3, 3\] and type double"),
-        ({"loss": returning(torch.zeros(()))}, ValueError, "does not depend on the model's output"),
-        ({"reduction": "none"}, ValueError, "reduction must be 'mean' or 'sum', but is 'none'"),
-        ({"scale": 0}, ValueError, "scale must be finite and positive, but is 0"),
-        ({"scale": float("nan")}, ValueError, "scale must be finite and positive"),
-        ({"scale": "1"}, TypeError, "scale must be a number, but is '1'"),
-        ({"count": 3}, TypeError, "count must be a function of a target, but is 3"),
-        ({"count": lambda target: -1}, ValueError, "count returned -1"),
-        ({"count": lambda target: 0}, ValueError, "count is 0 for every micro-batch"),
-        ({"count": lambda target: "many"}, TypeError, "the result of count must be a number"),
-        ({"count": lambda target: 1, "reduction": "sum"}, ValueError, "count weights a mean"),
-        ({"target": torch.zeros(6)}, ValueError, "the target has 6 samples, but the input has 7"),
-        ({"target": torch.tensor(1.0)}, ValueError, "a tensor of the target has no dimensions"),
-        ({"target": ()}, ValueError, "the target has no tensors"),
-        ({"target": None}, TypeError, "expected Tensor, but got <class 'NoneType'>"),
-        ({"target": torch.zeros(7, requires_grad=True)}, ValueError, "a target requires grad"),
-    ],
-)
-def test_arguments_that_cannot_be_honoured_are_refused(arguments, error, message):
-    pipe = make_pipe()
-    x, y = batch()
-    arguments = {"input": x, "target": y, "loss": F.cross_entropy} | arguments
-    with pytest.raises(error, match=message):
-        pipe.step(**arguments)
-    assert gradients(pipe) == [None] * 6
-    pipe.step(x, y, F.cross_entropy)
-
-
 def test_steps_need_training_and_grad_mode():
     pipe = make_pipe()
     x, y = batch()
@@ -351,35 +239,6 @@ def test_steps_need_training_and_grad_mode():
     for call in (pipe.step, pipe.loss):
         with pytest.raises(RuntimeError, match="use forward.. to evaluate"):
             call(x, y, F.cross_entropy)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
-    [
-        ({"schedule": "2f2b"}, ValueError, "unknown schedule '2f2b'; choose one of gpipe, 1f1b, looped_bfs"),
-        ({"schedule": 1}, TypeError, "schedule must be a name or '@' and the path of a file, but is 1"),
-        ({"schedule": "@/nowhere"}, ValueError, "cannot read the schedule '/nowhere'"),
-        ({"schedule": "1f1b", "stages_per_worker": 2}, ValueError, "needs stage s on worker s, one stage per worker"),
-        ({"stages_per_worker": 3}, ValueError, "balance has 4 stages, which stages_per_worker = 3 does not divide"),
-        ({"stages_per_worker": 0}, ValueError, "stages_per_worker must be positive, but is 0"),
-        ({"stages_per_worker": 2.5}, TypeError, "stages_per_worker must be an integer, but is 2.5"),
-        ({"stages_per_worker": 2, "devices": ["cpu"] * 3}, ValueError, "4 stages, which are on 2 workers, .* devices is 3"),
-        ({"placement": "w"}, ValueError, "placement must be 'looped', 'v' or a list of workers, but is 'w'"),
-        ({"placement": {0: 1}}, TypeError, "placement must be 'looped', 'v' or a list of workers, but is {0: 1}"),
-        ({"placement": []}, ValueError, "placement must be 'looped', 'v' or a list of workers, but is "),
-        ({"placement": [0, 1, 2, 2**40]}, ValueError, "each worker of a placement must be below 2\\*\\*31"),
-        ({"stages_per_worker": 2**40}, ValueError, "stages_per_worker must be below 2\\*\\*31"),
-        ({"placement": 5}, TypeError, "placement must be 'looped', 'v' or a list of workers, but is 5"),
-        ({"placement": [0, 1]}, ValueError, "the placement has 2 entries, but the layout has 4 stages"),
-        ({"placement": [0, 2, 2, 0]}, ValueError, "worker 1 has no stage"),
-        ({"placement": "v", "stages_per_worker": 2}, ValueError, "exclude each other"),
-        ({"placement": "v", "schedule": "looped_bfs"}, ValueError, "'looped_bfs' needs stage s on worker s mod"),
-    ],
-)
-def test_schedules_and_placements_that_do_not_fit_are_refused(options, error, message):
-    model = make_model()
-    with pytest.raises(error, match=message):
-        gpipe.GPipe(model, [1, 2, 1, 2], **options)
 
 
 def test_placements():
@@ -424,81 +283,3 @@ def test_copies_and_pickles_keep_the_schedule():
         assert (twin.schedule, twin.placement) == ("interleaved_1f1b", [0, 1, 0, 1])
         assert torch.equal(twin.step(x, y, F.cross_entropy), expected)
         assert all(map(torch.equal, gradients(twin), gradients(pipe)))
-
-
-def test_a_trace_shows_the_schedule():
-    x, y = batch()
-    pipe = make_pipe(checkpoint="never")
-    timeline = gpipe.Timeline()
-    pipe.trace(timeline)
-    pipe.step(x, y, F.cross_entropy)
-    pipe.trace(None)
-    assert timeline.workers == 2 and all(timeline.peak_bytes()) and timeline.makespan() > 0
-
-
-def test_ctrl_c_ends_a_step():
-    code, text = run(
-        """
-        class Slow(nn.Module):
-            def forward(self, x):
-                calls.append(1)
-                time.sleep(0.1)
-                return x * 1
-
-        calls = []
-        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Slow()), [1, 1], chunks=50, schedule="1f1b")
-        x = torch.zeros(50, 1)
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
-        try:
-            pipe.step(x, x, nn.functional.mse_loss)
-            print("not interrupted")
-        except KeyboardInterrupt:
-            print("interrupted", len(calls) < 50, pipe[0].weight.grad)
-        Slow.forward = lambda self, x: x * 1
-        pipe.step(x, x, nn.functional.mse_loss)
-        print("usable")
-        """
-    )
-    assert (code, text) == (0, "interrupted True None\nusable\n")
-
-
-PARALLEL = """
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-import gpipe
-
-
-class Loss(nn.Module):
-    def __init__(self, pipe):
-        super().__init__()
-        self.pipe = pipe
-
-    def forward(self, x, y):
-        return self.pipe.loss(x, y, F.mse_loss)
-
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-whole = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-whole.load_state_dict(model.state_dict())
-pipe = gpipe.GPipe(model, [1, 2], devices=["cpu", "cpu"], chunks=3, schedule="1f1b", checkpoint="always")
-parallel = DistributedDataParallel(Loss(pipe))
-x, y = torch.randn(12, 4, dtype=torch.double), torch.randn(12, 2, dtype=torch.double)
-for _ in range(2):
-    parallel.zero_grad()
-    whole.zero_grad()
-    parallel(*(tensor.chunk(2)[dist.get_rank()] for tensor in (x, y))).backward()
-    F.mse_loss(whole(x), y).backward()
-    for ours, theirs in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-dist.destroy_process_group()
-"""
-
-
-def test_distributed_data_parallel_averages_the_gradients_of_a_loss(tmp_path):
-    run_on_two_ranks(PARALLEL, tmp_path)

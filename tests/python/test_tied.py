@@ -9,7 +9,6 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from processes import run_on_two_ranks
 from test_step import SCHEDULES
 
 WORDS = 11
@@ -219,32 +218,3 @@ def test_a_layer_that_writes_to_the_parameter_is_an_error(checkpoint):
         pipe.step(x, y, F.cross_entropy)
     assert pipe[0].weight.grad is None
     gpipe.GPipe(make_model(max_norm=0.1), [7], chunks=2, checkpoint=checkpoint)(x)
-
-
-PARALLEL = """
-import sys
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, {tests!r})
-import gpipe
-from test_tied import batch, loss_of, make_model
-
-dist.init_process_group("gloo")
-pipe = gpipe.GPipe(make_model(), [1, 3, 3], devices=["cpu"] * 3, chunks=2)
-parallel = DistributedDataParallel(pipe)
-whole = make_model()
-for step in range(2):
-    for model in (parallel, whole):
-        model.zero_grad()
-    loss_of(parallel, *(tensor.chunk(2)[dist.get_rank()] for tensor in batch(step)))
-    loss_of(whole, *batch(step))
-    for ours, theirs in zip(pipe.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(ours.grad, theirs.grad)
-dist.destroy_process_group()
-"""
-
-
-def test_distributed_data_parallel_averages_the_shared_gradient(tmp_path, request):
-    run_on_two_ranks(PARALLEL.format(tests=str(request.path.parent)), tmp_path)
