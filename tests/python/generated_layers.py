@@ -109,6 +109,12 @@ def select(self, x):
 
 
 STRUCTURES = {
+    "views": [
+        call(lambda self, x: torch.cat([x, x], 1).chunk(2, 1)[1]),
+        call(lambda self, x: x.t().contiguous().t()),
+        call(lambda self, x: x.mean(1, keepdim=True).expand(-1, WIDTH)),
+        call(lambda self, x: F.pad(x, (1, 1))[:, 1:-1]),
+    ],
     "alias": [
         *apart(lambda: Call(lambda self, x: (x, x)), lambda: Call(joined)),
         *apart(lambda: Call(lambda self, x: (x, x)), changed(0), lambda: Call(joined)),
@@ -197,7 +203,8 @@ RANDOM = {
     "numpy draws": shared_draws(numpy.random.rand),
     "own generator": own_generator(generator, lambda own: torch.rand(WIDTH, generator=own)),
     "own python generator": own_generator(random.Random, lambda own: own.random())
-    + own_generator(numpy.random.default_rng, lambda own: own.random()),
+    + own_generator(numpy.random.default_rng, lambda own: own.random())
+    + own_generator(numpy.random.RandomState, lambda own: own.rand()),
 }
 
 # Buffers and parameters that a forward changes.
@@ -550,14 +557,14 @@ UNSEEN = {"unseen writes", "own python generator"}  # whose state changes withou
 @skippable(stash=["skip"])
 class Stash(Call):
     def forward(self, x):
-        stash("skip", x)
+        stash("skip", x.as_subclass(torch.Tensor))
         return x * 1.5
 
 
 @skippable(stash=["skip"])
 class YieldStash(Call):
     def forward(self, x):
-        yield stash("skip", x)
+        yield stash("skip", x.as_subclass(torch.Tensor))
         return x * 1.5
 
 
@@ -589,5 +596,5 @@ class Skips:
             classes = (Stash, YieldStash) if name == "stash" else (Pop, YieldPop)
             return classes[variant % 2](function).isolate(self.namespaces[skip])
         if name == "stash":
-            return Call(lambda self_, x: (self.tensors.update({skip: x}), x * 1.5)[1])
+            return Call(lambda self_, x: (self.tensors.update({skip: x.as_subclass(torch.Tensor)}), x * 1.5)[1])
         return Call(lambda self_, x: function(x, self.tensors.pop(skip)))

@@ -137,30 +137,6 @@ def test_a_step_equals_that_of_cpu_stages(devices, schedule, checkpoint):
     assert_same(*results)
 
 
-def test_interleaved_stages_of_two_devices():
-    model = nn.Sequential(nn.Linear(4, 6), Remember(), nn.Linear(6, 6), nn.Tanh(), Recall(), nn.Linear(6, 3)).double()
-    twin = copy.deepcopy(model)
-    results = []
-    for module, places in ((model, ["checked:0", "checked:1"]), (twin, ["cpu", "cpu"])):
-        pipe = gpipe.GPipe(
-            module, [1, 2, 1, 2], devices=places, chunks=4, schedule="interleaved_1f1b", stages_per_worker=2
-        )
-        loss = pipe.step(*batch(places), nn.functional.mse_loss)
-        results.append([*on_cpu([loss]), *gradients(pipe)])
-    assert_same(*results)
-
-
-def test_a_recompute_draws_the_same_numbers(devices):
-    results = []
-    for checkpoint in ("never", "always"):
-        pipe = make_pipe(devices, dropout=0.5, checkpoint=checkpoint)
-        x, target = batch(devices)
-        torch.manual_seed(5)
-        pipe.step(x, target, nn.functional.mse_loss)
-        results.append(gradients(pipe))
-    assert_same(*results)
-
-
 def test_optimizer_clipping_and_snapshots(devices, tmp_path):
     pipe = make_pipe(devices)
     optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
@@ -211,20 +187,6 @@ def test_inputs_and_targets_from_anywhere(devices):
         for there in ("cpu", "checked:1")
     ]
     assert_same(losses[:-1], losses[1:])
-
-
-def test_hooks_and_the_loss_with_a_graph(devices):
-    pipe = make_pipe(devices)
-    x, target = batch(devices)
-    seen = []
-    handles = [
-        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.device))
-        for parameter in pipe.parameters()
-    ]
-    (pipe.loss(x, target, nn.functional.mse_loss) * 2).backward()
-    assert sorted(map(str, seen)) == sorted(str(parameter.device) for parameter in pipe.parameters())
-    for handle in handles:
-        handle.remove()
 
 
 @pytest.mark.parametrize("layer", [Fail(), FailBackward()], ids=["forward", "backward"])
@@ -323,20 +285,6 @@ def test_a_shared_parameter_evaluates_freezes_and_moves_between_devices(devices)
     assert_same(gradients(pipe)[1:], gradients(on_cpus)[1:])
 
 
-def test_a_layer_that_writes_to_a_shared_parameter_is_refused(devices):
-    class Writes(Transposed):
-        def forward(self, x):
-            self.weight.detach().mul_(2)
-            return x @ self.weight.t()
-
-    model = tie(make_model())
-    model[9] = Writes(model[0].weight)
-    pipe = gpipe.GPipe(model, [3, 2, 5], devices=devices, chunks=3)
-    with pytest.raises(RuntimeError, match="a layer wrote to a parameter that several stages share"):
-        pipe(batch(devices)[0])
-    DEVICES.take_violations()  # a write that is not ordered is one
-
-
 def test_a_module_on_two_devices_is_refused():
     linear = nn.Linear(4, 4)
     model = nn.Sequential(nn.Sequential(linear), nn.Sequential(linear))
@@ -416,26 +364,6 @@ def test_a_recompute_of_a_converted_model_draws_the_same_numbers(devices):
         pipe.step(x, x, lambda output, _: output["out"].sum(), reduction="sum")
         results.append(gradients(pipe))
     assert_same(*results)
-
-
-def test_traces_have_bytes(devices):
-    pipe = make_pipe(devices, checkpoint="never")
-    timeline = gpipe.Timeline()
-    pipe.trace(timeline)
-    pipe.step(*batch(devices), nn.functional.mse_loss)
-    pipe.trace(None)
-    assert timeline.workers == 3 and all(timeline.peak_bytes()) and 0 < timeline.makespan() < 3600
-
-
-def test_evaluation(devices):
-    pipe = make_pipe(devices).eval()
-    x, _ = batch(devices)
-    with torch.no_grad():
-        expected = make_model().eval()
-        output = pipe(x)
-    with torch.inference_mode():
-        assert_same(on_cpu([pipe(x)]), on_cpu([output]))
-    assert_same(on_cpu([output]), on_cpu([gpipe.reference(expected, x.cpu())]))
 
 
 def test_a_profile_of_a_device():

@@ -4,10 +4,14 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import gpipe
+from jobs import results_of
 from layers import Double
+from test_tied import batch
+from test_tied import make_model as make_tied_model
 
 
 def same(a, b):
@@ -66,16 +70,6 @@ def test_parameters_can_be_replaced():
     assert pipe[0].weight.grad is not None
 
 
-@pytest.mark.parametrize("balance", [[4], [1, 3], [2, 2], [1, 1, 1, 1]])
-def test_the_result_equals_the_reference(balance):
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4), nn.Dropout(0.5))
-    x = torch.rand(7, 4)
-    torch.manual_seed(1)
-    expected = gpipe.reference(model, x, chunks=3)
-    torch.manual_seed(1)
-    assert torch.equal(gpipe.GPipe(model, balance, chunks=3)(x), expected)
-
-
 def test_shallow_copies_recompute_with_their_own_draws():
     """Two pipelines share the layers. A recompute uses the draws of its own forward."""
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Linear(4, 4)), [2, 1], checkpoint="always")
@@ -107,3 +101,61 @@ def test_scripted_layers_train_the_same():
         torch.testing.assert_close(ours, theirs)
     for ours, theirs in zip(pipes[1].parameters(), pipes[0].parameters(), strict=True):
         torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
+def test_a_resumed_training_gives_the_same_bits(mode, one_thread):
+    def begin():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh())
+        pipe = gpipe.GPipe(model, [1, 3], chunks=3, checkpoint=mode, schedule="1f1b")
+        return pipe, torch.optim.Adam(pipe.parameters(), lr=0.01)
+
+    def train(pipe, optimizer, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            optimizer.zero_grad()
+            pipe.step(torch.randn(15, 6), torch.randn(15, 6), nn.functional.mse_loss)
+            optimizer.step()
+
+    whole, optimizer = begin()
+    train(whole, optimizer, range(30))
+    first, optimizer = begin()
+    train(first, optimizer, range(13))
+    resumed, resumed_optimizer = begin()
+    resumed.load_state_dict(first.state_dict())
+    resumed_optimizer.load_state_dict(optimizer.state_dict())
+    train(resumed, resumed_optimizer, range(13, 30))
+    assert all(map(torch.equal, whole.parameters(), resumed.parameters()))
+
+
+class Loss(nn.Module):
+    def __init__(self, pipe):
+        super().__init__()
+        self.pipe = pipe
+
+    def forward(self, x, y):
+        return self.pipe.loss(x, y, F.cross_entropy)
+
+
+class Output(Loss):
+    def forward(self, x, y):
+        return F.cross_entropy(self.pipe(x), y)
+
+
+def train_in_parallel(ranks):
+    for kind in (Loss, Output):
+        pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], devices=["cpu"] * 3, chunks=2, checkpoint="always")
+        parallel, whole = nn.parallel.DistributedDataParallel(kind(pipe)), make_tied_model()
+        for step in range(2):
+            parallel.zero_grad()
+            whole.zero_grad()
+            parallel(*(tensor.chunk(2)[ranks.rank] for tensor in batch(step))).backward()
+            x, y = batch(step)
+            F.cross_entropy(whole(x), y).backward()
+            for ours, theirs in zip(pipe.parameters(), whole.parameters(), strict=True):
+                torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_distributed_data_parallel_averages_the_gradients():
+    results_of(2, train_in_parallel)

@@ -45,59 +45,10 @@ def test_a_dispatch_mode_sees_the_operators_and_changes_no_draws(checkpoint):
     assert {"aten::rand_like", "aten::randperm", "aten::native_dropout"} <= set(count.names)
 
 
-class Raise(TorchDispatchMode):
-    """Raises in place of the operator with a given number."""
-
-    def __init__(self, number):
-        super().__init__()
-        self.error = KeyError(f"operator {number}")
-        self.remaining = number
-
-    def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        self.remaining -= 1
-        if self.remaining < 0:
-            raise self.error
-        return function(*arguments, **(options or {}))
-
-
 def make_pipe(chunks=1):
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3))
     return gpipe.GPipe(layers, [2, 2], chunks=chunks, checkpoint="except_last")
-
-
-def raise_from_each_operator(make_call):
-    """Repeats a call on new pipelines so that each operator raises once. Returns the number of operators."""
-    for number in range(1000):
-        pipe, call = make_call()
-        state = copy.deepcopy(pipe.state_dict())
-        with Raise(number) as mode:
-            try:
-                call()
-            except KeyError as raised:
-                assert raised is mode.error
-            else:
-                return number
-        for key, value in pipe.state_dict().items():
-            assert torch.equal(value, state[key]), (number, key)
-        assert pipe(torch.rand(4, 3)).shape == (4, 3)
-
-
-def test_an_error_of_any_operator_in_the_forward_leaves_the_pipeline_usable():
-    def make_call():
-        pipe, x = make_pipe(chunks=2), torch.rand(4, 3)
-        return pipe, lambda: pipe(x)
-
-    assert raise_from_each_operator(make_call) > 30
-
-
-def test_an_error_of_any_operator_in_the_backward_leaves_the_pipeline_usable():
-    def make_call():
-        pipe = make_pipe(chunks=2)
-        loss = pipe(torch.rand(4, 3, requires_grad=True)).sum()
-        return pipe, loss.backward
-
-    assert raise_from_each_operator(make_call) > 30
 
 
 def under_fake_tensors(pipe, x):

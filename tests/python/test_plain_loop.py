@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import os
 import random
-import re
 
 import numpy
 import pytest
@@ -20,7 +19,7 @@ from torch import nn
 import gpipe
 from generated_layers import CONTEXT, TOGETHER, UNITS, UNSEEN, WIDTH, Draw, Marked, Skips
 
-CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 60))
+CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 150))
 SEED = int(os.environ.get("GPIPE_GENERATED_SEED", 0))
 MODES = ["never", "except_last", "always"]
 TWO_PER_WORKER = {"interleaved_1f1b", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"}
@@ -123,7 +122,8 @@ class Copy(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
         memory = x.untyped_storage().clone()
-        return x.new_empty(0).set_(memory, x.storage_offset(), x.size(), x.stride()).as_subclass(type(x))
+        copied = torch.empty(0).set_(memory, x.storage_offset(), x.size(), x.stride())
+        return copied if type(x) is torch.Tensor else copied.as_subclass(type(x))
 
     @staticmethod
     def backward(context, gradient):
@@ -388,19 +388,9 @@ class Refused(Exception):
     """The pipeline refuses the case, and says why."""
 
 
-REFUSALS = [  # the unit or input that a message is about, and the message
-    ({"alias", "stash", "in place", "tanh", "pop", "dropout"}, "in place|inplace|in-place"),
-    ({"tanh", "in place", "alias", "pop", "dropout", "writes"}, "for the first time, so the stage"),
-    ({"python draws", "numpy draws", "own python generator"}, "drew other numbers"),
-    ({"changed between"}, "so the forward cannot be recomputed"),
-    ({"marked", "subclass"}, "to be stashed|must be a torch.Tensor"),
-    ({"expanded"}, r"clone\(\) the tensor"),
-]
-
-
 def may_be_refused(spec, error):
-    used = {name for name, _, _ in spec.uses} | {spec.input}
-    return any(used & about and re.search(words, str(error)) for about, words in REFUSALS)
+    """Whether a layer may have changed a tensor in place that has the memory of another."""
+    return "was changed in place" in str(error) and any(name == "alias" for name, _, _ in spec.uses)
 
 
 def compare(spec):
@@ -467,21 +457,19 @@ def test_generated_pipelines_equal_a_plain_loop(steps, in_float64):
     failures, refused, seen = [], 0, set()
     for seed in range(SEED, SEED + CASES):
         rng = random.Random(seed)
-        while True:
-            spec = generate(rng, steps)
+        spec = found = None
+        while spec is None:
             try:
+                spec = generate(rng, steps)
                 found = compare(spec)
             except NoModel:
-                continue
+                spec = None
             except Refused:
                 refused += 1
-                if refused * 10 >= CASES:  # enough of these cases
-                    continue
-                found = None
-            break
         seen |= {name for name, _, _ in spec.uses}
         if found:
             small = shrink(spec)
             failures.append(f"{compare(small)}\n  {small}\n  shrunk from seed {seed}: {spec}")
     assert not failures, "\n".join(failures[:3])
+    assert refused * 10 <= CASES
     assert seen >= {*UNITS, "stash", "pop"}, "some units were not tested"

@@ -37,15 +37,6 @@ class Custom(nn.Module):
         return Counted.apply(x, self.w)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(WIDE, WIDE, bias=False)
-
-    def forward(self, x):
-        return self.linear(torch.tanh(self.linear(x))) @ self.linear.weight
-
-
 class Checkpointed(nn.Sequential):
     def __init__(self, use_reentrant):
         super().__init__(nn.Linear(WIDE, WIDE), nn.Dropout(0.3), nn.GELU(), nn.Linear(WIDE, WIDE))
@@ -76,43 +67,6 @@ class Selective(nn.Module):
         return checkpoint(self.region, x, use_reentrant=False, context_fn=saved)
 
 
-class BufferFactor(nn.Module):
-    """A product of a buffer that each forward changes."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("factor", torch.ones(SAMPLES // 3, WIDE))
-        self.w = nn.Parameter(torch.randn(WIDE, WIDE) / 10)
-
-    def forward(self, x):
-        self.factor = self.factor * 0.5 + x.detach()
-        return torch.addmm(x, self.factor, self.w)
-
-
-class Recurrent(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.cell = kind(16, 16, batch_first=True, bidirectional=True)
-
-    def forward(self, x):
-        return self.cell(x.view(-1, 8, 16))[0].flatten(1)[:, :WIDE]
-
-
-class Norm(nn.Module):
-    """A weight that a product uses, divided by its norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.utils.parametrizations.weight_norm(nn.Linear(WIDE, WIDE))
-
-    def forward(self, x):
-        return self.linear(x)
-
-
-def attention():
-    return nn.TransformerEncoderLayer(WIDE, 4, dim_feedforward=WIDE, dropout=0.1, batch_first=True)
-
-
 class OwnWriter(nn.Module):
     """Scales its weight before it uses it, so a later micro-batch changes the weight before W."""
 
@@ -128,16 +82,9 @@ class OwnWriter(nn.Module):
 
 LAYERS = {
     "custom": Custom,
-    "tied": Tied,
-    "attention": attention,
-    "gru": lambda: Recurrent(nn.GRU),
-    "lstm": lambda: Recurrent(nn.LSTM),
-    "weight norm": Norm,
-    "batch norm": lambda: nn.Sequential(nn.Linear(WIDE, WIDE), nn.BatchNorm1d(WIDE), nn.ReLU(inplace=True)),
     "checkpoint": lambda: Checkpointed(use_reentrant=False),
     "checkpointed norm": CheckpointedNorm,
     "selective checkpoint": Selective,
-    "buffer factor": BufferFactor,
 }
 
 
@@ -199,20 +146,6 @@ def test_custom_functions_and_hooks_run_once_per_micro_batch():
     Counted.backwards = 0
     step(make, "zb_h1", "never")
     assert (Counted.backwards, calls) == (6, {"full": 6, "tensor": 6})
-
-
-def test_sparse_gradients_and_autocast():
-    def embed(schedule):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Embedding(9, WIDE, sparse=True), nn.Linear(WIDE, WIDE), nn.GELU(), nn.Linear(WIDE, WIDE))
-        pipe = gpipe.GPipe(model, [1, 3], devices=["cpu", "cpu"], chunks=3, schedule=schedule)
-        ids = torch.randint(9, (SAMPLES,))
-        with torch.autocast("cpu"):
-            pipe.step(ids, torch.zeros(SAMPLES, WIDE), nn.functional.mse_loss)
-        return [parameter.grad.to_dense() for parameter in model.parameters()]
-
-    for got, want in zip(embed("zb_h1"), embed("1f1b"), strict=True):
-        assert torch.equal(got, want)
 
 
 def test_errors_name_the_part_of_the_backward():

@@ -1,9 +1,7 @@
 """State outside of a layer's tensors: generators, context variables, subclasses of Tensor, attributes."""
 
 import contextvars
-import random
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -12,49 +10,6 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 import gpipe
 
 MODES = ["never", "except_last", "always"]
-
-
-class Draws(nn.Module):
-    """Draws from a generator in some of its forwards. Notes what each forward and recompute drew."""
-
-    def __init__(self, draw, first=0):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-        self.draw, self.first = draw, first
-        self.forwards, self.recomputes = [], []
-
-    def forward(self, x):
-        calls = self.recomputes if gpipe.is_recomputing() else self.forwards
-        number = self.draw(self) if float(x.detach()[0, 0]) >= self.first else 1.0
-        calls.append(number)
-        return self.linear(x) * number
-
-
-def numbered(samples):
-    """Returns inputs whose first feature is the number of the sample."""
-    return torch.cat([torch.arange(samples)[:, None], torch.rand(samples, 3)], dim=1)
-
-
-DRAWS = {
-    "random": lambda layer: random.random(),
-    "numpy": lambda layer: numpy.random.rand(),
-    "normal": lambda layer: numpy.random.randn(),
-    "own random": lambda layer: layer.own.random(),
-    "own numpy": lambda layer: layer.generator.random(),
-    "own state of numpy": lambda layer: layer.state.rand(),
-}
-
-
-@pytest.mark.parametrize("first", [0, 2])
-@pytest.mark.parametrize("kind", DRAWS)
-def test_recomputes_repeat_draws_of_any_micro_batch(kind, first):
-    layer = Draws(DRAWS[kind], first)
-    layer.own, layer.generator, layer.state = random.Random(1), numpy.random.default_rng(1), numpy.random.RandomState(1)
-    pipe = gpipe.GPipe(nn.Sequential(nn.Identity(), layer), [1, 1], chunks=4, checkpoint="always")
-    for _ in range(2):
-        pipe(numbered(4)).sum().backward()
-    assert sorted(layer.forwards) == sorted(layer.recomputes)
-    assert len(set(layer.forwards)) == (8 if first == 0 else 5)
 
 
 variable = contextvars.ContextVar("variable", default=1.0)
@@ -227,17 +182,3 @@ def test_a_loss_may_use_a_tensor_that_the_last_stage_keeps(mode):
         pipe.zero_grad()
         pipe.step(x, target, criterion)
         torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_inputs_of_stride_zero(mode):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
-    pipe = gpipe.GPipe(model, [1, 2], chunks=3, checkpoint=mode)
-    for x in (torch.rand(1, 3).expand(6, 3), torch.rand(6, 1).expand(6, 3), torch.rand(()).expand(6, 3)):
-        root = x.detach().requires_grad_()
-        expected = torch.autograd.grad(model(root).sum(), [root, *model.parameters()])
-        for _ in range(2):
-            again = x.detach().requires_grad_()
-            torch.testing.assert_close(
-                torch.autograd.grad(pipe(again).sum(), [again, *model.parameters()]), expected
-            )

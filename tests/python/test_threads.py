@@ -6,7 +6,6 @@ import os
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -34,27 +33,6 @@ def test_each_stage_keeps_its_worker_thread():
         pipe(torch.zeros(2, 1))
     assert len(set(seen)) == 2 and threading.get_ident() not in seen
     assert sorted(counts) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
-
-
-@pytest.mark.parametrize("mode", ["never", "except_last", "always"])
-def test_layers_may_run_thread_pools(mode):
-    class Pooled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-
-        def forward(self, x):
-            return sum(pool.map(lambda layer: layer(x).tanh(), self.layers))
-
-    model = nn.Sequential(nn.Linear(8, 8), Pooled())
-    with ThreadPoolExecutor(2) as pool:
-        x = torch.rand(8, 8)
-        expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-        pipe = gpipe.GPipe(model, [1, 1], chunks=4, checkpoint=mode, schedule="zb_h1")
-        for run in (lambda: pipe(x).sum().backward(), lambda: pipe.step(x, x, lambda y, _: y.sum(), reduction="sum")):
-            pipe.zero_grad()
-            run()
-            torch.testing.assert_close([parameter.grad for parameter in pipe.parameters()], list(expected))
 
 
 def test_pipelines_in_several_threads():

@@ -130,16 +130,6 @@ def test_a_module_with_two_paths():
         torch.testing.assert_close(*outputs)
 
 
-def test_modes_are_followed_module_by_module():
-    net = make_net()
-    net.first.norm.eval()
-    sequence = gpipe.to_sequential(net, batch())
-    twin = copy.deepcopy(net)
-    for outputs in outputs_in_each_mode(sequence, twin, batch()):
-        assert torch.equal(*outputs)
-    assert net.training and not net.first.norm.training  # as before
-
-
 class Pair(NamedTuple):
     sum: torch.Tensor
     rest: list
