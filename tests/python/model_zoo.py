@@ -1,6 +1,7 @@
 """Small configurations of the models of other libraries, without weights to download.
 
-``MODELS[name]()`` returns a model and the arguments of a call: positional and by keyword.
+``MODELS[name]()`` returns a model and the arguments of a call: positional and by keyword. ``./test`` tries those in
+``KINDS``, one of each kind. ``tests/long zoo`` tries all.
 """
 
 import pytest
@@ -105,7 +106,12 @@ MAXVIT = {
     "stochastic_depth_prob": 0.2,
     "num_classes": 5,
 }
+KINDS = ["densenet", "vit", "unet", "UNet2DModel", "gpt2"]
 MODELS = {
+    "squeezenet": lambda: torchvision(lambda models: models.SqueezeNet(num_classes=5)),
+    "mobilenet": lambda: torchvision(lambda models: models.mobilenet_v3_small(num_classes=5)),
+    "shufflenet": lambda: torchvision(lambda models: models.shufflenet_v2_x0_5(num_classes=5)),
+    "regnet": lambda: torchvision(lambda models: models.regnet_y_400mf(num_classes=5)),
     "resnet50": lambda: torchvision(lambda models: bottlenecks(models, [3, 4, 6, 3]), *images(40)),
     "googlenet": lambda: torchvision(  # returns auxiliary outputs in training mode
         lambda models: models.GoogLeNet(num_classes=5, init_weights=False), *images(48)
@@ -157,6 +163,7 @@ MODELS = {
     "bert": lambda: text_model(
         "BertForMaskedLM", "BertConfig", tokens(attention_mask=(torch.rand(SAMPLES, 7) > 0.2).long())
     ),
+    "roberta": lambda: text_model("RobertaModel", "RobertaConfig", tokens()),
     "llama": lambda: text_model("LlamaForCausalLM", "LlamaConfig", tokens(), use_cache=False),
     "t5": lambda: transformers(
         "T5ForConditionalGeneration",
