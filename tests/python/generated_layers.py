@@ -31,18 +31,23 @@ class Call(nn.Module):
         super().__init__()
         self.function = function
         for name, value in members.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter):
-                self.register_buffer(name, value)
-            else:
+            if isinstance(value, nn.Parameter) or not isinstance(value, torch.Tensor | None):
                 setattr(self, name, value)
+            else:
+                self.register_buffer(name, value)
 
     def forward(self, x):
         return self.function(self, x)
 
 
 def call(function, **makers):
-    """Returns a function that makes one layer. ``makers`` make its members."""
+    """Returns a function that makes a unit of one layer. ``makers`` make its members."""
     return lambda: [Call(function, **{name: make() for name, make in makers.items()})]
+
+
+def layers(*makers):
+    """Returns the variants of a unit of several layers: one behind the other, and with a layer in between."""
+    return [lambda: [make() for make in makers], lambda: [makers[0](), nn.Identity(), *(make() for make in makers[1:])]]
 
 
 def weight(*shape):
@@ -53,8 +58,8 @@ def frozen(size=WIDTH):
     return lambda: nn.Parameter(torch.randn(size), requires_grad=False)
 
 
-def buffer(*shape):
-    return lambda: torch.randn(*(shape or (WIDTH,)))
+def zeros(*shape):
+    return lambda: torch.zeros(shape)
 
 
 def linear():
@@ -74,12 +79,7 @@ def mean_of(x):
     return x.detach().mean(0)
 
 
-def apart(*makers):
-    """Returns the variants of several layers: behind each other, and with a layer between them."""
-    return [lambda: [m() for m in makers], lambda: [makers[0](), nn.Identity(), *(m() for m in makers[1:])]]
-
-
-# Structures between layers.
+# Structures and views between layers.
 
 
 class Pair(NamedTuple):
@@ -113,14 +113,13 @@ STRUCTURES = {
         call(lambda self, x: torch.cat([x, x], 1).chunk(2, 1)[1]),
         call(lambda self, x: x.t().contiguous().t()),
         call(lambda self, x: x.mean(1, keepdim=True).expand(-1, WIDTH)),
-        call(lambda self, x: F.pad(x, (1, 1))[:, 1:-1]),
     ],
     "alias": [
-        *apart(lambda: Call(lambda self, x: (x, x)), lambda: Call(joined)),
-        *apart(lambda: Call(lambda self, x: (x, x)), changed(0), lambda: Call(joined)),
-        *apart(lambda: Call(lambda self, x: [x, x[:, :2]]), changed(1), lambda: Call(joined)),
+        *layers(lambda: Call(lambda self, x: (x, x)), lambda: Call(joined)),
+        *layers(lambda: Call(lambda self, x: (x, x)), changed(0), lambda: Call(joined)),
+        *layers(lambda: Call(lambda self, x: [x, x[:, :2]]), changed(1), lambda: Call(joined)),
     ],
-    "dictionary": apart(
+    "dictionary": layers(
         lambda: Call(lambda self, x: {"x": x, "ids": ids_of(x), "pair": Pair(x, x.float())}),
         lambda: Call(embed, table=nn.Embedding(5, WIDTH)),
         lambda: Call(select),
@@ -152,17 +151,14 @@ def draws(draw):
 
     def later(self, x):
         self.n = self.n + 1
-        return x * (1.5 + self.drawn()) if self.n % 3 else x
+        return x * (1.5 + draw()) if self.n % 3 else x
 
-    def sometimes(self, x):
-        return x * (1.5 + self.drawn()) if x.detach()[0, 0] > 0.1 else x
-
-    functions = [lambda self, x: x * (1.5 + self.drawn()), later, sometimes, lambda self, x: x * self.drawn() + self.drawn()]
-    return [call(function, n=lambda: torch.full((), 2), drawn=lambda: draw) for function in functions]
-
-
-def shared_draws(draw):
-    return [lambda: [Call(lambda self, x: x * (1.5 + self.drawn()), drawn=Draw(draw))]]
+    return [
+        call(lambda self, x: x * (1.5 + draw())),
+        call(later, n=zeros()),
+        call(lambda self, x: x * (1.5 + draw()) if x.detach()[0, 0] > 0.1 else x),
+        call(lambda self, x: x * draw() + draw()),
+    ]
 
 
 def seeded():
@@ -170,22 +166,15 @@ def seeded():
     return torch.rand(WIDTH)
 
 
-def own_generator(make, draw):
+def own(make, draw):
+    """Returns a layer that has a generator, and one that makes it in a forward."""
+
     def late(self, x):
         if not hasattr(self, "late"):
             self.late = make(3)
         return x * (0.5 + draw(self.late))
 
-    def early():
-        layer = Call(lambda self, x: x * (0.5 + draw(self.generator)))
-        layer.generator = make(1)
-        return [layer]
-
-    return [early, lambda: [Call(late)]] if make is generator else [early]
-
-
-def generator(seed):
-    return torch.Generator().manual_seed(seed)
+    return [call(lambda self, x: x * (0.5 + draw(self.own)), own=lambda: make(1)), call(late)]
 
 
 RANDOM = {
@@ -199,119 +188,88 @@ RANDOM = {
             inner=lambda: nn.Sequential(linear(), nn.Dropout(0.3)),
         )
     ],
-    "python draws": shared_draws(random.random),
-    "numpy draws": shared_draws(numpy.random.rand),
-    "own generator": own_generator(generator, lambda own: torch.rand(WIDTH, generator=own)),
-    "own python generator": own_generator(random.Random, lambda own: own.random())
-    + own_generator(numpy.random.default_rng, lambda own: own.random())
-    + own_generator(numpy.random.RandomState, lambda own: own.rand()),
+    "python draws": [call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(random.random))],
+    "numpy draws": [call(lambda self, x: x * (1.5 + self.drawn()), drawn=lambda: Draw(numpy.random.rand))],
+    "own generator": own(lambda seed: torch.Generator().manual_seed(seed), lambda own: torch.rand(WIDTH, generator=own)),
+    "own python generator": [
+        own(random.Random, lambda own: own.random())[0],
+        own(numpy.random.default_rng, lambda own: own.random())[0],
+        own(numpy.random.RandomState, lambda own: own.rand())[0],
+    ],
 }
 
-# Buffers and parameters that a forward changes.
+# Buffers and parameters that a forward or backward changes.
+
+
+def setter(name, value):
+    """Returns a function that assigns what ``value`` returns to an attribute."""
+    return lambda self, x: setattr(self, name, value(self, x))
 
 
 def index_write(self, x):
     self.b[ids_of(x)] += 1
 
 
-def new_data(self, x):
-    self.b.data = self.b.data + 1
-
-
-def assigned(self, x):
-    self.b = torch.cat([mean_of(x), self.b[WIDTH:]])
-
-
 WAYS = [
     lambda self, x: torch.add(self.b, 1, out=self.b),
     lambda self, x: torch._foreach_add_([self.b], [x.detach().mean()]),
     lambda self, x: self.b.data.add_(1),
+    lambda self, x: setattr(self.b, "data", self.b.data + 1),
     lambda self, x: self.b.set_(self.b + 1),
     lambda self, x: self.b.view(-1)[1:].mul_(0.5).add_(x.detach().mean()),
     lambda self, x: nn.init.constant_(self.b, x.detach().mean().item()),
     lambda self, x: self.alias.add_(1),
+    setter("b", lambda self, x: torch.cat([mean_of(x), self.b[WIDTH:]])),
     index_write,
-    new_data,
-    assigned,
 ]
 
 
-def writes(change, size, first):
-    """Returns a layer that writes to a buffer before or after it reads the buffer."""
+def changes(change, first=False, **makers):
+    """Returns a layer that changes its state ``b`` after it has read it, or before."""
 
     def function(self, x):
         if first:
-            change(self, x)
+            with torch.no_grad():
+                change(self, x)
             return x * (1 + self.b[:WIDTH].tanh())
         y = x + self.b[:WIDTH].tanh()
-        change(self, x)
+        with torch.no_grad():
+            change(self, x)
         return y
 
-    def make():
-        layer = Call(function, b=torch.randn(size))
+    return call(function, **makers)
+
+
+def with_alias(make):
+    def made():
+        (layer,) = make()
         layer.alias = layer.b[:1]
         return [layer]
 
-    return make
+    return made
 
 
-def unseen(self, x):
-    y = x + self.b
-    self.b.numpy()[0] += 1
-    return y
+def late(make, change=lambda self: None):
+    """Returns a layer whose first forward makes a buffer or a module."""
 
-
-def ema(change):
-    def function(self, x):
-        y = x + self.w[:WIDTH].tanh()
-        with torch.no_grad():
-            change(self.w, x.detach().mean())
-        return y
-
-    return [call(function, w=frozen(size)) for size in SIZES]
-
-
-def move_data(w, mean):
-    w.data = w.data * 0.9 + mean
-
-
-def late_buffer(persistent):
     def function(self, x):
         if not hasattr(self, "late"):
-            self.register_buffer("late", mean_of(x), persistent=persistent)
-        self.late.mul_(0.5)
-        return x + self.late.sin()
+            make(self, x)
+        change(self)
+        return self.late(x) if isinstance(self.late, nn.Module) else x + self.late.sin()
 
-    return function
+    return call(function)
 
 
 def comes_and_goes(self, x):
-    if self.b is None:
-        self.b = mean_of(x)
-        return x + self.b.sin()
-    y = x - self.b
-    self.b = None
+    y = x if self.b is None else x + self.b
+    self.b = mean_of(x) if self.b is None else None
     return y
 
 
-def comes_late():
-    layer = Call(comes_and_goes)
-    layer.register_buffer("b", None)
-    return [layer]
-
-
 def grows(self, x):
-    self.b = torch.cat([self.b.view(-1, WIDTH), mean_of(x)[None]])
+    self.b = torch.cat([self.b, mean_of(x)[None]])
     return x + self.b.sum(0).sin()
-
-
-def late_module(make):
-    def function(self, x):
-        if not hasattr(self, "late"):
-            self.late = make()
-        return self.late(x[:, None])[:, 0]
-
-    return function
 
 
 def complex_buffer(self, x):
@@ -335,15 +293,9 @@ def clamped(self, x):
     return x * self.w
 
 
-def two_of_one_memory(self, x):
-    y = x + self.a[1]
-    self.b.add_(1)
-    return y * (1 + self.a[:1].sin())
-
-
-def with_view():
+def of_one_memory():
     a = torch.randn(WIDTH)
-    return [Call(two_of_one_memory, a=a, b=a[:2])]
+    return [Call(lambda self, x: x + self.a[1] * self.b.add_(1)[0].clone(), a=a, b=a[:2])]
 
 
 def parameter_and_buffer():
@@ -351,52 +303,56 @@ def parameter_and_buffer():
     return [Call(lambda self, x: x * self.w + self.a.sin(), w=nn.Parameter(a), a=a)]
 
 
-def read_table(self, x):
-    return x + self.b[:WIDTH]
-
-
 def noted_gradient(change):
-    """A layer whose backward changes a buffer."""
+    """Returns a layer whose backward changes a buffer."""
 
     def function(self, x):
         y = x.as_subclass(torch.Tensor) * self.w
         if y.requires_grad:
-            y.register_hook(lambda gradient: change(self, gradient.sum()))
+            y.register_hook(lambda gradient: change(self, gradient.sum()) and None)
         return y
 
-    return call(function, w=weight(), b=lambda: torch.zeros(()))
+    return call(function, w=weight(), b=zeros())
 
 
-def add_gradient(self, total):
-    self.b.add_(total)
-
-
-def assign_gradient(self, total):
-    self.b = self.b + total
-
-
-BUFFERS = {
-    "writes": [writes(change, size, first) for change in WAYS for size in SIZES for first in (False, True)],
-    "unseen writes": [call(unseen, b=buffer())],
-    "ema": [*ema(lambda w, mean: w.lerp_(mean.expand_as(w), 0.1)), *ema(move_data)],
-    "late buffer": [call(late_buffer(True)), call(late_buffer(False)), call(grows, b=lambda: torch.zeros(1, WIDTH))]
-    + [comes_late],
-    "late module": [call(late_module(lambda: nn.BatchNorm1d(1, affine=False))), call(late_module(lambda: nn.BatchNorm1d(1)))],
+STATE = {
+    "writes": [
+        with_alias(changes(change, first, b=lambda size=size: torch.randn(size)))
+        for change in WAYS
+        for size in SIZES
+        for first in (False, True)
+    ],
+    "unseen writes": [changes(lambda self, x: self.b.numpy().__iadd__(1), b=zeros(WIDTH))],
+    "moving average": [
+        changes(change, b=frozen(size))
+        for change in (lambda self, x: self.b.lerp_(x.mean().expand_as(self.b), 0.1), WAYS[3])
+        for size in SIZES
+    ],
+    "late buffer": [
+        late(lambda self, x: self.register_buffer("late", mean_of(x)), lambda self: self.late.mul_(0.5)),
+        late(lambda self, x: self.register_buffer("late", mean_of(x), persistent=False), lambda self: self.late.mul_(0.5)),
+        call(comes_and_goes, b=lambda: None),
+        call(grows, b=zeros(1, WIDTH)),
+    ],
+    "late module": [
+        late(lambda self, x: setattr(self, "late", norm(affine=False))),
+        late(lambda self, x: setattr(self, "late", norm())),
+    ],
     "odd buffer": [
-        *[call(read_table, b=lambda size=size: torch.randn(1).expand(size)) for size in SIZES],
+        *[call(lambda self, x: x + self.b[:WIDTH], b=lambda size=size: torch.randn(1).expand(size)) for size in SIZES],
         call(lambda self, x: x + torch.sparse.sum(self.b, 1).to_dense(), b=lambda: torch.rand(WIDTH, 9).to_sparse()),
         call(lambda self, x: torch.where(self.b, x, x.sin()), b=lambda: torch.rand(WIDTH) < 0.5),
         call(complex_buffer, b=lambda: torch.ones(WIDTH, dtype=torch.complex128)),
     ],
-    "view of a buffer": apart(lambda: Call(cache, b=torch.zeros(16, WIDTH)), lambda: Call(joined)),
-    "buffers of one memory": [with_view, parameter_and_buffer],
+    "view of a buffer": layers(lambda: Call(cache, b=torch.zeros(16, WIDTH)), lambda: Call(joined)),
+    "buffers of one memory": [of_one_memory, parameter_and_buffer],
     "written weight": [call(clamped, w=weight())],
     "cached table": [call(cached_table)],
     "batch norm": [lambda: [norm(momentum=0.1)], lambda: [norm(momentum=None)]],
-    "gradient statistics": [noted_gradient(add_gradient), noted_gradient(assign_gradient)],
+    "gradient statistics": [noted_gradient(lambda self, total: self.b.add_(total)), noted_gradient(setter("b", lambda self, total: self.b + total))],
 }
 
-# What PyTorch's own tools add to a layer.
+# What PyTorch's own tools, Python and the caller add to a layer.
 
 
 class Marked(torch.Tensor):
@@ -421,15 +377,10 @@ def scope(self, x):
         CONTEXT.reset(token)
 
 
-def by_mode(self, x):
-    return F.hardtanh(x) if self.training else x * self.w
-
-
 def in_a_thread(self, x):
     def work(grad_mode):
         with torch.set_grad_enabled(grad_mode):
-            self.n.add_(1)
-            return x * self.w * self.n.clone()
+            return x * self.w * self.n.add_(1).clone()
 
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         return pool.submit(work, torch.is_grad_enabled()).result()
@@ -445,9 +396,9 @@ def functional(self, x):
     return torch.func.functional_call(self.inner, {"weight": self.inner.weight * self.b.sin()}, (x,))
 
 
-def hooked(register, hook, function=lambda self, x: self.inner(x)):
+def hooked(register, hook):
     def make():
-        layer = Call(function, inner=linear(), b=torch.zeros(WIDTH))
+        layer = Call(lambda self, x: self.inner(x), inner=linear(), b=torch.zeros(WIDTH))
         register(layer, hook)
         return [layer]
 
@@ -467,12 +418,12 @@ def old_weight_norm():
 def tied():
     first, last = linear(), linear()
     last.weight = first.weight
-    return first, last
+    return [first, last]
 
 
 def shared_buffer():
     table = torch.randn(WIDTH)
-    return [Call(read_table, b=table), nn.Tanh(), Call(read_table, b=table)]
+    return [Call(lambda self, x: x + self.b, b=table), nn.Tanh(), Call(lambda self, x: x * self.b, b=table)]
 
 
 def shared_module():
@@ -480,38 +431,31 @@ def shared_module():
     return [nn.Sequential(shared), nn.Sequential(shared)]
 
 
-# State that the caller changes between calls, or between a forward and its backward.
+def by_the_caller(when, change):
+    """Returns a layer whose state the caller changes: after a call, or between a forward and its backward."""
 
-
-def after_add(layer, number):
-    layer.b.add_(number + 1)
-
-
-def after_assign(layer, number):
-    layer.b = layer.b + number + 1
-
-
-def after_load(layer, number):
-    layer.load_state_dict({name: value * 0.5 for name, value in layer.state_dict().items()})
-
-
-def after_freeze(layer, number):
-    layer.w.requires_grad_(number % 2 == 0)
-
-
-def changed_by_the_caller(when, change):
     def make():
-        layer = Call(lambda self, x: x * self.w + self.b[:WIDTH].sin(), w=weight()(), b=torch.zeros(SIZES[0]))
+        layer = Call(lambda self, x: x * self.w + self.b.sin(), w=weight()(), b=torch.zeros(WIDTH))
         setattr(layer, when, change)
         return [layer]
 
     return make
 
 
+CHANGES = [
+    lambda layer, number: layer.b.add_(number + 1),
+    setter("b", lambda layer, number: layer.b + number + 1),
+    lambda layer, number: layer.load_state_dict({name: value * 0.5 for name, value in layer.state_dict().items()}),
+    lambda layer, number: layer.w.requires_grad_(number % 2 == 0),
+]
+
 TOOLS = {
     "linear": [lambda: [linear()], lambda: [nn.Sequential(linear(), nn.Tanh(), linear())]],
-    "tanh": [lambda: [nn.Tanh()], lambda: [nn.ReLU(inplace=True)]],
-    "in place": [call(lambda self, x: x.add_(self.w), w=weight()), call(lambda self, x: x.mul_(1.5))],
+    "in place": [
+        call(lambda self, x: x.add_(self.w), w=weight()),
+        call(lambda self, x: x.mul_(1.5)),
+        lambda: [nn.ReLU(inplace=True)],
+    ],
     "weights": [
         call(lambda self, x: x.sin(), w=weight()),
         call(lambda self, x: x * self.w, w=frozen()),
@@ -531,25 +475,29 @@ TOOLS = {
         hooked(nn.Module.register_full_backward_hook, lambda module, inputs, _: [None if i is None else i * 2 for i in inputs]),
     ],
     "subclass": [
-        *apart(lambda: Call(lambda self, x: x.as_subclass(Marked)), lambda: Call(lambda self, x: x.sin().as_subclass(torch.Tensor))),
-        call(marked_state, w=lambda: nn.Parameter(weight()().detach().as_subclass(Marked)), b=lambda: buffer()().as_subclass(Marked)),
+        *layers(
+            lambda: Call(lambda self, x: x.as_subclass(Marked)),
+            lambda: Call(lambda self, x: x.sin().as_subclass(torch.Tensor)),
+        ),
+        call(
+            marked_state,
+            w=lambda: nn.Parameter(torch.randn(WIDTH).as_subclass(Marked)),
+            b=lambda: torch.randn(WIDTH).as_subclass(Marked),
+        ),
     ],
     "context": [call(lambda self, x: x * CONTEXT.get()), call(scope)],
-    "mode": [call(by_mode, w=weight())],
-    "thread": [call(in_a_thread, w=weight(), n=lambda: torch.zeros(()))],
-    "transforms": [call(per_sample, w=weight(), b=buffer()), call(functional, inner=linear, b=lambda: torch.zeros(()))],
-    "shared weight": [lambda: [*tied()], lambda: [nn.Sequential(*tied())], shared_buffer],
+    "mode": [call(lambda self, x: F.hardtanh(x) if self.training else x * self.w, w=weight())],
+    "thread": [call(in_a_thread, w=weight(), n=zeros())],
+    "transforms": [call(per_sample, w=weight(), b=zeros(WIDTH)), call(functional, inner=linear, b=zeros())],
+    "shared weight": [tied, lambda: [nn.Sequential(*tied())], shared_buffer],
     "shared module": [shared_module],
-    "changed after a call": [
-        changed_by_the_caller("after", change) for change in (after_add, after_assign, after_load, after_freeze)
-    ],
-    "changed between": [changed_by_the_caller("between", change) for change in (after_add, after_assign)],
+    "changed after a call": [by_the_caller("after", change) for change in CHANGES],
+    "changed between": [by_the_caller("between", change) for change in CHANGES[:2]],
 }
 
-UNITS = STRUCTURES | RANDOM | BUFFERS | TOOLS
+UNITS = STRUCTURES | RANDOM | STATE | TOOLS
 TOGETHER = {"shared module"}  # whose layers must be in one stage
 UNSEEN = {"unseen writes", "own python generator"}  # whose state changes without an operator
-
 
 # Skips. The layers of a pipeline stash and pop, by plain calls or in generators. The plain model has a dict.
 
