@@ -154,17 +154,6 @@ def test_state_dicts_pass_between_devices(devices):
     assert [parameter.device.type for parameter in pipe.parameters()][0] == torch.device(devices[0]).type
 
 
-def test_inputs_and_targets_from_anywhere(devices):
-    pipe = make_pipe(devices, checkpoint="never")
-    x, target = (tensor.cpu() for tensor in batch(devices))
-    losses = [
-        pipe.step(x.to(here).requires_grad_(), target.to(there), nn.functional.mse_loss).cpu()
-        for here in ("cpu", "checked:0", "checked:3")
-        for there in ("cpu", "checked:1")
-    ]
-    assert_same(losses[:-1], losses[1:])
-
-
 @pytest.mark.parametrize("layer", [Fail(), FailBackward()], ids=["forward", "backward"])
 def test_after_an_error_the_next_step_works(devices, layer):
     model = make_model()
@@ -225,39 +214,6 @@ def test_stages_on_several_devices_share_a_parameter(devices, schedule, checkpoi
         assert "weight" not in vars(pipe[8])
         results.append(on_cpu(pipe.state_dict().values()))
     assert_same(results[0] + results[1] + results[2], results[3] + results[4] + results[5])
-
-
-@pytest.mark.parametrize("schedule, workers", [("zb_h1", 4), ("interleaved_1f1b", 2)])
-def test_three_stages_share_a_parameter(schedule, workers):
-    def steps(places):
-        torch.manual_seed(0)
-        layers = [nn.Linear(6, 6) for _ in range(4)]
-        layers[1].weight = layers[3].weight = layers[0].weight
-        options = {"schedule": schedule, "stages_per_worker": 4 // workers, "checkpoint": "always", "chunks": 4}
-        pipe = gpipe.GPipe(nn.Sequential(*layers).double(), [1] * 4, devices=places, **options)
-        x = torch.linspace(-1, 1, 48).double().view(8, 6)
-        for _ in range(2):
-            pipe.step(x.to(places[0]), torch.ones(8, 6).double(), nn.functional.mse_loss)
-        return gradients(pipe)
-
-    assert_same(steps([f"checked:{i}" for i in range(workers)]), steps(["cpu"] * workers))
-
-
-def test_a_shared_parameter_evaluates_freezes_and_moves_between_devices(devices):
-    pipe = gpipe.GPipe(tie(make_model()), [3, 2, 4], devices=devices, chunks=3)
-    on_cpus = gpipe.GPipe(tie(make_model()), [3, 2, 4], devices=["cpu"] * 3, chunks=3)
-    on_cpus[0].weight.detach().mul_(2)
-    pipe.load_state_dict(on_cpus.state_dict())
-    x, _ = batch(devices)
-    for context in (torch.no_grad(), torch.inference_mode()):
-        with context:
-            assert_same(on_cpu([pipe.eval()(x)]), on_cpu([on_cpus.eval()(x.cpu())]))
-    for model in (pipe, on_cpus):
-        model.train()
-        model[0].weight.requires_grad_(False)
-        model(x.to(model.devices[0])).sum().backward()
-    assert pipe[0].weight.grad is None
-    assert_same(gradients(pipe)[1:], gradients(on_cpus)[1:])
 
 
 def test_a_module_on_two_devices_is_refused():

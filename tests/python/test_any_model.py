@@ -115,9 +115,7 @@ def test_a_model_equals_its_pipeline(name):
     with torch.no_grad():
         assert_equal(sequence(input), twin(*args, **kwargs))
 
-    # Pipelines with dropout equal the sequence under the pipeline's random numbers.
     sequence.train()
-    check_pipeline(rng, sequence, input)
 
     # A pipeline without dropout equals the original. Each schedule has its turn.
     norms = {path for path, module in model.named_modules() if "BatchNorm" in type(module).__name__}
@@ -149,22 +147,3 @@ def test_a_model_equals_its_pipeline(name):
     assert_equal(loss, sum(losses))
     assert_same_state(pipe, twin)
     twin.load_state_dict(pipe.state_dict())
-
-
-def check_pipeline(rng, sequence, input):
-    twin, whole = copy.deepcopy(sequence), copy.deepcopy(sequence)
-    stages, chunks = rng.randint(2, 6), rng.choice([1, 3, 4])
-    pipe = gpipe.GPipe(
-        twin,
-        random_cut(rng, len(twin), stages),
-        chunks=chunks,
-        checkpoint=rng.choice(["never", "except_last", "always"]),
-    )
-    outputs = []
-    for module, call in ((pipe, lambda: pipe(input)), (whole, lambda: gpipe.reference(whole, input, chunks=chunks))):
-        module.zero_grad()
-        torch.manual_seed(2)
-        outputs.append(call())
-        weighted_sum(outputs[-1]).backward()
-    assert_equal(*outputs)
-    assert_same_state(pipe, whole)

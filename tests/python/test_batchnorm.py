@@ -16,17 +16,28 @@ def make_pipe(model, how, **options):
     return gpipe.GPipe(convert_deferred_batch_norm(model, options["chunks"]), [1] * len(model), **options)
 
 
-@pytest.mark.parametrize("how", ["option", "convert"])
 @pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("momentum", [0.1, None])
-def test_statistics_equal_those_of_the_whole_mini_batch(how, checkpoint, momentum):
+@pytest.mark.parametrize(
+    ("how", "kind", "momentum"),
+    [
+        ("option", nn.BatchNorm2d, 0.1),
+        ("option", nn.BatchNorm2d, None),
+        ("option", nn.InstanceNorm2d, 0.1),
+        ("convert", nn.BatchNorm2d, 0.1),
+        ("convert", nn.BatchNorm2d, None),
+    ],
+)
+def test_statistics_equal_those_of_the_whole_mini_batch(how, kind, momentum, checkpoint):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4, momentum=momentum), nn.ReLU())
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), kind(4, momentum=momentum, track_running_stats=True), nn.ReLU())
     plain = copy.deepcopy(model)
     pipe = make_pipe(model, how, chunks=4, checkpoint=checkpoint)
     for batch in (8, 3, 8):  # a batch of 3 makes only three micro-batches
         x = torch.rand(batch, 3, 8, 8)
-        pipe(x).sum().backward()
+        if batch == 3:
+            pipe.step(x, x, lambda output, _: output.sum(), reduction="sum")
+        else:
+            pipe(x).sum().backward()
         plain(x)
     for name in ("running_mean", "running_var", "num_batches_tracked"):
         torch.testing.assert_close(getattr(pipe[1], name), getattr(plain[1], name))

@@ -91,12 +91,6 @@ def test_layers_learn_whether_they_are_recomputed():
     assert not gpipe.is_checkpointing() and not gpipe.is_recomputing()
 
 
-def test_an_error_of_an_operator_gets_a_note_of_its_place():
-    with pytest.raises(RuntimeError, match="mat1 and mat2 shapes cannot be multiplied") as raised:
-        gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(3, 3)), [1, 1])(torch.zeros(1, 2))
-    assert notes(raised.value) == ["[gpipe] in the forward of micro-batch 0 on stage 1, layer '1'"]
-
-
 @pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_errors_of_the_pipeline_itself_get_a_note_of_their_place(checkpoint):
     """The error has the same type and note in a recompute as in a forward."""

@@ -54,36 +54,6 @@ def test_a_model_without_layers_returns_its_input():
         pipe([1])
 
 
-@pytest.mark.parametrize(
-    "batch, chunks, expected", [(5, 4, [2, 2, 1]), (2, 4, [1, 1]), (7, 4, [2, 2, 2, 1]), (0, 4, [0])]
-)
-def test_sizes_of_micro_batches(batch, chunks, expected):
-    sizes = []
-
-    class Note(nn.Module):
-        def forward(self, x):
-            sizes.append(len(x))
-            return x
-
-    out = gpipe.GPipe(nn.Sequential(Note()), [1], chunks=chunks)(torch.zeros(batch, 3))
-    assert out.shape == (batch, 3)
-    assert sizes == expected
-
-
-def test_options_can_be_assigned():
-    pipe = gpipe.GPipe(make_linears(), [2, 2], chunks=1)
-    x = torch.rand(8, 3)
-    expected = pipe(x)
-    for chunks in (8, 3):
-        pipe.chunks = chunks
-        pipe.checkpoint = "always"
-        torch.testing.assert_close(pipe(x), expected)
-    with pytest.raises(ValueError):
-        pipe.chunks = 0
-    with pytest.raises(ValueError):
-        pipe.checkpoint = "sometimes"
-
-
 @pytest.mark.parametrize("copies", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_copies_are_independent(copies):
     pipe = gpipe.GPipe(make_linears(), [2, 2], chunks=2)

@@ -19,7 +19,7 @@ from torch import nn
 import gpipe
 from generated_layers import CONTEXT, TOGETHER, UNITS, UNSEEN, WIDTH, Draw, Marked, Skips
 
-CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 150))
+CASES = int(os.environ.get("GPIPE_GENERATED_CASES", 100))
 SEED = int(os.environ.get("GPIPE_GENERATED_SEED", 0))
 MODES = ["never", "except_last", "always"]
 TWO_PER_WORKER = {"interleaved_1f1b", "interleaved_zb", "zb_v", "v_half", "v_min", "dualpipe_v"}

@@ -5,8 +5,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.nn import functional
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.utils.checkpoint import checkpoint
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
 import gpipe
@@ -117,80 +117,38 @@ def test_backward_evaluation_and_snapshots():
         torch.testing.assert_close(model(batch(9)[0]), results[0][1])
 
 
-class SumOver(torch.autograd.Function):
-    """Sums over a process group, in the backward too."""
+class Centred(nn.Module):
+    """Subtracts the mean over the micro-batches of all replicas, as nn.SyncBatchNorm does, which needs GPUs."""
 
-    @staticmethod
-    def forward(ctx, values, group):
-        ctx.group = group
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return SumOver.forward(ctx, gradient, ctx.group), None
-
-
-class SyncedNorm(nn.BatchNorm1d):
-    """nn.SyncBatchNorm, which needs GPUs: takes mean and variance over a process group."""
-
-    def __init__(self, features, group):
-        super().__init__(features)
+    def __init__(self, group):
+        super().__init__()
         self.group = group
 
     def forward(self, x):
-        count = torch.full((1,), float(len(x)))
-        sums = SumOver.apply(torch.cat([x.sum(0), x.square().sum(0), count]), self.group)
-        mean, square = (sums[:-1] / sums[-1]).chunk(2)
-        variance = square - mean.square()
-        with torch.no_grad():
-            self.num_batches_tracked += 1
-            self.running_mean.lerp_(mean, self.momentum)
-            self.running_var.lerp_(variance * sums[-1] / (sums[-1] - 1), self.momentum)
-        return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
+        if self.group is None:
+            return x - x.mean(0)
+        sums = functional.all_reduce(torch.cat([x.sum(0), torch.ones(1) * len(x)]), group=self.group)
+        return x - sums[:-1] / sums[-1]
 
 
-def normed_model(make_norm):
+def centred_model(group):
     torch.manual_seed(3)
-    return nn.Sequential(
-        nn.Linear(4, 6), make_norm(6), nn.ReLU(), nn.Linear(6, 5), make_norm(5), nn.Tanh(), nn.Linear(5, 3)
-    )
+    return nn.Sequential(nn.Linear(4, 6), Centred(group), nn.ReLU(), nn.Linear(6, 5), Centred(group), nn.Linear(5, 3))
 
 
-def synchronize_norms(ranks, chunks, checkpoint, schedule):
+def centre(ranks):
     group, _ = dist.new_subgroups(2)
     with replicas(ranks, 2) as mesh:
         assert dist.get_process_group_ranks(group) == [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
-        model = normed_model(lambda features: SyncedNorm(features, group))
-        pipe = gpipe.GPipe(model, [3, 4], chunks=chunks, checkpoint=checkpoint, schedule=schedule, group=mesh)
-        return train(pipe, [16, 10], mesh.part)
+        pipe = gpipe.GPipe(centred_model(group), [3, 3], chunks=1, schedule="1f1b", group=mesh)
+        return train(pipe, [16], mesh.part)
 
 
-def test_synchronized_batch_norm():
-    chunks = 2
-    results = results_of(4, synchronize_norms, chunks, "except_last", "1f1b")
-    model = normed_model(nn.BatchNorm1d)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step, samples in enumerate([16, 10]):
-        x, y = batch(samples)
-        halves = torch.arange(samples).chunk(2)
-        optimizer.zero_grad()
-        loss = torch.zeros(())
-        # The batch norms see a micro-batch of both replicas together.
-        for parts in zip(*(half.chunk(chunks) for half in halves), strict=True):
-            index = torch.cat(parts)
-            share = F.cross_entropy(model(x[index]), y[index]) * len(index) / samples
-            share.backward()
-            loss += share.detach()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        expected = {"loss": loss, "norm": norm} | states(model)
-        optimizer.step()
-        joined = results[0][step] | results[2][step]
-        assert joined.keys() == expected.keys()
-        for rank, result in enumerate(results):
-            for name, value in result[step].items():
-                torch.testing.assert_close(value, expected[name], msg=lambda text: f"rank {rank}, {name}: {text}")
+def test_layers_that_communicate_over_replicas():
+    alone = train(gpipe.GPipe(centred_model(None), [6]), [16])
+    for record in results_of(4, centre):
+        for name, value in record[0].items():
+            torch.testing.assert_close(value, alone[0][name], msg=lambda text: f"{name}: {text}")
 
 
 class Overflowing(nn.Module):

@@ -152,21 +152,3 @@ def test_clipping_has_the_bits_of_one_process():
             total, gradients = by_rank[rank][number]
             assert torch.equal(total, alone)
             assert all(torch.equal(gradient, alone_gradients[name]) for name, gradient in gradients.items())
-
-
-def trace(ranks):
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
-    timeline = gpipe.Timeline()
-    pipe.step(*batch(8), F.cross_entropy)
-    pipe.trace(timeline)
-    pipe.step(*batch(8), F.cross_entropy)
-    whole = pipe.gather_timeline(timeline)
-    actions = re.findall(r'"name": ?"([^"]+)"', whole.to_chrome_json())
-    return sorted(actions), whole.makespan(), whole.peak_bytes()
-
-
-def test_one_timeline_has_the_actions_of_all_ranks():
-    (actions, makespan, peaks), (others, _, _) = results_of(2, trace)
-    assert {"0F0", "1F0", "1B1", "0B1"} <= set(actions) and 0 < makespan < 60
-    assert len(peaks) == 2 and all(peaks)
-    assert "0F0" not in others and "1F0" not in others

@@ -168,25 +168,6 @@ def test_names_and_refusals():
     assert not any(frozen + later[0]) and all(trained + later[1])
 
 
-def train_shared_module(ranks):
-    torch.manual_seed(0)
-    linear = nn.Linear(4, 4)
-    pipe = gpipe.GPipe(nn.Sequential(nn.Sequential(linear, nn.Tanh()), nn.Sequential(linear)), [1, 1], chunks=2, group=ranks)
-    optimizer = torch.optim.SGD([{"params": list(pipe.parameters())}], lr=0.1)
-    x = torch.rand(6, 4)
-    for _ in range(2):
-        pipe(x).square().sum().backward()
-        optimizer.step()
-    return pipe(x).detach(), len(list(pipe.parameters()))
-
-
-def test_a_module_inside_two_layers():
-    alone, count = train_shared_module(None)
-    (first, of_first), (second, of_second) = results_of(2, train_shared_module)
-    assert torch.equal(first, alone) and torch.equal(second, alone)
-    assert (of_first, of_second) == (count, 0)
-
-
 def train_converted(ranks):
     torch.manual_seed(0)
     model, tokens = Tied(), torch.arange(12).view(6, 2) % 8

@@ -355,27 +355,6 @@ def test_copies_and_pickles():
     assert torch.equal(twice(batch()), sequence(batch()))
 
 
-def test_errors_name_the_layer():
-    class Fails(nn.Module):
-        def forward(self, x):
-            if x.shape[0] == 2:
-                raise RuntimeError("two")
-            return {"y": x}
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.body = nn.ModuleDict({"linear": nn.Linear(4, 4), "fails": Fails()})
-
-        def forward(self, x):
-            return self.body["fails"](self.body["linear"](x))["y"]
-
-    pipe = gpipe.GPipe(gpipe.to_sequential(Model(), batch().float(), opaque=[Fails]), [1, 1], chunks=3)
-    with pytest.raises(RuntimeError, match="two") as error:
-        pipe(batch().float())
-    assert any("layer 'body.fails'" in note for note in error.value.__notes__)
-
-
 def test_balances_and_pipelines_of_modules():
     net = make_net()
     assert sum(balance_by_time(2, net, batch(), timeout=0.1)) == 12
