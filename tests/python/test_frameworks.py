@@ -1,5 +1,7 @@
 """Frameworks that wrap a model for their own training loop."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -37,42 +39,39 @@ def trained_without_framework():
     return model.state_dict()
 
 
-def copy_state(state):
-    return {key: value.clone() for key, value in state.items()}
-
-
-def test_accelerate_trains_the_same_and_restores_a_state(tmp_path):
-    accelerate = pytest.importorskip("accelerate")
-    accelerator = accelerate.Accelerator(cpu=True)
+def accelerate_tools(folder):
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
     pipe = gpipe.GPipe(make_model(), [1, 2], chunks=2)
     model, optimizer, loader = accelerator.prepare(pipe, torch.optim.Adam(pipe.parameters(), 0.01), make_loader())
 
     def clip():
         accelerator.clip_grad_norm_(model.parameters(), 0.1)
 
-    train(model, optimizer, loader, accelerator.backward, clip)
-    state = copy_state(accelerator.get_state_dict(model))
-    torch.testing.assert_close(state, dict(trained_without_framework()))
-    accelerator.save_state(tmp_path)
-    train(model, optimizer, loader, accelerator.backward, clip)
-    accelerator.load_state(tmp_path)
-    torch.testing.assert_close(dict(pipe.state_dict()), state, rtol=0, atol=0)
+    state = lambda: accelerator.get_state_dict(model)
+    save, load = lambda: accelerator.save_state(folder), lambda: accelerator.load_state(folder)
+    return (model, optimizer, loader, accelerator.backward, clip), state, save, load
 
 
-def test_lightning_fabric_trains_the_same_and_restores_a_state(tmp_path):
+def lightning_tools(folder):
     fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
     pipe = gpipe.GPipe(make_model(), [1, 2], chunks=2)
     model, optimizer = fabric.setup(pipe, torch.optim.Adam(pipe.parameters(), 0.01))
-    loader = fabric.setup_dataloaders(make_loader())
+    saved = {"model": model, "optimizer": optimizer}
 
     def clip():
         fabric.clip_gradients(model, optimizer, max_norm=0.1)
 
-    train(model, optimizer, loader, fabric.backward, clip)
-    state = copy_state(pipe.state_dict())
+    save, load = lambda: fabric.save(folder / "file", saved), lambda: fabric.load(folder / "file", saved)
+    return (model, optimizer, fabric.setup_dataloaders(make_loader()), fabric.backward, clip), pipe.state_dict, save, load
+
+
+@pytest.mark.parametrize("tools", [accelerate_tools, lightning_tools])
+def test_a_framework_trains_the_same_and_restores_a_state(tools, tmp_path):
+    training, state_of, save, load = tools(tmp_path)
+    train(*training)
+    state = copy.deepcopy(dict(state_of()))
     torch.testing.assert_close(state, dict(trained_without_framework()))
-    saved = {"model": model, "optimizer": optimizer}
-    fabric.save(tmp_path / "checkpoint", saved)
-    train(model, optimizer, loader, fabric.backward, clip)
-    fabric.load(tmp_path / "checkpoint", saved)
-    torch.testing.assert_close(dict(pipe.state_dict()), state, rtol=0, atol=0)
+    save()
+    train(*training)
+    load()
+    torch.testing.assert_close(dict(state_of()), state, rtol=0, atol=0)
