@@ -1,17 +1,17 @@
 """Parameters, buffers and states have the names of the unpartitioned model."""
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.checkpoint import state_dict as dcp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import gpipe
+from jobs import results_of
 from layers import make_linears
-from processes import run
 
 
 def make_model():
@@ -148,70 +148,50 @@ def test_distributed_checkpoints_are_those_of_the_unpartitioned_model(balance):
     assert list(dcp.get_state_dict(pipe, optimizers[1], options=full)[1])[0].startswith("state.0.weight.")
 
 
-SHARDED = """
-    import copy, torch.distributed as dist, torch.multiprocessing
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def shard(ranks):
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-    rank, path = int(sys.argv[1]), sys.argv[2]
-    dist.init_process_group("gloo", store=dist.FileStore(path, 2), rank=rank, world_size=2)
+
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     batches = torch.rand(3, 2, 4, 4)
-
     pipe = gpipe.GPipe(copy.deepcopy(model), [1, 1], chunks=2, checkpoint="always")
     fully_shard(pipe, mesh=mesh, reshard_after_forward=True)
     optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (pipe, model)]
-    for batch in batches:
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        pipe(batch[rank]).square().mean().backward()
-        (sum(model(part).square().mean() for part in batch) / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for (name, parameter), expected in zip(pipe.named_parameters(), model.parameters()):
-        torch.testing.assert_close(parameter.full_tensor(), expected)
 
     def mean(output, target):
         return output.square().mean()
 
-    from torch.distributed.fsdp import register_fsdp_forward_method
+    def train(loss):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for batch in batches:
+            loss(batch[ranks.rank]).backward()
+            (sum(mean(model(part), None) for part in batch) / 2).backward()
+        for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+        for optimizer in optimizers:
+            optimizer.step()
+
+    train(lambda x: mean(pipe(x), None))
     for call in (pipe.step, pipe.loss):
-        try:
+        with pytest.raises(RuntimeError, match=r"register_fsdp_forward_method\(pipe, 'loss'\)"):
             call(batches[0, 0], batches[0, 0], mean)
-        except RuntimeError as error:
-            assert "register_fsdp_forward_method(pipe, 'loss')" in str(error), error
-        else:
-            raise AssertionError("the gradients of a sharded pipeline were lost")
     register_fsdp_forward_method(pipe, "loss")
-    for optimizer in optimizers:
-        optimizer.zero_grad()
-    pipe.loss(batches[0, rank], batches[0, rank], mean).backward()
-    (sum(model(part).square().mean() for part in batches[0]) / 2).backward()
-    for parameter, expected in zip(pipe.parameters(), model.parameters()):
-        torch.testing.assert_close(parameter.grad.full_tensor(), expected.grad)
+    train(lambda x: pipe.loss(x, x, mean))
+    for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours.full_tensor(), theirs)
 
-    def refused(shard, of):
-        pipe = gpipe.GPipe(copy.deepcopy(model), [1, 1])
-        shard(of(pipe))
-        try:
-            pipe(batches[0, 0])
-        except RuntimeError as error:
-            assert "is sharded" in str(error), error
+    for of in (lambda pipe: pipe[0], lambda pipe: pipe[1][0], lambda pipe: pipe.partitions[0], None):
+        refused = gpipe.GPipe(copy.deepcopy(model), [1, 1])
+        if of is None:
+            parallelize_module(refused[0], mesh, {"0": ColwiseParallel()})
         else:
-            raise AssertionError
-
-    refused(lambda layer: fully_shard(layer, mesh=mesh), lambda pipe: pipe[0])
-    refused(lambda layer: fully_shard(layer, mesh=mesh), lambda pipe: pipe[1][0])
-    refused(lambda stage: fully_shard(stage, mesh=mesh), lambda pipe: pipe.partitions[0])
-    refused(lambda layer: parallelize_module(layer, mesh, {"0": ColwiseParallel()}), lambda pipe: pipe[0])
-    dist.destroy_process_group()
-    print("done")
-"""
+            fully_shard(of(refused), mesh=mesh)
+        with pytest.raises(RuntimeError, match="is sharded"):
+            refused(batches[0, 0])
 
 
-def test_a_whole_pipeline_can_be_sharded_but_not_its_layers(tmp_path):
-    with ThreadPoolExecutor() as pool:
-        ends = list(pool.map(lambda rank: run(SHARDED, str(rank), str(tmp_path / "store"), seconds=300), range(2)))
-    assert ends == [(0, "done\n")] * 2
+def test_a_whole_pipeline_can_be_sharded_but_not_its_layers():
+    results_of(2, shard)
