@@ -130,18 +130,26 @@ class Copy(torch.autograd.Function):
         return gradient
 
 
-class PlainLoop:
-    """Calls a model like a pipeline. Each call returns an output and a function for its backward."""
+class Runner:
+    """Calls a model. ``forward()`` returns an output and a function for its backward."""
 
-    def __init__(self, spec, model, hooks):
-        self.spec, self.model, self.hooks = spec, model, hooks
+    def __init__(self, spec, model):
+        self.spec, self.model, self.hooks = spec, model, collections.Counter()
+
+    def eval(self):
+        self.model.eval()
+        return self
+
+
+class PlainLoop(Runner):
+    def __init__(self, spec, model):
+        super().__init__(spec, model)
         self.hooked = {name for name, each in model.named_parameters() if each.requires_grad}
         self.drains = not spec.schedule or spec.schedule in FILL_AND_DRAIN
-        self.options = spec
 
     def forward(self, x):
         seed = gpipe.RandomScope.draw_seed()
-        parts = x.detach().split(-(-len(x) // self.options.chunks))
+        parts = x.detach().split(-(-len(x) // self.spec.chunks))
         parts = [part.detach().requires_grad_(x.requires_grad) for part in parts]
         outputs = []
         for number, part in enumerate(parts):
@@ -185,26 +193,17 @@ class PlainLoop:
         return output
 
 
-class Pipeline:
-    """A pipeline with the same calls."""
-
-    def __init__(self, spec, model, hooks, balance):
+class Pipeline(Runner):
+    def __init__(self, spec, model, balance):
+        super().__init__(spec, model)
         options = {"schedule": spec.schedule or "gpipe", "stages_per_worker": spec.stages_per_worker}
-        self.model = model
         self.pipe = gpipe.GPipe(model, balance, **options)
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
-                parameter.register_hook(lambda gradient, name=name: hooks.update([name]))
-
-    @property
-    def options(self):
-        return None
-
-    @options.setter
-    def options(self, spec):
-        self.pipe.chunks, self.pipe.checkpoint = spec.chunks, spec.checkpoint
+                parameter.register_hook(lambda gradient, name=name: self.hooks.update([name]))
 
     def forward(self, x):
+        self.pipe.chunks, self.pipe.checkpoint = self.spec.chunks, self.spec.checkpoint
         output = self.pipe(x)
 
         def backward(gradient, retain_graph=False):
@@ -214,43 +213,18 @@ class Pipeline:
         return output, backward
 
     def step(self, x, target):
+        self.pipe.chunks, self.pipe.checkpoint = self.spec.chunks, self.spec.checkpoint
         return self.pipe.step(x, target, product, reduction="sum", return_output=True)[1]
 
 
-# What happens between a forward and its backward. Each returns the backwards of other calls, which come first.
+def seed_all(seed):
+    for function in (torch.manual_seed, random.seed, numpy.random.seed):
+        function(seed)
 
 
-def evaluation(runner, x):
-    runner.model.eval()
-    with torch.inference_mode():
+def call_under(context, runner, x):
+    with context:
         runner.forward(x)
-
-
-def changed_modes(runner, x):
-    runner.model.eval()
-
-
-def no_grad(runner, x):
-    with torch.no_grad():
-        runner.forward(x)
-
-
-def seeds(runner, x):
-    torch.manual_seed(0)
-    random.seed(0)
-    numpy.random.seed(0)
-
-
-def another_context(runner, x):
-    CONTEXT.set(-3.0)
-
-
-def another_call(runner, x):
-    return runner.forward(x)[1]
-
-
-def abandoned_call(runner, x):
-    runner.forward(x)
 
 
 def failed_call(runner, x):
@@ -266,18 +240,18 @@ def failed_call(runner, x):
                 module.log.pop()
 
 
-def nothing(runner, x):
-    pass
-
-
-BETWEEN = {
-    function.__name__.replace("_", " "): function
-    for function in (nothing, evaluation, changed_modes, no_grad, seeds, another_context, another_call)
-} | {
-    "abandoned call": abandoned_call,
+BETWEEN = {  # what happens between a forward and its backward
+    "": lambda runner, x: None,
+    "evaluation": lambda runner, x: call_under(torch.inference_mode(), runner.eval(), x),
+    "other modes": lambda runner, x: runner.eval(),
+    "no grad": lambda runner, x: call_under(torch.no_grad(), runner, x),
+    "seeds": lambda runner, x: seed_all(0),
+    "another context": lambda runner, x: CONTEXT.set(-3.0),
+    "another call": lambda runner, x: runner.forward(x)[1],  # whose backward comes first
+    "abandoned call": lambda runner, x: call_under(contextlib.nullcontext(), runner, x),
     "failed call": failed_call,
-    "second backward": nothing,
-    "another thread": nothing,
+    "second backward": lambda runner, x: None,
+    "another thread": lambda runner, x: None,
 }
 
 
@@ -298,7 +272,7 @@ def train(spec, runner, x, number):
     gradient = gradient_of(output)
     changed_by_the_caller(runner.model, "between", number)
     other = BETWEEN[spec.between](runner, other_x)
-    if other is not None:
+    if spec.between == "another call":
         other(gradient * 2)
     if spec.between == "second backward":
         backward(gradient, retain_graph=True)
@@ -336,15 +310,14 @@ def state_of(model):
     return state
 
 
-def results_of(spec, runner, hooks):
+def results_of(spec, runner):
     """Returns the output, gradients, state and hook counts after each call, by name."""
     results = []
     for number in range(spec.calls):
-        for seed in (torch.manual_seed, random.seed, numpy.random.seed):
-            seed(spec.seed + number)
+        seed_all(spec.seed + number)
         CONTEXT.set(number + 2.0)
-        runner.options = spec.of_call(number)
-        leaf = torch.randn(spec.of_call(number).batch, WIDTH).requires_grad_()
+        runner.spec = spec.of_call(number)
+        leaf = torch.randn(runner.spec.batch, WIDTH).requires_grad_()
         x = INPUTS[spec.input](leaf)
         output = runner.step(x, gradient_of(x)) if spec.schedule else train(spec, runner, x, number)
         result = {"the output": output, "the gradient of the input": plain(leaf.grad)}
@@ -354,7 +327,7 @@ def results_of(spec, runner, hooks):
                 with torch.no_grad():
                     parameter.sub_(plain(parameter.grad), alpha=0.01)
             parameter.grad = None
-            result[f"the hook of {name}"] = torch.tensor(hooks.pop(name, 0))
+            result[f"the hook of {name}"] = torch.tensor(runner.hooks.pop(name, 0))
         if spec.between != "failed call":  # which does not restore them
             result["the generators"] = torch.tensor([random.random(), numpy.random.rand()])
         result |= state_of(runner.model)
@@ -400,9 +373,8 @@ def compare(spec):
     if len(blocks) < spec.stages_per_worker or spec.between == "failed call" and names & UNSEEN:
         raise NoModel
     error = None
-    hooks, plain_hooks = collections.Counter(), collections.Counter()
     try:
-        got = results_of(spec, Pipeline(spec, layers, hooks, cut(spec, blocks)), hooks)
+        got = results_of(spec, Pipeline(spec, layers, cut(spec, blocks)))
     except Exception as caught:
         error = caught
     model, _ = build(spec, plain=True)
@@ -410,7 +382,7 @@ def compare(spec):
     for ours, theirs in zip(*draws, strict=True):
         theirs.repeats, theirs.log = True, ours.log
     try:
-        expected = results_of(spec, PlainLoop(spec, model, plain_hooks), plain_hooks)
+        expected = results_of(spec, PlainLoop(spec, model))
     except RuntimeError as refusal:
         raise NoModel from refusal
     if error is None:
@@ -429,7 +401,7 @@ def smaller(spec):
     for field, by in simplest.items():
         if getattr(spec, field) > by:
             yield dataclasses.replace(spec, **{field: getattr(spec, field) - by})
-    for field, simple in {"changes": False, "input": "leaf", "between": "nothing", "checkpoint": "never"}.items():
+    for field, simple in {"changes": False, "input": "leaf", "between": "", "checkpoint": "never"}.items():
         if getattr(spec, field) not in {simple, ""}:
             yield dataclasses.replace(spec, **{field: simple})
 
