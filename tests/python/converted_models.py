@@ -52,15 +52,15 @@ class Returns(nn.Module):
         return self.function(x)
 
 
-def outputs_in_each_mode(sequence, twin, x):
-    """Yields the outputs of a conversion and of its twin, with the same random numbers: as they are, in evaluation and
+def outputs_in_each_mode(sequence, plain, x):
+    """Yields the outputs of a conversion and of the plain model, with the same random numbers: as they are, in evaluation and
     in training mode. Their states must stay equal."""
     for mode in (None, False, True):
-        for module in (sequence, twin) if mode is not None else ():
+        for module in (sequence, plain) if mode is not None else ():
             module.train(mode)
         outputs = []
-        for module in (sequence, twin):
+        for module in (sequence, plain):
             torch.manual_seed(2)
             outputs.append(module(x))
         yield outputs
-        torch.testing.assert_close(dict(sequence.state_dict()), dict(twin.state_dict()), rtol=0, atol=0)
+        torch.testing.assert_close(dict(sequence.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)

@@ -94,26 +94,26 @@ def test_a_model_equals_its_pipeline(name):
     input = kwargs or (args[0] if len(args) == 1 else args)
     sequence = gpipe.to_sequential(model, *args, **kwargs)
     assert {id(tensor) for tensor in sequence.parameters()} == {id(tensor) for tensor in model.parameters()}
-    twin = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
 
     # The unpartitioned sequence, with dropout: three steps.
-    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in (sequence, twin)]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=1e-3) for module in (sequence, plain)]
     for _ in range(3):
         outputs = []
-        for optimizer, call in zip(optimizers, (lambda: sequence(input), lambda: twin(*args, **kwargs)), strict=True):
+        for optimizer, call in zip(optimizers, (lambda: sequence(input), lambda: plain(*args, **kwargs)), strict=True):
             torch.manual_seed(1)
             optimizer.zero_grad()
             outputs.append(call())
             weighted_sum(outputs[-1]).backward()
         assert type(outputs[0]) is type(outputs[1])
         assert_equal(*outputs)
-        assert_same_state(sequence, twin)
+        assert_same_state(sequence, plain)
         for optimizer in optimizers:
             optimizer.step()
     sequence.eval()
-    twin.eval()
+    plain.eval()
     with torch.no_grad():
-        assert_equal(sequence(input), twin(*args, **kwargs))
+        assert_equal(sequence(input), plain(*args, **kwargs))
 
     sequence.train()
 
@@ -121,8 +121,8 @@ def test_a_model_equals_its_pipeline(name):
     norms = {path for path, module in model.named_modules() if "BatchNorm" in type(module).__name__}
     for layer in sequence:
         without_dropout(layer.model.named_modules(), norms)
-    twin = copy.deepcopy(model)
-    without_dropout(twin.named_modules(), norms)
+    plain = copy.deepcopy(model)
+    without_dropout(plain.named_modules(), norms)
     chunks = rng.choice([1, 3, 4])
     schedule = gpipe.SCHEDULES[list(MODELS).index(name) % len(gpipe.SCHEDULES)]
     stages, per_worker = random_stages(rng, schedule)
@@ -134,9 +134,9 @@ def test_a_model_equals_its_pipeline(name):
         schedule=schedule,
         stages_per_worker=per_worker,
     )
-    for module in (pipe, twin):
+    for module in (pipe, plain):
         module.zero_grad()
-    outputs = [twin(*part[0], **part[1]) for part in parts_of((args, kwargs), chunks)]
+    outputs = [plain(*part[0], **part[1]) for part in parts_of((args, kwargs), chunks)]
     losses = [weighted_sum(output) for output in outputs]
     sum(losses).backward()
     target = torch.zeros(tree_leaves(input)[0].shape[0])
@@ -145,5 +145,5 @@ def test_a_model_equals_its_pipeline(name):
     joined = [torch.cat(each) for each in leaves]
     assert_equal([leaf for leaf in tree_leaves(output) if torch.is_tensor(leaf)], joined)
     assert_equal(loss, sum(losses))
-    assert_same_state(pipe, twin)
-    twin.load_state_dict(pipe.state_dict())
+    assert_same_state(pipe, plain)
+    plain.load_state_dict(pipe.state_dict())

@@ -29,10 +29,10 @@ def test_autocast_and_grad_modes_reach_the_layers():
 def test_optimizer_grad_scaler_and_clipping_train_the_same():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).double()
-    twin = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     pipe = gpipe.GPipe(model, [2, 2])
     x = torch.rand(16, 4).double()
-    for module in (pipe, twin):
+    for module in (pipe, plain):
         optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
         scaler = torch.amp.GradScaler("cpu")
         for _ in range(5):
@@ -42,7 +42,7 @@ def test_optimizer_grad_scaler_and_clipping_train_the_same():
             nn.utils.clip_grad_norm_(module.parameters(), 0.1)
             scaler.step(optimizer)
             scaler.update()
-    states = pipe.state_dict(), twin.state_dict()
+    states = pipe.state_dict(), plain.state_dict()
     assert all(torch.allclose(states[0][key], states[1][key]) for key in states[1])
 
 

@@ -59,12 +59,12 @@ def test_copies_are_independent(copies):
     pipe = gpipe.GPipe(make_linears(), [2, 2], chunks=2)
     x = torch.rand(4, 3)
     expected = pipe(x)
-    twin = copies(pipe)
-    assert torch.equal(twin(x), expected)
+    copied = copies(pipe)
+    assert torch.equal(copied(x), expected)
     with torch.no_grad():
-        next(twin.parameters()).zero_()
+        next(copied.parameters()).zero_()
     assert torch.equal(pipe(x), expected)
-    assert not torch.equal(twin(x), expected)
+    assert not torch.equal(copied(x), expected)
 
 
 def replace_in_its_stage(pipe):

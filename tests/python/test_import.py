@@ -31,24 +31,20 @@ def package(tmp_path):
     return folder
 
 
-def test_a_package_that_is_not_built(package):
+@pytest.mark.parametrize(
+    ("extension", "message"),
+    [
+        (None, "gpipe is not built: run pip install . in {folder}, "),
+        ("torch_version = '1.0.0'", "gpipe was built for torch 1.0.0, but torch {torch} is installed; install"),
+        ("raise ImportError('undefined symbol: at')", "gpipe cannot be loaded with torch {torch}: undefined symbol: at; install"),
+    ],
+)
+def test_a_package_that_cannot_be_imported(package, extension, message):
+    if extension is not None:
+        (package / "_C.py").write_text(extension)
     code, text = run(IMPORT, str(package.parent))
     assert code == 0
-    assert text.startswith(f"gpipe is not built: run pip install . in {package.parents[1]}, ")
-
-
-def test_a_package_for_another_torch(package):
-    (package / "_C.py").write_text("torch_version = '1.0.0'")
-    code, text = run(IMPORT, str(package.parent))
-    assert code == 0
-    assert text.startswith(f"gpipe was built for torch 1.0.0, but torch {torch.__version__} is installed; install")
-
-
-def test_an_extension_module_that_cannot_be_loaded(package):
-    (package / "_C.py").write_text("raise ImportError('undefined symbol: at')")
-    code, text = run(IMPORT, str(package.parent))
-    assert code == 0
-    assert text.startswith(f"gpipe cannot be loaded with torch {torch.__version__}: undefined symbol: at; install")
+    assert text.startswith(message.format(folder=package.parents[1], torch=torch.__version__))
 
 
 def imported_by(path):

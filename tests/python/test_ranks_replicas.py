@@ -69,8 +69,8 @@ def test_replicas_equal_one_pipeline(count, balance, size):
             for name, value in actual.items():
                 torch.testing.assert_close(value, of_alone[name], msg=lambda text: f"{name}: {text}")
                 # Replicas are equal bit by bit.
-                twin = of_ranks[rank // count * count]
-                assert torch.equal(value, twin[record.index(actual)][name]), name
+                same = of_ranks[rank // count * count]
+                assert torch.equal(value, same[record.index(actual)][name]), name
 
 
 def test_models_without_memory():

@@ -152,9 +152,9 @@ def test_copies_share_their_namespaces():
     with pytest.raises(TypeError):
         verify_skippables(model)
     pipe = gpipe.GPipe(nn.Sequential(Stash(), nn.Linear(1, 1), Add()), [2, 1])
-    twin = pickle.loads(pickle.dumps(pipe))
+    copied = pickle.loads(pickle.dumps(pipe))
     x = torch.ones(2, 1)
-    assert torch.equal(twin(x), pipe(x))
+    assert torch.equal(copied(x), pipe(x))
 
 
 def test_a_skippable_layer_can_have_a_child_named_module():

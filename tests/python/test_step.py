@@ -253,8 +253,8 @@ def test_copies_and_pickles_keep_the_schedule():
     x, y = batch()
     pipe = make_pipe(None, "interleaved_1f1b", 2)
     expected = pipe.step(x, y, F.cross_entropy)
-    for twin in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
-        twin.zero_grad()
-        assert (twin.schedule, twin.placement) == ("interleaved_1f1b", [0, 1, 0, 1])
-        assert torch.equal(twin.step(x, y, F.cross_entropy), expected)
-        assert all(map(torch.equal, gradients(twin), gradients(pipe)))
+    for copied in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
+        copied.zero_grad()
+        assert (copied.schedule, copied.placement) == ("interleaved_1f1b", [0, 1, 0, 1])
+        assert torch.equal(copied.step(x, y, F.cross_entropy), expected)
+        assert all(map(torch.equal, gradients(copied), gradients(pipe)))

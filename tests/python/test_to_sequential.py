@@ -200,21 +200,21 @@ class Tied(nn.Module):
 def test_tied_weights_cross_stages_as_skips():
     torch.manual_seed(0)
     model = Tied().double()
-    twin = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     pipe = gpipe.GPipe(gpipe.to_sequential(model, torch.arange(6).view(3, 2)), [1, 1, 1], chunks=2)
     assert pipe.state_dict().keys() == model.state_dict().keys()
     assert dict(pipe.named_parameters()).keys() == dict(model.named_parameters()).keys()
-    optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (pipe, twin)]
+    optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (pipe, plain)]
     tokens = torch.randint(0, 8, (4, 2))
     for _ in range(3):
-        for optimizer, module in zip(optimizers, (pipe, twin), strict=True):
+        for optimizer, module in zip(optimizers, (pipe, plain), strict=True):
             optimizer.zero_grad()
             module(tokens).square().sum().backward()
-        torch.testing.assert_close(model.embed.weight.grad, twin.embed.weight.grad)
+        torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad)
         for optimizer in optimizers:
             optimizer.step()
     assert model.head.weight is model.embed.weight
-    torch.testing.assert_close(model.embed.weight, twin.embed.weight)
+    torch.testing.assert_close(model.embed.weight, plain.embed.weight)
 
 
 class Counting(nn.Module):
@@ -232,11 +232,11 @@ class Counting(nn.Module):
 
 def test_a_buffer_that_changes_stays_in_one_layer():
     model = Counting().double()
-    twin = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     sequence = gpipe.to_sequential(model, batch())
     assert names_of(sequence) == ["a"]
     for _ in range(2):
-        assert torch.equal(sequence(batch()), twin(batch()))
+        assert torch.equal(sequence(batch()), plain(batch()))
     assert model.count == 2
 
 
@@ -294,10 +294,10 @@ def test_exported_programs(tmp_path):
     for program in (exported(net), str(tmp_path / "net.pt2"), tmp_path / "net.pt2"):
         sequence = gpipe.to_sequential(program)
         assert sequence.state_dict().keys() == net.state_dict().keys()
-        twin = copy.deepcopy(net)
+        plain = copy.deepcopy(net)
         for mode in (True, False):
             outputs = []
-            for module in (sequence.train(mode), twin.train(mode)):
+            for module in (sequence.train(mode), plain.train(mode)):
                 torch.manual_seed(2)
                 outputs.append(module(batch()))
             assert torch.equal(*outputs)
@@ -407,14 +407,14 @@ def calls_layers_under_vmap(self, x):
 )
 def test_functions_that_are_hard_to_divide(function):
     model = Calls(function).double()
-    twin = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     sequence = gpipe.to_sequential(model, batch())
     pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence))
     for _ in range(2):
-        expected = twin(batch())
+        expected = plain(batch())
         for module in (sequence, pipe):
             torch.testing.assert_close(module(batch()), expected)
-            torch.testing.assert_close(dict(module.state_dict()), dict(twin.state_dict()))
+            torch.testing.assert_close(dict(module.state_dict()), dict(plain.state_dict()))
 
 
 class ManyNames(nn.Module):
@@ -463,6 +463,6 @@ def test_norms_of_exported_programs():
     program = export(model, (x,), dynamic_shapes=({0: Dim.DYNAMIC},), strict=False)
     sequence = gpipe.to_sequential(program)
     for mode in (True, False):
-        twin = copy.deepcopy(model).train(mode)
-        torch.testing.assert_close(sequence.train(mode)(x), twin(x))
-        model.load_state_dict(twin.state_dict())
+        plain = copy.deepcopy(model).train(mode)
+        torch.testing.assert_close(sequence.train(mode)(x), plain(x))
+        model.load_state_dict(plain.state_dict())

@@ -110,21 +110,21 @@ def test_what_a_model_computes_and_returns_follows_the_mode(function):
     model = ByMode(function)
     sequence = gpipe.to_sequential(model, batch())
     pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence), chunks=2, checkpoint="always")
-    twin = copy.deepcopy(model)
+    plain = copy.deepcopy(model)
     for mode in (True, False, True):
         outputs = []
-        for module in (twin, sequence, pipe):
+        for module in (plain, sequence, pipe):
             module.train(mode).zero_grad()
             outputs.append(module(batch()))
             total(outputs[-1]).backward()
             assert type(outputs[-1]) is type(outputs[0])
             torch.testing.assert_close(outputs[-1], outputs[0])
-            torch.testing.assert_close(gradients(module), gradients(twin))
-    for module in (twin, pipe):
+            torch.testing.assert_close(gradients(module), gradients(plain))
+    for module in (plain, pipe):
         module.zero_grad()
     pipe.step(batch(), batch(), lambda output, target: total(output), reduction="sum")
-    total(twin(batch())).backward()
-    torch.testing.assert_close(gradients(pipe), gradients(twin))
+    total(plain(batch())).backward()
+    torch.testing.assert_close(gradients(pipe), gradients(plain))
 
 
 class Skipping(nn.Module):
@@ -154,8 +154,8 @@ def test_modules_follow_their_own_mode(frozen):
     model = Nested()
     if frozen:
         model.get_submodule(frozen).eval()
-    sequence, twin = gpipe.to_sequential(model, batch()), copy.deepcopy(model)
-    for outputs in outputs_in_each_mode(sequence, twin, batch()):
+    sequence, plain = gpipe.to_sequential(model, batch()), copy.deepcopy(model)
+    for outputs in outputs_in_each_mode(sequence, plain, batch()):
         torch.testing.assert_close(*outputs)
     assert model.training and not (frozen and model.get_submodule(frozen).training)  # as before
 
