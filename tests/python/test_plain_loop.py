@@ -1,7 +1,5 @@
-"""Generated pipelines equal, bit by bit, a plain loop over the layers, micro-batch by micro-batch. For more cases:
-
-    GPIPE_GENERATED_CASES=5000 GPIPE_GENERATED_SEED=1000 pytest test_plain_loop.py
-"""
+"""Generated pipelines equal, bit by bit, a plain loop over the layers, micro-batch by micro-batch. ``tests/long generated``
+runs more cases."""
 
 import collections
 import concurrent.futures
