@@ -56,7 +56,7 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
 
   app.add_option("--schedule", options.schedule,
                  "order of forwards and backwards on each worker: " + schedule_names() +
-                     "; @FILE, with one line of actions per worker (see gpipe-schedule); or auto, with --balance auto, "
+                     "; @FILE, with one line of actions per worker (see python -m gpipe print); or auto, with --balance auto, "
                      "for the fastest on --stages workers")
       ->transform(schedule_text())
       ->group(kPipelineGroup);

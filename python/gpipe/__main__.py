@@ -1,268 +1,185 @@
-"""``python -m gpipe suggest MODULE:FUNCTION``: profiles a model and prints the fastest way to run it, on devices or a cluster."""
+"""``python -m gpipe``: schedules as text, pictures and simulations; profiles, cuts and suggestions for a model."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
+from typing import Any, NoReturn
 
 import gpipe
-from gpipe.balance import Candidate, Cluster, ClusterPlan, Profile, Suggestion, plan_cluster, profile, suggest
-from gpipe.exported.conversion import as_sequential
-from gpipe.structure import take_apart
-
-Progress = Callable[[float], None] | None
+from gpipe import _C, model_commands, schedule_commands
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
+_EXCLUDED = {
+    "cluster": "chunks memory_limit bandwidth stages_per_worker layers refine save_schedule",
+    "profile": "factory input micro_batch seconds param_scale",
+}
+_PLAIN = argparse.RawDescriptionHelpFormatter
+_MODES = ("never", "except_last", "always")
 
 
-def _numbers(text: str) -> list[int]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise argparse.ArgumentTypeError(f"'{text}' is not a list of numbers, such as 8,16")
-    return [int(part) for part in text.split(",")]
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}\n")
 
 
-def _bytes(text: str) -> int:
-    found = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?I?)B?", text.strip().upper())
-    if not found or found[2] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a size, such as 6GB or 6GiB")
-    return int(float(found[1]) * _UNITS[found[2]])
+def _value(what: str, convert: Callable[[str], Any], fits: Callable[[Any], bool]) -> Callable[[str], Any]:
+    """Returns a function that converts the text of a flag."""
+
+    def converted(text: str) -> Any:
+        try:
+            if fits(value := convert(text)):
+                return value
+        except (AttributeError, KeyError, OverflowError, ValueError):
+            pass
+        raise argparse.ArgumentTypeError(f"'{text}' is not {what}")
+
+    return converted
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m gpipe", description="Profiles models and finds the fastest way to run them."
-    )
-    parser.add_argument("--version", action="version", version=gpipe.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    command = commands.add_parser("suggest", help="find the fastest balance, chunks and checkpoint mode")
-    command.add_argument(
-        "factory",
-        nargs="?",
-        metavar="MODULE:FUNCTION",
-        help="returns a module, or a tuple of it and a mini-batch; left out with --profile",
-    )
-    command.add_argument(
-        "--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 64,3,224,224"
-    )
-    command.add_argument(
-        "--devices", metavar="LIST", help="one per worker, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU workers"
-    )
-    command.add_argument(
-        "--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: 1, 2, 4, .. 32"
-    )
-    command.add_argument("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
-    command.add_argument("--bandwidth", type=float, default=0.0, metavar="GB/S", help="between devices, in GB/s")
-    command.add_argument(
-        "--schedule",
-        default="auto",
-        help="of step(): gpipe, 1f1b, ... or @FILE; forward: a forward, then its backward; auto: try all (default: auto)",
-    )
-    command.add_argument("--stages-per-worker", type=int, default=1, metavar="N", help="default: 1")
-    command.add_argument("--seconds", type=float, default=60.0, help="approximate time for measuring (default: 60)")
-    command.add_argument(
-        "--param-scale",
-        type=float,
-        default=4.0,
-        help="bytes per byte of a parameter, with gradient and optimizer state: SGD 2, Adam 4 (default: 4)",
-    )
-    command.add_argument("--layers", action="store_true", help="also print the profile of each layer")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument(
-        "--cluster", metavar="FILE", help="JSON file of a cluster: also choose the number of replicas, for all its devices"
-    )
-    command.add_argument(
-        "--batch-size", type=int, metavar="N", help="with --cluster: samples per mini-batch; default: those of the mini-batch"
-    )
-    command.add_argument(
-        "--micro-batch",
-        type=_numbers,
-        metavar="N,..",
-        help="with --cluster: numbers of samples per micro-batch to measure and try; default: 1, 2, 4, .. 32",
-    )
-    command.add_argument(
-        "--profile",
-        type=lambda text: text.split(","),
-        metavar="FILE,..",
-        help="with --cluster: files written by Profile.to_json() or gpipe-balance, one per size of micro-batch; use them "
-        "instead of measuring",
-    )
-    command.set_defaults(parser=command)
-    return parser
+def _whole(least: int, most: int = 2**16) -> Callable[[str], int]:
+    return _value(f"a whole number from {least} to {most}", int, lambda number: bool(least <= number <= most))
+
+
+def _to_bytes(text: str) -> int:
+    number, unit = re.fullmatch(r"(\d+\.?\d*)\s*([KMGT]?I?)B?", text.strip().upper()).groups()  # type: ignore[union-attr]
+    return int(float(number) * _UNITS[unit])
+
+
+_numbers = _value("a list of numbers, such as 8,16", lambda text: list(map(int, text.split(","))), lambda all_: min(all_) > 0)
+_number = _value("a number from 0", float, lambda number: bool(0 <= number < 1e18))
+_bytes = _value("a size, such as 6GB or 6GiB", _to_bytes, lambda size: bool(size < 2**63))
+
+
+def _schedules(text: str) -> str:
+    for name in text.split(","):
+        if name not in (*gpipe.SCHEDULES, "forward", "auto") and not name.startswith("@"):
+            raise argparse.ArgumentTypeError(f"unknown schedule '{name}'; known: {', '.join(gpipe.SCHEDULES)}")
+    return re.sub(r"\bforward\b", "", text)
+
+
+def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> None:
+    rules = "\n".join(f"  {rule:18} {summary}" for rule, summary, _ in _C.schedule_rules())
+    command = commands.add_parser(name, help=help_, epilog=f"schedules:\n{rules}", formatter_class=_PLAIN)
+    command.set_defaults(run=run)
+    add = command.add_argument
+    add("schedule", help="a name, or @FILE with one line of actions per worker")
+    add("--workers", type=_whole(1), metavar="N", help="default: 2")
+    add("--stages", type=_whole(1), metavar="N", help="default: one per worker, two in a V")
+    add("--placement", metavar="WORKERS", help="looped, v, or the worker of each stage, such as 0,1,1,0")
+    add("--chunks", type=_whole(1), metavar="N", help="micro-batches; default: 4")
+    add("--checkpoint", choices=_MODES, help="micro-batches to recompute; default: never")
+    if name == "print":
+        return
+    add("--skip", action="append", default=[], metavar="FROM:TO", help="between stages; can be repeated")
+    add("--capacity", type=_whole(1), default=0, metavar="N", help="micro-batches per edge; default: enough")
+    add("--forward", type=_number, default=1.0, metavar="S", help="seconds of a stage's forward; default: 1")
+    add("--backward", type=_number, default=2.0, metavar="S", help="default: 2")
+    add("--input-gradient", type=_number, metavar="S", help="seconds of an I; default: half of --backward")
+    add("--weight-gradient", type=_number, metavar="S", help="seconds of a W; default: half of --backward")
+    add("--graph-bytes", type=_bytes, default=0, metavar="SIZE", help="of a cell's graph, held until B or W")
+    add("--input-bytes", type=_bytes, default=0, metavar="SIZE", help="that a recomputed cell stores")
+    if name == "check":
+        add("--json", action="store_true", help="print JSON")
+
+
+def _add_model_command(commands: Any, name: str, run: Any, help_: str, seconds: float = 10) -> argparse.ArgumentParser:
+    command: argparse.ArgumentParser = commands.add_parser(name, help=help_)
+    command.set_defaults(run=run, parser=command, cluster=None)
+    add = command.add_argument
+    factory = "returns a module, or a tuple of it and a mini-batch; or a call such as gpipe.models:unet(out_channels=1)"
+    add("factory", nargs="?", metavar="MODULE:FUNCTION", help=factory)
+    add("--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 64,3,224,224")
+    add("--devices", metavar="LIST", help="one per worker, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU workers")
+    add("--seconds", type=_number, default=seconds, help=f"approximate time for measuring; default: {seconds:g}")
+    scale = "bytes per byte of a parameter, with gradient and optimizer state: SGD 2, Adam 4; default: 4"
+    add("--param-scale", type=_number, default=4.0, help=scale)
+    add("--reuse-memory", action="store_true", help="keep freed memory of CPU tensors for reuse")
+    add("--json", action="store_true", help="print JSON")
+    if name in ("profile", "cut"):
+        add("--chunks", type=_whole(1), default=4, metavar="N", help="micro-batches per mini-batch; default: 4")
+    else:
+        tried = "2, 4, 8" if name == "sweep" else "1, 2, 4, .. 32"
+        add("--chunks", type=_numbers, default=[2, 4, 8] if name == "sweep" else [], metavar="N,..", help=f"default: {tried}")
+        add("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
+    if name != "profile":
+        default = "auto" if name == "suggest" else "forward"
+        schedules = "of step(): gpipe, 1f1b, ... or @FILE; forward: a forward, then its backward; auto: all that fit"
+        add("--schedule", type=_schedules, default=default, help=f"{schedules}; default: {default}")
+        add("--stages-per-worker", type=_whole(1), default=1, metavar="N", help="default: 1")
+        add("--bandwidth", type=_number, default=0.0, metavar="GB/S", help="between devices; default: no delay")
+        if name != "sweep":
+            add("--layers", action="store_true", help="also print the profile of each layer")
+    return command
+
+
+def _add_model_commands(commands: Any) -> None:
+    command = _add_model_command(commands, "profile", model_commands.profile, "measure each layer")
+    command.add_argument("-o", "--output", metavar="FILE", help="file for the profile, as JSON, for cut --profile")
+    command = _add_model_command(commands, "cut", model_commands.cut, "find the best balance for a number of chunks")
+    command.add_argument("--profile", metavar="FILE", help="of profile --output; used instead of measuring")
+    command.add_argument("--checkpoint", choices=_MODES, default="except_last", help="default: except_last")
+    command.add_argument("--by", choices=("time", "size"), default="time", help="what stages have equal; default: time")
+    command = _add_model_command(commands, "sweep", model_commands.sweep, "predict all balances near the best")
+    command.add_argument("--near", type=_whole(0), default=4, metavar="N", help="layers to move a cut by; default: 4")
+    found = "find the fastest schedule, balance, chunks and checkpoint mode"
+    add = _add_model_command(commands, "suggest", model_commands.suggest, found, seconds=60).add_argument
+    add("--refine", type=_whole(0, 100), default=0, metavar="N", help="candidates to run and time; default: 0")
+    add("--save-schedule", metavar="FILE", help="for a schedule made for the measured times, if it is faster")
+    add("--cluster", metavar="FILE", help="JSON file of a cluster: also choose the number of replicas, for all its devices")
+    add("--batch-size", type=_whole(1, 2**31), metavar="N", help="with --cluster: samples per mini-batch")
+    sizes = "with --cluster: samples per micro-batch to measure and try; default: 1, 2, 4, .. 32"
+    add("--micro-batch", type=_numbers, metavar="N,..", help=sizes)
+    files = "with --cluster: files of profile --output, one per size of micro-batch; used instead of measuring"
+    add("--profile", metavar="FILE,..", help=files)
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuses flags that do not go together."""
-    command: argparse.ArgumentParser = options.parser
-
-    def given(*flags: str) -> list[str]:
-        names = {flag: flag.removeprefix("--").replace("-", "_") for flag in flags}
-        return [flag for flag in flags if getattr(options, names[flag]) != command.get_default(names[flag])]
-
-    def exclude(flag: str, *flags: str) -> None:
-        for other in given(*flags):
-            command.error(f"{flag} excludes {other}")
-
-    if options.cluster:
-        exclude("--cluster", "--chunks", "--memory-limit", "--bandwidth", "--stages-per-worker", "--layers")
-        if options.devices and "," in options.devices:
-            command.error(f"--cluster needs one device to measure on, but --devices is {options.devices}")
-    else:
-        for flag in given("--batch-size", "--micro-batch", "--profile"):
-            command.error(f"{flag} requires --cluster")
-    if options.profile:
-        exclude("--profile", "--input", "--micro-batch", "--devices", "--seconds", "--param-scale")
-        if options.factory:
-            command.error(f"--profile excludes {options.factory}")
-        if options.batch_size is None:
-            command.error("--profile requires --batch-size")
-    elif not options.factory:
-        command.error("the following arguments are required: MODULE:FUNCTION")
-
-
-def _load(factory: str) -> tuple[nn.Module, Any]:
-    module_name, colon, function_name = factory.partition(":")
-    if not (module_name and colon and function_name):
-        raise SystemExit(f"error: '{factory}' is not of the form MODULE:FUNCTION")
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise SystemExit(f"error: cannot load '{factory}': {error}") from None
-    model = function() if callable(function) and not isinstance(function, nn.Module) else None
-    model, batch = model if isinstance(model, tuple) and len(model) == 2 else (model, None)
-    if not isinstance(model, nn.Module):
-        raise SystemExit(f"error: {factory} must be a function that returns a module, or a tuple (module, mini-batch)")
-    return model, batch
-
-
-def _devices(text: str | None) -> list[str]:
-    if text:
-        return text.split(",")
-    gpus = torch.cuda.device_count()
-    return [f"cuda:{index}" for index in range(gpus)] or ["cpu", "cpu"]
-
-
-def _print(suggestion: Suggestion, devices: list[str], layers: bool) -> None:
-    first = suggestion.candidates[0]
-    if layers:
-        print(suggestion.profile_of(first).table(first.balance))
-    print(suggestion, end="")
-    if suggestion.fits:
-        schedule = f", schedule={first.schedule!r}" if first.schedule else ""
-        stages_per_worker = len(first.placement) // len(first.bytes)
-        placed = {"stages_per_worker": f", stages_per_worker={stages_per_worker}", "v": ", placement='v'", "placement": f", placement={first.placement}"}
-        schedule += placed.get(first.placed_by, "")
-        print(
-            f"\npipe = gpipe.GPipe(model, {first.balance}, devices={devices}, chunks={first.chunks}, "
-            f"checkpoint={first.checkpoint!r}{schedule})"
-        )
-
-
-def _fields(candidate: Candidate) -> dict[str, Any]:
-    names = ("balance", "chunks", "checkpoint", "schedule", "placement", "seconds", "bubble", "bytes", "fits", "crossing")
-    return {name: getattr(candidate, name) for name in (*names, "replicas", "reduction")}
-
-
-def _print_json(found: Suggestion | ClusterPlan) -> None:
-    fields: dict[str, Any] = {"reason": found.reason, "candidates": [_fields(candidate) for candidate in found.candidates]}
-    if isinstance(found, Suggestion):
-        fields["unpartitioned"] = _fields(found.unpartitioned) if found.unpartitioned else None
-    print(json.dumps(fields))
-
-
-def _progress(part: float) -> None:
-    print(f"\rmeasuring {part:4.0%}", end="" if part < 1 else "\r\033[K", file=sys.stderr, flush=True)
-
-
-def _schedule(options: argparse.Namespace) -> str | None:
-    return None if options.schedule == "forward" else str(options.schedule)
-
-
-def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Module, Any]:
-    model, batch = _load(options.factory)
-    if options.input is not None:
-        batch = torch.randn(options.input)
-    if batch is None:
-        raise SystemExit(f"error: {options.factory} returns no mini-batch; give its shape with --input")
-    return model, batch
-
-
-def _suggest(options: argparse.Namespace, model: nn.Module, batch: Any, progress: Progress) -> bool:
-    devices = _devices(options.devices)
-    suggestion = suggest(
-        model,
-        batch,
-        devices,
-        chunks=options.chunks,
-        memory_limit=options.memory_limit,
-        bandwidth=options.bandwidth * 1e9,
-        schedule=_schedule(options),
-        stages_per_worker=options.stages_per_worker,
-        seconds=options.seconds,
-        param_scale=options.param_scale,
-        progress=progress,
-    )
-    if options.json:
-        _print_json(suggestion)
-    else:
-        _print(suggestion, devices, options.layers)
-    return suggestion.fits
-
-
-def _profiles(options: argparse.Namespace, model: nn.Module, batch: Any, progress: Progress) -> list[Profile]:
-    """Measures the model for micro-batches of the sizes to try."""
-    tensors, structure = take_apart(batch)
-    samples = len(tensors[0])
-    sizes = options.micro_batch or [size for size in (1, 2, 4, 8, 16, 32) if size <= samples]
-    for size in sizes:
-        if not 1 <= size <= samples:
-            raise ValueError(f"--micro-batch must be from 1 to the mini-batch's {samples} samples, but is {size}")
-    sequential = as_sequential(model, batch)
-    return [
-        profile(
-            sequential,
-            structure.build(tensor[:size] for tensor in tensors),
-            device=_devices(options.devices)[0],
-            seconds=options.seconds / len(sizes),
-            param_scale=options.param_scale,
-            progress=progress,
-        )
-        for size in sizes
-    ]
-
-
-def _plan(options: argparse.Namespace, model: nn.Module, batch: Any, progress: Progress) -> bool:
-    cluster = Cluster.from_json(Path(options.cluster).read_text())
-    if options.profile:
-        profiles = [Profile.from_json(Path(path).read_text()) for path in options.profile]
-    else:
-        profiles = _profiles(options, model, batch, progress)
-    samples = len(take_apart(batch)[0][0]) if options.batch_size is None else options.batch_size
-    plan = plan_cluster(cluster, profiles, samples, schedule=_schedule(options))
-    if options.json:
-        _print_json(plan)
-    else:
-        print(plan, end="")
-    return plan.fits
+    """Refuses flags of the commands for models that do not go together."""
+    error = options.parser.error
+    given = {name: value for name, value in vars(options).items() if value != options.parser.get_default(name)}
+    flags = {name: f"--{name.replace('_', '-')}" for name in given} | {"factory": options.factory}
+    for flag in given.keys() & _EXCLUDED.keys():
+        for other in _EXCLUDED[flag].split():
+            if other in given:
+                error(f"--{flag} excludes {flags[other]}")
+    for flag in ("batch_size", "micro_batch", *(["profile"] if options.command == "suggest" else [])):
+        if flag in given and "cluster" not in given:
+            error(f"{flags[flag]} requires --cluster")
+    if "cluster" in given and "devices" in given and ("profile" in given or "," in options.devices):
+        error(f"--cluster needs one device to measure on, or --profile, but --devices is {options.devices}")
+    if "cluster" in given and "profile" in given and "batch_size" not in given:
+        error("--profile requires --batch-size")
+    if not given.keys() & {"factory", "profile"}:
+        error("the following arguments are required: MODULE:FUNCTION")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
-    _check(options)
-    model, batch = _model_and_batch(options) if options.factory else (nn.Identity(), None)
-    run = _plan if options.cluster else _suggest
+    parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2])
+    parser.add_argument("--version", action="version", version=gpipe.__version__)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_schedule_command(commands, "print", schedule_commands.print_, "print a schedule's actions, a line per worker")
+    _add_schedule_command(commands, "draw", schedule_commands.draw, "print a drawing of a schedule, as SVG")
+    found = "check that a schedule runs; print its time, bubble and memory"
+    _add_schedule_command(commands, "check", schedule_commands.check, found)
+    _add_model_commands(commands)
+    options = parser.parse_args(arguments)
     try:
-        return 0 if run(options, model, batch, _progress if sys.stderr.isatty() else None) else 1
+        if "parser" in options:
+            _check(options)
+        text, code = options.run(options)
     except (AssertionError, IndexError, OSError, RuntimeError, TypeError, ValueError) as error:
-        raise SystemExit(f"error: {error}") from None
+        parser.error(str(error).partition("\n")[0])
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
+        parser.error(f"cannot write the output: {error}")
+    return int(code)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,7 @@ __all__ = [
     "plan_cluster",
     "predict",
     "profile",
+    "refine",
     "suggest",
 ]
 
@@ -101,19 +102,13 @@ def profile(
         param_scale: bytes that training needs per byte of a parameter: 2 for plain SGD, 3 with momentum, 4 for Adam.
         progress: called with the completed share of the work, from 0 to 1.
 
-    Returns:
-        The measured costs.
-
     Raises:
-        TypeError: if an argument has the wrong type, or the model is not a ``nn.Sequential`` of matching skips.
-        ValueError: if an option is out of range, or if the model or the sample cannot be used in a pipeline.
+        TypeError, ValueError: if the model or the sample cannot be used in a pipeline, or an option is not valid.
         RuntimeError: if a layer fails or does not fit the device alone; the message names the layer.
     """
     options = _options(workers, intraop_threads, seconds, repeats, param_scale, progress)
-    model = as_sequential(module, sample)
-    layers = _layers(model)
-    with _training(model):
-        return _C.profile(layers, _on(sample, _device(device)), options)
+    with _measured(module, sample, _device(device)) as (layers, batch):
+        return _C.profile(layers, batch, options)
 
 
 def balance_by_time(
@@ -126,15 +121,13 @@ def balance_by_time(
         module: the model.
         sample: one micro-batch. The times depend on its size.
         timeout: approximate time limit for the measurement, in seconds.
-        device: where to measure. Default: the first GPU, or the CPU if there is no GPU. On the CPU, ``partitions``
-            stages run at once.
+        device: as for :func:`profile`. On the CPU, ``partitions`` stages run at once.
 
     Returns:
         The number of layers of each stage.
 
     Raises:
-        ValueError: unless ``partitions`` is between 1 and the number of layers.
-        TypeError, RuntimeError: as :func:`profile`.
+        ValueError: unless ``partitions`` is between 1 and the number of layers; other errors as :func:`profile`.
     """
     model = as_sequential(module, sample)
     partitions = _check_partitions(partitions, model)
@@ -163,15 +156,11 @@ def balance_by_size(
         chunks: number of micro-batches that the mini-batch is cut into.
         param_scale: bytes that training needs per byte of a parameter: 2 to 3 for SGD, 4 to 5 for Adam, 4 for Adadelta,
             3 for Adagrad, 3 to 5 for RMSprop.
-        device: where to measure. Default: the first GPU, or the CPU if there is no GPU.
+        device: as for :func:`profile`.
         checkpoint: the checkpoint mode of the pipeline.
 
     Returns:
-        The number of layers of each stage.
-
-    Raises:
-        ValueError: unless ``partitions`` is between 1 and the number of layers.
-        TypeError, RuntimeError: as :func:`profile`.
+        As :func:`balance_by_time`.
     """
     model = as_sequential(module, input)
     partitions = _check_partitions(partitions, model)
@@ -212,12 +201,8 @@ def predict(
         schedule: the schedule of ``step``; ``None`` for a forward and its backward.
         stages_per_worker, placement: as for :class:`gpipe.GPipe`.
 
-    Returns:
-        The predicted seconds, bubble and bytes.
-
     Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if the balance does not cut the profile's layers, or if an option is out of range.
+        TypeError, ValueError: if the balance does not cut the profile's layers, or an option is not valid.
     """
     if not isinstance(profile, Profile):
         raise TypeError(f"profile must be a Profile, as gpipe.balance.profile() returns, but is {type(profile)}")
@@ -268,30 +253,41 @@ def suggest(
         The candidates, best first. If none fits: the device, the missing bytes and what would help.
 
     Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an option is out of range, or if there are fewer layers than stages.
-        RuntimeError: as :func:`profile`.
+        ValueError: if there are fewer layers than stages; other errors as :func:`profile`.
     """
-    placed = check_devices(devices)
-    if not placed:
-        raise ValueError("devices is empty; give at least one device")
-    chunks = _check_list("chunks", chunks)
-    checkpoints = _check_list("checkpoints", checkpoints)
+    placed = _check_devices(devices)
+    counts = [check_chunks(number) for number in _check_list("chunks", chunks)]
+    modes = [check_checkpoint(mode) for mode in _check_list("checkpoints", checkpoints)]
     options = _options(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
-    model = as_sequential(module, sample)
-    layers = _layers(model)
-    with _training(model):
-        return _C.suggest(
-            layers,
-            _on(sample, placed[0]),
-            [str(device) for device in placed],
-            [check_chunks(number) for number in chunks],
-            [check_checkpoint(mode) for mode in checkpoints],
-            check_whole(memory_limit, "memory_limit", bits=63),
-            check_number(bandwidth, "bandwidth"),
-            _scheduling(schedule, stages_per_worker, "looped", 0),
-            options,
-        )
+    limits = check_whole(memory_limit, "memory_limit", bits=63), check_number(bandwidth, "bandwidth")
+    scheduling = _scheduling(schedule, stages_per_worker, "looped", 0)
+    with _measured(module, sample, placed[0]) as (layers, batch):
+        return _C.suggest(layers, batch, list(map(str, placed)), counts, modes, *limits, scheduling, options)
+
+
+def refine(
+    module: nn.Module, sample: Any, devices: Sequence[Device], suggestion: Suggestion, candidates: int = 3
+) -> list[tuple[Candidate, float]]:
+    """Runs the first candidates of a suggestion that fit.
+
+    Args:
+        module, sample, devices: as for :func:`suggest`.
+        suggestion: what :func:`suggest` returned for them.
+        candidates: the most candidates to run.
+
+    Returns:
+        Candidates with their measured seconds per step, fastest first.
+
+    Raises:
+        ValueError: unless ``candidates`` is positive.
+        RuntimeError: if nothing fits, or a layer fails.
+    """
+    if not isinstance(suggestion, Suggestion):
+        raise TypeError(f"suggestion must be a Suggestion, as suggest() returns, but is {type(suggestion)}")
+    placed = _check_devices(devices)
+    most = check_whole(candidates, "candidates")
+    with _measured(module, sample, placed[0]) as (layers, batch):
+        return _C.refine(layers, batch, list(map(str, placed)), suggestion, most)
 
 
 def plan_cluster(
@@ -317,8 +313,7 @@ def plan_cluster(
         The best candidate for each number of replicas, best first. Every figure is predicted.
 
     Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: if an option is out of range, or if no number of replicas suits the devices, samples and layers.
+        TypeError, ValueError: if an option is not valid, or no number of replicas suits the devices, samples and layers.
     """
     if not isinstance(cluster, Cluster):
         raise TypeError(f"cluster must be a Cluster, as Cluster.from_json() returns, but is {type(cluster)}")
@@ -371,29 +366,29 @@ def _options(
     )
 
 
-def _layers(module: nn.Sequential) -> list[Any]:
-    verify_module(module)
-    verify_skippables(module)
-    return layers_of(module)
+def _check_devices(devices: object) -> list[torch.device]:
+    if placed := check_devices(devices):
+        return placed
+    raise ValueError("devices is empty; give at least one device")
 
 
 def _device(device: Device | None) -> torch.device:
     return arrange_workers(None, 1).devices[0] if device is None else torch.device(device)
 
 
-def _on(value: object, device: torch.device) -> Any:
-    """Returns an object with its tensors on a device."""
-    tensors, structure = take_apart(value)
-    return structure.build(tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
-
-
 @contextmanager
-def _training(module: nn.Module) -> Iterator[None]:
-    """Sets a model to training mode for a block. Restores modes, and parameters and buffers that layers replaced."""
-    states = [(each, each.training, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
-    module.train()
+def _measured(module: nn.Module, sample: object, device: torch.device) -> Iterator[tuple[list[Any], Any]]:
+    """Gives a block the layers of a model in training mode, and a sample with its tensors on a device. Restores modes, and
+    parameters and buffers that layers replaced."""
+    model = as_sequential(module, sample)
+    verify_module(model)
+    verify_skippables(model)
+    tensors, structure = take_apart(sample)
+    states = [(each, each.training, dict(each._parameters), dict(each._buffers)) for each in model.modules()]
+    model.train()
     try:
-        yield
+        moved = (tensor.detach().to(device).requires_grad_(tensor.requires_grad) for tensor in tensors)
+        yield layers_of(model), structure.build(moved)
     finally:
         for each, training, parameters, buffers in states:
             each.training = training

@@ -43,7 +43,7 @@ from gpipe.team import Team
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
 
-SCHEDULES: tuple[str, ...] = tuple(_C.schedule_names())
+SCHEDULES: tuple[str, ...] = tuple(name for name, _, _ in _C.schedule_rules())
 """The names of the schedules of :meth:`GPipe.step`."""
 
 
@@ -480,10 +480,6 @@ class GPipe(OriginalNames):
             refuse_sharded_layers(self.partitions)
             if not self.balance:
                 raise ValueError("the model has no layers, so it cannot be trained")
-            if not self.training or not torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{method}() trains, so it needs training mode and grad mode; use forward() to evaluate"
-                )
             pipeline = self._core.pipeline()
             if self.ranks is not None and type(scale) is GradScaler:
                 raise TypeError("each rank would change the scale of its own torch.amp.GradScaler; use gpipe.GradScaler")
@@ -496,7 +492,7 @@ class GPipe(OriginalNames):
             chosen = step_options(loss, **options, scale=factor, chunks=self._chunks, checkpoint=self._checkpoint)
         with one_mini_batch(self._core.norms), without_turn(), outside_checkpoints():
             run = pipeline.step if method == "step" else pipeline.loss
-            return run(input, target, checked(loss), kind_of(loss), chosen)
+            return run(input, target, checked(loss), kind_of(loss), chosen, self.training)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
         """Records the actions of each later mini-batch in a timeline.

@@ -125,9 +125,7 @@ class Ranks:
         Args:
             replica: default: the one that this process belongs to.
         """
-        if replica is None:
-            replica = self.replica
-        return slice(*(-(-samples * number // self.replicas) for number in (replica, replica + 1)))
+        return slice(*self._core.part(samples, self.replica if replica is None else replica))
 
     def share(self, text: str) -> str:
         """Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other

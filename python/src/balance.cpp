@@ -1,13 +1,19 @@
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <string>
 #include <utility>
+#include <vector>
 
 #include "balance/balance.h"
 #include "balance/cluster_plan.h"
+#include "balance/cut.h"
 #include "balance/predict.h"
 #include "balance/report.h"
 #include "balance/search.h"
+#include "balance/stage_cost.h"
 #include "balance/suggest.h"
+#include "gpipe/schedule/schedule_text.h"
 #include "python/src/checks.h"
 #include "python/src/pipeline.h"
 #include "python/src/values.h"
@@ -84,6 +90,42 @@ const Profile& profile_of(const Suggestion& suggestion, const Unchecked<Candidat
                        py::repr(candidate).cast<std::string>());
 }
 
+SearchOptions search_options(const std::vector<std::string>& devices, std::int64_t memory_limit, double bandwidth) {
+  const auto workers = to_devices(devices);
+  SearchOptions options{
+      .memory_limit = memory_limit, .network = {.inside = {.bandwidth = bandwidth}}, .copies = copies_between(workers)};
+  for (const auto& device : workers) {
+    options.devices.push_back(device.is_cpu() ? "CPU " + std::to_string(options.devices.size()) : device.str());
+  }
+  return options;
+}
+
+/// Returns a candidate for each scheduling, checkpoint mode and balance that differs from the best by one cut, moved by at
+/// most `near` layers.
+std::vector<Candidate> candidates(const Profile& profile, int chunks, const std::vector<Scheduling>& schedulings,
+                                  int near, const SearchOptions& options) {
+  const StageCost stage(profile);
+  std::vector<Candidate> found;
+  for (const auto& [name, checkpoint] : checkpoints()) {
+    for (const auto& scheduling : schedulings) {
+      const RunOptions run{chunks, checkpoint, options.network, options.copies, scheduling};
+      const auto best = balance_by_time(profile, static_cast<int>(scheduling.placement.size()), run);
+      auto balances = stage.near(best, near);
+      balances.push_back(best);
+      for (const auto& balance : balances) found.push_back(make_candidate(profile, balance, run, options));
+    }
+  }
+  return found;
+}
+
+/// A schedule's text and predicted seconds, or None; see tailored_schedule().
+std::optional<std::pair<std::string, double>> tailored(const Suggestion& suggestion, const Candidate& candidate,
+                                                       const SearchOptions& options) {
+  const auto made = tailored_schedule(suggestion.profile_of(candidate), candidate, options);
+  if (!made) return std::nullopt;
+  return std::make_pair(to_text(made->schedule), made->seconds);
+}
+
 template <typename T>
 auto from_json(T (*read)(const std::string&)) {
   return [read](const Unchecked<std::string>& text) { return read(checked(text, "text")); };
@@ -152,7 +194,11 @@ void init_balance(py::module_& module) {
       .def(py::init([](std::string schedule, int stages_per_worker, std::vector<int> placement) {
              return Scheduling{std::move(schedule), stages_per_worker, std::move(placement)};
            }),
-           py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"));
+           py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"))
+      .def_readonly("schedule", &Scheduling::schedule)
+      .def_readonly("placement", &Scheduling::placement);
+  py::class_<SearchOptions>(module, "SearchOptions")
+      .def(py::init(&search_options), py::arg("devices"), py::arg("memory_limit"), py::arg("bandwidth"));
   py::class_<RunOptions>(module, "RunOptions")
       .def(py::init(&run_options_of_step), py::arg("chunks"), py::arg("checkpoint"), py::arg("bandwidth"),
            py::arg("copies"), py::arg("scheduling"));
@@ -214,6 +260,7 @@ void init_balance(py::module_& module) {
                              "The first candidate. Raises RuntimeError, with the reason, if none fits.")
       .def("profile_of", &profile_of, "Returns the profile that a candidate was computed from.", py::arg("candidate"),
            py::return_value_policy::reference_internal)
+      .def("_tailored", &tailored, py::arg("candidate"), py::arg("options"))
       .def("__str__", [](const Suggestion& suggestion) {
         return candidate_table(suggestion.candidates, suggestion.unpartitioned) +
                (suggestion.fits() ? "" : suggestion.reason + "\n");
@@ -243,6 +290,24 @@ void init_balance(py::module_& module) {
     const auto model = to_model(layers);
     const auto value = to_value(sample.ptr());
     return released([&] { return profile(model, value, options); });
+  });
+  module.def("all_schedulings", &all_schedulings, py::arg("workers"), py::arg("layers"));
+  module.def("candidates", &candidates, py::arg("profile"), py::arg("chunks"), py::arg("schedulings"), py::arg("near"),
+             py::arg("options"));
+  module.def(
+      "candidate_table", [](const std::vector<Candidate>& found) { return candidate_table(found); },
+      py::arg("candidates"));
+  module.def("refine", [](const Objects& layers, const py::object& sample, const std::vector<std::string>& devices,
+                          const Suggestion& suggestion, int candidates) {
+    const auto model = to_model(layers);
+    const auto value = to_value(sample.ptr());
+    std::vector<std::pair<Candidate, double>> measured;
+    released([&] {
+      for (auto& [candidate, seconds] : refine(model, value, to_devices(devices), suggestion, candidates)) {
+        measured.emplace_back(std::move(candidate), seconds);
+      }
+    });
+    return measured;
   });
   module.def("check_stages", &check_stages, py::arg("stages"), py::arg("layers"));
   module.def("predict", &predict);

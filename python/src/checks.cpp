@@ -14,8 +14,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/ranks.h"
-#include "gpipe/schedule/schedule_source.h"
-#include "gpipe/schedules.h"
+#include "gpipe/schedule/program.h"
 
 namespace gpipe::python {
 namespace py = pybind11;
@@ -58,7 +57,6 @@ Checkpoint to_checkpoint(const py::object& name) {
 void init_checks(py::module_& module) {
   module.def("check_balance", &check_balance, py::arg("balance"), py::arg("layers"));
   module.def("check_chunks", &check_chunks, py::arg("chunks"));
-  module.def("fills_and_drains", &fills_and_drains, py::arg("schedule"));
   module.def(
       "check_checkpoint", [](const py::object& name) { return to_string(to_checkpoint(name)); }, py::arg("name"));
   module.def(
@@ -74,19 +72,6 @@ void init_checks(py::module_& module) {
       },
       py::arg("devices"), py::arg("stages"), py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"),
       py::arg("ranks"), "Returns the device of each worker, the worker of each stage, and the rank of each worker.");
-  module.def(
-      "place_stages",
-      [](const std::string& schedule, int stages, int stages_per_worker, std::vector<int> placement) {
-        return schedule_source(schedule, stages, stages_per_worker, std::move(placement)).placement;
-      },
-      py::arg("schedule"), py::arg("stages"), py::arg("stages_per_worker"), py::arg("placement"),
-      "Returns the worker of each stage.");
-  module.def("schedule_names", [] {
-    std::vector<std::string> names;
-    for (const auto& rule : schedule_rules()) names.emplace_back(rule.name);
-    return names;
-  });
-  module.def("v_placement", &v_placement, py::arg("stages"));
 }
 
 }  // namespace gpipe::python

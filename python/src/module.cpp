@@ -28,6 +28,7 @@ PYBIND11_MODULE(_C, module) {
   init_skip(module);
   init_randomness(module);
   init_trace(module);
+  init_schedule(module);
   init_step(module);
   init_pipeline(module);
   init_snapshot(module);

@@ -191,22 +191,22 @@ py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks,
 }
 
 Pair PythonPipeline::step(const py::object& input, const py::object& target, const py::object& loss, std::int64_t kind,
-                          const StepOptions& options) {
+                          const StepOptions& options, bool training) {
   auto value = convert([&] { return to_value(input.ptr()); });
   auto wanted = convert([&] { return to_value(target.ptr()); });
   const auto function = to_loss(loss, kind, states_);
-  set_training(true);
+  set_training(training);
   const auto result = run([&] { return pipe_->step(std::move(value), std::move(wanted), function, options); });
   auto output = options.return_output() ? py::reinterpret_steal<py::object>(to_python(result.output)) : py::none();
   return py::make_tuple(py::reinterpret_steal<py::object>(to_python(result.loss)), output);
 }
 
 py::object PythonPipeline::loss(const py::object& input, const py::object& target, const py::object& loss,
-                                std::int64_t kind, const StepOptions& options) {
+                                std::int64_t kind, const StepOptions& options, bool training) {
   auto value = convert([&] { return to_value(input.ptr()); });
   auto wanted = convert([&] { return to_value(target.ptr()); });
   const auto function = to_loss(loss, kind, states_);
-  set_training(true);
+  set_training(training);
   const auto result = run([&] { return pipe_->loss(std::move(value), std::move(wanted), function, options); });
   return py::reinterpret_steal<py::object>(to_python(result));
 }
@@ -297,9 +297,9 @@ void init_pipeline(py::module_& module) {
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"),
            py::arg("training"))
       .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
-           py::arg("options"))
+           py::arg("options"), py::arg("training"))
       .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
-           py::arg("options"))
+           py::arg("options"), py::arg("training"))
       .def("gather", py::overload_cast<const py::bytes&, const std::string&>(&PythonPipeline::gather), py::arg("bytes"),
            py::arg("what"))
       .def("gather_timeline", call_of<Timeline, Timeline>(&GPipeImpl::gather), py::arg("timeline"))

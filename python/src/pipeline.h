@@ -38,13 +38,13 @@ class PythonPipeline {
                            bool training);
 
   /// Trains on a mini-batch. `loss` is called with the output and the target of each micro-batch; `kind` is that of a
-  /// LossFunction. Returns a tuple (detached
-  /// loss, output or None). Errors: those of GPipe's step(); errors of layers and of `loss`, with a note.
+  /// LossFunction. Returns a tuple (detached loss, output or None). Errors: those of GPipe's step(); errors of layers and of
+  /// `loss`, with a note.
   Pair step(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-            std::int64_t kind, const StepOptions& options);
+            std::int64_t kind, const StepOptions& options, bool training);
   /// As step(), but returns the loss with its graph. See GPipe's loss().
   pybind11::object loss(const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,
-                        std::int64_t kind, const StepOptions& options);
+                        std::int64_t kind, const StepOptions& options, bool training);
 
   /// Whether a stage is on this rank.
   bool is_here(int stage) const { return pipe_->is_here(stage); }
@@ -105,6 +105,7 @@ void init_models(pybind11::module_& module);
 void init_pipeline(pybind11::module_& module);
 void init_randomness(pybind11::module_& module);
 void init_ranks(pybind11::module_& module);
+void init_schedule(pybind11::module_& module);
 void init_step(pybind11::module_& module);
 void init_skip(pybind11::module_& module);
 void init_snapshot(pybind11::module_& module);

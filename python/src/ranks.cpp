@@ -4,6 +4,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <chrono>
+#include <cstdint>
 #include <memory>
 #include <string>
 #include <utility>
@@ -59,6 +60,8 @@ void init_ranks(py::module_& module) {
       .def_property_readonly("size", &Ranks::size)
       .def_property_readonly("replica", &Ranks::replica)
       .def_property_readonly("replicas", &Ranks::replicas)
+      .def("part", py::overload_cast<std::int64_t, int>(&Ranks::part, py::const_), py::arg("samples"),
+           py::arg("replica"))
       .def(
           "share",
           [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); },

@@ -24,7 +24,7 @@ venv=$work/venv/bin/python
 (cd "$root/examples/python" &&
   "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" unet_train.py resnet18_mnist.py diffusion.py)
 cd "$root/tests/python" # no folder here shadows the installed gpipe
-"$venv" -m pybind11_stubgen gpipe._C --output-dir "$work/stubs"
+bash stub.sh "$venv" "$work/stubs"
 diff -u "$root/python/gpipe/_C.pyi" "$work/stubs/gpipe/_C.pyi"
 "$venv" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$work/mypy" --package gpipe
 exec "$venv" "$root/examples/python/hello.py"

@@ -1,0 +1,208 @@
+"""``python -m gpipe profile``, ``cut``, ``sweep`` and ``suggest``: how to run a model, on devices or a cluster."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from gpipe import _C, balance, reuse_cpu_memory
+from gpipe.balance import Candidate, Cluster, Profile
+from gpipe.exported.conversion import as_sequential
+from gpipe.schedule_commands import V_SCHEDULES
+from gpipe.structure import take_apart
+
+__all__ = ["cut", "profile", "suggest", "sweep"]
+
+_FIELDS = "balance chunks checkpoint schedule placement seconds bubble bytes fits crossing replicas reduction".split()
+
+
+def profile(options: argparse.Namespace) -> tuple[str, int]:
+    if options.output:
+        Path(options.output).open("a").close()  # refuses a path that cannot be written before it measures
+    measured, _ = _profile(options, options.chunks, options.seconds)
+    if options.output:
+        Path(options.output).write_text(measured.to_json())
+    return (measured.to_json() + "\n" if options.json else str(measured)), 0
+
+
+def cut(options: argparse.Namespace) -> tuple[str, int]:
+    measured, chunks = _profile(options, options.chunks, options.seconds)
+    devices, (scheduling,) = _devices(options), _schedulings(options, len(measured.layers))
+    link = options.bandwidth * 1e9, len(set(devices)) > 1
+    best = measured.balance_by_time if options.by == "time" else measured.balance_by_size
+    layers = best(len(scheduling.placement), chunks, options.checkpoint, *link)
+    run = _C.RunOptions(chunks, options.checkpoint, *link, scheduling)
+    found = _C.predict(measured, layers, run)
+    if options.json:
+        names = ("balance", "seconds", "bubble", "stages", "placement", "bytes")
+        return json.dumps({name: getattr(found, name) for name in names}) + "\n", 0
+    table = measured.table(layers) + "\n" if options.layers else ""
+    title = f"balance {','.join(map(str, layers))}; {chunks} chunks, checkpoint {options.checkpoint}:\n"
+    return table + title + str(found), 0
+
+
+def sweep(options: argparse.Namespace) -> tuple[str, int]:
+    search = _C.SearchOptions(_devices(options), options.memory_limit, options.bandwidth * 1e9)
+    seconds = options.seconds / len(options.chunks)
+    profiles = {chunks: measured for measured, chunks in (_profile(options, each, seconds) for each in options.chunks)}
+    found = []
+    for chunks, measured in profiles.items():
+        schedulings = _schedulings(options, len(measured.layers))
+        found += _C.candidates(measured, chunks, schedulings, options.near, search)
+    found.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
+    return (json.dumps(list(map(_fields, found))) + "\n" if options.json else _C.candidate_table(found)), 0
+
+
+def suggest(options: argparse.Namespace) -> tuple[str, int]:
+    if options.cluster:
+        return _plan(options)
+    model, batch = _model_and_batch(options)
+    devices = _devices(options)
+    limits: dict[str, Any] = {"memory_limit": options.memory_limit, "bandwidth": options.bandwidth * 1e9}
+    scheduling: dict[str, Any] = {"schedule": options.schedule or None, "stages_per_worker": _per_worker(options)}
+    measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _progress()}
+    found = balance.suggest(model, batch, devices, chunks=options.chunks, **limits, **scheduling, **measuring)
+    measured = balance.refine(model, batch, devices, found, options.refine) if options.refine and found.fits else []
+    best = measured[0][0] if measured else found.candidates[0]
+    schedule = best.schedule
+    if options.save_schedule and found.fits:
+        own = found._tailored(best, _C.SearchOptions(devices, *limits.values()))
+        if own and own[1] < best.seconds:
+            Path(options.save_schedule).write_text(own[0])
+            schedule = f"@{options.save_schedule}"
+        else:
+            print(f"no schedule for the measured times is faster; {options.save_schedule} is not written", file=sys.stderr)
+    if options.json:
+        fields: dict[str, Any] = {"reason": found.reason, "candidates": list(map(_fields, found.candidates))}
+        fields["measured"] = [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured]
+        fields["unpartitioned"] = found.unpartitioned and _fields(found.unpartitioned)
+        return json.dumps(fields) + "\n", not found.fits
+    text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
+    text += str(found)
+    for candidate, seconds in measured:
+        text += f"measured {seconds:.3g} s per step: {_code(candidate, candidate.schedule, devices)}\n"
+    return text + (f"\npipe = {_code(best, schedule, devices)}\n" if found.fits else ""), not found.fits
+
+
+def _plan(options: argparse.Namespace) -> tuple[str, int]:
+    cluster = Cluster.from_json(_read(options.cluster))
+    samples = options.batch_size
+    if options.profile:
+        profiles = [Profile.from_json(_read(path)) for path in options.profile.split(",")]
+    else:
+        model, batch = _model_and_batch(options)
+        tensors, structure = take_apart(batch)
+        most = len(tensors[0])
+        samples = samples or most
+        sizes = options.micro_batch or [size for size in (1, 2, 4, 8, 16, 32) if size <= most]
+        if max(sizes) > most:
+            raise ValueError(f"--micro-batch must be at most the mini-batch's {most} samples, but is {max(sizes)}")
+        samples_of = [structure.build(tensor[:size] for tensor in tensors) for size in sizes]
+        profiles = [_measure(options, model, sample, options.seconds / len(sizes)) for sample in samples_of]
+    plan = balance.plan_cluster(cluster, profiles, samples, schedule=options.schedule or None)
+    if options.json:
+        return json.dumps({"reason": plan.reason, "candidates": list(map(_fields, plan.candidates))}) + "\n", not plan.fits
+    return str(plan), not plan.fits
+
+
+def _read(path: str) -> str:
+    with open(path) as file:
+        return file.read(2**24)  # no cluster or profile is larger
+
+
+def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Sequential, Any]:
+    """Makes the model and the mini-batch of MODULE:FUNCTION, and turns the model into layers."""
+    text = options.factory
+    module, colon, expression = text.partition(":")
+    if not (module and colon and expression):
+        raise ValueError(f"'{text}' is not of the form MODULE:FUNCTION")
+    try:
+        made = eval(expression, vars(importlib.import_module(module)))
+        made = made if isinstance(made, (nn.Module, tuple)) else made()
+    except Exception as error:
+        raise ValueError(f"cannot load '{text}': {error}") from error
+    model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"{text} must be a function that returns a module, or a tuple (module, mini-batch)")
+    if options.reuse_memory:
+        reuse_cpu_memory()
+    if options.input is not None:
+        batch = torch.randn(options.input)
+    if batch is None:
+        raise ValueError(f"{text} returns no mini-batch; give its shape with --input")
+    return as_sequential(model, batch), batch
+
+
+def _profile(options: argparse.Namespace, chunks: int, seconds: float) -> tuple[Profile, int]:
+    """Returns the profile, which it measures or reads, and the number of micro-batches."""
+    if getattr(options, "profile", None):
+        return Profile.from_json(_read(options.profile)), chunks
+    model, batch = _model_and_batch(options)
+    tensors, structure = take_apart(batch)
+    parts = [tensor.chunk(chunks) for tensor in tensors]
+    return _measure(options, model, structure.build(part[0] for part in parts), seconds), len(parts[0])
+
+
+def _measure(options: argparse.Namespace, model: nn.Sequential, sample: Any, seconds: float) -> Profile:
+    devices = _devices(options)
+    scale, workers = options.param_scale, devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1
+    return balance.profile(
+        model, sample, device=devices[0], workers=workers, seconds=seconds, param_scale=scale, progress=_progress()
+    )
+
+
+def _devices(options: argparse.Namespace) -> list[str]:
+    if options.devices:
+        return list(options.devices.split(","))
+    return [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu", "cpu"]
+
+
+def _per_worker(options: argparse.Namespace) -> int:
+    return 2 if options.schedule in V_SCHEDULES else int(options.stages_per_worker)
+
+
+def _schedulings(options: argparse.Namespace, layers: int) -> list[_C.Scheduling]:
+    """Returns the schedules to try, with their placements."""
+    workers, per_worker = len(_devices(options)), _per_worker(options)
+    names = options.schedule.split(",")
+    if len(names) == 1 and names[0].startswith("@"):
+        return [_C.Scheduling(names[0], 1, _C.Schedule.read(names[0][1:]).placement)]
+    if len(names) == 1 and names[0] != "auto":
+        return [_C.Scheduling(names[0], 1, _C.place_stages(names[0] or "gpipe", workers * per_worker, per_worker, []))]
+    every = [_C.Scheduling("", 1, list(range(workers))), *_C.all_schedulings(workers, layers)]
+    every = [each for each in every if per_worker in (1, len(each.placement) // workers)]
+    found = [each for each in every if each.schedule in names or ("auto" in names and each.schedule)]
+    for name in names:
+        if name != "auto" and all(each.schedule != name for each in found):
+            raise ValueError(f"--schedule: '{name}' does not fit {workers} workers and {layers} layers with others")
+    return found
+
+
+def _fields(candidate: Candidate) -> dict[str, Any]:
+    return {name: getattr(candidate, name) for name in _FIELDS}
+
+
+def _code(candidate: Candidate, schedule: str, devices: list[str]) -> str:
+    """Returns the code that makes a pipeline."""
+    placed = {
+        "stages_per_worker": f", stages_per_worker={len(candidate.placement) // len(candidate.bytes)}",
+        "v": ", placement='v'",
+        "placement": f", placement={candidate.placement}",
+    }
+    text = f"gpipe.GPipe(model, {candidate.balance}, devices={devices}, chunks={candidate.chunks}, "
+    text += f"checkpoint={candidate.checkpoint!r}" + (f", schedule={schedule!r}" if schedule else "")
+    return text + ("" if schedule.startswith("@") else placed.get(candidate.placed_by, "")) + ")"
+
+
+def _progress() -> Any:
+    def show(part: float) -> None:
+        print(f"\rmeasuring {part:4.0%}", end="" if part < 1 else "\r\033[K", file=sys.stderr, flush=True)
+
+    return show if sys.stderr.isatty() else None

@@ -1,0 +1,116 @@
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "absl/strings/str_format.h"
+#include "gpipe/schedule/capacity.h"
+#include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedules.h"
+#include "gpipe/simulator.h"
+#include "python/src/checks.h"
+#include "python/src/pipeline.h"
+
+namespace gpipe::python {
+namespace py = pybind11;
+
+namespace {
+
+ParsedSchedule generate(const std::string& name, std::vector<int> placement, int chunks, const py::object& checkpoint) {
+  Layout layout{static_cast<int>(placement.size()), chunks, std::move(placement)};
+  auto schedule = make_schedule(name, layout, to_checkpoint(checkpoint));
+  return {std::move(layout), std::move(schedule)};
+}
+
+/// The edges between neighbouring stages, and skips. A capacity of 0 stands for sufficient_capacities().
+std::vector<Edge> edges_of(const ParsedSchedule& made, const std::vector<std::pair<int, int>>& skips, int capacity) {
+  std::vector<Edge> edges;
+  for (int s = 1; s < made.layout.stages; ++s) edges.push_back({s - 1, s, 1, "activation"});
+  for (const auto& [from, to] : skips) edges.push_back({from, to, 1, absl::StrFormat("skip %d:%d", from, to)});
+  const auto sufficient = sufficient_capacities(made.layout, edges, made.schedule);
+  for (std::size_t e = 0; e < edges.size(); ++e) edges[e].capacity = capacity > 0 ? capacity : sufficient[e];
+  return edges;
+}
+
+/// Costs that are the same for every stage. `seconds` is indexed by Kind. A cell holds `graph_bytes` from its F or R until
+/// its B or W, and before its R it holds `input_bytes`.
+Costs costs_of(const Layout& layout, std::size_t edges, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
+               std::int64_t input_bytes) {
+  Costs costs{.actions = {static_cast<std::size_t>(layout.stages), seconds}, .edges = std::vector<double>(edges)};
+  for (int s = 0; s < layout.stages; ++s) {
+    auto& bytes = costs.bytes.emplace_back();
+    bytes.forward.held = {{graph_bytes, Kind::W, s}};
+    bytes.stored.held = {{input_bytes, Kind::R, s}};
+    bytes.recompute.held = {{graph_bytes, Kind::W, s}};
+  }
+  return costs;
+}
+
+Simulation simulated(const ParsedSchedule& made, const std::vector<std::pair<int, int>>& skips, int capacity,
+                     const std::array<double, 5>& seconds, std::int64_t graph_bytes, std::int64_t input_bytes) {
+  const auto edges = edges_of(made, skips, capacity);
+  const auto program = Program::make(made.layout, edges, made.schedule);
+  if (!program.ok()) throw std::invalid_argument(std::string(program.status().message()));
+  return simulate(*program, costs_of(made.layout, edges.size(), seconds, graph_bytes, input_bytes));
+}
+
+using EdgeRow = std::tuple<std::string, int, int, int, int>;
+
+std::vector<EdgeRow> edge_rows(const ParsedSchedule& made, const std::vector<std::pair<int, int>>& skips,
+                               int capacity) {
+  const auto edges = edges_of(made, skips, capacity);
+  const auto least = least_capacities(made.layout, edges, made.schedule);
+  std::vector<EdgeRow> rows;
+  for (const auto& edge : edges) {
+    rows.emplace_back(edge.name, edge.from, edge.to, edge.capacity, least[rows.size()]);
+  }
+  return rows;
+}
+
+/// The name and summary of each schedule, and whether it places two stages on each worker, in a V.
+std::vector<std::tuple<std::string, std::string, bool>> rules() {
+  std::vector<std::tuple<std::string, std::string, bool>> rules;
+  for (const auto& rule : schedule_rules()) {
+    rules.emplace_back(rule.name, rule.summary, rule.place(4, 1) == v_placement(4));
+  }
+  return rules;
+}
+
+}  // namespace
+
+void init_schedule(py::module_& module) {
+  py::class_<Simulation>(module, "Simulation")
+      .def_readonly("timeline", &Simulation::timeline)
+      .def_readonly("makespan", &Simulation::makespan)
+      .def_readonly("bubble", &Simulation::bubble)
+      .def_readonly("peak_cells", &Simulation::peak_cells);
+  py::class_<ParsedSchedule>(module, "Schedule")
+      .def(py::init(&generate), py::arg("name"), py::arg("placement"), py::arg("chunks"), py::arg("checkpoint"))
+      .def_static("read", &read_schedule, py::arg("path"))
+      .def_property_readonly("stages", [](const ParsedSchedule& made) { return made.layout.stages; })
+      .def_property_readonly("workers", [](const ParsedSchedule& made) { return made.schedule.size(); })
+      .def_property_readonly("chunks", [](const ParsedSchedule& made) { return made.layout.micro_batches; })
+      .def_property_readonly("placement", [](const ParsedSchedule& made) { return made.layout.placement; })
+      .def("simulate", &simulated, py::arg("skips"), py::arg("capacity"), py::arg("seconds"), py::arg("graph_bytes"),
+           py::arg("input_bytes"), "Runs the schedule in simulated time. Raises ValueError if it cannot run.")
+      .def("edges", &edge_rows, py::arg("skips"), py::arg("capacity"),
+           "Returns each edge's name, stages, capacity and least capacity. The schedule must run.")
+      .def("__str__", [](const ParsedSchedule& made) { return to_text(made.schedule); });
+  module.def("schedule_rules", &rules);
+  module.def("v_placement", &v_placement, py::arg("stages"));
+  module.def("fills_and_drains", &fills_and_drains, py::arg("schedule"));
+  module.def(
+      "place_stages",
+      [](const std::string& schedule, int stages, int stages_per_worker, std::vector<int> placement) {
+        return schedule_source(schedule, stages, stages_per_worker, std::move(placement)).placement;
+      },
+      py::arg("schedule"), py::arg("stages"), py::arg("stages_per_worker"), py::arg("placement"),
+      "Returns the worker of each stage.");
+}
+
+}  // namespace gpipe::python
