@@ -58,7 +58,7 @@ def _schedules(text: str) -> str:
     for name in text.split(","):
         if name not in (*gpipe.SCHEDULES, "forward", "auto") and not name.startswith("@"):
             raise argparse.ArgumentTypeError(f"unknown schedule '{name}'; known: {', '.join(gpipe.SCHEDULES)}")
-    return re.sub(r"\bforward\b", "", text)
+    return ",".join("" if name == "forward" else name for name in text.split(","))
 
 
 def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> None:
@@ -157,6 +157,13 @@ def _check(options: argparse.Namespace) -> None:
         error("the following arguments are required: MODULE:FUNCTION")
 
 
+def _convert(options: argparse.Namespace) -> tuple[str, int]:
+    from gpipe.convert import convert
+
+    convert(options.source, options.target)
+    return "", 0
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2])
     parser.add_argument("--version", action="version", version=gpipe.__version__)
@@ -166,6 +173,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = "check that a schedule runs; print its time, bubble and memory"
     _add_schedule_command(commands, "check", schedule_commands.check, found)
     _add_model_commands(commands)
+    command = commands.add_parser("convert", help="write weights of torch.save(), or an older snapshot, as safetensors")
+    command.add_argument("source", help="the file to read")
+    command.add_argument("target", help="the safetensors file to write")
+    command.set_defaults(run=_convert)
     options = parser.parse_args(arguments)
     try:
         if "parser" in options:

@@ -33,9 +33,11 @@ def profile(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def cut(options: argparse.Namespace) -> tuple[str, int]:
+    if options.schedule == "auto" or "," in options.schedule:
+        raise ValueError(f"cut takes one schedule, but --schedule is {options.schedule}")
     measured, chunks = _profile(options, options.chunks, options.seconds)
-    devices, (scheduling,) = _devices(options), _schedulings(options, len(measured.layers))
-    link = options.bandwidth * 1e9, len(set(devices)) > 1
+    (scheduling,) = _schedulings(options, len(measured.layers))
+    link = options.bandwidth * 1e9, len(set(_devices(options))) > 1
     best = measured.balance_by_time if options.by == "time" else measured.balance_by_size
     layers = best(len(scheduling.placement), chunks, options.checkpoint, *link)
     run = _C.RunOptions(chunks, options.checkpoint, *link, scheduling)
@@ -50,12 +52,10 @@ def cut(options: argparse.Namespace) -> tuple[str, int]:
 
 def sweep(options: argparse.Namespace) -> tuple[str, int]:
     search = _C.SearchOptions(_devices(options), options.memory_limit, options.bandwidth * 1e9)
-    seconds = options.seconds / len(options.chunks)
-    profiles = {chunks: measured for measured, chunks in (_profile(options, each, seconds) for each in options.chunks)}
+    profiles = [_profile(options, chunks, options.seconds / len(options.chunks)) for chunks in options.chunks]
     found = []
-    for chunks, measured in profiles.items():
-        schedulings = _schedulings(options, len(measured.layers))
-        found += _C.candidates(measured, chunks, schedulings, options.near, search)
+    for chunks, measured in {chunks: measured for measured, chunks in profiles}.items():
+        found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, search)
     found.sort(key=lambda candidate: (not candidate.fits, candidate.seconds))
     return (json.dumps(list(map(_fields, found))) + "\n" if options.json else _C.candidate_table(found)), 0
 
@@ -67,7 +67,7 @@ def suggest(options: argparse.Namespace) -> tuple[str, int]:
     devices = _devices(options)
     limits: dict[str, Any] = {"memory_limit": options.memory_limit, "bandwidth": options.bandwidth * 1e9}
     scheduling: dict[str, Any] = {"schedule": options.schedule or None, "stages_per_worker": _per_worker(options)}
-    measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _progress()}
+    measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _progress}
     found = balance.suggest(model, batch, devices, chunks=options.chunks, **limits, **scheduling, **measuring)
     measured = balance.refine(model, batch, devices, found, options.refine) if options.refine and found.fits else []
     best = measured[0][0] if measured else found.candidates[0]
@@ -84,10 +84,9 @@ def suggest(options: argparse.Namespace) -> tuple[str, int]:
         fields["measured"] = [_fields(candidate) | {"measured_seconds": seconds} for candidate, seconds in measured]
         fields["unpartitioned"] = found.unpartitioned and _fields(found.unpartitioned)
         return json.dumps(fields) + "\n", not found.fits
-    text = found.profile_of(best).table(best.balance) + "\n" if options.layers else ""
-    text += str(found)
-    for candidate, seconds in measured:
-        text += f"measured {seconds:.3g} s per step: {_code(candidate, candidate.schedule, devices)}\n"
+    text = (found.profile_of(best).table(best.balance) + "\n" if options.layers else "") + str(found)
+    for each, seconds in measured:
+        text += f"measured {seconds:.3g} s per step: {_code(each, each.schedule, devices)}\n"
     return text + (f"\npipe = {_code(best, schedule, devices)}\n" if found.fits else ""), not found.fits
 
 
@@ -152,10 +151,9 @@ def _profile(options: argparse.Namespace, chunks: int, seconds: float) -> tuple[
 
 def _measure(options: argparse.Namespace, model: nn.Sequential, sample: Any, seconds: float) -> Profile:
     devices = _devices(options)
-    scale, workers = options.param_scale, devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1
-    return balance.profile(
-        model, sample, device=devices[0], workers=workers, seconds=seconds, param_scale=scale, progress=_progress()
-    )
+    workers = devices.count("cpu") if devices[0] == "cpu" and not options.cluster else 1
+    measuring: dict[str, Any] = {"seconds": seconds, "param_scale": options.param_scale, "progress": _progress}
+    return balance.profile(model, sample, device=devices[0], workers=workers, **measuring)
 
 
 def _devices(options: argparse.Namespace) -> list[str]:
@@ -201,8 +199,6 @@ def _code(candidate: Candidate, schedule: str, devices: list[str]) -> str:
     return text + ("" if schedule.startswith("@") else placed.get(candidate.placed_by, "")) + ")"
 
 
-def _progress() -> Any:
-    def show(part: float) -> None:
+def _progress(part: float) -> None:
+    if sys.stderr.isatty():
         print(f"\rmeasuring {part:4.0%}", end="" if part < 1 else "\r\033[K", file=sys.stderr, flush=True)
-
-    return show if sys.stderr.isatty() else None

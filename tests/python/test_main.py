@@ -124,6 +124,7 @@ def test_a_profile_is_measured_and_cut(run, refused, tmp_path):
         ("unknown schedule '1f1f'", "cut", "--profile", file, "--schedule", "1f1f"),
         ("layers, 3, but is 4", "cut", "--profile", file, "--schedule", "interleaved_1f1b", "--stages-per-worker", "2"),
         ("not a profile", "cut", "--profile", "/dev/zero"),
+        ("cut takes one schedule", "cut", "--profile", file, "--schedule", "auto"),
         ("--param-scale: 'nan' is not a number", "profile", "factories:model_and_batch", "--param-scale", "nan"),
         ("Is a directory", "profile", "factories:model_and_batch", "--output", str(tmp_path)),
         ("No space left on device", "profile", *flags, "--output", "/dev/full"),
