@@ -46,10 +46,8 @@ class DeferredBatchNorm(_BatchNorm):
     def reset(self) -> None:
         """Discards the statistics of the micro-batches since the last update."""
         self.tracked = 0  # micro-batches
-        self.counter = 0.0  # values per feature
-        # As in Chan, Golub, LeVeque: Algorithms for computing the sample variance (1983).
-        self._mean: Tensor | None = None
-        self._squares: Tensor | None = None  # sum of squared differences from the mean
+        # Values per feature, mean and sum of squared differences from the mean, of each micro-batch with values.
+        self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def begin_mini_batch(self) -> None:
         """Called by a pipeline. Until :meth:`end_mini_batch`, only :meth:`commit` updates the running statistics."""
@@ -70,10 +68,13 @@ class DeferredBatchNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         with torch.no_grad():
             self.num_batches_tracked += 1
-            if self._mean is not None and self._squares is not None:
+            if self._parts:
+                counts, means, squares = map(torch.stack, zip(*self._parts))
+                mean = (counts * means).sum(0) / counts.sum()
+                deviations = (squares + counts * (means - mean).square()).sum(0)
+                variance = deviations / (counts.sum() - 1)  # batch norm raises for a single value
                 factor = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
-                variance = self._squares / (self.counter - 1)  # batch norm raises for a single value
-                self.running_mean.lerp_(self._mean.to(self.running_mean), factor)
+                self.running_mean.lerp_(mean.to(self.running_mean), factor)
                 self.running_var.lerp_(variance.to(self.running_var), factor)
         self.reset()
 
@@ -88,22 +89,14 @@ class DeferredBatchNorm(_BatchNorm):
         return output
 
     def _track(self, input: Tensor) -> None:
+        self.tracked += 1
+        if input.numel() == 0:
+            return
         with torch.no_grad():
-            features = input.transpose(0, 1).flatten(1)
-            count = features.shape[1]
-            self.tracked += 1
-            if count == 0:
-                return
-            mean = features.double().mean(1)
-            squares = (features.double() - mean[:, None]).square().sum(1)
-            if self._mean is None or self._squares is None:
-                self._mean, self._squares = mean, squares
-            else:
-                step = mean - self._mean
-                share = count / (self.counter + count)
-                self._mean = self._mean + step * share
-                self._squares = self._squares + squares + step.square() * self.counter * share
-            self.counter += count
+            features = input.transpose(0, 1).flatten(1).double()
+            mean = features.mean(1)
+            count = torch.tensor([features.shape[1]], dtype=torch.double, device=mean.device)
+            self._parts.append((count, mean, (features - mean[:, None]).square().sum(1)))
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from copy import copy
 from typing import Any
 
@@ -39,7 +38,7 @@ from gpipe.partition import Partition, Stages
 from gpipe.ranks import Ranks, core_of, on_rank_0, ranks_of
 from gpipe.skip import verify_skippables
 from gpipe.structure import take_apart
-from gpipe.team import Team
+from gpipe.team import TeamCalls
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
 
@@ -47,7 +46,7 @@ SCHEDULES: tuple[str, ...] = tuple(name for name, _, _ in _C.schedule_rules())
 """The names of the schedules of :meth:`GPipe.step`."""
 
 
-class GPipe(OriginalNames):
+class GPipe(OriginalNames, TeamCalls):
     """Trains a ``nn.Sequential`` over several devices. Cuts it into stages by a balance, places them on workers, each
     with a thread and a device, and runs each mini-batch as micro-batches through them (GPipe, Huang et al.,
     arXiv:1811.06965).
@@ -300,41 +299,10 @@ class GPipe(OriginalNames):
         check_is_on(device, [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])])
         return self
 
-    # Calls that ranks make together.
-
-    @property
-    def team(self) -> Team:
-        """The processes that run the pipeline together."""
-        return Team(self._core, self)
-
     @property
     def ranks(self) -> Ranks | None:
         """The processes that run the pipeline together; ``None`` if this one has all workers."""
         return self._core.ranks
-
-    def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
-        """See :meth:`gpipe.team.Team.gather`."""
-        return self.team.gather(data, what)
-
-    def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
-        """See :meth:`gpipe.team.Team.gather_timeline`."""
-        return self.team.gather_timeline(timeline)
-
-    def largest(self, number: int) -> int:
-        """See :meth:`gpipe.team.Team.largest`."""
-        return self.team.largest(number)
-
-    def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
-        """See :meth:`gpipe.team.Team.sum_over_replicas`."""
-        return self.team.sum_over_replicas(numbers)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """See :meth:`gpipe.team.Team.clip_grad_norm_`."""
-        return self.team.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-
-    def refusing(self) -> AbstractContextManager[None]:
-        """Makes the other ranks' call raise an exception if a ``with`` block, which prepares the same call, does."""
-        return self._core.refusing()
 
     # Training.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor, nn
@@ -11,16 +12,14 @@ from gpipe import _C
 from gpipe.checks import check_number, check_whole, shown
 from gpipe.core import Core
 
-__all__ = ["Team"]
+__all__ = ["TeamCalls"]
 
 
-class Team:
-    """The processes that run a pipeline together: ``pipe.team``. All make these calls in the same order, as they call
+class TeamCalls(nn.Module):
+    """The calls of :class:`gpipe.GPipe` that the ranks of a pipeline make together, in the same order, as they call
     ``forward``. An error of one is an error of all. In one process the calls return at once."""
 
-    def __init__(self, core: Core, pipe: nn.Module) -> None:
-        self._core = core
-        self._pipe = pipe
+    _core: Core
 
     def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
         """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
@@ -58,6 +57,10 @@ class Team:
             own = [check_number(number, "each of the numbers") for number in numbers]
         return pipeline.sum_over_replicas(own)
 
+    def refusing(self) -> AbstractContextManager[None]:
+        """Makes the other ranks' call raise an exception if a ``with`` block, which prepares the same call, does."""
+        return self._core.refusing()
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
         process, with the same bits.
@@ -76,7 +79,7 @@ class Team:
         with self._core.refusing():
             max_norm, norm_type = check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type")
             if self._core.ranks is None:
-                return torch.nn.utils.clip_grad_norm_(self._pipe.parameters(), max_norm, norm_type, error_if_nonfinite)
+                return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
             pipeline = self._core.pipeline()
         total: Tensor = pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
         return total

@@ -23,36 +23,23 @@ class _Pop(NamedTuple):
 
 
 class _Forward:
-    """One forward of a skippable layer, with the names that it declares, has stashed and has popped."""
+    """One forward of a skippable layer, with the names that it declares."""
 
     def __init__(self, stashable: Names, poppable: Names) -> None:
         self.stashable = stashable
         self.poppable = poppable
         self.generates = False  # whether the forward is a generator, which yields its commands
-        self.stashed: set[str] = set()
-        self.popped: set[str] = set()
 
-    def execute(self, command: _Stash | _Pop) -> Tensor | None:
+    def execute(self, command: _Stash | _Pop) -> Any:
         """Executes a command. Returns the popped tensor."""
+        name = command.name
         if isinstance(command, _Pop):
-            return self._pop(command.name)
-        self._stash(command.name, command.tensor)
-        return None
-
-    def _stash(self, name: str, tensor: Tensor | None) -> None:
+            if name not in self.poppable:
+                raise _undeclared(name, "popped", self.poppable)
+            return _C.pop(self.poppable[name], name)
         if name not in self.stashable:
             raise _undeclared(name, "stashed", self.stashable)
-        if name in self.stashed:
-            raise RuntimeError(f"skip '{name}' was stashed twice in one forward; stash and pop each skip once")
-        _C.stash(self.stashable[name], name, tensor)
-        self.stashed.add(name)
-
-    def _pop(self, name: str) -> Tensor | None:
-        if name not in self.poppable:
-            raise _undeclared(name, "popped", self.poppable)
-        tensor: Tensor | None = _C.pop(self.poppable[name], name)
-        self.popped.add(name)
-        return tensor
+        return _C.stash(self.stashable[name], name, command.tensor)
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
         """Executes the commands that a generator yields. Returns the generator's result."""
@@ -71,18 +58,6 @@ class _Forward:
         finally:
             generator.close()
 
-    def check_complete(self, layer: object) -> None:
-        """Raises RuntimeError unless the forward has stashed and popped all names that its layer declares."""
-        for declared, used, verb, advice in (
-            (self.stashable, self.stashed, "stash", "; stash None if there is no tensor"),
-            (self.poppable, self.popped, "pop", ""),
-        ):
-            for name in sorted(declared.keys() - used):
-                raise RuntimeError(
-                    f"a layer of class {type(layer).__name__} declares the skip '{name}' but did not {verb} it in "
-                    f"this forward{advice}"
-                )
-
 
 def _undeclared(name: str, what: str, declared: Names) -> RuntimeError:
     names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
@@ -92,11 +67,11 @@ def _undeclared(name: str, what: str, declared: Names) -> RuntimeError:
 _thread = threading.local()
 
 
-def run_forward(layer: object, stashable: Names, poppable: Names, forward: Callable[[], Any]) -> Any:
+def run_forward(stashable: Names, poppable: Names, forward: Callable[[], Any]) -> Any:
     """Calls ``forward``, which is the forward of a layer that declares these names, and executes its commands.
 
     Raises:
-        RuntimeError: if it does not stash and pop exactly the names that the layer declares.
+        RuntimeError: if it stashes or pops a name that the layer does not declare.
         TypeError: if it is a generator and yields anything but commands.
     """
     current = _Forward(stashable, poppable)
@@ -104,12 +79,9 @@ def run_forward(layer: object, stashable: Names, poppable: Names, forward: Calla
     _thread.forward = current
     try:
         output = forward()
-        if isinstance(output, Generator):
-            output = current.drive(output)
+        return current.drive(output) if isinstance(output, Generator) else output
     finally:
         _thread.forward = outer
-    current.check_complete(layer)
-    return output
 
 
 def _run(command: _Stash | _Pop) -> Any:
@@ -134,7 +106,7 @@ def stash(name: str, tensor: Tensor | None) -> Any:
 
     Raises:
         TypeError: if ``tensor`` is neither ``None`` nor a tensor, or is of a subclass of Tensor.
-        RuntimeError: if the layer does not declare the name as one that it stashes, or stashes it twice.
+        RuntimeError: if the layer does not declare the name as one that it stashes; in a pipeline, if it stashes it twice.
     """
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")

@@ -90,7 +90,7 @@ class Skippable(nn.Module):
         stashable, poppable = (
             {name: native_namespace(ns) for ns, name in keys} for keys in (self.stashable(), self.poppable())
         )
-        return run_forward(self, stashable, poppable, lambda: forward(*args, **kwargs))
+        return run_forward(stashable, poppable, lambda: forward(*args, **kwargs))
 
     def __repr__(self) -> str:
         return f"@skippable({super().__repr__()})"
