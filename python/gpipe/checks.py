@@ -59,17 +59,8 @@ def shown(value: object) -> str:
 
 
 def check_whole(value: object, name: str, bits: int = 31) -> int:
-    """Returns an integer of any integer type as ``int``.
-
-    Args:
-        value: the argument.
-        name: its name, for messages.
-        bits: its absolute value must be below ``2**bits``.
-
-    Raises:
-        TypeError: if it is not an integer.
-        ValueError: if it is too large.
-    """
+    """Returns an integer of any integer type as ``int``. Raises TypeError for other values, and ValueError for an absolute
+    value from ``2**bits``. ``name`` is for their messages."""
     if not isinstance(value, bool):
         try:
             number = operator.index(value)  # type: ignore[arg-type]
@@ -117,12 +108,8 @@ def check_function(value: object, name: str, of: str) -> Callable[..., Any]:
 
 
 def check_chunks(chunks: object) -> int:
-    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does.
-
-    Raises:
-        TypeError: if it is not a whole number.
-        ValueError: if it is not positive.
-    """
+    """Returns a number of chunks. Accepts 2.0 for 2, as torchgpipe does. Raises TypeError for other values, and ValueError
+    for a number that is not positive."""
     if isinstance(chunks, float) and chunks.is_integer():
         chunks = int(chunks)
     number = check_whole(chunks, "chunks")
@@ -131,22 +118,13 @@ def check_chunks(chunks: object) -> int:
 
 
 def check_checkpoint(checkpoint: object) -> str:
-    """Returns the name of a checkpoint mode.
-
-    Raises:
-        TypeError: if it is not a ``str``.
-        ValueError: if no mode has this name.
-    """
+    """Returns the name of a checkpoint mode. Raises TypeError or ValueError for other values."""
     return _C.check_checkpoint(checkpoint)
 
 
 def check_balance(balance: object, layers: int) -> list[int]:
-    """Returns the balance of a model of ``layers`` layers. An empty model has the balance ``[]``.
-
-    Raises:
-        TypeError: if it is not an iterable of integers.
-        BalanceError: if it does not cut the model.
-    """
+    """Returns the balance of a model of ``layers`` layers, ``[]`` for an empty model. Raises TypeError for anything but
+    integers, and BalanceError for a balance that does not cut the model."""
     if balance is not None and not isinstance(balance, Iterable):
         raise TypeError(
             f"balance must be a list of the number of layers of each stage, but is {shown(balance)}{_ADVICE}"
@@ -162,12 +140,7 @@ def check_balance(balance: object, layers: int) -> list[int]:
 
 
 def check_devices(devices: object) -> list[torch.device]:
-    """Returns a list of devices.
-
-    Raises:
-        TypeError: if it is not a list of devices.
-        RuntimeError: if PyTorch does not know the name of a device.
-    """
+    """Returns a list of devices. Raises TypeError for anything else, and PyTorch's RuntimeError for an unknown name."""
     if isinstance(devices, (str, torch.device)) or not isinstance(devices, Iterable):
         raise TypeError(f"devices must be a list with one device per worker, but is {shown(devices)}")
     listed = list(devices)
@@ -205,8 +178,7 @@ def arrange_workers(
         ranks: the processes that run the pipeline together.
 
     Raises:
-        TypeError: if an argument has the wrong type.
-        RuntimeError: if PyTorch does not know the name of a device.
+        TypeError, RuntimeError: as :func:`check_devices` and :func:`check_scheduling`.
         ValueError: for a schedule that does not exist or does not fit, arguments that contradict each other, or more ranks
             than workers.
         IndexError: for fewer devices than workers, or a device that this process does not have.
@@ -237,12 +209,7 @@ def check_scheduling(
     schedule: object, stages_per_worker: object, placement: object, stages: int
 ) -> tuple[str, int, list[int]]:
     """Returns the name or file of a schedule, the stages per worker, and the worker of each stage (``[]`` for
-    ``'looped'``).
-
-    Raises:
-        TypeError: if an argument has the wrong type.
-        ValueError: for a placement that does not exist.
-    """
+    ``'looped'``). Raises TypeError for values of a wrong type, and ValueError for a placement that does not exist."""
     if not isinstance(schedule, str):
         raise TypeError(f"schedule must be a name or '@' and the path of a file, but is {shown(schedule)}")
     return schedule, check_whole(stages_per_worker, "stages_per_worker"), _placement(placement, stages)

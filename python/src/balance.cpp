@@ -1,5 +1,7 @@
 #include <pybind11/stl.h>
 
+#include <array>
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <utility>
@@ -234,17 +236,8 @@ void init_balance(py::module_& module) {
       .def_property_readonly(
           "placed_by",
           [](const Candidate& candidate) {
-            switch (placed_by(candidate)) {
-              case PlacedBy::kSchedule:
-                break;
-              case PlacedBy::kStagesPerWorker:
-                return "stages_per_worker";
-              case PlacedBy::kV:
-                return "v";
-              case PlacedBy::kPlacement:
-                return "placement";
-            }
-            return "schedule";
+            constexpr std::array kNames = {"schedule", "stages_per_worker", "v", "placement"};
+            return kNames.at(static_cast<std::size_t>(placed_by(candidate)));
           },
           "Names what places the stages, which is 'schedule', 'stages_per_worker', 'v', or 'placement' for another "
           "list.");
