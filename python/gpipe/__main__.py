@@ -17,7 +17,6 @@ _EXCLUDED = {
     "cluster": "chunks memory_limit bandwidth stages_per_worker layers refine save_schedule",
     "profile": "factory input micro_batch seconds param_scale",
 }
-_PLAIN = argparse.RawDescriptionHelpFormatter
 _MODES = ("never", "except_last", "always")
 
 
@@ -63,7 +62,8 @@ def _schedules(text: str) -> str:
 
 def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> None:
     rules = "\n".join(f"  {rule:18} {summary}" for rule, summary, _ in _C.schedule_rules())
-    command = commands.add_parser(name, help=help_, epilog=f"schedules:\n{rules}", formatter_class=_PLAIN)
+    shown_as_it_is = argparse.RawDescriptionHelpFormatter
+    command = commands.add_parser(name, help=help_, epilog=f"schedules:\n{rules}", formatter_class=shown_as_it_is)
     command.set_defaults(run=run)
     add = command.add_argument
     add("schedule", help="a name, or @FILE with one line of actions per worker")
@@ -86,55 +86,56 @@ def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> Non
         add("--json", action="store_true", help="print JSON")
 
 
-def _add_model_command(commands: Any, name: str, run: Any, help_: str, seconds: float = 10) -> argparse.ArgumentParser:
-    command: argparse.ArgumentParser = commands.add_parser(name, help=help_)
+def _add_model_command(commands: Any, name: str, run: Any, help_: str, schedule: str = "forward", seconds: int = 10) -> Any:
+    command = commands.add_parser(name, help=help_)
     command.set_defaults(run=run, parser=command, cluster=None)
     add = command.add_argument
-    factory = "returns a module, or a tuple of it and a mini-batch; or a call such as gpipe.models:unet(out_channels=1)"
-    add("factory", nargs="?", metavar="MODULE:FUNCTION", help=factory)
+    add("factory", nargs="?", metavar="MODULE:FUNCTION", help="or a call; returns a module, or a tuple of it and a mini-batch")
     add("--input", type=_numbers, metavar="N,..", help="shape of a random mini-batch, e.g. 64,3,224,224")
     add("--devices", metavar="LIST", help="one per worker, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU workers")
-    add("--seconds", type=_number, default=seconds, help=f"approximate time for measuring; default: {seconds:g}")
-    scale = "bytes per byte of a parameter, with gradient and optimizer state: SGD 2, Adam 4; default: 4"
-    add("--param-scale", type=_number, default=4.0, help=scale)
+    add("--seconds", type=_number, default=seconds, help=f"approximate time for measuring; default: {seconds}")
+    add("--param-scale", type=_number, default=4.0, help="bytes for training per byte of a parameter; default: 4, as for Adam")
     add("--reuse-memory", action="store_true", help="keep freed memory of CPU tensors for reuse")
     add("--json", action="store_true", help="print JSON")
     if name in ("profile", "cut"):
         add("--chunks", type=_whole(1), default=4, metavar="N", help="micro-batches per mini-batch; default: 4")
     else:
-        tried = "2, 4, 8" if name == "sweep" else "1, 2, 4, .. 32"
-        add("--chunks", type=_numbers, default=[2, 4, 8] if name == "sweep" else [], metavar="N,..", help=f"default: {tried}")
+        add("--chunks", type=_numbers, default=[], metavar="N,..", help="numbers to try; default: 1, 2, 4, .. 32; sweep: 2, 4, 8")
         add("--memory-limit", type=_bytes, default=0, metavar="SIZE", help="per device, e.g. 6GB or 6GiB")
     if name != "profile":
-        default = "auto" if name == "suggest" else "forward"
-        schedules = "of step(): gpipe, 1f1b, ... or @FILE; forward: a forward, then its backward; auto: all that fit"
-        add("--schedule", type=_schedules, default=default, help=f"{schedules}; default: {default}")
+        help_ = "of step(): a name or @FILE; forward: a forward, then its backward; auto: all that fit; default: " + schedule
+        add("--schedule", type=_schedules, default=schedule, help=help_)
         add("--stages-per-worker", type=_whole(1), default=1, metavar="N", help="default: 1")
         add("--bandwidth", type=_number, default=0.0, metavar="GB/S", help="between devices; default: no delay")
-        if name != "sweep":
-            add("--layers", action="store_true", help="also print the profile of each layer")
-    return command
+    return command.add_argument
 
 
-def _add_model_commands(commands: Any) -> None:
-    command = _add_model_command(commands, "profile", model_commands.profile, "measure each layer")
-    command.add_argument("-o", "--output", metavar="FILE", help="file for the profile, as JSON, for cut --profile")
-    command = _add_model_command(commands, "cut", model_commands.cut, "find the best balance for a number of chunks")
-    command.add_argument("--profile", metavar="FILE", help="of profile --output; used instead of measuring")
-    command.add_argument("--checkpoint", choices=_MODES, default="except_last", help="default: except_last")
-    command.add_argument("--by", choices=("time", "size"), default="time", help="what stages have equal; default: time")
-    command = _add_model_command(commands, "sweep", model_commands.sweep, "predict all balances near the best")
-    command.add_argument("--near", type=_whole(0), default=4, metavar="N", help="layers to move a cut by; default: 4")
-    found = "find the fastest schedule, balance, chunks and checkpoint mode"
-    add = _add_model_command(commands, "suggest", model_commands.suggest, found, seconds=60).add_argument
+def _add_commands(commands: Any) -> None:
+    schedule, model = schedule_commands, model_commands
+    _add_schedule_command(commands, "print", schedule.print_, "print a schedule's actions, a line per worker")
+    _add_schedule_command(commands, "draw", schedule.draw, "print a drawing of a schedule, as SVG")
+    _add_schedule_command(commands, "check", schedule.check, "check that a schedule runs; print time, bubble, memory")
+    add = _add_model_command(commands, "profile", model.profile, "measure each layer")
+    add("-o", "--output", metavar="FILE", help="file for the profile, as JSON, for cut --profile")
+    add = _add_model_command(commands, "cut", model.cut, "find the best balance for a number of chunks")
+    add("--profile", metavar="FILE", help="of profile --output; used instead of measuring")
+    add("--checkpoint", choices=_MODES, default="except_last", help="default: except_last")
+    add("--by", choices=("time", "size"), default="time", help="what stages have equal; default: time")
+    add("--layers", action="store_true", help="also print the profile of each layer")
+    add = _add_model_command(commands, "sweep", model.sweep, "predict all balances near the best")
+    add("--near", type=_whole(0), default=4, metavar="N", help="layers to move a cut by; default: 4")
+    add = _add_model_command(commands, "suggest", model.suggest, "find the fastest way to run a model", "auto", 60)
+    add("--layers", action="store_true", help="also print the profile of each layer")
     add("--refine", type=_whole(0, 100), default=0, metavar="N", help="candidates to run and time; default: 0")
     add("--save-schedule", metavar="FILE", help="for a schedule made for the measured times, if it is faster")
     add("--cluster", metavar="FILE", help="JSON file of a cluster: also choose the number of replicas, for all its devices")
     add("--batch-size", type=_whole(1, 2**31), metavar="N", help="with --cluster: samples per mini-batch")
-    sizes = "with --cluster: samples per micro-batch to measure and try; default: 1, 2, 4, .. 32"
-    add("--micro-batch", type=_numbers, metavar="N,..", help=sizes)
-    files = "with --cluster: files of profile --output, one per size of micro-batch; used instead of measuring"
-    add("--profile", metavar="FILE,..", help=files)
+    add("--micro-batch", type=_numbers, metavar="N,..", help="with --cluster: sizes to try; default: 1, 2, 4, .. 32")
+    add("--profile", metavar="FILE,..", help="with --cluster: of profile --output, one per size; used instead of measuring")
+    command = commands.add_parser("convert", help="write weights of torch.save(), or an older snapshot, as safetensors")
+    command.add_argument("source", help="the file to read")
+    command.add_argument("target", help="the safetensors file to write")
+    command.set_defaults(run=_convert)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -167,16 +168,7 @@ def _convert(options: argparse.Namespace) -> tuple[str, int]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="python -m gpipe", description=__doc__.partition(": ")[2])
     parser.add_argument("--version", action="version", version=gpipe.__version__)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_schedule_command(commands, "print", schedule_commands.print_, "print a schedule's actions, a line per worker")
-    _add_schedule_command(commands, "draw", schedule_commands.draw, "print a drawing of a schedule, as SVG")
-    found = "check that a schedule runs; print its time, bubble and memory"
-    _add_schedule_command(commands, "check", schedule_commands.check, found)
-    _add_model_commands(commands)
-    command = commands.add_parser("convert", help="write weights of torch.save(), or an older snapshot, as safetensors")
-    command.add_argument("source", help="the file to read")
-    command.add_argument("target", help="the safetensors file to write")
-    command.set_defaults(run=_convert)
+    _add_commands(parser.add_subparsers(dest="command", required=True, metavar="COMMAND"))
     options = parser.parse_args(arguments)
     try:
         if "parser" in options:

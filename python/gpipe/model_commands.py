@@ -52,7 +52,8 @@ def cut(options: argparse.Namespace) -> tuple[str, int]:
 
 def sweep(options: argparse.Namespace) -> tuple[str, int]:
     search = _C.SearchOptions(_devices(options), options.memory_limit, options.bandwidth * 1e9)
-    profiles = [_profile(options, chunks, options.seconds / len(options.chunks)) for chunks in options.chunks]
+    tried = options.chunks or [2, 4, 8]
+    profiles = [_profile(options, chunks, options.seconds / len(tried)) for chunks in tried]
     found = []
     for chunks, measured in {chunks: measured for measured, chunks in profiles}.items():
         found += _C.candidates(measured, chunks, _schedulings(options, len(measured.layers)), options.near, search)
@@ -66,7 +67,8 @@ def suggest(options: argparse.Namespace) -> tuple[str, int]:
     model, batch = _model_and_batch(options)
     devices = _devices(options)
     limits: dict[str, Any] = {"memory_limit": options.memory_limit, "bandwidth": options.bandwidth * 1e9}
-    scheduling: dict[str, Any] = {"schedule": options.schedule or None, "stages_per_worker": _per_worker(options)}
+    per_worker = 2 if options.schedule in V_SCHEDULES else options.stages_per_worker
+    scheduling: dict[str, Any] = {"schedule": options.schedule or None, "stages_per_worker": per_worker}
     measuring: dict[str, Any] = {"seconds": options.seconds, "param_scale": options.param_scale, "progress": _progress}
     found = balance.suggest(model, batch, devices, chunks=options.chunks, **limits, **scheduling, **measuring)
     measured = balance.refine(model, batch, devices, found, options.refine) if options.refine and found.fits else []
@@ -119,8 +121,8 @@ def _read(path: str) -> str:
 def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Sequential, Any]:
     """Makes the model and the mini-batch of MODULE:FUNCTION, and turns the model into layers."""
     text = options.factory
-    module, colon, expression = text.partition(":")
-    if not (module and colon and expression):
+    module, _, expression = text.partition(":")
+    if not (module and expression):
         raise ValueError(f"'{text}' is not of the form MODULE:FUNCTION")
     try:
         made = eval(expression, vars(importlib.import_module(module)))
@@ -162,24 +164,20 @@ def _devices(options: argparse.Namespace) -> list[str]:
     return [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu", "cpu"]
 
 
-def _per_worker(options: argparse.Namespace) -> int:
-    return 2 if options.schedule in V_SCHEDULES else int(options.stages_per_worker)
-
-
 def _schedulings(options: argparse.Namespace, layers: int) -> list[_C.Scheduling]:
     """Returns the schedules to try, with their placements."""
-    workers, per_worker = len(_devices(options)), _per_worker(options)
-    names = options.schedule.split(",")
-    if len(names) == 1 and names[0].startswith("@"):
-        return [_C.Scheduling(names[0], 1, _C.Schedule.read(names[0][1:]).placement)]
-    if len(names) == 1 and names[0] != "auto":
-        return [_C.Scheduling(names[0], 1, _C.place_stages(names[0] or "gpipe", workers * per_worker, per_worker, []))]
-    every = [_C.Scheduling("", 1, list(range(workers))), *_C.all_schedulings(workers, layers)]
-    every = [each for each in every if per_worker in (1, len(each.placement) // workers)]
-    found = [each for each in every if each.schedule in names or ("auto" in names and each.schedule)]
-    for name in names:
-        if name != "auto" and all(each.schedule != name for each in found):
-            raise ValueError(f"--schedule: '{name}' does not fit {workers} workers and {layers} layers with others")
+    workers, wanted = len(_devices(options)), options.stages_per_worker
+    found = []
+    for name in options.schedule.split(","):
+        if name == "auto":
+            every = _C.all_schedulings(workers, layers)
+            found += [each for each in every if wanted in (1, len(each.placement) // workers)]
+        elif name.startswith("@"):
+            found.append(_C.Scheduling(name, 1, _C.Schedule.read(name[1:]).placement))
+        else:
+            per_worker = 2 if name in V_SCHEDULES else wanted
+            placement = _C.place_stages(name or "gpipe", workers * per_worker, per_worker, [])
+            found.append(_C.Scheduling(name, 1, placement))
     return found
 
 

@@ -139,7 +139,7 @@ def test_sweep_predicts_balances_near_the_best(run, refused):
     assert {each["schedule"] for each in found} == {"gpipe", "1f1b", ""} and len(found) == 3 * 3 * 2
     assert [each["seconds"] for each in found] == sorted(each["seconds"] for each in found)
     assert {"zb_h1", "greedy"} <= {each["schedule"] for each in json.loads(run("sweep", *flags, "--schedule", "auto", "--json"))}
-    assert "'zb_v' does not fit 2 workers and 3 layers with others" in refused("sweep", *flags, "--schedule", "1f1b,zb_v")
+    assert "layers, 3, but is 4" in refused("sweep", *flags, "--schedule", "1f1b,zb_v")
     assert "--near: '-1' is not a whole number" in refused("sweep", *flags, "--near=-1")
 
 
