@@ -10,18 +10,6 @@ from gpipe.partition import Partition
 
 __all__ = ["verify_module"]
 
-_HOOKS = {
-    "_forward_pre_hooks": "a forward pre-hook",
-    "_forward_hooks": "a forward hook",
-    "_backward_pre_hooks": "a backward pre-hook",
-    "_backward_hooks": "a backward hook",
-    "_state_dict_pre_hooks": "a state-dict pre-hook",
-    "_state_dict_hooks": "a state-dict hook",
-    "_load_state_dict_pre_hooks": "a load-state-dict pre-hook",
-    "_load_state_dict_post_hooks": "a load-state-dict post-hook",
-}
-
-
 def verify_module(module: nn.Sequential) -> None:
     """Checks a model, except its skips.
 
@@ -50,7 +38,9 @@ def _check_only_layers(module: nn.Sequential) -> None:
             "only its layers; move the code of the forward into layers, compile the layers, or pass "
             "nn.Sequential(*model) if that computes the same"
         )
-    own = [what for attribute, what in _HOOKS.items() if set(getattr(module, attribute).values()) - {rename_missing}]
+    hooks = {name: table for name, table in vars(module).items() if name.endswith("_hooks")}
+    used = [name for name, table in hooks.items() if set(table.values()) - {rename_missing}]
+    own = [f"a{name[:-1].replace('_', ' ')}" for name in used]  # such as "a forward hook"
     own += [f"a parameter ('{name}')" for name, value in module._parameters.items() if value is not None]
     own += [f"a buffer ('{name}')" for name, value in module._buffers.items() if value is not None]
     if own:
