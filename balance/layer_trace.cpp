@@ -10,7 +10,7 @@
 
 #include "balance/layer_decorator.h"
 #include "gpipe/autograd/boundary.h"
-#include "gpipe/autograd/checkpointing.h"
+#include "gpipe/autograd/layer.h"
 #include "gpipe/base/clock.h"
 
 namespace gpipe {

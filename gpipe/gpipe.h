@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/autograd/checkpointing.h"
+#include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/error_info.h"
 #include "gpipe/layer_factory.h"

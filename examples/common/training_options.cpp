@@ -54,10 +54,11 @@ void add_training_options(CLI::App& app, TrainingOptions& options) {
       ->transform(path_name())
       ->always_capture_default(false);
 
-  app.add_option("--schedule", options.schedule,
-                 "order of forwards and backwards on each worker: " + schedule_names() +
-                     "; @FILE, with one line of actions per worker (see python -m gpipe print); or auto, with --balance auto, "
-                     "for the fastest on --stages workers")
+  app.add_option(
+         "--schedule", options.schedule,
+         "order of forwards and backwards on each worker: " + schedule_names() +
+             "; @FILE, with one line of actions per worker (see python -m gpipe print); or auto, with --balance auto, "
+             "for the fastest on --stages workers")
       ->transform(schedule_text())
       ->group(kPipelineGroup);
   app.add_option("--stages-per-worker", options.stages_per_worker,

@@ -11,20 +11,6 @@
 namespace gpipe {
 namespace {
 
-thread_local PassScope::Pass pass_of_this_thread = PassScope::Pass::kPlain;
-
-}  // namespace
-
-bool is_checkpointing() { return pass_of_this_thread == PassScope::Pass::kCheckpointing; }
-
-bool is_recomputing() { return pass_of_this_thread == PassScope::Pass::kRecomputing; }
-
-PassScope::PassScope(Pass pass) : before_(std::exchange(pass_of_this_thread, pass)) {}
-
-PassScope::~PassScope() { pass_of_this_thread = before_; }
-
-namespace {
-
 using InPlace = Stage::InPlace;
 
 // Copies the activation and the skips. Borrowed parameters, which follow, do not change during a call.

@@ -10,27 +10,6 @@ namespace gpipe {
 
 struct Stage;
 
-/// Whether the calling thread runs a layer's forward that will be recomputed. Grad mode may be enabled: a stage's first
-/// such forward builds its graph.
-bool is_checkpointing();
-
-/// Whether the calling thread recomputes a layer's forward. A layer that counts its calls should not count this one.
-bool is_recomputing();
-
-/// Sets what is_checkpointing() and is_recomputing() return on this thread, for its lifetime.
-class PassScope {
- public:
-  enum class Pass { kPlain, kCheckpointing, kRecomputing };
-
-  explicit PassScope(Pass pass);
-  ~PassScope();
-  PassScope(const PassScope&) = delete;
-  PassScope& operator=(const PassScope&) = delete;
-
- private:
-  const Pass before_;
-};
-
 /// The inputs of a checkpointed cell, stored from its forward until its recompute. Stores copies where the stage, or a
 /// later one that gets the same memory, changes its inputs in place, and until the first backward has shown that none
 /// does. Used by one thread at a time.

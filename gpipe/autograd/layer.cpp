@@ -94,7 +94,17 @@ class AnyLayer : public Layer {
   AnyModule module_;
 };
 
+thread_local PassScope::Pass pass_of_this_thread = PassScope::Pass::kPlain;
+
 }  // namespace
+
+bool is_checkpointing() { return pass_of_this_thread == PassScope::Pass::kCheckpointing; }
+
+bool is_recomputing() { return pass_of_this_thread == PassScope::Pass::kRecomputing; }
+
+PassScope::PassScope(Pass pass) : before_(std::exchange(pass_of_this_thread, pass)) {}
+
+PassScope::~PassScope() { pass_of_this_thread = before_; }
 
 bool are_same(const std::vector<at::Tensor>& a, const std::vector<at::Tensor>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(),

@@ -13,7 +13,7 @@
 #include "balance/balance.h"
 #include "balance/restore_module.h"
 #include "balance/suggest.h"
-#include "gpipe/autograd/checkpointing.h"
+#include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "tests/support/support.h"
 
