@@ -69,7 +69,7 @@ variable_list GradientSink::apply(variable_list&& gradients) {
   return {};
 }
 
-std::shared_ptr<GradientSink> make_gradient_sink() { return {new GradientSink(), torch::autograd::deleteNode}; }
+NodePtr<GradientSink> make_gradient_sink() { return make_node<GradientSink>(); }
 
 variable_list Leave::apply(variable_list&& gradients) { return std::move(gradients); }
 
@@ -79,7 +79,7 @@ at::Tensor enter(const at::Tensor& tensor) {
   return entering;
 }
 
-Value append_node(const Value& value, const std::shared_ptr<torch::autograd::Node>& node) {
+Value append_node(const Value& value, const NodePtr<torch::autograd::Node>& node) {
   auto tensors = value.tensors();
   for (auto& tensor : tensors) {
     if (!tensor.defined() || !tensor.requires_grad()) continue;
@@ -92,7 +92,7 @@ Value append_node(const Value& value, const std::shared_ptr<torch::autograd::Nod
 
 torch::autograd::Edge leave(const at::Tensor& tensor) {
   if (!tensor.defined() || !tensor.requires_grad()) return {};
-  auto node = std::shared_ptr<Leave>(new Leave(), torch::autograd::deleteNode);
+  auto node = make_node<Leave>();
   node->add_input_metadata(tensor);
   node->add_next_edge(torch::autograd::impl::gradient_edge(tensor));
   return {std::move(node), 0};

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "gpipe/autograd/node_ptr.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/value.h"
 
@@ -57,7 +58,7 @@ struct GradientSink : torch::autograd::Node {
   std::string name() const override { return "GPipeGradientSink"; }
 };
 
-std::shared_ptr<GradientSink> make_gradient_sink();
+NodePtr<GradientSink> make_gradient_sink();
 
 /// Root node of a cell's graph: the identity. Each leaving value has a node of its own, so that the gradients of a value
 /// that leaves twice sum in the order of leaving, whatever the balance.
@@ -72,7 +73,7 @@ at::Tensor enter(const at::Tensor& tensor);
 
 /// Inserts `node` behind `value`: returns its tensors detached, with `node` as the history of those that require grad,
 /// and makes their former history the next edges of `node`, in order.
-Value append_node(const Value& value, const std::shared_ptr<torch::autograd::Node>& node);
+Value append_node(const Value& value, const NodePtr<torch::autograd::Node>& node);
 
 /// Returns the root edge of a leaving tensor; invalid if it does not require grad.
 torch::autograd::Edge leave(const at::Tensor& tensor);

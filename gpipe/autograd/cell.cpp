@@ -74,10 +74,10 @@ Cell::Entered Cell::enter_all(const std::vector<Parcel>& in, bool graph, AliasCh
     auto& sinks = entry_sinks_.emplace_back();
     for (std::size_t i = 0; i < in[p].tensors.size(); ++i) {
       auto tensor = in[p].tensors[i];
-      std::shared_ptr<GradientSink> sink;
+      NodePtr<GradientSink> sink;
       if (tensor.defined()) {
         tensor = graph && in[p].wants_gradient[i] ? enter(tensor) : tensor.detach();
-        sink = std::static_pointer_cast<GradientSink>(tensor.grad_fn());
+        sink = node_cast<GradientSink>(tensor.grad_fn());
         if (sink) sink->indices = {i};
       }
       aliases.enters(tensor, in[p].alias_groups[i]);
@@ -128,7 +128,7 @@ Value Cell::call_layers(Value value, const std::vector<Borrowed>& borrowed,
   if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {
     start(static_cast<int>(stage_.layers.size()));
     const PassScope plain(PassScope::Pass::kPlain);  // it runs once
-    std::vector<std::shared_ptr<torch::autograd::Node>> ends;
+    std::vector<NodePtr<torch::autograd::Node>> ends;
     for (const auto& tensor : value.tensors()) ends.push_back(tensor.defined() ? tensor.grad_fn() : nullptr);
     value = loss_.layer->forward(std::move(value));
     if (loss_.adopts_leaves) sinks_.adopt_leaves(value.tensor(), ends);

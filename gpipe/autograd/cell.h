@@ -105,7 +105,7 @@ class Cell {
   bool keeps_graph_ = false;             // the layers made modules or parameters in F
 
   // The graph, per parcel and tensor; null or invalid where no gradient flows.
-  std::vector<std::vector<std::shared_ptr<GradientSink>>> entry_sinks_;
+  std::vector<std::vector<NodePtr<GradientSink>>> entry_sinks_;
   std::vector<torch::autograd::edge_list> roots_;
   std::optional<SplitBackward> split_;  // between I and W
   std::vector<VersionWatch> versions_;  // of the parameters, at I

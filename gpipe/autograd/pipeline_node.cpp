@@ -15,6 +15,7 @@
 #include <stdexcept>
 #include <utility>
 
+#include "gpipe/autograd/node_ptr.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -109,14 +110,14 @@ struct DeviceBarrierNode : torch::autograd::Node {
 // the engine sets the stream of one device per node.
 torch::autograd::edge_list edges_to(const std::vector<at::Tensor>& inputs, c10::Device device) {
   auto edges = torch::autograd::collect_next_edges(inputs);
-  std::vector<std::pair<c10::Device, std::shared_ptr<DeviceBarrierNode>>> nodes;
+  std::vector<std::pair<c10::Device, NodePtr<DeviceBarrierNode>>> nodes;
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     if (!edges[i].is_valid()) continue;
     const auto on = inputs[i].device();
     if (on.is_cpu() || on == device) continue;
     auto found = std::find_if(nodes.begin(), nodes.end(), [&](const auto& node) { return node.first == on; });
     if (found == nodes.end()) {
-      nodes.emplace_back(on, std::shared_ptr<DeviceBarrierNode>(new DeviceBarrierNode(), torch::autograd::deleteNode));
+      nodes.emplace_back(on, make_node<DeviceBarrierNode>());
       found = nodes.end() - 1;
     }
     found->second->add_next_edge(std::move(edges[i]));
@@ -136,8 +137,7 @@ void attach_backward(const std::vector<at::Tensor>& outputs, const std::vector<b
     if (!first && !outputs[i].is_cpu()) first = outputs[i].device();
     devices.push_back(outputs[i].device());
   }
-  auto node =
-      std::shared_ptr<PipelineNode>(new PipelineNode(std::move(function), devices), torch::autograd::deleteNode);
+  auto node = make_node<PipelineNode>(std::move(function), devices);
   node->set_next_edges(edges_to(inputs, first.value_or(c10::kCPU)));
   for (const auto& input : inputs) {
     if (input.requires_grad() && input.is_leaf()) wrap_hooks(input);

@@ -190,7 +190,7 @@ class Plan {
 /// Takes the place of a deferred node in I. Runs it without its edges to parameters, and keeps its incoming gradients.
 /// The engine releases the saved tensors of a node that it has run, but knows only this one.
 struct SplitBackward::Deferred : Node {
-  Deferred(std::shared_ptr<Node> deferred, const Plan& plan)
+  Deferred(NodePtr<Node> deferred, const Plan& plan)
       : Node(deferred->sequence_nr()), node(std::move(deferred)), edges_to_parameters(node->num_outputs()) {
     for (std::size_t i = 0; i < node->num_inputs(); ++i) input_metadata_.push_back(node->input_metadata(i));
     next_edges_ = node->next_edges();
@@ -207,7 +207,7 @@ struct SplitBackward::Deferred : Node {
   }
   std::string name() const override { return "GPipeDeferred"; }
 
-  std::shared_ptr<Node> node;
+  NodePtr<Node> node;
   edge_list edges_to_parameters;
   variable_list gradients;
 };
@@ -215,13 +215,13 @@ struct SplitBackward::Deferred : Node {
 SplitBackward::SplitBackward(const edge_list& roots, const std::vector<const GradientSink*>& inputs) {
   const Plan plan(roots, inputs);
   if (!plan.defers_any()) return;
-  absl::flat_hash_map<const Node*, std::shared_ptr<Deferred>> in_place_of;
+  absl::flat_hash_map<const Node*, NodePtr<Deferred>> in_place_of;
   for (Node* node : plan.nodes()) {
     for (const auto& edge : node->next_edges()) {
       if (!edge.is_valid() || !plan.defers(edge.function.get())) continue;
       auto& deferred = in_place_of[edge.function.get()];
       if (deferred) continue;
-      deferred = std::shared_ptr<Deferred>(new Deferred(edge.function, plan), torch::autograd::deleteNode);
+      deferred = make_node<Deferred>(edge.function, plan);
       deferred_.push_back(deferred);
     }
   }

@@ -50,7 +50,7 @@ class SplitBackward {
  private:
   struct Deferred;
 
-  std::vector<std::shared_ptr<Deferred>> deferred_;
+  std::vector<NodePtr<Deferred>> deferred_;
 };
 
 }  // namespace gpipe

@@ -119,11 +119,11 @@ void ParameterSinks::add_sink(const at::Tensor& parameter, bool of_its_own) {
   edges_.emplace(accumulators_.back().get(), torch::autograd::Edge(std::move(sink), input));
 }
 
-void ParameterSinks::adopt_leaves(const at::Tensor& loss, const std::vector<std::shared_ptr<Node>>& ends) {
+void ParameterSinks::adopt_leaves(const at::Tensor& loss, const std::vector<NodePtr<Node>>& ends) {
   absl::flat_hash_set<const Node*> seen;
   for (const auto& end : ends) seen.insert(end.get());
-  std::vector<std::shared_ptr<Node>> pending;
-  const auto visit = [&](const std::shared_ptr<Node>& node) {
+  std::vector<NodePtr<Node>> pending;
+  const auto visit = [&](const NodePtr<Node>& node) {
     if (node && seen.insert(node.get()).second) pending.push_back(node);
   };
   visit(loss.grad_fn());

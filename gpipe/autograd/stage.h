@@ -82,7 +82,7 @@ class ParameterSinks {
   /// its own, so that its gradient is added and freed at once. Small ones share a sink, because each node that the engine
   /// runs costs about a microsecond.
   const std::vector<at::Tensor>& parameters() const { return parameters_; }
-  const std::vector<std::shared_ptr<GradientSink>>& sinks() const { return sinks_; }
+  const std::vector<NodePtr<GradientSink>>& sinks() const { return sinks_; }
 
   /// Makes the graph behind `roots` end in the sinks, and in the stand-ins where it reaches borrowed parameters. This
   /// thread must have built it since its sequence number was `begin`. Threads of a layer may have built parts that lead to
@@ -96,7 +96,7 @@ class ParameterSinks {
 
   /// Gives sinks to the leaves that a loss depends on, except through `ends`, and that are not the stage's parameters. They
   /// become parameters() too. Call on the stage's worker, when the loss has been computed.
-  void adopt_leaves(const at::Tensor& loss, const std::vector<std::shared_ptr<torch::autograd::Node>>& ends);
+  void adopt_leaves(const at::Tensor& loss, const std::vector<NodePtr<torch::autograd::Node>>& ends);
 
   /// Whether each parameter of the stage has a sink.
   const std::vector<bool>& has_sink() const { return has_sink_; }
@@ -123,8 +123,8 @@ class ParameterSinks {
   std::vector<std::uint32_t> versions_;  // without the stage's own writes
   std::vector<bool> has_sink_;
   std::vector<at::Tensor> parameters_;
-  std::vector<std::shared_ptr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning
-  std::vector<std::shared_ptr<torch::autograd::Node>> accumulators_;
+  std::vector<NodePtr<GradientSink>> sinks_;  // the first serves small parameters that exist from the beginning
+  std::vector<NodePtr<torch::autograd::Node>> accumulators_;
   absl::flat_hash_map<const torch::autograd::Node*, torch::autograd::Edge> edges_;  // by accumulator
 };
 

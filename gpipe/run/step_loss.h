@@ -9,7 +9,6 @@
 
 #include "gpipe/autograd/layer.h"
 #include "gpipe/loss.h"
-#include "gpipe/run/loss_check.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/run/pipeline.h"
 
@@ -49,6 +48,30 @@ at::Tensor call_loss(const LossFunction& function, const Value& output, const Pa
 
 /// Returns the loss of the mini-batch: the sum of the losses times their weights, in order.
 at::Tensor join_losses(const std::vector<at::Tensor>& losses, const std::vector<double>& weights);
+
+/// check_loss() in a step(), for a loss that is taken to be a mean over samples; see StepOptions::check. Used by the last stage's
+/// worker.
+class LossComparison {
+ public:
+  LossComparison(LossFunction function, int micro_batches);
+
+  /// Takes the output, the target and the loss of a micro-batch. The last one to come compares. Errors: std::invalid_argument
+  /// if the losses differ.
+  void add(std::size_t micro_batch, const Value& output, Parcel target, const at::Tensor& loss);
+
+ private:
+  void compare() const;
+  bool can_join() const;
+  double epsilon() const;
+  bool repeats() const;
+
+  LossFunction function_;
+  int left_;  // micro-batches that have not come
+  // Per micro-batch.
+  std::vector<Parcel> outputs_;
+  std::vector<Parcel> targets_;
+  std::vector<at::Tensor> losses_;
+};
 
 /// The outputs of a mini-batch's model, per micro-batch. The last stage's worker adds them, then the caller takes them.
 class Outputs {

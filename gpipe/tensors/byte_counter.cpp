@@ -10,8 +10,8 @@ using torch::profiler::impl::ProfilerConfig;
 using torch::profiler::impl::ProfilerState;
 
 AllocationListener::Scope::Scope(std::shared_ptr<AllocationListener> listener) {
-  constexpr auto kKind = c10::DebugInfoKind::PROFILER_STATE;
-  if (listener && c10::ThreadLocalDebugInfo::get(kKind) == nullptr) guard_.emplace(kKind, std::move(listener));
+  const auto kind = c10::DebugInfoKind::PROFILER_STATE;
+  if (listener && c10::ThreadLocalDebugInfo::get(kind) == nullptr) guard_.emplace(kind, std::move(listener));
 }
 
 AllocationListener::AllocationListener()

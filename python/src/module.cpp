@@ -7,8 +7,6 @@
 #include "python/src/interpreter.h"
 #include "python/src/pipeline.h"
 
-static_assert(PYBIND11_INTERNALS_VERSION == 11, "use the pybind11 headers that come with torch");
-
 PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
   using namespace gpipe::python;
