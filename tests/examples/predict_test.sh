@@ -147,10 +147,10 @@ refuse_both() {
   refuse "$1-unwritable" 'two.log/output' "${@:2}" --output two.log/output
 }
 "$python" - <<'END'
-import torch
-state = torch.load("two/best.snapshot", weights_only=True)
-state["options"] = {}
-torch.save(state, "other-program")
+import re, zlib
+data = open("two/best.snapshot", "rb").read().replace(b"--classes", b"--klasses")
+data = re.sub(rb'("checksum":")[0-9a-f]{8}', rb"\g<1>00000000", data)
+open("other-program", "wb").write(data.replace(b'"checksum":"00000000', b'"checksum":"%08x' % zlib.crc32(data)))
 END
 program=$evaluate
 refuse_both evaluate --data $data

@@ -100,7 +100,7 @@ TEST_F(ResumeAutoTest, ADamagedSnapshotIsNotSkipped) {
   write(kBestSnapshot, 1);
   cut(latest(), std::filesystem::file_size(latest()) / 2);
   EXPECT_THAT(error_of([&] { read(); }),
-              AllOf(HasSubstr(latest().string()), HasSubstr("damaged"), HasSubstr("move it away")));
+              AllOf(HasSubstr(latest().string()), HasSubstr("truncated"), HasSubstr("move it away")));
 }
 
 TEST_F(ResumeAutoTest, AFinishedTrainingIsNoError) {
