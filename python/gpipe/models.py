@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.checks import check_flag, check_number, check_text, check_whole, shown
-from gpipe.skip import Namespace, pop, skippable, stash
+from gpipe.skip import Namespace, Skippable, pop, skippable, stash
 
 __all__ = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
 
@@ -40,10 +40,9 @@ class _Concatenate(nn.Module):
     """Concatenates the skip with the input, cropped to the size of the skip."""
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = pop("skip")
-        for dim in range(2, x.dim()):
-            x = x.narrow(dim, 0, skip.shape[dim])
-        return torch.cat([skip, x], 1)
+        skip: Tensor = pop("skip")
+        cropped = x[tuple(map(slice, (*x.shape[:2], *skip.shape[2:])))]
+        return torch.cat([skip, cropped], 1)
 
 
 @skippable(pop=["skip"])
@@ -55,7 +54,7 @@ class _Add(nn.Module):
         self.downsample = projection
 
     def forward(self, x: Tensor) -> Tensor:
-        skip = pop("skip")
+        skip: Tensor = pop("skip")
         return x + (skip if self.downsample is None else self.downsample(skip))
 
 
@@ -123,7 +122,7 @@ def unet(
     for level in range(1, depth + 1):
         block(f"down{level}", channels, base_channels << (level - 1))
         channels = base_channels << (level - 1)
-        layers[f"down{level}_stash"] = _Stash().isolate(skips[level - 1])
+        layers[f"down{level}_stash"] = _isolated(_Stash(), skips[level - 1])
         # Rounding up keeps at least one pixel. Doubling then gives at least the size of the skip.
         layers[f"down{level}_pool"] = pool(2, ceil_mode=True)
     block("bottom", channels, 2 * channels)
@@ -135,7 +134,7 @@ def unet(
             # A 1x1 convolution commutes with interpolation. Done first, it costs a quarter (2D) or an eighth (3D).
             layers[f"up{level}_reduce"] = conv(2 * channels, channels, 1)
             layers[f"up{level}_upsample"] = nn.Upsample(scale_factor=2, mode="bilinear" if dims == 2 else "trilinear")
-        layers[f"up{level}_join"] = _Concatenate().isolate(skips[level - 1])
+        layers[f"up{level}_join"] = _isolated(_Concatenate(), skips[level - 1])
         block(f"up{level}", 2 * channels, channels)
     layers["head"] = conv(channels, out_channels, 1)
     return _sequential(layers)
@@ -161,13 +160,13 @@ def _resnet(blocks: list[int], num_classes: int, in_channels: int, small_images:
             projects, grows = inputs != channels or stride != 1, channels > inputs * stride**2
             # The projection of the shortcut is on the side of the skip where the tensor to store and send is smaller.
             projection = _projection(inputs, channels, stride) if projects and not grows else None
-            layers[f"{prefix}_stash"] = _Stash(projection).isolate(skip)
+            layers[f"{prefix}_stash"] = _isolated(_Stash(projection), skip)
             for number, shape in enumerate(shapes, 1):
                 layers[f"{prefix}_conv{number}"] = _Conv(*shape)
                 layers[f"{prefix}_bn{number}"] = nn.BatchNorm2d(shape[1])
                 if number == len(shapes):
                     projection = _projection(inputs, channels, stride) if grows else None
-                    layers[f"{prefix}_join"] = _Add(projection).isolate(skip)
+                    layers[f"{prefix}_join"] = _isolated(_Add(projection), skip)
                 # In place is safe: no backward needs the input, and the input is never stashed.
                 layers[f"{prefix}_relu{number}"] = nn.ReLU(inplace=True)
     layers |= {"avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten(), "fc": nn.Linear(channels, num_classes)}
@@ -210,6 +209,11 @@ def resnet152(num_classes: int = 1000, in_channels: int = 3, *, small_images: bo
 
 def _projection(inputs: int, outputs: int, stride: int) -> nn.Sequential:
     return nn.Sequential(_Conv(inputs, outputs, 1, stride), nn.BatchNorm2d(outputs))
+
+
+def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
+    assert isinstance(layer, Skippable)
+    return layer.isolate(namespace)
 
 
 def _sequential(layers: dict[str, nn.Module]) -> nn.Sequential:

@@ -31,7 +31,6 @@ PYBIND11_MODULE(_C, module) {
   init_pipeline(module);
   init_snapshot(module);
   init_balance(module);
-  init_models(module);
   reset_calls_after_fork();
   py::module_::import("atexit").attr("register")(py::cpp_function(&await_calls_at_exit));
 }

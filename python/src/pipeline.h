@@ -101,7 +101,6 @@ LossFunction to_loss(const pybind11::object& callable, std::int64_t kind, std::s
 void poll();
 
 void init_balance(pybind11::module_& module);
-void init_models(pybind11::module_& module);
 void init_pipeline(pybind11::module_& module);
 void init_randomness(pybind11::module_& module);
 void init_ranks(pybind11::module_& module);
