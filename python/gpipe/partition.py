@@ -13,8 +13,7 @@ from gpipe import _C
 from gpipe.checkpoint import is_checkpointing
 from gpipe.generators import Draws
 from gpipe.meta import materialize
-from gpipe.skip.layer import Skippable, skippables_in
-from gpipe.skip.namespace import native_keys
+from gpipe.skip import Skippable, skippables_in
 from gpipe.tied import check_stand_ins, standing_in
 
 __all__ = ["Partition", "Stages", "layers_of", "split"]
@@ -128,10 +127,7 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
         (
             layer.name_in_messages(name) if isinstance(layer, Skippable) else name,
             layer,
-            [
-                (skippable, native_keys(skippable.stashable()), native_keys(skippable.poppable()))
-                for _, skippable in skippables_in(layer, name)
-            ],
+            [(skip, skip.stashes(), skip.pops()) for _, skip in skippables_in(layer, name)],
         )
         for name, layer in module.named_children()
     ]

@@ -11,7 +11,6 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_structure, tree_unf
 from gpipe import _C
 from gpipe.exported.code import Code, load
 from gpipe.names import ConvertedLayer
-from gpipe.skip.namespace import native_namespace
 
 __all__ = ["Expected", "ExportedLayer", "holds"]
 
@@ -114,11 +113,11 @@ class ExportedLayer(ConvertedLayer):
         return tree_unflatten(output[: spec.num_leaves], spec)
 
     def _pop(self, name: str) -> Tensor | None:
-        tensor: Tensor | None = _C.pop(native_namespace(self.namespace_of(name)), name)
+        tensor: Tensor | None = _C.pop(self.native_namespace(name), name)
         return tensor
 
     def _stash(self, name: str, tensor: Tensor | None) -> None:
-        _C.stash(native_namespace(self.namespace_of(name)), name, tensor)
+        _C.stash(self.native_namespace(name), name, tensor)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name})"

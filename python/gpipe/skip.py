@@ -1,0 +1,284 @@
+"""Skip connections: one layer stashes a tensor and a later layer pops it, in the same stage or in another.
+
+    @skippable(stash=["features"])
+    class Encode(nn.Module):
+        def forward(self, x):
+            stash("features", x)
+            return x
+
+    @skippable(pop=["features"])
+    class Decode(nn.Module):
+        def forward(self, x):
+            return x + pop("features")
+
+In a pipeline, the tensor goes directly from the stage that stashes to the stage that pops. In a plain ``nn.Sequential``,
+the layers pass it on the calling thread. Tensors of any dtype may be stashed, and ``None``.
+
+A ``forward`` may also be a generator that yields the results of ``stash`` and ``pop``, as in torchgpipe:
+``yield stash("features", x)``, ``features = yield pop("features")``.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import uuid
+from collections.abc import Callable, Generator, Iterable, Iterator
+from typing import Any, TypeVar, cast
+
+from torch import Tensor, nn
+
+from gpipe import _C
+
+__all__ = ["Namespace", "Skippable", "pop", "skippable", "stash", "verify_skippables"]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _NamespaceMeta(type):
+    # None is the namespace of layers that are not isolated.
+    def __instancecheck__(cls, instance: object) -> bool:
+        return instance is None or type.__instancecheck__(cls, instance)
+
+
+@functools.total_ordering
+class Namespace(metaclass=_NamespaceMeta):
+    """Separates skips that have the same name. Namespaces are hashable and ordered. A copy equals its original, after
+    pickling too. ``None`` is the namespace of all layers that are not isolated."""
+
+    __slots__ = ("id",)
+
+    def __init__(self) -> None:
+        self.id = uuid.uuid4()
+
+    def __repr__(self) -> str:
+        return f"<Namespace '{self.id}'>"
+
+    def __hash__(self) -> int:
+        return hash(self.id)
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Namespace and self.id == other.id
+
+    def __lt__(self, other: Namespace | None) -> bool:
+        return other is not None and self.id < other.id
+
+
+# The C++ namespace that stands for a namespace in this process.
+_native: dict[Namespace | None, _C.Namespace] = {None: _C.Namespace.shared()}
+
+
+class Skippable(nn.Module):
+    """Base of the classes that ``@skippable`` returns. They derive from the decorated class too.
+
+    Attributes:
+        module_cls: the decorated class.
+        stashable_names: names that each forward stashes.
+        poppable_names: names that each forward pops.
+    """
+
+    module_cls: type[nn.Module]
+    stashable_names: frozenset[str] = frozenset()
+    poppable_names: frozenset[str] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        # In torchgpipe the attribute `module` holds the layer.
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" and "_modules" in self.__dict__:
+                return self
+            raise
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        # nn.Module.add_module refuses names for which hasattr() is true, as it always is for `module`.
+        if name == "module":
+            self._modules[name] = module
+        else:
+            super().add_module(name, module)
+
+    def isolate(self: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:
+        """Moves the declared names into a namespace, so that the same class can be used twice in one model. Call it
+        before the model becomes a pipeline.
+
+        Args:
+            ns: the namespace.
+            only: the names to move. Default: all.
+
+        Returns:
+            The layer.
+
+        Raises:
+            ValueError: if ``only`` has a name that the layer does not declare.
+        """
+        assert isinstance(self, Skippable)
+        declared = self.stashable_names | self.poppable_names
+        names = declared if only is None else {only} if isinstance(only, str) else set(only)
+        if unknown := names - declared:
+            raise ValueError(f"no layer to isolate declares '{min(unknown)}'")
+        # A copy.copy() of the layer shares the dict, so replace it.
+        self.__dict__["_namespaces"] = {**self.__dict__.get("_namespaces", {}), **dict.fromkeys(names, ns)}
+        return self
+
+    def native_namespace(self, name: str) -> _C.Namespace:
+        """Returns the C++ namespace of a declared name."""
+        namespace: Namespace | None = self.__dict__.get("_namespaces", {}).get(name)
+        return _native.get(namespace) or _native.setdefault(namespace, _C.Namespace())
+
+    def stashes(self) -> list[tuple[_C.Namespace, str]]:
+        """Returns what the layer stashes, as the extension module takes it."""
+        return [(self.native_namespace(name), name) for name in sorted(self.stashable_names)]
+
+    def pops(self) -> list[tuple[_C.Namespace, str]]:
+        """Returns what the layer pops, likewise."""
+        return [(self.native_namespace(name), name) for name in sorted(self.poppable_names)]
+
+    def name_in_messages(self, key: str) -> str:
+        """Returns the name that messages show for the module, whose name in the model is ``key``."""
+        return key
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outer, current = getattr(_thread, "forward", None), _Forward(self)
+        _thread.forward = current
+        try:
+            output = super().forward(*args, **kwargs)
+            return current.drive(output) if isinstance(output, Generator) else output
+        finally:
+            _thread.forward = outer
+
+    def __repr__(self) -> str:
+        return f"@skippable({super().__repr__()})"
+
+
+_thread = threading.local()  # its `forward` is the innermost one of a skippable layer that runs
+
+
+class _Forward:
+    """One forward of a skippable layer."""
+
+    def __init__(self, layer: Skippable) -> None:
+        self._layer = layer
+        self._answer: Tensor | None = None  # of the last stash() or pop()
+
+    def execute(self, what: str, declared: frozenset[str], name: str, *tensor: Tensor | None) -> Any:
+        if name not in declared:
+            names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
+            raise RuntimeError(f"'{name}' was {what} by a layer that does not declare it; it declares {names}")
+        run: Any = _C.stash if tensor else _C.pop
+        self._answer = run(self._layer.native_namespace(name), name, *tensor)
+        return self._answer
+
+    def stash(self, name: str, tensor: Tensor | None) -> None:
+        self.execute("stashed", self._layer.stashable_names, name, tensor)
+
+    def pop(self, name: str) -> Any:
+        return self.execute("popped", self._layer.poppable_names, name)
+
+    def drive(self, generator: Generator[Any, Any, Any]) -> Any:
+        """Returns the result of a forward that is a generator and yields what stash() and pop() return."""
+        answer = None
+        try:
+            while True:
+                answer = generator.send(answer)
+                if answer is not self._answer:
+                    raise TypeError(
+                        f"the forward of a @skippable layer yielded {answer!r}: yield only stash(...) and pop(...)"
+                    )
+        except StopIteration as stop:
+            return stop.value
+        finally:
+            generator.close()
+
+
+def _forward(call: str) -> _Forward:
+    """Returns the forward that ``call`` belongs to."""
+    current: _Forward | None = getattr(_thread, "forward", None)
+    if current is None:
+        raise RuntimeError(
+            f"{call} was called outside the forward of a @skippable layer; call it in the forward of a layer that "
+            "declares the name"
+        )
+    return current
+
+
+def stash(name: str, tensor: Tensor | None) -> Any:
+    """Stores a tensor, or ``None``, for the layer that pops the name. Call it in the ``forward`` of a layer that
+    declares the name in ``@skippable(stash=[...])``. In a generator, write ``yield stash(name, tensor)``.
+
+    The tensor must not be changed in place before it is popped in another stage.
+
+    Raises:
+        TypeError: if ``tensor`` is neither ``None`` nor a tensor, or is of a subclass of Tensor.
+        RuntimeError: if the layer does not declare the name; in a pipeline, if it stashes it twice.
+    """
+    if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
+        raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
+    return _forward(f"stash('{name}')").stash(name, tensor)
+
+
+def pop(name: str) -> Any:
+    """Returns the tensor, or ``None``, that an earlier layer stashed under a name, on the device of the layer's stage.
+    Call it in the ``forward`` of a layer that declares the name in ``@skippable(pop=[...])``. In a generator, write
+    ``x = yield pop(name)``.
+
+    Raises:
+        RuntimeError: if the layer does not declare the name, or if it was not stashed.
+    """
+    return _forward(f"pop('{name}')").pop(name)
+
+
+def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
+    listed = [names] if isinstance(names, str) else list(names)
+    for name in listed:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"a name to {what} must be a non-empty string, but is {name!r}")
+    return frozenset(listed)
+
+
+def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
+    """Declares the names that each forward of a layer class stashes and pops; a string is one name.
+
+    Returns:
+        A class decorator. It returns a subclass of the decorated class and of :class:`Skippable`, with the same
+        parameters and attributes.
+
+    Raises:
+        TypeError: if a name is not a non-empty string, or if the class is decorated already.
+    """
+    stashable_names = _check_names(stash, "stash")
+    poppable_names = _check_names(pop, "pop")
+
+    def decorate(module_cls: type[M]) -> type[M]:
+        if issubclass(module_cls, Skippable):
+            raise TypeError(f"{module_cls.__name__} is skippable already; declare all its names in one decorator")
+        members = {name: getattr(module_cls, name) for name in ("__module__", "__qualname__", "__doc__")}
+        members |= {"module_cls": module_cls, "stashable_names": stashable_names, "poppable_names": poppable_names}
+        return cast(type[M], type(module_cls.__name__, (Skippable, module_cls), members))
+
+    return decorate
+
+
+def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]]:
+    """Yields the skippable modules among a layer and its submodules, each with its name in messages. ``name`` is the
+    layer's."""
+    for path, module in layer.named_modules():
+        if isinstance(module, Skippable):
+            yield module.name_in_messages(f"{name}.{path}" if path else name), module
+
+
+def verify_skippables(module: nn.Sequential) -> None:
+    """Checks that each name that the layers of a model stash is popped later, and each name that they pop is stashed
+    earlier. Skippable modules nested in layers count.
+
+    Raises:
+        TypeError: if any do not match. The message lists every fault with layer and name.
+    """
+    declarations = [
+        (index, path, skip.stashes(), skip.pops())
+        for index, (name, layer) in enumerate(module.named_children())
+        for path, skip in skippables_in(layer, name)
+    ]
+    try:
+        _C.check_skips(declarations)
+    except ValueError as error:
+        raise TypeError(str(error)) from None

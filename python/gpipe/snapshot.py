@@ -1,0 +1,379 @@
+"""Saves a training state in a file and restores it, so that training continues as if it had not stopped.
+
+    snapshot.write("latest.snapshot", snapshot.Snapshot(
+        model=snapshot.capture_model(pipe),
+        optimizer=snapshot.capture_optimizer(optimizer, pipe),
+        epoch=epoch,
+        random=torch.get_rng_state(),
+    ))
+
+    saved = snapshot.read("latest.snapshot")
+    snapshot.restore_model(pipe, saved.model)
+    snapshot.restore_optimizer(optimizer, pipe, saved.optimizer)
+    torch.set_rng_state(saved.random)
+
+Over ranks, all ranks capture, :func:`gather` joins their snapshots on rank 0, which writes, and each rank restores its
+:func:`own_part`.
+
+Parameters have the names of the unpartitioned model, so a snapshot fits the model at any balance. Python and C++ read
+and write the same files, in the safetensors format: ``safetensors.torch.load_file(path)`` reads the weights. The names of
+tensors that are not the model's begin with a dot.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from gpipe import _C
+
+if TYPE_CHECKING:
+    from gpipe.pipeline import GPipe
+
+__all__ = [
+    "OptimizerState",
+    "Snapshot",
+    "capture_model",
+    "capture_optimizer",
+    "gather",
+    "own_part",
+    "read",
+    "restore_model",
+    "restore_optimizer",
+    "write",
+]
+
+
+class OptimizerState(TypedDict):
+    """An optimizer's options and state. They have the names that LibTorch and Python share.
+
+    Attributes:
+        type: the class, such as ``'AdamW'``; empty for no optimizer.
+        param_groups: for each group of parameters, its options, and under ``'params'`` the names of its parameters.
+        state: the state of each parameter that has any, by name.
+    """
+
+    type: str
+    param_groups: list[dict[str, Any]]
+    state: dict[str, dict[str, Any]]
+
+
+@dataclass
+class Snapshot:
+    """A training state.
+
+    Attributes:
+        model: parameters and buffers by name: the result of :func:`capture_model` or ``state_dict()``.
+        optimizer: the result of :func:`capture_optimizer`.
+        epoch: number of completed epochs.
+        position: position of the data loader in the epoch, with keys of the loader's choice.
+        random: state of PyTorch's default CPU generator: the result of ``torch.get_rng_state()``, a ByteTensor.
+        options: the program's command-line options.
+        history: losses and scores so far.
+    """
+
+    model: Mapping[str, Tensor] = field(default_factory=dict)
+    optimizer: OptimizerState = field(default_factory=lambda: OptimizerState(type="", param_groups=[], state={}))
+    epoch: int = 0
+    position: dict[str, int] = field(default_factory=dict)
+    random: Tensor | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    history: dict[str, list[float]] = field(default_factory=dict)
+
+
+def write(path: str | os.PathLike[str], snapshot: Snapshot) -> None:
+    """Writes a snapshot to a file, atomically: the path names the previous file until the new one is on the disk.
+    Tensors may be on any device and may require gradients. A view is saved without the rest of its storage.
+
+    Raises:
+        OSError: with the path and the reason. The path then names the previous file, or the new one if only the folder
+            could not be flushed.
+        BlockingIOError: if another writer is writing the same path.
+        TypeError, ValueError: if the snapshot cannot be saved.
+    """
+    _C.write_snapshot(os.fsencode(path), *_to_file(snapshot))
+
+
+def read(path: str | os.PathLike[str]) -> Snapshot:
+    """Reads a snapshot that :func:`write` or a C++ program wrote, with its tensors on the CPU. Time and memory are
+    proportional to the size of the file.
+
+    Raises:
+        OSError: if the file is missing or cannot be read.
+        ValueError: for a file that is not regular, is changed or truncated, is not a snapshot, or has a newer version.
+    """
+    return _from_file(*_C.read_snapshot(os.fsencode(path)))
+
+
+# Models.
+
+
+def capture_model(model: nn.Module) -> dict[str, Tensor]:
+    """Copies a model's parameters and buffers to the CPU. Returns the copies by their names in ``state_dict()``.
+
+    Raises:
+        TypeError: if the model's state holds anything but tensors, for example from ``get_extra_state``.
+    """
+    return {name: _copied(tensor) for name, tensor in _tensors_of(model).items()}
+
+
+def restore_model(model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Copies captured tensors into a model's parameters and buffers, on their devices.
+
+    Raises:
+        TypeError: as :func:`capture_model`.
+        ValueError: if the names, shapes, dtypes or layouts differ, or if a tensor of the model cannot be written in
+            place. The model is then unchanged.
+    """
+    tensors = _tensors_of(model)
+    for name in [*tensors, *saved]:
+        ours, theirs = (_kind_of(side[name]) if name in side else "missing" for side in (tensors, saved))
+        if ours != theirs:
+            raise ValueError(
+                f"the snapshot is of another model: '{name}' is {theirs} in the snapshot and {ours} in this model"
+            )
+        _check_writable(name, tensors[name])
+    model.load_state_dict(saved)
+
+
+def _check_writable(name: str, tensor: Tensor) -> None:
+    reason = ""
+    if tensor.layout is torch.strided and any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        reason = "some of its elements share memory"
+    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+        reason = "it was made in inference mode"
+    if reason:
+        raise ValueError(f"cannot restore '{name}' of this model: {reason}; clone it first")
+
+
+def _tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    state: dict[str, Tensor] = model.state_dict()
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"'{name}' of the model's state is {type(value)}; a snapshot holds only tensors of a model")
+    return state
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _kind_of(value: object) -> str:
+    """Describes a tensor so that it can be copied into any other of the same description; another object by its type."""
+    if not isinstance(value, Tensor):
+        return str(type(value))
+    kind = f"{value.dtype} of shape {tuple(value.shape)}"
+    kind += "" if value.layout is torch.strided else f" and {value.layout}"
+    kind += " without data" if value.is_meta else ""
+    return kind + (f" and {value.qscheme()}" if value.is_quantized else "")
+
+
+# Optimizers.
+
+# Options that say how to compute a step, not its result. They stay those of the optimizer.
+_HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
+
+
+def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
+    """Copies an optimizer's options and state to the CPU. C++ restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or
+    ``SGD``.
+
+    Args:
+        optimizer: its state is, for each parameter, numbers and tensors of the parameter's shape.
+        model: a :class:`gpipe.GPipe` or the unpartitioned model, for the names of the parameters.
+
+    Raises:
+        TypeError: if the state has other values, such as the history of an ``LBFGS``.
+        ValueError: if a parameter does not belong to the model.
+    """
+    captured = OptimizerState(type=type(optimizer).__name__, param_groups=[], state={})
+    for group, names in zip(optimizer.param_groups, _names(optimizer, model), strict=True):
+        options = {name: _plain(value) for name, value in group.items() if name not in _HOW}
+        captured["param_groups"].append({"params": names, **options})
+        for name, parameter in zip(names, group["params"], strict=True):
+            fields = optimizer.state.get(parameter, {})
+            if state := {field: _saved(value, field, name, parameter) for field, value in fields.items() if value is not None}:
+                captured["state"][name] = state
+    return captured
+
+
+def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerState) -> None:
+    """Restores captured options and state. Copies tensors to the devices of their parameters.
+
+    Args:
+        optimizer: of the captured class, with the same groups of parameters, in any order within a group.
+        model: as for :func:`capture_optimizer`.
+        state: the result of :func:`capture_optimizer`.
+
+    Raises:
+        ValueError: if the class, groups, names, shapes or types differ. The optimizer is then unchanged.
+    """
+    if state["type"] != type(optimizer).__name__:
+        _refuse(f"it is of class {state['type'] or 'none'}, but this one is of class {type(optimizer).__name__}")
+    groups = _names(optimizer, model)
+    _check_groups(groups, [group["params"] for group in state["param_groups"]])
+    # LibTorch's optimizers lack these options.
+    lacking = {"maximize": False, "decoupled_weight_decay": state["type"] == "AdamW"}
+
+    restored = optimizer.state_dict()
+    restored["state"] = {}
+    for index, (names, saved) in enumerate(zip(groups, state["param_groups"], strict=True)):
+        group = restored["param_groups"][index]
+        options = {**{name: value for name, value in lacking.items() if name in group}, **saved}
+        for name, value in group.items():
+            if name not in _HOW and name not in options:
+                _refuse(f"its '{name}' of group {index} is missing")
+            if isinstance(value, Tensor) and name in options:
+                options[name] = torch.full_like(value, options[name])
+        group.update((name, value) for name, value in options.items() if name != "params")
+        parameters = optimizer.param_groups[index]["params"]
+        for name, number, parameter in zip(names, group["params"], parameters, strict=True):
+            if name in state["state"]:
+                fields = state["state"][name]
+                restored["state"][number] = {field: _value(value, field, name, parameter) for field, value in fields.items()}
+    if surplus := state["state"].keys() - {name for names in groups for name in names}:
+        _refuse(f"it has the state of '{min(surplus)}', which is not a parameter of this one")
+    optimizer.load_state_dict(restored)
+
+
+def _plain(option: Any) -> Any:
+    return option.item() if isinstance(option, Tensor) and option.dim() == 0 else option
+
+
+def _saved(value: Any, field: str, name: str, parameter: Tensor) -> Any:
+    if isinstance(value, Tensor) and value.shape == parameter.shape and field != "step":
+        return _copied(value)
+    number = _plain(value)
+    if isinstance(number, (int, float)):
+        return int(number) if field == "step" else number
+    what = _kind_of(value)
+    raise TypeError(f"cannot capture '{field}' of '{name}', which is {what}, neither a number nor of the parameter's shape")
+
+
+def _value(saved: Any, field: str, name: str, parameter: Tensor) -> Tensor:
+    if isinstance(saved, Tensor) and _kind_of(saved) == _kind_of(parameter):
+        return _copied(saved)
+    if not isinstance(saved, (int, float)):
+        _refuse(f"its '{field}' of '{name}' is {_kind_of(saved)}, not a number or a tensor of {_kind_of(parameter)}")
+    # torch.optim uses these dtypes.
+    return torch.tensor(float(saved), dtype=torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32)
+
+
+def _names(optimizer: Optimizer, model: nn.Module) -> list[list[str]]:
+    """Returns for each group the names of its parameters."""
+    names: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(tensor), name)
+    for number, group in enumerate(optimizer.param_groups):
+        for index, parameter in enumerate(group["params"]):
+            if id(parameter) not in names:
+                raise ValueError(
+                    f"parameter {index} in group {number} of the optimizer does not belong to the model; create the "
+                    "optimizer with the model's parameters"
+                )
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+
+
+def _check_groups(ours: list[list[str]], theirs: list[list[str]]) -> None:
+    if len(ours) != len(theirs):
+        _refuse(f"it has {len(theirs)} groups of parameters, but this one has {len(ours)}")
+    for index, (our, their) in enumerate(zip(ours, theirs, strict=True)):
+        if lacking := set(our) - set(their):
+            _refuse(f"group {index} lacks '{min(lacking)}'")
+        if surplus := set(their) - set(our):
+            _refuse(f"group {index} also has '{min(surplus)}'")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise ValueError(f"the snapshot is of another optimizer: {what}")
+
+
+# Ranks.
+
+
+def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
+    """Joins the snapshots that all ranks capture from a pipeline and their optimizers. All ranks call it, as ``forward``.
+
+        whole = snapshot.gather(pipe, mine)
+        if ranks.rank == 0:
+            snapshot.write("latest.snapshot", whole)
+
+    Args:
+        pipe: the pipeline.
+        mine: the model and the optimizer of this rank. Its other fields count on rank 0 only.
+
+    Returns:
+        On rank 0 the snapshot that one process would have captured; on other ranks one without tensors. In one process
+        ``mine``. An optimizer's group lists its parameters in the order of the model. A parameter that ranks share has its
+        owner's value.
+
+    Raises:
+        RuntimeError: on all ranks, if the optimizers differ in their class, groups or options, or a rank has failed.
+        TypeError, ValueError: for a snapshot that cannot be written, as :func:`write`, that is not of this rank's layers, or
+            whose optimizer has a parameter that another rank owns; RuntimeError on the other ranks.
+    """
+    if pipe.ranks is None:
+        return mine
+    with pipe.refusing():
+        file, core, names = _to_file(mine), pipe._core.pipeline(), _state_names(pipe)
+    return _from_file(*_C.gather_snapshot(core, *file, *names))
+
+
+def own_part(pipe: GPipe, whole: Snapshot) -> Snapshot:
+    """Returns the part of a whole model's snapshot that :func:`restore_model` and :func:`restore_optimizer` accept on this
+    rank. Leaves out only the state of layers on other ranks. In one process returns ``whole``.
+
+    Each rank restores its part: an error on one rank leaves the others restored.
+    """
+    return whole if pipe.ranks is None else _from_file(*_C.part_of_snapshot(*_to_file(whole), *_state_names(pipe)))
+
+
+def _state_names(pipe: GPipe) -> tuple[list[tuple[str, str]], list[str]]:
+    """Returns the names of the whole state, each with the first name of its tensor, and the names of this rank's state."""
+    return list(pipe.whole_state.items()), list(pipe.state_dict())
+
+
+# Files.
+
+
+def _to_file(snapshot: Snapshot) -> tuple[dict[str, Tensor], str]:
+    """Returns the tensors of a snapshot's file by name, and the rest as JSON. See gpipe/snapshot/safetensors.h."""
+    tensors = dict(snapshot.model)
+    if snapshot.random is not None:
+        tensors[".random"] = snapshot.random
+    for name, values in snapshot.history.items():
+        tensors[f".history.{name}"] = torch.tensor(values, dtype=torch.float64)
+    state: dict[str, dict[str, Any]] = {}
+    for parameter, fields in snapshot.optimizer["state"].items():
+        state[parameter] = {name: value for name, value in fields.items() if not isinstance(value, Tensor)}
+        tensors |= {f".optimizer.{name}.{parameter}": value for name, value in fields.items() if isinstance(value, Tensor)}
+    training: dict[str, Any] = {"version": 2, "epoch": snapshot.epoch, "position": snapshot.position}
+    training |= {"options": snapshot.options, "optimizer": {**snapshot.optimizer, "state": state}}
+    return tensors, json.dumps(training, allow_nan=False)
+
+
+def _from_file(tensors: dict[str, Tensor], training: str) -> Snapshot:
+    """Returns the snapshot of a file's tensors and JSON."""
+    content = json.loads(training)
+    optimizer = content["optimizer"]
+    for group in optimizer["param_groups"]:
+        group.update((name, tuple(value)) for name, value in group.items() if isinstance(value, list) and name != "params")
+    model = {name: tensor for name, tensor in tensors.items() if not name.startswith(".")}
+    random = tensors.get(".random")
+    snapshot = Snapshot(model, optimizer, content["epoch"], content["position"], random, content["options"])
+    for name, tensor in tensors.items():
+        if name.startswith(".history."):
+            snapshot.history[name.removeprefix(".history.")] = tensor.tolist()
+        elif name.startswith(".optimizer."):
+            _, _, field_name, parameter = name.split(".", 3)
+            optimizer["state"].setdefault(parameter, {})[field_name] = tensor
+    return snapshot
