@@ -106,7 +106,7 @@ MAXVIT = {
     "stochastic_depth_prob": 0.2,
     "num_classes": 5,
 }
-KINDS = ["densenet", "vit", "unet", "UNet2DModel", "gpt2"]
+KINDS = ["densenet", "vit", "unet", "UNet2DModel", "gpt2", "t5"]
 MODELS = {
     "squeezenet": lambda: torchvision(lambda models: models.SqueezeNet(num_classes=5)),
     "mobilenet": lambda: torchvision(lambda models: models.mobilenet_v3_small(num_classes=5)),

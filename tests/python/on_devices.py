@@ -1,4 +1,4 @@
-"""Pipelines on devices that check the order of streams (tests/accelerator). test_accelerator.py runs these tests in a
+"""Pipelines on devices that check the order of streams (tests/accelerator). test_process.py runs these tests in a
 process of their own, because the devices change PyTorch's defaults.
 """
 
@@ -16,7 +16,7 @@ from torch import nn
 import gpipe
 import gpipe.balance
 from gpipe import snapshot
-from layers import Fail, FailBackward, YieldAdd, YieldStash
+from helpers import YieldAdd, YieldStash
 
 LAYOUTS = {
     "one_device": ["checked:0", "checked:0", "checked:0"],
@@ -25,9 +25,6 @@ LAYOUTS = {
     "cpu_first": ["cpu", "checked:0", "checked:0"],
     "cpu_last": ["checked:3", "checked:3", "cpu"],
 }
-MODES = ["never", "except_last", "always"]
-
-
 def load_devices():
     library = ctypes.CDLL(os.environ["CHECKED_DEVICE"])
     library.take_violations.restype = ctypes.c_char_p
@@ -96,8 +93,7 @@ def assert_same(ours, theirs):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-@pytest.mark.parametrize("checkpoint", MODES)
+@pytest.mark.parametrize(("schedule", "checkpoint"), [("gpipe", "always"), ("1f1b", "except_last"), ("1f1b", "never")])
 def test_calls_equal_those_of_cpu_stages(devices, schedule, checkpoint):
     results = []
     for places in (devices, ["cpu"] * 3):
@@ -143,34 +139,6 @@ def test_optimizer_clipping_and_snapshots(devices, tmp_path):
     assert_same(on_cpu(pipe.parameters()), expected)
 
 
-def test_state_dicts_pass_between_devices(devices):
-    pipe = make_pipe(devices)
-    model = make_model()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(1)
-    pipe.load_state_dict(model.state_dict())
-    assert_same(on_cpu(pipe.state_dict().values()), model.state_dict().values())
-    assert [parameter.device.type for parameter in pipe.parameters()][0] == torch.device(devices[0]).type
-
-
-@pytest.mark.parametrize("layer", [Fail(), FailBackward()], ids=["forward", "backward"])
-def test_after_an_error_the_next_step_works(devices, layer):
-    model = make_model()
-    pipe = gpipe.GPipe(nn.Sequential(*model[:4], layer, *model[4:]), [3, 3, 4], devices=devices, chunks=3)
-    x, target = batch(devices)
-    with pytest.raises((ValueError, ZeroDivisionError)):
-        pipe.step(x, target, nn.functional.mse_loss)
-    assert all(parameter.grad is None for parameter in pipe.parameters())
-    layer_class, forward = type(layer), type(layer).forward
-    layer_class.forward = lambda self, x: x * 1
-    try:
-        pipe.step(x, target, nn.functional.mse_loss)
-    finally:
-        layer_class.forward = forward
-    assert all(parameter.grad is not None for parameter in pipe.parameters())
-
-
 def tie(model):
     """Makes the first and the last layer share a parameter."""
     model[8] = nn.Linear(6, 4).double()
@@ -188,7 +156,7 @@ class Transposed(nn.Module):
         return x @ self.weight
 
 
-@pytest.mark.parametrize(("schedule", "checkpoint"), [(None, "always"), ("1f1b", "except_last"), ("zb_h1", "never")])
+@pytest.mark.parametrize(("schedule", "checkpoint"), [(None, "always"), ("zb_h1", "never")])
 def test_stages_on_several_devices_share_a_parameter(devices, schedule, checkpoint):
     results = []
     for places in (devices, ["cpu"] * 3):
@@ -232,10 +200,10 @@ def test_a_module_on_two_devices_is_refused():
 class Converted(nn.Module):
     """Makes tensors in its forward, uses values and tensors in several layers, and computes more in training mode."""
 
-    def __init__(self, dropout):
+    def __init__(self):
         super().__init__()
         self.first, self.second, self.third = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-        self.norm, self.drop = nn.BatchNorm1d(4), nn.Dropout(dropout)
+        self.norm = nn.BatchNorm1d(4)
         self.extra, self.last = nn.Linear(4, 4), nn.Linear(4, 3)
         self.third.weight = self.first.weight
         self.register_buffer("table", torch.linspace(-1, 1, 4), persistent=False)
@@ -243,7 +211,7 @@ class Converted(nn.Module):
     def forward(self, x):
         positions = torch.arange(4, device=x.device, dtype=x.dtype)
         y = self.norm(self.first(x * self.table)) + positions
-        z = self.drop(self.second(y) * torch.tensor([1.0, 0.5, 2.0, 0.25], dtype=x.dtype, device=x.device))
+        z = self.second(y) * torch.tensor([1.0, 0.5, 2.0, 0.25], dtype=x.dtype, device=x.device)
         z = z + torch.ones(x.shape[0], 1, dtype=x.dtype, device=x.device) * self.table
         z = self.third(torch.where(y > 0, z, y)) + torch.full_like(x, 0.5)
         if self.training:
@@ -252,17 +220,15 @@ class Converted(nn.Module):
 
 
 @functools.cache
-def converted(dropout):
+def converted():
     torch.manual_seed(0)
-    model = Converted(dropout).double()
+    model = Converted().double()
     return model, gpipe.to_sequential(model, batch(["cpu"])[0])
 
 
-@pytest.mark.parametrize(
-    ("cut", "checkpoint"), [([1, 2, 4], "never"), ([3, 1, 3], "except_last"), ([2, 4, 1], "always")]
-)
+@pytest.mark.parametrize(("cut", "checkpoint"), [([1, 2, 3], "never"), ([3, 1, 2], "always")])
 def test_a_converted_model_equals_the_original_on_the_cpu(devices, cut, checkpoint):
-    original, sequence = copy.deepcopy(converted(dropout=0.0))
+    original, sequence = copy.deepcopy(converted())
     pipe = gpipe.GPipe(copy.deepcopy(sequence), cut, devices=devices, chunks=2, checkpoint=checkpoint)
     for stage, device in zip(pipe.partitions, devices, strict=True):
         assert {buffer.device for buffer in stage.buffers()} <= {torch.device(device)}
@@ -284,18 +250,6 @@ def test_a_converted_model_equals_the_original_on_the_cpu(devices, cut, checkpoi
     assert_same(on_cpu(pipe.get_parameter(each).grad for each in names), gradients(original))
     state = pipe.state_dict()
     assert_same(on_cpu(state[name] for name in original.state_dict()), original.state_dict().values())
-
-
-def test_a_recompute_of_a_converted_model_draws_the_same_numbers(devices):
-    results = []
-    for checkpoint in ("never", "always"):
-        model = copy.deepcopy(converted(dropout=0.5)[1])
-        pipe = gpipe.GPipe(model, [3, 1, 3], devices=devices, chunks=2, checkpoint=checkpoint)
-        x, _ = batch(devices)
-        torch.manual_seed(5)
-        pipe.step(x, x, lambda output, _: output["out"].sum(), reduction="sum")
-        results.append(gradients(pipe))
-    assert_same(*results)
 
 
 def test_a_profile_of_a_device():

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import gpipe
-from layers import make_linears
+from helpers import make_linears
 
 
 def test_interleaved_stages_share_the_devices_that_are_given():

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import gpipe
-from processes import run_on_two_ranks
+from helpers import run_on_two_ranks
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT / "docs"), str(ROOT / "docs/sphinx")]

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from jobs import results_of
-from layers import Double
+from helpers import results_of
+from helpers import Double
 from test_tied import batch
 from test_tied import make_model as make_tied_model
 

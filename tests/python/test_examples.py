@@ -15,7 +15,7 @@ import pytest
 
 import gpipe
 from gpipe import snapshot
-from processes import launcher, on_cpu
+from helpers import launcher, on_cpu
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import gpipe
-from layers import Double, make_linears
+from helpers import Double, make_linears
 
 
 CPUS = ["cpu"] * 4

@@ -8,7 +8,7 @@ from torch import nn
 import gpipe
 from gpipe import balance, models
 from gpipe.batchnorm import DeferredBatchNorm
-from layers import make_linears
+from helpers import make_linears
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30

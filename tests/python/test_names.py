@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import gpipe
-from jobs import results_of
-from layers import make_linears
+from helpers import results_of
+from helpers import make_linears
 
 
 def make_model():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import gpipe
-from layers import make_linears
+from helpers import make_linears
 
 CPU, META = torch.device("cpu", 0), torch.device("meta")
 

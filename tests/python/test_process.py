@@ -1,13 +1,22 @@
-"""Signals, exit and forked processes."""
+"""Processes: imports, signals, exit, forks, and tests that need a process of their own."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import gpipe
-from processes import run
+from helpers import run
 
-def test_ctrl_c_ends_a_call():
+
+def test_ctrl_c_ends_a_call_and_a_forked_process_refuses_calls():
     code, text = run(
         """
         class Slow(nn.Module):
@@ -33,24 +42,34 @@ def test_ctrl_c_ends_a_call():
                 print(what, len(calls) < 50, pipe[0].weight.grad)
             slow = False
             pipe(x).sum().backward()
+
+        child = os.fork()
+        if child == 0:
+            code = 2
+            try:
+                pipe(x)
+            except RuntimeError as error:
+                code = 0 if "forked" in str(error) else 1
+            del pipe
+            os._exit(code)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+        del pipe
         """
     )
-    assert (code, text) == (0, "forward True None\nbackward True None\nstep True None\n")
+    assert (code, text) == (0, "forward True None\nbackward True None\nstep True None\n0\n")
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        "pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1]); y = pipe(torch.zeros(1, 1))",
-        "pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1]); sys.modules['kept'] = pipe; pipe(torch.zeros(1, 1))",
+        "pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1]); sys.modules['kept'] = pipe; y = pipe(torch.zeros(1, 1))",
         """
         class Slow(nn.Module):
             def forward(self, x):
                 time.sleep(0.2)
                 return x * 1
         pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Slow()), [1, 1], chunks=100)
-        x = torch.zeros(100, 1)
-        threading.Thread(target=pipe, args=(x,), daemon=True).start()
+        threading.Thread(target=pipe, args=(torch.zeros(100, 1),), daemon=True).start()
         time.sleep(0.5)
         """,
         """
@@ -65,30 +84,9 @@ def test_ctrl_c_ends_a_call():
     ],
 )
 def test_the_process_exits_while_pipelines_live(program):
-    code, text = run(program, seconds=30)
+    code, text = run(program)
     assert code == 0, text
     assert "terminate" not in text and "Fatal" not in text
-
-
-def test_a_forked_process_refuses_calls():
-    code, text = run(
-        """
-        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])
-        pipe(torch.zeros(1, 1))
-        child = os.fork()
-        if child == 0:
-            code = 2
-            try:
-                pipe(torch.zeros(1, 1))
-            except RuntimeError as error:
-                code = 0 if "forked" in str(error) else 1
-            del pipe
-            os._exit(code)
-        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-        del pipe
-        """
-    )
-    assert (code, text) == (0, "0\n")
 
 
 def test_data_loaders_can_fork_workers():
@@ -102,3 +100,68 @@ def test_data_loaders_can_fork_workers():
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [1, 1], chunks=2)
     for batch in torch.utils.data.DataLoader(Data(), batch_size=4, num_workers=2):
         pipe(batch).sum().backward()
+
+
+def test_a_package_that_cannot_be_imported(tmp_path):
+    cases = {  # the text of the extension module, and the start of the error
+        None: "gpipe is not built: run pip install . in {folder}, ",
+        "torch_version = '1.0.0'": "gpipe was built for torch 1.0.0, but torch {torch} is installed; install",
+        "raise ImportError('undefined symbol: at')": "gpipe cannot be loaded with torch {torch}: undefined symbol: at; install",
+    }
+    folders = [tmp_path / str(number) for number in range(len(cases))]
+    for folder, extension in zip(folders, cases, strict=True):
+        package = folder / "python" / "gpipe"  # as in a clone
+        package.mkdir(parents=True)
+        shutil.copy(Path(gpipe.__file__), package)
+        if extension is not None:
+            (package / "_C.py").write_text(extension)
+    code, text = run(
+        """
+        for folder in sys.argv[1:]:
+            sys.path.insert(0, folder + "/python")
+            for name in [name for name in sys.modules if name.partition(".")[0] == "gpipe"]:
+                del sys.modules[name]
+            try:
+                import gpipe
+            except ImportError as error:
+                print(error)
+        """,
+        *map(str, folders),
+    )
+    assert code == 0
+    for line, folder, message in zip(text.splitlines(), folders, cases.values(), strict=True):
+        assert line.startswith(message.format(folder=folder, torch=torch.__version__))
+
+
+def imported_by(path):
+    """Returns the names that a file imports, also those for type checks only."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names))
+
+
+def test_neither_modules_nor_folders_import_in_circles():
+    root = Path(gpipe.__file__).parent
+    paths = {".".join(path.relative_to(root).with_suffix("").parts): path for path in root.rglob("*.py")}
+    modules = {f"gpipe.{name}".removesuffix(".__init__"): path for name, path in paths.items() if name != "__init__"}
+    imports = {name: modules.keys() & set(imported_by(path)) for name, path in modules.items()}
+    folders = {}
+    for name, others in imports.items():
+        folder = name.split(".")[1]
+        folders.setdefault(folder, set()).update({other.split(".")[1] for other in others} - {folder})
+    for graph in (imports, folders):
+        try:
+            TopologicalSorter(graph).prepare()
+        except CycleError as error:
+            pytest.fail("circle of imports: " + " <- ".join(error.args[1]))
+
+
+def test_pipelines_on_devices_that_check_the_order_of_streams():
+    device = Path(os.environ.get("GPIPE_BUILD_DIR", "")) / "tests" / "accelerator" / "libchecked_device.so"
+    if not device.exists():
+        pytest.skip("needs a build folder with tests in GPIPE_BUILD_DIR")
+    program = Path(__file__).with_name("on_devices.py")
+    done = subprocess.run([sys.executable, program, device], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr

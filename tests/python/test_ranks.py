@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import structure
-from jobs import assert_equal_bits, results_of, run_job
-from layers import Add, Stash
-from processes import launcher, on_cpu
+from helpers import assert_equal_bits, results_of, run_job
+from helpers import Add, Stash
+from helpers import launcher, on_cpu
 
 
 class Pair(NamedTuple):

@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 import gpipe
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
-from jobs import results_of
+from helpers import results_of
 from test_ranks import batch, make_model
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import gpipe
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
-from jobs import results_of
+from helpers import results_of
 from test_ranks import batch, make_model
 
 FIRST = ([4, 4], "looped")  # balance and placement

@@ -8,7 +8,7 @@ from torch import nn
 import gpipe
 from gpipe import snapshot
 from gpipe.snapshot import Snapshot
-from jobs import results_of
+from helpers import results_of
 from test_tied import WORDS, Mix
 from test_tied import batch as whole_batch
 from test_to_sequential import Tied

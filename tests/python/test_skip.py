@@ -9,7 +9,7 @@ from torch import nn
 
 import gpipe
 from gpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skippables
-from layers import Add, Double, Stash, YieldAdd, YieldStash
+from helpers import Add, Double, Stash, YieldAdd, YieldStash
 
 
 @pytest.mark.parametrize("first, last", [(Stash, Add), (YieldStash, YieldAdd), (Stash, YieldAdd), (YieldStash, Add)])

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from layers import Add, Stash
+from helpers import Add, Stash
 from test_errors import notes
 
 ONE_PER_WORKER = ["gpipe", "1f1b", "zb_h1", "zb_h2", "greedy"]

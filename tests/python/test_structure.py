@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import balance
-from layers import Double
+from helpers import Double
 
 
 class Pair(NamedTuple):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import gpipe
-from layers import Double, Fail
+from helpers import Double, Fail
 
 
 def test_each_stage_keeps_its_worker_thread():

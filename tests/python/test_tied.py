@@ -60,22 +60,6 @@ def train(model, step_of=None):
     return [*results, *(value.clone() for value in model.state_dict().values())]
 
 
-@pytest.mark.parametrize("checkpoint", MODES)
-@pytest.mark.parametrize(("schedule", "stages_per_worker"), SCHEDULES)
-def test_steps_equal_those_of_the_model(schedule, stages_per_worker, checkpoint):
-    assert {name for name, _ in SCHEDULES} == set(gpipe.SCHEDULES)
-    pipe = gpipe.GPipe(
-        make_model(),
-        [1, 3, 3] if stages_per_worker == 1 else [1, 2, 2, 2],
-        chunks=4,
-        checkpoint=checkpoint,
-        schedule=schedule,
-        stages_per_worker=stages_per_worker,
-    )
-    steps = train(pipe, lambda pipe, x, y: pipe.step(x, y, F.cross_entropy))
-    torch.testing.assert_close(steps, train(make_model()))
-
-
 def test_names_and_state_are_those_of_the_model():
     model = make_model()
     plain = copy.deepcopy(model)

@@ -1,0 +1,200 @@
+"""What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
+
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import textwrap
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import gpipe
+from gpipe.skip import pop, skippable, stash
+
+
+def make_linears(layers=4):
+    """Returns a model of linear layers of width 3."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(layers)))
+
+
+def make_dropouts():
+    """Returns a model of three layers of width 4 with dropout."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5), nn.Tanh()) for _ in range(3)))
+
+
+def training_step(pipe, x):
+    """Returns the output of a training step and the gradients of all parameters."""
+    torch.manual_seed(1)
+    pipe.zero_grad()
+    y = pipe(x)
+    y.sum().backward()
+    return [y.detach(), *(parameter.grad.clone() for parameter in pipe.parameters())]
+
+
+class Double(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+class Fail(nn.Module):
+    """Raises an error in its forward."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.error = error
+
+    def forward(self, x):
+        raise self.error or ValueError("from the layer")
+
+
+class _FailBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError("from the backward")
+
+
+class FailBackward(nn.Module):
+    def forward(self, x):
+        return _FailBackward.apply(x)
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def forward(self, x):
+        stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class Add(nn.Module):
+    def forward(self, x):
+        return x + pop("skip")
+
+
+@skippable(stash=["skip"])
+class YieldStash(nn.Module):
+    def forward(self, x):
+        yield stash("skip", x)
+        return x
+
+
+@skippable(pop=["skip"])
+class YieldAdd(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+_IMPORTS = "import gpipe, torch, threading, time, os, signal, sys\nfrom torch import nn\n"
+
+
+def run(program, *arguments, seconds=60):
+    """Runs a program. Returns its exit code and its output."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _IMPORTS + textwrap.dedent(program), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        cwd=os.path.dirname(__file__),
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def launcher(processes):
+    """The command with which torchrun starts a program in several processes."""
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+
+
+def on_cpu():
+    """The environment of processes that share the cores and use no GPU."""
+    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def run_on_two_ranks(program, folder):
+    """Runs a program in two processes that torchrun starts in a folder. Returns their output. Fails if either fails."""
+    (Path(folder) / "train.py").write_text(program)
+    command = [*launcher(2), "train.py"]
+    done = subprocess.run(command, cwd=folder, env=on_cpu(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+_context = multiprocessing.get_context("forkserver")
+# What each rank would import: use_deterministic_algorithms() imports _inductor, a group of gloo imports device_mesh.
+_context.set_forkserver_preload(["torch._inductor.config", "torch.distributed.device_mesh", "gpipe", "pytest"])
+
+
+def join(rank, size, folder):
+    """Makes this process a member of the default process group of torch.distributed."""
+    store = dist.FileStore(f"{folder}/store", -1)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _run(rank, size, folder, pipe, body, arguments):
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    result = error = None
+    try:
+        join(rank, size, folder)
+        with gpipe.Ranks(dist.group.WORLD, timeout=20, join_timeout=20) as ranks:
+            result = body(ranks, *arguments)
+    except BaseException as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    pipe.send_bytes(pickle.dumps((result, error)))  # send() would share the memory of tensors
+    pipe.close()
+
+
+def run_job(size, body, *arguments, seconds=120):
+    """Calls ``body(ranks, *arguments)`` in new processes. Returns for each rank a tuple (result, error), where the error is
+    the text of the exception that ended it, or None. A process that sends nothing has the error "no result"."""
+    with tempfile.TemporaryDirectory() as folder:
+        ends = [_context.Pipe(duplex=False) for _ in range(size)]
+        processes = [
+            _context.Process(target=_run, args=(rank, size, folder, ends[rank][1], body, arguments))
+            for rank in range(size)
+        ]
+        for process in processes:
+            process.start()
+        for _, sender in ends:
+            sender.close()
+        results = []
+        for receiver, _ in ends:
+            try:
+                results.append(pickle.loads(receiver.recv_bytes()) if receiver.poll(seconds) else (None, "no result"))
+            except EOFError:
+                results.append((None, "no result"))
+        for process in processes:
+            process.kill()
+            process.join()
+        return results
+
+
+def assert_equal_bits(ranks, alone):
+    """Compares the results of all ranks with those of one process. Each has a list of tensors that all ranks have, and a dict
+    of tensors that one rank has."""
+    joined = {}
+    for shared, own in ranks:
+        assert all(torch.equal(a, b) for a, b in zip(shared, alone[0], strict=True))
+        assert not joined.keys() & own.keys()
+        joined |= own
+    assert joined.keys() == alone[1].keys()
+    assert all(torch.equal(joined[name], alone[1][name]) for name in joined)
+
+
+def results_of(size, body, *arguments):
+    """The results of a job in which no rank fails."""
+    results = run_job(size, body, *arguments)
+    errors = [error for _, error in results]
+    assert errors == [None] * size, errors
+    return [result for result, _ in results]

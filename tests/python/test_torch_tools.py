@@ -1,0 +1,277 @@
+"""PyTorch's tools in and around a pipeline: compilation, checkpoints, dispatch modes, tracing, the profiler."""
+
+import contextlib
+import copy
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, checkpoint as torch_checkpoint
+
+import gpipe
+from helpers import make_dropouts, run, training_step
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        self.names.append(function.name())
+        return function(*arguments, **(options or {}))
+
+
+class Draw(nn.Module):
+    """Draws with operators that take a generator and with operators that do not."""
+
+    def forward(self, x):
+        return x * torch.rand_like(x)[:, torch.randperm(4)] + torch.native_dropout(x, 0.5, True)[0]
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_a_dispatch_mode_sees_the_operators_and_changes_no_draws(checkpoint):
+    model = nn.Sequential(Draw(), *make_dropouts(), Draw())
+    pipe = gpipe.GPipe(model, [2, 3], chunks=2, checkpoint=checkpoint)
+    x = torch.rand(6, 4)
+    expected = training_step(pipe, x)
+    before = torch.get_rng_state()
+    with Count() as count:
+        actual = training_step(pipe, x)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert {"aten::rand_like", "aten::randperm", "aten::native_dropout"} <= set(count.names)
+
+
+def make_pipe(chunks=1):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Dropout(0.5), nn.Linear(3, 3))
+    return gpipe.GPipe(layers, [2, 2], chunks=chunks, checkpoint="except_last")
+
+
+def under_fake_tensors(pipe, x):
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return pipe(x)
+
+
+def with_a_tangent(pipe, x):
+    with forward_ad.dual_level():
+        return pipe(forward_ad.make_dual(x, torch.ones_like(x)))
+
+
+def with_a_parameters_tangent(pipe, x):
+    with forward_ad.dual_level():
+        weight = forward_ad.make_dual(pipe[0].weight.detach(), torch.ones(3, 3))
+        return torch.func.functional_call(pipe, {"partitions.0.0.weight": weight}, (x,))
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda pipe, x: torch.export.export(pipe, (x,)), r"cannot be traced \(torch.export\)"),
+        (lambda pipe, x: make_fx(pipe)(x), r"cannot be traced \(make_fx\)"),
+        (under_fake_tensors, r"cannot be traced \(FakeTensorMode\)"),
+        (lambda pipe, x: torch.jit.trace(pipe, (x,)), "torch.jit.trace cannot trace a pipeline"),
+        (lambda pipe, x: torch.func.jvp(pipe, (x,), (x,)), "cannot run under a torch.func transform"),
+        (lambda pipe, x: torch.func.vjp(pipe, x), "cannot run under a torch.func transform"),
+        (lambda pipe, x: torch.func.vmap(pipe)(x[None]), "cannot run under a torch.func transform"),
+        (lambda pipe, x: torch.func.grad(lambda x: pipe(x).sum())(x), "cannot run under a torch.func transform"),
+        (lambda pipe, x: torch.func.functionalize(pipe)(x), "cannot run under a torch.func transform"),
+        (with_a_tangent, "no forward-mode derivative"),
+        (with_a_parameters_tangent, "no forward-mode derivative"),
+    ],
+)
+def test_tracing_and_transforms_are_refused(call, message):
+    pipe, x = make_pipe(), torch.rand(4, 3)
+    state = copy.deepcopy(pipe.state_dict())
+    with pytest.raises(NotImplementedError, match=message):
+        call(pipe, x)
+    assert all(torch.equal(value, state[key]) for key, value in pipe.state_dict().items())
+    assert pipe(x).shape == (4, 3)
+
+
+def test_strict_export_is_refused():
+    with pytest.raises(RuntimeError, match=r"cannot be traced \(torch.export\)"):
+        torch.export.export(make_pipe(), (torch.rand(4, 3),), strict=True)
+
+
+def test_fake_tensors_as_inputs_are_refused():
+    with FakeTensorMode():
+        x = torch.rand(4, 3)
+    with pytest.raises(TypeError, match="a FakeTensor cannot enter or leave a stage"):
+        make_pipe()(x)
+
+
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_the_profiler_shows_actions_and_layers(checkpoint):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = gpipe.GPipe(model, [1, 2], chunks=2, checkpoint=checkpoint)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        pipe.step(torch.rand(4, 4), torch.rand(4, 4), nn.functional.mse_loss)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    passes = 1 if checkpoint == "never" else 2
+    for stage, micro_batch in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        for kind in "FB" if checkpoint == "never" else "FRB":
+            assert counts[f"gpipe {stage}{kind}{micro_batch}"] == 1
+    for layer in ["0", "1", "2"]:
+        assert counts[f"gpipe layer {layer}"] == 2 * passes
+    assert counts["gpipe layer loss"] == 2
+
+
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
+def test_compiled_layers_compute_the_same(checkpoint):
+    model = make_dropouts()
+    x = torch.rand(6, 4)
+    expected = training_step(gpipe.GPipe(copy.deepcopy(model), [2, 1], chunks=2), x)
+    compiled = nn.Sequential(*(torch.compile(layer, backend="aot_eager") for layer in copy.deepcopy(model)))
+    pipe = gpipe.GPipe(compiled, [2, 1], chunks=2, checkpoint=checkpoint)
+    for _ in range(2):  # the first step compiles
+        torch.testing.assert_close(training_step(pipe, x), expected)
+    whole = torch.compile(gpipe.GPipe(model, [2, 1], chunks=2), backend="aot_eager")  # runs uncompiled
+    torch.testing.assert_close(training_step(whole, x), expected)
+
+
+def test_compilation_after_a_pipeline_has_ended():
+    code, text = run(
+        """
+        for width in 2, 3, 4:
+            torch._dynamo.reset()
+            layers = [torch.compile(nn.Linear(width, width), backend="eager") for _ in range(2)]
+            gpipe.GPipe(nn.Sequential(*layers), [1, 1])(torch.zeros(1, width))
+        print("done")
+        """
+    )
+    assert (code, text) == (0, "done\n")
+
+
+def make_norms(mode):
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 3))
+    return gpipe.GPipe(layers, [2, 3], chunks=2, checkpoint=mode)
+
+
+def plain(pipe, before, after, x):
+    return after(torch.tanh(pipe(torch.tanh(before(x)))))
+
+
+def around_all(pipe, before, after, x):
+    return checkpoint(plain, pipe, before, after, x, use_reentrant=False)
+
+
+def nested(pipe, before, after, x):
+    def inner(x):
+        return torch.tanh(checkpoint(lambda x: pipe(torch.tanh(before(x))), x, use_reentrant=False))
+
+    return checkpoint(lambda x: after(inner(x)), x, use_reentrant=False)
+
+
+def reentrant(pipe, before, after, x):
+    return checkpoint(plain, pipe, before, after, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("mode", ["never", "always"])
+@pytest.mark.parametrize("call", [around_all, nested, reentrant])
+def test_gradients_are_those_without_a_checkpoint(call, mode):
+    def step(call):
+        pipe = make_norms(mode)
+        before, after = nn.Linear(3, 3), nn.Linear(3, 3)
+        x = torch.rand(6, 3, requires_grad=True)
+        torch.manual_seed(1)
+        y = call(pipe, before, after, x)
+        y.square().sum().backward()
+        parameters = [*pipe.parameters(), *before.parameters(), *after.parameters()]
+        return [y.detach(), x.grad, *(parameter.grad for parameter in parameters)]
+
+    actual, expected = step(call), step(plain)
+    assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+def test_other_saved_tensor_hooks_reach_the_layers():
+    packed = []
+
+    def pack(tensor):
+        packed.append(tuple(tensor.shape))
+        return tensor
+
+    pipe = make_norms("never")
+    x = torch.rand(6, 3)
+
+    def call(x):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            return pipe(x)
+
+    checkpoint(call, x, use_reentrant=False).sum().backward()
+    assert packed.count((3, 8)) >= 2  # an activation of a micro-batch
+    packed.clear()
+    pipe(x).sum().backward()
+    assert not packed
+
+
+class Checkpoints(nn.Module):
+    """A block with dropout before, in and after a part that it may checkpoint itself."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.reentrant = reentrant
+
+    def block(self, x):
+        return nn.functional.dropout(self.linear(nn.functional.dropout(x, 0.3)).tanh(), 0.3)
+
+    def forward(self, x):
+        x = nn.functional.dropout(x, 0.3)
+        if self.reentrant is None:
+            x = self.block(x)
+        else:
+            x = torch_checkpoint(self.block, x, use_reentrant=self.reentrant)
+        return nn.functional.dropout(x, 0.3)
+
+
+def gradients(reentrant, use_reference):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Checkpoints(reentrant), Checkpoints(reentrant), nn.Linear(8, 8))
+    x = torch.randn(6, 8)
+    call = gpipe.reference if use_reference else lambda model, x, chunks: gpipe.GPipe(model, [2, 2], chunks=chunks)(x)
+    call(model, x, chunks=3).square().sum().backward()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("use_reference", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_layers_that_checkpoint_repeat_their_draws(reentrant, use_reference):
+    assert all(map(torch.equal, gradients(reentrant, use_reference), gradients(None, use_reference)))
+
+
+class Draws(nn.Module):
+    """Scales its output with draws of Python's and NumPy's generators."""
+
+    def forward(self, x):
+        return x * random.random() + numpy.random.rand()
+
+
+def test_draws_in_nested_pipelines_do_not_deadlock():
+    inner = gpipe.GPipe(nn.Sequential(Draws(), Draws()), [1, 1], chunks=2, checkpoint="always")
+    outer = gpipe.GPipe(nn.Sequential(Draws(), inner, Draws()), [1, 1, 1], chunks=2, checkpoint="always")
+    loss = outer(torch.randn(8, 8, requires_grad=True)).sum()
+    with contextlib.suppress(RuntimeError):  # the inner stages may have drawn in another order
+        loss.backward()
+
+
+def test_a_recompute_that_draws_other_numbers_is_an_error():
+    class Disturbed(nn.Module):
+        def forward(self, x):
+            if not gpipe.is_recomputing():
+                random.random()
+            return x * random.random()
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(8, 8), Disturbed()), [2], checkpoint="always")
+    with pytest.raises(RuntimeError, match="drew other numbers"):
+        pipe(torch.randn(8, 8)).sum().backward()
