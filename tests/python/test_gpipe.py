@@ -56,15 +56,20 @@ def test_a_model_without_layers_returns_its_input():
 
 @pytest.mark.parametrize("copies", [copy.deepcopy, lambda pipe: pickle.loads(pickle.dumps(pipe))])
 def test_copies_are_independent(copies):
-    pipe = gpipe.GPipe(make_linears(), [2, 2], chunks=2)
+    pipe = gpipe.GPipe(make_linears(), [1] * 4, chunks=2, schedule="interleaved_1f1b", devices=["cpu"] * 2)
     x = torch.rand(4, 3)
-    expected = pipe(x)
+    expected = pipe.step(x, x, nn.functional.mse_loss)
     copied = copies(pipe)
-    assert torch.equal(copied(x), expected)
+    assert (copied.schedule, copied.placement) == ("interleaved_1f1b", [0, 1, 0, 1])
+    assert torch.equal(copied.step(x, x, nn.functional.mse_loss), expected)
     with torch.no_grad():
         next(copied.parameters()).zero_()
-    assert torch.equal(pipe(x), expected)
-    assert not torch.equal(copied(x), expected)
+    assert torch.equal(pipe.step(x, x, nn.functional.mse_loss), expected)
+    assert not torch.equal(copied.step(x, x, nn.functional.mse_loss), expected)
+
+
+def replace_a_parameter(pipe):
+    pipe[3].weight = nn.Parameter(torch.eye(3))
 
 
 def replace_in_its_stage(pipe):
@@ -75,13 +80,13 @@ def replace_by_name(pipe):
     setattr(pipe, "3", Double())
 
 
-@pytest.mark.parametrize("replace", [replace_in_its_stage, replace_by_name])
-def test_layers_can_be_replaced(replace):
+@pytest.mark.parametrize("replace", [replace_a_parameter, replace_in_its_stage, replace_by_name])
+def test_parameters_and_layers_can_be_replaced(replace):
     pipe = gpipe.GPipe(make_linears(), [2, 2], chunks=2)
     x = torch.rand(4, 3)
     pipe(x)
     replace(pipe)
-    assert isinstance(pipe[3], Double) and set(dict(pipe.named_children())) == {"partitions"}
+    assert set(dict(pipe.named_children())) == {"partitions"}
     expected = nn.Sequential(*pipe)(x)
     y = pipe(x)
     torch.testing.assert_close(y, expected)
@@ -109,3 +114,38 @@ def test_a_timeline_records_every_action():
     assert timeline.makespan() > 0
     assert timeline.to_svg().count("<title>") == 18
     assert '"traceEvents"' in timeline.to_chrome_json()
+
+
+CPU, META = torch.device("cpu", 0), torch.device("meta")
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda pipe: pipe.cuda(),
+        lambda pipe: pipe.xpu(),
+        lambda pipe: pipe.to("meta"),
+        lambda pipe: pipe.to("meta", torch.float64),
+        lambda pipe: pipe.to(tensor=torch.zeros(1, device=META)),
+        lambda pipe: pipe.to_empty(device="cpu"),
+        lambda pipe: [pipe[0].to("meta"), pipe.cpu()],
+    ],
+)
+def test_moving_to_another_device_is_refused(move):
+    pipe = gpipe.GPipe(make_linears(), [2, 2])
+    with pytest.raises(TypeError, match="denied to move parameters and buffers"):
+        move(pipe)
+    assert pipe[3].weight.dtype == torch.float32
+
+
+def test_dtypes_change_and_the_present_device_stays():
+    pipe = gpipe.GPipe(make_linears(), [2, 2])
+    weight = pipe[0].weight
+    for arguments in (["cpu"], [CPU], [torch.zeros(1)]):
+        assert pipe.to(*arguments) is pipe is pipe.cpu() is pipe.to(device="cpu", non_blocking=True)
+        assert pipe[0].weight is weight and weight.dtype == torch.float32
+    for move in (lambda: pipe.to("cpu", torch.float64), lambda: pipe.half().to(torch.float64)):
+        assert move() is pipe
+        assert pipe(torch.zeros(2, 3, dtype=torch.float64)).dtype == pipe[0].weight.dtype == torch.float64
+    pipe.to(dtype=torch.float32)
+    assert pipe(torch.zeros(2, 3)).dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Mistakes that a new user may make: each answer says what was wrong, the value given, and what to do."""
+"""Mistakes that a new user may make, and errors of layers: each answer says what was wrong, where, and what to do."""
 
 import pytest
 import torch
@@ -6,9 +6,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from gpipe import balance, models
+from gpipe import balance
 from gpipe.batchnorm import DeferredBatchNorm
-from helpers import make_linears
+from helpers import Double, Fail, FailBackward, make_linears, notes
+
 
 X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
@@ -140,7 +141,6 @@ MISTAKES = [
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2.5), TypeError, "stages must be an integer, but is 2.5"),
     (lambda: gpipe.Ranks.from_environment(interface=None), TypeError, "interface must be a str, but is None"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
-    (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     (lambda: gpipe.reuse_cpu_memory("yes"), TypeError, "on must be True or False, but is 'yes'"),
     (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
@@ -182,11 +182,6 @@ CALLS = [
     (gpipe.reference, {"module": make_linears(), "input": X, "chunks": 2}),
     (lambda **arguments: gpipe.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
-    (
-        models.unet,
-        {"in_channels": 1, "out_channels": 1, "depth": 1, "base_channels": 1, "convolutions": 1, "dropout": 0.0, "dims": 2}
-        | {"upsampling": "linear"},
-    ),
     (balance.profile, {**MEASURING, "device": "cpu", "workers": 1, "repeats": 1}),
     (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),
     (
@@ -222,3 +217,130 @@ def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, a
                 function(**{**arguments, name: value})
             except (TypeError, ValueError, RuntimeError, IndexError) as error:
                 assert "incompatible" not in str(error), (name, value)
+
+
+class DoublesItsResult(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def set_forward(layers):
+    layers.forward = DoublesItsResult.forward
+
+
+@pytest.mark.parametrize("change", [lambda layers: layers.compile(), set_forward])
+def test_a_model_with_its_own_forward_is_refused(change):
+    layers = make_linears()
+    change(layers)
+    for changed in (layers, DoublesItsResult(*layers)):
+        with pytest.raises(TypeError, match=f"the model \\({type(changed).__name__}\\) has a forward of its own"):
+            gpipe.GPipe(changed, [2, 2])
+    gpipe.GPipe(nn.Sequential(*layers), [2, 2])
+
+
+@pytest.mark.parametrize(
+    "register, lost",
+    [
+        (nn.Module.register_forward_pre_hook, "a forward pre hook"),
+        (nn.Module.register_forward_hook, "a forward hook"),
+        (nn.Module.register_full_backward_pre_hook, "a backward pre hook"),
+        (nn.Module.register_full_backward_hook, "a backward hook"),
+        (nn.Module.register_backward_hook, "a backward hook"),
+        (nn.Module.register_state_dict_pre_hook, "a state dict pre hook"),
+        (nn.Module.register_state_dict_post_hook, "a state dict hook"),
+        (nn.Module.register_load_state_dict_pre_hook, "a load state dict pre hook"),
+        (nn.Module.register_load_state_dict_post_hook, "a load state dict post hook"),
+        (lambda layers, _: layers.register_parameter("scale", nn.Parameter(torch.ones(1))), r"a parameter \('scale'\)"),
+        (lambda layers, _: layers.register_buffer("offset", torch.ones(1)), r"a buffer \('offset'\)"),
+    ],
+)
+def test_hooks_and_tensors_of_the_model_itself_are_refused(register, lost):
+    layers = make_linears()
+    register(layers, lambda *arguments: None)
+    with pytest.raises(ValueError, match=f"the model itself, not one of its layers, has {lost}, which .* would lose"):
+        gpipe.GPipe(layers, [2, 2])
+
+
+def test_lazy_layers_are_refused_until_they_have_run():
+    for lazy, name in ((nn.LazyLinear(3), "weight"), (nn.LazyBatchNorm1d(affine=False), "running_mean")):
+        layers = nn.Sequential(lazy)
+        with pytest.raises(ValueError, match=f"'0.{name}' of a lazy layer is not initialized; run the model once"):
+            gpipe.GPipe(layers, [1])
+        layers(torch.rand(4, 3))
+        gpipe.GPipe(layers, [1])(torch.rand(4, 3))
+
+
+def test_an_error_in_a_forward_gets_a_note_of_its_place():
+    error = ValueError("from the layer")
+    pipe = gpipe.GPipe(nn.Sequential(Double(), nn.Sequential(Double(), Fail(error))), [1, 1], chunks=2)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="from the layer") as raised:
+            pipe(torch.zeros(4, 1))
+        assert raised.value is error
+        assert "forward" in [entry.name for entry in raised.traceback]
+        assert notes(error)[-1] == "[gpipe] in the forward of micro-batch 0 on stage 1, layer '1'"
+
+
+def test_a_batch_norm_that_gets_one_sample_tells_what_to_do():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    with pytest.raises(ValueError, match="more than 1 value per channel") as raised:
+        gpipe.GPipe(model, [1, 1], chunks=2)(torch.rand(2, 3))
+    assert "use fewer chunks" in notes(raised.value)[0] and "drop_last=True" in notes(raised.value)[0]
+
+
+def test_an_error_in_a_backward_gets_a_note_of_its_place():
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailBackward()), [1, 1], chunks=2, checkpoint="always")
+    for _ in range(2):
+        y = pipe(torch.zeros(4, 1))
+        with pytest.raises(ZeroDivisionError, match="from the backward") as raised:
+            y.sum().backward()
+        assert notes(raised.value)[0].startswith("[gpipe] in the backward of micro-batch 1 on stage 1")
+        assert pipe[0].weight.grad is None
+    assert torch.equal(pipe(torch.ones(2, 1)), pipe[0](torch.ones(2, 1)))
+
+
+def test_an_error_in_a_recompute_gets_a_note_of_its_place():
+    class FailLater(nn.Module):
+        def forward(self, x):
+            if gpipe.is_recomputing():
+                raise LookupError("not twice")
+            return x
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), FailLater()), [1, 1], checkpoint="always")
+    with pytest.raises(LookupError, match="not twice") as raised:
+        pipe(torch.zeros(4, 1)).sum().backward()
+    assert notes(raised.value) == ["[gpipe] in the recompute of micro-batch 0 on stage 1, layer '1'"]
+
+
+def test_layers_learn_whether_they_are_recomputed():
+    seen = []
+
+    class Note(nn.Module):
+        def forward(self, x):
+            seen.append((gpipe.is_checkpointing(), gpipe.is_recomputing(), torch.is_grad_enabled()))
+            return x * 1
+
+    pipe = gpipe.GPipe(nn.Sequential(Note()), [1], chunks=2, checkpoint="except_last")
+    # The first checkpointed forward builds its graph, to learn which outputs need gradients.
+    for first in (True, False):
+        pipe(torch.zeros(2, 1, requires_grad=True)).sum().backward()
+        assert seen == [(True, False, first), (False, False, True), (False, True, True)]
+        seen.clear()
+    pipe.eval()
+    pipe(torch.zeros(2, 1, requires_grad=True)).sum().backward()
+    assert seen == [(False, False, True)] * 2
+    assert not gpipe.is_checkpointing() and not gpipe.is_recomputing()
+
+
+def test_errors_of_the_pipeline_itself_get_a_note_of_their_place():
+    foreign = torch.ones(1, requires_grad=True)
+
+    class Use(nn.Module):
+        def forward(self, x):
+            return x * foreign
+
+    pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1), Use()), [1, 1], chunks=2, checkpoint="always")
+    with pytest.raises(ValueError, match="parameter.* nor an input") as raised:
+        pipe(torch.zeros(4, 1)).sum().backward()
+    # Of the second cell: the first cell could have made the leaf itself.
+    assert notes(raised.value)[-1].startswith("[gpipe] in the recompute of micro-batch 1 on stage 1")
