@@ -1,7 +1,7 @@
-"""Writes the tables and timelines of the pages, all from the library's simulator: `python docs/tables.py`, with gpipe installed.
+"""Writes the tables of the pages, all from the library's simulator: `python docs/tables.py`, with gpipe installed.
 
-A page has a table between `<!-- table NAME -->` and `<!-- end -->`. docs/build also shows `gallery()` and what `--draw` draws
-into docs/figures/web.
+A page has a table between `<!-- table NAME -->` and `<!-- end -->`. With `--draw`, writes the timelines that only the web
+pages show into docs/figures/web.
 """
 
 from __future__ import annotations
@@ -11,17 +11,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 from pathlib import Path
 
-from gpipe.balance import Candidate, Cluster, ClusterPlan, Prediction, Profile, plan_cluster, predict
-from profiles import PCIE, AmoebaNetD, Layer, UNet, make_profile
+from gpipe import _C
+from gpipe.balance import Candidate, Cluster, ClusterPlan, Profile, plan_cluster
+from published import AMOEBANET, UNET, Model
 
 DOCS = Path(__file__).parent
 
 
 def table(columns: list[str], rows: Iterable[list[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines).replace("| --- ", "|---").replace("|--- |", "|---|")
+    header = "| " + " | ".join(columns) + " |\n|" + "---|" * len(columns) + "\n"
+    return header + "".join("| " + " | ".join(row) + " |\n" for row in rows)
 
 
 # Schedules
@@ -45,112 +47,39 @@ ROWS: list[Row] = [
 ]
 
 
-def step(row: Row, chunks: int = 8, checkpoint: str = "never", costs: tuple[int, int, int] = (10, 10, 10)) -> Prediction:
-    """Simulates a step on four workers: F, I and W of a worker in ms, and a skip from the first stage to the last."""
+def simulate(row: Row, chunks: int = 8) -> _C.Simulation:
+    """Simulates a step: 10 ms for F, I and W of a worker, and a skip from the first stage to the last."""
     name, per_worker, placed, _ = row
     stages = WORKERS * per_worker
-    f, i, w = (each / 1000 / per_worker for each in costs)
-    profile = make_profile([Layer("stage", f, i + w, 0, i, w)] * stages, [("skip", 0, stages - 1, 1)])
-    in_v = "in a V" in placed
-    return predict(
-        profile,
-        [1] * stages,
-        chunks,
-        checkpoint,
-        schedule=name,
-        stages_per_worker=1 if in_v else per_worker,
-        placement="v" if in_v and name == "greedy" else "looped",
-    )
+    placement = _C.v_placement(stages) if "in a V" in placed else [stage % WORKERS for stage in range(stages)]
+    seconds = [part / 100 / per_worker for part in (1, 1, 2, 1, 1)]  # of F, R, B, I and W
+    return _C.Schedule(name, placement, chunks, "never").simulate([(0, stages - 1)], 0, seconds, 0, 0)
 
 
-def peaks(row: Row, prediction: Prediction) -> tuple[float, int, float]:
-    """Returns the most cells of a worker, divided by its stages; the most micro-batches whose skip is in memory; and the
-    most MB of a worker, whose intermediate results of a micro-batch take 100 MB and whose stored inputs take 10 MB."""
-    trace = json.loads(prediction.timeline.to_chrome_json())["traceEvents"]
-    events = [each["args"] | {"worker": each["tid"]} for each in trace if each.get("cat") == "action"]
-    last = {(each["stage"], each["micro_batch"]): each["kind"] for each in events}
-    recomputed = {(each["stage"], each["micro_batch"]) for each in events if each["kind"] == "R"}
-    cells, size, skips = [0] * WORKERS, [0.0] * WORKERS, 0
-    most_cells, most_skips, most_bytes = 0, 0, 0.0
-    for each in events:
-        worker, kind, cell = each["worker"], each["kind"], (each["stage"], each["micro_batch"])
-        if kind == "F":
-            cells[worker] += 1
-            size[worker] += 10 * row[1] if cell in recomputed else 100
-            skips += each["stage"] == 0
-        elif kind == "R":
-            size[worker] += 100 - 10 * row[1]
-        most_cells, most_skips = max(most_cells, *cells), max(most_skips, skips)
-        most_bytes = max(most_bytes, *size)
-        skips -= each["stage"] == 0 and kind in "BI"
-        if kind == last[cell]:
-            cells[worker] -= 1
-            size[worker] -= 100
-    return most_cells / row[1], most_skips, most_bytes / row[1]
-
-
-def name_of(row: Row) -> str:
-    return f"`{row[0]}`" + (", V" if row[2] == "in a V" else "") + (", v = 2" if row[1] > 1 else "")
-
-
-def milliseconds(prediction: Prediction) -> str:
-    return f"{1000 * prediction.seconds:.1f}".removesuffix(".0") + " ms"
+def most_skips(simulation: _C.Simulation) -> int:
+    """Returns the most micro-batches whose skip is in memory: from F of the first stage to its B or I."""
+    actions = [each["args"] for each in json.loads(simulation.timeline.to_chrome_json())["traceEvents"] if each.get("cat") == "action"]
+    return max(accumulate({"F": 1, "W": 0}.get(each["kind"], -1) for each in actions if each["stage"] == 0))
 
 
 def steps() -> str:
     def line(row: Row) -> list[str]:
-        prediction = step(row)
-        cells, skips, _ = peaks(row, prediction)
-        numbers = [milliseconds(prediction), f"{100 * prediction.bubble:.1f} %", f"{cells:g}", str(skips)]
-        return [f"`{row[0]}`", row[2], row[3], *numbers]
+        found = simulate(row)
+        cells = max(found.peak_cells) / row[1]
+        numbers = [f"{1000 * found.makespan:.0f} ms", f"{100 * found.bubble:.1f} %", f"{cells:g}", str(most_skips(found))]
+        return [f"`{row[0]}`", *row[2:], *numbers]
 
     return table(["schedule", "stages per worker", "backwards", "step", "bubble", "memory", "skips"], map(line, ROWS))
 
 
-def bubbles() -> str:
-    chunks = (2, 4, 8, 16, 32, 64)
-    lines = ([name_of(row), *(f"{100 * step(row, each).bubble:.1f} %" for each in chunks)] for row in ROWS)
-    return table(["schedule", *(f"m = {each}" for each in chunks)], lines)
-
-
-def unequal() -> str:
-    costs = [(10, 10, 10), (10, 8, 12), (10, 13, 7), (10, 16, 4)]
-    rows = [row for row in ROWS if row[0] not in ("gpipe", "looped_bfs")]
-    lines = ([name_of(row), *(milliseconds(step(row, 16, costs=each)) for each in costs)] for row in rows)
-    return table(["schedule", *("F = {}, I = {}, W = {}".format(*each) for each in costs)], lines)
-
-
-def checkpointing() -> str:
-    def cell(row: Row, mode: str) -> str:
-        prediction = step(row, checkpoint=mode)
-        return f"{milliseconds(prediction)}, {peaks(row, prediction)[2]:.0f} MB"
-
-    modes = ["never", "except_last", "always"]
-    lines = ([name_of(row), *(cell(row, each) for each in modes)] for row in ROWS)
-    return table(["schedule", *(f"`{each}`" for each in modes)], lines)
-
-
 def gallery() -> str:
-    """Returns what the web pages show of every schedule: pictures and tables."""
-    pictures = "\n".join(f"### {name_of(row)}\n\n![{row[0]}](figures/web/{file_of(row)})\n" for row in ROWS)
-    return f"""## All schedules in pictures and numbers
-
-In the pictures, a number is a micro-batch, and I and W mark the two parts of a split backward. A worker's later stages are
-paler.
-
-{pictures}
-### The bubble for m micro-batches
-
-{bubbles()}
-### Other times in ms, 16 micro-batches
-
-{unequal()}
-### Checkpointing
-
-Time of a step, and memory of the fullest worker, if its intermediate results for one micro-batch take 100 MB and the stored
-inputs 10 MB. Intermediate results are counted until W; in a real step, I frees those that W does not need.
-
-{checkpointing()}"""
+    """Returns what the web pages show of every schedule: its picture, and the bubble for m micro-batches."""
+    text = "## All schedules in pictures\n\nA number is a micro-batch. A worker's later stages are paler.\n"
+    for row in ROWS:
+        name = f"`{row[0]}`" + (", V" if row[2] == "in a V" else "") + (", v = 2" if row[1] > 1 else "")
+        bubbles = ", ".join(f"{100 * simulate(row, chunks).bubble:.1f} % for m = {chunks}" for chunks in (4, 8, 16, 32))
+        text += f"\n### {name}\n\n![{row[0]}](figures/web/{file_of(row)})\n\nBubble: {bubbles}.\n"
+    return text
 
 
 def file_of(row: Row) -> str:
@@ -159,14 +88,18 @@ def file_of(row: Row) -> str:
 
 def draw() -> None:
     """Draws the schedules, and the steps that how_it_works.md explains."""
-    folder = DOCS / "figures"
-    (folder / "web").mkdir(exist_ok=True)
-    steps = [("web/one_micro_batch", 4, 1, "never"), ("four_micro_batches", 1, 4, "never"), ("web/recompute", 1, 4, "always")]
-    for name, part, chunks, checkpoint in steps:
-        stages = make_profile([Layer("stage", 0.01 * part, 0.02 * part, 0)] * 4, [])
-        (folder / f"{name}.svg").write_text(predict(stages, [1] * 4, chunks, checkpoint).timeline.to_svg())
+    folder = DOCS / "figures" / "web"
+    folder.mkdir(exist_ok=True)
+    for name, milliseconds, chunks, checkpoint in [
+        ("one_micro_batch", 40, 1, "never"),
+        ("four_micro_batches", 10, 4, "never"),
+        ("recompute", 10, 4, "always"),
+    ]:
+        seconds = [milliseconds / 1000 * part for part in (1, 1, 2, 1, 1)]
+        simulation = _C.Schedule("gpipe", range(WORKERS), chunks, checkpoint).simulate([], 0, seconds, 0, 0)
+        (folder / f"{name}.svg").write_text(simulation.timeline.to_svg())
     for row in ROWS:
-        (folder / "web" / file_of(row)).write_text(step(row).timeline.to_svg())
+        (folder / file_of(row)).write_text(simulate(row).timeline.to_svg())
 
 
 # Clusters
@@ -213,39 +146,11 @@ def thousand() -> str:
     return table(COLUMNS, [cells_of(each, 8192) for each in plan(1024, 8192).candidates])
 
 
-# GPUs, published samples/s, batch, chunks, balance, checkpoint mode. The first calibrates the model.
-Published = tuple[str, float, int, int, list[int], str]
-OF_UNET: list[Published] = [
-    ("1", 24.456, 80, 2, [241], "except_last"),
-    ("2", 35.502, 512, 32, [104, 137], "except_last"),
-    ("4", 67.042, 512, 16, [30, 66, 84, 61], "except_last"),
-    ("8", 88.497, 640, 40, [16, 27, 31, 44, 22, 57, 27, 17], "except_last"),
-]
-OF_AMOEBANET: list[Published] = [
-    ("2, m = 1", 26.733, 96, 1, [7, 17], "always"),
-    ("2, m = 4", 41.133, 256, 4, [9, 15], "except_last"),
-    ("2, m = 32", 47.386, 1280, 32, [9, 15], "except_last"),
-    ("4, m = 1", 26.827, 160, 1, [3, 4, 5, 12], "always"),
-    ("4, m = 4", 44.543, 360, 4, [3, 6, 7, 8], "except_last"),
-    ("4, m = 32", 72.412, 1152, 32, [3, 6, 7, 8], "except_last"),
-    ("8, m = 1", 24.918, 196, 1, [2, 2, 2, 2, 2, 3, 4, 7], "always"),
-    ("8, m = 4", 70.065, 480, 4, [2, 2, 2, 3, 3, 4, 4, 4], "except_last"),
-    ("8, m = 32", 132.413, 1280, 32, [2, 2, 2, 3, 3, 4, 4, 4], "except_last"),
-]
-
-
-def published(model: UNet | AmoebaNetD, runs: list[Published]) -> str:
-    def speed_of(run: Published, scale: float) -> float:
-        _, _, samples, chunks, balance, mode = run
-        profile = make_profile(model.layers, model.skips, samples / chunks, scale)
-        return samples / predict(profile, balance, chunks, mode, bandwidth=PCIE, copies=True).seconds
-
-    scale = speed_of(runs[0], 1) / runs[0][1]
+def published(model: Model) -> str:
     rows = []
-    for run in runs:
-        speed = speed_of(run, scale)
-        error = f"{100 * (speed / run[1] - 1):+.0f} %" if rows else "calibrated"
-        rows.append([run[0], f"{run[1]:.1f}", f"{speed:.1f}", error])
+    for run, speed in model.predict():
+        error = f"{100 * (speed / run.speed - 1):+.0f} %" if rows else "calibrated"
+        rows.append([run.gpus, f"{run.speed:.1f}", f"{speed:.1f}", error])
     return table(["GPUs", "published samples/s", "predicted samples/s", "error"], rows)
 
 
@@ -253,8 +158,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": steps,
     "best": best,
     "thousand": thousand,
-    "unet": lambda: published(UNet(), OF_UNET),
-    "amoebanet": lambda: published(AmoebaNetD(), OF_AMOEBANET),
+    "unet": lambda: published(UNET),
+    "amoebanet": lambda: published(AMOEBANET),
 }
 
 

@@ -1,4 +1,4 @@
-// What a step asks of the devices. docs/design.md has the table.
+// What a step asks of the devices. docs/design.md has the numbers.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
