@@ -34,10 +34,9 @@ from gpipe.checkpoint import is_checkpointing, is_recomputing
 from gpipe.exported.conversion import to_sequential
 from gpipe.losses import check_loss
 from gpipe.pipeline import SCHEDULES, GPipe
-from gpipe.randomness import RandomScope
+from gpipe.randomness import RandomScope, reference
 from gpipe.ranks import Ranks
-from gpipe.reference_run import reference
-from gpipe.scaling import GradScaler
+from gpipe.team import GradScaler
 
 __all__ = [
     "SCHEDULES",

@@ -8,8 +8,8 @@
     pipe = gpipe.GPipe(model, best.balance, chunks=best.chunks, checkpoint=best.checkpoint)
 
 All functions leave the model unchanged: its parameters, gradients, buffers, devices and modes, and the random state.
-A model that is not a ``nn.Sequential`` is converted first; see :func:`gpipe.to_sequential`. Convert it once yourself if
-you call several functions.
+A model that is not a ``nn.Sequential`` is converted first by :func:`gpipe.to_sequential`; do that once yourself if you
+call several functions. Invalid arguments raise TypeError or ValueError.
 """
 
 from __future__ import annotations
@@ -22,17 +22,7 @@ import torch
 from torch import nn
 
 from gpipe import _C
-from gpipe._C import (
-    Candidate,
-    Cluster,
-    ClusterPlan,
-    LayerProfile,
-    Prediction,
-    Profile,
-    SkipProfile,
-    Suggestion,
-    TieProfile,
-)
+from gpipe._C import Candidate, Cluster, ClusterPlan, LayerProfile, Prediction, Profile, SkipProfile, Suggestion, TieProfile
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.checks import (
     arrange_workers,
@@ -40,18 +30,16 @@ from gpipe.checks import (
     check_checkpoint,
     check_chunks,
     check_devices,
-    check_flag,
     check_function,
-    check_number,
+    check_is,
+    check_list,
     check_scheduling,
-    check_whole,
-    shown,
+    checks_arguments,
 )
 from gpipe.exported.conversion import as_sequential
-from gpipe.model_checks import verify_module
-from gpipe.partition import layers_of
+from gpipe.partition import layers_of, verify_module
 from gpipe.skip import verify_skippables
-from gpipe.structure import take_apart
+from gpipe.structure import first_micro_batch, take_apart
 
 __all__ = [
     "Candidate",
@@ -73,9 +61,11 @@ __all__ = [
 ]
 
 Device = torch.device | int | str
-_REPEATS = 9
+_MODES = ("never", "except_last", "always")
+_A_PROFILE = "a Profile, as gpipe.balance.profile() returns"
 
 
+@checks_arguments
 def profile(
     module: nn.Module,
     sample: Any,
@@ -84,33 +74,32 @@ def profile(
     workers: int = 1,
     intraop_threads: int = 0,
     seconds: float = 10.0,
-    repeats: int = _REPEATS,
+    repeats: int = 9,
     param_scale: float = 2.0,
     progress: Callable[[float], None] | None = None,
 ) -> Profile:
     """Measures each layer of a model in training mode, for micro-batches of the sample's size.
 
     Args:
-        module: the model, a ``nn.Sequential`` or any module that :func:`gpipe.to_sequential` converts. Nothing else may
-            use it during the measurement.
+        module: the model. Nothing else may use it during the measurement.
         sample: one micro-batch, as for :meth:`gpipe.GPipe.forward`.
         device: where to measure. Default: the first GPU, or the CPU if there is no GPU.
-        workers: number of stages that will run at once on this device. It matters because CPU stages slow each other.
+        workers: number of stages that will run at once on this device, because CPU stages slow each other.
         intraop_threads: threads that one operator of a CPU layer may use; 0 for an equal share, as in a pipeline.
-        seconds: time limit in seconds; no run starts after it.
+        seconds: time limit; no run starts after it.
         repeats: the most runs to measure.
         param_scale: bytes that training needs per byte of a parameter: 2 for plain SGD, 3 with momentum, 4 for Adam.
         progress: called with the completed share of the work, from 0 to 1.
 
     Raises:
-        TypeError, ValueError: if the model or the sample cannot be used in a pipeline, or an option is not valid.
         RuntimeError: if a layer fails or does not fit the device alone; the message names the layer.
     """
-    options = _options(workers, intraop_threads, seconds, repeats, param_scale, progress)
+    options = _C.ProfileOptions(workers, intraop_threads, seconds, repeats, param_scale, _progress(progress))
     with _measured(module, sample, _device(device)) as (layers, batch):
         return _C.profile(layers, batch, options)
 
 
+@checks_arguments
 def balance_by_time(
     partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
@@ -129,14 +118,13 @@ def balance_by_time(
     Raises:
         ValueError: unless ``partitions`` is between 1 and the number of layers; other errors as :func:`profile`.
     """
-    model = as_sequential(module, sample)
-    partitions = _check_partitions(partitions, model)
+    model = _checked_model(partitions, module, sample)
     where = _device(device)
     workers = partitions if where.type == "cpu" else 1
-    measured = profile(model, sample, device=where, workers=workers, seconds=timeout)
-    return measured.balance_by_time(partitions)
+    return profile(model, sample, device=where, workers=workers, seconds=timeout).balance_by_time(partitions)
 
 
+@checks_arguments
 def balance_by_size(
     partitions: int,
     module: nn.Module,
@@ -160,23 +148,18 @@ def balance_by_size(
         checkpoint: the checkpoint mode of the pipeline.
 
     Returns:
-        As :func:`balance_by_time`.
+        As :func:`balance_by_time`, with its errors.
     """
-    model = as_sequential(module, input)
-    partitions = _check_partitions(partitions, model)
-    chunks = check_chunks(chunks)
-    checkpoint = check_checkpoint(checkpoint)
-    tensors, structure = take_apart(input)
-    parts = [tensor.chunk(chunks) for tensor in tensors]
-    sample = structure.build(pieces[0] for pieces in parts)
+    model = _checked_model(partitions, module, input)
+    sample, micro_batches = first_micro_batch(input, chunks)
     # The bytes that operators allocate depend on their number of threads, so use that of a stage.
     threads = max(1, torch.get_num_threads() // partitions)
-    measured = profile(
-        model, sample, device=device, intraop_threads=threads, seconds=0.0, repeats=1, param_scale=param_scale
-    )
-    return measured.balance_by_size(partitions, len(parts[0]), checkpoint)
+    once: dict[str, Any] = {"seconds": 0.0, "repeats": 1, "param_scale": param_scale}
+    measured = profile(model, sample, device=device, intraop_threads=threads, **once)
+    return measured.balance_by_size(partitions, micro_batches, checkpoint)
 
 
+@checks_arguments
 def predict(
     profile: Profile,
     balance: Iterable[int],
@@ -200,30 +183,20 @@ def predict(
         copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
         schedule: the schedule of ``step``; ``None`` for a forward and its backward.
         stages_per_worker, placement: as for :class:`gpipe.GPipe`.
-
-    Raises:
-        TypeError, ValueError: if the balance does not cut the profile's layers, or an option is not valid.
     """
-    if not isinstance(profile, Profile):
-        raise TypeError(f"profile must be a Profile, as gpipe.balance.profile() returns, but is {type(profile)}")
-    cut = check_balance(balance, len(profile.layers))
-    options = _C.RunOptions(
-        check_chunks(chunks),
-        check_checkpoint(checkpoint),
-        check_number(bandwidth, "bandwidth"),
-        check_flag(copies, "copies"),
-        _scheduling(schedule, stages_per_worker, placement, len(cut)),
-    )
-    return _C.predict(profile, cut, options)
+    cut = check_balance(balance, len(check_is(profile, "profile", Profile, _A_PROFILE).layers))
+    scheduling = _C.Scheduling(*check_scheduling(_name(schedule), stages_per_worker, placement, len(cut)))
+    return _C.predict(profile, cut, _C.RunOptions(chunks, checkpoint, bandwidth, copies, scheduling))
 
 
+@checks_arguments
 def suggest(
     module: nn.Module,
     sample: Any,
     devices: Sequence[Device],
     *,
     chunks: Sequence[int] = (),
-    checkpoints: Sequence[str] = ("never", "except_last", "always"),
+    checkpoints: Sequence[str] = _MODES,
     memory_limit: int = 0,
     bandwidth: float = 0.0,
     schedule: str | None = "auto",
@@ -246,7 +219,7 @@ def suggest(
         bandwidth: bytes per second between devices; 0 for transfers without delay.
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
         stages_per_worker: as for :class:`gpipe.GPipe`. With ``'auto'``, 2 leaves only schedules with two stages per worker.
-        seconds: approximate time limit for all measurements, in seconds.
+        seconds: approximate time limit for all measurements.
         intraop_threads, param_scale, progress: as for :func:`profile`.
 
     Returns:
@@ -256,15 +229,16 @@ def suggest(
         ValueError: if there are fewer layers than stages; other errors as :func:`profile`.
     """
     placed = _check_devices(devices)
-    counts = [check_chunks(number) for number in _check_list("chunks", chunks)]
-    modes = [check_checkpoint(mode) for mode in _check_list("checkpoints", checkpoints)]
-    options = _options(1, intraop_threads, seconds, _REPEATS, param_scale, progress)
-    limits = check_whole(memory_limit, "memory_limit", bits=63), check_number(bandwidth, "bandwidth")
-    scheduling = _scheduling(schedule, stages_per_worker, "looped", 0)
+    counts = [check_chunks(number) for number in check_list(chunks, "chunks")]
+    modes = [check_checkpoint(mode) for mode in check_list(checkpoints, "checkpoints")]
+    options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
+    scheduling = _C.Scheduling(*check_scheduling(_name(schedule), stages_per_worker, "looped", 0))
     with _measured(module, sample, placed[0]) as (layers, batch):
-        return _C.suggest(layers, batch, list(map(str, placed)), counts, modes, *limits, scheduling, options)
+        limits = counts, modes, memory_limit, bandwidth
+        return _C.suggest(layers, batch, list(map(str, placed)), *limits, scheduling, options)
 
 
+@checks_arguments
 def refine(
     module: nn.Module, sample: Any, devices: Sequence[Device], suggestion: Suggestion, candidates: int = 3
 ) -> list[tuple[Candidate, float]]:
@@ -282,20 +256,19 @@ def refine(
         ValueError: unless ``candidates`` is positive.
         RuntimeError: if nothing fits, or a layer fails.
     """
-    if not isinstance(suggestion, Suggestion):
-        raise TypeError(f"suggestion must be a Suggestion, as suggest() returns, but is {type(suggestion)}")
+    check_is(suggestion, "suggestion", Suggestion, "a Suggestion, as suggest() returns")
     placed = _check_devices(devices)
-    most = check_whole(candidates, "candidates")
     with _measured(module, sample, placed[0]) as (layers, batch):
-        return _C.refine(layers, batch, list(map(str, placed)), suggestion, most)
+        return _C.refine(layers, batch, list(map(str, placed)), suggestion, candidates)
 
 
+@checks_arguments
 def plan_cluster(
     cluster: Cluster,
     profiles: Sequence[Profile],
     samples: int,
     *,
-    checkpoints: Sequence[str] = ("never", "except_last", "always"),
+    checkpoints: Sequence[str] = _MODES,
     schedule: str | None = "auto",
 ) -> ClusterPlan:
     """Chooses how to train a model on all devices of a cluster: the number of replicas, and for each replica the
@@ -306,64 +279,33 @@ def plan_cluster(
         profiles: of one model, on a device of the cluster, each for micro-batches of another size. A replica's share of
             the mini-batch is cut into micro-batches of one of these sizes.
         samples: number of samples in the mini-batch, which the replicas share equally.
-        checkpoints: checkpoint modes to try.
-        schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
+        checkpoints, schedule: as for :func:`suggest`.
 
     Returns:
         The best candidate for each number of replicas, best first. Every figure is predicted.
 
     Raises:
-        TypeError, ValueError: if an option is not valid, or no number of replicas suits the devices, samples and layers.
+        ValueError: if no number of replicas suits the devices, samples and layers.
     """
-    if not isinstance(cluster, Cluster):
-        raise TypeError(f"cluster must be a Cluster, as Cluster.from_json() returns, but is {type(cluster)}")
-    listed = _check_list("profiles", profiles)
-    for each in listed:
-        if not isinstance(each, Profile):
-            raise TypeError(f"profiles must be Profiles, as gpipe.balance.profile() returns, but one is {type(each)}")
-    return _C.plan_cluster(
-        cluster,
-        listed,
-        check_whole(samples, "samples", bits=63),
-        [check_checkpoint(mode) for mode in _check_list("checkpoints", checkpoints)],
-        check_scheduling("" if schedule is None else schedule, 1, "looped", 0)[0],
-    )
+    check_is(cluster, "cluster", Cluster, "a Cluster, as Cluster.from_json() returns")
+    listed = [check_is(each, "profiles", Profile, "Profiles, as gpipe.balance.profile() returns") for each in check_list(profiles, "profiles")]
+    modes = [check_checkpoint(mode) for mode in check_list(checkpoints, "checkpoints")]
+    return _C.plan_cluster(cluster, listed, samples, modes, check_scheduling(_name(schedule), 1, "looped", 0)[0])
 
 
-def _check_list(name: str, values: Any) -> list[Any]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list of values to try, but is {shown(values)}")
-    return list(values)
+def _name(schedule: object) -> object:
+    return "" if schedule is None else schedule
 
 
-def _scheduling(schedule: object, stages_per_worker: object, placement: object, stages: int) -> _C.Scheduling:
-    name = "" if schedule is None else schedule
-    return _C.Scheduling(*check_scheduling(name, stages_per_worker, placement, stages))
+def _progress(function: object) -> Callable[[float], None] | None:
+    return None if function is None else check_function(function, "progress", "the completed share")
 
 
-def _check_partitions(partitions: object, module: nn.Sequential) -> int:
-    number = check_whole(partitions, "partitions")
-    verify_module(module)
-    _C.check_stages(number, len(module))
-    return number
-
-
-def _options(
-    workers: object,
-    intraop_threads: object,
-    seconds: object,
-    repeats: object,
-    param_scale: object,
-    progress: Callable[[float], None] | None,
-) -> _C.ProfileOptions:
-    return _C.ProfileOptions(
-        check_whole(workers, "workers"),
-        check_whole(intraop_threads, "intraop_threads"),
-        check_number(seconds, "seconds"),
-        check_whole(repeats, "repeats"),
-        check_number(param_scale, "param_scale"),
-        None if progress is None else check_function(progress, "progress", "the completed share"),
-    )
+def _checked_model(partitions: int, module: nn.Module, input: Any) -> nn.Sequential:
+    model = as_sequential(module, input)
+    verify_module(model)
+    _C.check_stages(partitions, len(model))
+    return model
 
 
 def _check_devices(devices: object) -> list[torch.device]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from gpipe.checkpoint import is_recomputing
-from gpipe.checks import check_chunks
+from gpipe.checks import checks_arguments
 
 __all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm", "one_mini_batch"]
 
@@ -35,11 +35,12 @@ class DeferredBatchNorm(_BatchNorm):
         chunks: number of micro-batches per mini-batch, outside pipelines.
     """
 
+    @checks_arguments
     def __init__(
         self, num_features: int, eps: float = 1e-5, momentum: float | None = 0.1, affine: bool = True, chunks: int = 1
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
-        self.chunks = check_chunks(chunks)
+        self.chunks = chunks
         self.in_pipeline = False
         self.reset()
 

@@ -14,9 +14,9 @@ from gpipe import _C
 from gpipe.batchnorm import DeferredBatchNorm
 from gpipe.caller import prepare_compilation
 from gpipe.checks import Workers
+from gpipe.meta import borrowed_across_ranks
 from gpipe.partition import Partition, Stages, layers_of, split
 from gpipe.ranks import Ranks, core_of
-from gpipe.tied import borrowed_across_ranks
 
 __all__ = ["Core"]
 

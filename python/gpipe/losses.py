@@ -14,11 +14,10 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from gpipe import _C
-from gpipe.checks import check_chunks, check_flag, check_function, check_number, shown
-
-__all__ = ["check_loss", "check_scale", "checked", "kind_of", "step_options", "trains"]
+from gpipe.checks import check_function, check_number, checks_arguments, shown
 
 
+@checks_arguments
 def check_loss(
     loss: Callable[[Any, Any], Tensor],
     output: Any,
@@ -35,19 +34,13 @@ def check_loss(
         whole, joined = gpipe.check_loss(criterion, pipe(input), target, chunks=3)
 
     Args:
-        loss: as for :meth:`gpipe.GPipe.step`. Called without grad mode, on copies of the output.
-        target, count, reduction: as for :meth:`gpipe.GPipe.step`.
+        loss: called without grad mode, on copies of the output.
         output: the model's output for the mini-batch, or any tensors like it.
         chunks: the most micro-batches. Choose one that makes the last micro-batch smaller, because an even cut can hide
             a wrong weight.
-
-    Returns:
-        A tuple: the loss of the whole mini-batch, and the joined loss.
-
-    Raises:
-        TypeError, ValueError: as :meth:`gpipe.GPipe.step`.
+        target, count, reduction: as for :meth:`gpipe.GPipe.step`, with its errors.
     """
-    options = step_options(loss, count, reduction, 1.0, False, check_chunks(chunks), "never", False)
+    options = step_options(loss, count, reduction, 1.0, False, chunks, "never", False)
     return _C.check_loss(checked(loss), output, target, options)
 
 
@@ -70,20 +63,19 @@ def checked(loss: Callable[[Any, Any], Tensor]) -> Callable[[Any, Any], Tensor]:
     return call
 
 
+@checks_arguments
 def step_options(
     loss: object,
     count: object,
     reduction: object,
     scale: float,
-    return_output: object,
+    return_output: bool,
     chunks: int,
     checkpoint: str,
     check: bool,
 ) -> _C.StepOptions:
     """Checks a loss function and its options, and fills in what the loss tells."""
     check_function(loss, "loss", "output and target")
-    return_output = check_flag(return_output, "return_output")
-    check = check_flag(check, "check")
     known = _reduction_of(loss)
     counted: Callable[[Any], float] | None = None
     if count is not None:

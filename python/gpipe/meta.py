@@ -10,9 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from gpipe.randomness import RandomScope
-from gpipe.tied import borrowed_across_ranks
 
-__all__ = ["materialize"]
+
+def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) -> list[nn.Parameter]:
+    """Returns the parameters of stages of this rank that belong to a stage of another rank. ``is_here`` has an item per
+    stage."""
+    owned_here: dict[nn.Parameter, bool] = {}
+    found = [
+        parameter
+        for stage, here in zip(stages, is_here)
+        for parameter in stage.parameters()
+        if not owned_here.setdefault(parameter, here) and here
+    ]
+    return list(dict.fromkeys(found))
 
 
 def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
@@ -54,9 +64,8 @@ def _has_nan(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _is_in(tensor: Tensor, module: nn.Module) -> bool:
-    """Whether a module still has a tensor of its own."""
-    return any(tensor is each for each in chain(module._parameters.values(), module._buffers.values()))
+def _own(module: nn.Module) -> list[Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
 
 
 def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
@@ -81,7 +90,7 @@ def _initialize(layer: nn.Module, name: str, made: set[int], initialized: set[in
     """Initializes the tensors of a layer that are in ``made``, except those that are in ``initialized``."""
 
     def initialize(module: nn.Module) -> None:
-        own = [each for each in chain(module._parameters.values(), module._buffers.values()) if each is not None]
+        own = _own(module)
         if all(id(tensor) not in made or id(tensor) in initialized for tensor in own):
             return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
@@ -97,7 +106,7 @@ def _initialize(layer: nn.Module, name: str, made: set[int], initialized: set[in
             tensor.copy_(value)
         for tensor, version in zip(own, versions):
             written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
-            if id(tensor) in made and not written and _is_in(tensor, module):
+            if id(tensor) in made and not written and any(tensor is each for each in _own(module)):
                 raise ValueError(
                     f"layer '{name}' has a {type(module).__name__} on the meta device whose reset_parameters() leaves a tensor "
                     f"of shape {tuple(tensor.shape)} without values; make it initialize all, or make the model on the CPU"

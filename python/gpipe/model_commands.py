@@ -16,7 +16,7 @@ from gpipe import _C, balance, reuse_cpu_memory
 from gpipe.balance import Candidate, Cluster, Profile
 from gpipe.exported.conversion import as_sequential
 from gpipe.schedule_commands import V_SCHEDULES
-from gpipe.structure import take_apart
+from gpipe.structure import first_micro_batch, take_apart
 
 __all__ = ["cut", "profile", "suggest", "sweep"]
 
@@ -146,9 +146,8 @@ def _profile(options: argparse.Namespace, chunks: int, seconds: float) -> tuple[
     if getattr(options, "profile", None):
         return Profile.from_json(_read(options.profile)), chunks
     model, batch = _model_and_batch(options)
-    tensors, structure = take_apart(batch)
-    parts = [tensor.chunk(chunks) for tensor in tensors]
-    return _measure(options, model, structure.build(part[0] for part in parts), seconds), len(parts[0])
+    sample, micro_batches = first_micro_batch(batch, chunks)
+    return _measure(options, model, sample, seconds), micro_batches
 
 
 def _measure(options: argparse.Namespace, model: nn.Sequential, sample: Any, seconds: float) -> Profile:

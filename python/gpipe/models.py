@@ -8,17 +8,17 @@ The C++ models have the same layers, so their states have the same keys and shap
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpipe.checks import check_flag, check_number, check_text, check_whole, shown
+from gpipe.checks import checks_arguments, shown
 from gpipe.skip import Namespace, Skippable, pop, skippable, stash
 
 __all__ = ["resnet18", "resnet34", "resnet50", "resnet101", "resnet152", "unet"]
 
-_MOST_HALVINGS = 16
 _STEM_CHANNELS = 64
 
 
@@ -69,6 +69,7 @@ class _Conv(nn.Conv2d):
         nn.init.kaiming_normal_(self.weight, mode="fan_out", nonlinearity="relu")
 
 
+@checks_arguments
 def unet(
     in_channels: int = 3,
     out_channels: int = 1,
@@ -97,11 +98,10 @@ def unet(
     """
     _check_positive(in_channels=in_channels, out_channels=out_channels, depth=depth, base_channels=base_channels)
     _check_positive(convolutions=convolutions)
-    _check(depth <= _MOST_HALVINGS, "depth", depth, f"at most {_MOST_HALVINGS}")
-    _check(0 <= check_number(dropout, "dropout") < 1, "dropout", dropout, "at least 0 and below 1")
-    _check(check_whole(dims, "dims") in (2, 3), "dims", dims, "2 or 3")
-    transposed = check_text(upsampling, "upsampling") == "transposed"
-    _check(transposed or upsampling == "linear", "upsampling", upsampling, "'transposed' or 'linear'")
+    _check(depth <= 16, "depth", depth, "at most 16")
+    _check(0 <= dropout < 1, "dropout", dropout, "at least 0 and below 1")
+    _check(dims in (2, 3), "dims", dims, "2 or 3")
+    _check(upsampling in ("transposed", "linear"), "upsampling", upsampling, "'transposed' or 'linear'")
     kinds = ("Conv", "BatchNorm", "MaxPool", "ConvTranspose", "Dropout")
     conv, norm, pool, conv_transposed, drop = (getattr(nn, f"{kind}{dims}d") for kind in kinds)
     layers: dict[str, nn.Module] = {}
@@ -128,7 +128,7 @@ def unet(
     block("bottom", channels, 2 * channels)
     for level in range(depth, 0, -1):
         channels = base_channels << (level - 1)
-        if transposed:
+        if upsampling == "transposed":
             layers[f"up{level}_upsample"] = conv_transposed(2 * channels, channels, 2, stride=2)
         else:
             # A 1x1 convolution commutes with interpolation. Done first, it costs a quarter (2D) or an eighth (3D).
@@ -140,14 +140,14 @@ def unet(
     return _sequential(layers)
 
 
+@checks_arguments
 def _resnet(blocks: list[int], num_classes: int, in_channels: int, small_images: bool, *, deep: bool) -> nn.Sequential:
     """A ResNet of four groups of blocks. Blocks of ``deep`` ResNets have three convolutions, others two."""
     _check_positive(num_classes=num_classes, in_channels=in_channels)
     channels = _STEM_CHANNELS
-    small = check_flag(small_images, "small_images")
-    layers: dict[str, nn.Module] = {"conv1": _Conv(in_channels, channels, 3 if small else 7, 1 if small else 2)}
+    layers: dict[str, nn.Module] = {"conv1": _Conv(in_channels, channels, *((3, 1) if small_images else (7, 2)))}
     layers |= {"bn1": nn.BatchNorm2d(channels), "relu": nn.ReLU(inplace=True)}
-    if not small:
+    if not small_images:
         layers["maxpool"] = nn.MaxPool2d(3, stride=2, padding=1)
     for group, count in enumerate(blocks):
         for index in range(count):
@@ -217,10 +217,7 @@ def _isolated(layer: nn.Module, namespace: Namespace) -> nn.Module:
 
 
 def _sequential(layers: dict[str, nn.Module]) -> nn.Sequential:
-    model = nn.Sequential()
-    for name, layer in layers.items():
-        model.add_module(name, layer)
-    return model
+    return nn.Sequential(OrderedDict(layers))
 
 
 def _check(is_met: bool, name: str, value: Any, requirement: str) -> None:
@@ -230,4 +227,4 @@ def _check(is_met: bool, name: str, value: Any, requirement: str) -> None:
 
 def _check_positive(**options: int) -> None:
     for name, value in options.items():
-        _check(check_whole(value, name) >= 1, name, value, "at least 1")
+        _check(value >= 1, name, value, "at least 1")

@@ -1,22 +1,26 @@
-"""The stages of a pipeline as modules."""
+"""The stages of a pipeline as modules.
+
+The first stage that has a parameter owns it. A stage on another device gets a stand-in with each micro-batch: a tensor on
+its device. Its modules keep the parameter registered, so that names and optimizers see one parameter. Another rank has a
+copy of the parameter, which the core gives the value.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing
 from gpipe.generators import Draws
 from gpipe.meta import materialize
+from gpipe.names import rename_missing
 from gpipe.skip import Skippable, skippables_in
-from gpipe.tied import check_stand_ins, standing_in
-
-__all__ = ["Partition", "Stages", "layers_of", "split"]
 
 
 def _has_graph(value: object) -> bool:
@@ -45,7 +49,7 @@ class Partition(nn.Sequential):
         if (draws := self.__dict__.get("_draws")) is None:
             draws = self.__dict__["_draws"] = Draws(self)
         borrowed = _C.borrowed(self)
-        with standing_in(self, borrowed) if borrowed else nullcontext():
+        with _standing_in(self, borrowed) if borrowed else nullcontext():
             output = draws(self._run, input)
         if is_checkpointing():
             self._mark_kept()
@@ -87,8 +91,7 @@ class Stages(nn.ModuleList):
 
     def layers(self) -> dict[str, nn.Module]:
         """Returns the layers of all stages by their paths, ``<stage>.<layer>``."""
-        named = ((f"{index}.", zip(stage._modules, stage)) for index, stage in enumerate(self))
-        return {path + name: layer for path, layers in named for name, layer in layers}
+        return {f"{index}.{name}": layer for index, stage in enumerate(self) for name, layer in zip(stage._modules, stage)}
 
     def _fqn_modifiers(self) -> dict[str, str]:
         return {f"stage {index}": str(index) for index in range(len(self))}
@@ -101,7 +104,8 @@ def split(
     ``devices`` and ``is_here`` have an item per stage.
 
     Raises:
-        ValueError: as :func:`gpipe.tied.check_stand_ins` and :func:`gpipe.meta.materialize`.
+        ValueError: as :func:`gpipe.meta.materialize`; if stages on different devices share a parameter through a module
+            that cannot use a stand-in, because it is in both stages or compiled by TorchScript.
     """
     layers = iter(module.named_children())
     stages = []
@@ -111,7 +115,7 @@ def split(
             partition.add_module(*next(layers))
         partition.training = module.training
         stages.append(partition)
-    check_stand_ins(stages, devices, is_here)
+    _check_stand_ins([stage for stage, here in zip(zip(stages, devices), is_here) if here])
     materialize(stages, devices, is_here)
     # From last to first, so that a parameter of several stages ends on the device of the first one here.
     for partition, device, here in reversed(list(zip(stages, devices, is_here))):
@@ -131,3 +135,85 @@ def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
         )
         for name, layer in module.named_children()
     ]
+
+
+def _places(stage: nn.Module, parameters: Sequence[Tensor]) -> Iterator[tuple[nn.Module, str, int]]:
+    """Yields the places of parameters in the modules of a stage: module, name, and the parameter's index."""
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+    for module in stage.modules():
+        for name, parameter in module._parameters.items():
+            if (index := indices.get(id(parameter))) is not None:
+                yield module, name, index
+
+
+@contextmanager
+def _standing_in(stage: nn.Module, borrowed: list[tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Makes the modules of a stage find stand-ins instead of parameters, for a block. ``borrowed`` has a tuple
+    (parameter, stand-in) for each."""
+    places = list(_places(stage, [parameter for parameter, _ in borrowed]))
+    for module, name, index in places:
+        module.__dict__[name] = borrowed[index][1]  # Python looks here before it asks the module
+    try:
+        yield
+    finally:
+        for module, name, _ in places:
+            del module.__dict__[name]
+
+
+def _check_stand_ins(stages: list[tuple[Partition, torch.device]]) -> None:
+    home: dict[int, torch.device] = {}  # of parameters, by id
+    earlier: set[int] = set()  # ids of the modules of earlier stages
+    for stage, device in stages:
+        borrowed = [each for each in stage.parameters() if home.setdefault(id(each), device) != device]
+        for module, name, _ in _places(stage, borrowed):
+            scripted = isinstance(module, torch.jit.ScriptModule)
+            if scripted or id(module) in earlier:
+                raise ValueError(
+                    f"'{name}' of a {type(module).__name__} belongs to stages on different devices, but the module "
+                    + ("is compiled by TorchScript" if scripted else "itself stands in both stages")
+                    + "; put the layers that share it into one stage, place the stages on one device, or tie the "
+                    "parameters of two modules"
+                )
+        earlier.update(map(id, stage.modules()))
+
+
+def verify_module(module: nn.Sequential) -> None:
+    """Checks that a model, except its skips, can become a pipeline.
+
+    Raises:
+        TypeError: if the model is not a ``nn.Sequential``, has a ``forward`` of its own or is compiled as a whole.
+        ValueError: if a layer stands in two places; if the model itself has hooks, parameters or buffers; or if a
+            parameter or buffer is not initialized.
+    """
+    kind = type(module)
+    if not isinstance(module, nn.Sequential):
+        raise TypeError(
+            f"module must be nn.Sequential to be partitioned, but is {kind}; use "
+            "gpipe.GPipe.from_module(module, input, stages=2) for another module, nn.Sequential(*layers) for layers"
+        )
+    plain = kind.forward in (nn.Sequential.forward, Partition.forward) and kind.__call__ is nn.Module.__call__
+    if not plain or "forward" in vars(module) or module._compiled_call_impl is not None:
+        raise TypeError(
+            f"the model ({kind.__name__}) has a forward of its own, or is compiled as a whole, but a pipeline calls "
+            "only its layers; move the code of the forward into layers, compile the layers, or pass "
+            "nn.Sequential(*model) if that computes the same"
+        )
+    hooks = {name: table for name, table in vars(module).items() if name.endswith("_hooks")}
+    used = [name for name, table in hooks.items() if set(table.values()) - {rename_missing}]
+    own = [f"a{name[:-1].replace('_', ' ')}" for name in used]  # such as "a forward hook"
+    own += [f"a parameter ('{name}')" for name, value in module._parameters.items() if value is not None]
+    own += [f"a buffer ('{name}')" for name, value in module._buffers.items() if value is not None]
+    if own:
+        raise ValueError(
+            f"the model itself, not one of its layers, has {', '.join(own)}, which a pipeline would lose; register "
+            "parameters and buffers in a layer, and hooks on a layer or on the pipeline"
+        )
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        if is_lazy(tensor):
+            raise ValueError(f"'{name}' of a lazy layer is not initialized; run the model once on a sample first")
+    first: dict[nn.Module | None, str] = {}
+    for name, layer in module._modules.items():
+        if (other := first.setdefault(layer, name)) != name:
+            raise ValueError(
+                f"layers '{other}' and '{name}' are the same module; use a copy, because each layer belongs to one place"
+            )

@@ -23,21 +23,18 @@ from gpipe.checks import (
     check_balance,
     check_checkpoint,
     check_chunks,
-    check_flag,
-    check_is_on,
-    check_whole,
-    shown,
+    check_is,
+    checks_arguments,
 )
 from gpipe.core import Core
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
 from gpipe.losses import check_scale, checked, kind_of, step_options, trains
-from gpipe.model_checks import verify_module
 from gpipe.names import OriginalNames, StateNames
-from gpipe.partition import Partition, Stages
+from gpipe.partition import Partition, verify_module
 from gpipe.ranks import Ranks, core_of, on_rank_0, ranks_of
 from gpipe.skip import verify_skippables
-from gpipe.structure import take_apart
+from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import TeamCalls
 
 __all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
@@ -56,16 +53,13 @@ class GPipe(OriginalNames, TeamCalls):
         loss = pipe.step(input, target, criterion)  # fills .grad
         optimizer.step()
 
-    :meth:`step` runs forwards, losses and backwards in the order of a schedule. ``criterion(pipe(input), target)`` and
-    ``backward()`` run all forwards, then all backwards.
-
     It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
     ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
     layers are the caller's own modules, moved to their devices. ``state_dict()`` has the unpartitioned model's keys.
 
-    Layers can share parameters. A parameter of several stages is on the device of the first one, which lends it to the
-    others; no layer may write to it. Over ranks, only the first one's rank lists it in ``parameters()``; the others
-    have copies, which get its value in each call.
+    A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
+    it. Over ranks, only the first one's rank lists it in ``parameters()``; the others have copies, which get its value in
+    each call.
 
     Any thread except the pipeline's workers may call it; calls take turns.
 
@@ -73,20 +67,19 @@ class GPipe(OriginalNames, TeamCalls):
         module: the model. Each layer is called with the output of the layer before it. Between stages, and as the
             result, pass tensors, alone or in tuples, named tuples, lists and dicts, which may hold ``None``.
         balance: the number of layers of each stage; see :mod:`gpipe.balance`.
-        devices: one per worker. A device may be given more than once. Surplus devices are ignored if each worker has
+        devices: one per worker; a device may be given more than once. Surplus devices are ignored if each worker has
             one stage. Default: the GPUs, or the CPU for each worker if there are no GPUs.
         chunks: the most micro-batches that a mini-batch is cut into, along dimension 0. Each but the last has
-            ceil(samples / chunks) samples, so there may be fewer micro-batches.
+            ceil(samples / chunks) samples, so there may be fewer.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
-        deferred_batch_norm: whether batch norm updates its running statistics once per mini-batch, with the mean and
-            variance of all of it, instead of once per micro-batch. Instance norm likewise.
-        schedule: the order in which :meth:`step` runs forwards and backwards: a name in :data:`gpipe.SCHEDULES`, or
-            ``'@'`` and the path of a file, which must stay, with a line of actions per worker, such as
-            ``0F0 0F1 0B0 0B1``: stage, kind, micro-batch.
-        stages_per_worker: the number of stages on each worker: stage ``s`` of ``n`` is on worker
-            ``s % (n / stages_per_worker)``. Default: 1; for interleaved schedules, what makes a worker of each of
-            ``devices``.
+        deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch,
+            with the mean and variance of all of it, instead of once per micro-batch.
+        schedule: the order of forwards and backwards in :meth:`step`: a name in :data:`gpipe.SCHEDULES`, or ``'@'`` and
+            the path of a file, which must stay, with a line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage,
+            kind, micro-batch.
+        stages_per_worker: stage ``s`` of ``n`` is on worker ``s % (n / stages_per_worker)``. Default: 1; for interleaved
+            schedules, what makes a worker of each of ``devices``.
         placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, where stages ``s`` and
             ``n - 1 - s`` share one; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
@@ -109,6 +102,7 @@ class GPipe(OriginalNames, TeamCalls):
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
 
+    @checks_arguments
     def __init__(
         self,
         module: nn.Sequential,
@@ -124,17 +118,15 @@ class GPipe(OriginalNames, TeamCalls):
         group: ProcessGroup | Ranks | None = None,
     ) -> None:
         super().__init__()
-        self._chunks = check_chunks(chunks)
-        self._checkpoint = check_checkpoint(checkpoint)
         verify_module(module)
         verify_skippables(module)
+        self._chunks, self._checkpoint, self._schedule = chunks, checkpoint, schedule
         self.balance = check_balance(balance, len(module))
-        self.deferred_batch_norm = check_flag(deferred_batch_norm, "deferred_batch_norm")
-        self._schedule = schedule
+        self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
         stages = len(self.balance)
         workers = arrange_workers(devices, stages, schedule, stages_per_worker, placement, core_of(ranks))
-        self._core = Core(module, self.balance, workers, schedule, self.deferred_batch_norm, ranks)
+        self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
         self.training = module.training
@@ -146,6 +138,7 @@ class GPipe(OriginalNames, TeamCalls):
             self._core.pipeline()  # raises what it refuses
 
     @classmethod
+    @checks_arguments
     def from_module(
         cls,
         module: nn.Module,
@@ -157,7 +150,8 @@ class GPipe(OriginalNames, TeamCalls):
         **options: Any,
     ) -> GPipe:
         """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, measures its layers, and cuts it
-        into stages of equal time. Over ranks, rank 0 measures.
+        into stages of equal time. Over ranks, rank 0 measures. The pipeline takes one input, as
+        :func:`gpipe.to_sequential` tells.
 
         Args:
             module: the model.
@@ -166,19 +160,13 @@ class GPipe(OriginalNames, TeamCalls):
             seconds: approximate time limit for the measurement.
             options: as for the constructor.
 
-        Returns:
-            The pipeline. It takes one input, as :func:`gpipe.to_sequential` tells.
-
         Raises:
             ValueError, TypeError, RuntimeError: as :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and
                 the constructor.
         """
-        stages = check_whole(stages, "stages")
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
-        tensors, structure = take_apart(input_of(args, kwargs or {}))
-        micro_batches = (tensor.chunk(check_chunks(options.get("chunks", 1)))[0] for tensor in tensors)
-        sample = structure.build(micro_batches)
+        sample, _ = first_micro_batch(input_of(args, kwargs or {}), check_chunks(options.get("chunks", 1)))
         if (group := options.get("group")) is None:
             return cls(model, balance_by_time(stages, model, sample, timeout=seconds), **options)
         ranks = ranks_of(group)
@@ -296,7 +284,17 @@ class GPipe(OriginalNames, TeamCalls):
         return self
 
     def _stay(self, device: torch.device | None) -> Self:
-        check_is_on(device, [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])])
+        def with_index(device: torch.device) -> torch.device:  # as tensors report it
+            if device.type != "cpu" and device.index is None and torch.accelerator.is_available():
+                return torch.device(device.type, torch.accelerator.current_device_index())
+            return torch.device("cpu") if device.type == "cpu" else device
+
+        current = [*self.devices, *(tensor.device for tensor in [*self.parameters(), *self.buffers()])]
+        if any(device is None or with_index(each) != with_index(device) for each in current):
+            raise TypeError(
+                "denied to move parameters and buffers: a pipeline keeps them on the devices of its workers; pass "
+                "GPipe(..., devices=[...]) instead"
+            )
         return self
 
     @property
@@ -367,15 +365,14 @@ class GPipe(OriginalNames, TeamCalls):
     ) -> Any:
         """Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients
         to ``.grad`` of the parameters and of inputs that require grad. Hooks of parameters and of the input run once.
-        Hooks of layers run per micro-batch. Hooks of the pipeline itself run in :meth:`forward` only.
+        Hooks of layers run per micro-batch. Hooks of the pipeline itself run in :meth:`forward` only. Under autocast,
+        forwards and recomputes use autocast; backwards do not.
 
         ::
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
             optimizer.step()
-
-        Under autocast, forwards and recomputes use autocast; backwards do not.
 
         Args:
             input: as for :meth:`forward`.
@@ -426,11 +423,8 @@ class GPipe(OriginalNames, TeamCalls):
         scale: float | GradScaler = 1.0,
         check: bool = True,
     ) -> Tensor:
-        """Computes the loss and all gradients as :meth:`step`, but adds nothing to ``.grad``. The arguments are those of
-        :meth:`step`.
-
-        For a module that returns the loss, such as one inside ``DistributedDataParallel``, and for
-        ``torch.autograd.grad``.
+        """Computes the loss and all gradients as :meth:`step`, with its arguments, but adds nothing to ``.grad``. For a
+        module that returns the loss, such as one inside ``DistributedDataParallel``, and for ``torch.autograd.grad``.
 
         Returns:
             The loss with its graph. A backward of it hands out the gradients, times its incoming gradient.
@@ -463,17 +457,12 @@ class GPipe(OriginalNames, TeamCalls):
             return run(input, target, checked(loss), kind_of(loss), chosen, self.training)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
-        """Records the actions of each later mini-batch in a timeline.
+        """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording.
 
         On GPUs, events time the actions, and each call waits for the devices at its end. No bytes are counted while a
         PyTorch profiler runs. Read the timeline while no call runs.
-
-        Args:
-            timeline: the timeline to append to; ``None`` ends the recording.
         """
-        if not isinstance(timeline, _C.Timeline | None):
-            raise TypeError(
-                f"timeline must be a gpipe.Timeline or None, but is {shown(timeline)}; write timeline.to_chrome_json() to a "
-                "file after the calls"
-            )
+        if timeline is not None:
+            advice = "write timeline.to_chrome_json() to a file after the calls"
+            check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
         self._core.pipeline().trace(timeline)

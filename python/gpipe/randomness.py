@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on where a model is cut."""
+"""Random numbers that do not depend on where a model is cut, and the result of a pipeline without one."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gpipe import _C
-from gpipe.checks import check_whole
-
-__all__ = ["RandomScope"]
+from gpipe.checks import checks_arguments
+from gpipe.structure import take_apart
 
 
 class RandomScope:
@@ -36,12 +35,9 @@ class RandomScope:
         micro_batch: index of the micro-batch in the mini-batch.
     """
 
+    @checks_arguments
     def __init__(self, seed: int, layer: int, micro_batch: int) -> None:
-        self._arguments = (
-            check_whole(seed, "seed", bits=64) % 2**64,
-            check_whole(layer, "layer"),
-            check_whole(micro_batch, "micro_batch"),
-        )
+        self._arguments = seed % 2**64, layer, micro_batch
         self._scopes: list[_C.RandomScope] = []
 
     @staticmethod
@@ -57,6 +53,45 @@ class RandomScope:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._scopes.pop().close()
+
+
+@checks_arguments
+def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
+    """Runs an unpartitioned model micro-batch by micro-batch on the calling thread. Its layers draw the random numbers that
+    they would draw in a pipeline, so the result is that of a pipeline with the same default generator.
+
+    Args:
+        module: the model.
+        input: tensors as for :meth:`gpipe.GPipe.forward`; dimension 0 is the batch.
+        chunks: the most micro-batches that the mini-batch is cut into.
+
+    Returns:
+        The output of the last layer, concatenated along dimension 0.
+
+    Raises:
+        ValueError: if ``chunks`` is not positive, or if the input holds no tensors.
+        TypeError: if the input or the output holds anything but tensors and ``None``.
+        RuntimeError: if the last layer returned objects of different structure for two micro-batches.
+    """
+    inputs, structure = take_apart(input)
+    if not inputs:
+        raise ValueError("the input holds no tensors; a pipeline needs at least one")
+    seed = RandomScope.draw_seed()
+    outputs = []
+    for micro_batch, parts in enumerate(zip(*(tensor.chunk(chunks) for tensor in inputs), strict=True)):
+        value = structure.build(parts)
+        for index, layer in enumerate(module):
+            with RandomScope(seed, index, micro_batch):
+                value = layer(value)
+        outputs.append(take_apart(value))
+    first = outputs[0][1]
+    for _, other in outputs:
+        if other != first:
+            raise RuntimeError(
+                f"the last layer returned {first!r} for one micro-batch and {other!r} for another; return the same "
+                "structure for all"
+            )
+    return first.build(torch.cat(pieces) for pieces in zip(*(tensors for tensors, _ in outputs), strict=True))
 
 
 # Inside a scope, PyTorch's functions for default generators apply to the scope's generators.

@@ -14,9 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 from torch.distributed import ProcessGroup
 
 from gpipe import _C
-from gpipe.checks import check_flag, check_number, check_text, check_whole
-
-__all__ = ["Ranks", "core_of", "on_rank_0", "ranks_of"]
+from gpipe.checks import check_is, check_number, checks_arguments
 
 _MOST_SECONDS = 1e9
 
@@ -42,8 +40,8 @@ class Ranks:
             the environment, or else the interface that reaches the store: the loopback interface on one host.
         replicas: the number of equal pipelines among which the processes are divided. Each trains on its own part of the
             mini-batch, and their gradients are summed. Divides the number of processes.
-        nccl: whether the tensors between workers of different ranks go from GPU to GPU, by NCCL. If not, they pass through
-            the memory of the hosts. Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
+        nccl: whether the tensors between workers of different ranks go from GPU to GPU, by NCCL, instead of through the
+            memory of the hosts. Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
 
     Raises:
         TypeError: if ``group`` is not a process group that this process belongs to.
@@ -51,6 +49,7 @@ class Ranks:
             that does not divide the number of processes, or ``nccl`` where NCCL cannot be used.
     """
 
+    @checks_arguments
     def __init__(
         self,
         group: ProcessGroup,
@@ -61,11 +60,12 @@ class Ranks:
         replicas: int = 1,
         nccl: bool = False,
     ) -> None:
-        if not isinstance(group, ProcessGroup):
-            raise TypeError(f"group must be a process group that this process belongs to, but is {group!r}")
-        self._start(_C.Ranks.from_group(group, *_options(timeout, join_timeout, interface, replicas, nccl)))
+        check_is(group, "group", ProcessGroup, "a process group that this process belongs to")
+        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
+        self._start(_C.Ranks.from_group(group, *times, interface, replicas, nccl))
 
     @classmethod
+    @checks_arguments
     def from_environment(
         cls,
         *,
@@ -82,9 +82,9 @@ class Ranks:
             ValueError: for a variable that is missing or not valid.
             RuntimeError: if the store cannot be served or reached.
         """
-        options = _options(timeout, join_timeout, interface, replicas, nccl)
+        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
         ranks = cls.__new__(cls)
-        ranks._start(_C.Ranks.from_environment(*options))
+        ranks._start(_C.Ranks.from_environment(*times, interface, replicas, nccl))
         return ranks
 
     def _start(self, core: _C.Ranks) -> None:
@@ -119,14 +119,11 @@ class Ranks:
         return self._core.replica
 
     def part(self, samples: int, replica: int | None = None) -> slice:
-        """Returns the part of a mini-batch that belongs to a replica. Parts differ by one sample at most. The first replica's
-        part is the largest, the last one's the smallest, which can be empty.
-
-        Args:
-            replica: default: the one that this process belongs to.
-        """
+        """Returns the part of a mini-batch that belongs to a replica, by default this process's. Parts differ by one sample
+        at most. The first replica's part is the largest, the last one's the smallest, which can be empty."""
         return slice(*self._core.part(samples, self.replica if replica is None else replica))
 
+    @checks_arguments
     def share(self, text: str) -> str:
         """Returns rank 0's text on all ranks, which wait for it. All ranks call it in the same order. The texts of the other
         ranks are ignored. Serves short texts, before pipelines are made.
@@ -134,14 +131,14 @@ class Ranks:
         Raises:
             RuntimeError: if a rank has failed, or rank 0 does not come within ``join_timeout``.
         """
-        return self._core.share(check_text(text, "text"))
+        return self._core.share(text)
 
     def finish(self) -> None:
         """Leaves the job. Pipelines cannot be used afterwards, and calls that other ranks begin raise an exception. Waits until
         the other ranks have left too, for at most ``timeout``.
 
-        Called at the end of a ``with`` block, and at the end of the program. After an exception these do not wait: they tell
-        the other ranks, whose calls raise an exception that quotes it.
+        The end of a ``with`` block, or of the program, calls it. After an exception these do not wait: they tell the other
+        ranks, whose calls raise an exception that quotes it.
         """
         self._finish(None)
 
@@ -166,18 +163,6 @@ class Ranks:
         raise TypeError("Ranks belong to this process, so they cannot be copied or pickled")
 
 
-def _options(
-    timeout: float | timedelta, join_timeout: float | timedelta, interface: object, replicas: object, nccl: object
-) -> tuple[float, float, str, int, bool]:
-    return (
-        _seconds(timeout, "timeout"),
-        _seconds(join_timeout, "join_timeout"),
-        check_text(interface, "interface"),
-        check_whole(replicas, "replicas"),
-        check_flag(nccl, "nccl"),
-    )
-
-
 def _seconds(time: float | timedelta, name: str) -> float:
     seconds = time.total_seconds() if isinstance(time, timedelta) else check_number(time, name)
     if not 0 < seconds < _MOST_SECONDS:
@@ -190,11 +175,7 @@ _of_groups: WeakKeyDictionary[ProcessGroup, Ranks] = WeakKeyDictionary()
 
 
 def ranks_of(group: ProcessGroup | Ranks) -> Ranks:
-    """Returns the ranks of a process group: the same for all pipelines of the group.
-
-    Raises:
-        TypeError: for anything else.
-    """
+    """Returns the ranks of a process group: the same for all pipelines of the group. Raises TypeError for anything else."""
     if isinstance(group, Ranks):
         return group
     ranks = _of_groups.get(group) if isinstance(group, ProcessGroup) else None

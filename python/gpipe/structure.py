@@ -19,8 +19,6 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 
-__all__ = ["Structure", "decode", "encode", "take_apart"]
-
 
 class Structure:
     """An object without its tensors: the tuples, named tuples, lists, dicts and ``None`` that it is made of, and the classes
@@ -84,6 +82,13 @@ def take_apart(value: object) -> tuple[list[Tensor], Structure]:
             )
     classes = tuple(_class_of(leaf) for leaf in leaves)
     return [leaf for leaf in leaves if leaf is not None], Structure(tree, classes)
+
+
+def first_micro_batch(value: object, chunks: int) -> tuple[Any, int]:
+    """Returns the first micro-batch of a mini-batch, and the number of micro-batches. Errors as :func:`take_apart`."""
+    tensors, structure = take_apart(value)
+    parts = [tensor.chunk(chunks) for tensor in tensors]
+    return structure.build(pieces[0] for pieces in parts), len(parts[0]) if parts else 0
 
 
 def encode(structure: Structure) -> bytes:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler as _GradScaler
 
 from gpipe import _C
-from gpipe.checks import check_number, check_whole, shown
+from gpipe.checks import check_is, check_number, check_text, check_whole
 from gpipe.core import Core
-
-__all__ = ["TeamCalls"]
 
 
 class TeamCalls(nn.Module):
@@ -21,65 +21,108 @@ class TeamCalls(nn.Module):
 
     _core: Core
 
-    def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
-        """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
-        must be the same on all ranks."""
-        with self._core.refusing():
-            pipeline = self._core.pipeline()
-            if not isinstance(data, bytes) or not isinstance(what, str):
-                raise TypeError(f"gather takes bytes and what they are, a str, but got {type(data)} and {type(what)}")
-        return pipeline.gather(data, what)
-
-    def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
-        """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
-        the same calls."""
-        with self._core.refusing():
-            pipeline = self._core.pipeline()
-            if not isinstance(timeline, _C.Timeline):
-                raise TypeError(f"timeline must be a gpipe.Timeline, but is {shown(timeline)}")
-        return pipeline.gather_timeline(timeline)
-
-    def largest(self, number: int) -> int:
-        """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
-        ``if pipe.largest(stop): break``."""
-        with self._core.refusing():
-            pipeline = self._core.pipeline()
-            number = check_whole(number, "number", bits=64)
-            if number < 0:
-                raise ValueError(f"number must be from 0 to 2**64 - 1, but is {number}")
-        return pipeline.largest(number)
-
-    def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
-        """Returns the sums of the numbers that the first rank of each replica gives, such as scores of its part. All
-        ranks give as many numbers and get the same bits."""
-        with self._core.refusing():
-            pipeline = self._core.pipeline()
-            own = [check_number(number, "each of the numbers") for number in numbers]
-        return pipeline.sum_over_replicas(own)
-
     def refusing(self) -> AbstractContextManager[None]:
         """Makes the other ranks' call raise an exception if a ``with`` block, which prepares the same call, does."""
         return self._core.refusing()
 
+    def _call(self, method: str, arguments: Callable[[], tuple[Any, ...]]) -> Any:
+        with self._core.refusing():
+            call = getattr(self._core.pipeline(), method)
+            checked = arguments()
+        return call(*checked)
+
+    def gather(self, data: bytes, what: str = "bytes") -> list[bytes]:
+        """Returns the bytes that each rank gives, in order, on rank 0; an empty list on the others. ``what`` they are
+        must be the same on all ranks."""
+        gathered: list[bytes] = self._call(
+            "gather", lambda: (check_is(data, "data", bytes, "bytes"), check_text(what, "what"))
+        )
+        return gathered
+
+    def gather_timeline(self, timeline: _C.Timeline) -> _C.Timeline:
+        """Returns the actions of all ranks on one axis of time, on rank 0; an empty timeline on the others. All trace
+        the same calls."""
+        whole: _C.Timeline = self._call(
+            "gather_timeline", lambda: (check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline"),)
+        )
+        return whole
+
+    def largest(self, number: int) -> int:
+        """Returns the largest of the numbers, from 0 to 2**64 - 1, that the ranks give. So ranks stop at the same step:
+        ``if pipe.largest(stop): break``."""
+
+        def checked() -> tuple[int]:
+            if (whole := check_whole(number, "number", bits=64)) < 0:
+                raise ValueError(f"number must be from 0 to 2**64 - 1, but is {whole}")
+            return (whole,)
+
+        return int(self._call("largest", checked))
+
+    def sum_over_replicas(self, numbers: Iterable[float]) -> list[float]:
+        """Returns the sums of the numbers that the first rank of each replica gives, such as scores of its part. All
+        ranks give as many numbers and get the same bits."""
+        sums: list[float] = self._call(
+            "sum_over_replicas", lambda: ([check_number(number, "each of the numbers") for number in numbers],)
+        )
+        return sums
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Clips the gradients of the whole model by their total norm, as ``torch.nn.utils.clip_grad_norm_`` does in one
-        process, with the same bits.
-
-        Args:
-            max_norm: the largest norm. Positive over ranks.
-            norm_type: the type of the norm; ``inf`` for the largest absolute value. Positive over ranks.
-            error_if_nonfinite: whether a total norm that is not finite is an error.
+        process, with the same bits. Over ranks, ``max_norm`` and ``norm_type`` are positive.
 
         Returns:
             The total norm before clipping.
 
         Raises:
-            RuntimeError: for a total norm that is not finite, if asked for. The gradients are then unchanged.
+            RuntimeError: with ``error_if_nonfinite``, for a total norm that is not finite. The gradients are then unchanged.
         """
-        with self._core.refusing():
-            max_norm, norm_type = check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type")
-            if self._core.ranks is None:
-                return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
-            pipeline = self._core.pipeline()
-        total: Tensor = pipeline.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
-        return total
+        if self._core.ranks is None:
+            return torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type, error_if_nonfinite)
+        norm: Tensor = self._call(
+            "clip_grad_norm_",
+            lambda: (check_number(max_norm, "max_norm"), check_number(norm_type, "norm_type"), error_if_nonfinite),
+        )
+        return norm
+
+
+class GradScaler(_GradScaler):
+    """``torch.amp.GradScaler`` for a pipeline over ranks: if a gradient of any rank is not finite, all ranks skip the
+    optimizer's step and lower the scale. In one process it is the same as PyTorch's.
+
+        scaler = gpipe.GradScaler(pipe)
+        with torch.autocast("cuda", torch.float16):
+            loss = pipe.step(x, y, criterion, scale=scaler)
+        scaler.unscale_(optimizer)
+        pipe.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    All ranks call its methods in the same order, with an optimizer of the pipeline's ``parameters()``. The other arguments
+    are those of ``torch.amp.GradScaler``, the same on all ranks.
+    """
+
+    def __init__(
+        self,
+        pipe: TeamCalls,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        device = next((device.type for device in pipe._core.devices if device.type != "cpu"), "cpu")
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._pipe = pipe
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        with self._pipe.refusing():
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            of_rank = any(bool(each) for each in found.values())
+        # A rank without gradients has checked none.
+        found.setdefault(found_inf.device, found_inf)
+        of_all = float(self._pipe.largest(int(of_rank)))
+        for each in found.values():
+            each.fill_(of_all)
+        return found

@@ -89,7 +89,7 @@ def test_models_and_samples_that_a_pipeline_refuses():
         (lambda x, profile: balance.predict(profile, 7, 2), "balance must be a list .*, but is 7"),
         (lambda x, profile: balance.predict(profile, [7], 2.5), "chunks must be an integer, but is 2.5"),
         (lambda x, profile: balance.predict(profile, [7], 2, None), "checkpoint must be .*, but is None"),
-        (lambda x, profile: balance.predict(None, [7], 2), "profile must be a Profile.*NoneType"),
+        (lambda x, profile: balance.predict(None, [7], 2), "profile must be a Profile.*but is None"),
     ],
 )
 def test_arguments_of_another_type_are_refused(call, message, measured):
