@@ -6,7 +6,7 @@
 
 #include "balance/profile.h"
 #include "balance/stage_cost.h"
-#include "gpipe/schedule/list_scheduler.h"
+#include "gpipe/schedule/greedy.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/timeline.h"

@@ -101,11 +101,7 @@ struct Parts {
     schedule = fill_drain(layout, checkpoint);
   }
 
-  Program program() const {
-    auto made = Program::make(layout, edges, schedule);
-    if (!made.ok()) throw std::logic_error(std::string(made.status().message()));
-    return *std::move(made);
-  }
+  Program program() const { return Program::make(layout, edges, schedule); }
 
   Layout layout;
   std::vector<Edge> edges;

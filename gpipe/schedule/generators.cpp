@@ -1,17 +1,14 @@
 #include "gpipe/schedule/generators.h"
 
 #include <cstddef>
-#include <stdexcept>
-#include <string>
 #include <utility>
 
-#include "gpipe/schedule/capacity.h"
 #include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
 
 Schedule fill(const Layout& layout) {
-  if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
+  verify(layout);
   Schedule lists(layout.workers());
   for (int stage = 0; stage < layout.stages; ++stage) {
     auto& list = lists[layout.placement[stage]];
@@ -45,12 +42,10 @@ Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_bat
 }
 
 Program make_program(Layout layout, std::vector<Edge> edges, Schedule schedule) {
-  if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
+  verify(layout);
   const auto capacities = sufficient_capacities(layout, edges, schedule);
   for (std::size_t e = 0; e < edges.size(); ++e) edges[e].capacity = capacities[e];
-  auto program = Program::make(std::move(layout), std::move(edges), std::move(schedule));
-  if (!program.ok()) throw std::invalid_argument(std::string(program.status().message()));
-  return *std::move(program);
+  return Program::make(std::move(layout), std::move(edges), std::move(schedule));
 }
 
 }  // namespace gpipe

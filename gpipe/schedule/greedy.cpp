@@ -2,17 +2,181 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <limits>
-#include <stdexcept>
-#include <string>
+#include <set>
+#include <tuple>
 #include <utility>
 
-#include "absl/strings/str_format.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
+
+class ListScheduler {
+ public:
+  ListScheduler(const Workload& workload, const ListOptions& options)
+      : work_(workload),
+        options_(options),
+        wiring_(workload.layout.stages, workload.edges),
+        stages_(workload.layout.stages),
+        workers_(workload.layout.workers()),
+        result_{Schedule(workers_.size())} {
+    for (int s = work_.layout.stages; s-- > 0;) {
+      Worker& worker = workers_[work_.layout.placement[s]];
+      stages_[s].later_here = static_cast<int>(worker.stages.size());
+      worker.stages.push_back(s);
+      if (s + 1 < work_.layout.stages) link(s, s + 1);
+    }
+    for (const Edge& edge : work_.edges) link(edge.from, edge.to);
+  }
+
+  ListSchedule run() && {
+    for (std::size_t w = 0; w < workers_.size(); ++w) choose(static_cast<int>(w));
+    while (!queue_.empty()) {
+      const int worker = queue_.begin()->second;
+      const Action action = workers_[worker].next->action;
+      perform(worker, *workers_[worker].next);
+      choose(worker);
+      const Stage& stage = stages_[action.stage];
+      if (action.kind == Kind::F) choose_all(stage.later);
+      if (action.kind == Kind::B || action.kind == Kind::I) choose_all(stage.earlier);
+    }
+    return std::move(result_);
+  }
+
+ private:
+  /// An action that a worker could run next, and when.
+  struct Choice {
+    Action action;
+    double start = 0;
+    double end = 0;
+  };
+
+  struct Stage {
+    // When the actions that were chosen end, by micro-batch.
+    std::vector<double> forwards;
+    std::vector<double> backwards;
+    int weights = 0;     ///< number of W that were chosen
+    int later_here = 0;  ///< number of later stages of the same worker
+    // The other workers that take what the stage puts.
+    std::set<int> later;
+    std::set<int> earlier;
+  };
+
+  struct Worker {
+    std::vector<int> stages;
+    std::int64_t cells = 0;
+    int split = 0;  ///< I that wait for their W
+    double clock = 0;
+    std::optional<Choice> next;
+  };
+
+  void link(int from, int to) {
+    const int sender = work_.layout.placement[from];
+    const int receiver = work_.layout.placement[to];
+    if (sender == receiver) return;
+    stages_[from].later.insert(receiver);
+    stages_[to].earlier.insert(sender);
+  }
+
+  double seconds(Kind kind, int stage) const { return work_.costs.actions[stage][static_cast<std::size_t>(kind)]; }
+
+  bool recomputes(int m) const { return gpipe::recomputes(work_.checkpoint, m, work_.layout.micro_batches); }
+
+  void choose_all(const std::set<int>& workers) {
+    for (const int w : workers) choose(w);
+  }
+
+  /// Chooses the worker's next action: of those that can start first, the preferred one.
+  void choose(int w) {
+    Worker& worker = workers_[w];
+    if (worker.next) queue_.erase({worker.next->start, w});
+    worker.next.reset();
+    for (const int stage : worker.stages) {
+      for (const auto& choice : {forward(worker, stage), backward(worker, stage), weights(worker, stage)}) {
+        if (choice && (!worker.next || order(*choice) < order(*worker.next))) worker.next = choice;
+      }
+    }
+    if (worker.next) queue_.insert({worker.next->start, w});
+  }
+
+  std::tuple<double, int, int, int> order(const Choice& choice) const {
+    const auto [kind, stage, m] = choice.action;
+    const int by_kind = kind == Kind::W ? 2 : (kind == Kind::F) != options_.forward_first;
+    return {choice.start, by_kind, m, kind == Kind::F ? -stage : stage};
+  }
+
+  std::optional<Choice> forward(const Worker& worker, int stage) const {
+    const int m = static_cast<int>(stages_[stage].forwards.size());
+    if (m == work_.layout.micro_batches) return std::nullopt;
+    // Leaves room for one cell of each later stage, and runs the stages in order. So the oldest micro-batch can go on.
+    const auto most_cells = static_cast<std::int64_t>(worker.stages.size()) * options_.depth;
+    if (worker.cells + 1 + stages_[stage].later_here > most_cells) return std::nullopt;
+    if (stage > 0 && stages_[stage - 1].forwards.size() <= static_cast<std::size_t>(m)) return std::nullopt;
+    double start = worker.clock;
+    for (const int e : wiring_.in[stage]) {
+      const auto& ends = stages_[work_.edges[e].from].forwards;
+      start = std::max(start, ends[m] + work_.costs.edges[e]);
+    }
+    const bool stored = recomputes(m) && !work_.costs.stored.empty();
+    return Choice{{Kind::F, stage, m}, start, start + (stored ? work_.costs.stored[stage] : seconds(Kind::F, stage))};
+  }
+
+  /// B or I, together with its R.
+  std::optional<Choice> backward(const Worker& worker, int stage) const {
+    const int m = static_cast<int>(stages_[stage].backwards.size());
+    if (stages_[stage].forwards.size() <= static_cast<std::size_t>(m)) return std::nullopt;
+    const bool whole = options_.most_split == 0;
+    if (!whole && worker.split >= options_.most_split) return std::nullopt;
+    double arrival = 0;
+    for (const int e : wiring_.out[stage]) {
+      const auto& ends = stages_[work_.edges[e].to].backwards;
+      if (ends.size() <= static_cast<std::size_t>(m)) return std::nullopt;
+      arrival = std::max(arrival, ends[m] + work_.costs.edges[e]);
+    }
+    const double recompute = recomputes(m) ? seconds(Kind::R, stage) : 0;
+    const Kind kind = whole ? Kind::B : Kind::I;
+    return Choice{{kind, stage, m},
+                  std::max(worker.clock, arrival - recompute),
+                  std::max(worker.clock + recompute, arrival) + seconds(kind, stage)};
+  }
+
+  std::optional<Choice> weights(const Worker& worker, int stage) const {
+    const int m = stages_[stage].weights;
+    if (options_.most_split == 0 || stages_[stage].backwards.size() <= static_cast<std::size_t>(m)) {
+      return std::nullopt;
+    }
+    return Choice{{Kind::W, stage, m}, worker.clock, worker.clock + seconds(Kind::W, stage)};
+  }
+
+  void perform(int w, const Choice choice) {
+    const auto [kind, stage, m] = choice.action;
+    Worker& worker = workers_[w];
+    worker.clock = choice.end;
+    result_.makespan = std::max(result_.makespan, choice.end);
+    result_.lists[w].push_back(choice.action);
+    if (kind == Kind::F) {
+      stages_[stage].forwards.push_back(choice.end);
+      ++worker.cells;
+    }
+    if (kind == Kind::B || kind == Kind::I) stages_[stage].backwards.push_back(choice.end);
+    if (kind == Kind::B || kind == Kind::W) --worker.cells;
+    if (kind == Kind::I) ++worker.split;
+    if (kind == Kind::W) {
+      --worker.split;
+      ++stages_[stage].weights;
+    }
+  }
+
+  const Workload& work_;
+  const ListOptions& options_;
+  const Wiring wiring_;
+  std::vector<Stage> stages_;
+  std::vector<Worker> workers_;
+  std::set<std::pair<double, int>> queue_;  ///< when each worker with a choice can start it
+  ListSchedule result_;
+};
 
 /// Keeps the fastest of the schedules that it is offered.
 class Search {
@@ -49,16 +213,15 @@ class Search {
 };
 
 void check(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
-  if (const auto status = verify(work.layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
+  verify(work.layout);
   if (most_bytes.empty()) return;
   const auto workers = work.layout.workers();
   if (most_bytes.size() != static_cast<std::size_t>(workers)) {
-    throw std::invalid_argument(absl::StrFormat(
-        "greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
-        most_bytes.size(), workers));
+    throw invalid("greedy_schedule: got limits for %d workers, but the layout has %d: give one per worker, or none",
+                  most_bytes.size(), workers);
   }
   if (work.costs.bytes.empty()) {
-    throw std::invalid_argument("greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
+    throw invalid("greedy_schedule: got limits, but the costs have no bytes: give bytes per stage");
   }
 }
 
@@ -82,6 +245,20 @@ Schedule with_whole(Schedule schedule, int stage) {
 }
 
 }  // namespace
+
+ListSchedule list_schedule(const Workload& workload, const ListOptions& options) {
+  return ListScheduler(workload, options).run();
+}
+
+Schedule greedy(const Layout& layout) {
+  Workload workload{.layout = layout};
+  for (int s = 0; s + 1 < layout.stages; ++s) workload.edges.push_back({s, s + 1, 1, ""});
+  workload.costs.actions.assign(layout.stages, {1, 0, 2, 1, 1});
+  workload.costs.edges.assign(workload.edges.size(), 0);
+  auto backward_first = list_schedule(workload, {.depth = layout.workers(), .forward_first = false});
+  auto forward_first = list_schedule(workload, {.depth = layout.workers(), .forward_first = true});
+  return forward_first.makespan < backward_first.makespan ? forward_first.lists : backward_first.lists;
+}
 
 std::optional<Schedule> greedy_schedule(const Workload& workload, const std::vector<std::int64_t>& most_bytes) {
   check(workload, most_bytes);

@@ -1,12 +1,53 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <optional>
 #include <vector>
 
-#include "gpipe/schedule/list_scheduler.h"
+#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/program.h"
+#include "gpipe/simulator.h"
 
 namespace gpipe {
+
+/// What a list scheduler makes a schedule for.
+struct Workload {
+  Layout layout;
+  std::vector<Edge> edges = {};  ///< capacities are not used
+  Costs costs = {};              ///< as simulate() takes them; also of I and W
+  Checkpoint checkpoint = Checkpoint::kNever;
+};
+
+/// How a list scheduler chooses actions.
+struct ListOptions {
+  static constexpr int kUnlimited = std::numeric_limits<int>::max();
+
+  /// A worker with n stages holds at most n × depth cells at once. REQUIRES: at least 1.
+  int depth = 1;
+  /// Of the actions that a worker can start at the same time, W comes last. Of the others, backwards come first, unless
+  /// this is set. Of one kind, the earliest micro-batch comes first.
+  bool forward_first = false;
+  /// The most I of a worker that wait for their W at once. With 0, backwards are whole.
+  int most_split = kUnlimited;
+};
+
+/// A schedule and its time.
+struct ListSchedule {
+  Schedule lists;
+  double makespan = 0;  ///< what simulate() says, with sufficient_capacities() and without Costs::sending
+};
+
+/// Returns the lists that arise when each free worker runs one of the actions that can start. Nothing is planned ahead.
+/// Actions of one kind and stage run in ascending order of micro-batches. The schedule never deadlocks, whatever the
+/// edges. The lists have no R (see with_recomputes()), but the times include them. Bytes are not used.
+/// REQUIRES: a valid layout and edges within it; costs for all stages and edges.
+ListSchedule list_schedule(const Workload& workload, const ListOptions& options);
+
+/// The named rule "greedy", for any placement: the faster of two list schedules, backwards or forwards first, for equal
+/// times of F, I and W and no skips. With p workers, a worker with n stages holds at most n p cells.
+/// REQUIRES: a valid layout.
+Schedule greedy(const Layout& layout);
 
 /// Searches for the fastest schedule whose workers use at most `most_bytes`, one number per worker; if it is empty,
 /// memory is unlimited. Tries all named schedules that fit the layout, and list schedules with many options. So in

@@ -13,6 +13,26 @@
 
 namespace gpipe {
 
+char to_char(Kind kind) { return "FRBIW"[static_cast<std::size_t>(kind)]; }
+
+std::string to_string(const Action& action) {
+  return absl::StrFormat("%d%c%d", action.stage, to_char(action.kind), action.micro_batch);
+}
+
+std::map<std::string, Checkpoint> checkpoints() {
+  return {{"never", Checkpoint::kNever}, {"except_last", Checkpoint::kExceptLast}, {"always", Checkpoint::kAlways}};
+}
+
+std::string to_string(Checkpoint checkpoint) {
+  if (checkpoint == Checkpoint::kNever) return "never";
+  return checkpoint == Checkpoint::kAlways ? "always" : "except_last";
+}
+
+bool recomputes(Checkpoint checkpoint, int micro_batch, int micro_batches) {
+  if (checkpoint == Checkpoint::kExceptLast) return micro_batch + 1 < micro_batches;
+  return checkpoint == Checkpoint::kAlways;
+}
+
 int Layout::workers() const {
   const auto last = std::max_element(placement.begin(), placement.end());
   return last == placement.end() ? 0 : *last + 1;
@@ -24,13 +44,11 @@ std::vector<int> stage_ends(const std::vector<std::int64_t>& balance) {
   int first = 0;
   for (const auto layers : balance) {
     if (layers < 1) {
-      throw std::invalid_argument(absl::StrFormat("[gpipe] balance is [%s], but every stage needs at least one layer",
-                                                  absl::StrJoin(balance, ", ")));
+      throw invalid("[gpipe] balance is [%s], but every stage needs at least one layer", absl::StrJoin(balance, ", "));
     }
     if (layers > kMost - first) {
-      throw std::invalid_argument(
-          absl::StrFormat("[gpipe] balance [%s] sums to more than %d, the largest number of layers",
-                          absl::StrJoin(balance, ", "), kMost));
+      throw invalid("[gpipe] balance [%s] sums to more than %d, the largest number of layers",
+                    absl::StrJoin(balance, ", "), kMost);
     }
     ends.push_back(first += static_cast<int>(layers));
   }
@@ -86,35 +104,19 @@ Wiring::Wiring(int stages, const std::vector<Edge>& edges) : in(stages), out(sta
 }
 
 std::span<const int> Wiring::takes(const Action& action) const {
-  switch (action.kind) {
-    case Kind::F:
-      return in[action.stage];
-    case Kind::B:
-    case Kind::I:
-      return out[action.stage];
-    case Kind::R:
-    case Kind::W:
-      break;
-  }
+  if (action.kind == Kind::F) return in[action.stage];
+  if (action.kind == Kind::B || action.kind == Kind::I) return out[action.stage];
   return {};
 }
 
 std::span<const int> Wiring::puts(const Action& action) const {
-  switch (action.kind) {
-    case Kind::F:
-      return out[action.stage];
-    case Kind::B:
-    case Kind::I:
-      return in[action.stage];
-    case Kind::R:
-    case Kind::W:
-      break;
-  }
+  if (action.kind == Kind::F) return out[action.stage];
+  if (action.kind == Kind::B || action.kind == Kind::I) return in[action.stage];
   return {};
 }
 
-absl::StatusOr<Program> Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
-  if (const auto peaks = verify(layout, edges, schedule); !peaks.ok()) return peaks.status();
+Program Program::make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
+  verify(layout, edges, schedule);
   Program program;
   program.layout_ = std::move(layout);
   program.edges_ = std::move(edges);
@@ -146,15 +148,8 @@ bool Program::recomputes(int stage) const {
 std::span<const Action> Program::actions(int worker, Part part) const {
   const std::span<const Action> list = schedule_[worker];
   const auto leading = static_cast<std::size_t>(leading_forwards_[worker]);
-  switch (part) {
-    case Part::kForward:
-      return list.first(leading);
-    case Part::kBackward:
-      return list.subspan(leading);
-    case Part::kAll:
-      break;
-  }
-  return list;
+  if (part == Part::kAll) return list;
+  return part == Part::kForward ? list.first(leading) : list.subspan(leading);
 }
 
 bool Program::two_phase() const {

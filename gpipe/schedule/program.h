@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "absl/status/statusor.h"
 #include "gpipe/schedule/action.h"
 
 namespace gpipe {
@@ -90,9 +89,9 @@ enum class Part {
 class Program {
  public:
   /// Verifies the schedule (see verifier.h) and combines it with its edges.
-  /// Errors: InvalidArgument for an invalid layout or edge, and for an action that is missing, repeated, out of order
-  /// within its cell or on the wrong worker; FailedPrecondition for a deadlock, with the blocked actions.
-  static absl::StatusOr<Program> make(Layout layout, std::vector<Edge> edges, Schedule schedule);
+  /// Errors: std::invalid_argument for an invalid layout or edge; for an action that is missing, repeated, out of order
+  /// within its cell or on the wrong worker; for a deadlock, with the blocked actions.
+  static Program make(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
   const Layout& layout() const { return layout_; }
   const std::vector<Edge>& edges() const { return edges_; }

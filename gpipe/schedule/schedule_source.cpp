@@ -1,42 +1,65 @@
 #include "gpipe/schedule/schedule_source.h"
 
 #include <algorithm>
+#include <charconv>
 #include <cstddef>
 #include <fstream>
+#include <map>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
 namespace {
 
+constexpr std::string_view kSeparators = " \t\r,";
+
+/// Reads an action such as "2F0".
+std::optional<Action> parse_action(std::string_view word) {
+  Action action;
+  const auto number = [&](int& value) {
+    const auto [end, error] = std::from_chars(word.data(), word.data() + word.size(), value);
+    word.remove_prefix(end - word.data());
+    return error == std::errc() && value >= 0 && value < kMostCells;
+  };
+  if (!number(action.stage) || word.empty()) return std::nullopt;
+  const auto kind = std::string_view("FRBIW").find(word.front());  // as to_char()
+  if (kind == word.npos) return std::nullopt;
+  action.kind = static_cast<Kind>(kind);
+  word.remove_prefix(1);
+  if (!number(action.micro_batch) || !word.empty()) return std::nullopt;
+  return action;
+}
+
 bool has_recomputes(const Schedule& schedule) {
-  return std::any_of(schedule.begin(), schedule.end(), [](const auto& list) {
-    return std::any_of(list.begin(), list.end(), [](const Action& action) { return action.kind == Kind::R; });
-  });
+  for (const auto& list : schedule) {
+    for (const Action& action : list) {
+      if (action.kind == Kind::R) return true;
+    }
+  }
+  return false;
 }
 
 ScheduleSource from_file(const std::string& path, int stages, const std::vector<int>& wanted) {
   auto parsed = read_schedule(path);
   if (parsed.layout.stages != stages) {
-    throw std::invalid_argument(absl::StrFormat("[gpipe] the schedule '%s' has %d stages, but balance has %d", path,
-                                                parsed.layout.stages, stages));
+    throw invalid("[gpipe] the schedule '%s' has %d stages, but balance has %d", path, parsed.layout.stages, stages);
   }
   auto placement = parsed.layout.placement;
   if (!wanted.empty() && wanted != placement) {
-    throw std::invalid_argument(absl::StrFormat(
-        "[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out", path,
-        absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", ")));
+    throw invalid("[gpipe] the schedule '%s' has its stages on workers %s, but placement is %s; leave placement out",
+                  path, absl::StrJoin(placement, ", "), absl::StrJoin(wanted, ", "));
   }
   auto make = [path, parsed = std::move(parsed)](const Layout& layout, Checkpoint checkpoint) {
     if (layout.micro_batches != parsed.layout.micro_batches) {
-      throw std::invalid_argument(
-          absl::StrFormat("[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change "
-                          "chunks or the file",
-                          path, parsed.layout.micro_batches, layout.micro_batches));
+      throw invalid(
+          "[gpipe] the schedule '%s' has %d micro-batches, but the mini-batch is cut into %d; change "
+          "chunks or the file",
+          path, parsed.layout.micro_batches, layout.micro_batches);
     }
     if (has_recomputes(parsed.schedule)) return parsed.schedule;
     return with_recomputes(parsed.schedule, checkpoint, layout.micro_batches);
@@ -46,32 +69,87 @@ ScheduleSource from_file(const std::string& path, int stages, const std::vector<
 
 }  // namespace
 
+std::string to_text(const Schedule& schedule) {
+  std::string text;
+  for (const auto& list : schedule) {
+    text += absl::StrJoin(list, " ", [](std::string* out, const Action& action) { *out += to_string(action); });
+    text += '\n';
+  }
+  return text;
+}
+
+ParsedSchedule parse_schedule(std::string_view text) {
+  ParsedSchedule result;
+  std::map<int, int> workers;  // by stage
+  for (int line = 1; !text.empty(); ++line) {
+    const auto end = std::min(text.find('\n'), text.size());
+    const auto content = text.substr(0, std::min(end, text.find('#')));
+    text.remove_prefix(std::min(end + 1, text.size()));
+    if (content.find_first_not_of(kSeparators) == content.npos) continue;
+    const auto worker = static_cast<int>(result.schedule.size());
+    auto& list = result.schedule.emplace_back();
+    for (std::size_t at = 0; (at = content.find_first_not_of(kSeparators, at)) != content.npos;) {
+      const auto word = content.substr(at, content.find_first_of(kSeparators, at) - at);
+      const auto action = parse_action(word);
+      if (!action) {
+        throw invalid(
+            "line %d, column %d: '%s' is not an action: write stage, kind (F, R, B, I or W) and micro-batch, such as "
+            "2F0",
+            line, at + 1, std::string(word.substr(0, 20)));
+      }
+      if (const int owner = workers.emplace(action->stage, worker).first->second; owner != worker) {
+        throw invalid("line %d, column %d: stage %d is on worker %d already: keep all its actions in one line", line,
+                      at + 1, action->stage, owner);
+      }
+      list.push_back(*action);
+      at += word.size();
+    }
+  }
+  if (workers.empty()) {
+    throw invalid("the schedule is empty: give one line of actions, such as 0F0 0B0, per worker");
+  }
+  result.layout.stages = workers.rbegin()->first + 1;
+  for (const auto& [stage, worker] : workers) {
+    if (const auto missing = static_cast<int>(result.layout.placement.size()); stage != missing) {
+      throw invalid("stage %d has no action, but stage %d has: number the stages without gaps", missing,
+                    result.layout.stages - 1);
+    }
+    result.layout.placement.push_back(worker);
+  }
+  for (const auto& list : result.schedule) {
+    for (const Action& action : list) {
+      result.layout.micro_batches = std::max(result.layout.micro_batches, action.micro_batch + 1);
+    }
+  }
+  return result;
+}
+
 ParsedSchedule read_schedule(const std::string& path) {
   constexpr std::size_t kLargest = std::size_t{64} << 20;
   std::ifstream file(path, std::ios::binary);
   std::string text(kLargest + 1, '\0');
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (!file.eof()) {
-    throw std::invalid_argument("[gpipe] cannot read the schedule '" + path + "'" +
-                                (file ? ": it is larger than 64 MiB" : ""));
+    throw invalid("[gpipe] cannot read the schedule '%s'%s", path, file ? ": it is larger than 64 MiB" : "");
   }
   text.resize(file.gcount());
-  auto parsed = parse_schedule(text);
-  if (!parsed.ok()) throw std::invalid_argument("[gpipe] " + path + ": " + std::string(parsed.status().message()));
-  return *std::move(parsed);
+  try {
+    return parse_schedule(text);
+  } catch (const std::invalid_argument& error) {
+    throw invalid("[gpipe] %s: %s", path, error.what());
+  }
 }
 
 ScheduleSource schedule_source(const std::string& schedule, int stages, int stages_per_worker,
                                std::vector<int> placement) {
   if (schedule.starts_with('@')) {
     if (stages_per_worker == 1) return from_file(schedule.substr(1), stages, placement);
-    throw std::invalid_argument(absl::StrFormat(
-        "[gpipe] the schedule '%s' places its stages itself, but stages_per_worker is %d; leave it at 1",
-        schedule.substr(1), stages_per_worker));
+    throw invalid("[gpipe] the schedule '%s' places its stages itself, but stages_per_worker is %d; leave it at 1",
+                  schedule.substr(1), stages_per_worker);
   }
   if (!placement.empty() && stages_per_worker != 1) {
-    throw std::invalid_argument(absl::StrFormat(
-        "[gpipe] placement and stages_per_worker (%d) exclude each other; set only one of them", stages_per_worker));
+    throw invalid("[gpipe] placement and stages_per_worker (%d) exclude each other; set only one of them",
+                  stages_per_worker);
   }
   if (placement.empty()) placement = schedule_rule(schedule).place(stages, stages_per_worker);
   ScheduleSource source{std::move(placement), [schedule](const Layout& layout, Checkpoint checkpoint) {

@@ -1,12 +1,27 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "gpipe/schedule/program.h"
-#include "gpipe/schedule/schedule_text.h"
 
 namespace gpipe {
+
+/// A schedule and the layout that it implies.
+struct ParsedSchedule {
+  Layout layout;
+  Schedule schedule;
+};
+
+/// The text form of schedules, as PyTorch's pipelining prints them: one line per worker, actions such as 2F0 (stage 2,
+/// forward, micro-batch 0) separated by spaces. Kinds are those of to_char(Kind).
+std::string to_text(const Schedule& schedule);
+
+/// Parses the text form. Commas separate actions too. Empty lines and the rest of a line after '#' are skipped. The layout
+/// has the stages, micro-batches and workers that occur. Does not check that the schedule can run; Program::make() does.
+/// Errors: std::invalid_argument, with line and column, for text that is not of this form, or a stage on two workers.
+ParsedSchedule parse_schedule(std::string_view text);
 
 /// Where the schedules of a pipeline come from, and the placement that they need.
 struct ScheduleSource {
@@ -14,7 +29,7 @@ struct ScheduleSource {
   ScheduleFunction make;
 };
 
-/// Reads a file in the text form of schedules (see schedule_text.h). Errors: std::invalid_argument, with the path, for a
+/// Reads a file in the text form of schedules. Errors: std::invalid_argument, with the path, for a
 /// file that cannot be read, is larger than 64 MiB, or is malformed.
 ParsedSchedule read_schedule(const std::string& path);
 

@@ -2,17 +2,13 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <stdexcept>
 #include <utility>
 
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/schedule/controllable_memory.h"
-#include "gpipe/schedule/interleaved.h"
-#include "gpipe/schedule/list_scheduler.h"
+#include "gpipe/base/checks.h"
+#include "gpipe/schedule/greedy.h"
 #include "gpipe/schedule/v_schedules.h"
 #include "gpipe/schedule/verifier.h"
-#include "gpipe/schedule/zero_bubble.h"
 
 namespace gpipe {
 namespace {
@@ -24,20 +20,18 @@ bool is_looped(const Layout& layout) {
 
 std::vector<int> loops(int stages, int stages_per_worker) {
   if (stages_per_worker < 1) {
-    throw std::invalid_argument(
-        absl::StrFormat("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker));
+    throw invalid("[gpipe] stages_per_worker must be positive, but is %d", stages_per_worker);
   }
   if (stages % stages_per_worker != 0) {
-    throw std::invalid_argument(absl::StrFormat(
-        "[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages, stages_per_worker));
+    throw invalid("[gpipe] balance has %d stages, which stages_per_worker = %d does not divide", stages,
+                  stages_per_worker);
   }
   return looped_placement(stages / stages_per_worker, stages);
 }
 
 std::vector<int> v(int stages, int stages_per_worker) {
   if (stages_per_worker != 1 && stages_per_worker != 2) {
-    throw std::invalid_argument(absl::StrFormat(
-        "[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker));
+    throw invalid("[gpipe] a V placement has two stages per worker, but stages_per_worker is %d", stages_per_worker);
   }
   return v_placement(stages);
 }
@@ -60,19 +54,64 @@ std::string needs_v(const Layout& layout) {
 
 Schedule fill_and_drain(const Layout& layout) { return fill_drain(layout, Checkpoint::kNever); }
 
-Schedule one_f_one_b(const Layout& layout) {
-  const int micro_batches = layout.micro_batches;
-  Schedule lists(layout.stages);
-  for (int s = 0; s < layout.stages; ++s) {
-    const int warm_up = std::min(micro_batches, layout.stages - s);
-    for (int m = 0; m < warm_up; ++m) lists[s].push_back({Kind::F, s, m});
-    for (int m = 0; m < micro_batches; ++m) {
-      lists[s].push_back({Kind::B, s, m});
-      if (warm_up + m < micro_batches) lists[s].push_back({Kind::F, s, warm_up + m});
+// The sizes of the rounds of interleaved schedules. They differ by one at most, larger ones first, because other sizes can
+// deadlock.
+std::vector<int> round_sizes(int workers, int micro_batches) {
+  const int rounds = std::max(1, micro_batches / workers);
+  std::vector<int> sizes(rounds, micro_batches / rounds);
+  for (int i = 0; i < micro_batches % rounds; ++i) ++sizes[i];
+  return sizes;
+}
+
+// The cells of one worker, in the order of its forwards or of its backwards. The worker runs a round of about p
+// micro-batches through one of its stages, then through the next.
+std::vector<Action> in_rounds(const Layout& layout, int worker, Kind kind) {
+  const int workers = layout.workers();
+  const int loops = layout.stages / workers;
+  std::vector<Action> actions;
+  int first = 0;
+  for (const int size : round_sizes(workers, layout.micro_batches)) {
+    for (int i = 0; i < loops; ++i) {
+      const int loop = kind == Kind::F ? i : loops - 1 - i;
+      for (int m = first; m < first + size; ++m) actions.push_back({kind, loop * workers + worker, m});
     }
+    first += size;
+  }
+  return actions;
+}
+
+// Returns lists of forwards, then one forward and one backward in turn. `slope` is the difference between neighbouring
+// workers in the number of forwards before the first backward. With one stage per worker there are no rounds.
+// REQUIRES: is_looped().
+Schedule alternate(const Layout& layout, int slope, bool split = false) {
+  const int workers = layout.workers();
+  const auto loops = static_cast<std::size_t>(layout.stages / workers);
+  const int round = round_sizes(workers, layout.micro_batches).front();
+  Schedule lists(workers);
+  for (int worker = 0; worker < workers; ++worker) {
+    const auto forwards = in_rounds(layout, worker, Kind::F);
+    const auto backwards = in_rounds(layout, worker, split ? Kind::I : Kind::B);
+    const auto weights = split ? in_rounds(layout, worker, Kind::W) : std::vector<Action>();
+    const auto first = std::min(forwards.size(), (loops - 1) * round + slope * (workers - 1 - worker));
+    const auto lag = std::min(weights.size(), static_cast<std::size_t>(slope) * worker);  // of W behind I
+    auto& list = lists[worker];
+    list.assign(forwards.begin(), forwards.begin() + static_cast<std::ptrdiff_t>(first));
+    for (std::size_t k = 0; k < backwards.size(); ++k) {
+      if (first + k < forwards.size()) list.push_back(forwards[first + k]);
+      list.push_back(backwards[k]);
+      if (split && k >= lag) list.push_back(weights[k - lag]);
+    }
+    list.insert(list.end(), weights.end() - static_cast<std::ptrdiff_t>(lag), weights.end());
   }
   return lists;
 }
+
+// With v stages per worker and rounds of g micro-batches at most, worker r holds (v - 1) g + 2 (p - 1 - r) + 1 cells at
+// most in interleaved_1f1b, every worker (v - 1) g + p in interleaved_zb, min(m, p) in zb_h1 and min(m, 2p - 1) in zb_h2.
+Schedule one_f_one_b(const Layout& layout) { return alternate(layout, 1); }
+Schedule interleaved_1f1b(const Layout& layout) { return alternate(layout, 2); }
+Schedule split_1f1b(const Layout& layout) { return alternate(layout, 1, /*split=*/true); }
+Schedule zb_h2(const Layout& layout) { return alternate(layout, 2, /*split=*/true); }
 
 constexpr ScheduleRule kRules[] = {
     {kFillAndDrain, "all forwards, then all backwards, last micro-batch first (GPipe, arXiv:1811.06965)", loops,
@@ -85,11 +124,11 @@ constexpr ScheduleRule kRules[] = {
      needs_loops, interleaved_1f1b},
     {"zb_h1",
      "1f1b with split backwards: a third of the bubble, p cells on each worker (Zero Bubble, arXiv:2401.10241)", loops,
-     needs_one_stage_per_worker, zb_h1},
+     needs_one_stage_per_worker, split_1f1b},
     {"zb_h2", "no idle time after a worker's first action, but 2p - 1 cells on each (Zero Bubble, arXiv:2401.10241)",
      loops, needs_one_stage_per_worker, zb_h2},
     {"interleaved_zb", "interleaved_1f1b with split backwards: a smaller bubble (Zero Bubble, arXiv:2401.10241)", loops,
-     needs_loops, interleaved_zb},
+     needs_loops, split_1f1b},
     {"zb_v", "zb_h2's idle time in zb_h1's memory, with two stages per worker (Zero Bubble, arXiv:2401.10241)", v,
      needs_v, zb_v},
     {"v_half", "half the memory of 1f1b's first worker (Controllable Memory, arXiv:2405.15362)", v, needs_v, v_half},
@@ -117,7 +156,7 @@ std::string too_few_stages(std::string_view name, int workers, int stages) {
 
 std::vector<int> looped_placement(int workers, int stages) {
   if (workers < 1 || stages < 0) {
-    throw std::invalid_argument(absl::StrFormat("cannot place %d stages on %d workers", stages, workers));
+    throw invalid("cannot place %d stages on %d workers", stages, workers);
   }
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = s % workers;
@@ -126,8 +165,7 @@ std::vector<int> looped_placement(int workers, int stages) {
 
 std::vector<int> v_placement(int stages) {
   if (stages < 0 || stages % 2 != 0) {
-    throw std::invalid_argument(
-        absl::StrFormat("[gpipe] a V placement has two stages per worker, but there are %d stages", stages));
+    throw invalid("[gpipe] a V placement has two stages per worker, but there are %d stages", stages);
   }
   std::vector<int> placement(stages);
   for (int s = 0; s < stages; ++s) placement[s] = std::min(s, stages - 1 - s);
@@ -141,17 +179,15 @@ const ScheduleRule& schedule_rule(std::string_view name) {
       std::find_if(std::begin(kRules), std::end(kRules), [&](const auto& it) { return it.name == name; });
   if (found != std::end(kRules)) return *found;
   const auto names = absl::StrJoin(kRules, ", ", [](std::string* out, const ScheduleRule& it) { *out += it.name; });
-  throw std::invalid_argument(
-      absl::StrFormat("[gpipe] unknown schedule '%s'; choose one of %s", std::string(name), names));
+  throw invalid("[gpipe] unknown schedule '%s'; choose one of %s", std::string(name), names);
 }
 
 Schedule make_schedule(std::string_view name, const Layout& layout, Checkpoint checkpoint) {
   const auto& rule = schedule_rule(name);
-  if (const auto status = verify(layout); !status.ok()) throw std::invalid_argument(std::string(status.message()));
+  verify(layout);
   if (const auto needed = rule.misfit(layout); !needed.empty()) {
-    throw std::invalid_argument(
-        absl::StrFormat("[gpipe] schedule '%s' needs %s, but the layout has %d stages on workers %s", std::string(name),
-                        needed, layout.stages, absl::StrJoin(layout.placement, ", ")));
+    throw invalid("[gpipe] schedule '%s' needs %s, but the layout has %d stages on workers %s", std::string(name),
+                  needed, layout.stages, absl::StrJoin(layout.placement, ", "));
   }
   return with_recomputes(rule.generate(layout), checkpoint, layout.micro_batches);
 }

@@ -1,83 +1,53 @@
 #include "gpipe/simulator.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <stdexcept>
+#include <string>
 
-#include "absl/strings/str_format.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/schedule/replay.h"
+#include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
 namespace {
 
 using absl::StrFormat;
 
-bool is_duration(double seconds) { return std::isfinite(seconds) && seconds >= 0; }
-
-void check(const Program& program, const Costs& costs) {
-  const auto& edges = program.edges();
-  if (costs.actions.size() != static_cast<std::size_t>(program.layout().stages)) {
-    throw std::invalid_argument(
-        StrFormat("simulate: got costs for %d stages, but the program has %d stages: give one per stage",
-                  costs.actions.size(), program.layout().stages));
-  }
-  if (costs.edges.size() != edges.size()) {
-    throw std::invalid_argument(
-        StrFormat("simulate: got costs for %d edges, but the program has %d edges: give one per edge",
-                  costs.edges.size(), edges.size()));
-  }
-  if (!costs.sending.empty() && costs.sending.size() != edges.size()) {
-    throw std::invalid_argument(StrFormat(
-        "simulate: got times of sending for %d edges, but the program has %d edges: give one per edge, or none",
-        costs.sending.size(), edges.size()));
-  }
-  if (!costs.stored.empty() && costs.stored.size() != costs.actions.size()) {
-    throw std::invalid_argument(
-        StrFormat("simulate: got costs of stored forwards for %d stages, but the program has %d stages: give one per "
-                  "stage, or none",
-                  costs.stored.size(), costs.actions.size()));
-  }
-  if (!costs.bytes.empty() && costs.bytes.size() != costs.actions.size()) {
-    throw std::invalid_argument(
-        StrFormat("simulate: got bytes for %d stages, but the program has %d stages: give one per stage, or none",
-                  costs.bytes.size(), program.layout().stages));
-  }
-  for (std::size_t s = 0; s < costs.actions.size(); ++s) {
-    for (std::size_t kind = 0; kind < costs.actions[s].size(); ++kind) {
-      if (is_duration(costs.actions[s][kind])) continue;
-      throw std::invalid_argument(
-          StrFormat("simulate: action %c of stage %d costs %g s: give a finite time of at least 0",
-                    to_char(static_cast<Kind>(kind)), s, costs.actions[s][kind]));
-    }
-  }
-  for (std::size_t s = 0; s < costs.stored.size(); ++s) {
-    if (is_duration(costs.stored[s])) continue;
-    throw std::invalid_argument(
-        StrFormat("simulate: a stored F of stage %d costs %g s: give a finite time of at least 0", s, costs.stored[s]));
-  }
-  for (std::size_t e = 0; e < edges.size(); ++e) {
-    if (is_duration(costs.edges[e])) continue;
-    throw std::invalid_argument(StrFormat("simulate: edge %d ('%s') costs %g s: give a finite time of at least 0", e,
-                                          edges[e].name, costs.edges[e]));
-  }
-  for (std::size_t e = 0; e < costs.sending.size(); ++e) {
-    if (is_duration(costs.sending[e]) && costs.sending[e] <= costs.edges[e]) continue;
-    throw std::invalid_argument(
-        StrFormat("simulate: edge %d ('%s') sends for %g s: give a time from 0 to its cost, %g s", e, edges[e].name,
-                  costs.sending[e], costs.edges[e]));
-  }
+void check_size(const char* what, std::size_t size, std::size_t wanted, const char* of, bool optional) {
+  if (size == wanted || (optional && size == 0)) return;
+  throw invalid("simulate: got %s for %d %ss, but the program has %d %ss: give one per %s%s", what, size, of, wanted,
+                of, of, optional ? ", or none" : "");
 }
 
-int peak_cells(const std::vector<Action>& list, bool has_backward) {
-  if (!has_backward) return 1;
-  int live = 0;
-  int peak = 0;
-  for (const Action& action : list) {
-    if (action.kind == Kind::F) peak = std::max(peak, ++live);
-    if (action.kind == Kind::B || action.kind == Kind::W) --live;
+bool is_duration(double seconds) { return std::isfinite(seconds) && seconds >= 0; }
+
+std::invalid_argument no_duration(const std::string& what, double seconds) {
+  return invalid("simulate: %s costs %g s: give a finite time of at least 0", what, seconds);
+}
+
+void check(const Program& program, const Costs& costs) {
+  const auto stages = static_cast<std::size_t>(program.layout().stages);
+  const auto& edges = program.edges();
+  check_size("costs", costs.actions.size(), stages, "stage", /*optional=*/false);
+  check_size("costs", costs.edges.size(), edges.size(), "edge", /*optional=*/false);
+  check_size("times of sending", costs.sending.size(), edges.size(), "edge", /*optional=*/true);
+  check_size("costs of stored forwards", costs.stored.size(), stages, "stage", /*optional=*/true);
+  check_size("bytes", costs.bytes.size(), stages, "stage", /*optional=*/true);
+  for (std::size_t s = 0; s < stages; ++s) {
+    for (const Kind kind : {Kind::F, Kind::R, Kind::B, Kind::I, Kind::W}) {
+      const double seconds = costs.actions[s][static_cast<std::size_t>(kind)];
+      if (!is_duration(seconds)) throw no_duration(StrFormat("action %c of stage %d", to_char(kind), s), seconds);
+    }
+    if (costs.stored.empty() || is_duration(costs.stored[s])) continue;
+    throw no_duration(StrFormat("a stored F of stage %d", s), costs.stored[s]);
   }
-  return peak;
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    const auto edge = [&] { return StrFormat("edge %d ('%s')", e, edges[e].name); };
+    if (!is_duration(costs.edges[e])) throw no_duration(edge(), costs.edges[e]);
+    if (costs.sending.empty() || (costs.sending[e] >= 0 && costs.sending[e] <= costs.edges[e])) continue;
+    throw invalid("simulate: %s sends for %g s: give a time from 0 to its cost, %g s", edge(), costs.sending[e],
+                  costs.edges[e]);
+  }
 }
 
 }  // namespace
@@ -102,7 +72,7 @@ Simulation simulate(const Program& program, const Costs& costs) {
   simulation.makespan = simulation.timeline.makespan();
   simulation.bubble = simulation.timeline.bubble();
   for (const auto& list : program.schedule()) {
-    simulation.peak_cells.push_back(peak_cells(list, program.has_backward()));
+    simulation.peak_cells.push_back(program.has_backward() ? peak_cells(list) : 1);
   }
   return simulation;
 }

@@ -3,17 +3,13 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <map>
+#include <nlohmann/json.hpp>
 #include <tuple>
-#include <utility>
-
-#include "absl/strings/str_cat.h"
-#include "absl/strings/str_format.h"
 
 namespace gpipe {
 namespace {
 
-using absl::StrAppendFormat;
+using Json = nlohmann::ordered_json;
 
 double first_start(const std::vector<Span>& spans) {
   double first = std::numeric_limits<double>::infinity();
@@ -30,73 +26,6 @@ double overlap_of(const Span& span, const Timeline& timeline) {
   }
   return span.end > span.start ? seconds / (span.end - span.start) : 0;
 }
-
-std::string json_string(const std::string& text) {
-  std::string out = "\"";
-  for (const char c : text) {
-    if (c == '"' || c == '\\') {
-      absl::StrAppend(&out, "\\", std::string(1, c));
-    } else if (static_cast<unsigned char>(c) < 0x20) {
-      StrAppendFormat(&out, "\\u%04x", static_cast<unsigned>(c));
-    } else {
-      out += c;
-    }
-  }
-  return out += '"';
-}
-
-/// Writes the list of events, with commas between them.
-class Writer {
- public:
-  explicit Writer(double origin) : origin_(origin) {}
-
-  void track(int worker) {
-    begin();
-    StrAppendFormat(&json_, R"({"name":"thread_name","ph":"M","pid":0,"tid":%d,"args":{"name":"worker %d"}})", worker,
-                    worker);
-  }
-
-  void slice(const Span& span) {
-    begin();
-    StrAppendFormat(&json_,
-                    R"({"name":"%s","cat":"action","ph":"X","pid":0,"tid":%d,"ts":%.3f,"dur":%.3f,)"
-                    R"("args":{"stage":%d,"micro_batch":%d,"kind":"%c","step":%d}})",
-                    to_string(span.action), span.worker, micros(span.start), micros(span.end) - micros(span.start),
-                    span.action.stage, span.action.micro_batch, to_char(span.action.kind), span.step);
-  }
-
-  void bytes(const Span& span) {
-    for (const auto& [seconds, bytes] :
-         {std::pair(span.start, span.bytes.peak), std::pair(span.end, span.bytes.after)}) {
-      begin();
-      StrAppendFormat(&json_, R"({"name":"bytes of worker %d","ph":"C","pid":0,"ts":%.3f,"args":{"bytes":%d}})",
-                      span.worker, micros(seconds), bytes);
-    }
-  }
-
-  /// Puts the ends in the middle of their slices. Viewers attach an arrow that ends on a border to the adjacent slice.
-  void arrow(const Edge& edge, const Span& from, const Span& to) {
-    const std::string name = json_string(edge.name);
-    begin();
-    StrAppendFormat(&json_, R"({"name":%s,"cat":"edge","ph":"s","id":%d,"pid":0,"tid":%d,"ts":%.3f})", name, arrows_,
-                    from.worker, micros(middle(from)));
-    begin();
-    StrAppendFormat(&json_, R"({"name":%s,"cat":"edge","ph":"f","bp":"e","id":%d,"pid":0,"tid":%d,"ts":%.3f})", name,
-                    arrows_++, to.worker, micros(middle(to)));
-  }
-
-  std::string finish() && { return json_ + "\n]}\n"; }
-
- private:
-  static double middle(const Span& span) { return span.start + (span.end - span.start) / 2; }
-  /// Rounded to the nanoseconds that are written, so that adjacent slices do not overlap.
-  double micros(double seconds) const { return std::round((seconds - origin_) * 1e9) / 1e3; }
-  void begin() { json_ += json_.back() == '[' ? "\n" : ",\n"; }
-
-  const double origin_;
-  int arrows_ = 0;
-  std::string json_ = R"({"displayTimeUnit":"ms","traceEvents":[)";
-};
 
 /// Identifies a span that exchanges data: stage, whether it is gradients, replica, step, micro-batch.
 using Key = std::tuple<int, bool, int, int, int>;
@@ -137,33 +66,62 @@ std::map<std::pair<int, Kind>, std::vector<const Span*>> most_overlapped(const T
 }
 
 std::string to_chrome_json(const Timeline& timeline) {
-  Writer writer(first_start(timeline.spans));
-  for (int worker = 0; worker < timeline.workers; ++worker) writer.track(worker);
-
+  // Rounded, so that adjacent slices do not overlap.
+  const auto nanos = [origin = first_start(timeline.spans)](double time) { return std::round((time - origin) * 1e9); };
+  const auto micros = [&](double time) { return nanos(time) / 1e3; };
+  Json events = Json::array();
+  for (int worker = 0; worker < timeline.workers; ++worker) {
+    events.push_back({{"name", "thread_name"},
+                      {"ph", "M"},
+                      {"pid", 0},
+                      {"tid", worker},
+                      {"args", {{"name", "worker " + std::to_string(worker)}}}});
+  }
   std::map<Key, const Span*> carriers;
   for (const Span& span : timeline.spans) {
-    writer.slice(span);
-    if (span.bytes.peak > 0) writer.bytes(span);
-    const auto [kind, stage, micro_batch] = span.action;
+    const auto [kind, stage, m] = span.action;
+    events.push_back(
+        {{"name", to_string(span.action)},
+         {"cat", "action"},
+         {"ph", "X"},
+         {"pid", 0},
+         {"tid", span.worker},
+         {"ts", micros(span.start)},
+         {"dur", (nanos(span.end) - nanos(span.start)) / 1e3},
+         {"args",
+          {{"stage", stage}, {"micro_batch", m}, {"kind", std::string(1, to_char(kind))}, {"step", span.step}}}});
+    const std::string graph = "bytes of worker " + std::to_string(span.worker);
+    for (const auto& [time, bytes] : {std::pair(span.start, span.bytes.peak), std::pair(span.end, span.bytes.after)}) {
+      if (span.bytes.peak == 0) continue;
+      events.push_back({{"name", graph}, {"ph", "C"}, {"pid", 0}, {"ts", micros(time)}, {"args", {{"bytes", bytes}}}});
+    }
     if (kind == Kind::R || kind == Kind::W) continue;
     const int replica = timeline.replicas == 1 ? 0 : span.worker / (timeline.workers / timeline.replicas);
-    carriers[{stage, kind != Kind::F, replica, span.step, micro_batch}] = &span;
+    carriers[{stage, kind != Kind::F, replica, span.step, m}] = &span;
   }
-
+  int arrows = 0;
   for (const Edge& edge : timeline.edges) {
-    for (const bool gradient : {false, true}) {
-      const int from = gradient ? edge.to : edge.from;
-      const int to = gradient ? edge.from : edge.to;
-      constexpr int kFirst = std::numeric_limits<int>::min();
-      for (auto it = carriers.lower_bound({from, gradient, kFirst, kFirst, kFirst}); it != carriers.end(); ++it) {
-        const auto [stage, is_gradient, replica, step, micro_batch] = it->first;
-        if (stage != from || is_gradient != gradient) break;
-        const auto consumer = carriers.find({to, gradient, replica, step, micro_batch});
-        if (consumer != carriers.end()) writer.arrow(edge, *it->second, *consumer->second);
+    for (const auto& [key, from] : carriers) {
+      const auto [stage, gradient, replica, step, m] = key;
+      if (stage != (gradient ? edge.to : edge.from)) continue;
+      const auto to = carriers.find({gradient ? edge.from : edge.to, gradient, replica, step, m});
+      if (to == carriers.end()) continue;
+      // Viewers attach an arrow that ends on the border of a slice to the adjacent one, so it ends in the middle.
+      for (const Span* end : {from, to->second}) {
+        events.push_back({{"name", edge.name},
+                          {"cat", "edge"},
+                          {"ph", end == from ? "s" : "f"},
+                          {"bp", "e"},
+                          {"id", arrows},
+                          {"pid", 0},
+                          {"tid", end->worker},
+                          {"ts", micros(end->start + (end->end - end->start) / 2)}});
       }
+      ++arrows;
     }
   }
-  return std::move(writer).finish();
+  const Json trace = {{"displayTimeUnit", "ms"}, {"traceEvents", std::move(events)}};
+  return trace.dump(-1, ' ', false, Json::error_handler_t::replace) + '\n';
 }
 
 }  // namespace gpipe

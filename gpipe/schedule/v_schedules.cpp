@@ -5,8 +5,11 @@
 #include <cstddef>
 #include <deque>
 #include <initializer_list>
+#include <optional>
 #include <utility>
 #include <vector>
+
+#include "gpipe/schedule/verifier.h"
 
 namespace gpipe {
 namespace {
@@ -105,6 +108,121 @@ std::vector<Action> dualpipe_v_list(const Layout& layout, int r) {
   return std::move(list).take();
 }
 
+// The slots of micro-batch 0's F and I on one worker's stages. A slot is the time of one action.
+struct Pattern {
+  int first_forward;
+  int second_forward;
+  int second_backward;
+  int first_backward;
+};
+
+// Micro-batch k runs k periods after micro-batch 0. A period has a slot for F, I and W of both stages.
+constexpr int kPeriod = 6;
+
+// The F and I of all workers in slots. A slot without either runs the W that has waited longest, if there is one.
+class Slots {
+ public:
+  Slots(const Layout& layout, const std::vector<Pattern>& patterns)
+      : layout_(layout), workers_(layout.workers()), forwards_(layout.stages), backwards_(layout.stages) {
+    for (int worker = 0; worker < layout.workers(); ++worker) {
+      const int second = layout.stages - 1 - worker;
+      const auto [f0, f1, i1, i0] = patterns[worker];
+      for (int m = 0; m < layout.micro_batches; ++m) {
+        place({Kind::F, worker, m}, f0 + m * kPeriod);
+        place({Kind::F, second, m}, f1 + m * kPeriod);
+        place({Kind::I, second, m}, i1 + m * kPeriod);
+        place({Kind::I, worker, m}, i0 + m * kPeriod);
+      }
+    }
+  }
+
+  // Moves every action that begins before `steady` or after `cool_down` to the first free slot after the actions that it
+  // needs with which its worker holds `most_cells` at most. Leaves it where it is if there is none.
+  void compact(int steady, int cool_down, int most_cells) {
+    std::size_t slots = 0;
+    for (const Worker& worker : workers_) slots = std::max(slots, worker.size());
+    for (int slot = 0; slot < static_cast<int>(slots); ++slot) {
+      if (slot >= steady && slot <= cool_down) continue;
+      for (Worker& worker : workers_) {
+        if (slot < static_cast<int>(worker.size()) && worker[slot]) move_forward(worker, slot, most_cells);
+      }
+    }
+  }
+
+  Schedule lists() const {
+    Schedule lists;
+    for (const Worker& worker : workers_) lists.push_back(list(worker));
+    return lists;
+  }
+
+ private:
+  using Worker = std::vector<std::optional<Action>>;  // by slot
+  using Times = std::vector<std::vector<int>>;        // slots by stage and micro-batch
+
+  Times& times(Kind kind) { return kind == Kind::F ? forwards_ : backwards_; }
+
+  void place(const Action& action, int slot) {
+    Worker& worker = workers_[layout_.placement[action.stage]];
+    if (worker.size() <= static_cast<std::size_t>(slot)) worker.resize(slot + 1);
+    worker[slot] = action;
+    times(action.kind)[action.stage].push_back(slot);
+  }
+
+  void move_forward(Worker& worker, int slot, int most_cells) {
+    const Action action = *worker[slot];
+    for (int earlier = needed(action) + 1; earlier < slot; ++earlier) {
+      if (worker[earlier]) continue;
+      std::swap(worker[earlier], worker[slot]);
+      if (peak_cells(list(worker)) <= most_cells) {
+        times(action.kind)[action.stage][action.micro_batch] = earlier;
+        return;
+      }
+      std::swap(worker[earlier], worker[slot]);
+    }
+  }
+
+  // The last slot of the actions that must precede `action`; -1 if there are none.
+  int needed(const Action& action) {
+    const auto [kind, stage, m] = action;
+    int latest = m == 0 ? -1 : times(kind)[stage][m - 1];
+    if (kind == Kind::F && stage > 0) latest = std::max(latest, forwards_[stage - 1][m]);
+    if (kind == Kind::I) {
+      const bool last = stage == layout_.stages - 1;
+      latest = std::max(latest, last ? forwards_[stage][m] : backwards_[stage + 1][m]);
+    }
+    return latest;
+  }
+
+  static std::vector<Action> list(const Worker& worker) {
+    std::vector<Action> list;
+    std::deque<Action> pending;
+    for (const auto& slot : worker) {
+      if (slot) {
+        list.push_back(*slot);
+        if (slot->kind == Kind::I) pending.push_back({Kind::W, slot->stage, slot->micro_batch});
+      } else if (!pending.empty()) {
+        list.push_back(pending.front());
+        pending.pop_front();
+      }
+    }
+    list.insert(list.end(), pending.begin(), pending.end());
+    return list;
+  }
+
+  const Layout& layout_;
+  std::vector<Worker> workers_;
+  Times forwards_;
+  Times backwards_;
+};
+
+// Repeats the pattern, then shortens warm-up and cool-down as far as the memory allows. `gap` separates F and I.
+Schedule repeat(const Layout& layout, const std::vector<Pattern>& patterns, int gap, int most_cells) {
+  Slots slots(layout, patterns);
+  slots.compact(patterns[0].first_backward + gap, (layout.micro_batches - 1) * kPeriod + patterns[0].first_forward,
+                most_cells);
+  return slots.lists();
+}
+
 }  // namespace
 
 Schedule zb_v(const Layout& layout) {
@@ -117,6 +235,24 @@ Schedule dualpipe_v(const Layout& layout) {
   Schedule lists;
   for (int worker = 0; worker < layout.workers(); ++worker) lists.push_back(dualpipe_v_list(layout, worker));
   return lists;
+}
+
+Schedule v_half(const Layout& layout) {
+  const int p = layout.workers();
+  const int gap = p % 2 == 0 ? 3 : 0;  // keeps forwards and backwards in different slots
+  std::vector<Pattern> patterns;
+  for (int r = 0; r < p; ++r) {
+    patterns.push_back({2 * r, 3 * p - 2 - r, 3 * p - 1 + gap + 2 * r, 6 * p - 2 + gap - r});
+  }
+  return repeat(layout, patterns, gap, 2 * ((p + 2) / 2));
+}
+
+Schedule v_min(const Layout& layout) {
+  const int p = layout.workers();
+  const int gap = p % 3 == 0 ? 2 : 0;  // keeps forwards and backwards in different slots
+  std::vector<Pattern> patterns;
+  for (int r = 0; r < p; ++r) patterns.push_back({r, 2 * p - 1 - r, 2 * p + gap + r, 4 * p + gap - 1 - r});
+  return repeat(layout, patterns, gap, 2 * ((p + 4) / 3));
 }
 
 }  // namespace gpipe

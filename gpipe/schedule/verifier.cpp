@@ -4,17 +4,15 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <optional>
 #include <string>
 
-#include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/schedule/replay.h"
 
 namespace gpipe {
 namespace {
 
-using absl::InvalidArgumentError;
 using absl::StrFormat;
 
 constexpr int kMissing = -1;
@@ -38,50 +36,43 @@ std::string label(const std::vector<Edge>& edges, int edge) {
   return StrFormat("edge %d ('%s')", edge, it.name);
 }
 
-absl::Status verify_edges(const Layout& layout, const std::vector<Edge>& edges) {
+void verify_edges(const Layout& layout, const std::vector<Edge>& edges) {
   for (std::size_t e = 0; e < edges.size(); ++e) {
     const Edge& edge = edges[e];
     const std::string name = label(edges, static_cast<int>(e));
     if (edge.from < 0 || edge.to >= layout.stages || edge.from >= edge.to) {
-      return InvalidArgumentError(
-          StrFormat("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d", name, edge.from,
-                    edge.to, layout.stages - 1));
+      throw invalid("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d", name, edge.from,
+                    edge.to, layout.stages - 1);
     }
-    if (edge.capacity < 1) {
-      return InvalidArgumentError(StrFormat("%s has capacity %d: give it at least 1", name, edge.capacity));
-    }
+    if (edge.capacity < 1) throw invalid("%s has capacity %d: give it at least 1", name, edge.capacity);
   }
-  return absl::OkStatus();
 }
 
 /// Finds the actions of every cell. Refuses actions outside the layout, on the wrong worker, or repeated.
-absl::StatusOr<std::vector<Places>> locate(const Layout& layout, const Schedule& schedule) {
+std::vector<Places> locate(const Layout& layout, const Schedule& schedule) {
   if (schedule.size() != static_cast<std::size_t>(layout.workers())) {
-    return InvalidArgumentError(
-        StrFormat("the schedule has %d lists, but the placement has %d workers: give one list per worker",
-                  schedule.size(), layout.workers()));
+    throw invalid("the schedule has %d lists, but the placement has %d workers: give one list per worker",
+                  schedule.size(), layout.workers());
   }
   std::vector<Places> cells(static_cast<std::size_t>(layout.stages) * layout.micro_batches);
   for (int worker = 0; worker < layout.workers(); ++worker) {
-    const auto& list = schedule[worker];
-    for (std::size_t i = 0; i < list.size(); ++i) {
-      const Action& action = list[i];
-      const auto here = [&] { return StrFormat("worker %d has %s", worker, to_string(action)); };
-      if (action.stage < 0 || action.stage >= layout.stages) {
-        return InvalidArgumentError(
-            StrFormat("%s, but stage %d does not exist: use 0..%d", here(), action.stage, layout.stages - 1));
+    for (std::size_t i = 0; i < schedule[worker].size(); ++i) {
+      const Action& action = schedule[worker][i];
+      const auto [kind, stage, m] = action;
+      const auto fail = [&](const std::string& why) {
+        return invalid("worker %d has %s%s", worker, to_string(action), why);
+      };
+      if (stage < 0 || stage >= layout.stages) {
+        throw fail(StrFormat(", but stage %d does not exist: use 0..%d", stage, layout.stages - 1));
       }
-      if (action.micro_batch < 0 || action.micro_batch >= layout.micro_batches) {
-        return InvalidArgumentError(StrFormat("%s, but micro-batch %d does not exist: use 0..%d", here(),
-                                              action.micro_batch, layout.micro_batches - 1));
+      if (m < 0 || m >= layout.micro_batches) {
+        throw fail(StrFormat(", but micro-batch %d does not exist: use 0..%d", m, layout.micro_batches - 1));
       }
-      if (layout.placement[action.stage] != worker) {
-        return InvalidArgumentError(StrFormat("%s, but stage %d is placed on worker %d: move it there", here(),
-                                              action.stage, layout.placement[action.stage]));
+      if (const int owner = layout.placement[stage]; owner != worker) {
+        throw fail(StrFormat(", but stage %d is placed on worker %d: move it there", stage, owner));
       }
-      int& place =
-          cells[static_cast<std::size_t>(action.stage) * layout.micro_batches + action.micro_batch][action.kind];
-      if (place != kMissing) return InvalidArgumentError(StrFormat("%s twice: remove one", here()));
+      int& place = cells[static_cast<std::size_t>(stage) * layout.micro_batches + m][kind];
+      if (place != kMissing) throw fail(" twice: remove one");
       place = static_cast<int>(i);
     }
   }
@@ -89,127 +80,166 @@ absl::StatusOr<std::vector<Places>> locate(const Layout& layout, const Schedule&
 }
 
 /// Checks which actions a cell has and their order: rules 2 and 3.
-absl::Status verify_cell(int stage, int micro_batch, const Places& cell, bool has_backward) {
+void verify_cell(int stage, int micro_batch, const Places& cell, bool has_backward) {
   const auto name = [&](Kind kind) { return to_string(Action{kind, stage, micro_batch}); };
-  const auto lacks = [&](Kind kind, const std::string& why) {
-    return InvalidArgumentError(StrFormat("the schedule lacks %s: %s", name(kind), why));
+  const auto need = [&](Kind kind, const std::string& why) {
+    if (!cell.has(kind)) throw invalid("the schedule lacks %s: %s", name(kind), why);
   };
-  if (!cell.has(Kind::F)) return lacks(Kind::F, "every cell needs one forward");
+  need(Kind::F, "every cell needs one forward");
   if (!has_backward) {
-    if (!cell.has(Kind::R)) return absl::OkStatus();
-    return InvalidArgumentError(StrFormat("the schedule has %s but no backward: remove it", name(Kind::R)));
+    if (cell.has(Kind::R)) throw invalid("the schedule has %s but no backward: remove it", name(Kind::R));
+    return;
   }
-  if (!cell.has_backward()) return lacks(Kind::B, "other cells have a backward, so this one needs B, or I and W");
+  if (!cell.has_backward()) need(Kind::B, "other cells have a backward, so this one needs B, or I and W");
   for (const Kind split : {Kind::I, Kind::W}) {
     if (!cell.has(split)) continue;
     if (cell.has(Kind::B)) {
-      return InvalidArgumentError(
-          StrFormat("the schedule has both %s and %s: keep either B, or I and W", name(Kind::B), name(split)));
+      throw invalid("the schedule has both %s and %s: keep either B, or I and W", name(Kind::B), name(split));
     }
-    const Kind other = split == Kind::I ? Kind::W : Kind::I;
-    if (!cell.has(other)) return lacks(other, StrFormat("%s needs it", name(split)));
+    need(split == Kind::I ? Kind::W : Kind::I, name(split) + " needs it");
   }
   Kind before = Kind::F;
   for (const Kind kind : kKinds) {
     if (!cell.has(kind)) continue;
     if (cell[kind] < cell[before]) {
-      return InvalidArgumentError(
-          StrFormat("%s stands before %s: move it after; the order in a cell is F, R, B or F, R, I, W", name(kind),
-                    name(before)));
+      throw invalid("%s stands before %s: move it after; the order in a cell is F, R, B or F, R, I, W", name(kind),
+                    name(before));
     }
     before = kind;
   }
-  return absl::OkStatus();
 }
 
-absl::Status verify_progress(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
+std::vector<Blocked> blocked(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
   const auto free = [](const Action&) { return 0.0; };
-  const Replay result = replay(layout, edges, Wiring(layout.stages, edges), schedule, free,
-                               /*latencies=*/std::vector<double>(edges.size()));
-  if (result.blocked.empty()) return absl::OkStatus();
+  return replay(layout, edges, Wiring(layout.stages, edges), schedule, free,
+                /*latencies=*/std::vector<double>(edges.size()))
+      .blocked;
+}
+
+void verify_progress(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
+  const auto waiting = blocked(layout, edges, schedule);
+  if (waiting.empty()) return;
   const auto describe = [&](std::string* out, const Blocked& it) {
     absl::StrAppendFormat(out, "worker %d waits to %s %s%s for %s", it.worker, it.puts ? "put" : "take",
                           it.action.kind == Kind::F ? "" : "the gradient of ", label(edges, it.edge),
                           to_string(it.action));
     if (it.puts) absl::StrAppendFormat(out, ", which is at its capacity of %d", edges[it.edge].capacity);
   };
-  return absl::FailedPreconditionError(
-      StrFormat("the schedule deadlocks: %s. Reorder the lists, or raise the capacity of an edge that is full",
-                absl::StrJoin(result.blocked, "; ", describe)));
+  throw invalid("the schedule deadlocks: %s. Reorder the lists, or raise the capacity of an edge that is full",
+                absl::StrJoin(waiting, "; ", describe));
 }
 
-Peaks count(const Layout& layout, const Schedule& schedule, const std::vector<Places>& cells, bool has_backward) {
-  Peaks peaks = {.live = std::vector<int>(layout.stages, 1), .graphs = std::vector<int>(layout.stages, 0)};
-  if (!has_backward) return peaks;
-  std::vector<int> live(layout.stages, 0);
-  std::vector<int> graphs(layout.stages, 0);
+bool ends_cell(const Action& action) { return action.kind == Kind::B || action.kind == Kind::W; }
+
+/// Returns, by stage, the most cells at once that have begun and not ended.
+template <typename Begins, typename Ends>
+std::vector<int> most_at_once(int stages, const Schedule& schedule, Begins begins, Ends ends) {
+  std::vector<int> now(stages);
+  std::vector<int> most(stages);
   for (const auto& list : schedule) {
     for (const Action& action : list) {
-      const int s = action.stage;
-      const Places& cell = cells[static_cast<std::size_t>(s) * layout.micro_batches + action.micro_batch];
-      if (action.kind == Kind::F) peaks.live[s] = std::max(peaks.live[s], ++live[s]);
-      if (action.kind == (cell.has(Kind::R) ? Kind::R : Kind::F))
-        peaks.graphs[s] = std::max(peaks.graphs[s], ++graphs[s]);
-      if (action.kind == Kind::B || action.kind == Kind::W) {
-        --live[s];
-        --graphs[s];
-      }
+      const int stage = action.stage;
+      if (stage < 0 || stage >= stages) continue;  // the schedule may not be verified yet
+      if (begins(action)) most[stage] = std::max(most[stage], ++now[stage]);
+      if (ends(action)) --now[stage];
     }
   }
-  return peaks;
+  return most;
 }
 
 }  // namespace
 
-absl::Status verify(const Layout& layout) {
-  if (layout.stages < 1) {
-    return InvalidArgumentError(StrFormat("the layout has %d stages: give it at least 1", layout.stages));
-  }
+void verify(const Layout& layout) {
+  const int stages = layout.stages;
+  if (stages < 1) throw invalid("the layout has %d stages: give it at least 1", stages);
   if (layout.micro_batches < 1) {
-    return InvalidArgumentError(StrFormat("the layout has %d micro-batches: give it at least 1", layout.micro_batches));
+    throw invalid("the layout has %d micro-batches: give it at least 1", layout.micro_batches);
   }
-  if (static_cast<std::int64_t>(layout.stages) * layout.micro_batches > kMostCells) {
-    return InvalidArgumentError(
-        StrFormat("the layout has %d stages and %d micro-batches: use at most %d cells (stages times micro-batches)",
-                  layout.stages, layout.micro_batches, kMostCells));
+  if (static_cast<std::int64_t>(stages) * layout.micro_batches > kMostCells) {
+    throw invalid("the layout has %d stages and %d micro-batches: use at most %d cells (stages times micro-batches)",
+                  stages, layout.micro_batches, kMostCells);
   }
-  if (layout.placement.size() != static_cast<std::size_t>(layout.stages)) {
-    return InvalidArgumentError(
-        StrFormat("the placement has %d entries, but the layout has %d stages: give one worker per stage",
-                  layout.placement.size(), layout.stages));
+  if (layout.placement.size() != static_cast<std::size_t>(stages)) {
+    throw invalid("the placement has %d entries, but the layout has %d stages: give one worker per stage",
+                  layout.placement.size(), stages);
   }
-  std::vector<bool> used(layout.stages, false);
-  for (int stage = 0; stage < layout.stages; ++stage) {
+  std::vector<bool> used(stages, false);
+  for (int stage = 0; stage < stages; ++stage) {
     const int worker = layout.placement[stage];
-    if (worker < 0 || worker >= layout.stages) {
-      return InvalidArgumentError(StrFormat("stage %d is placed on worker %d: with %d stages, use workers 0..%d", stage,
-                                            worker, layout.stages, layout.stages - 1));
+    if (worker < 0 || worker >= stages) {
+      throw invalid("stage %d is placed on worker %d: with %d stages, use workers 0..%d", stage, worker, stages,
+                    stages - 1);
     }
     used[worker] = true;
   }
   for (int worker = 0; worker < layout.workers(); ++worker) {
-    if (!used[worker]) {
-      return InvalidArgumentError(StrFormat(
-          "worker %d has no stage, but worker %d has: number the workers without gaps", worker, layout.workers() - 1));
-    }
+    if (used[worker]) continue;
+    throw invalid("worker %d has no stage, but worker %d has: number the workers without gaps", worker,
+                  layout.workers() - 1);
   }
-  return absl::OkStatus();
 }
 
-absl::StatusOr<Peaks> verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
-  if (const auto status = verify(layout); !status.ok()) return status;
-  if (const auto status = verify_edges(layout, edges); !status.ok()) return status;
+Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
+  verify(layout);
+  verify_edges(layout, edges);
   const auto cells = locate(layout, schedule);
-  if (!cells.ok()) return cells.status();
-  const bool has_backward = std::any_of(cells->begin(), cells->end(), [](const Places& c) { return c.has_backward(); });
+  const bool has_backward = std::any_of(cells.begin(), cells.end(), [](const Places& c) { return c.has_backward(); });
   for (int stage = 0; stage < layout.stages; ++stage) {
     for (int m = 0; m < layout.micro_batches; ++m) {
-      const Places& cell = (*cells)[static_cast<std::size_t>(stage) * layout.micro_batches + m];
-      if (const auto status = verify_cell(stage, m, cell, has_backward); !status.ok()) return status;
+      verify_cell(stage, m, cells[static_cast<std::size_t>(stage) * layout.micro_batches + m], has_backward);
     }
   }
-  if (const auto status = verify_progress(layout, edges, schedule); !status.ok()) return status;
-  return count(layout, schedule, *cells, has_backward);
+  verify_progress(layout, edges, schedule);
+  if (!has_backward) return {std::vector<int>(layout.stages, 1), std::vector<int>(layout.stages, 0)};
+  const auto begins = [](const Action& action) { return action.kind == Kind::F; };
+  const auto builds_graph = [&](const Action& action) {
+    const Places& cell = cells[static_cast<std::size_t>(action.stage) * layout.micro_batches + action.micro_batch];
+    return action.kind == (cell.has(Kind::R) ? Kind::R : Kind::F);
+  };
+  return {most_at_once(layout.stages, schedule, begins, ends_cell),
+          most_at_once(layout.stages, schedule, builds_graph, ends_cell)};
+}
+
+int peak_cells(const std::vector<Action>& list) {
+  int live = 0;
+  int peak = 0;
+  for (const Action& action : list) {
+    if (action.kind == Kind::F) peak = std::max(peak, ++live);
+    if (ends_cell(action)) --live;
+  }
+  return peak;
+}
+
+std::vector<int> sufficient_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
+  const auto begins = [](const Action& action) { return action.kind == Kind::F; };
+  const auto sends = [](const Action& action) { return action.kind == Kind::B || action.kind == Kind::I; };
+  const auto most = most_at_once(layout.stages, schedule, begins, sends);
+  std::vector<int> capacities;
+  for (const Edge& edge : edges) {
+    const bool valid = edge.from >= 0 && edge.from < layout.stages;
+    capacities.push_back(valid ? std::max(1, most[edge.from]) : 1);
+  }
+  return capacities;
+}
+
+std::vector<int> least_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
+  const auto sufficient = sufficient_capacities(layout, edges, schedule);
+  auto least = sufficient;
+  auto tried = edges;
+  for (std::size_t e = 0; e < edges.size(); ++e) tried[e].capacity = sufficient[e];
+  for (std::size_t e = 0; e < edges.size(); ++e) {
+    int low = 1;
+    while (low < least[e]) {
+      tried[e].capacity = low + (least[e] - low) / 2;
+      if (blocked(layout, tried, schedule).empty()) {
+        least[e] = tried[e].capacity;
+      } else {
+        low = tried[e].capacity + 1;
+      }
+    }
+    tried[e].capacity = sufficient[e];
+  }
+  return least;
 }
 
 }  // namespace gpipe

@@ -2,8 +2,6 @@
 
 #include <vector>
 
-#include "absl/status/status.h"
-#include "absl/status/statusor.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
@@ -18,8 +16,8 @@ struct Peaks {
   std::vector<int> graphs;
 };
 
-/// Checks the layout and its placement: a part of rule 1 below.
-absl::Status verify(const Layout& layout);
+/// Checks the layout and its placement: a part of rule 1 below. Errors: std::invalid_argument.
+void verify(const Layout& layout);
 
 /// Proves that a schedule can be executed:
 ///   1. The layout, the placement and the edges are valid: at most kMostCells cells, from < to, capacity >= 1.
@@ -30,6 +28,19 @@ absl::Status verify(const Layout& layout);
 ///      its edges, waiting while an edge is at capacity.
 /// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction.
 /// Takes time linear in the number of actions and exchanges. Errors: as Program::make.
-absl::StatusOr<Peaks> verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
+Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
+
+/// Returns the largest number of cells of a worker's list that are alive at once, over all its stages.
+int peak_cells(const std::vector<Action>& list);
+
+/// Returns capacities with which no put waits. A micro-batch lies on an edge, in either direction, only while its cell
+/// in the sending stage is between its F and its B or I. The largest number of such cells at once, in the order of the
+/// sender's list, is therefore enough. Without a backward it is the number of micro-batches.
+/// REQUIRES: the schedule satisfies rules 1 to 3; otherwise the result has no meaning.
+std::vector<int> sufficient_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
+
+/// Returns the least capacity of each edge with which the schedule does not deadlock while all other edges have their
+/// sufficient capacities. REQUIRES: the schedule runs with sufficient_capacities().
+std::vector<int> least_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
 }  // namespace gpipe

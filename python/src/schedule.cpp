@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
-#include "gpipe/schedule/capacity.h"
 #include "gpipe/schedule/schedule_source.h"
+#include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
 #include "python/src/checks.h"
@@ -55,8 +55,7 @@ Simulation simulated(const ParsedSchedule& made, const std::vector<std::pair<int
                      const std::array<double, 5>& seconds, std::int64_t graph_bytes, std::int64_t input_bytes) {
   const auto edges = edges_of(made, skips, capacity);
   const auto program = Program::make(made.layout, edges, made.schedule);
-  if (!program.ok()) throw std::invalid_argument(std::string(program.status().message()));
-  return simulate(*program, costs_of(made.layout, edges.size(), seconds, graph_bytes, input_bytes));
+  return simulate(program, costs_of(made.layout, edges.size(), seconds, graph_bytes, input_bytes));
 }
 
 using EdgeRow = std::tuple<std::string, int, int, int, int>;

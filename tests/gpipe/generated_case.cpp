@@ -152,7 +152,7 @@ bool live_graphs_as_verified(const Sequential& model, const GPipe& pipe, const S
       const auto* peak = module->as<PeakImpl>();
       if (!peak || std::find(here.begin(), here.end(), module) == here.end()) continue;
       const int live = peak->live->peak;
-      const int verified = peaks->graphs[stage];
+      const int verified = peaks.graphs[stage];
       // An I may free the layer's part of the graph before the W.
       if ((splits(spec) ? live > verified : live != verified) || peak->live->now != 0) return false;
     }

@@ -16,10 +16,9 @@ TEST(LiveGraphs, PeakAtTheVerifiersBound) {
     GPipe pipe(Sequential(first, second), {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint));
     const auto program = pipe->program(4);
     const auto peaks = verify(program->layout(), program->edges(), program->schedule());
-    ASSERT_TRUE(peaks.ok());
     pipe->forward(torch::randn({8, 6}).requires_grad_()).sum().backward();
-    EXPECT_EQ(first->live->peak, peaks->graphs[0]);
-    EXPECT_EQ(second->live->peak, peaks->graphs[1]);
+    EXPECT_EQ(first->live->peak, peaks.graphs[0]);
+    EXPECT_EQ(second->live->peak, peaks.graphs[1]);
     EXPECT_EQ(first->live->now, 0);
     EXPECT_EQ(second->live->now, 0);
   }

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "gpipe/gpipe.h"
-#include "gpipe/schedule/schedule_text.h"
+#include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
 #include "gpipe/timeline.h"
 #include "tests/gpipe/layers.h"
@@ -492,7 +492,7 @@ TEST(Step, RunsSchedulesFromAFileOrAFunction) {
   EXPECT_THAT([&] { wrong->step(x, y, kMse); }, ThrowsMessage<std::invalid_argument>(HasSubstr("no backward")));
 
   GPipe early(model, {5}, options("gpipe", 2).schedule_function([](const Layout&, Checkpoint) {
-    return parse_schedule("0F0 0R0 0F1 0B0 0B1")->schedule;
+    return parse_schedule("0F0 0R0 0F1 0B0 0B1").schedule;
   }));
   EXPECT_THAT([&] { early->step(x, y, kMse); },
               ThrowsMessage<std::invalid_argument>(HasSubstr("has 0F1 between 0R0 and its B")));

@@ -39,7 +39,7 @@ mutant(verifier_allows_no_capacity core_tests gpipe/schedule/verifier.cpp "edge.
        Verifier.*)
 mutant(drains_in_ascending_order core_tests gpipe/schedule/generators.cpp
        "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
-mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/action.cpp "micro_batch + 1 < micro_batches"
+mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
 mutant(replay_exceeds_the_capacity core_tests gpipe/schedule/replay.cpp "channel.puts >= channel.capacity"
        "channel.puts > channel.capacity" Verifier.*:Simulator.*)

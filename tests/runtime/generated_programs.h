@@ -58,9 +58,8 @@ inline Program draw_program(std::mt19937_64& random, const Layout& layout, const
   if (draw(random, 0, 1) == 0) {
     auto fewer = edges;
     for (auto& edge : fewer) edge.capacity = draw(random, 1, edge.capacity);
-    auto program = Program::make(layout, std::move(fewer), schedule);
-    scarce = program.ok();
-    if (scarce) return *std::move(program);
+    scarce = refusal(layout, fewer, schedule).empty();
+    if (scarce) return make(layout, std::move(fewer), schedule);
   }
   return make(layout, std::move(edges), schedule);
 }

@@ -77,11 +77,18 @@ inline std::vector<Edge> with_skips(std::vector<Edge> edges, const std::vector<s
   return edges;
 }
 
-/// Throws if Program::make fails.
 inline Program make(Layout layout, std::vector<Edge> edges, Schedule schedule) {
-  auto program = Program::make(std::move(layout), std::move(edges), std::move(schedule));
-  if (!program.ok()) throw std::runtime_error(std::string(program.status().message()));
-  return *std::move(program);
+  return Program::make(std::move(layout), std::move(edges), std::move(schedule));
+}
+
+/// The error of Program::make(); "" if there is none.
+inline std::string refusal(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
+  try {
+    Program::make(layout, edges, schedule);
+  } catch (const std::invalid_argument& error) {
+    return error.what();
+  }
+  return "";
 }
 
 /// The textbook 1F1B schedule with one stage per worker.

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <vector>
 
-#include "gpipe/schedule/capacity.h"
+#include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe::testing {
