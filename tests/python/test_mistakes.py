@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import gpipe
-from gpipe import balance
+from gpipe import balance, models
 from gpipe.batchnorm import DeferredBatchNorm
 from helpers import Double, Fail, FailBackward, make_linears, notes
 
@@ -141,6 +141,7 @@ MISTAKES = [
     (lambda: gpipe.GPipe.from_module(Whole(), X, stages=2.5), TypeError, "stages must be an integer, but is 2.5"),
     (lambda: gpipe.Ranks.from_environment(interface=None), TypeError, "interface must be a str, but is None"),
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
+    (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
     (lambda: gpipe.reuse_cpu_memory("yes"), TypeError, "on must be True or False, but is 'yes'"),
     (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
@@ -182,6 +183,7 @@ CALLS = [
     (gpipe.reference, {"module": make_linears(), "input": X, "chunks": 2}),
     (lambda **arguments: gpipe.RandomScope(**arguments).__enter__(), {"seed": 1, "layer": 0, "micro_batch": 0}),
     (gpipe.Ranks.from_environment, RANKS),
+    (models.unet, {"in_channels": 1, "out_channels": 1, "depth": 1, "base_channels": 1, "convolutions": 1, "dropout": 0.0}),
     (balance.profile, {**MEASURING, "device": "cpu", "workers": 1, "repeats": 1}),
     (balance.balance_by_time, {"partitions": 2, "module": make_linears(), "sample": X, "timeout": 0.0, "device": "cpu"}),
     (

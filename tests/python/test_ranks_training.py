@@ -1,0 +1,363 @@
+"""Trainings over several processes: replicas, snapshots, and parameters that ranks share."""
+
+import functools
+import os
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.nn import functional
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+
+import gpipe
+from gpipe import snapshot
+from gpipe.snapshot import Snapshot
+from helpers import Mix, WORDS, results_of, tied_batch
+from test_ranks import batch, make_model
+
+
+def replicas(ranks, count):
+    """Ranks of the same processes, divided into replicas."""
+    return gpipe.Ranks(dist.group.WORLD, timeout=20, join_timeout=20, replicas=count)
+
+
+def states(pipe):
+    gradients = {f"gradient of {name}": each.grad for name, each in pipe.named_parameters()}
+    return {name: value.clone() for name, value in (pipe.state_dict() | gradients).items() if value is not None}
+
+
+def train(pipe, whole_batches, part=None):
+    """The loss and the state after each step."""
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    record = []
+    for samples in whole_batches:
+        x, y = (each[part(samples)] if part else each for each in batch(samples))
+        optimizer.zero_grad()
+        loss = pipe.step(x, y, F.cross_entropy)
+        norm = pipe.clip_grad_norm_(0.5)
+        record.append({"loss": loss, "norm": norm} | states(pipe))
+        optimizer.step()
+    return record
+
+
+def train_as_replicas(ranks, batches, meta):
+    with replicas(ranks, 2) as mesh:
+        assert mesh.replicas == 2 and mesh.replica == mesh.rank % 2
+        torch.manual_seed(5 + mesh.replica)
+        model = make_model("meta" if meta else "cpu")
+        pipe = gpipe.GPipe(model, [4, 4], chunks=2, deferred_batch_norm=True, schedule="1f1b", group=mesh)
+        torch.manual_seed(5)
+        return train(pipe, batches, mesh.part)
+
+
+@pytest.mark.parametrize("meta", [False, True])
+def test_replicas_equal_one_pipeline(meta):
+    of_ranks = results_of(4, train_as_replicas, [24, 12], meta)
+    torch.manual_seed(5)
+    alone = gpipe.GPipe(make_model(), [4, 4], chunks=4, deferred_batch_norm=True, schedule="1f1b")
+    torch.manual_seed(5)
+    expected = train(alone, [24, 12])
+    for rank, record in enumerate(of_ranks):
+        for number, actual in enumerate(record):
+            for name, value in actual.items():
+                if not meta:  # whose initial values are drawn otherwise
+                    torch.testing.assert_close(value, expected[number][name], msg=lambda text: f"{name}: {text}")
+                assert torch.equal(value, of_ranks[rank // 2 * 2][number][name]), name
+
+
+class Centred(nn.Module):
+    """Subtracts the mean over the micro-batches of all replicas, as nn.SyncBatchNorm does, which needs GPUs."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        if self.group is None:
+            return x - x.mean(0)
+        sums = functional.all_reduce(torch.cat([x.sum(0), torch.ones(1) * len(x)]), group=self.group)
+        return x - sums[:-1] / sums[-1]
+
+
+def centred_model(group):
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 6), Centred(group), nn.ReLU(), nn.Linear(6, 5), Centred(group), nn.Linear(5, 3))
+
+
+def centre(ranks):
+    group, _ = dist.new_subgroups(2)
+    with replicas(ranks, 2) as mesh:
+        assert dist.get_process_group_ranks(group) == [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
+        pipe = gpipe.GPipe(centred_model(group), [3, 3], chunks=1, schedule="1f1b", group=mesh)
+        return train(pipe, [16], mesh.part)
+
+
+def test_layers_that_communicate_over_replicas():
+    alone = train(gpipe.GPipe(centred_model(None), [6]), [16])
+    for record in results_of(4, centre):
+        for name, value in record[0].items():
+            torch.testing.assert_close(value, alone[0][name], msg=lambda text: f"{name}: {text}")
+
+
+def add_numbers(ranks):
+    with replicas(ranks, 2) as mesh:
+        pipe = gpipe.GPipe(make_model(), [4, 4], group=mesh)
+        first = mesh.rank < 2  # of its replica
+        sums = pipe.sum_over_replicas([0.1 * (mesh.replica + 1) if first else 100.0, torch.tensor(2)])
+        assert pipe.sum_over_replicas(range(0)) == []
+        with pytest.raises(RuntimeError, match="make the same calls"):
+            pipe.sum_over_replicas([1.0] * mesh.rank)
+        parts = [mesh.part(5, replica) for replica in range(2)]
+        assert parts == [slice(0, 3), slice(3, 5)] and mesh.part(5) == parts[mesh.replica]
+        return sums
+
+
+def test_sums_over_replicas():
+    assert results_of(4, add_numbers) == [[0.1 + 0.2, 4.0]] * 4
+    assert gpipe.GPipe(make_model(), [8]).sum_over_replicas([1, 0.5]) == [1.0, 0.5]
+
+
+class Overflowing(nn.Module):
+    """Has a gradient that is not finite while ``huge`` is set."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+        self.huge = False
+
+    def forward(self, x):
+        return x * self.weight * (torch.inf if self.huge else 1.0)
+
+
+def scale_losses(ranks):
+    torch.manual_seed(0)
+    scales = []
+    layer = Overflowing()
+    with replicas(ranks, 2) as mesh:
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(6, 6), layer, nn.Linear(6, 6)), [1, 2], chunks=2, group=mesh)
+        optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+        scaler = gpipe.GradScaler(pipe, init_scale=2.0**10, growth_interval=2)
+        for huge in (False, True, False, False):
+            layer.huge = huge and mesh.rank == 3  # on one rank only
+            optimizer.zero_grad()
+            before = [each.clone() for each in pipe.parameters()]
+            x = torch.arange(48.0).view(8, 6).sin()
+            pipe.step(x[mesh.part(8)], x[mesh.part(8)].cos(), lambda out, y: F.mse_loss(out, y), scale=scaler)
+            scaler.step(optimizer)
+            assert huge == all(map(torch.equal, before, pipe.parameters()))
+            scaler.update()
+            scales.append(scaler.get_scale())
+    return scales
+
+
+def test_all_ranks_skip_a_step_alike():
+    assert results_of(4, scale_losses) == [[1024.0, 512.0, 512.0, 1024.0]] * 4
+
+
+def use_zero(ranks):
+    x, y = batch(8)
+    records = []
+    for kind in (torch.optim.Adam, functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam)):
+        with replicas(ranks, 2) as mesh:
+            pipe = gpipe.GPipe(make_model(), [8], chunks=2, deferred_batch_norm=True, group=mesh)
+            optimizer = kind(pipe.parameters(), lr=0.1)
+            for seed in range(3):
+                torch.manual_seed(seed)
+                optimizer.zero_grad()
+                pipe.step(x[mesh.part(8)], y[mesh.part(8)], F.cross_entropy)
+                optimizer.step()
+            records.append(states(pipe))
+    assert all(torch.equal(value, records[1][name]) for name, value in records[0].items())
+
+
+def test_zero_redundancy_optimizer():
+    results_of(2, use_zero)
+
+
+def load_parts(ranks):
+    dataset = TensorDataset(torch.arange(20.0).view(10, 2), torch.arange(10))
+    with replicas(ranks, 2) as mesh:
+        parts = []
+        for epoch in range(2):
+            order = RandomSampler(dataset, generator=torch.Generator().manual_seed(epoch))
+            batches = gpipe.data.PartSampler(BatchSampler(order, batch_size=3, drop_last=False), mesh)
+            assert len(batches) == 4
+            parts += DataLoader(dataset, batch_sampler=batches, collate_fn=gpipe.data.collate_part(dataset))
+        return parts
+
+
+def test_replicas_read_their_parts_of_each_mini_batch():
+    of_ranks = results_of(2, load_parts)
+    seen = []
+    for parts in zip(*of_ranks, strict=True):
+        assert [len(x) for x, _ in parts] in ([2, 1], [1, 0])
+        assert all(x.shape[1:] == (2,) and torch.equal(x[:, 0].long(), 2 * y) for x, y in parts)
+        seen += torch.cat([y for _, y in parts]).tolist()
+    assert sorted(seen[:10]) == sorted(seen[10:]) == list(range(10))
+    assert seen[:10] != seen[10:]
+
+
+def step(pipe, optimizer):
+    optimizer.zero_grad()
+    pipe.step(*batch(8), F.cross_entropy)
+    optimizer.step()
+
+
+def save(pipe, optimizer, path):
+    mine = Snapshot(model=snapshot.capture_model(pipe), optimizer=snapshot.capture_optimizer(optimizer, pipe), epoch=3)
+    whole = snapshot.gather(pipe, mine)
+    if pipe.ranks is None or pipe.ranks.rank == 0:
+        snapshot.write(path, whole)
+    else:
+        assert whole == Snapshot()
+
+
+def gather_wrong_states(ranks):
+    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
+    optimizer = (torch.optim.SGD, torch.optim.AdamW)[ranks.rank](pipe.parameters(), lr=0.1)
+    step(pipe, optimizer)
+    with pytest.raises(RuntimeError, match="SGD.*AdamW|AdamW.*SGD"):
+        save(pipe, optimizer, os.devnull)
+    mine = Snapshot(model=snapshot.capture_model(pipe))
+    own = next(iter(mine.model))
+    other = next(name for name in pipe.whole_state if name not in mine.model)
+    tensor = mine.model[own]
+    for changes, error, message in [
+        ({"model": {**mine.model, own: object()}}, TypeError, "object"),
+        ({"model": {**mine.model, other: tensor}}, ValueError, f"has '{other}', which is not of this rank's layers"),
+        ({"model": {name: tensor for name in mine.model if name != own}}, ValueError, f"lacks '{own}' of this rank's layers"),
+        ({"optimizer": {"type": "SGD", "param_groups": [{"params": [other]}], "state": {}}}, ValueError, f"has '{other}'"),
+        ({"optimizer": {"type": "SGD", "param_groups": [], "state": {other: {}}}}, ValueError, f"has '{other}'"),
+    ]:
+        if ranks.rank == 1:
+            with pytest.raises(error, match=re.escape(message)):
+                snapshot.gather(pipe, replace(mine, **changes))
+        else:
+            with pytest.raises(RuntimeError, match="rank 1 refused the call"):
+                snapshot.gather(pipe, mine)
+    step(pipe, optimizer)  # the pipeline still works
+    assert pipe.largest(5 * ranks.rank) == 5
+    assert pipe.gather(b"rank %d" % ranks.rank) == ([] if ranks.rank else [b"rank 0", b"rank 1"])
+    with pytest.raises(RuntimeError, match="make the same calls"):
+        pipe.gather(b"", f"what {ranks.rank}")
+
+
+def test_states_that_do_not_fit_together_are_refused():
+    results_of(2, gather_wrong_states)
+
+
+TIED = [  # balance, schedule, placement, checkpoint, how the model is made
+    ([1, 1, 1, 4], "1f1b", "looped", "always", "cpu"),  # two workers of a rank borrow
+    ([1, 6], "zb_h1", "looped", "never", "cpu"),
+    ([2, 6], "1f1b", "looped", "except_last", "converted"),
+    ([1, 2, 2, 2], "interleaved_1f1b", [0, 1, 0, 1], "except_last", "cpu"),
+    ([1, 2, 2, 2], "zb_v", "v", "always", "meta"),
+]
+
+
+def make_ties(how):
+    """Returns seven layers. The first, third and last share a matrix."""
+    torch.manual_seed(0)
+    with torch.device("meta" if how == "meta" else "cpu"):
+        words = nn.Embedding(WORDS, 6)
+        head = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, WORDS))
+        head[1].weight = words.weight
+        model = nn.Sequential(words, nn.Linear(6, 6), Mix(words.weight), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), head)
+    return gpipe.to_sequential(model, words_batch()[0]) if how == "converted" else model
+
+
+def words_batch(samples=8):
+    x, y = tied_batch()
+    return x[:samples], y[:samples]
+
+
+def make_pipe(case, group):
+    balance, schedule, placement, checkpoint, how = case
+    options = {"schedule": schedule, "placement": placement, "checkpoint": checkpoint, "chunks": 4}
+    return gpipe.GPipe(make_ties(how), balance, group=group, **options)
+
+
+def train_and_save(ranks, source, path):
+    """Trains a pipeline of each case, from a snapshot or from the start. Returns losses, norms and outputs."""
+    results = []
+    x, y = words_batch()
+    for number, case in enumerate(TIED):
+        pipe = make_pipe(case, ranks)
+        kind = (torch.optim.SGD, torch.optim.AdamW)[number % 2]
+        optimizer = kind([{"params": list(pipe.parameters())}], lr=0.1, weight_decay=0.1)
+        if source:
+            part = snapshot.own_part(pipe, snapshot.read(source.format(number)))
+            snapshot.restore_model(pipe, part.model)
+            snapshot.restore_optimizer(optimizer, pipe, part.optimizer)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(pipe(x), y) if step == 1 else pipe.step(x, y, F.cross_entropy)
+            if step == 1:
+                loss.backward()
+            results += [loss.detach(), pipe.clip_grad_norm_(0.5)]
+            optimizer.step()
+        save(pipe, optimizer, path.format(number))
+        pipe.eval()
+        with torch.no_grad():
+            results.append(pipe(words_batch(5)[0]))
+    return results
+
+
+def test_two_ranks_train_with_the_bits_of_one_process_and_write_its_file(tmp_path):
+    def contents(name):
+        return [path.read_bytes() for path in sorted(tmp_path.glob(f"{name}.*"))]
+
+    torch.set_num_threads(2)  # a thread per stage, as over ranks
+    for source, name in ((None, "start"), (str(tmp_path / "start.{}"), "on")):
+        alone = train_and_save(None, source, str(tmp_path / name) + ".{}")
+        for results in results_of(2, train_and_save, source, str(tmp_path / f"{name}_two") + ".{}"):
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(results, alone, strict=True))
+        assert len(contents(name)) == len(TIED) and contents(name) == contents(f"{name}_two")
+    assert contents("start") != contents("on")
+
+
+def names_and_refusals(ranks):
+    pipe = make_pipe(TIED[1], ranks)
+    names = [name for name, _ in pipe.named_parameters()]
+    every_name = [name for name, _ in pipe.named_parameters(remove_duplicate=False)]
+    state = list(pipe.state_dict())
+    # Only the owner tells whether the parameter wants a gradient.
+    pipe.requires_grad_(False)
+    pipe(words_batch()[0])
+    frozen = [parameter.requires_grad for layer in pipe for parameter in layer.parameters()]
+    pipe.requires_grad_(True)
+    pipe.step(*words_batch(), F.cross_entropy)
+    trained = [parameter.requires_grad for layer in pipe for parameter in layer.parameters()]
+    # The copies are not for an optimizer.
+    optimizer = torch.optim.SGD(dict.fromkeys(p for layer in pipe for p in layer.parameters()), lr=0.1)
+    with pytest.raises(ValueError if ranks.rank else RuntimeError, match="'2.matrix', which another rank trains as"):
+        save(pipe, optimizer, "")
+    # A parameter that is no longer shared.
+    former = pipe[-1][1].weight if ranks.rank else None
+    if ranks.rank:
+        pipe[-1][1].weight = nn.Parameter(former.detach().clone())
+    with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
+        pipe.step(*words_batch(), F.cross_entropy)
+    if ranks.rank:
+        pipe[-1][1].weight = former
+    else:
+        pipe[0].weight = nn.Parameter(pipe[0].weight.detach().clone())
+    with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
+        pipe.step(*words_batch(), F.cross_entropy)
+    return names, every_name, state, frozen, trained
+
+
+def test_names_and_refusals():
+    (first, every_first, state_first, frozen, trained), (second, every_second, state_second, *later) = results_of(
+        2, names_and_refusals
+    )
+    model = make_ties("cpu")
+    assert first + second == [name for name, _ in model.named_parameters()]
+    assert every_first + every_second == [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    assert state_first + state_second == list(model.state_dict())
+    assert not any(frozen + later[0]) and all(trained + later[1])
