@@ -1,18 +1,98 @@
-"""Conversion of modules to sequences: structure, names, inputs and outputs."""
+"""Conversion of modules to sequences: structure, names, inputs and outputs, modes, and what is refused."""
 
 import copy
+import logging
 import pickle
+import random
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.export import Dim, export
+from torch.utils._pytree import tree_leaves
 
 import gpipe
-from converted_models import Returns, batch, make_net, outputs_in_each_mode
 from gpipe.balance import balance_by_time, suggest
 from gpipe.skip import verify_skippables
+
+
+class Block(nn.Module):
+    """A residual block whose last module is called twice."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.act = nn.ReLU(inplace=True)
+        self.scale = nn.Parameter(torch.ones(width))
+
+    def forward(self, x):
+        y = self.act(self.norm(self.linear(x)))
+        return self.act(x + self.scale * y)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = Block()
+        self.second = Block()
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(4, 3)
+        self.unused = nn.Linear(2, 2)
+        self.register_buffer("table", torch.arange(4.0), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.drop(self.second(self.first(x + self.table))))
+
+
+def make_net():
+    torch.manual_seed(0)
+    return Net().double()
+
+
+def batch(samples=6):
+    torch.manual_seed(1)
+    return torch.randn(samples, 4).double()
+
+
+class Calls(nn.Module):
+    """Calls a function with itself and the input."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c, self.d = (nn.Linear(4, 4).double() for _ in range(4))
+        self.shifts = nn.ParameterList([nn.Parameter(torch.randn(4).double()) for _ in range(2)])
+        self.scales = nn.ParameterDict({name: nn.Parameter(torch.randn(4).double()) for name in ("class", "w-1")})
+        self.register_buffer("count", torch.ones(4).double())
+        self.function = function
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Returns(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def outputs_in_each_mode(sequence, plain, x):
+    """Yields the outputs of a conversion and of the plain model, with the same random numbers: as they are, in evaluation and
+    in training mode. Their states must stay equal."""
+    for mode in (None, False, True):
+        for module in (sequence, plain) if mode is not None else ():
+            module.train(mode)
+        outputs = []
+        for module in (sequence, plain):
+            torch.manual_seed(2)
+            outputs.append(module(x))
+        yield outputs
+        torch.testing.assert_close(dict(sequence.state_dict()), dict(plain.state_dict()), rtol=0, atol=0)
 
 
 def names_of(sequence):
@@ -65,10 +145,6 @@ def test_tensors_are_the_modules_own_under_its_names():
         for name, parameter in net.named_parameters():
             assert module.get_parameter(name) is parameter
         assert module.get_buffer("table") is net.table
-        with pytest.raises(AttributeError, match="has no attribute `more`"):
-            module.get_parameter("more.scale")
-        with pytest.raises(AttributeError, match="has no attribute .head"):
-            torch.func.functional_call(module, {"head.weight": net.head.weight * 2}, batch())
         nested = nn.ModuleDict({"inner": module})
         assert set(nested.state_dict()) == {f"inner.{name}" for name in net.state_dict()}
         nested.load_state_dict(nested.state_dict())
@@ -95,18 +171,13 @@ class Correlation(nn.Module):
         return self.result(x, x.flatten(1)[:, None, :4] + self.head(product))
 
 
-def test_one_sample_is_taken_where_only_operators_tell_it_from_more():
+def test_one_sample_is_taken_unless_the_code_treats_it_differently():
     x, y = torch.rand(2, 3, 1, 4, 4).double()
     model = Correlation(lambda x, output: output).double()
     pipe = gpipe.GPipe(gpipe.to_sequential(model, x, y), [1, 1], chunks=3)
     torch.testing.assert_close(pipe((x, y)), model(x, y))
-
-
-def test_one_sample_that_the_code_treats_differently_is_refused():
-    x, y = torch.rand(2, 3, 1, 4, 4).double()
     model = Correlation(lambda x, output: output if x.squeeze(0).dim() == 4 else 2 * output).double()
     sequence = gpipe.to_sequential(model, x, y)
-    torch.testing.assert_close(sequence((x, y)), model(x, y))
     with pytest.raises(ValueError, match="a number of samples with .*, but a micro-batch has 1:"):
         sequence((x[:1], y[:1]))
 
@@ -158,8 +229,8 @@ def test_inputs_and_outputs_are_trees():
         torch.testing.assert_close(output.rest[1], expected.rest[1])
     with pytest.raises(TypeError, match=r"another structure of the input: expected \(\(..., ...\), \{'mask': ...\}\), but got"):
         sequence((x, x))
-    by_name = gpipe.to_sequential(model, x=x, factor=x, mask=mask)
-    assert torch.equal(by_name({"x": x, "factor": x, "mask": mask}).sum, model(x, x, mask=mask).sum)
+    by_name = gpipe.to_sequential(model, x=x, factor=x, mask=mask)  # one tensor is two inputs
+    assert torch.equal(by_name({"mask": mask, "factor": x + 1, "x": x}).sum, model(x, x + 1, mask=mask).sum)
 
 
 class AnyArguments(nn.Module):
@@ -171,10 +242,7 @@ class AnyArguments(nn.Module):
         return self.b(self.a(x)) * factor + sum(args) - kwargs.get("shift", 0) * kwargs.get("power", 1)
 
 
-@pytest.mark.parametrize(
-    ("positional", "names"),
-    [(0, ["shift", "x"]), (1, ["power", "shift"]), (1, ["shift", "factor"]), (3, []), (3, ["shift"])],
-)
+@pytest.mark.parametrize(("positional", "names"), [(0, ["shift", "x"]), (1, ["shift", "factor"]), (3, ["shift"])])
 def test_arguments_that_forward_does_not_name(positional, names):
     model = AnyArguments().double()
     args = tuple(batch() + i for i in range(positional))
@@ -183,38 +251,6 @@ def test_arguments_that_forward_does_not_name(positional, names):
     input = (args, kwargs) if args and kwargs else kwargs or (args if positional > 1 else args[0])
     assert torch.equal(sequence(input), model(*args, **kwargs))
     assert "forward" not in vars(model)
-
-
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.body = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 8, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, x):
-        return self.head(self.body(self.embed(x)).tanh())
-
-
-def test_tied_weights_cross_stages_as_skips():
-    torch.manual_seed(0)
-    model = Tied().double()
-    plain = copy.deepcopy(model)
-    pipe = gpipe.GPipe(gpipe.to_sequential(model, torch.arange(6).view(3, 2)), [1, 1, 1], chunks=2)
-    assert pipe.state_dict().keys() == model.state_dict().keys()
-    assert dict(pipe.named_parameters()).keys() == dict(model.named_parameters()).keys()
-    optimizers = [torch.optim.SGD(module.parameters(), 0.1) for module in (pipe, plain)]
-    tokens = torch.randint(0, 8, (4, 2))
-    for _ in range(3):
-        for optimizer, module in zip(optimizers, (pipe, plain), strict=True):
-            optimizer.zero_grad()
-            module(tokens).square().sum().backward()
-        torch.testing.assert_close(model.embed.weight.grad, plain.embed.weight.grad)
-        for optimizer in optimizers:
-            optimizer.step()
-    assert model.head.weight is model.embed.weight
-    torch.testing.assert_close(model.embed.weight, plain.embed.weight)
 
 
 class Counting(nn.Module):
@@ -315,33 +351,6 @@ def test_exported_programs(tmp_path):
         gpipe.to_sequential(tmp_path / "missing.pt2")
 
 
-class Constants(nn.Module):
-    """Makes tensors in its forward, under no_grad and without autocast."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        y = self.a(x)
-        with torch.no_grad():
-            shift = torch.arange(4, device=x.device) + torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=x.dtype)
-            length = (y * shift).sum(1, keepdim=True)
-        with torch.autocast("cpu", enabled=False):
-            y = y @ torch.eye(4, dtype=x.dtype)
-        return self.b(y + length + torch.full((x.shape[0], 1), 0.5, dtype=x.dtype))
-
-
-def test_constants_and_contexts():
-    model = Constants().double()
-    sequence = gpipe.to_sequential(model, batch())
-    for module in (sequence, gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=2)):
-        torch.testing.assert_close(module(batch()), model(batch()))
-    gradients = [torch.autograd.grad(module(batch()).sum(), module.parameters()) for module in (sequence, model)]
-    torch.testing.assert_close(*gradients)
-    assert sequence.state_dict().keys() == model.state_dict().keys()
-
-
 def test_copies_and_pickles():
     net = make_net()
     sequence = gpipe.to_sequential(net, batch()).eval()
@@ -364,21 +373,6 @@ def test_balances_and_pipelines_of_modules():
     pipe = gpipe.GPipe.from_module(net, (batch(),), stages=3, chunks=2, seconds=0.1, schedule="1f1b")
     assert len(pipe.balance) == 3 and pipe.schedule == "1f1b" and pipe.chunks == 2
     assert pipe(batch()).shape == (6, 3)
-
-
-class Calls(nn.Module):
-    """Calls a function with itself and the input."""
-
-    def __init__(self, function):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.shifts = nn.ParameterList([nn.Parameter(torch.randn(4)) for _ in range(2)])
-        self.scales = nn.ParameterDict({"class": nn.Parameter(torch.randn(4)), "w-1": nn.Parameter(torch.randn(4))})
-        self.register_buffer("count", torch.ones(4))
-        self.function = function
-
-    def forward(self, x):
-        return self.function(self, x)
 
 
 def counts_through_a_view(self, x):
@@ -406,7 +400,7 @@ def calls_layers_under_vmap(self, x):
     [counts_through_a_view, reads_before_it_counts, names_that_are_no_identifiers, calls_layers_under_vmap],
 )
 def test_functions_that_are_hard_to_divide(function):
-    model = Calls(function).double()
+    model = Calls(function)
     plain = copy.deepcopy(model)
     sequence = gpipe.to_sequential(model, batch())
     pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence))
@@ -426,16 +420,6 @@ def test_names_of_inputs_are_free():
     inputs = tuple(torch.rand(6, 4) + 1 for _ in range(5))
     sequence = gpipe.to_sequential(ManyNames(), *inputs)
     assert torch.equal(sequence(inputs), ManyNames()(*inputs))
-
-
-def test_one_tensor_in_two_places_of_the_example_is_two_inputs():
-    x, y = batch(), batch() + 1
-    sequence = gpipe.to_sequential(Several().double(), x, x, mask=x)
-    model = Several().double()
-    model.load_state_dict(sequence.state_dict())
-    torch.testing.assert_close(sequence(((x, y), {"mask": y + 1})).sum, model(x, y, mask=y + 1).sum)
-    by_name = gpipe.to_sequential(model, x=x, factor=x, mask=x)
-    assert torch.equal(by_name({"mask": y, "factor": x, "x": x}).sum, model(x, x, mask=y).sum)
 
 
 def test_constants_among_the_inputs_stay():
@@ -466,3 +450,240 @@ def test_norms_of_exported_programs():
         plain = copy.deepcopy(model).train(mode)
         torch.testing.assert_close(sequence.train(mode)(x), plain(x))
         model.load_state_dict(plain.state_dict())
+
+
+class Outputs(NamedTuple):
+    out: torch.Tensor
+    aux: torch.Tensor
+
+
+def another_layer(m, x):
+    return m.d(m.b(x) if m.training else m.c(x))
+
+
+def another_order(m, x):
+    return m.d(m.b(m.c(x)) if m.training else m.c(m.b(x)))
+
+
+def another_value(m, x):
+    y, z = m.a(x), m.b(x)
+    return m.d(m.c(y if m.training else z)) + y * z
+
+
+def other_arguments(m, x):
+    y = m.a(x)
+    return m.d(torch.cat([y, m.b(y), x] if m.training else [y, x], 1).view(x.shape[0], -1, 4).mean(1))
+
+
+def auxiliary_or_nothing(m, x):
+    y = m.a(x)
+    z = m.b(y)
+    return Outputs(m.d(y), m.c(z)) if m.training else m.d(y) + z
+
+
+def more_in_evaluation(m, x):
+    y = m.a(x)
+    return m.b(y) if m.training else [m.b(y), (m.c(y), m.d(x).relu())]
+
+
+def changed_in_place(m, x):
+    y = m.a(x)
+    if m.training:
+        y.mul_(m.b(x)).add_(1)
+    return m.d(y) + y
+
+
+def total(output):
+    return sum(leaf.sin().sum() for leaf in tree_leaves(output) if leaf is not None)
+
+
+def gradients(module):
+    return {name: parameter.grad for name, parameter in module.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [another_order, another_value, other_arguments, auxiliary_or_nothing, more_in_evaluation, changed_in_place],
+)
+def test_what_a_model_computes_and_returns_follows_the_mode(function):
+    model = Calls(function)
+    sequence = gpipe.to_sequential(model, batch())
+    pipe = gpipe.GPipe(copy.deepcopy(sequence), [1] * len(sequence), chunks=2, checkpoint="always")
+    plain = copy.deepcopy(model)
+    for mode in (True, False, True):
+        outputs = []
+        for module in (plain, sequence, pipe):
+            module.train(mode).zero_grad()
+            outputs.append(module(batch()))
+            total(outputs[-1]).backward()
+            assert type(outputs[-1]) is type(outputs[0])
+            torch.testing.assert_close(outputs[-1], outputs[0])
+            torch.testing.assert_close(gradients(module), gradients(plain))
+    for module in (plain, pipe):
+        module.zero_grad()
+    pipe.step(batch(), batch(), lambda output, target: total(output), reduction="sum")
+    total(plain(batch())).backward()
+    torch.testing.assert_close(gradients(pipe), gradients(plain))
+
+
+class Skipping(nn.Module):
+    """Does nothing in evaluation mode."""
+
+    def forward(self, x):
+        return x * torch.rand_like(x[:, :1]) if self.training else x
+
+
+class Nested(nn.Module):
+    """Has modules that decide by their own mode, and by that of the module around them."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Calls(another_layer), Calls(another_order)
+        self.skip, self.last = Skipping(), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+
+    def forward(self, x):
+        return self.last(self.skip(self.second(self.first(x))))
+
+
+@pytest.mark.parametrize("frozen", ["", "first", "second.b", "skip", "last.1"])
+def test_modules_follow_their_own_mode(frozen):
+    model = Nested()
+    if frozen:
+        model.get_submodule(frozen).eval()
+    sequence, plain = gpipe.to_sequential(model, batch()), copy.deepcopy(model)
+    for outputs in outputs_in_each_mode(sequence, plain, batch()):
+        torch.testing.assert_close(*outputs)
+    assert model.training and not (frozen and model.get_submodule(frozen).training)  # as before
+
+
+class Counts(nn.Module):
+    """Counts its calls in training mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1 if self.training else 0
+        return x * (self.count + 1)
+
+
+def test_modules_that_only_one_mode_calls_are_refused_in_the_other_mode():
+    model = nn.ModuleDict({"counts": Counts(), "linear": nn.Linear(4, 4)}).double()
+    model.forward = lambda x: model["linear"](model["counts"](x) if model.training else x)
+    model["counts"].eval()
+    with pytest.raises(ValueError, match="some of its modules are in training mode and others in evaluation"):
+        gpipe.to_sequential(model, batch())
+    assert model["counts"].count == 0
+
+
+def test_modes_that_an_export_does_not_show_are_refused():
+    model = Nested()
+    model.forward = lambda x: model.second(model.skip(x))
+    sequence = gpipe.to_sequential(model, batch())
+    sequence.eval()(batch())
+    model.skip.eval()
+    sequence = gpipe.to_sequential(model, batch())
+    with pytest.raises(RuntimeError, match="'skip' and 'second' are in different modes, .*; call train"):
+        sequence(batch())
+    assert torch.equal(sequence.eval()(batch()), model.eval()(batch()))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (lambda x: x.view(6, 2, 2), "its code fixes dimension 0 of an input, the batch, to 6"),
+        (lambda x: (x * 2, x.mean()), r"output 1 of 2 has the shape \(\), without the batch as dimension 0"),
+        (lambda x: x, "it computes nothing"),
+        (lambda x: (x * 2, random.Random(0)), "it returns a random.Random; return tensors: .*, pass use_cache=False"),
+        (lambda x: x @ x, r"\(Returns\), because it fails on this input: mat1 and mat2 shapes cannot be multiplied"),
+    ],
+)
+def test_models_that_cannot_be_pipelines(function, message):
+    with pytest.raises(ValueError, match=message):
+        gpipe.to_sequential(Returns(function), batch())
+
+
+def test_a_failed_export_prints_nothing(capfd):
+    handler = logging.getLogger("torch").handlers[0]
+    filters = list(handler.filters)
+    for function in (lambda x: x * float(x.mean()), lambda x: x @ x, lambda x: x if torch.all(x > 0) else -x):
+        with pytest.raises(ValueError, match="cannot convert the model"):
+            gpipe.to_sequential(Returns(function), batch())
+    assert capfd.readouterr() == ("", "")
+    assert handler.filters == filters and "print" not in vars(torch.export._trace)
+
+
+def test_wrong_arguments():
+    with pytest.raises(TypeError, match="module must be nn.Module, ExportedProgram or a path, but is <class 'int'>"):
+        gpipe.to_sequential(3, batch())
+    with pytest.raises(TypeError, match="opaque must be a list of subclasses of nn.Module, but has <class 'int'>"):
+        gpipe.to_sequential(make_net(), batch(), opaque=int)
+    with pytest.raises(ValueError, match="give an example input"):
+        gpipe.to_sequential(make_net())
+    with pytest.raises(ValueError, match="an input has no dimensions"):
+        gpipe.to_sequential(make_net(), torch.tensor(1.0))
+    net = make_net()
+    net.second = torch.jit.script(nn.Linear(4, 4).double())
+    with pytest.raises(ValueError, match="'second' is compiled by TorchScript; use the module that it was"):
+        gpipe.to_sequential(net, batch())
+    net = make_net()
+    net.drop.register_forward_hook(lambda *arguments: None)
+    with pytest.raises(ValueError, match=r"'drop' \(Dropout\) has a hook"):
+        gpipe.to_sequential(net, batch())
+
+
+class Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+def hooked(x):
+    y = x * 2
+    y.register_hook(lambda gradient: gradient / 2)
+    return y
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (Reversed.apply, "calls Reversed, whose backward would be lost"),
+        (hooked, "registers a hook of a tensor"),
+        (lambda x: x * random.random(), "draws random numbers from Python or NumPy"),
+    ],
+)
+def test_what_an_export_would_lose_is_refused(function, message):
+    register_hook = torch.Tensor.register_hook
+    with pytest.raises(ValueError, match=message):
+        gpipe.to_sequential(Returns(function), batch().requires_grad_())
+    assert torch.Tensor.register_hook is register_hook
+    Reversed.apply(batch())
+
+
+def test_inputs_that_differ_from_the_example_in_more_than_samples_are_refused():
+    sequence = gpipe.to_sequential(Returns(lambda x: x / x.shape[1]), batch())
+    with pytest.raises(ValueError, match=r"input 0 has the shape \(6, 3\), but the model was converted for \('batch', 4\)"):
+        sequence(batch()[:, :3])
+
+
+@pytest.mark.parametrize(("condition", "wrong"), [(lambda n: n > 4, 3), (lambda n: n % 2 == 0, 5)])
+def test_numbers_of_samples_that_the_code_distinguishes_are_refused(condition, wrong):
+    model = Returns(lambda x: x * 3 if condition(x.shape[0]) else x * 2)
+    sequence = gpipe.to_sequential(model, batch())
+    assert torch.equal(sequence(batch(8)), batch(8) * 3)
+    with pytest.raises(ValueError, match=f"converted for a number of samples with .*, but a micro-batch has {wrong}:"):
+        sequence(batch(wrong))
+
+
+def test_batch_norm_of_one_sample_is_refused_in_training_mode():
+    model = nn.ModuleList([nn.Linear(4, 4), nn.BatchNorm1d(4)]).double()
+    model.forward = lambda x: model[1](model[0](x))
+    sequence = gpipe.to_sequential(model, batch())
+    with pytest.raises(ValueError, match=r"more than one value per channel .* has the shape \(1, 4\); give it more"):
+        gpipe.GPipe(copy.deepcopy(sequence), [1, 1], chunks=6)(batch())
+    assert torch.equal(sequence.eval()(batch(1)), model.eval()(batch(1)))
