@@ -15,7 +15,6 @@ from torch import nn
 
 import gpipe
 import gpipe.balance
-from gpipe import snapshot
 from helpers import YieldAdd, YieldStash
 
 LAYOUTS = {
@@ -107,36 +106,6 @@ def test_calls_equal_those_of_cpu_stages(devices, schedule, checkpoint):
         nn.functional.mse_loss(output, target).backward()
         results[-1] += [*on_cpu([output, x.grad]), *gradients(pipe), *on_cpu(pipe.buffers())]
     assert_same(*results)
-
-
-def test_optimizer_clipping_and_snapshots(devices, tmp_path):
-    pipe = make_pipe(devices)
-    optimizer = torch.optim.Adam(pipe.parameters(), lr=0.01)
-    x, target = batch(devices)
-
-    def train():
-        optimizer.zero_grad()
-        pipe.step(x, target, nn.functional.mse_loss)
-        nn.utils.clip_grad_norm_(pipe.parameters(), 0.1)
-        optimizer.step()
-
-    def restore(module, module_optimizer):
-        saved = snapshot.read(tmp_path / "file")
-        snapshot.restore_model(module, saved.model)
-        snapshot.restore_optimizer(module_optimizer, module, saved.optimizer)
-
-    train()
-    state = {"model": snapshot.capture_model(pipe), "optimizer": snapshot.capture_optimizer(optimizer, pipe)}
-    snapshot.write(tmp_path / "file", snapshot.Snapshot(**state))
-    saved = on_cpu(pipe.parameters())
-    train()
-    expected = on_cpu(pipe.parameters())
-    on_cpus = make_pipe(["cpu"] * 3)
-    restore(on_cpus, torch.optim.Adam(on_cpus.parameters(), lr=0.01))
-    assert_same(on_cpu(on_cpus.parameters()), saved)
-    restore(pipe, optimizer)
-    train()
-    assert_same(on_cpu(pipe.parameters()), expected)
 
 
 def tie(model):

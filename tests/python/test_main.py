@@ -3,15 +3,25 @@
 import json
 import os
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from torch import nn
 
-import factories
 from gpipe import balance
 from gpipe.__main__ import main
+
+
+def model():
+    return nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16))
+
+
+def three():
+    return model(), torch.rand(8, 16), "more"
+
+
+def model_and_batch():
+    return model(), torch.rand(8, 16)
 
 
 @pytest.fixture
@@ -80,30 +90,23 @@ def test_wrong_schedules_are_refused(refused, tmp_path, monkeypatch):
         ("1B0 stands before 1F0", "check", "@wrong.txt"),
         ("the schedule deadlocks", "check", "gpipe", "--stages", "4", "--capacity", "1"),
         ("--stages does not apply to a list of workers", "print", "gpipe", "--placement", "0,1", "--stages", "2"),
-        ("--stages is 3, but 2 workers need a V of 4", "print", "gpipe", "--placement", "v", "--stages", "3"),
-        ("--stages is 2, but 3 workers need at least 3", "print", "gpipe", "--workers", "3", "--stages", "2"),
         ("--placement 0,x: give looped, v, or", "print", "gpipe", "--placement", "0,x"),
-        ("worker 0 has no stage", "print", "gpipe", "--placement", "1,1"),
         ("needs stage s on worker s mod", "print", "looped_bfs", "--placement", "v"),
-        ("one stage per worker", "print", "1f1b", "--stages", "4"),
         ("unknown schedule '1f1f'", "print", "1f1f"),
         ("cannot read the schedule 'missing.txt'", "print", "@missing.txt"),
-        ("larger than 64 MiB", "print", "@/dev/zero"),
         ("--chunks does not apply to a schedule from a file", "print", "@right.txt", "--chunks", "3"),
         ("malformed.txt: line 1, column 5: '0X0' is not an action", "print", "@malformed.txt"),
         ("--skip 1:0: give two of the stages 0 to 1", "check", "gpipe", "--skip", "1:0"),
         ("--chunks: '0' is not a whole number from 1 to", "print", "gpipe", "--chunks", "0"),
         ("--weight-gradient: '-1' is not a number from 0", "check", "zb_h1", "--weight-gradient=-1"),
-        ("--backward: 'nan' is not a number from 0", "check", "zb_h1", "--backward", "nan"),
         ("invalid choice: 'verify'", "verify", "gpipe"),
-        ("arguments are required: COMMAND",),
     ):
         assert message in refused(*arguments)
 
 
 def test_a_profile_is_measured_and_cut(run, refused, tmp_path):
     file = str(tmp_path / "profile.json")
-    flags = ["factories:model_and_batch", "--chunks", "2", "--seconds", "0"]
+    flags = ["test_main:model_and_batch", "--chunks", "2", "--seconds", "0"]
     assert "Per micro-batch of 4 samples" in run("profile", *flags, "--output", file)
     assert json.loads(run("profile", *flags, "--json"))["samples"] == 4
     measured = balance.Profile.from_json(open(file).read())
@@ -113,27 +116,22 @@ def test_a_profile_is_measured_and_cut(run, refused, tmp_path):
         assert printed.startswith(f"balance {layers[0]},{layers[1]}; 2 chunks, checkpoint except_last:\n")
         assert printed.endswith(str(balance.predict(measured, layers, 2)))
     assert "<- cut here" in run("cut", "--profile", file, "--layers")
-    assert "; 8 chunks" in run("cut", "factories:model_and_batch", "--chunks", "9", "--seconds", "0")
+    assert "; 8 chunks" in run("cut", "test_main:model_and_batch", "--chunks", "9", "--seconds", "0")
     assert json.loads(run("cut", "--profile", file, "--devices", "cpu", "--json"))["placement"] == [0]
     (tmp_path / "damaged.json").write_text(open(file).read()[:100])
     for message, *arguments in (
         ("not a profile", "cut", "--profile", str(tmp_path / "damaged.json")),
         ("No such file or directory: 'nowhere'", "cut", "--profile", "nowhere"),
-        ("--profile excludes factories:model", "cut", "factories:model", "--profile", file),
-        ("--profile excludes --input", "cut", "--profile", file, "--input", "8,16"),
-        ("unknown schedule '1f1f'", "cut", "--profile", file, "--schedule", "1f1f"),
+        ("--profile excludes test_main:model", "cut", "test_main:model", "--profile", file),
         ("layers, 3, but is 4", "cut", "--profile", file, "--schedule", "interleaved_1f1b", "--stages-per-worker", "2"),
-        ("not a profile", "cut", "--profile", "/dev/zero"),
         ("cut takes one schedule", "cut", "--profile", file, "--schedule", "auto"),
-        ("--param-scale: 'nan' is not a number", "profile", "factories:model_and_batch", "--param-scale", "nan"),
-        ("Is a directory", "profile", "factories:model_and_batch", "--output", str(tmp_path)),
         ("No space left on device", "profile", *flags, "--output", "/dev/full"),
     ):
         assert message in refused(*arguments)
 
 
 def test_sweep_predicts_balances_near_the_best(run, refused):
-    flags = ["factories:model_and_batch", "--seconds", "0"]
+    flags = ["test_main:model_and_batch", "--seconds", "0"]
     assert run("sweep", *flags, "--chunks", "8,9", "--near", "0").count("%") == 3  # 9 chunks of 8 samples are 8
     found = json.loads(run("sweep", *flags, "--chunks", "2", "--schedule", "gpipe,1f1b,forward", "--json"))
     assert {each["schedule"] for each in found} == {"gpipe", "1f1b", ""} and len(found) == 3 * 3 * 2
@@ -143,17 +141,8 @@ def test_sweep_predicts_balances_near_the_best(run, refused):
     assert "--near: '-1' is not a whole number" in refused("sweep", *flags, "--near=-1")
 
 
-def test_output_that_cannot_be_written_is_an_error():
-    with open("/dev/full", "w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "gpipe", "print", "gpipe"], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
-        )
-    assert done.returncode == 2
-    assert done.stderr == "error: cannot write the output: [Errno 28] No space left on device\n"
-
-
 def test_suggest_prints_a_table_or_json(run, tmp_path):
-    flags = ["suggest", "factories:model", "--input", "8,16", "--seconds", "0"]
+    flags = ["suggest", "test_main:model", "--input", "8,16", "--seconds", "0"]
     printed = run(*flags, "--chunks", "1,2", "--schedule", "forward", "--refine", "2", "--layers")
     assert "Per micro-batch of" in printed and "<- cut here" in printed
     lines = printed.splitlines()
@@ -168,7 +157,7 @@ def test_suggest_prints_a_table_or_json(run, tmp_path):
     own = tmp_path / "own.txt"
     printed = run(*flags, "--chunks", "4", "--schedule", "gpipe", "--save-schedule", str(own))
     assert own.exists() == printed.endswith(f", schedule='@{own}')\n")  # the measured times decide
-    made = json.loads(run("suggest", "factories:model_and_batch()", "--chunks", "2", "--seconds", "0", "--refine", "1", "--json"))
+    made = json.loads(run("suggest", "test_main:model_and_batch()", "--chunks", "2", "--seconds", "0", "--refine", "1", "--json"))
     assert made["unpartitioned"]["balance"] == [3]
     assert made["measured"][0]["measured_seconds"] > 0
     candidates = made["candidates"]
@@ -191,7 +180,7 @@ def cluster(tmp_path):
 
 
 def test_suggest_plans_for_a_cluster(run, cluster, tmp_path):
-    flags = ["suggest", "factories:model_and_batch", "--cluster", cluster(), "--seconds", "0"]
+    flags = ["suggest", "test_main:model_and_batch", "--cluster", cluster(), "--seconds", "0"]
     printed = json.loads(run(*flags, "--schedule", "1f1b", "--micro-batch", "2,4", "--json"))
     assert printed["reason"] == ""
     replicas = {candidate["replicas"]: candidate for candidate in printed["candidates"]}
@@ -201,7 +190,7 @@ def test_suggest_plans_for_a_cluster(run, cluster, tmp_path):
         assert len(candidate["bytes"]) == 2 // count
     printed = run(*flags, "--batch-size", "64")
     assert "All figures are predicted." in printed and "balance of the first: " in printed
-    measured = balance.profile(factories.model(), torch.rand(4, 16), seconds=0)
+    measured = balance.profile(model(), torch.rand(4, 16), seconds=0)
     (tmp_path / "profile.json").write_text(measured.to_json())
     planned = ["suggest", "--profile", str(tmp_path / "profile.json"), "--batch-size", "16"]
     plan = balance.plan_cluster(balance.Cluster.from_json(json.dumps(CLUSTER)), [measured], 16)
@@ -212,35 +201,25 @@ def test_suggest_plans_for_a_cluster(run, cluster, tmp_path):
 def test_flags_of_a_cluster_are_checked(refused, cluster):
     file = cluster()
     for message, *arguments in (
-        ("--batch-size requires --cluster", "factories:model", "--batch-size", "8"),
-        ("--micro-batch requires --cluster", "factories:model", "--micro-batch", "8"),
-        ("--profile requires --cluster", "--profile", "x.json"),
+        ("--batch-size requires --cluster", "test_main:model", "--batch-size", "8"),
         ("the following arguments are required: MODULE:FUNCTION", "--cluster", file),
-        ("--cluster excludes --chunks", "factories:model", "--cluster", file, "--chunks", "2"),
-        ("--cluster excludes --layers", "factories:model", "--cluster", file, "--layers"),
-        ("--cluster needs one device to measure on", "factories:model", "--cluster", file, "--devices", "cpu,cpu"),
-        ("--profile excludes factories:model", "factories:model", "--cluster", file, "--profile", "x", "--batch-size", "8"),
+        ("--cluster excludes --chunks", "test_main:model", "--cluster", file, "--chunks", "2"),
+        ("--cluster needs one device to measure on", "test_main:model", "--cluster", file, "--devices", "cpu,cpu"),
         ("--profile excludes --seconds", "--cluster", file, "--profile", "x", "--batch-size", "8", "--seconds", "1"),
-        ("--profile requires --batch-size", "--cluster", file, "--profile", "x"),
-        ("No such file or directory: 'nowhere'", "--cluster", file, "--profile", "nowhere", "--batch-size", "8"),
-        ("No such file or directory: 'nowhere'", "factories:model_and_batch", "--cluster", "nowhere"),
-        ("--micro-batch must be at most the mini-batch's 8 samples, but is 9", "factories:model_and_batch", "--cluster", file, "--micro-batch", "2,9"),
+        ("No such file or directory: 'nowhere'", "test_main:model_and_batch", "--cluster", "nowhere"),
+        ("--micro-batch must be at most the mini-batch's 8 samples, but is 9", "test_main:model_and_batch", "--cluster", file, "--micro-batch", "2,9"),
     ):
         assert message in refused("suggest", *arguments)
-    assert "not a cluster: /hosts is 0" in refused("suggest", "factories:model_and_batch", "--cluster", cluster(hosts=0))
+    assert "not a cluster: /hosts is 0" in refused("suggest", "test_main:model_and_batch", "--cluster", cluster(hosts=0))
 
 
 def test_wrong_models_are_refused(refused):
     for message, *arguments in (
-        ("is not of the form MODULE:FUNCTION", "factories"),
-        ("cannot load 'factories:unknown': name 'unknown' is not defined", "factories:unknown"),
-        ("cannot load 'unknown:model': No module named 'unknown'", "unknown:model"),
-        ("cannot load 'factories:model(3)'", "factories:model(3)"),
-        ("returns no mini-batch; give its shape with --input", "factories:model"),
-        ("factories:three must be a function that returns a module, or a tuple (module, mini-batch)", "factories:three"),
-        ("argument --input: '8,x' is not a list of numbers, such as 8,16", "factories:model", "--input", "8,x"),
-        ("--memory-limit: 'lots' is not a size, such as 6GB", "factories:model", "--input", "8,16", "--memory-limit", "lots"),
-        ("every schedule has more stages than the model allows", "factories:model", "--input", "8,16", "--devices", "cpu,cpu,cpu,cpu"),
-        ("layer '0' failed in its forward", "factories:model", "--input", "8,17", "--seconds", "0"),
+        ("is not of the form MODULE:FUNCTION", "test_main"),
+        ("cannot load 'test_main:unknown': name 'unknown' is not defined", "test_main:unknown"),
+        ("returns no mini-batch; give its shape with --input", "test_main:model"),
+        ("test_main:three must be a function that returns a module, or a tuple (module, mini-batch)", "test_main:three"),
+        ("--memory-limit: 'lots' is not a size, such as 6GB", "test_main:model", "--input", "8,16", "--memory-limit", "lots"),
+        ("layer '0' failed in its forward", "test_main:model", "--input", "8,17", "--seconds", "0"),
     ):
         assert message in refused("suggest", *arguments)

@@ -292,18 +292,6 @@ def test_a_rank_that_ends_early_ends_the_calls_of_the_others(interrupted, first,
     assert first in results[0][1] and second in results[1][1]
 
 
-def train_in_pairs(ranks):
-    """Trains two pipelines of two ranks each, on the groups of a mesh."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replica", "stage"))
-    return train(CASES[0], mesh.get_group("stage"))
-
-
-def test_groups_of_a_device_mesh_run_pipelines_of_their_own():
-    results = results_of(4, train_in_pairs)
-    for pair in (results[:2], results[2:]):
-        assert_equal_bits(pair, train(CASES[0]))
-
-
 PROGRAM = """
 import torch, gpipe
 from torch import nn

@@ -12,9 +12,9 @@ from gpipe.skip import Namespace, Skippable, pop, skippable, stash, verify_skipp
 from helpers import Add, Double, Stash, YieldAdd, YieldStash
 
 
-@pytest.mark.parametrize("first, last", [(Stash, Add), (YieldStash, YieldAdd), (Stash, YieldAdd), (YieldStash, Add)])
-@pytest.mark.parametrize("balance", [None, [3], [1, 2], [2, 1], [1, 1, 1]])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
+@pytest.mark.parametrize("first, last", [(Stash, YieldAdd), (YieldStash, Add)])
+@pytest.mark.parametrize("balance", [None, [3], [1, 1, 1]])
+@pytest.mark.parametrize("checkpoint", ["never", "always"])
 def test_skips_reach_their_layer(first, last, balance, checkpoint):
     model = nn.Sequential(first(), Double(), last())
     if balance is not None:
@@ -24,28 +24,6 @@ def test_skips_reach_their_layer(first, last, balance, checkpoint):
     assert torch.equal(y, torch.full((4, 1), 3.0))
     y.sum().backward()
     assert torch.equal(x.grad, torch.full((4, 1), 3.0))
-
-
-@pytest.mark.parametrize("balance", [[3], [1, 1, 1]])
-@pytest.mark.parametrize("checkpoint", ["never", "except_last", "always"])
-@pytest.mark.parametrize("what", ["integers", "unused", "none"])
-def test_stashed_values_without_a_gradient(balance, checkpoint, what):
-    @skippable(stash=["a"])
-    class First(nn.Module):
-        def forward(self, x):
-            stash("a", {"integers": torch.arange(len(x)), "unused": x, "none": None}[what])
-            return x
-
-    @skippable(pop=["a"])
-    class Last(nn.Module):
-        def forward(self, x):
-            a = pop("a")
-            assert (a is None) == (what == "none")
-            return x + a[:, None] if what == "integers" else x
-
-    pipe = gpipe.GPipe(nn.Sequential(First(), nn.Linear(1, 1), Last()), balance, chunks=2, checkpoint=checkpoint)
-    pipe(torch.ones(4, 1)).sum().backward()
-    assert pipe[1].weight.grad is not None
 
 
 def test_the_decorator_returns_a_subclass_with_the_names():
@@ -84,24 +62,6 @@ def test_a_forward_that_breaks_its_declaration_is_an_error(forward, message):
         gpipe.GPipe(nn.Sequential(Layer(), skippable(pop=["a"])(nn.Identity)()), [1, 1])(torch.zeros(1))
 
 
-@pytest.mark.parametrize(
-    "forward, message",
-    [
-        (lambda self, x: x, "'a' is declared to be stashed in every forward, but was not stashed in this one"),
-        (lambda self, x: [stash("a", x), stash("a", x), x][-1], "'a' was stashed twice in one forward"),
-    ],
-)
-def test_a_pipeline_refuses_a_stash_that_is_left_out_or_repeated(forward, message):
-    Layer = skippable(stash=["a"])(type("Layer", (nn.Module,), {"forward": forward}))
-    with pytest.raises(RuntimeError, match=message):
-        gpipe.GPipe(nn.Sequential(Layer(), skippable(pop=["a"])(nn.Identity)()), [1, 1])(torch.zeros(1))
-
-
-def test_a_pop_without_a_stash_is_an_error():
-    with pytest.raises(RuntimeError, match="'skip'.* stashed"):
-        Add()(torch.zeros(1))
-
-
 def test_a_generator_that_yields_anything_else_is_an_error():
     @skippable()
     class Layer(nn.Module):
@@ -113,7 +73,9 @@ def test_a_generator_that_yields_anything_else_is_an_error():
         Layer()(torch.zeros(1))
 
 
-def test_stash_outside_a_forward_is_an_error():
+def test_stash_outside_a_forward_and_pop_without_a_stash_are_errors():
+    with pytest.raises(RuntimeError, match="'skip'.* stashed"):
+        Add()(torch.zeros(1))
     with pytest.raises(RuntimeError, match=r"stash\('a'\) was called outside the forward of a @skippable layer"):
         stash("a", torch.zeros(1))
     with pytest.raises(TypeError, match="must be a torch.Tensor or None"):
@@ -160,38 +122,12 @@ def test_namespaces_are_ordered_and_equal_their_copies():
 
 
 def test_copies_share_their_namespaces():
-    model = copy.deepcopy(nn.Sequential(Stash().isolate(Namespace()), nn.Linear(1, 1), Add()))
-    with pytest.raises(TypeError):
-        verify_skippables(model)
-    pipe = gpipe.GPipe(nn.Sequential(Stash(), nn.Linear(1, 1), Add()), [2, 1])
+    space = Namespace()
+    model = copy.deepcopy(nn.Sequential(Stash().isolate(space), nn.Linear(1, 1), Add().isolate(space)))
+    pipe = gpipe.GPipe(model, [2, 1])
     copied = pickle.loads(pickle.dumps(pipe))
     x = torch.ones(2, 1)
     assert torch.equal(copied(x), pipe(x))
-
-
-def test_a_skippable_layer_can_have_a_child_named_module():
-    @skippable(stash=["a"])
-    class Layer(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.module = inner
-
-        def forward(self, x):
-            stash("a", x)
-            return self.module(x)
-
-    inner = nn.Linear(2, 2)
-    layer = Layer(inner)
-    assert layer.module is inner and list(layer.state_dict()) == ["module.weight", "module.bias"]
-    layer.add_module("module", nn.Identity())
-    assert isinstance(layer.module, nn.Identity)
-
-
-@pytest.mark.parametrize("balance", [[3], [1, 2], [1, 1, 1]])
-def test_skippable_layers_can_be_nested(balance):
-    model = nn.Sequential(nn.Sequential(Double(), Stash()), Double(), nn.Sequential(Add(), Double()))
-    x = torch.ones(4, 1)
-    assert torch.equal(gpipe.GPipe(model, balance, chunks=2)(x), 12 * x)
 
 
 def test_states_saved_by_torchgpipe_can_be_loaded():

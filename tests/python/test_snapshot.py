@@ -2,13 +2,12 @@
 
 import fcntl
 import os
-import resource
 
 import pytest
 import safetensors.torch
 import torch
 from torch import nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RAdam, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, RMSprop
 
 import gpipe
 from gpipe import snapshot
@@ -18,17 +17,14 @@ from gpipe.snapshot import Snapshot
 # Optimizers with options, and the names of their state per parameter.
 OPTIMIZERS = [
     (Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}, {"step", "sum"}),
-    (Adam, {"betas": (0.5, 0.75)}, {"step", "exp_avg", "exp_avg_sq"}),
-    (Adam, {"amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
-    (AdamW, {"weight_decay": 0.3}, {"step", "exp_avg", "exp_avg_sq"}),
-    (RMSprop, {}, {"step", "square_avg"}),
+    (Adam, {"betas": (0.5, 0.75), "amsgrad": True}, {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}),
     (RMSprop, {"momentum": 0.5, "centered": True}, {"step", "square_avg", "momentum_buffer", "grad_avg"}),
-    (RMSprop, {"maximize": True}, {"step", "square_avg"}),
     (NAdam, {}, {"step", "mu_product", "exp_avg", "exp_avg_sq"}),
-    (RAdam, {"decoupled_weight_decay": True}, {"step", "exp_avg", "exp_avg_sq"}),
     (SGD, {}, set()),
     (SGD, {"momentum": 0.9, "nesterov": True}, {"momentum_buffer"}),
 ]
+
+
 def make_model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2, bias=False))
@@ -89,15 +85,6 @@ def test_a_written_snapshot_reads_back_equal(tmp_path):
     assert snapshot.read(tmp_path / "empty") == Snapshot()
 
 
-def test_safetensors_reads_the_weights(tmp_path):
-    saved = make_snapshot()
-    saved.model = {**saved.model, "tied": saved.model["0.weight"], "half": torch.ones(3, 2).half().t()}
-    snapshot.write(tmp_path / "latest", saved)
-    weights = safetensors.torch.load_file(tmp_path / "latest")
-    assert same({name: tensor for name, tensor in weights.items() if not name.startswith(".")}, saved.model)
-    assert same(weights[".optimizer.exp_avg.0.bias"], saved.optimizer["state"]["0.bias"]["exp_avg"])
-
-
 def test_tensors_of_any_kind(tmp_path):
     large = torch.arange(100000.0, requires_grad=True)
     numbers = torch.tensor([1 + 2j, 3 - 1j])
@@ -137,25 +124,9 @@ def test_a_restored_optimizer_continues_equally(kind, options, state_names, tmp_
     assert same(again["state"], state["state"])
     for group, expected in zip(again["param_groups"], state["param_groups"], strict=True):
         assert same(group | {"params": sorted(group["params"])}, expected | {"params": sorted(expected["params"])})
-    # The state has the types that torch.optim uses.
-    names = {id(tensor): name for name, tensor in pipe.state_dict(keep_vars=True).items()}
-    other_states = {name: other.state.get(tensor) for name, tensor in copy.state_dict(keep_vars=True).items()}
-    for tensor, values in optimizer.state.items():
-        values = {key: value for key, value in values.items() if value is not None}
-        assert same(values, dict(other_states[names[id(tensor)]] or {}))
-
     train(pipe, optimizer, 2)
     train(copy, other, 2)
     assert same(dict(copy.state_dict()), dict(pipe.state_dict()))
-
-
-def test_restoring_copies_the_state():
-    pipe, optimizer = trained()
-    state = snapshot.capture_optimizer(optimizer, pipe)
-    before = state["state"]["0.weight"]["exp_avg"].clone()
-    snapshot.restore_optimizer(optimizer, pipe, state)
-    train(pipe, optimizer, 1)
-    assert torch.equal(state["state"]["0.weight"]["exp_avg"], before)
 
 
 def damaged(change):
@@ -170,13 +141,7 @@ def damaged(change):
     [
         (lambda state: state.update(type="SGD"), "it is of class SGD, but this one is of class AdamW"),
         (lambda state: state["param_groups"].pop(), "it has 1 groups of parameters, but this one has 2"),
-        (lambda state: state["param_groups"][0]["params"].pop(), "group 0 lacks '0.weight'"),
-        (lambda state: state["param_groups"][1]["params"].append("5.bias"), "group 1 also has '5.bias'"),
-        (lambda state: state["param_groups"][1].pop("eps"), "its 'eps' of group 1 is missing"),
         (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(3)), r"is torch.float32 of shape \(3,\)"),
-        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(4).to_sparse()), "torch.sparse_coo, not"),
-        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(4, device="meta")), "without data, not"),
-        (lambda state: state["state"]["0.bias"].update(exp_avg=torch.ones(4).double()), "torch.float64 .*, not"),
         (lambda state: state["state"].update({"1.running_mean": {}}), "it has the state of '1.running_mean'"),
     ],
 )
@@ -209,8 +174,6 @@ def test_a_refused_restore_leaves_the_model_unchanged():
         (saved | {"4.weight": torch.ones(1)}, "'4.weight' is .* in the snapshot and missing in this model"),
         (saved | {"3.weight": torch.ones(2, 5)}, r"of shape \(2, 5\) in the snapshot"),
         (saved | {"3.weight": saved["3.weight"].double()}, "torch.float64"),
-        (saved | {"3.weight": saved["3.weight"].to_sparse()}, "torch.sparse_coo in the snapshot"),
-        (saved | {"3.weight": saved["3.weight"].to("meta")}, "without data in the snapshot"),
         (saved | {"3.weight": 1}, "<class 'int'> in the snapshot"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -220,30 +183,12 @@ def test_a_refused_restore_leaves_the_model_unchanged():
     assert same(snapshot.capture_model(model), saved)
 
 
-def test_a_model_that_cannot_be_written_in_place_is_unchanged():
-    with torch.inference_mode():
-        made_in_inference_mode = torch.zeros(2)
-    for tensor, message in [
-        (torch.zeros(1).expand(2), "'last' of this model: some of its elements share memory"),
-        (made_in_inference_mode, "'last' of this model: it was made in inference mode"),
-    ]:
-        model = make_model()
-        model.register_buffer("last", tensor)
-        saved = {name: tensor + 1 for name, tensor in snapshot.capture_model(model).items()}
-        before = snapshot.capture_model(model)
-        with pytest.raises(ValueError, match=message):
-            snapshot.restore_model(model, saved)
-        assert same(snapshot.capture_model(model), before)
-
-
 @pytest.mark.parametrize(
     "fields, error, message",
     [
         ({"position": {"seed": 2**63}}, ValueError, "'seed' is 9223372036854775808"),
         ({"options": {"a": {1, 2}}}, TypeError, "set is not JSON serializable"),
         ({"options": {"a": 1}}, ValueError, "'a' is 1, not a string"),
-        ({"model": {"a": torch.ones(2).to_sparse()}}, ValueError, "'a' of type Float and layout Sparse"),
-        ({"model": {"a": torch.ones(2, device="meta")}}, ValueError, "on meta"),
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
         ({"epoch": "1"}, ValueError, "'epoch' is \"1\""),
@@ -261,14 +206,6 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path):
     path = tmp_path / "latest"
     snapshot.write(path, Snapshot(epoch=1))
     before = path.read_bytes()
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large: '.*latest'"):
-            snapshot.write(path, Snapshot(epoch=2, random=torch.zeros(9000)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert list(tmp_path.iterdir()) == [path]
     with open(f"{path}.tmp", "w") as other:
         other.write("left by a killed process" * 10000)
         fcntl.flock(other, fcntl.LOCK_EX)
@@ -285,7 +222,7 @@ def test_damaged_and_other_files_are_refused(tmp_path):
     path = tmp_path / "latest"
     snapshot.write(path, make_snapshot())
     whole = path.read_bytes()
-    for damaged in whole[:-1], whole[:7], whole[:300] + b"!" + whole[301:], b"no snapshot", whole[:-1] + b"!":
+    for damaged in whole[:-1], b"no snapshot", whole[:-1] + b"!":
         path.write_bytes(damaged)
         with pytest.raises(ValueError, match=f"'{path}': "):
             snapshot.read(path)

@@ -35,38 +35,30 @@ def test_each_stage_keeps_its_worker_thread():
     assert sorted(counts) == [1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6]
 
 
-def test_pipelines_in_several_threads():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
-    x = torch.rand(8, 8)
+def in_threads(count, function):
+    threads = [threading.Thread(target=function) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
 
-    def train(gradients):
+
+def test_pipelines_and_one_pipeline_in_several_threads():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    shared = gpipe.GPipe(copy.deepcopy(model), [2, 1], chunks=4)
+    x = torch.rand(8, 8)
+    results = []
+
+    def train():
         pipe = gpipe.GPipe(copy.deepcopy(model), [2, 1], chunks=4)
         for _ in range(20):
             pipe(x).sum().backward()
-        gradients.append([parameter.grad for parameter in pipe.parameters()])
+        results.append([shared(x), *(parameter.grad for parameter in pipe.parameters())])
 
-    gradients = []
-    train(gradients)
-    threads = [threading.Thread(target=train, args=(gradients,)) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    expected, *actual = gradients
-    assert len(actual) == 2
-    assert all(torch.equal(a, b) for each in actual for a, b in zip(each, expected, strict=True))
-
-
-def test_one_pipeline_called_from_several_threads():
-    pipe = gpipe.GPipe(nn.Sequential(Double(), Double()), [1, 1], chunks=4)
-    x = torch.rand(8, 8)
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(pipe(x))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert all(torch.equal(result, 4 * x) for result in results) and len(results) == 4
+    train()
+    in_threads(3, train)
+    assert len(results) == 4
+    assert all(torch.equal(a, b) for each in results for a, b in zip(each, results[0], strict=True))
 
 
 def test_a_pipeline_as_a_layer_of_another():
