@@ -1,6 +1,7 @@
 #include "balance/cluster_plan.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -9,9 +10,45 @@
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
+
+namespace {
+
+void check_link(const LinkSpeed& link, const char* where) {
+  if (link.bandwidth >= 0 && link.latency >= 0 && std::isfinite(link.latency)) return;
+  throw invalid("[balance] bandwidth and latency %s must not be negative, but are %g bytes/s and %g s", where,
+                link.bandwidth, link.latency);
+}
+
+}  // namespace
+
+const LinkSpeed& Network::link(int a, int b) const {
+  // The ranks of both workers lie between these two, and the ranks of some replica of either are these two.
+  const std::int64_t first = std::int64_t{std::min(a, b)} * replicas;
+  const std::int64_t last = std::int64_t{std::max(a, b)} * replicas + replicas - 1;
+  return devices_per_host == 0 || first / devices_per_host == last / devices_per_host ? inside : between;
+}
+
+double Network::reduction(int worker, std::int64_t bytes) const {
+  if (replicas == 1 || bytes == 0) return 0;
+  const auto& link = this->link(worker, worker);
+  return 2 * (link.latency + (replicas - 1.0) / replicas * link.sending(bytes));
+}
+
+void check(const Network& network) {
+  if (network.replicas < 1) {
+    throw invalid("[balance] replicas must be positive, but is %d", network.replicas);
+  }
+  if (network.devices_per_host < 0) {
+    throw invalid("[balance] devices_per_host must not be negative, but is %d", network.devices_per_host);
+  }
+  check_link(network.inside, "inside a host");
+  check_link(network.between, "between hosts");
+}
+
 namespace {
 
 using absl::StrFormat;
@@ -72,27 +109,26 @@ std::vector<Scheduling> schedulings_of(const std::string& schedule, int workers,
 
 void check_plan(const Cluster& cluster, const std::vector<Profile>& profiles, const ClusterPlanOptions& options) {
   if (cluster.hosts < 1 || cluster.devices_per_host < 1 || cluster.hosts > kMostDevices / cluster.devices_per_host) {
-    throw std::invalid_argument(StrFormat("[suggest] a cluster has 1 to %d devices, but got %d hosts of %d devices",
-                                          kMostDevices, cluster.hosts, cluster.devices_per_host));
+    throw invalid("[suggest] a cluster has 1 to %d devices, but got %d hosts of %d devices", kMostDevices,
+                  cluster.hosts, cluster.devices_per_host);
   }
   check(cluster.network(1));
   if (cluster.memory < 0) {
-    throw std::invalid_argument(StrFormat("[suggest] memory must not be negative, but is %d", cluster.memory));
+    throw invalid("[suggest] memory must not be negative, but is %d", cluster.memory);
   }
-  if (profiles.empty()) throw std::invalid_argument("[suggest] give at least one profile");
-  if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
+  if (profiles.empty()) throw invalid("[suggest] give at least one profile");
+  if (options.checkpoints.empty()) throw invalid("[suggest] give at least one checkpoint mode");
   if (options.samples < 1) {
-    throw std::invalid_argument(StrFormat("[suggest] samples must be positive, but is %d", options.samples));
+    throw invalid("[suggest] samples must be positive, but is %d", options.samples);
   }
   if (!options.schedule.empty() && options.schedule != kAnySchedule) schedule_rule(options.schedule);
   for (const auto& profile : profiles) {
     if (profile.samples < 1) {
-      throw std::invalid_argument(
-          StrFormat("[suggest] a profile must have at least one sample, but has %d", profile.samples));
+      throw invalid("[suggest] a profile must have at least one sample, but has %d", profile.samples);
     }
     if (profile.layers.size() == profiles.front().layers.size()) continue;
-    throw std::invalid_argument(StrFormat("[suggest] profiles have %d and %d layers; give profiles of one model",
-                                          profiles.front().layers.size(), profile.layers.size()));
+    throw invalid("[suggest] profiles have %d and %d layers; give profiles of one model",
+                  profiles.front().layers.size(), profile.layers.size());
   }
 }
 
@@ -171,12 +207,12 @@ ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& pro
   }
   if (cases.empty()) {
     const auto append = [](std::string* text, const Profile& profile) { absl::StrAppend(text, profile.samples); };
-    throw std::invalid_argument(StrFormat(
+    throw invalid(
         "[suggest] no number of replicas suits %d devices and %d samples: it must divide both, leave at most %d "
         "devices "
         "per replica, one for each stage, and give each replica whole micro-batches of %s samples, at most %d cells "
         "(devices x micro-batches); change the samples or the profiles",
-        devices, options.samples, most_stages, absl::StrJoin(profiles, " or ", append), kMostPlannedCells));
+        devices, options.samples, most_stages, absl::StrJoin(profiles, " or ", append), kMostPlannedCells);
   }
   std::vector<std::pair<Candidate, std::string>> plans;
   for (auto& [profile, search_options, best] : cases) {

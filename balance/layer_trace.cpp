@@ -8,7 +8,7 @@
 #include <tuple>
 #include <utility>
 
-#include "balance/layer_decorator.h"
+#include "balance/trial.h"
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/base/clock.h"

@@ -16,7 +16,7 @@
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/layer_trace.h"
-#include "balance/sharing.h"
+#include "balance/measurement.h"
 #include "balance/stage_cost.h"
 #include "balance/trial.h"
 #include "gpipe/autograd/stage.h"

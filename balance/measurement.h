@@ -1,8 +1,11 @@
 #pragma once
 
+#include <vector>
+
 #include "balance/model.h"
 #include "balance/profile.h"
 #include "balance/profiler.h"
+#include "skip/layout.h"
 
 namespace gpipe {
 
@@ -12,5 +15,13 @@ namespace gpipe {
 /// Errors: std::runtime_error that names the failing layer, with the layer's exception nested; the errors of GPipe's
 /// constructor.
 Profile measure(const Model::MakeLayers& layers, const Value& sample, const ProfileOptions& options);
+
+/// Profiles one layer at a time. Bytes are upper bounds. Restores the layers' state. Errors: as measure();
+/// std::runtime_error that names a layer that does not fit the device alone.
+Profile measure_alone(const Model& model, const Value& sample, const ProfileOptions& options);
+
+/// Finds the parameters and buffers that layers share: sets `shares_with` of the profile's layers, and its ties. Shared
+/// parameters are ties if stages can lend them.
+void find_sharing(Profile& profile, const std::vector<NamedLayer>& layers, bool can_lend);
 
 }  // namespace gpipe

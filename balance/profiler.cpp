@@ -3,24 +3,60 @@
 #include <ATen/Parallel.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <torch/nn/module.h>
 
 #include <algorithm>
 #include <exception>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <utility>
 
 #include "absl/strings/str_format.h"
+#include "balance/balance.h"
 #include "balance/layer_trace.h"
-#include "balance/lone_layer.h"
 #include "balance/measurement.h"
-#include "balance/restore_module.h"
-#include "balance/sharing.h"
 #include "balance/trial.h"
-#include "gpipe/autograd/random_scope.h"
+#include "gpipe/assembly/inventory.h"
 #include "gpipe/run/micro_batch.h"
 
 namespace gpipe {
+
+Model::Model(const torch::nn::Sequential& model) : Model([model] { return make_layers(*model); }) {}
+
+Model::Model(const NestedSequential& model) : Model([model] { return make_layers(*model); }) {}
+
+Model::Model(MakeLayers make) : make_(std::move(make)), module_(std::make_shared<torch::nn::Module>()) {
+  for (const auto& layer : make_()) {
+    module_->register_module(std::to_string(named_.size()), layer->module());
+    named_.push_back({layer->name(), layer->module()});
+  }
+}
+
+void find_sharing(Profile& profile, const std::vector<NamedLayer>& layers, bool can_lend) {
+  TensorPlaces together;  // as if each layer were a stage
+  TensorPlaces lent;
+  for (int i = 0; i < static_cast<int>(layers.size()); ++i) {
+    const auto& [name, module] = layers[i];
+    together.add(i, name, module->named_buffers());
+    (can_lend ? lent : together).add(i, name, module->named_parameters());
+    profile.layers[i].shares_with = i;
+  }
+  for (const auto& place : together.all()) {
+    auto& shares_with = profile.layers[place.stage].shares_with;
+    shares_with = std::min(shares_with, together.all()[place.first].stage);
+  }
+  std::map<std::size_t, TieProfile> ties;  // by the first place
+  for (const auto& place : lent.all()) {
+    auto& tie = ties[place.first];
+    if (tie.layers.empty()) tie = {place.name(), {}, bytes_of(at::Tensor(place.tensor.lock()))};
+    if (tie.layers.empty() || tie.layers.back() != place.stage) tie.layers.push_back(place.stage);
+  }
+  for (auto& [first, tie] : ties) {
+    if (tie.layers.size() > 1) profile.ties.push_back(std::move(tie));
+  }
+}
+
 namespace {
 
 using absl::StrFormat;
@@ -44,105 +80,6 @@ void check(const Model& model, const Value& sample, const ProfileOptions& option
   if (batch_size(sample) < 1) refuse("the sample is empty; give one micro-batch");
 }
 
-// Appends the profile of a layer that was measured alone to the profile of the model. Which layers share memory is
-// unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory of
-// its own, kept for the backward of the layer that pops it.
-void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
-  const int index = static_cast<int>(whole.layers.size());
-  auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));
-  for (auto block : lone.blocks) {
-    block.layer = index;
-    block.reaches += index;
-    if (block.freed_by >= 0) {
-      block.freed_by = index;
-    } else if (block.born == Kind::F && block.reaches > index && !is_last) {
-      block.until = Kind::B;
-      block.freed_by = index + 1;
-      layer.saved += block.bytes;
-    } else if (block.born != Kind::F && index > 0) {
-      block.until = Kind::B;
-      block.freed_by = index - 1;
-    }
-    whole.blocks.push_back(block);
-  }
-  for (const auto& link : links) {
-    if (link.to != index || link.from == index) continue;
-    const auto& skip = skips.at(link.key);
-    const auto bytes = bytes_of(skip);
-    whole.skips.push_back({link.key.name, link.from, link.to, bytes});
-    whole.blocks.push_back({bytes, Kind::F, link.from, Kind::B, index, link.from, index});
-    if (skip.defined() && skip.is_floating_point()) {
-      for (const auto born : {Kind::B, Kind::I})
-        whole.blocks.push_back({bytes, born, index, Kind::B, link.from, index});
-    }
-  }
-}
-
-// Runs one layer. Names it in the error if the device's memory is too small even for this layer.
-template <typename F>
-auto alone(const std::string& name, std::int64_t samples, F run) {
-  try {
-    return run();
-  } catch (const c10::OutOfMemoryError& error) {
-    std::throw_with_nested(std::runtime_error(StrFormat(
-        "[profile] layer '%s' alone does not fit its device for %d samples; use a smaller layer or sample: %s", name,
-        samples, error.what_without_backtrace())));
-  }
-}
-
-// Measures one layer at a time.
-Profile profile_alone(const Model& model, const Value& sample, const ProfileOptions& options) {
-  const auto& named = model.named_layers();
-  const auto links = skip_links(named);
-  const int layers = static_cast<int>(named.size());
-  Profile whole;
-  Skips skips;
-  Value value = sample;
-  const auto sample_size = batch_size(sample);
-  auto each = options;
-  each.workers(1).seconds(options.seconds() / layers);
-  for (int i = 0; i < layers; ++i) {
-    const RestoreModule restore(*named[i].module);
-    if (options.progress()) {
-      each.progress([&](double part) { options.progress()((i + part) / layers); });
-    }
-    const auto make = [&](Skips* leaving) {
-      std::vector<std::unique_ptr<Layer>> lone;
-      lone.push_back(std::move(model.layers()[i]));
-      lone = restore.watch(std::move(lone));
-      lone.front() = std::make_unique<LoneLayer>(std::move(lone.front()), skips, leaving);
-      return lone;
-    };
-    auto tensors = value.tensors();
-    for (auto& tensor : tensors) {
-      if (i > 0 && tensor.is_floating_point()) tensor = tensor.detach().set_requires_grad(true);
-    }
-    auto of_layer = alone(named[i].name, sample_size,
-                          [&] { return measure([&] { return make(nullptr); }, Value(value.form(), tensors), each); });
-    if (i == 0) {
-      whole.samples = of_layer.samples;
-      whole.device = of_layer.device;
-      whole.workers = 1;
-      whole.intraop_threads = of_layer.intraop_threads;
-      whole.input_requires_grad = of_layer.input_requires_grad;
-    }
-    join(whole, std::move(of_layer), i + 1 == layers, links, skips);
-    const at::NoGradGuard no_grad;
-    const RandomScope random(/*seed=*/0, i, /*micro_batch=*/0);
-    if (i == 0) value = copy_of(value);  // the layer may change it in place
-    Skips leaving;
-    value = alone(named[i].name, sample_size, [&] { return make(&leaving).front()->forward(std::move(value)); });
-    for (const auto& link : links) {
-      if (link.to == i) skips.erase(link.key);
-    }
-    skips.merge(leaving);
-    restore.check();
-  }
-  const auto device = sample.tensors().front().device();
-  find_sharing(whole, named, device.is_cpu() || options.lends_between_devices());
-  return whole;
-}
-
 }  // namespace
 
 Profile profile(const Model& model, const Value& sample, const ProfileOptions& options) {
@@ -163,7 +100,27 @@ Profile profile(const Model& model, const Value& sample, const ProfileOptions& o
     return measured;
   } catch (const c10::OutOfMemoryError&) {
   }
-  return profile_alone(model, sample, rising);
+  return measure_alone(model, sample, rising);
+}
+
+std::vector<std::int64_t> balance_by_time(int partitions, const Model& model, const Value& sample,
+                                          ProfileOptions options) {
+  check_stages(partitions, static_cast<int>(model.named_layers().size()));
+  const auto& tensors = sample.tensors();
+  if (!tensors.empty() && tensors.front().defined() && tensors.front().is_cpu()) options.workers(partitions);
+  return balance_by_time(profile(model, sample, options), partitions, {.checkpoint = Checkpoint::kNever});
+}
+
+std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, const Value& sample, int chunks,
+                                          double param_scale, Checkpoint checkpoint) {
+  check_stages(partitions, static_cast<int>(model.named_layers().size()));
+  if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
+  const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
+  // The bytes that operators allocate depend on their number of threads, so measure with those of a stage.
+  const int threads = std::max(1, at::get_num_threads() / partitions);
+  const auto options = ProfileOptions().param_scale(param_scale).seconds(0).repeats(1).intraop_threads(threads);
+  return balance_by_size(profile(model, first_micro_batch(sample, sizes), options), partitions,
+                         {.chunks = static_cast<int>(sizes.size()), .checkpoint = checkpoint});
 }
 
 }  // namespace gpipe

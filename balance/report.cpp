@@ -11,6 +11,7 @@
 #include "absl/strings/str_join.h"
 #include "balance/cut.h"
 #include "balance/stage_cost.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
@@ -104,9 +105,9 @@ std::string prediction_table(const Prediction& prediction) {
   const auto ends = stage_ends(prediction.balance);
   const auto& placement = prediction.placement;
   if (prediction.stages.size() != ends.size() || placement.size() != ends.size()) {
-    throw std::invalid_argument(absl::StrFormat(
+    throw invalid(
         "[balance] the prediction's fields have different numbers of stages: balance %d, seconds %d, placement %d",
-        ends.size(), prediction.stages.size(), placement.size()));
+        ends.size(), prediction.stages.size(), placement.size());
   }
   const bool shared = prediction.bytes.size() < ends.size();  // workers with several stages
   Table table(shared ? std::vector<std::string>{"stage", "layers", "worker", "micro-batch", "memory"}

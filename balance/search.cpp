@@ -10,6 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "balance/cut.h"
 #include "balance/report.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/schedule/greedy.h"
 #include "gpipe/schedules.h"
 
@@ -20,8 +21,7 @@ using absl::StrFormat;
 
 void check_devices(const SearchOptions& options, std::size_t workers) {
   if (options.devices.empty() || options.devices.size() == workers) return;
-  throw std::invalid_argument(
-      StrFormat("[suggest] %d devices for %d workers; give one device per worker", options.devices.size(), workers));
+  throw invalid("[suggest] %d devices for %d workers; give one device per worker", options.devices.size(), workers);
 }
 
 RunOptions run_options(int chunks, Checkpoint checkpoint, const Scheduling& scheduling, const SearchOptions& options) {
@@ -174,7 +174,7 @@ const Profile& Suggestion::profile_of(const Candidate& candidate) const {
   for (const auto& [chunks, profile] : profiles) {
     if (chunks == candidate.chunks) return profile;
   }
-  throw std::invalid_argument(StrFormat("[suggest] no profile was made for %d chunks", candidate.chunks));
+  throw invalid("[suggest] no profile was made for %d chunks", candidate.chunks);
 }
 
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
@@ -239,12 +239,11 @@ std::vector<Scheduling> all_schedulings(int workers, int layers) {
 }
 
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options) {
-  if (profiles.empty()) throw std::invalid_argument("[suggest] give at least one profile");
-  if (options.schedulings.empty()) throw std::invalid_argument("[suggest] give at least one schedule");
-  if (options.checkpoints.empty()) throw std::invalid_argument("[suggest] give at least one checkpoint mode");
+  if (profiles.empty()) throw invalid("[suggest] give at least one profile");
+  if (options.schedulings.empty()) throw invalid("[suggest] give at least one schedule");
+  if (options.checkpoints.empty()) throw invalid("[suggest] give at least one checkpoint mode");
   if (options.memory_limit < 0) {
-    throw std::invalid_argument(
-        StrFormat("[suggest] memory_limit must not be negative, but is %d", options.memory_limit));
+    throw invalid("[suggest] memory_limit must not be negative, but is %d", options.memory_limit);
   }
   std::vector<Entry> entries;
   for (const auto& [chunks, profile] : profiles) {
@@ -267,7 +266,7 @@ Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& opt
       }
     }
   }
-  if (entries.empty()) throw std::invalid_argument("[suggest] every schedule has more stages than the model allows");
+  if (entries.empty()) throw invalid("[suggest] every schedule has more stages than the model allows");
   const auto before = [&](const Entry& a, const Entry& b) { return better(a.best, b.best, options); };
   std::stable_sort(entries.begin(), entries.end(), before);
   auto budget = options.most_actions;

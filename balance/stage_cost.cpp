@@ -9,6 +9,7 @@
 
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/ranks/gradient_buckets.h"
 
 namespace gpipe {
@@ -55,12 +56,11 @@ int stage_of(int layer, const std::vector<int>& ends) {
 
 void StageCost::check(const RunOptions& options) const {
   if (options.chunks < 1) {
-    throw std::invalid_argument(absl::StrFormat("[balance] chunks must be positive, but is %d", options.chunks));
+    throw invalid("[balance] chunks must be positive, but is %d", options.chunks);
   }
   if (options.chunks * all_bytes_ > kMaxBytes) {
-    throw std::invalid_argument(
-        absl::StrFormat("[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks",
-                        options.chunks, all_bytes_));
+    throw invalid("[balance] the bytes of %d chunks of a profile of %g bytes overflow; use fewer chunks",
+                  options.chunks, all_bytes_);
   }
   gpipe::check(options.network);
 }
@@ -75,7 +75,7 @@ StageCost::StageCost(const Profile& profile)
       saved_for_(layers_ + 1),
       can_cut_(layers_ + 1, true) {
   if (all_bytes_ > kMaxBytes) {
-    throw std::invalid_argument(absl::StrFormat("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_));
+    throw invalid("[balance] the sum of the profile's bytes, %g, overflows", all_bytes_);
   }
   for (int i = 0; i < layers_; ++i) {
     const auto& layer = profile_.layers[i];
@@ -245,9 +245,9 @@ std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) con
 std::vector<int> StageCost::ends(const std::vector<std::int64_t>& balance) const {
   auto ends = stage_ends(balance);
   if (ends.empty() || ends.back() != layers_) {
-    throw std::invalid_argument(absl::StrFormat(
+    throw invalid(
         "[balance] balance [%s] does not fit %d layers; give positive numbers of layers that sum to the total",
-        absl::StrJoin(balance, ", "), layers_));
+        absl::StrJoin(balance, ", "), layers_);
   }
   return ends;
 }

@@ -14,8 +14,8 @@
 #include <utility>
 
 #include "absl/strings/str_format.h"
-#include "balance/restore_module.h"
 #include "balance/trial.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/binding.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/schedule/schedule_source.h"
@@ -39,15 +39,14 @@ std::vector<int> possible(std::vector<int> chunks, std::int64_t samples) {
   }
   std::set<int> counts;
   for (const int wanted : chunks) {
-    if (wanted < 1)
-      throw std::invalid_argument(absl::StrFormat("[suggest] chunks must be positive, but one is %d", wanted));
+    if (wanted < 1) throw invalid("[suggest] chunks must be positive, but one is %d", wanted);
     counts.insert(static_cast<int>(micro_batch_sizes(samples, wanted, /*split_size=*/0).size()));
   }
   return {counts.begin(), counts.end()};
 }
 
 void check_devices(const std::vector<torch::Device>& devices) {
-  if (devices.empty()) throw std::invalid_argument("[suggest] give at least one device");
+  if (devices.empty()) throw invalid("[suggest] give at least one device");
 }
 
 /// Returns the scheduling with its placement. Errors: std::invalid_argument for a schedule that does not exist, or does
@@ -57,12 +56,11 @@ Scheduling complete(Scheduling scheduling, const Model& model, std::size_t devic
   if (name.starts_with('@')) scheduling.placement = read_schedule(name.substr(1)).layout.placement;
   const int per_worker = scheduling.placement.empty() ? scheduling.stages_per_worker : 1;
   if (per_worker < 1) {
-    throw std::invalid_argument(absl::StrFormat("[suggest] stages_per_worker must be positive, but is %d", per_worker));
+    throw invalid("[suggest] stages_per_worker must be positive, but is %d", per_worker);
   }
   const auto stages = scheduling.placement.empty() ? devices * per_worker : scheduling.placement.size();
   if (const auto layers = model.named_layers().size(); stages > layers) {
-    throw std::invalid_argument(
-        absl::StrFormat("[suggest] %d stages need as many layers, but the model has %d", stages, layers));
+    throw invalid("[suggest] %d stages need as many layers, but the model has %d", stages, layers);
   }
   const auto source = schedule_source(name, static_cast<int>(stages), per_worker, scheduling.placement);
   for (const int count : counts) source.make({static_cast<int>(stages), count, source.placement}, Checkpoint::kNever);
@@ -81,9 +79,8 @@ std::vector<Scheduling> schedulings(const Scheduling& wanted, const Model& model
     return wanted.stages_per_worker != 1 && per_worker != wanted.stages_per_worker;
   });
   if (found.empty()) {
-    throw std::invalid_argument(
-        absl::StrFormat("[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
-                        model.named_layers().size()));
+    throw invalid("[suggest] no schedule fits %d devices, %d layers and the wanted placement", workers,
+                  model.named_layers().size());
   }
   return found;
 }
@@ -232,8 +229,7 @@ std::vector<Measured> refine(const Model& model, const Value& sample, const std:
   check_devices(wanted);
   const auto devices = with_index(wanted);
   if (candidates < 1 || repeats < 1) {
-    throw std::invalid_argument(
-        absl::StrFormat("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats));
+    throw invalid("[refine] candidates and repeats must be positive, but are %d and %d", candidates, repeats);
   }
   suggestion.best();  // throws if nothing fits
   const at::AutoGradMode grad_mode(true);

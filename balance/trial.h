@@ -1,11 +1,34 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+#include <torch/nn/module.h>
+
 #include <cstdint>
+#include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
+#include "gpipe/autograd/layer.h"
 #include "gpipe/gpipe.h"
 
 namespace gpipe {
+
+/// Base class of layers that wrap another layer. Derived classes replace forward(); other calls go to the wrapped layer.
+class LayerDecorator : public Layer {
+ public:
+  explicit LayerDecorator(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}
+
+  const std::string& name() const override { return layer_->name(); }
+  std::shared_ptr<torch::nn::Module> module() const override { return layer_->module(); }
+  Buffers buffers() const override { return layer_->buffers(); }
+
+ protected:
+  Layer& layer() const { return *layer_; }
+
+ private:
+  const std::unique_ptr<Layer> layer_;
+};
 
 /// Runs a forward and a backward from gradients of ones. Leaves no gradients on parameters and runs no parameter hooks.
 void trial_step(GPipe& pipe, const Value& batch);
@@ -22,5 +45,41 @@ Value copy_of(const Value& value);
 
 /// The middle value; the upper of the two middle ones for an even count; 0 for an empty list.
 double median(std::vector<double> values);
+
+/// Restores a module's state when destroyed: values, memory, version counters, gradients and requires_grad of the
+/// parameters and buffers it had at construction; training modes; the CPU's default generator. Parameters and buffers
+/// that layers register in between stay.
+///
+/// The constructor copies all buffers. A parameter is copied only during two forwards of its layer: the first that
+/// builds an autograd graph and the first that does not. The copy is kept if that forward changed the parameter.
+///
+/// Thread safety: watched layers may run on several threads at once, but each layer and parameter on one at a time.
+class RestoreModule {
+ public:
+  /// REQUIRES: a std::shared_ptr holds the module.
+  explicit RestoreModule(const torch::nn::Module& module);
+  /// Does not throw. Skips what cannot be restored, e.g. after a device failure.
+  ~RestoreModule();
+  RestoreModule(const RestoreModule&) = delete;
+  RestoreModule& operator=(const RestoreModule&) = delete;
+
+  /// Wraps the module's layers so that their forwards are watched. Each call must get the same layers in the same
+  /// order.
+  std::vector<std::unique_ptr<Layer>> watch(std::vector<std::unique_ptr<Layer>> layers) const;
+
+  /// Errors: std::runtime_error if a parameter's version counter shows a change outside those first forwards, which
+  /// cannot be undone.
+  void check() const;
+
+ private:
+  class WatchedLayer;
+  class Copies;
+  struct Saved;
+  struct State;
+
+  const std::shared_ptr<State> state_;
+  at::Tensor generator_state_;
+  std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;  // parents before children
+};
 
 }  // namespace gpipe

@@ -13,7 +13,7 @@
 
 #include "absl/strings/str_format.h"
 #include "balance/balance.h"
-#include "balance/partition.h"
+#include "balance/cut.h"
 #include "balance/report.h"
 #include "balance/suggest.h"
 #include "examples/common/autocast.h"

@@ -1,4 +1,4 @@
-#include "balance/partition.h"
+#include "balance/cut.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>

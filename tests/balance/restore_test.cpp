@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "balance/balance.h"
-#include "balance/restore_module.h"
+#include "balance/trial.h"
 #include "balance/suggest.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/byte_counter.h"

@@ -46,7 +46,7 @@ mutant(replay_exceeds_the_capacity core_tests gpipe/schedule/replay.cpp "channel
 mutant(replay_ignores_latency core_tests gpipe/schedule/replay.cpp "start + channel.latency" "start" Simulator.*)
 mutant(replay_sends_all_at_once core_tests gpipe/schedule/replay.cpp "start + channel.sending" "start" Simulator.*)
 mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp
-       "std::max(before + extra, after)" "before + extra" Footprint.*)
+       "std::max(before + extra_of(*span), after)" "before + extra_of(*span)" Footprint.*)
 mutant(timeline_overlaps_a_worker_with_itself core_tests gpipe/schedule/timeline.cpp
        "if (other.worker == span.worker) continue;" "" MostOverlapped.*)
 mutant(simulator_stores_every_forward core_tests gpipe/schedule/simulator.cpp
