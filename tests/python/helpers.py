@@ -214,18 +214,6 @@ def run_job(size, body, *arguments, seconds=120):
         return results
 
 
-def assert_equal_bits(ranks, alone):
-    """Compares the results of all ranks with those of one process. Each has a list of tensors that all ranks have, and a dict
-    of tensors that one rank has."""
-    joined = {}
-    for shared, own in ranks:
-        assert all(torch.equal(a, b) for a, b in zip(shared, alone[0], strict=True))
-        assert not joined.keys() & own.keys()
-        joined |= own
-    assert joined.keys() == alone[1].keys()
-    assert all(torch.equal(joined[name], alone[1][name]) for name in joined)
-
-
 def results_of(size, body, *arguments):
     """The results of a job in which no rank fails."""
     results = run_job(size, body, *arguments)

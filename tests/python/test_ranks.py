@@ -5,7 +5,6 @@ import os
 import pickle
 import re
 import signal
-import subprocess
 import tempfile
 import threading
 from collections import OrderedDict, namedtuple
@@ -20,9 +19,7 @@ from torch import Tensor, nn
 
 import gpipe
 from gpipe import structure
-from helpers import assert_equal_bits, results_of, run_job
-from helpers import Add, Stash
-from helpers import launcher, on_cpu
+from helpers import Add, Double, Stash, results_of, run_job
 
 
 class Pair(NamedTuple):
@@ -59,51 +56,9 @@ def make_model(in_device="cpu"):
         )
 
 
-BALANCES = {2: [4, 4], 4: [2, 2, 2, 2]}
-CASES = [
-    (2, "1f1b", "looped", "except_last", "cpu"),
-    (4, "interleaved_1f1b", [0, 1, 0, 1], "always", "cpu"),
-    (4, "zb_v", "v", "never", "meta"),
-]
-
-
 def batch(samples=11):
     torch.manual_seed(1)
     return torch.randn(samples, 4), torch.randint(3, (samples,))
-
-
-def train(case, group=None):
-    """Trains for three steps, the last by forward() and backward(). Returns losses, output and state."""
-    stages, schedule, placement, checkpoint, in_device = case
-    options = {"schedule": schedule, "placement": placement, "checkpoint": checkpoint, "chunks": 4}
-    pipe = gpipe.GPipe(make_model(in_device), BALANCES[stages], deferred_batch_norm=True, group=group, **options)
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    results = []
-    for samples in (8, 11):
-        optimizer.zero_grad()
-        x, y = batch(samples)
-        loss, output = pipe.step(x, y, F.cross_entropy, return_output=True)
-        results += [loss, output]
-        optimizer.step()
-    optimizer.zero_grad()
-    loss = F.cross_entropy(pipe(x), y)
-    loss.backward()
-    optimizer.step()
-    pipe.eval()
-    with torch.no_grad():
-        results += [loss.detach(), pipe(x)]
-    return results, {name: value.detach().clone() for name, value in pipe.state_dict().items()}
-
-
-def train_all(ranks):
-    return [train(case, ranks) for case in CASES]
-
-
-def test_two_ranks_compute_the_bits_of_one_process():
-    by_rank = results_of(2, train_all)
-    torch.set_num_threads(2)  # a thread per stage, as over ranks
-    for case, of_ranks in zip(CASES, zip(*by_rank, strict=True), strict=True):
-        assert_equal_bits(of_ranks, train(case))
 
 
 def own_layers(ranks):
@@ -127,27 +82,18 @@ def test_each_rank_holds_its_own_layers_only():
     assert [index for index, is_meta in enumerate(second_meta) if is_meta] == [0, 7]
 
 
-class FailOn(nn.Module):
-    """Raises an exception in the forward of a tensor that contains 5."""
-
-    def __init__(self, error):
-        super().__init__()
-        self.error = error
-
+class FailOn5(nn.Module):
     def forward(self, x):
         if (x == 5).any():
-            raise self.error
+            raise KeyError("broken")
         return x
 
 
 def fail_in_a_layer(ranks):
-    model = nn.Sequential(nn.Linear(2, 2), nn.Identity(), FailOn(KeyError("broken")))
-    nn.init.eye_(model[0].weight)
-    nn.init.zeros_(model[0].bias)
-    pipe = gpipe.GPipe(model, [2, 1], chunks=2, group=ranks)
+    pipe = gpipe.GPipe(nn.Sequential(Double(), Double(), FailOn5()), [2, 1], chunks=2, group=ranks)
     pipe(torch.zeros(4, 2))
     messages = []
-    for x in (torch.tensor([[0.0, 0], [0, 5]]), torch.zeros(4, 2)):
+    for x in (torch.tensor([[0.0, 0], [0, 1.25]]), torch.zeros(4, 2)):
         with pytest.raises(Exception) as raised:
             pipe(x)
         messages.append((raised.type.__name__, str(raised.value)))
@@ -174,40 +120,29 @@ def test_models_that_differ_are_refused_on_all_ranks():
 
 
 def misuse(ranks):
-    messages = []
-    for arguments in ({"group": 3}, {"group": dist.GroupMember.NON_GROUP_MEMBER}, {"group": ranks, "balance": [8]}):
-        with pytest.raises((TypeError, ValueError)) as raised:
-            gpipe.GPipe(make_model(), **{"balance": [4, 4]} | arguments)
-        messages.append(str(raised.value))
-    with pytest.raises(ValueError, match="no layers"):
-        gpipe.GPipe(nn.Sequential(), group=ranks)
+    for arguments, error, message in (
+        ({"group": 3}, TypeError, "process group"),
+        ({"group": dist.GroupMember.NON_GROUP_MEMBER}, TypeError, "process group"),
+        ({"balance": [8]}, ValueError, "1 workers, but the job has 2 ranks"),
+        ({"module": nn.Sequential(), "balance": []}, ValueError, "no layers"),
+    ):
+        with pytest.raises(error, match=message):
+            gpipe.GPipe(**{"module": make_model(), "balance": [4, 4], "group": ranks} | arguments)
     with pytest.raises(ValueError, match="must be positive"):
         gpipe.Ranks(dist.group.WORLD, timeout=-1)
     pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
     x, y = batch(8)
-    with pytest.raises(RuntimeError if ranks.rank else ValueError, match="" if ranks.rank else "batch|samples"):
-        pipe.step(x, y if ranks.rank else y[1:], F.cross_entropy)
-    with pytest.raises(RuntimeError, match="make the same calls"):
-        pipe(x) if ranks.rank else pipe.step(x, y, F.cross_entropy)
-    pipe.step(x, y, F.cross_entropy)  # the pipeline still works
     if ranks.rank:
         pipe[-1].weight = nn.Parameter(torch.zeros_like(pipe[-1].weight))
-    pipe.step(x, y, F.cross_entropy)
-    for arguments in ((x, y, 3), ("x", y, F.cross_entropy)):
-        with pytest.raises((TypeError, RuntimeError)):
-            pipe.step(*arguments if ranks.rank else (x, y, F.cross_entropy))
     pipe.step(x, y, F.cross_entropy)
     if ranks.rank:
         setattr(pipe, "7", nn.Linear(6, 3))
     with pytest.raises(RuntimeError, match="make a new pipeline on all ranks"):
         pipe.step(x, y, F.cross_entropy)
-    return messages
 
 
 def test_misuse_is_refused():
-    for not_group, not_member, too_few in results_of(2, misuse):
-        assert "process group" in not_group and "process group" in not_member
-        assert "1 workers, but the job has 2 ranks" in too_few
+    results_of(2, misuse)
 
 
 def call_differently(ranks):
@@ -217,16 +152,16 @@ def call_differently(ranks):
     scaler = torch.amp.GradScaler("cpu")
     wrong = [
         (lambda: pipe.largest(3), lambda: pipe.largest(-1)),
-        (lambda: pipe.largest(3), lambda: pipe.largest("3")),
         (lambda: pipe.sum_over_replicas([3.0]), lambda: pipe.sum_over_replicas(["3"])),
         (lambda: pipe.sum_over_replicas([3.0]), lambda: pipe.sum_over_replicas([3.0, 4.0])),
         (lambda: pipe.gather(b"a"), lambda: pipe.gather("a")),
         (lambda: pipe.gather_timeline(gpipe.Timeline()), lambda: pipe.gather_timeline(None)),
         (lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.clip_grad_norm_("x")),
-        (lambda: pipe.clip_grad_norm_(1.0), lambda: pipe.clip_grad_norm_(1.0, 1.0)),
-        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y, F.cross_entropy, scale=2.0)),
         (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y, F.cross_entropy, scale=scaler)),
         (lambda: pipe(x), lambda: pipe.eval()(x)),
+        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step(x, y[1:], F.cross_entropy)),
+        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe.step("x", y, F.cross_entropy)),
+        (lambda: pipe.step(x, y, F.cross_entropy), lambda: pipe(x)),
     ]
     for right, other in wrong:
         with pytest.raises((TypeError, ValueError, RuntimeError)):
@@ -290,30 +225,6 @@ def end_early(ranks, interrupted):
 def test_a_rank_that_ends_early_ends_the_calls_of_the_others(interrupted, first, second):
     results = run_job(2, end_early, interrupted)
     assert first in results[0][1] and second in results[1][1]
-
-
-PROGRAM = """
-import torch, gpipe
-from torch import nn
-ranks = gpipe.Ranks.from_environment(timeout=20, join_timeout=20)
-torch.manual_seed(0)
-pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), [1, 1], chunks=2, group=ranks)
-keep = pipe(torch.ones(4, 2))  # its graph lives as long as the program
-loss = pipe.step(torch.ones(4, 2), torch.ones(4, 1), nn.functional.mse_loss)
-print(f"rank {ranks.rank} of {ranks.size}: {loss:.6f}", flush=True)
-if ranks.rank == 1:
-    raise ValueError("after the step")
-pipe(torch.ones(4, 2))
-"""
-
-
-def test_a_program_under_torchrun_leaves_the_job_by_itself(tmp_path):
-    (tmp_path / "train.py").write_text(PROGRAM)
-    command = [*launcher(2), "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, env=on_cpu(), capture_output=True, text=True, timeout=120)
-    losses = re.findall(r"rank \d of 2: ([\d.]+)", done.stdout)
-    assert len(losses) == 2 and losses[0] == losses[1], done.stdout + done.stderr
-    assert done.returncode != 0 and "rank 1 failed: ValueError: after the step" in done.stderr
 
 
 def test_only_containers_are_decoded():
