@@ -1,4 +1,4 @@
-"""Profiles of the two models whose speed on Tesla P40 GPUs the torchgpipe paper published, and these speeds."""
+"""A profile of the U-Net whose speed on Tesla P40 GPUs the torchgpipe paper published, and these speeds."""
 
 from __future__ import annotations
 
@@ -35,48 +35,23 @@ class Run(NamedTuple):
     samples: int
     chunks: int
     balance: list[int]
-    checkpoint: str
 
 
-class Model:
-    def __init__(self, runs: list[Run]) -> None:
-        self.runs = runs  # the first calibrates the times
-        self.layers: list[Layer] = []
-        self.skips: list[tuple[str, int, int, int]] = []  # name, layers that stash and pop it, bytes of one sample
-
-    def profile(self, samples: float, scale: float) -> Profile:
-        """Returns a profile of micro-batches of `samples`, whose times are `scale` times those of the layers."""
-        layers = []
-        for i, layer in enumerate(self.layers):
-            forward, backward = samples * scale * layer.forward, samples * scale * layer.backward
-            times = {"forward": forward, "stored": forward, "recompute": forward, "backward": backward}
-            size = {"output": int(samples * layer.output), "changes_input": False, "shares_with": i}
-            layers.append({"name": layer.name, "input_gradient": 0, "weight_gradient": 0, **times, **NO_BYTES, **size})
-        skips = [
-            {"name": name, "from": first, "to": last, "bytes": int(samples * size), "changed": False}
-            for name, first, last, size in self.skips
-        ]
-        about = {"version": 4, "samples": 1, "device": "simulated", "workers": 1, "intraop_threads": 1}
-        content = {"input_requires_grad": True, "blocks": [], "ties": [], "layers": layers, "skips": skips}
-        return Profile.from_json(json.dumps(about | content))
-
-    def predict(self) -> list[tuple[Run, float]]:
-        """Returns the predicted speed of each run."""
-        scale = self._speed_of(self.runs[0], 1) / self.runs[0].speed
-        return [(run, self._speed_of(run, scale)) for run in self.runs]
-
-    def _speed_of(self, run: Run, scale: float) -> float:
-        profile = self.profile(run.samples / run.chunks, scale)
-        prediction = predict(profile, run.balance, run.chunks, run.checkpoint, bandwidth=PCIE, copies=True)
-        return run.samples / prediction.seconds
+RUNS = [  # the first calibrates the times
+    Run("1", 24.456, 80, 2, [241]),
+    Run("2", 35.502, 512, 32, [104, 137]),
+    Run("4", 67.042, 512, 16, [30, 66, 84, 61]),
+    Run("8", 88.497, 640, 40, [16, 27, 31, 44, 22, 57, 27, 17]),
+]
 
 
-class UNet(Model):
+class UNet:
     """torchgpipe's U-Net (5, 64): five levels of five convolutions, 64 channels at 192 x 192 pixels, 241 layers. A
     convolution takes the longer of its arithmetic and its memory traffic; other layers take their memory traffic."""
 
-    def __init__(self, runs: list[Run]) -> None:
-        super().__init__(runs)
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+        self.skips: list[tuple[str, int, int, int]] = []  # name, layers that stash and pop it, bytes of one sample
         stashed: list[tuple[int, int]] = []  # layer and bytes
         levels, channels, size = 5, 64, 192
         for level in range(levels):
@@ -114,27 +89,28 @@ class UNet(Model):
         activation = 4 * width * size**2
         self.layers.append(Layer(name, forward * activation / BYTES, backward * activation / BYTES, out or activation))
 
+    def _profile(self, samples: float, scale: float) -> Profile:
+        """Returns a profile of micro-batches of `samples`, whose times are `scale` times those of the layers."""
+        layers = []
+        for i, layer in enumerate(self.layers):
+            forward, backward = samples * scale * layer.forward, samples * scale * layer.backward
+            times = {"forward": forward, "stored": forward, "recompute": forward, "backward": backward}
+            size = {"output": int(samples * layer.output), "changes_input": False, "shares_with": i}
+            layers.append({"name": layer.name, "input_gradient": 0, "weight_gradient": 0, **times, **NO_BYTES, **size})
+        skips = [
+            {"name": name, "from": first, "to": last, "bytes": int(samples * size), "changed": False}
+            for name, first, last, size in self.skips
+        ]
+        about = {"version": 4, "samples": 1, "device": "simulated", "workers": 1, "intraop_threads": 1}
+        content = {"input_requires_grad": True, "blocks": [], "ties": [], "layers": layers, "skips": skips}
+        return Profile.from_json(json.dumps(about | content))
 
-UNET = UNet(
-    [
-        Run("1", 24.456, 80, 2, [241], "except_last"),
-        Run("2", 35.502, 512, 32, [104, 137], "except_last"),
-        Run("4", 67.042, 512, 16, [30, 66, 84, 61], "except_last"),
-        Run("8", 88.497, 640, 40, [16, 27, 31, 44, 22, 57, 27, 17], "except_last"),
-    ]
-)
-# AmoebaNet-D (18, 256): 24 equal layers, whose backward takes twice as long as the forward. Transfers take no time.
-AMOEBANET = Model(
-    [
-        Run("2, m = 1", 26.733, 96, 1, [7, 17], "always"),
-        Run("2, m = 4", 41.133, 256, 4, [9, 15], "except_last"),
-        Run("2, m = 32", 47.386, 1280, 32, [9, 15], "except_last"),
-        Run("4, m = 1", 26.827, 160, 1, [3, 4, 5, 12], "always"),
-        Run("4, m = 4", 44.543, 360, 4, [3, 6, 7, 8], "except_last"),
-        Run("4, m = 32", 72.412, 1152, 32, [3, 6, 7, 8], "except_last"),
-        Run("8, m = 1", 24.918, 196, 1, [2, 2, 2, 2, 2, 3, 4, 7], "always"),
-        Run("8, m = 4", 70.065, 480, 4, [2, 2, 2, 3, 3, 4, 4, 4], "except_last"),
-        Run("8, m = 32", 132.413, 1280, 32, [2, 2, 2, 3, 3, 4, 4, 4], "except_last"),
-    ]
-)
-AMOEBANET.layers = [Layer("cell", 1, 2, 0)] * 24
+    def predict(self) -> list[tuple[Run, float]]:
+        """Returns the predicted speed of each run."""
+        scale = self._speed_of(RUNS[0], 1) / RUNS[0].speed
+        return [(run, self._speed_of(run, scale)) for run in RUNS]
+
+    def _speed_of(self, run: Run, scale: float) -> float:
+        profile = self._profile(run.samples / run.chunks, scale)
+        prediction = predict(profile, run.balance, run.chunks, "except_last", bandwidth=PCIE, copies=True)
+        return run.samples / prediction.seconds

@@ -40,8 +40,6 @@ highlight_language = "text"
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
-# Pages
-
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
 
@@ -54,8 +52,6 @@ html_show_copyright = False
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
 
-# The Python reference
-
 autodoc_member_order = "bysource"
 autodoc_inherit_docstrings = False  # those of nn.Module
 python_maximum_signature_line_length = 100
@@ -64,11 +60,9 @@ napoleon_use_ivar = True
 napoleon_attr_annotations = False
 napoleon_use_rtype = False
 
-MEASURED = ("Profile", "LayerProfile", "SkipProfile", "TieProfile", "Prediction", "Suggestion", "Candidate")
-MEASURED += ("Cluster", "ClusterPlan")
-PUBLIC = {"Timeline": "gpipe", **dict.fromkeys(MEASURED, "gpipe.balance")}
-
-# The C++ reference
+PUBLIC = {"Timeline": "gpipe"} | dict.fromkeys(
+    "Profile LayerProfile SkipProfile TieProfile Prediction Suggestion Candidate Cluster ClusterPlan".split(), "gpipe.balance"
+)
 
 breathe_projects = {"gpipe": str(ROOT / "build/docs/doxygen/xml")}
 breathe_default_project = "gpipe"
@@ -100,15 +94,8 @@ def _name_publicly(app: Any, what: str, name: str, obj: Any, options: Any, signa
         text and re.sub(r"\bgpipe\._C\.(\w+)", lambda found: f"{PUBLIC.get(found[1], 'gpipe')}.{found[1]}", text)
         for text in (signature, returns)
     ]
-    public = [text and re.sub(r"\bgpipe\.skip\.[a-z]\w*\.(?=[A-Z])", "gpipe.skip.", text) for text in public]
     public = [text and text.replace("<factory>", "...") for text in public]  # a dataclass default
     return tuple(text and re.sub(r"\(self: [\w.]+(, )?", "(", text) for text in public)
-
-
-def _start_at_index(app: Any, error: Exception | None) -> None:
-    if error is None and app.builder.name == "html":
-        page = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>gpipe</title>\n'
-        (Path(app.outdir) / "index.html").write_text(page + '<a href="docs/index.html">gpipe</a>\n')
 
 
 def setup(app: Any) -> None:
@@ -116,4 +103,3 @@ def setup(app: Any) -> None:
     app.connect("autodoc-process-signature", _name_publicly)
     for change in (text_of_notebook, web_only, side_by_side, python_reference, cpp_reference):
         app.connect("source-read", change)
-    app.connect("build-finished", _start_at_index)

@@ -11,6 +11,7 @@ import json
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -81,25 +82,24 @@ def side_by_side(app: Any, docname: str, source: list[str]) -> None:
 
 
 def python_reference(app: Any, docname: str, source: list[str]) -> None:
-    """Documents the names in `__all__` of the modules that a block lists."""
+    """Documents the names in `__all__` of the modules that a block lists, or else what they define."""
 
-    def directives(found: re.Match[str]) -> str:
-        lines: list[str] = []
-        for path in found[1].split():
-            module = importlib.import_module(path)
-            lines += [f".. automodule:: {path}", "   :no-members:", ""]
-            for name in module.__all__:
-                value = getattr(module, name)
-                if inspect.ismodule(value) or name == "__version__" or (path != "gpipe" and name in sys.modules["gpipe"].__all__):
-                    continue
-                kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
-                lines.append(f".. auto{kind}:: {path}.{name}")
-                if kind == "class":
-                    lines += ["   :members:"] + ["   :undoc-members:"] * (value.__module__ == "gpipe._C")
-                lines.append("")
-        return "```{eval-rst}\n" + "\n".join(lines) + "\n```"
+    def section(path: str) -> str:
+        module = importlib.import_module(path)
+        lines = [f"## {path}", "", "```{eval-rst}", f".. automodule:: {path}", "   :no-members:", ""]
+        public = [name for name, value in vars(module).items() if name[0] != "_" and getattr(value, "__module__", "") == path]
+        for name in getattr(module, "__all__", public):
+            value = getattr(module, name)
+            if inspect.ismodule(value) or name == "__version__" or (path != "gpipe" and name in sys.modules["gpipe"].__all__):
+                continue
+            kind = "class" if inspect.isclass(value) else "function" if callable(value) else "data"
+            lines.append(f".. auto{kind}:: {path}.{name}")
+            if kind == "class":
+                lines += ["   :members:"] + ["   :undoc-members:"] * (value.__module__ == "gpipe._C")
+            lines.append("")
+        return "\n".join([*lines, "```", ""])
 
-    source[0] = re.sub(r"^```\{python-module\}\n(.*?)\n```$", directives, source[0], flags=re.MULTILINE | re.DOTALL)
+    source[0] = _expand("python-module", section, source[0])
 
 
 def names_of_headers() -> dict[str, list[tuple[int, str, str]]]:
@@ -135,12 +135,17 @@ def names_of_headers() -> dict[str, list[tuple[int, str, str]]]:
 
 def cpp_reference(app: Any, docname: str, source: list[str]) -> None:
     """Documents everything that the headers of a block declare."""
+    declared: dict[str, list[tuple[int, str, str]]] = {}
 
-    def directives(found: re.Match[str]) -> str:
-        declared = names_of_headers()
-        return "\n".join(
-            f"### {header}\n\n" + "".join(f"```{{doxygen{kind}}} {name}\n```\n\n" for _, kind, name in sorted(declared[header]))
-            for header in found[1].split()
-        )
+    def section(header: str) -> str:
+        declared.update(declared or names_of_headers())
+        items = (f"```{{doxygen{kind}}} {name}\n```\n\n" for _, kind, name in sorted(declared[header]))
+        return f"### {header}\n\n" + "".join(items)
 
-    source[0] = re.sub(r"^```\{cpp-headers\}\n(.*?)\n```$", directives, source[0], flags=re.MULTILINE | re.DOTALL)
+    source[0] = _expand("cpp-headers", section, source[0])
+
+
+def _expand(block: str, section: Callable[[str], str], text: str) -> str:
+    """Replaces the words in each such block by sections."""
+    pattern = rf"^```\{{{block}\}}\n(.*?)\n```$"
+    return re.sub(pattern, lambda found: "\n".join(map(section, found[1].split())), text, flags=re.MULTILINE | re.DOTALL)
