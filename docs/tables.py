@@ -147,7 +147,7 @@ def thousand() -> str:
 
 
 def unet() -> str:
-    rows = []
+    rows: list[list[str]] = []
     for run, speed in UNet().predict():
         error = f"{100 * (speed / run.speed - 1):+.0f} %" if rows else "calibrated"
         rows.append([run.gpus, f"{run.speed:.1f}", f"{speed:.1f}", error])
