@@ -46,6 +46,10 @@ struct GPipeOptions {
   /// Threads that one operator of a CPU stage may use. 0: torch::get_num_threads() shared equally among the CPU stages,
   /// at least one each.
   TORCH_ARG(int, intraop_threads) = 0;
+  /// Whether the process keeps the memory of freed CPU tensors for the next step, while the pipeline lives. Applies to
+  /// pipelines with a stage on the CPU, and sets the options of glibc's malloc: the only setting of the process that a
+  /// pipeline changes.
+  TORCH_ARG(bool, keep_memory) = true;
   /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` then has
   /// the devices of this rank's workers. Null: this process has all workers.
   TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;

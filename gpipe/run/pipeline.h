@@ -23,6 +23,7 @@
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/schedule/schedule_source.h"
+#include "gpipe/tensors/kept_memory.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -49,6 +50,8 @@ class Pipeline {
   Team& team() const { return *team_; }
   bool is_here(int stage) const { return team_->is_here(worker_of(stage)); }
   int rank_of(int stage) const { return team_->of_workers()[worker_of(stage)]; }
+  /// From now on the process keeps freed memory, as long as this lives; see KeptMemory.
+  void keep_memory() { memory_.emplace(); }
   /// The number of workers, on all ranks.
   int workers() const { return static_cast<int>(devices_.size()); }
   const std::vector<int>& placement() const { return schedules_.placement; }
@@ -121,6 +124,7 @@ class Pipeline {
   /// Returns null if the program is not cached.
   std::shared_ptr<const Program> find_program(const Key& key);
 
+  std::optional<KeptMemory> memory_;
   std::vector<Stage> stages_;
   const ScheduleSource schedules_;
   const std::vector<Edge> edges_;

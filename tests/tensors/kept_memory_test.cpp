@@ -1,0 +1,34 @@
+#include "gpipe/tensors/kept_memory.h"
+
+#include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <torch/nn/modules/linear.h>
+
+#include "gpipe/gpipe.h"
+
+namespace gpipe {
+namespace {
+
+long page_faults() {
+  rusage usage{};
+  getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_minflt;
+}
+
+TEST(KeptMemory, HasNoPageFaultsInASteadyStep) {
+  const torch::nn::Sequential model(torch::nn::Linear(256, 1024), torch::nn::Linear(1024, 1024));
+  GPipe pipe(model, {1, 1}, GPipeOptions().devices({2, torch::kCPU}).chunks(4).schedule("1f1b").intraop_threads(1));
+  const auto input = torch::ones({2048, 256});  // activations of 8 MiB
+  const auto step = [&] {
+    for (auto& parameter : pipe->parameters()) parameter.mutable_grad().reset();
+    pipe->step(input, input, [](const Value& output, const Value&) { return output.tensor().mean(); });
+  };
+  for (int i = 0; i < 8; ++i) step();
+  const long before = page_faults();
+  constexpr int kSteps = 4;
+  for (int i = 0; i < kSteps; ++i) step();
+  EXPECT_LE((page_faults() - before) / kSteps, 500);
+}
+
+}  // namespace
+}  // namespace gpipe
