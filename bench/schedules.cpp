@@ -8,10 +8,7 @@
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <iostream>
-#include <map>
 
-#include "absl/strings/str_format.h"
-#include "absl/strings/str_join.h"
 #include "balance/cut.h"
 #include "balance/profiler.h"
 #include "balance/stage_cost.h"
@@ -67,36 +64,8 @@ struct Contender {
     return peaks;
   }
 
-  // The same without the sums of the parameters' gradients.
-  std::vector<double> peaks_of_cells() const {
-    std::vector<double> peaks;
-    for (const auto& trace : traces) peaks.push_back(peak_of_cells(*trace));
-    return peaks;
-  }
-
   static double largest(const std::vector<std::int64_t>& bytes) {
     return static_cast<double>(*std::max_element(bytes.begin(), bytes.end()));
-  }
-
- private:
-  // A stage's first backward allocates the sums. Its bytes are those before it.
-  double peak_of_cells(const Timeline& trace) const {
-    std::map<int, double> sums_since;  // by stage: the end of its first backward
-    for (const auto& span : trace.spans) {
-      if (span.action.kind != Kind::B && span.action.kind != Kind::W) continue;
-      const auto [found, is_new] = sums_since.emplace(span.action.stage, span.end);
-      if (!is_new) found->second = std::min(found->second, span.end);
-    }
-    std::int64_t peak = 0;
-    for (const auto& span : trace.spans) {
-      std::int64_t sums = 0;
-      for (const auto& [stage, since] : sums_since) {
-        if (pipe->placement()[stage] == span.worker && since <= span.start) sums += bytes[stage].parameters;
-      }
-      const bool first = span.end == sums_since.at(span.action.stage);
-      peak = std::max(peak, (first ? span.bytes.before : span.bytes.peak) - sums);
-    }
-    return static_cast<double>(peak);
   }
 };
 
@@ -133,66 +102,6 @@ void step_on_threads(Subject& it, int threads) {
   torch::set_num_threads(1);
 }
 
-// Prints a table of all rows, and whether they are within the limits.
-class Report {
- public:
-  Report() {
-    add({"model", "stages", "chunks", "checkpoint", "schedule", "ms", "simulated", "time / simulated (min, max)",
-         "speed / gpipe's (min, max)", "simulated", "two intra-op threads / gpipe's (min, max)", "MiB", "simulated",
-         "MiB / simulated", "MiB / gpipe's (without gradients)"});
-    lines_.push_back(std::vector<std::string>(lines_.front().size(), "---"));
-  }
-
-  // `threads`: the speed of the unpartitioned model. `of_gpipe`: for 1f1b, the peaks relative to those of gpipe, with and
-  // without gradients.
-  void add(const Contender& contender, const std::vector<double>& seconds, const Simulation& simulated,
-           const Measurement& time, const Measurement& speed, const Measurement& threads, const Measurement& bytes,
-           const std::vector<Measurement>& of_gpipe) {
-    const auto& row = contender.row;
-    const auto range = [](const std::vector<double>& values) {
-      const auto [low, high] = std::minmax_element(values.begin(), values.end());
-      return absl::StrFormat("%.2f (%.2f, %.2f)", median(values), *low, *high);
-    };
-    add({row.model, std::to_string(row.stages), std::to_string(row.chunks), to_string(row.checkpoint), row.schedule,
-         absl::StrFormat("%.4g", median(seconds) * 1e3), absl::StrFormat("%.4g", simulated.makespan * 1e3),
-         range(time.values), range(speed.values), absl::StrFormat("%.2f", speed.bound.value_or(1)),
-         range(threads.values), mebibytes(median(contender.peaks())),
-         mebibytes(Contender::largest(simulated.timeline.peak_bytes())), absl::StrFormat("%.2f", median(bytes.values)),
-         of_gpipe.empty() ? ""
-                          : absl::StrFormat("%.2f (%.2f)", median(of_gpipe[0].values), median(of_gpipe[1].values))});
-    times_.push_back(time);
-    if (!of_gpipe.empty() && of_gpipe[0].limit) peaks_.push_back(of_gpipe[0]);
-  }
-
-  void print() const {
-    std::cout << "\n";
-    for (const auto& cells : lines_) std::cout << "| " << absl::StrJoin(cells, " | ") << " |\n";
-    std::cout << "\n";
-    print_limit("Time / simulated", times_);
-    print_limit("Peak of 1f1b / peak of gpipe, of the worker that has most", peaks_);
-  }
-
- private:
-  static std::string mebibytes(double bytes) { return absl::StrFormat("%.4g", bytes / (1 << 20)); }
-
-  void add(std::vector<std::string> cells) { lines_.push_back(std::move(cells)); }
-
-  static void print_limit(const std::string& name, const std::vector<Measurement>& rows) {
-    if (rows.empty()) return;
-    std::vector<double> values;
-    for (const auto& row : rows) values.push_back(median(row.values));
-    const auto passed = std::count_if(rows.begin(), rows.end(), [](const auto& row) { return row.passes(); });
-    const double limit = *rows.front().limit;
-    std::cout << absl::StrFormat("%s: median of the rows %.3f, at most %g: %s; largest %.3f; %d of %d rows pass\n",
-                                 name, median(values), limit, median(values) <= limit ? "passes" : "fails",
-                                 *std::max_element(values.begin(), values.end()), passed, rows.size());
-  }
-
-  std::vector<std::vector<std::string>> lines_;
-  std::vector<Measurement> times_;
-  std::vector<Measurement> peaks_;
-};
-
 // Counted / simulated, per traced step and worker.
 std::vector<double> byte_ratios(const Contender& contender, const Simulation& simulated) {
   const auto expected = simulated.timeline.peak_bytes();
@@ -207,7 +116,7 @@ std::vector<double> byte_ratios(const Contender& contender, const Simulation& si
 }
 
 // Runs a step and a traced step of each schedule in turn.
-void measure(const Row& row, const std::vector<std::string>& chosen, const Options& options, Report& report) {
+void measure(const Row& row, const std::vector<std::string>& chosen, const Options& options) {
   auto it = subject(row.model, row.chunks);
   const auto of_whole = profile_with_loss(it);
   std::vector<Contender> contenders;
@@ -223,48 +132,36 @@ void measure(const Row& row, const std::vector<std::string>& chosen, const Optio
   }
   steps.emplace_back([&] { step_on_threads(it, kWorkers); });
   const auto times = interleave(steps, options.repeats);
-  const Measurement threads{.bench = "schedules",
-                            .row = row,
-                            .unit = "times the speed of " + contenders.front().row.schedule +
-                                    ", of the unpartitioned model on two intra-op threads",
-                            .values = quotients(times.front(), times.back())};
-  print(std::cout, threads);
+  const auto first = "times the speed of " + contenders.front().row.schedule;
+  print(std::cout, {"schedules", row, first + ", of the unpartitioned model on two intra-op threads",
+                    quotients(times.front(), times.back())});
   const Contender* gpipe = nullptr;
-  double simulated_gpipe = 0;
+  double simulated_first = 0;
   for (std::size_t i = 0; i < contenders.size(); ++i) {
     auto& each = contenders[i];
     each.traces.erase(each.traces.begin());  // the warm-up of interleave()
     const auto& seconds = times[2 * i];
     const auto simulated = each.simulated();
+    if (i == 0) simulated_first = simulated.makespan;
     const std::vector<double> makespans(seconds.size(), simulated.makespan);
-    const Measurement time{.bench = "schedules",
-                           .row = each.row,
-                           .unit = "times the simulated seconds",
-                           .values = quotients(seconds, makespans),
-                           .limit = kMostSeconds};
-    if (i == 0) simulated_gpipe = simulated.makespan;
-    const Measurement speed{.bench = "schedules",
-                            .row = each.row,
-                            .unit = "times the speed of " + contenders.front().row.schedule,
-                            .values = quotients(times[0], seconds),
-                            .bound = simulated_gpipe / simulated.makespan};
-    const Measurement bytes{"schedules", each.row, "times the simulated peak bytes (per worker)",
-                            byte_ratios(each, simulated)};
-    std::vector<Measurement> of_gpipe;
+    print(std::cout, {.bench = "schedules",
+                      .row = each.row,
+                      .unit = "times the simulated seconds",
+                      .values = quotients(seconds, makespans),
+                      .limit = kMostSeconds});
+    print(std::cout, {.bench = "schedules",
+                      .row = each.row,
+                      .unit = first,
+                      .values = quotients(times[0], seconds),
+                      .bound = simulated_first / simulated.makespan});
+    print(std::cout,
+          {"schedules", each.row, "times the simulated peak bytes (per worker)", byte_ratios(each, simulated)});
     if (each.row.schedule == "gpipe") gpipe = &each;
-    if (each.row.schedule == "1f1b" && gpipe != nullptr) {
-      const std::string unit = "times gpipe's peak bytes (of the worker that has most)";
-      of_gpipe = {{"schedules", each.row, unit, quotients(each.peaks(), gpipe->peaks())},
-                  {"schedules", each.row, unit + ", without gradients of parameters",
-                   quotients(each.peaks_of_cells(), gpipe->peaks_of_cells())}};
-      const bool limited = row.chunks == kChunksOfMostBytes && row.checkpoint == kCheckpointOfMostBytes;
-      if (limited) of_gpipe[0].limit = kMostBytes;
-    }
-    print(std::cout, time);
-    print(std::cout, speed);
-    print(std::cout, bytes);
-    for (const auto& line : of_gpipe) print(std::cout, line);
-    report.add(each, seconds, simulated, time, speed, threads, bytes, of_gpipe);
+    if (each.row.schedule != "1f1b" || gpipe == nullptr) continue;
+    Measurement of_gpipe{"schedules", each.row, "times gpipe's peak bytes (of the worker that has most)",
+                         quotients(each.peaks(), gpipe->peaks())};
+    if (row.chunks == kChunksOfMostBytes && row.checkpoint == kCheckpointOfMostBytes) of_gpipe.limit = kMostBytes;
+    print(std::cout, of_gpipe);
   }
 }
 
@@ -283,9 +180,6 @@ int main(int argc, char** argv) {
   add_flags(app, options);
   add_model_flag(app, options);
   app.add_option("--schedule", schedules, "schedules to run")->check(CLI::IsMember(schedules));
-  return run_program(app, argc, argv, [&] {
-    Report report;
-    for_each_row(options, [&](const Row& row) { measure(row, schedules, options, report); });
-    report.print();
-  });
+  return run_program(app, argc, argv,
+                     [&] { for_each_row(options, [&](const Row& row) { measure(row, schedules, options); }); });
 }

@@ -1,7 +1,7 @@
 """Compares this project, in C++ and in Python, with torchgpipe and torch.distributed.pipelining.
 
     python -m venv --system-site-packages VENV      # of a Python that has torch and scikit-build-core
-    VENV/bin/pip install -r requirements.txt
+    VENV/bin/pip install torchgpipe==0.0.7
     VENV/bin/pip install --no-build-isolation ../..
     VENV/bin/python run.py --ours BUILD_FOLDER
 
