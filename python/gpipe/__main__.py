@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import gpipe
-from gpipe import _C, model_commands, schedule_commands
+from gpipe import _C, commands as run
+from gpipe.convert import convert
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
 _EXCLUDED = {
@@ -111,20 +112,19 @@ def _add_model_command(commands: Any, name: str, run: Any, help_: str, schedule:
 
 
 def _add_commands(commands: Any) -> None:
-    schedule, model = schedule_commands, model_commands
-    _add_schedule_command(commands, "print", schedule.print_, "print a schedule's actions, a line per worker")
-    _add_schedule_command(commands, "draw", schedule.draw, "print a drawing of a schedule, as SVG")
-    _add_schedule_command(commands, "check", schedule.check, "check that a schedule runs; print time, bubble, memory")
-    add = _add_model_command(commands, "profile", model.profile, "measure each layer")
+    _add_schedule_command(commands, "print", run.print_, "print a schedule's actions, a line per worker")
+    _add_schedule_command(commands, "draw", run.draw, "print a drawing of a schedule, as SVG")
+    _add_schedule_command(commands, "check", run.check, "check that a schedule runs; print time, bubble, memory")
+    add = _add_model_command(commands, "profile", run.profile, "measure each layer")
     add("-o", "--output", metavar="FILE", help="file for the profile, as JSON, for cut --profile")
-    add = _add_model_command(commands, "cut", model.cut, "find the best balance for a number of chunks")
+    add = _add_model_command(commands, "cut", run.cut, "find the best balance for a number of chunks")
     add("--profile", metavar="FILE", help="of profile --output; used instead of measuring")
     add("--checkpoint", choices=_MODES, default="except_last", help="default: except_last")
     add("--by", choices=("time", "size"), default="time", help="what stages have equal; default: time")
     add("--layers", action="store_true", help="also print the profile of each layer")
-    add = _add_model_command(commands, "sweep", model.sweep, "predict all balances near the best")
+    add = _add_model_command(commands, "sweep", run.sweep, "predict all balances near the best")
     add("--near", type=_whole(0), default=4, metavar="N", help="layers to move a cut by; default: 4")
-    add = _add_model_command(commands, "suggest", model.suggest, "find the fastest way to run a model", "auto", 60)
+    add = _add_model_command(commands, "suggest", run.suggest, "find the fastest way to run a model", "auto", 60)
     add("--layers", action="store_true", help="also print the profile of each layer")
     add("--refine", type=_whole(0, 100), default=0, metavar="N", help="candidates to run and time; default: 0")
     add("--save-schedule", metavar="FILE", help="for a schedule made for the measured times, if it is faster")
@@ -159,8 +159,6 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _convert(options: argparse.Namespace) -> tuple[str, int]:
-    from gpipe.convert import convert
-
     convert(options.source, options.target)
     return "", 0
 

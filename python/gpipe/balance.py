@@ -103,21 +103,9 @@ def profile(
 def balance_by_time(
     partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
-    """Measures a model and returns the balance whose slowest stage is fastest, without checkpointing.
-
-    Args:
-        partitions: number of stages.
-        module: the model.
-        sample: one micro-batch. The times depend on its size.
-        timeout: approximate time limit for the measurement, in seconds.
-        device: as for :func:`profile`. On the CPU, ``partitions`` stages run at once.
-
-    Returns:
-        The number of layers of each stage.
-
-    Raises:
-        ValueError: unless ``partitions`` is between 1 and the number of layers; other errors as :func:`profile`.
-    """
+    """Measures a model for about ``timeout`` seconds. Returns the number of layers of each of ``partitions`` stages, so that
+    the slowest stage is as fast as possible, without checkpointing. Arguments and errors as for :func:`profile`. On the
+    CPU, ``partitions`` stages run at once."""
     model = _checked_model(partitions, module, sample)
     where = _device(device)
     workers = partitions if where.type == "cpu" else 1
@@ -135,20 +123,13 @@ def balance_by_size(
     device: Device | None = None,
     checkpoint: str = "except_last",
 ) -> list[int]:
-    """Measures a model and returns the balance whose largest stage needs the fewest bytes, skips included.
+    """Measures a model. Returns the number of layers of each of ``partitions`` stages, so that the largest stage needs as few
+    bytes as possible, skips included. Other arguments and errors as for :func:`profile`.
 
     Args:
-        partitions: number of stages.
-        module: the model.
-        input: a mini-batch.
-        chunks: number of micro-batches that the mini-batch is cut into.
-        param_scale: bytes that training needs per byte of a parameter: 2 to 3 for SGD, 4 to 5 for Adam, 4 for Adadelta,
-            3 for Adagrad, 3 to 5 for RMSprop.
-        device: as for :func:`profile`.
+        input: a mini-batch, which is cut into ``chunks`` micro-batches.
         checkpoint: the checkpoint mode of the pipeline.
-
-    Returns:
-        As :func:`balance_by_time`, with its errors.
+        param_scale: 2 to 3 for SGD, 4 to 5 for Adam, 4 for Adadelta, 3 for Adagrad, 3 to 5 for RMSprop.
     """
     model = _checked_model(partitions, module, input)
     sample, micro_batches = first_micro_batch(input, chunks)
@@ -172,17 +153,14 @@ def predict(
     stages_per_worker: int = 1,
     placement: Iterable[int] | str = "looped",
 ) -> Prediction:
-    """Predicts the cost of a training step, the forward and backward of one mini-batch, by simulation.
+    """Predicts the cost of a training step, the forward and backward of one mini-batch, by simulation. Other arguments are
+    those of :class:`gpipe.GPipe`.
 
     Args:
         profile: costs for micro-batches of the size that ``chunks`` gives.
-        balance: number of layers of each stage.
-        chunks: number of micro-batches per mini-batch.
-        checkpoint: the checkpoint mode of the pipeline.
         bandwidth: bytes per second between devices; 0 for transfers without delay, as between CPU stages.
         copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
         schedule: the schedule of ``step``; ``None`` for a forward and its backward.
-        stages_per_worker, placement: as for :class:`gpipe.GPipe`.
     """
     cut = check_balance(balance, len(check_is(profile, "profile", Profile, _A_PROFILE).layers))
     scheduling = _C.Scheduling(*check_scheduling(_name(schedule), stages_per_worker, placement, len(cut)))
@@ -210,7 +188,6 @@ def suggest(
     checkpoint mode that train it fastest.
 
     Args:
-        module: the model.
         sample: a mini-batch.
         devices: one per worker. The model is measured on the first; the others are assumed to be equally fast.
         chunks: numbers of chunks to try. Default: 1, 2, 4, .. 32, up to the number of samples.
@@ -220,13 +197,10 @@ def suggest(
         schedule: the schedule of ``step``; ``'auto'`` to try all; ``None`` for a forward and its backward.
         stages_per_worker: as for :class:`gpipe.GPipe`. With ``'auto'``, 2 leaves only schedules with two stages per worker.
         seconds: approximate time limit for all measurements.
-        intraop_threads, param_scale, progress: as for :func:`profile`.
+        module, intraop_threads, param_scale, progress: as for :func:`profile`, with its errors.
 
     Returns:
         The candidates, best first. If none fits: the device, the missing bytes and what would help.
-
-    Raises:
-        ValueError: if there are fewer layers than stages; other errors as :func:`profile`.
     """
     placed = _check_devices(devices)
     counts = [check_chunks(number) for number in check_list(chunks, "chunks")]
@@ -234,32 +208,20 @@ def suggest(
     options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
     scheduling = _C.Scheduling(*check_scheduling(_name(schedule), stages_per_worker, "looped", 0))
     with _measured(module, sample, placed[0]) as (layers, batch):
-        limits = counts, modes, memory_limit, bandwidth
-        return _C.suggest(layers, batch, list(map(str, placed)), *limits, scheduling, options)
+        return _C.suggest(layers, batch, placed, counts, modes, memory_limit, bandwidth, scheduling, options)
 
 
 @checks_arguments
 def refine(
     module: nn.Module, sample: Any, devices: Sequence[Device], suggestion: Suggestion, candidates: int = 3
 ) -> list[tuple[Candidate, float]]:
-    """Runs the first candidates of a suggestion that fit.
-
-    Args:
-        module, sample, devices: as for :func:`suggest`.
-        suggestion: what :func:`suggest` returned for them.
-        candidates: the most candidates to run.
-
-    Returns:
-        Candidates with their measured seconds per step, fastest first.
-
-    Raises:
-        ValueError: unless ``candidates`` is positive.
-        RuntimeError: if nothing fits, or a layer fails.
-    """
+    """Runs up to ``candidates`` of the first ones of a suggestion that fit, which :func:`suggest` made for the other
+    arguments. Returns them with their measured seconds per step, fastest first. Raises RuntimeError if nothing fits, or a
+    layer fails."""
     check_is(suggestion, "suggestion", Suggestion, "a Suggestion, as suggest() returns")
     placed = _check_devices(devices)
     with _measured(module, sample, placed[0]) as (layers, batch):
-        return _C.refine(layers, batch, list(map(str, placed)), suggestion, candidates)
+        return _C.refine(layers, batch, placed, suggestion, candidates)
 
 
 @checks_arguments
@@ -275,7 +237,6 @@ def plan_cluster(
     schedule, placement, balance, number of chunks and checkpoint mode.
 
     Args:
-        cluster: the devices, memory and network.
         profiles: of one model, on a device of the cluster, each for micro-batches of another size. A replica's share of
             the mini-batch is cut into micro-batches of one of these sizes.
         samples: number of samples in the mini-batch, which the replicas share equally.
@@ -283,9 +244,6 @@ def plan_cluster(
 
     Returns:
         The best candidate for each number of replicas, best first. Every figure is predicted.
-
-    Raises:
-        ValueError: if no number of replicas suits the devices, samples and layers.
     """
     check_is(cluster, "cluster", Cluster, "a Cluster, as Cluster.from_json() returns")
     listed = [check_is(each, "profiles", Profile, "Profiles, as gpipe.balance.profile() returns") for each in check_list(profiles, "profiles")]

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from gpipe.checkpoint import is_recomputing
 from gpipe.checks import checks_arguments
 
-__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm", "one_mini_batch"]
+__all__ = ["DeferredBatchNorm", "convert_deferred_batch_norm"]
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -28,11 +28,8 @@ class DeferredBatchNorm(_BatchNorm):
     with the mean and the unbiased variance of the whole mini-batch.
 
     In a :class:`gpipe.GPipe`, a mini-batch is the input of one call. Elsewhere it is ``chunks`` consecutive forwards.
-    Not thread-safe: call a pipeline that has such layers from one thread at a time.
-
-    Args:
-        num_features, eps, momentum, affine: as for ``nn.BatchNorm2d``.
-        chunks: number of micro-batches per mini-batch, outside pipelines.
+    The other arguments are those of ``nn.BatchNorm2d``. Not thread-safe: call a pipeline that has such layers from one
+    thread at a time.
     """
 
     @checks_arguments
@@ -41,7 +38,7 @@ class DeferredBatchNorm(_BatchNorm):
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats=True)
         self.chunks = chunks
-        self.in_pipeline = False
+        self.in_pipeline = False  # whether a pipeline calls commit()
         self.reset()
 
     def reset(self) -> None:
@@ -49,16 +46,6 @@ class DeferredBatchNorm(_BatchNorm):
         self.tracked = 0  # micro-batches
         # Values per feature, mean and sum of squared differences from the mean, of each micro-batch with values.
         self._parts: list[tuple[Tensor, Tensor, Tensor]] = []
-
-    def begin_mini_batch(self) -> None:
-        """Called by a pipeline. Until :meth:`end_mini_batch`, only :meth:`commit` updates the running statistics."""
-        self.reset()
-        self.in_pipeline = True
-
-    def end_mini_batch(self) -> None:
-        """Called by a pipeline. Discards statistics that were not committed."""
-        self.reset()
-        self.in_pipeline = False
 
     def commit(self) -> None:
         """Updates the running statistics with the micro-batches since the last update, if there are any. A mini-batch
@@ -91,12 +78,10 @@ class DeferredBatchNorm(_BatchNorm):
 
     def _track(self, input: Tensor) -> None:
         self.tracked += 1
-        if input.numel() == 0:
-            return
-        with torch.no_grad():
-            features = input.transpose(0, 1).flatten(1).double()
+        if input.numel() > 0:
+            features = input.detach().transpose(0, 1).flatten(1).double()
             mean = features.mean(1)
-            count = torch.tensor([features.shape[1]], dtype=torch.double, device=mean.device)
+            count = mean.new_tensor([features.shape[1]])
             self._parts.append((count, mean, (features - mean[:, None]).square().sum(1)))
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -115,26 +100,17 @@ class DeferredBatchNorm(_BatchNorm):
 
 
 def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module:
-    """Replaces each batch norm in a module by a :class:`DeferredBatchNorm` with the same parameters and buffers. Batch
-    norms without running statistics stay.
-
-    Args:
-        module: a batch norm, or a module whose submodules are replaced in place.
-        chunks: number of micro-batches per mini-batch, outside pipelines.
-
-    Returns:
-        The module, or its replacement if it is a batch norm.
-    """
+    """Replaces each batch norm in a module, in place, by a :class:`DeferredBatchNorm` with the same parameters and buffers.
+    Batch norms without running statistics stay. Returns the module, or its replacement if it is a batch norm. ``chunks`` is
+    the number of micro-batches per mini-batch, outside pipelines."""
     if isinstance(module, DeferredBatchNorm) and module.chunks == chunks:
         return module
     converted = module
     if isinstance(module, _BatchNorm) and module.track_running_stats:
-        deferred = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
-        deferred.train(module.training)
-        deferred.weight, deferred.bias = module.weight, module.bias
-        for name in ("running_mean", "running_var", "num_batches_tracked"):
-            setattr(deferred, name, getattr(module, name))
-        converted = deferred
+        converted = DeferredBatchNorm(module.num_features, module.eps, module.momentum, module.affine, chunks)
+        converted.train(module.training)
+        for name in ("weight", "bias", "running_mean", "running_var", "num_batches_tracked"):
+            setattr(converted, name, getattr(module, name))
     for name, child in module.named_children():
         converted.add_module(name, convert_deferred_batch_norm(child, chunks))
     return converted
@@ -144,11 +120,13 @@ def convert_deferred_batch_norm(module: nn.Module, chunks: int = 1) -> nn.Module
 def one_mini_batch(norms: Iterable[DeferredBatchNorm]) -> Iterator[None]:
     """Treats all forwards in a block as one mini-batch. An error leaves the running statistics unchanged."""
     for norm in norms:
-        norm.begin_mini_batch()
+        norm.reset()
+        norm.in_pipeline = True
     try:
         yield
         for norm in norms:
             norm.commit()
     finally:
         for norm in norms:
-            norm.end_mini_batch()
+            norm.reset()
+            norm.in_pipeline = False

@@ -11,8 +11,6 @@ from torch import nn
 from torch._C import _autograd, _TorchDispatchModeKey
 from torch.utils import checkpoint as _checkpoint
 
-__all__ = ["outside_checkpoints", "prepare_compilation", "refuse_sharded_layers", "refuse_step_of_sharded", "refuse_tracing"]
-
 _TRACERS = {
     _TorchDispatchModeKey.PROXY: "make_fx",
     _TorchDispatchModeKey.FAKE: "FakeTensorMode",
@@ -22,18 +20,12 @@ _TRACERS = {
 
 def refuse_tracing() -> None:
     """Raises NotImplementedError while PyTorch traces. A trace does not follow the pipeline's worker threads."""
-    if torch.compiler.is_exporting():
-        raise _refusal("torch.export")
-    for key, tracer in _TRACERS.items():
-        if torch._C._get_dispatch_mode(key) is not None:
-            raise _refusal(tracer)
-
-
-def _refusal(tracer: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"a pipeline cannot be traced ({tracer}) because its layers run in worker threads; trace the unpartitioned "
-        "model, whose state has the same keys"
-    )
+    active = (tracer for key, tracer in _TRACERS.items() if torch._C._get_dispatch_mode(key) is not None)
+    if tracer := "torch.export" if torch.compiler.is_exporting() else next(active, None):
+        raise NotImplementedError(
+            f"a pipeline cannot be traced ({tracer}) because its layers run in worker threads; trace the unpartitioned "
+            "model, whose state has the same keys"
+        )
 
 
 def refuse_sharded_layers(stages: nn.Module) -> None:

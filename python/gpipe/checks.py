@@ -106,7 +106,7 @@ def check_chunks(chunks: object, name: str = "chunks") -> int:
     return number
 
 
-def check_checkpoint(checkpoint: object, name: str = "checkpoint") -> str:
+def check_checkpoint(checkpoint: Any, name: str = "checkpoint") -> str:
     """Returns the name of a checkpoint mode. Raises TypeError or ValueError for other values."""
     return _C.check_checkpoint(checkpoint)
 
@@ -206,7 +206,7 @@ def arrange_workers(
     ranks: _C.Ranks | None = None,
 ) -> Workers:
     """Arranges the workers of a pipeline. Arguments and errors as for :class:`gpipe.GPipe`."""
-    given = [] if devices is None else [str(device) for device in check_devices(devices)]
+    given = [] if devices is None else check_devices(devices)
     name, per_worker, workers = check_scheduling(schedule, stages_per_worker, placement, stages)
     if devices is not None and not given and stages > 0:
         raise IndexError("devices is empty; give one device per worker, or None for the default")
@@ -216,5 +216,4 @@ def arrange_workers(
         if ranks is not None:
             raise ValueError("the model has no layers, so it cannot run over ranks")
         return Workers([], [], [])
-    names, placed, of_workers = _C.arrange_workers(given, stages, name, per_worker, workers, ranks)
-    return Workers([torch.device(name) for name in names], placed, of_workers)
+    return Workers(*_C.arrange_workers(given, stages, name, per_worker, workers, ranks))

@@ -18,20 +18,10 @@ from gpipe.meta import borrowed_across_ranks
 from gpipe.partition import Partition, Stages, layers_of, split
 from gpipe.ranks import Ranks, core_of
 
-__all__ = ["Core"]
-
 
 class Core:
-    """Cuts a model into stages, and makes the C++ pipeline that runs them when first needed. A copy makes its own.
-
-    Attributes:
-        stages: the stages. Those of other ranks lose their layers when the C++ pipeline is made.
-        devices: the device of each worker.
-        placement: the worker of each stage.
-        ranks: the processes that run the pipeline together; ``None`` if this one has all workers.
-        borrowed: the parameters of this rank's layers that another rank owns.
-        norms: the deferred batch norms of the layers, once the C++ pipeline is made.
-    """
+    """Cuts a model into stages, and makes the C++ pipeline that runs them when first needed. A copy makes its own. Stages of
+    other ranks lose their layers when the C++ pipeline is made."""
 
     def __init__(
         self,
@@ -46,18 +36,18 @@ class Core:
         self.ranks = ranks
         self.devices, self.placement = workers.devices, workers.placement
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
-        own_devices = [str(device) for device, at in zip(self.devices, workers.ranks) if at == rank]
+        own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
         self._options = own_devices, schedule, self.placement, deferred_batch_norm, core_of(ranks)
         of_stages = [self.devices[worker] for worker in self.placement]
         self.stages = Stages(split(module, balance, of_stages, self._is_here))
-        self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)
+        self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)  # parameters of this rank's layers
         self._forget()
 
     def _forget(self) -> None:
         self._lock = threading.RLock()
         self._pipeline: _C.Pipeline | None = None
         self._layers: list[nn.Module] = []  # of the C++ pipeline
-        self.norms: list[DeferredBatchNorm] = []
+        self.norms: list[DeferredBatchNorm] = []  # of these layers
 
     def pipeline(self) -> _C.Pipeline:
         """Returns the C++ pipeline. Makes a new one if layers were replaced, or if stages share other parameters."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sized
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -45,25 +46,12 @@ def collate_part(
     dataset: Dataset[Any], collate: Callable[[list[Any]], Any] = default_collate
 ) -> Callable[[list[Any]], Any]:
     """Returns a function for ``DataLoader(collate_fn=...)`` that also makes mini-batches without samples: the last mini-batch
-    of an epoch can have fewer samples than there are replicas.
-
-    Args:
-        dataset: its first sample gives the shapes of an empty mini-batch. Its samples are tensors or numbers, also in tuples,
-            lists and dicts.
-        collate: makes the others.
-    """
-    return _CollatePart(dataset, collate)
+    of an epoch can have fewer samples than there are replicas. The first sample of ``dataset``, of tensors or numbers in
+    tuples, lists and dicts, gives their shapes. ``collate`` makes the other mini-batches."""
+    return partial(_collate_part, dataset, collate)  # can be pickled, for a loader's worker processes
 
 
-class _CollatePart:
-    """Can be pickled, for a loader's worker processes."""
-
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]) -> None:
-        self._dataset = dataset
-        self._collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        if samples:
-            return self._collate(samples)
-        one = self._collate([self._dataset[0]])
-        return tree_map(lambda value: value[:0] if isinstance(value, Tensor) else value, one)
+def _collate_part(dataset: Dataset[Any], collate: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    if samples:
+        return collate(samples)
+    return tree_map(lambda value: value[:0] if isinstance(value, Tensor) else value, collate([dataset[0]]))

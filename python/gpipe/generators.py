@@ -21,8 +21,6 @@ from torch import nn
 from gpipe import _C
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 
-__all__ = ["Draws", "GeneratorState", "without_turn"]
-
 _lock = threading.Lock()
 _thread = threading.local()
 
@@ -111,11 +109,8 @@ class Draws:
         self._may_draw = True  # whether the next forward takes the lock
 
     def __call__(self, run: Callable[[Any], Any], input: Any) -> Any:
-        """Calls ``run(input)``, which runs the layers of the stage.
-
-        Raises:
-            RuntimeError: if a recompute drew other numbers than its forward.
-        """
+        """Calls ``run(input)``, which runs the layers of the stage. Raises RuntimeError if a recompute drew other numbers
+        than its forward."""
         if is_checkpointing():
             return self._forward(run, input)
         if is_recomputing():

@@ -26,12 +26,10 @@ def borrowed_across_ranks(stages: Sequence[nn.Module], is_here: Sequence[bool]) 
 
 
 def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device], is_here: Sequence[bool]) -> None:
-    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank. Each module that has such tensors
+    """Gives memory and initial values to the ``meta`` tensors of the stages of this rank. Each module that has some
     initializes them by its ``reset_parameters()``, submodules first, each layer with random numbers of its own. So the values
-    do not depend on the cut, nor on the number of ranks. Does nothing if no stage has such tensors.
-
-    A tensor of several modules gets the values of the first one. If that is on another rank, it is zero here until the first
-    call. All arguments have an item per stage.
+    do not depend on the cut, nor on the number of ranks. A tensor of several modules gets the values of the first one. If
+    that is on another rank, it is zero here until the first call. All arguments have an item per stage.
 
     Raises:
         ValueError: for a module with such tensors whose ``reset_parameters()`` is missing or does not initialize all of them.
@@ -40,11 +38,10 @@ def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]
         return
     seed = RandomScope.draw_seed()
     made: dict[int, Tensor] = {}  # by the id of the meta tensor
-    for stage, device, here in zip(stages, devices, is_here):
-        if here:
-            for tensor in chain(stage.parameters(), stage.buffers()):
-                if tensor.is_meta and id(tensor) not in made:
-                    made[id(tensor)] = _with_memory(tensor, device)
+    for stage, device in (each[:2] for each in zip(stages, devices, is_here) if each[2]):
+        for tensor in chain(stage.parameters(), stage.buffers()):
+            if tensor.is_meta and id(tensor) not in made:
+                made[id(tensor)] = _with_memory(tensor, device)
     initialized: set[int] = set()
     for parameter in borrowed_across_ranks(stages, is_here):
         if (copy := made.get(id(parameter))) is not None:
@@ -91,7 +88,7 @@ def _initialize(layer: nn.Module, name: str, made: set[int], initialized: set[in
 
     def initialize(module: nn.Module) -> None:
         own = _own(module)
-        if all(id(tensor) not in made or id(tensor) in initialized for tensor in own):
+        if not made.intersection(map(id, own)) - initialized:
             return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None:

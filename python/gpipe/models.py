@@ -81,11 +81,10 @@ def unet(
     dims: int = 2,
     upsampling: str = "transposed",
 ) -> nn.Sequential:
-    """A U-Net (Ronneberger et al., arXiv:1505.04597) with batch norm; 31 million parameters by default.
+    """A U-Net (Ronneberger et al., arXiv:1505.04597) with batch norm, which returns logits, one channel per class; 31 million
+    parameters by default.
 
     Args:
-        in_channels: channels of the input image.
-        out_channels: channels of the output: logits, one channel per class.
         depth: number of times that the resolution is halved; also the number of skips.
         base_channels: channels at full resolution; they double at each halving.
         convolutions: number of convolutions (3x3, batch norm, ReLU) per block.
@@ -174,16 +173,9 @@ def _resnet(blocks: list[int], num_classes: int, in_channels: int, small_images:
 
 
 def resnet18(num_classes: int = 1000, in_channels: int = 3, *, small_images: bool = False) -> nn.Sequential:
-    """A ResNet-18 (He et al., arXiv:1512.03385) with the architecture of torchvision's.
-
-    Args:
-        num_classes: number of outputs, which are logits.
-        in_channels: channels of the input image (N, C, H, W), of any size.
-        small_images: whether the stem keeps the resolution, for small images such as MNIST and CIFAR.
-
-    Raises:
-        ValueError: if an option is out of range; the message names the option and its value.
-    """
+    """A ResNet-18 (He et al., arXiv:1512.03385) with the architecture of torchvision's, for images (N, C, H, W) of any size.
+    Returns logits. With ``small_images``, such as MNIST's and CIFAR's, the stem keeps the resolution. Raises ValueError if
+    an option is out of range."""
     return _resnet([2, 2, 2, 2], num_classes, in_channels, small_images, deep=False)
 
 

@@ -11,29 +11,21 @@ from torch import Tensor, nn
 
 from gpipe.skip import Skippable
 
-__all__ = ["ConvertedLayer", "OriginalNames", "StateNames", "rename_missing"]
-
 
 class ConvertedLayer(Skippable):
-    """A layer of a converted model.
-
-    Attributes:
-        model: a tree of modules with the layer's parameters and buffers, at their paths in the original model.
-        order: the names of the original model's tensors, in order.
-    """
+    """A layer of a converted model. ``model`` is a tree of modules with its parameters and buffers, at their paths in the
+    original model, and ``order`` the names of the original model's tensors, in order."""
 
     model: nn.Module
     order: list[str]
 
 
 class StateNames:
-    """The names that the user's model has for the state of its layers, which are in a tree of modules.
+    """The names that the user's model has for the state of its layers, which are in a tree of modules. ``layers`` has them
+    by their paths, which have equally many parts.
 
     What is at ``<path>.weight`` in the tree is ``<layer>.weight`` in the user's model, where ``<layer>`` is the last
     part of the path. What a converted model's layer has at ``<path>.model.<name>`` is ``<name>``.
-
-    Args:
-        layers: the layers by their paths, which have equally many parts.
     """
 
     def __init__(self, layers: Mapping[str, nn.Module]) -> None:
@@ -132,8 +124,8 @@ class OriginalNames(nn.Module):
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """Returns the state with the keys of the user's model. Arguments as for ``nn.Module.state_dict``."""
         # PyTorch also allows the arguments by position.
-        by_position = [*args, destination, prefix, keep_vars][: len(args)]
-        destination, prefix, keep_vars = [*by_position, *[destination, prefix, keep_vars][len(by_position) :]]
+        given: list[Any] = [destination, prefix, keep_vars]
+        destination, prefix, keep_vars = [*args, *given[len(args) :]]
         earlier = set(destination or ())
         state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         self._state_names().show_state(state, prefix, earlier)
@@ -179,5 +171,5 @@ def _without_wrappers(layer: nn.Module | None, key: str) -> str:
 def _is_deferred_sum(layer: nn.Module | None, key: str) -> bool:
     """Returns whether a key of a layer's state is one that only torchgpipe's deferred batch norm has."""
     owner, _, name = key.rpartition(".")
-    modules = {} if layer is None else dict(layer.named_modules())
-    return name in ("sum", "sum_squares") and isinstance(modules.get(owner), nn.modules.batchnorm._BatchNorm)
+    owners = dict(layer.named_modules()) if layer is not None and name in ("sum", "sum_squares") else {}
+    return isinstance(owners.get(owner), nn.modules.batchnorm._BatchNorm)

@@ -55,26 +55,24 @@ class GPipe(OriginalNames, TeamCalls):
 
     It computes what the unpartitioned model does, micro-batch by micro-batch. Losses, optimizers, hooks, autocast,
     ``torch.autograd.grad`` and ``DistributedDataParallel`` around it work as usual; ``create_graph`` is refused. The
-    layers are the caller's own modules, moved to their devices. ``state_dict()`` has the unpartitioned model's keys.
+    layers are the caller's own modules, moved to their devices. ``state_dict()`` has the unpartitioned model's keys. Any
+    thread except the pipeline's workers may call it; calls take turns.
 
     A parameter of several stages is on the device of the first one, which lends it to the others; no layer may write to
-    it. Over ranks, only the first one's rank lists it in ``parameters()``; the others have copies, which get its value in
-    each call.
-
-    Any thread except the pipeline's workers may call it; calls take turns.
+    it. Over ranks, only the first one's rank lists it in ``parameters()``.
 
     Args:
-        module: the model. Each layer is called with the output of the layer before it. Between stages, and as the
-            result, pass tensors, alone or in tuples, named tuples, lists and dicts, which may hold ``None``.
+        module: the model. Between stages, and as the result, pass tensors, alone or in tuples, named tuples, lists and
+            dicts, which may hold ``None``.
         balance: the number of layers of each stage; see :mod:`gpipe.balance`.
         devices: one per worker; a device may be given more than once. Surplus devices are ignored if each worker has
             one stage. Default: the GPUs, or the CPU for each worker if there are no GPUs.
         chunks: the most micro-batches that a mini-batch is cut into, along dimension 0. Each but the last has
-            ceil(samples / chunks) samples, so there may be fewer.
+            ceil(samples / chunks) samples.
         checkpoint: which micro-batches recompute their forward in training mode instead of storing its graph:
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch,
-            with the mean and variance of all of it, instead of once per micro-batch.
+            with the mean and variance of all of it.
         schedule: the order of forwards and backwards in :meth:`step`: a name in :data:`gpipe.SCHEDULES`, or ``'@'`` and
             the path of a file, which must stay, with a line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage,
             kind, micro-batch.
@@ -83,8 +81,8 @@ class GPipe(OriginalNames, TeamCalls):
         placement: the worker of each stage, as a list; ``'v'`` for two stages per worker, where stages ``s`` and
             ``n - 1 - s`` share one; or ``'looped'``, as ``stages_per_worker`` says. A schedule from a file has its own.
         group: the processes that run the pipeline together: :class:`gpipe.Ranks`, or a process group of torch.distributed.
-            Each has an equal share of the workers, in order, and keeps only the layers of its stages. ``devices`` are
-            those of its workers. All make the same pipeline and calls. Default: this process has all workers.
+            Each has an equal share of the workers, in order, with their ``devices``, and keeps only the layers of its
+            stages. All make the same pipeline and calls. Default: this process has all workers.
 
     Raises:
         TypeError: if ``module`` is not a ``nn.Sequential`` or has a ``forward`` of its own, if its skips do not match
@@ -149,9 +147,8 @@ class GPipe(OriginalNames, TeamCalls):
         seconds: float = 5.0,
         **options: Any,
     ) -> GPipe:
-        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, measures its layers, and cuts it
-        into stages of equal time. Over ranks, rank 0 measures. The pipeline takes one input, as
-        :func:`gpipe.to_sequential` tells.
+        """Makes a pipeline of any module: converts it with :func:`gpipe.to_sequential`, whose result takes one input,
+        measures its layers, and cuts it into stages of equal time. Over ranks, rank 0 measures.
 
         Args:
             module: the model.
@@ -160,9 +157,7 @@ class GPipe(OriginalNames, TeamCalls):
             seconds: approximate time limit for the measurement.
             options: as for the constructor.
 
-        Raises:
-            ValueError, TypeError, RuntimeError: as :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and
-                the constructor.
+        Raises what :func:`gpipe.to_sequential`, :func:`gpipe.balance.balance_by_time` and the constructor raise.
         """
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
@@ -305,24 +300,17 @@ class GPipe(OriginalNames, TeamCalls):
     # Training.
 
     def forward(self, input: Any = None, *others: Any, **named: Any) -> Any:
-        """Runs the model on one mini-batch. An exception of a layer is raised with a note that names the stage, the
-        micro-batch and the layer.
-
-        Args:
-            input: tensors, alone or in tuples, named tuples, lists and dicts, which may hold ``None``. Dimension 0 is
-                the batch, of the same size in all tensors.
-
-        Returns:
-            The output of the last layer for the whole mini-batch, with its tensors on the last stage's device.
-
-        Warns:
-            UserWarning: once, if it trains and ``schedule`` is another than that of forward and backward.
+        """Runs the model on one mini-batch: tensors, alone or in tuples, named tuples, lists and dicts, which may hold
+        ``None``. Dimension 0 is the batch, of the same size in all. Returns the output of the last layer for the whole
+        mini-batch, on the last stage's device. Warns once if it trains and ``schedule`` is only that of :meth:`step`.
 
         Raises:
             TypeError: if the input, or the output of a stage, holds anything but tensors and ``None``.
             ValueError: if an input has no dimensions, or if the inputs have unequal batch sizes.
             NotImplementedError: under ``torch.export``, ``make_fx``, ``FakeTensorMode``, ``torch.jit.trace``,
                 ``torch.func`` and forward-mode differentiation.
+
+        An exception of a layer is raised with a note that names the stage, the micro-batch and the layer.
         """
         with self._core.refusing():
             if others or named:
@@ -364,11 +352,8 @@ class GPipe(OriginalNames, TeamCalls):
         check: bool = True,
     ) -> Any:
         """Trains on one mini-batch: runs forwards, losses and backwards in the order of the schedule. Adds the gradients
-        to ``.grad`` of the parameters and of inputs that require grad. Hooks of parameters and of the input run once.
-        Hooks of layers run per micro-batch. Hooks of the pipeline itself run in :meth:`forward` only. Under autocast,
-        forwards and recomputes use autocast; backwards do not.
-
-        ::
+        to ``.grad`` of the parameters and of inputs that require grad. Hooks of parameters and of the input run once, of
+        layers per micro-batch, of the pipeline itself in :meth:`forward` only. Backwards do not use autocast.
 
             optimizer.zero_grad()
             loss = pipe.step(input, target, nn.functional.cross_entropy)
@@ -378,9 +363,8 @@ class GPipe(OriginalNames, TeamCalls):
             input: as for :meth:`forward`.
             target: tensors in any structure, on any device. It is cut along dimension 0 as the input is.
             loss: ``loss(output, target)`` returns the loss of one micro-batch, a floating-point scalar. Called on the
-                last stage's worker, once per micro-batch: in the recompute if there is one, else in the forward. It must
-                decompose over samples; see ``check``. Draw its random numbers with torch. Tensors of its own that require
-                grad get gradients, but not with replicas.
+                last stage's worker, once per micro-batch. It must decompose over samples; see ``check``. Draw its random
+                numbers with torch. Tensors of its own that require grad get gradients, but not with replicas.
             count: with ``'mean'``: ``count(target)`` returns how many elements the micro-batch's loss is the mean of, such
                 as the targets that are not ignored, or the sum of their class weights. Default: that of torch's cross
                 entropy and NLL losses, else the number of samples.
@@ -389,9 +373,9 @@ class GPipe(OriginalNames, TeamCalls):
             scale: multiplies all gradients, but not the returned loss. A ``GradScaler`` gives its scale: call its
                 ``step(optimizer)`` and ``update()`` afterwards. Over ranks, use :class:`gpipe.GradScaler`.
             return_output: whether to return the model's output too, as the loss leaves it.
-            check: whether the first call with a ``loss`` of other code also computes the loss of the whole mini-batch, on
-                all outputs, which it keeps, and compares both. Not if ``count`` or ``reduction`` is given or known, if
-                that fails, or if the loss differs when computed again, as with random numbers.
+            check: whether the first call with a ``loss`` of other code compares it with the loss of the whole mini-batch,
+                for which it keeps all outputs. Not if ``count`` or ``reduction`` is given or known, if that fails, or if
+                the loss differs when computed again, as with random numbers.
 
         Returns:
             The detached loss of the mini-batch; its backward has run. With ``return_output``, a tuple of the loss and the
@@ -457,11 +441,9 @@ class GPipe(OriginalNames, TeamCalls):
             return run(input, target, checked(loss), kind_of(loss), chosen, self.training)
 
     def trace(self, timeline: _C.Timeline | None) -> None:
-        """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording.
-
-        On GPUs, events time the actions, and each call waits for the devices at its end. No bytes are counted while a
-        PyTorch profiler runs. Read the timeline while no call runs.
-        """
+        """Appends the actions of each later mini-batch to a timeline; ``None`` ends the recording. On GPUs, each call then
+        waits for the devices at its end. No bytes are counted while a PyTorch profiler runs. Read the timeline while no
+        call runs."""
         if timeline is not None:
             advice = "write timeline.to_chrome_json() to a file after the calls"
             check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)

@@ -16,23 +16,16 @@ from gpipe.structure import take_apart
 
 
 class RandomScope:
-    """A context manager in which this thread's random draws come from a stream that depends only on ``(seed, layer,
-    micro_batch)``. It affects all draws without an explicit generator, such as dropout and ``torch.rand``. A pipeline
-    enters a scope around each layer of each micro-batch, in the forward and again in the recompute.
+    """A context manager in which this thread's random draws come from a stream that depends only on a mini-batch's seed, of 64
+    bits, and the indices of a layer and a micro-batch. It affects all draws without an explicit generator, such as dropout
+    and ``torch.rand``. A pipeline enters a scope around each layer of each micro-batch, in the forward and in the recompute.
 
         seed = RandomScope.draw_seed()
         with RandomScope(seed, layer=2, micro_batch=0):
             y = dropout(x)
 
     Inside a scope, ``torch.get_rng_state``, ``torch.set_rng_state`` and ``torch.manual_seed`` apply to the scope's
-    stream, so that ``torch.utils.checkpoint`` in a layer repeats the layer's draws.
-
-    Scopes nest. A scope belongs to the thread that entered it.
-
-    Args:
-        seed: the seed of a mini-batch, of 64 bits.
-        layer: index of the layer in the model.
-        micro_batch: index of the micro-batch in the mini-batch.
+    stream, so that ``torch.utils.checkpoint`` in a layer repeats the layer's draws. Scopes nest, and belong to a thread.
     """
 
     @checks_arguments
@@ -58,21 +51,9 @@ class RandomScope:
 @checks_arguments
 def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
     """Runs an unpartitioned model micro-batch by micro-batch on the calling thread. Its layers draw the random numbers that
-    they would draw in a pipeline, so the result is that of a pipeline with the same default generator.
-
-    Args:
-        module: the model.
-        input: tensors as for :meth:`gpipe.GPipe.forward`; dimension 0 is the batch.
-        chunks: the most micro-batches that the mini-batch is cut into.
-
-    Returns:
-        The output of the last layer, concatenated along dimension 0.
-
-    Raises:
-        ValueError: if ``chunks`` is not positive, or if the input holds no tensors.
-        TypeError: if the input or the output holds anything but tensors and ``None``.
-        RuntimeError: if the last layer returned objects of different structure for two micro-batches.
-    """
+    they would draw in a pipeline, so the result is that of a pipeline with the same default generator. Arguments and errors
+    as for :class:`gpipe.GPipe` and its ``forward``. Raises RuntimeError if the last layer returned objects of different
+    structure for two micro-batches."""
     inputs, structure = take_apart(input)
     if not inputs:
         raise ValueError("the input holds no tensors; a pipeline needs at least one")

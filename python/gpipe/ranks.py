@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from types import TracebackType
+from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 from torch.distributed import ProcessGroup
@@ -26,27 +27,31 @@ class Ranks:
         with gpipe.Ranks.from_environment() as ranks:
             pipe = gpipe.GPipe(model, [4, 3], chunks=8, group=ranks)
 
-    Traffic between ranks is neither encrypted nor authenticated. It belongs on a private network.
-
-    Make pipelines and ``Ranks`` on one thread at a time, in the same order on all ranks.
+    Traffic between ranks is neither encrypted nor authenticated: use a private network. Make pipelines and ``Ranks`` on one
+    thread at a time, in the same order on all ranks.
 
     Args:
-        group: the processes, as a process group of torch.distributed, such as one of a ``DeviceMesh``. Only its store is
-            used, so its back-end does not matter. The group may be destroyed afterwards.
-        timeout: the longest wait for a message within a call, in seconds. A rank that stops or hangs is reported after
-            this time.
-        join_timeout: the longest wait for a rank to join, in seconds: when a pipeline is made, and at the start of each call.
+        group: the processes, as a process group of torch.distributed with any back-end, such as one of a ``DeviceMesh``. It
+            may be destroyed afterwards.
+        timeout: the longest wait for a message within a call, in seconds. A rank that hangs is reported after this time.
+        join_timeout: the longest wait for a rank, in seconds, when a pipeline is made and at the start of each call.
         interface: the network interface that accepts connections, such as ``"eth0"``. Default: ``GLOO_SOCKET_IFNAME`` in
             the environment, or else the interface that reaches the store: the loopback interface on one host.
         replicas: the number of equal pipelines among which the processes are divided. Each trains on its own part of the
             mini-batch, and their gradients are summed. Divides the number of processes.
-        nccl: whether the tensors between workers of different ranks go from GPU to GPU, by NCCL, instead of through the
-            memory of the hosts. Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
+        nccl: whether the tensors between ranks go from GPU to GPU, by NCCL, instead of through the memory of the hosts.
+            Every worker must have a GPU then, and no two ranks the same. The same on all ranks.
 
     Raises:
         TypeError: if ``group`` is not a process group that this process belongs to.
         ValueError: for a time-out that is not positive, an interface that other hosts cannot reach, a number of replicas
             that does not divide the number of processes, or ``nccl`` where NCCL cannot be used.
+
+    Attributes:
+        rank: the number of this process, from 0.
+        size: the number of processes.
+        replica: the replica that this process belongs to, from 0. ``ranks.part(len(x))`` is its part of a mini-batch.
+        replicas: the number of replicas.
     """
 
     @checks_arguments
@@ -61,8 +66,7 @@ class Ranks:
         nccl: bool = False,
     ) -> None:
         check_is(group, "group", ProcessGroup, "a process group that this process belongs to")
-        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._start(_C.Ranks.from_group(group, *times, interface, replicas, nccl))
+        self._join(group, timeout, join_timeout, interface, replicas, nccl)
 
     @classmethod
     @checks_arguments
@@ -82,13 +86,14 @@ class Ranks:
             ValueError: for a variable that is missing or not valid.
             RuntimeError: if the store cannot be served or reached.
         """
-        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
         ranks = cls.__new__(cls)
-        ranks._start(_C.Ranks.from_environment(*times, interface, replicas, nccl))
+        ranks._join(None, timeout, join_timeout, interface, replicas, nccl)
         return ranks
 
-    def _start(self, core: _C.Ranks) -> None:
-        self._core = core
+    def _join(self, group: Any, timeout: float | timedelta, join_timeout: float | timedelta, *options: Any) -> None:
+        times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
+        self._core = core = _C.Ranks(group, _C.RanksOptions(*times, *options))
+        self.rank, self.size, self.replica, self.replicas = core.rank, core.size, core.replica, core.replicas
         self._pipelines: WeakSet[_C.Pipeline] = WeakSet()
         _unfinished.append(self)
         # Processes that multiprocessing has forked do not run atexit's functions.
@@ -97,26 +102,6 @@ class Ranks:
     def add(self, pipeline: _C.Pipeline) -> None:
         """Notes a pipeline of these processes."""
         self._pipelines.add(pipeline)
-
-    @property
-    def rank(self) -> int:
-        """The number of this process, from 0."""
-        return self._core.rank
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return self._core.size
-
-    @property
-    def replicas(self) -> int:
-        """The number of replicas."""
-        return self._core.replicas
-
-    @property
-    def replica(self) -> int:
-        """The replica that this process belongs to, from 0. ``ranks.part(len(x))`` is its part of a mini-batch."""
-        return self._core.replica
 
     def part(self, samples: int, replica: int | None = None) -> slice:
         """Returns the part of a mini-batch that belongs to a replica, by default this process's. Parts differ by one sample

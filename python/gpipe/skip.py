@@ -69,17 +69,11 @@ _native: dict[Namespace | None, _C.Namespace] = {None: _C.Namespace.shared()}
 
 
 class Skippable(nn.Module):
-    """Base of the classes that ``@skippable`` returns. They derive from the decorated class too.
-
-    Attributes:
-        module_cls: the decorated class.
-        stashable_names: names that each forward stashes.
-        poppable_names: names that each forward pops.
-    """
+    """Base of the classes that ``@skippable`` returns. They derive from the decorated class, ``module_cls``, too."""
 
     module_cls: type[nn.Module]
-    stashable_names: frozenset[str] = frozenset()
-    poppable_names: frozenset[str] = frozenset()
+    stashable_names: frozenset[str] = frozenset()  # names that each forward stashes
+    poppable_names: frozenset[str] = frozenset()  # names that each forward pops
 
     def __getattr__(self, name: str) -> Any:
         # In torchgpipe the attribute `module` holds the layer.
@@ -98,19 +92,9 @@ class Skippable(nn.Module):
             super().add_module(name, module)
 
     def isolate(self: M, ns: Namespace, *, only: Iterable[str] | None = None) -> M:
-        """Moves the declared names into a namespace, so that the same class can be used twice in one model. Call it
-        before the model becomes a pipeline.
-
-        Args:
-            ns: the namespace.
-            only: the names to move. Default: all.
-
-        Returns:
-            The layer.
-
-        Raises:
-            ValueError: if ``only`` has a name that the layer does not declare.
-        """
+        """Moves the declared names, or ``only`` some, into a namespace, so that the same class can be used twice in one
+        model. Call it before the model becomes a pipeline. Returns the layer. Raises ValueError for a name that it does not
+        declare."""
         assert isinstance(self, Skippable)
         declared = self.stashable_names | self.poppable_names
         names = declared if only is None else {only} if isinstance(only, str) else set(only)
@@ -236,15 +220,9 @@ def _check_names(names: Iterable[str], what: str) -> frozenset[str]:
 
 
 def skippable(stash: Iterable[str] = (), pop: Iterable[str] = ()) -> Callable[[type[M]], type[M]]:
-    """Declares the names that each forward of a layer class stashes and pops; a string is one name.
-
-    Returns:
-        A class decorator. It returns a subclass of the decorated class and of :class:`Skippable`, with the same
-        parameters and attributes.
-
-    Raises:
-        TypeError: if a name is not a non-empty string, or if the class is decorated already.
-    """
+    """Declares the names that each forward of a layer class stashes and pops; a string is one name. Returns a class
+    decorator, which returns a subclass of the decorated class and of :class:`Skippable`. Raises TypeError if a name is not
+    a non-empty string, or if the class is decorated already."""
     stashable_names = _check_names(stash, "stash")
     poppable_names = _check_names(pop, "pop")
 
@@ -268,11 +246,7 @@ def skippables_in(layer: nn.Module, name: str) -> Iterator[tuple[str, Skippable]
 
 def verify_skippables(module: nn.Sequential) -> None:
     """Checks that each name that the layers of a model stash is popped later, and each name that they pop is stashed
-    earlier. Skippable modules nested in layers count.
-
-    Raises:
-        TypeError: if any do not match. The message lists every fault with layer and name.
-    """
+    earlier. Skippable modules nested in layers count. Raises TypeError, with every fault, if any do not match."""
     declarations = [
         (index, path, skip.stashes(), skip.pops())
         for index, (name, layer) in enumerate(module.named_children())

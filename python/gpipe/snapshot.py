@@ -184,15 +184,11 @@ _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 
 def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
-    """Copies an optimizer's options and state to the CPU. C++ restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or
-    ``SGD``.
-
-    Args:
-        optimizer: its state is, for each parameter, numbers and tensors of the parameter's shape.
-        model: a :class:`gpipe.GPipe` or the unpartitioned model, for the names of the parameters.
+    """Copies an optimizer's options and state to the CPU. The pipeline or unpartitioned model names the parameters. C++
+    restores an ``Adagrad``, ``Adam``, ``AdamW``, ``RMSprop`` or ``SGD``.
 
     Raises:
-        TypeError: if the state has other values, such as the history of an ``LBFGS``.
+        TypeError: if the state of a parameter has anything but numbers and tensors of the parameter's shape.
         ValueError: if a parameter does not belong to the model.
     """
     captured = OptimizerState(type=type(optimizer).__name__, param_groups=[], state={})
@@ -207,12 +203,8 @@ def capture_optimizer(optimizer: Optimizer, model: nn.Module) -> OptimizerState:
 
 
 def restore_optimizer(optimizer: Optimizer, model: nn.Module, state: OptimizerState) -> None:
-    """Restores captured options and state. Copies tensors to the devices of their parameters.
-
-    Args:
-        optimizer: of the captured class, with the same groups of parameters, in any order within a group.
-        model: as for :func:`capture_optimizer`.
-        state: the result of :func:`capture_optimizer`.
+    """Restores captured options and state in an optimizer of the same class, with the same groups of parameters, in any order
+    within a group. Copies tensors to the devices of their parameters.
 
     Raises:
         ValueError: if the class, groups, names, shapes or types differ. The optimizer is then unchanged.
@@ -307,14 +299,10 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
         if ranks.rank == 0:
             snapshot.write("latest.snapshot", whole)
 
-    Args:
-        pipe: the pipeline.
-        mine: the model and the optimizer of this rank. Its other fields count on rank 0 only.
-
     Returns:
-        On rank 0 the snapshot that one process would have captured; on other ranks one without tensors. In one process
-        ``mine``. An optimizer's group lists its parameters in the order of the model. A parameter that ranks share has its
-        owner's value.
+        On rank 0 the snapshot that one process would have captured, with the other fields of its ``mine``; on other ranks
+        one without tensors. An optimizer's group lists its parameters in the order of the model. A parameter that ranks
+        share has its owner's value.
 
     Raises:
         RuntimeError: on all ranks, if the optimizers differ in their class, groups or options, or a rank has failed.

@@ -60,18 +60,9 @@ def _class_of(leaf: Tensor | None) -> type[Tensor] | None:
 
 
 def take_apart(value: object) -> tuple[list[Tensor], Structure]:
-    """Splits an object.
-
-    Args:
-        value: a tensor; or tensors and ``None`` in tuples, named tuples, lists, dicts and classes that are registered
-            with :mod:`torch.utils._pytree`.
-
-    Returns:
-        The tensors, and the structure.
-
-    Raises:
-        TypeError: for any other object, and for a subclass of Tensor that has ``__torch_dispatch__`` or attributes.
-    """
+    """Splits a tensor, or tensors and ``None`` in tuples, named tuples, lists, dicts and classes that are registered with
+    :mod:`torch.utils._pytree`, into the tensors and the structure. Raises TypeError for any other object, and for a subclass
+    of Tensor that has ``__torch_dispatch__`` or attributes."""
     # A PackedSequence is not a container here: its two tensors have different sizes in dimension 0.
     leaves, tree = tree_flatten(value, is_leaf=lambda node: isinstance(node, PackedSequence))
     for leaf in leaves:
@@ -92,12 +83,8 @@ def first_micro_batch(value: object, chunks: int) -> tuple[Any, int]:
 
 
 def encode(structure: Structure) -> bytes:
-    """Returns a structure as bytes, for other ranks.
-
-    Raises:
-        TypeError: for a structure that :func:`decode` refuses, or that cannot be pickled, such as one with a class that a
-            function defines.
-    """
+    """Returns a structure as bytes, for other ranks. Raises TypeError for one that :func:`decode` refuses, or that cannot be
+    pickled, such as one with a class that a function defines."""
     try:
         leaves = [_name_of(cls) for cls in structure._classes]
         encoded = pickle.dumps(tree_unflatten(leaves, structure._tree))
@@ -109,11 +96,8 @@ def encode(structure: Structure) -> bytes:
 
 @functools.lru_cache(maxsize=256)
 def decode(encoded: bytes) -> Structure:
-    """Returns the structure of :func:`encode`. Creates only containers.
-
-    Raises:
-        pickle.UnpicklingError: for anything else, and for classes that this process has not imported.
-    """
+    """Returns the structure of :func:`encode`. Creates only containers: raises pickle.UnpicklingError for anything else, and
+    for classes that this process has not imported."""
     try:
         leaves, tree = tree_flatten(_Containers(io.BytesIO(encoded)).load())
     except (AttributeError, EOFError, IndexError, TypeError, ValueError) as error:

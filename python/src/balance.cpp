@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -28,19 +29,13 @@ namespace py = pybind11;
 /// Options whose progress function also runs signal handlers, so that Ctrl-C ends the measurement.
 ProfileOptions profile_options(int workers, int intraop_threads, double seconds, int repeats, double param_scale,
                                const py::object& progress) {
-  auto options = ProfileOptions()
-                     .workers(workers)
-                     .intraop_threads(intraop_threads)
-                     .seconds(seconds)
-                     .repeats(repeats)
-                     .param_scale(param_scale)
-                     .lends_between_devices(true);
+  auto options = ProfileOptions().workers(workers).intraop_threads(intraop_threads).seconds(seconds).repeats(repeats);
   options.progress([told = progress.is_none() ? nullptr : reference_to(progress.ptr())](double part) {
     const Section section;
     if (PyErr_CheckSignals() != 0) throw py::error_already_set();
-    if (told) py::reinterpret_borrow<py::object>(told.get())(part);
+    if (told) py::handle(told.get())(part);
   });
-  return options;
+  return options.param_scale(param_scale).lends_between_devices(true);
 }
 
 /// Makes a model of layers; see make_layers().
@@ -52,30 +47,15 @@ Model to_model(const Objects& layers) {
   });
 }
 
-std::vector<Checkpoint> to_checkpoints(const std::vector<py::object>& names) {
-  std::vector<Checkpoint> modes;
-  for (const auto& name : names) modes.push_back(to_checkpoint(name));
-  return modes;
-}
-
-std::vector<torch::Device> to_devices(const std::vector<std::string>& names) { return {names.begin(), names.end()}; }
-
-RunOptions run_options(int chunks, const py::object& checkpoint, double bandwidth, bool copies) {
-  return {chunks, to_checkpoint(checkpoint), {.inside = {.bandwidth = bandwidth}}, copies};
-}
-
-RunOptions run_options_of_step(int chunks, const py::object& checkpoint, double bandwidth, bool copies,
-                               const Scheduling& scheduling) {
-  auto options = run_options(chunks, checkpoint, bandwidth, copies);
-  options.scheduling = scheduling;
-  return options;
+RunOptions run_options(int chunks, Checkpoint checkpoint, double bandwidth, bool copies, Scheduling scheduling) {
+  return {chunks, checkpoint, {.inside = {.bandwidth = bandwidth}}, copies, std::move(scheduling)};
 }
 
 auto cut_by(std::vector<std::int64_t> (*best)(const Profile&, int, const RunOptions&)) {
   return [best](const Profile& profile, const Unchecked<int>& partitions, const Unchecked<int>& chunks,
-                const py::object& checkpoint, const Unchecked<double>& bandwidth, const Unchecked<bool>& copies) {
-    const auto options =
-        run_options(checked(chunks, "chunks"), checkpoint, checked(bandwidth, "bandwidth"), checked(copies, "copies"));
+                Checkpoint checkpoint, const Unchecked<double>& bandwidth, const Unchecked<bool>& copies) {
+    const auto options = run_options(checked(chunks, "chunks"), checkpoint, checked(bandwidth, "bandwidth"),
+                                     checked(copies, "copies"), {});
     return best(profile, checked(partitions, "partitions"), options);
   };
 }
@@ -92,8 +72,7 @@ const Profile& profile_of(const Suggestion& suggestion, const Unchecked<Candidat
                        py::repr(candidate).cast<std::string>());
 }
 
-SearchOptions search_options(const std::vector<std::string>& devices, std::int64_t memory_limit, double bandwidth) {
-  const auto workers = to_devices(devices);
+SearchOptions search_options(const std::vector<torch::Device>& workers, std::int64_t memory_limit, double bandwidth) {
   SearchOptions options{
       .memory_limit = memory_limit, .network = {.inside = {.bandwidth = bandwidth}}, .copies = copies_between(workers)};
   for (const auto& device : workers) {
@@ -128,31 +107,72 @@ std::optional<std::pair<std::string, double>> tailored(const Suggestion& suggest
   return std::make_pair(to_text(made->schedule), made->seconds);
 }
 
+Profile measure(const Objects& layers, const Value& sample, const ProfileOptions& options) {
+  return released([&, model = to_model(layers)] { return profile(model, sample, options); });
+}
+
+Suggestion suggest_for(const Objects& layers, const Value& sample, const std::vector<torch::Device>& devices,
+                       const std::vector<int>& chunks, const std::vector<Checkpoint>& checkpoints,
+                       std::int64_t memory_limit, double bandwidth, const Scheduling& scheduling,
+                       const ProfileOptions& profiling) {
+  auto options = SuggestOptions().chunks(chunks).checkpoints(checkpoints).memory_limit(memory_limit);
+  options.bandwidth(bandwidth).scheduling(scheduling).profile(profiling);
+  return released([&, model = to_model(layers)] { return suggest(model, sample, devices, options); });
+}
+
+std::vector<std::pair<Candidate, double>> refined(const Objects& layers, const Value& sample,
+                                                  const std::vector<torch::Device>& devices,
+                                                  const Suggestion& suggestion, int candidates) {
+  std::vector<std::pair<Candidate, double>> measured;
+  released([&, model = to_model(layers)] {
+    for (auto& [candidate, seconds] : refine(model, sample, devices, suggestion, candidates)) {
+      measured.emplace_back(std::move(candidate), seconds);
+    }
+  });
+  return measured;
+}
+
+ClusterPlan plan(const Cluster& cluster, const std::vector<Profile>& profiles, std::int64_t samples,
+                 const std::vector<Checkpoint>& checkpoints, const std::string& schedule) {
+  return released([&] { return plan_cluster(cluster, profiles, {samples, checkpoints, schedule}); });
+}
+
+std::string name_of_placement(const Candidate& candidate) {
+  constexpr std::array kNames = {"schedule", "stages_per_worker", "v", "placement"};
+  return kNames.at(static_cast<std::size_t>(placed_by(candidate)));
+}
+
 template <typename T>
 auto from_json(T (*read)(const std::string&)) {
   return [read](const Unchecked<std::string>& text) { return read(checked(text, "text")); };
 }
 
-}  // namespace
+/// What Suggestion and ClusterPlan have.
+template <typename T>
+auto class_of_candidates(py::module_& module, const char* name, const char* documentation) {
+  return py::class_<T>(module, name, documentation)
+      .def_readonly("candidates", &T::candidates, "The candidates. The fastest one that fits is first.")
+      .def_readonly("reason", &T::reason, "Why no candidate fits. Empty if one does.")
+      .def_property_readonly("fits", &T::fits, "Whether any candidate fits.")
+      .def_property_readonly("best", &T::best, "The first. Raises RuntimeError, with the reason, if none fits.");
+}
 
-void init_balance(py::module_& module) {
-  py::class_<LayerProfile>(module, "LayerProfile", "The cost of one layer for one micro-batch, in seconds and bytes.")
-      .def_readonly("name", &LayerProfile::name, "The layer's name in the Sequential.")
-      .def_readonly("forward", &LayerProfile::forward, "Seconds of a forward that builds a graph.")
-      .def_readonly("stored", &LayerProfile::stored,
-                    "Seconds of a forward without a graph, in a cell that will be recomputed.")
-      .def_readonly("recompute", &LayerProfile::recompute, "Seconds of the recompute, which builds the graph.")
-      .def_readonly("backward", &LayerProfile::backward, "Seconds of the backward.")
-      .def_readonly("input_gradient", &LayerProfile::input_gradient,
-                    "Seconds of the first part of a split backward, the gradients of inputs.")
-      .def_readonly("weight_gradient", &LayerProfile::weight_gradient,
-                    "Seconds of the second part of a split backward, gradients of parameters.")
-      .def_readonly("parameters", &LayerProfile::parameters, "Bytes of the parameters.")
-      .def_readonly("gradients", &LayerProfile::gradients, "Bytes of the parameters' gradients.")
-      .def_readonly("optimizer", &LayerProfile::optimizer, "Bytes of the optimizer's state.")
-      .def_readonly("buffers", &LayerProfile::buffers, "Bytes of the buffers.")
-      .def_readonly("output", &LayerProfile::output, "Bytes of the output.")
-      .def_readonly("saved", &LayerProfile::saved, "Bytes that the forward allocates and the backward needs.");
+void init_profile(py::module_& module) {
+  using L = LayerProfile;
+  py::class_<L>(module, "LayerProfile", "The cost of one layer for one micro-batch, in seconds and bytes.")
+      .def_readonly("name", &L::name, "The layer's name in the Sequential.")
+      .def_readonly("forward", &L::forward, "Seconds of a forward that builds a graph.")
+      .def_readonly("stored", &L::stored, "Seconds of a forward without a graph, in a cell that will be recomputed.")
+      .def_readonly("recompute", &L::recompute, "Seconds of the recompute, which builds the graph.")
+      .def_readonly("backward", &L::backward, "Seconds of the backward.")
+      .def_readonly("input_gradient", &L::input_gradient, "Seconds of a split backward's first part, of inputs.")
+      .def_readonly("weight_gradient", &L::weight_gradient, "Seconds of its second part, of parameters.")
+      .def_readonly("parameters", &L::parameters, "Bytes of the parameters.")
+      .def_readonly("gradients", &L::gradients, "Bytes of the parameters' gradients.")
+      .def_readonly("optimizer", &L::optimizer, "Bytes of the optimizer's state.")
+      .def_readonly("buffers", &L::buffers, "Bytes of the buffers.")
+      .def_readonly("output", &L::output, "Bytes of the output.")
+      .def_readonly("saved", &L::saved, "Bytes that the forward allocates and the backward needs.");
   py::class_<SkipProfile>(module, "SkipProfile", "The cost of one skip connection for one micro-batch.")
       .def_readonly("name", &SkipProfile::name, "The name that the layers stash and pop.")
       .def_readonly("from_layer", &SkipProfile::from, "Index of the layer that stashes.")
@@ -171,39 +191,41 @@ void init_balance(py::module_& module) {
       .def_readonly("skips", &Profile::skips, "The skip connections.")
       .def_readonly("ties", &Profile::ties, "The parameters that several layers share.")
       .def("balance_by_time", cut_by(&balance_by_time), "Returns the balance whose slowest stage is fastest.",
-           py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = "never", py::arg("bandwidth") = 0.0,
-           py::arg("copies") = false)
+           py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = Checkpoint::kNever,
+           py::arg("bandwidth") = 0.0, py::arg("copies") = false)
       .def("balance_by_size", cut_by(&balance_by_size),
            "Returns the balance whose largest stage needs the fewest bytes, skip connections included.",
-           py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = "except_last",
+           py::arg("partitions"), py::arg("chunks") = 1, py::arg("checkpoint") = Checkpoint::kExceptLast,
            py::arg("bandwidth") = 0.0, py::arg("copies") = false)
       .def("cut_bytes", &cut_bytes,
-           "Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the "
-           "activation, the "
-           "skips that live across the cut, and the lent parameters. None where the model cannot be cut, and after the "
-           "last layer.")
-      .def("table", &table,
-           "Returns a table as text: a row per layer with the bytes of a cut after it and, for a given balance, its "
-           "cuts and "
-           "the sums per stage.",
+           "Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: activation, "
+           "skips, "
+           "lent parameters. None where the model cannot be cut, and after the last layer.")
+      .def("table", &table, "Returns a table: a row per layer and, for a balance, its cuts and the sums per stage.",
            py::arg("balance") = std::vector<std::int64_t>())
       .def("to_json", &profile_to_json, "Returns the profile as JSON text.")
-      .def_static("from_json", from_json(&profile_from_json),
-                  "Reads the text that to_json() returns. Raises ValueError, with the place and the fault.",
-                  py::arg("text"))
+      .def_static("from_json", from_json(&profile_from_json), py::arg("text"),
+                  "Reads the text that to_json() returns. Raises ValueError, with the place and the fault.")
       .def("__str__", [](const Profile& profile) { return profile_table(profile); });
+}
+
+void init_options(py::module_& module) {
   py::class_<Scheduling>(module, "Scheduling")
-      .def(py::init([](std::string schedule, int stages_per_worker, std::vector<int> placement) {
-             return Scheduling{std::move(schedule), stages_per_worker, std::move(placement)};
-           }),
-           py::arg("schedule"), py::arg("stages_per_worker"), py::arg("placement"))
+      .def(py::init<std::string, int, std::vector<int>>(), py::arg("schedule"), py::arg("stages_per_worker"),
+           py::arg("placement"))
       .def_readonly("schedule", &Scheduling::schedule)
       .def_readonly("placement", &Scheduling::placement);
   py::class_<SearchOptions>(module, "SearchOptions")
       .def(py::init(&search_options), py::arg("devices"), py::arg("memory_limit"), py::arg("bandwidth"));
   py::class_<RunOptions>(module, "RunOptions")
-      .def(py::init(&run_options_of_step), py::arg("chunks"), py::arg("checkpoint"), py::arg("bandwidth"),
-           py::arg("copies"), py::arg("scheduling"));
+      .def(py::init(&run_options), py::arg("chunks"), py::arg("checkpoint"), py::arg("bandwidth"), py::arg("copies"),
+           py::arg("scheduling"));
+  py::class_<ProfileOptions>(module, "ProfileOptions")
+      .def(py::init(&profile_options), py::arg("workers"), py::arg("intraop_threads"), py::arg("seconds"),
+           py::arg("repeats"), py::arg("param_scale"), py::arg("progress"));
+}
+
+void init_candidates(py::module_& module) {
   py::class_<Prediction>(module, "Prediction", "The predicted cost of a training step.")
       .def_readonly("balance", &Prediction::balance, "The balance of the pipeline.")
       .def_readonly("seconds", &Prediction::seconds, "Seconds per step.")
@@ -212,15 +234,12 @@ void init_balance(py::module_& module) {
       .def_readonly("bytes", &Prediction::bytes,
                     "Peak bytes per worker, of parameters, gradients, optimizer state, buffers and activations.")
       .def_readonly("placement", &Prediction::placement, "The worker of each stage.")
-      .def_readonly("timeline", &Prediction::timeline,
-                    "The simulated step. Its bytes do not include what workers hold between steps.")
+      .def_readonly("timeline", &Prediction::timeline, "The simulated step, without the bytes held between steps.")
       .def("__str__", [](const Prediction& prediction) { return prediction_table(prediction); });
   py::class_<Candidate>(module, "Candidate", "A way to run a model, with its predicted cost.")
       .def_readonly("balance", &Candidate::balance, "Number of layers of each stage.")
       .def_readonly("chunks", &Candidate::chunks, "Number of micro-batches per mini-batch.")
-      .def_property_readonly(
-          "checkpoint", [](const Candidate& candidate) { return to_string(candidate.checkpoint); },
-          "The checkpoint mode.")
+      .def_readonly("checkpoint", &Candidate::checkpoint, "The checkpoint mode.")
       .def_readonly("seconds", &Candidate::seconds, "Seconds per step, the forward and backward of a mini-batch.")
       .def_readonly("bubble", &Candidate::bubble, "Idle time as a share of the workers' total time, from 0 to 1.")
       .def_readonly("bytes", &Candidate::bytes, "Peak bytes per worker.")
@@ -228,29 +247,15 @@ void init_balance(py::module_& module) {
       .def_readonly("placement", &Candidate::placement, "The worker of each stage.")
       .def_readonly("fits", &Candidate::fits, "Whether every device stays within the memory limit.")
       .def_readonly("crossing", &Candidate::crossing, "Bytes that the forward of a mini-batch sends to other workers.")
-      .def_readonly(
-          "replicas", &Candidate::replicas,
-          "Number of pipelines that share the mini-batch. The numbers of chunks and bytes are of one of them.")
+      .def_readonly("replicas", &Candidate::replicas, "Number of pipelines; chunks and bytes are of one of them.")
       .def_readonly("reduction", &Candidate::reduction,
                     "The part of the seconds after the last backward, until the replicas have summed all gradients.")
       .def_property_readonly(
-          "placed_by",
-          [](const Candidate& candidate) {
-            constexpr std::array kNames = {"schedule", "stages_per_worker", "v", "placement"};
-            return kNames.at(static_cast<std::size_t>(placed_by(candidate)));
-          },
-          "Names what places the stages, which is 'schedule', 'stages_per_worker', 'v', or 'placement' for another "
-          "list.");
-  py::class_<Suggestion>(module, "Suggestion", "Ways to run a model, best first.")
-      .def_readonly(
-          "candidates", &Suggestion::candidates,
-          "One candidate per number of chunks, checkpoint mode and schedule. The fastest one that fits is first.")
-      .def_readonly("reason", &Suggestion::reason, "Why no candidate fits. Empty if one does.")
+          "placed_by", &name_of_placement,
+          "What places the stages: 'schedule', 'stages_per_worker', 'v', or 'placement' for a list.");
+  class_of_candidates<Suggestion>(module, "Suggestion", "Ways to run a model, one per chunks, mode and schedule.")
       .def_readonly("unpartitioned", &Suggestion::unpartitioned,
                     "The whole mini-batch on one device, without a pipeline; None if the model does not run that way.")
-      .def_property_readonly("fits", &Suggestion::fits, "Whether any candidate fits.")
-      .def_property_readonly("best", &Suggestion::best,
-                             "The first candidate. Raises RuntimeError, with the reason, if none fits.")
       .def("profile_of", &profile_of, "Returns the profile that a candidate was computed from.", py::arg("candidate"),
            py::return_value_policy::reference_internal)
       .def("_tailored", &tailored, py::arg("candidate"), py::arg("options"))
@@ -258,72 +263,37 @@ void init_balance(py::module_& module) {
         return candidate_table(suggestion.candidates, suggestion.unpartitioned) +
                (suggestion.fits() ? "" : suggestion.reason + "\n");
       });
-
   py::class_<Cluster>(module, "Cluster", "Hosts of equal devices.")
-      .def_static("from_json", from_json(&cluster_from_json),
+      .def_static("from_json", from_json(&cluster_from_json), py::arg("text"),
                   "Reads an object with 'hosts', 'devices_per_host', 'memory' of a device in bytes (0: no limit), and "
                   "'inside' and 'between' hosts, which are objects with a device's 'bandwidth' in bytes per second and "
-                  "the 'latency' in seconds. Raises ValueError, with the place and the fault.",
-                  py::arg("text"))
+                  "the 'latency' in seconds. Raises ValueError, with the place and the fault.")
       .def_property_readonly("devices", &Cluster::devices, "Number of devices.");
-  py::class_<ClusterPlan>(module, "ClusterPlan", "Ways to train a model on all devices of a cluster, best first.")
-      .def_readonly("candidates", &ClusterPlan::candidates,
-                    "The best candidate for each number of replicas. The fastest one that fits is first.")
-      .def_readonly("reason", &ClusterPlan::reason, "Why no candidate fits. Empty if one does.")
-      .def_property_readonly("fits", &ClusterPlan::fits, "Whether any candidate fits.")
-      .def_property_readonly("best", &ClusterPlan::best,
-                             "The first candidate. Raises RuntimeError, with the reason, if none fits.")
+  class_of_candidates<ClusterPlan>(module, "ClusterPlan", "Ways to train a model on a cluster, one per replicas.")
       .def("__str__",
            [](const ClusterPlan& plan) { return plan_table(plan) + (plan.fits() ? "" : plan.reason + "\n"); });
+}
 
-  py::class_<ProfileOptions>(module, "ProfileOptions")
-      .def(py::init(&profile_options), py::arg("workers"), py::arg("intraop_threads"), py::arg("seconds"),
-           py::arg("repeats"), py::arg("param_scale"), py::arg("progress"));
-  module.def("profile", [](const Objects& layers, const py::object& sample, const ProfileOptions& options) {
-    const auto model = to_model(layers);
-    const auto value = to_value(sample.ptr());
-    return released([&] { return profile(model, value, options); });
-  });
+}  // namespace
+
+void init_balance(py::module_& module) {
+  init_profile(module);
+  init_options(module);
+  init_candidates(module);
+  module.def("profile", &measure, py::arg("layers"), py::arg("sample"), py::arg("options"));
+  module.def("suggest", &suggest_for, py::arg("layers"), py::arg("sample"), py::arg("devices"), py::arg("chunks"),
+             py::arg("checkpoints"), py::arg("memory_limit"), py::arg("bandwidth"), py::arg("scheduling"),
+             py::arg("profiling"));
+  module.def("refine", &refined, py::arg("layers"), py::arg("sample"), py::arg("devices"), py::arg("suggestion"),
+             py::arg("candidates"));
+  module.def("predict", &predict, py::arg("profile"), py::arg("balance"), py::arg("options"));
+  module.def("plan_cluster", &plan, py::arg("cluster"), py::arg("profiles"), py::arg("samples"), py::arg("checkpoints"),
+             py::arg("schedule"));
   module.def("all_schedulings", &all_schedulings, py::arg("workers"), py::arg("layers"));
   module.def("candidates", &candidates, py::arg("profile"), py::arg("chunks"), py::arg("schedulings"), py::arg("near"),
              py::arg("options"));
-  module.def(
-      "candidate_table", [](const std::vector<Candidate>& found) { return candidate_table(found); },
-      py::arg("candidates"));
-  module.def("refine", [](const Objects& layers, const py::object& sample, const std::vector<std::string>& devices,
-                          const Suggestion& suggestion, int candidates) {
-    const auto model = to_model(layers);
-    const auto value = to_value(sample.ptr());
-    std::vector<std::pair<Candidate, double>> measured;
-    released([&] {
-      for (auto& [candidate, seconds] : refine(model, value, to_devices(devices), suggestion, candidates)) {
-        measured.emplace_back(std::move(candidate), seconds);
-      }
-    });
-    return measured;
-  });
+  module.def("candidate_table", &candidate_table, py::arg("candidates"), py::arg("unpartitioned") = std::nullopt);
   module.def("check_stages", &check_stages, py::arg("stages"), py::arg("layers"));
-  module.def("predict", &predict);
-  module.def("plan_cluster", [](const Cluster& cluster, const std::vector<Profile>& profiles, std::int64_t samples,
-                                const std::vector<py::object>& checkpoints, const std::string& schedule) {
-    const ClusterPlanOptions options{samples, to_checkpoints(checkpoints), schedule};
-    return released([&] { return plan_cluster(cluster, profiles, options); });
-  });
-  module.def("suggest",
-             [](const Objects& layers, const py::object& sample, const std::vector<std::string>& devices,
-                const std::vector<int>& chunks, const std::vector<py::object>& checkpoints, std::int64_t memory_limit,
-                double bandwidth, const Scheduling& scheduling, const ProfileOptions& profiling) {
-               const auto model = to_model(layers);
-               const auto value = to_value(sample.ptr());
-               const auto options = SuggestOptions()
-                                        .chunks(chunks)
-                                        .checkpoints(to_checkpoints(checkpoints))
-                                        .memory_limit(memory_limit)
-                                        .bandwidth(bandwidth)
-                                        .scheduling(scheduling)
-                                        .profile(profiling);
-               return released([&] { return suggest(model, value, to_devices(devices), options); });
-             });
 }
 
 }  // namespace gpipe::python

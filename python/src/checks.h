@@ -3,8 +3,9 @@
 #include <pybind11/pybind11.h>
 
 #include <string>
+#include <type_traits>
 
-#include "gpipe/schedule/generators.h"
+#include "gpipe/schedule/action.h"
 
 namespace gpipe::python {
 
@@ -19,20 +20,34 @@ class Unchecked : public pybind11::object {
 };
 
 /// Converts an argument by the functions of gpipe.checks. Errors: their TypeError and ValueError, with `name`.
-int checked(const Unchecked<int>& value, const char* name);
-double checked(const Unchecked<double>& value, const char* name);
-bool checked(const Unchecked<bool>& value, const char* name);
-std::string checked(const Unchecked<std::string>& value, const char* name);
+template <typename T>
+T checked(const Unchecked<T>& value, const char* name) {
+  const char* check = std::is_same_v<T, bool>     ? "check_flag"
+                      : std::is_same_v<T, int>    ? "check_whole"
+                      : std::is_same_v<T, double> ? "check_number"
+                                                  : "check_text";
+  return pybind11::module_::import("gpipe.checks").attr(check)(value, name).template cast<T>();
+}
 
 /// Converts the name of a checkpoint mode. Errors: TypeError, as pybind11::error_already_set, if `name` is not a str;
 /// std::invalid_argument for any other str.
-Checkpoint to_checkpoint(const pybind11::object& name);
-
-void init_checks(pybind11::module_& module);
+Checkpoint to_checkpoint(const pybind11::handle& name);
 
 }  // namespace gpipe::python
 
 template <typename T>
 struct pybind11::detail::handle_type_name<gpipe::python::Unchecked<T>> {
   static constexpr auto name = make_caster<T>::name;
+};
+
+template <>
+struct pybind11::detail::type_caster<gpipe::Checkpoint> {
+  PYBIND11_TYPE_CASTER(gpipe::Checkpoint, const_name("str"));
+  bool load(handle name, bool) {
+    value = gpipe::python::to_checkpoint(name);
+    return true;
+  }
+  static handle cast(gpipe::Checkpoint mode, return_value_policy, handle) {
+    return str(gpipe::to_string(mode)).release();
+  }
 };

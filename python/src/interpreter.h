@@ -27,10 +27,9 @@ class Call {
 };
 
 /// Holds the interpreter's lock for its lifetime, on any thread, so that the thread can run Python code. A thread that
-/// asks a finished interpreter for the lock is ended, which C++ frames do not survive. Exit therefore waits up to one
-/// second for all sections to end. A thread that asks for the lock after that sleeps for the rest of the process.
-///
-/// Errors: std::runtime_error once exit has begun.
+/// asks a finished interpreter for the lock is ended, which C++ frames do not survive. So exit waits up to one second for
+/// all sections to end; a thread that asks later sleeps for the rest of the process. Errors: std::runtime_error once exit
+/// has begun.
 class Section {
  public:
   /// What happens to a Python error that is already set on this thread.
@@ -105,9 +104,8 @@ class ContextScope {
   pybind11::object context_;  // null if there is none to find
 };
 
-/// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that
-/// threading.local lasts. May be destroyed on any thread, after the workers have ended. In a forked process, Python has
-/// freed the states.
+/// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that threading.local
+/// lasts. May be destroyed on any thread, after the workers have ended.
 class ThreadStates {
  public:
   ThreadStates() = default;
@@ -124,7 +122,7 @@ class ThreadStates {
     PyThreadState* state;
     unsigned long thread;
   };
-  const pid_t process_ = getpid();
+  const pid_t process_ = getpid();  // in a forked process, Python has freed the states
   std::vector<ThreadState> states_;  // guarded by the interpreter's lock
 };
 

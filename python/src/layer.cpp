@@ -46,28 +46,25 @@ class Recursion {
 
 /// Calls f(name, value) for each item of one of a module's dicts, except those that are None.
 template <typename F>
-void for_each(PyObject* module, const char* dict_name, F f) {
-  const auto named = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, dict_name));
-  if (!named) throw py::error_already_set();
+void for_each(const py::handle& module, const char* dict_name, F f) {
+  const py::object named = module.attr(dict_name);
   // A scripted module has its own mapping type here.
-  const auto dict = py::isinstance<py::dict>(named) ? named : py::object(py::dict(named.attr("items")()));
-  PyObject* name = nullptr;
-  PyObject* value = nullptr;
-  for (Py_ssize_t at = 0; PyDict_Next(dict.ptr(), &at, &name, &value) != 0;) {
-    if (value != Py_None) f(name, value);
+  for (const auto& [name, value] :
+       py::isinstance<py::dict>(named) ? py::dict(named) : py::dict(named.attr("items")())) {
+    if (!value.is_none()) f(name, value);
   }
 }
 
-void collect(PyObject* module, ModuleTensors& tensors) {
+void collect(const py::handle& module, ModuleTensors& tensors) {
   const Recursion recursion;
   const auto add_to = [](std::vector<at::Tensor>& list) {
-    return [&list](PyObject*, PyObject* value) {
-      if (THPVariable_Check(value)) list.push_back(THPVariable_Unpack(value));
+    return [&list](const py::handle&, const py::handle& value) {
+      if (THPVariable_Check(value.ptr())) list.push_back(THPVariable_Unpack(value.ptr()));
     };
   };
   for_each(module, "_parameters", add_to(tensors.parameters));
   for_each(module, "_buffers", add_to(tensors.buffers));
-  for_each(module, "_modules", [&](PyObject*, PyObject* child) { collect(child, tensors); });
+  for_each(module, "_modules", [&](const py::handle&, const py::handle& child) { collect(child, tensors); });
 }
 
 ModuleTensors tensors_of(PyObject* module) {
@@ -76,21 +73,23 @@ ModuleTensors tensors_of(PyObject* module) {
   return tensors;
 }
 
-std::shared_ptr<torch::nn::Module> mirror(PyObject* module, const std::vector<SkipNames>& skips) {
+std::shared_ptr<torch::nn::Module> mirror(const py::handle& module, const std::vector<SkipNames>& skips) {
   const Recursion recursion;
   const auto declared =
-      std::find_if(skips.begin(), skips.end(), [&](const auto& each) { return each.module.get() == module; });
+      std::find_if(skips.begin(), skips.end(), [&](const auto& each) { return each.module.get() == module.ptr(); });
   const auto result =
       declared == skips.end() ? std::make_shared<torch::nn::Module>() : std::make_shared<SkippableMirror>(*declared);
-  const auto text = [](PyObject* name) { return py::reinterpret_borrow<py::str>(name).cast<std::string>(); };
-  for_each(module, "_parameters", [&](PyObject* name, PyObject* value) {
-    const auto& parameter = THPVariable_Unpack(value);
+  const auto text = [](const py::handle& name) { return name.cast<std::string>(); };
+  for_each(module, "_parameters", [&](const py::handle& name, const py::handle& value) {
+    const auto& parameter = THPVariable_Unpack(value.ptr());
     result->register_parameter(text(name), parameter, parameter.requires_grad());
   });
-  for_each(module, "_buffers",
-           [&](PyObject* name, PyObject* value) { result->register_buffer(text(name), THPVariable_Unpack(value)); });
-  for_each(module, "_modules",
-           [&](PyObject* name, PyObject* child) { result->register_module(text(name), mirror(child, skips)); });
+  for_each(module, "_buffers", [&](const py::handle& name, const py::handle& value) {
+    result->register_buffer(text(name), THPVariable_Unpack(value.ptr()));
+  });
+  for_each(module, "_modules", [&](const py::handle& name, const py::handle& child) {
+    result->register_module(text(name), mirror(child, skips));
+  });
   return result;
 }
 
@@ -110,15 +109,13 @@ void set_items(PyObject* dict, PyObject* items) {
 }
 
 /// Whether a module is in training mode: True or False. Null if it has no mode.
-PyObject* mode_of(PyObject* module) {
-  const auto mode = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "training"));
-  if (!mode) PyErr_Clear();
-  return mode.ptr() == Py_True || mode.ptr() == Py_False ? mode.ptr() : nullptr;
+PyObject* mode_of(const py::handle& module) {
+  const py::object mode = py::getattr(module, "training", py::none());
+  return py::isinstance<py::bool_>(mode) ? mode.ptr() : nullptr;
 }
 
-void set_mode(PyObject* module, PyObject* mode) {
-  if (mode == nullptr || mode_of(module) == mode) return;
-  if (PyObject_SetAttrString(module, "training", mode) != 0) throw py::error_already_set();
+void set_mode(const py::handle& module, PyObject* mode) {
+  if (mode != nullptr && mode_of(module) != mode) py::setattr(module, "training", mode);
 }
 
 }  // namespace
@@ -132,21 +129,21 @@ PythonLayer::PythonLayer(std::string name, PyObject* module, std::vector<SkipNam
       mirrored_(tensors_of(module)),
       mirror_(mirror(module, skips_)) {}
 
-void PythonLayer::find_places(PyObject* module, Places& places) {
+void PythonLayer::find_places(PyObject* object, Places& places) {
   const Recursion recursion;
+  const py::handle module = object;
   auto& place = places.emplace_back();
-  const auto buffers = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "_buffers"));
-  const auto children = py::reinterpret_steal<py::object>(PyObject_GetAttrString(module, "_modules"));
-  if (!buffers || !children) throw py::error_already_set();
+  const py::object buffers = module.attr("_buffers");
+  const py::object children = module.attr("_modules");
   if (py::isinstance<py::dict>(buffers)) {
     place = {nullptr, reference_to(buffers.ptr()), reference_to(children.ptr()), PyDict_Size(children.ptr()), {}};
   } else {
-    for_each(module, "_buffers", [&](PyObject*, PyObject* buffer) {
-      if (THPVariable_Check(buffer)) place.scripted.push_back(THPVariable_Unpack(buffer));
+    for_each(module, "_buffers", [&](const py::handle&, const py::handle& buffer) {
+      if (THPVariable_Check(buffer.ptr())) place.scripted.push_back(THPVariable_Unpack(buffer.ptr()));
     });
   }
-  place.module = reference_to(module);
-  for_each(module, "_modules", [&](PyObject*, PyObject* child) { find_places(child, places); });
+  place.module = reference_to(object);
+  for_each(module, "_modules", [&](const py::handle&, const py::handle& child) { find_places(child.ptr(), places); });
 }
 
 Value PythonLayer::forward(Value input) { return call(module_.get(), {std::move(input)}, *states_); }
@@ -201,12 +198,10 @@ Layer::Buffers PythonLayer::buffers() const {
     buffers.tensors.insert(buffers.tensors.end(), scripted.begin(), scripted.end());
     dicts.emplace_back();
     if (dict == nullptr || PyDict_Size(dict.get()) == 0) continue;
-    const auto copy = py::reinterpret_steal<py::object>(PyDict_Copy(dict.get()));
-    if (!copy) throw py::error_already_set();
+    const py::dict copy = py::handle(dict.get()).attr("copy")();
     dicts.back() = reference_to(copy.ptr());
-    PyObject* buffer = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(copy.ptr(), &at, nullptr, &buffer) != 0;) {
-      buffers.tensors.push_back(THPVariable_Check(buffer) ? THPVariable_Unpack(buffer) : at::Tensor());
+    for (const auto& [name, buffer] : copy) {
+      buffers.tensors.push_back(THPVariable_Check(buffer.ptr()) ? THPVariable_Unpack(buffer.ptr()) : at::Tensor());
     }
   }
   buffers.put_back = [places, dicts = std::move(dicts), modes = std::move(modes)] {
@@ -263,18 +258,13 @@ Value call(PyObject* callable, std::vector<Value> arguments, ThreadStates& state
   states.create_for_this_thread();
   const Section section;
   py::tuple converted(arguments.size());
-  for (std::size_t i = 0; i < arguments.size(); ++i) {
-    converted[i] = py::reinterpret_steal<py::object>(to_python(std::exchange(arguments[i], {})));
-  }
+  for (std::size_t i = 0; i < arguments.size(); ++i) converted[i] = to_python(std::exchange(arguments[i], {}));
   const ContextScope context;
-  py::object output;
   try {
-    output = py::reinterpret_steal<py::object>(PyObject_CallObject(callable, converted.ptr()));
+    return to_value(py::handle(callable)(*converted));
   } catch (abi::__forced_unwind&) {
     sleep_for_good();  // the interpreter finished while the callable waited
   }
-  if (!output) throw py::error_already_set();
-  return to_value(output.ptr());
 }
 
 }  // namespace gpipe::python

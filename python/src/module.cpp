@@ -3,7 +3,6 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/version.h>
 
-#include "python/src/checks.h"
 #include "python/src/interpreter.h"
 #include "python/src/pipeline.h"
 
@@ -22,12 +21,8 @@ PYBIND11_MODULE(_C, module) {
     }
   });
   init_ranks(module);
-  init_checks(module);
-  init_skip(module);
-  init_randomness(module);
-  init_trace(module);
+  init_training(module);
   init_schedule(module);
-  init_step(module);
   init_pipeline(module);
   init_snapshot(module);
   init_balance(module);

@@ -2,15 +2,16 @@
 
 #include <pybind11/stl.h>
 
+#include <optional>
+#include <tuple>
 #include <utility>
 
-#include "absl/cleanup/cleanup.h"
+#include "gpipe/binding.h"
 #include "gpipe/gradients.h"
 #include "gpipe/ranks.h"
+#include "gpipe/timeline.h"
 #include "python/src/checks.h"
-#include "python/src/errors.h"
 #include "python/src/values.h"
-#include "skip/namespace.h"
 
 namespace gpipe::python {
 namespace {
@@ -32,13 +33,11 @@ void begin_layer(const py::handle& stage, int layer) {
 }
 
 /// Returns a tuple (parameter, stand-in) for each parameter that the stage borrows from another device.
-py::typing::List<Pair> borrowed(const py::handle& stage) {
-  py::typing::List<Pair> result;
+std::vector<std::pair<at::Tensor, at::Tensor>> borrowed(const py::handle& stage) {
+  std::vector<std::pair<at::Tensor, at::Tensor>> result;
   if (running.stage != stage.ptr()) return result;
   for (const auto& [parameter, stand_in] : *running.borrowed) {
-    if (parameter.device() == stand_in.device()) continue;
-    result.append(py::make_tuple(py::reinterpret_steal<py::object>(to_python(parameter)),
-                                 py::reinterpret_steal<py::object>(to_python(stand_in))));
+    if (parameter.device() != stand_in.device()) result.emplace_back(parameter, stand_in);
   }
   return result;
 }
@@ -52,16 +51,6 @@ void save_for_recompute(const py::object& object) {
 py::object saved_for_recompute() {
   if (running.memo == nullptr || *running.memo == nullptr) return py::none();
   return py::reinterpret_borrow<py::object>(static_cast<PyObject*>(running.memo->get()));
-}
-
-std::unique_ptr<PythonLayer> make_layer(const py::tuple& layer, const std::shared_ptr<ThreadStates>& states) {
-  std::vector<SkipNames> skips;
-  for (const auto& each : layer[2].cast<py::list>()) {
-    const auto names = each.cast<py::tuple>();
-    skips.push_back({reference_to(names[0].cast<py::object>().ptr()), to_keys(names[1]), to_keys(names[2])});
-  }
-  return std::make_unique<PythonLayer>(layer[0].cast<std::string>(), layer[1].cast<py::object>().ptr(),
-                                       std::move(skips), states);
 }
 
 void check_not_replaced(const std::vector<const PythonLayer*>& layers) {
@@ -100,18 +89,23 @@ void poll() {
   if (PyErr_CheckSignals() != 0) throw py::error_already_set();
 }
 
-std::vector<SkipKey> to_keys(const py::handle& names) {
-  std::vector<SkipKey> keys;
-  for (const auto& each : names) {
-    const auto key = each.cast<py::tuple>();
-    keys.push_back({key[0].cast<Namespace>(), key[1].cast<std::string>()});
-  }
-  return keys;
+std::vector<SkipKey> to_keys(const Keys& keys) {
+  std::vector<SkipKey> result;
+  for (const auto& [ns, name] : keys) result.push_back({ns, name});
+  return result;
 }
 
 std::vector<std::unique_ptr<Layer>> make_layers(const Objects& layers, const std::shared_ptr<ThreadStates>& states) {
+  using Skips = std::vector<std::tuple<py::object, Keys, Keys>>;
   std::vector<std::unique_ptr<Layer>> result;
-  for (const auto& each : layers) result.push_back(make_layer(each.cast<py::tuple>(), states));
+  for (const auto& each : layers) {
+    const auto [name, module, skips] = each.cast<std::tuple<std::string, py::object, Skips>>();
+    std::vector<SkipNames> names;
+    for (const auto& [skippable, stashes, pops] : skips) {
+      names.push_back({reference_to(skippable.ptr()), to_keys(stashes), to_keys(pops)});
+    }
+    result.push_back(std::make_unique<PythonLayer>(name, module.ptr(), std::move(names), states));
+  }
   return result;
 }
 
@@ -141,7 +135,7 @@ PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
   pipe_ =
       released([&] { return GPipe(std::move(layers), std::move(balance), std::move(options), std::move(binding)); });
   for (std::size_t s = 0; s < modules.size(); ++s) {
-    if (!is_here(static_cast<int>(s))) continue;
+    if (!pipe_->is_here(static_cast<int>(s))) continue;
     stages_.push_back(std::move(modules[s]));
     layers_.insert(layers_.end(), of_stages[s].begin(), of_stages[s].end());
   }
@@ -159,56 +153,29 @@ bool PythonPipeline::refresh() {
   return !replaced || pipe_->ties_unchanged();
 }
 
-template <typename F>
-auto PythonPipeline::run(F f) {
-  ++calls_;
-  const absl::Cleanup end_call = [this] { --calls_; };
-  const SharedContext context;
-  return released(std::move(f));
-}
-
-template <typename F>
-auto PythonPipeline::convert(F f) {
-  try {
-    return f();
-  } catch (const std::exception& error) {
-    withdraw(error.what());
-    throw;
-  }
-}
-
 void PythonPipeline::set_training(bool training) {
   if (pipe_->is_training() != training) pipe_->train(training);
 }
 
-py::object PythonPipeline::forward(const py::object& input, std::int64_t chunks, const py::object& checkpoint,
-                                   bool training) {
-  auto value = convert([&] { return to_value(input.ptr()); });
-  const auto mode = to_checkpoint(checkpoint);
+Value PythonPipeline::forward(const py::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training) {
+  auto value = convert([&] { return to_value(input); });
   set_training(training);
-  const auto output = run([&] { return pipe_->forward(std::move(value), chunks, mode); });
-  return py::reinterpret_steal<py::object>(to_python(output));
+  return run([&](GPipeImpl& pipe) { return pipe.forward(std::move(value), chunks, checkpoint); });
 }
 
-Pair PythonPipeline::step(const py::object& input, const py::object& target, const py::object& loss, std::int64_t kind,
-                          const StepOptions& options, bool training) {
-  auto value = convert([&] { return to_value(input.ptr()); });
-  auto wanted = convert([&] { return to_value(target.ptr()); });
+template <typename Result>
+Result PythonPipeline::train(Result (GPipeImpl::*method)(Value, Value, const LossFunction&, const StepOptions&),
+                             const py::object& input, const py::object& target, const py::object& loss,
+                             std::int64_t kind, const StepOptions& options, bool training) {
+  auto value = convert([&] { return to_value(input); });
+  auto wanted = convert([&] { return to_value(target); });
   const auto function = to_loss(loss, kind, states_);
   set_training(training);
-  const auto result = run([&] { return pipe_->step(std::move(value), std::move(wanted), function, options); });
-  auto output = options.return_output() ? py::reinterpret_steal<py::object>(to_python(result.output)) : py::none();
-  return py::make_tuple(py::reinterpret_steal<py::object>(to_python(result.loss)), output);
+  return run([&](GPipeImpl& pipe) { return (pipe.*method)(std::move(value), std::move(wanted), function, options); });
 }
 
-py::object PythonPipeline::loss(const py::object& input, const py::object& target, const py::object& loss,
-                                std::int64_t kind, const StepOptions& options, bool training) {
-  auto value = convert([&] { return to_value(input.ptr()); });
-  auto wanted = convert([&] { return to_value(target.ptr()); });
-  const auto function = to_loss(loss, kind, states_);
-  set_training(training);
-  const auto result = run([&] { return pipe_->loss(std::move(value), std::move(wanted), function, options); });
-  return py::reinterpret_steal<py::object>(to_python(result));
+void PythonPipeline::withdraw(const std::string& reason) {
+  run([&](GPipeImpl& pipe) { pipe.withdraw(reason); });
 }
 
 int PythonPipeline::traverse(absl::FunctionRef<int(PyObject*)> visit) const {
@@ -229,38 +196,33 @@ void PythonPipeline::clear() {
   pipe_ = nullptr;
 }
 
-py::typing::List<py::bytes> PythonPipeline::gather(const py::bytes& bytes, const std::string& what) {
-  const auto gathered = run([&, own = std::string(bytes)]() mutable { return pipe_->gather(std::move(own), what); });
+namespace {
+
+/// Returns a tuple (detached loss, output or None).
+Pair step(PythonPipeline& pipeline, const py::object& input, const py::object& target, const py::object& loss,
+          std::int64_t kind, const StepOptions& options, bool training) {
+  const auto result = pipeline.train(&GPipeImpl::step, input, target, loss, kind, options, training);
+  return py::make_tuple(result.loss, options.return_output() ? to_python(result.output) : py::none());
+}
+
+py::typing::List<py::bytes> gather(PythonPipeline& pipeline, const py::bytes& bytes, const std::string& what) {
   py::typing::List<py::bytes> list;
-  for (const auto& each : gathered) list.append(py::bytes(each));
+  const std::string own(bytes);
+  for (const auto& each : pipeline.run([&](GPipeImpl& pipe) { return pipe.gather(own, what); })) {
+    list.append(py::bytes(each));
+  }
   return list;
-}
-
-py::object PythonPipeline::clip_grad_norm(double max_norm, double norm_type, bool error_if_nonfinite) {
-  const auto total = run([&] { return clip_grad_norm_(*pipe_, max_norm, norm_type, error_if_nonfinite); });
-  return py::reinterpret_steal<py::object>(to_python(total));
-}
-
-Snapshot PythonPipeline::gather(const StateNames& names, absl::FunctionRef<Snapshot()> mine) {
-  const auto snapshot = convert(mine);
-  return run([&] { return gpipe::gather(*pipe_, names, snapshot); });
-}
-
-void PythonPipeline::withdraw(const std::string& reason) {
-  run([&] { pipe_->withdraw(reason); });
-}
-
-void PythonPipeline::trace(std::optional<std::shared_ptr<Timeline>> timeline) {
-  pipe_->trace(std::move(timeline).value_or(nullptr));
 }
 
 /// A call of GPipe over ranks that trains nothing.
 template <typename Result, typename Argument>
 auto call_of(Result (GPipeImpl::*method)(Argument)) {
   return [method](PythonPipeline& pipeline, Argument argument) {
-    return pipeline.run([&] { return (pipeline.gpipe().*method)(std::move(argument)); });
+    return pipeline.run([&](GPipeImpl& pipe) { return (pipe.*method)(std::move(argument)); });
   };
 }
+
+}  // namespace
 
 void init_pipeline(py::module_& module) {
   // A layer may refer to its pipeline, for example in a hook. The garbage collector needs this to find such cycles.
@@ -282,11 +244,11 @@ void init_pipeline(py::module_& module) {
   module.def("save_for_recompute", &save_for_recompute, py::arg("object"));
   module.def("saved_for_recompute", &saved_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
-      .def(py::init([](const Objects& stages, const std::vector<std::string>& devices, const std::string& schedule,
+      .def(py::init([](const Objects& stages, const std::vector<torch::Device>& devices, const std::string& schedule,
                        std::vector<int> placement, bool deferred_batch_norm,
                        std::optional<std::shared_ptr<Ranks>> ranks) {
              auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
-             options.devices({devices.begin(), devices.end()}).deferred_batch_norm(deferred_batch_norm);
+             options.devices(devices).deferred_batch_norm(deferred_batch_norm);
              options.ranks(std::move(ranks).value_or(nullptr));
              return std::make_unique<PythonPipeline>(stages, std::move(options));
            }),
@@ -296,19 +258,33 @@ void init_pipeline(py::module_& module) {
       .def("refresh", &PythonPipeline::refresh)
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"),
            py::arg("training"))
-      .def("step", &PythonPipeline::step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
-           py::arg("options"), py::arg("training"))
-      .def("loss", &PythonPipeline::loss, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"),
-           py::arg("options"), py::arg("training"))
-      .def("gather", py::overload_cast<const py::bytes&, const std::string&>(&PythonPipeline::gather), py::arg("bytes"),
-           py::arg("what"))
+      .def("step", &step, py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"), py::arg("options"),
+           py::arg("training"))
+      .def(
+          "loss",
+          [](PythonPipeline& pipeline, const py::object& input, const py::object& target, const py::object& loss,
+             std::int64_t kind, const StepOptions& options,
+             bool training) { return pipeline.train(&GPipeImpl::loss, input, target, loss, kind, options, training); },
+          py::arg("input"), py::arg("target"), py::arg("loss"), py::arg("kind"), py::arg("options"),
+          py::arg("training"))
+      .def("gather", &gather, py::arg("bytes"), py::arg("what"))
       .def("gather_timeline", call_of<Timeline, Timeline>(&GPipeImpl::gather), py::arg("timeline"))
       .def("largest", call_of(&GPipeImpl::largest), py::arg("number"))
       .def("sum_over_replicas", call_of(&GPipeImpl::sum_over_replicas), py::arg("numbers"))
-      .def("clip_grad_norm_", &PythonPipeline::clip_grad_norm, py::arg("max_norm"), py::arg("norm_type"),
-           py::arg("error_if_nonfinite"))
+      .def(
+          "clip_grad_norm_",
+          [](PythonPipeline& pipeline, double max_norm, double norm_type, bool error_if_nonfinite) {
+            return pipeline.run(
+                [&](GPipeImpl& pipe) { return clip_grad_norm_(pipe, max_norm, norm_type, error_if_nonfinite); });
+          },
+          py::arg("max_norm"), py::arg("norm_type"), py::arg("error_if_nonfinite"))
       .def("withdraw", &PythonPipeline::withdraw, py::arg("reason"))
-      .def("trace", &PythonPipeline::trace, py::arg("timeline"));
+      .def(
+          "trace",
+          [](PythonPipeline& pipeline, const std::optional<std::shared_ptr<Timeline>>& timeline) {
+            pipeline.run([&](GPipeImpl& pipe) { pipe.trace(timeline.value_or(nullptr)); });
+          },
+          py::arg("timeline"));
   module.def("is_checkpointing", &is_checkpointing,
              "Returns whether the calling layer's forward will be recomputed. The graph of this forward is not kept.");
   module.def("is_recomputing", &is_recomputing,

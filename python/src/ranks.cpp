@@ -17,45 +17,33 @@ namespace {
 
 namespace py = pybind11;
 
+/// Time-outs are in seconds.
 RanksOptions options_of_ranks(double timeout, double join_timeout, const std::string& interface, int replicas,
                               bool nccl) {
   const auto milliseconds = [](double seconds) {
     return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   };
-  return RanksOptions()
-      .timeout(milliseconds(timeout))
-      .join_timeout(milliseconds(join_timeout))
-      .interface(interface)
-      .replicas(replicas)
-      .nccl(nccl);
+  auto options = RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout));
+  return options.interface(interface).replicas(replicas).nccl(nccl);
 }
 
-std::shared_ptr<Ranks> from_environment(double timeout, double join_timeout, const std::string& interface, int replicas,
-                                        bool nccl) {
-  auto options = options_of_ranks(timeout, join_timeout, interface, replicas, nccl);
-  return released([&] { return Ranks::from_environment(std::move(options), poll); });
-}
-
-std::shared_ptr<Ranks> from_group(const c10d::ProcessGroup& group, double timeout, double join_timeout,
-                                  const std::string& interface, int replicas, bool nccl) {
-  auto options = options_of_ranks(timeout, join_timeout, interface, replicas, nccl);
-  return released(
-      [&] { return std::make_shared<Ranks>(group.getStore(), group.getRank(), group.getSize(), std::move(options)); });
-}
-
-void finish(Ranks& ranks, const std::string& error) {
-  released([&] { ranks.finish(error, poll); });
+/// Joins the processes of a group, or those that the environment describes if it is None.
+std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, const RanksOptions& options) {
+  return released([&] {
+    if (group == nullptr) return Ranks::from_environment(options, poll);
+    return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options);
+  });
 }
 
 }  // namespace
 
 void init_ranks(py::module_& module) {
+  py::class_<RanksOptions>(module, "RanksOptions")
+      .def(py::init(&options_of_ranks), py::arg("timeout"), py::arg("join_timeout"), py::arg("interface"),
+           py::arg("replicas"), py::arg("nccl"));
   // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
   py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
-      .def_static("from_environment", &from_environment, py::arg("timeout"), py::arg("join_timeout"),
-                  py::arg("interface"), py::arg("replicas"), py::arg("nccl"))
-      .def_static("from_group", &from_group, py::arg("group"), py::arg("timeout"), py::arg("join_timeout"),
-                  py::arg("interface"), py::arg("replicas"), py::arg("nccl"))
+      .def(py::init(&make_ranks), py::arg("group"), py::arg("options"))
       .def_property_readonly("rank", &Ranks::rank)
       .def_property_readonly("size", &Ranks::size)
       .def_property_readonly("replica", &Ranks::replica)
@@ -66,7 +54,9 @@ void init_ranks(py::module_& module) {
           "share",
           [](Ranks& ranks, const std::string& text) { return released([&] { return ranks.share(text, poll); }); },
           py::arg("text"))
-      .def("finish", &finish, py::arg("error"));
+      .def(
+          "finish", [](Ranks& ranks, const std::string& error) { released([&] { ranks.finish(error, poll); }); },
+          py::arg("error"));
 }
 
 }  // namespace gpipe::python

@@ -2,6 +2,8 @@
 
 #include <array>
 #include <cstdint>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -9,21 +11,28 @@
 #include <vector>
 
 #include "absl/strings/str_format.h"
+#include "gpipe/assembly/workers.h"
+#include "gpipe/base/checks.h"
+#include "gpipe/drawing.h"
+#include "gpipe/memory_reuse.h"
+#include "gpipe/ranks.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"
 #include "gpipe/simulator.h"
+#include "gpipe/timeline.h"
 #include "python/src/checks.h"
 #include "python/src/pipeline.h"
+#include "python/src/values.h"
 
 namespace gpipe::python {
 namespace py = pybind11;
 
 namespace {
 
-ParsedSchedule generate(const std::string& name, std::vector<int> placement, int chunks, const py::object& checkpoint) {
+ParsedSchedule generate(const std::string& name, std::vector<int> placement, int chunks, Checkpoint checkpoint) {
   Layout layout{static_cast<int>(placement.size()), chunks, std::move(placement)};
-  auto schedule = make_schedule(name, layout, to_checkpoint(checkpoint));
+  auto schedule = make_schedule(name, layout, checkpoint);
   return {std::move(layout), std::move(schedule)};
 }
 
@@ -80,9 +89,63 @@ std::vector<std::tuple<std::string, std::string, bool>> rules() {
   return rules;
 }
 
+std::tuple<std::vector<torch::Device>, std::vector<int>, std::vector<int>> arranged(
+    const std::vector<torch::Device>& devices, std::size_t stages, const std::string& schedule, int stages_per_worker,
+    const std::vector<int>& placement, std::optional<std::shared_ptr<Ranks>> ranks) {
+  auto options = GPipeOptions().schedule(schedule).stages_per_worker(stages_per_worker).placement(placement);
+  options.ranks(std::move(ranks).value_or(nullptr));
+  const auto workers = arrange_workers(options.devices(devices), stages);
+  return {workers.devices, workers.schedules.placement, workers.ranks};
+}
+
+void init_checks(py::module_& module) {
+  module.def("check_balance", &check_balance, py::arg("balance"), py::arg("layers"));
+  module.def("check_chunks", &check_chunks, py::arg("chunks"));
+  module.def(
+      "check_checkpoint", [](Checkpoint mode) { return mode; }, py::arg("name"));
+  module.def("arrange_workers", &arranged, py::arg("devices"), py::arg("stages"), py::arg("schedule"),
+             py::arg("stages_per_worker"), py::arg("placement"), py::arg("ranks"),
+             "Returns the device of each worker, the worker of each stage, and the rank of each worker.");
+}
+
+void init_trace(py::module_& module) {
+  py::class_<Timeline, std::shared_ptr<Timeline>>(module, "Timeline",
+                                                  "The actions of a pipeline's workers, measured or simulated.")
+      .def(py::init<>())
+      .def_readonly("workers", &Timeline::workers, "Number of workers.")
+      .def("makespan", &Timeline::makespan, "Returns the seconds from the first action's start to the last one's end.")
+      .def("bubble", &Timeline::bubble, "Returns the idle time as a share of the workers' total time, from 0 to 1.")
+      .def("peak_bytes", &Timeline::peak_bytes, "Returns for each worker the peak bytes in use for its cells.")
+      .def("to_chrome_json", &to_chrome_json, "Returns Chrome's trace event format, which ui.perfetto.dev opens.")
+      .def("to_svg", &to_svg, "Returns a drawing as SVG text: a row per worker, a box per action.")
+      .def("_repr_svg_", &to_svg);
+  module.def(
+      "reuse_cpu_memory", [](const Unchecked<bool>& on) { reuse_cpu_memory(checked(on, "on")); }, py::arg("on") = true,
+      R"(Turns on, or off, a memory pool for CPU tensors of 64 KiB and more.
+
+Freed tensor memory is kept for reuse, so that after the first few steps, training does not allocate memory from the
+system. The pool belongs to the process and never shrinks. Call this before other threads create tensors.
+
+Args:
+    on: whether new tensors take their memory from the pool.)");
+}
+
 }  // namespace
 
+Checkpoint to_checkpoint(const py::handle& name) {
+  const auto message = [&] {
+    return "checkpoint must be 'always', 'except_last' or 'never', but is " + py::repr(name).cast<std::string>();
+  };
+  if (!py::isinstance<py::str>(name)) throw py::type_error(message());
+  const auto modes = checkpoints();
+  const auto mode = modes.find(name.cast<std::string>());
+  if (mode == modes.end()) throw std::invalid_argument(message());
+  return mode->second;
+}
+
 void init_schedule(py::module_& module) {
+  init_checks(module);
+  init_trace(module);
   py::class_<Simulation>(module, "Simulation")
       .def_readonly("timeline", &Simulation::timeline)
       .def_readonly("makespan", &Simulation::makespan)

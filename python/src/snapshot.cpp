@@ -7,12 +7,14 @@
 
 #include <cerrno>
 #include <filesystem>
+#include <map>
 #include <stdexcept>
 #include <string>
 #include <system_error>
 #include <utility>
 #include <vector>
 
+#include "gpipe/rank_state.h"
 #include "gpipe/snapshot/safetensors.h"
 #include "python/src/interpreter.h"
 #include "python/src/pipeline.h"
@@ -25,7 +27,7 @@ namespace py = pybind11;
 
 using Tensors = py::typing::Dict<py::str, py::object>;
 /// The content of a file: its tensors by name, and the text of Safetensors::training.
-using Content = py::typing::Tuple<Tensors, py::str>;
+using Content = std::pair<std::map<std::string, at::Tensor>, std::string>;
 using Names = std::vector<std::pair<std::string, std::string>>;
 
 Safetensors to_file(const Tensors& tensors, const std::string& training) {
@@ -41,13 +43,7 @@ Safetensors to_file(const Tensors& tensors, const std::string& training) {
   return file;
 }
 
-Content to_content(const Safetensors& file) {
-  py::dict tensors;
-  for (const auto& [name, tensor] : file.tensors) {
-    tensors[py::str(name)] = py::reinterpret_steal<py::object>(to_python(tensor));
-  }
-  return py::make_tuple(tensors, file.training);
-}
+Content to_content(Safetensors file) { return {std::move(file.tensors), std::move(file.training)}; }
 
 /// Calls f() without the interpreter's lock. Converts errors of files.
 template <typename F>
@@ -88,7 +84,8 @@ void write_weights(const py::bytes& name, const Tensors& tensors) {
 Content gather_snapshot(PythonPipeline& pipe, const Tensors& tensors, const std::string& training, Names whole,
                         const std::vector<std::string>& own) {
   const StateNames names{std::move(whole), {own.begin(), own.end()}};
-  return to_content(to_safetensors(pipe.gather(names, [&] { return from_safetensors(to_file(tensors, training)); })));
+  const auto mine = pipe.convert([&] { return from_safetensors(to_file(tensors, training)); });
+  return to_content(to_safetensors(pipe.run([&](GPipeImpl& gpipe) { return gather(gpipe, names, mine); })));
 }
 
 Content part_of_snapshot(const Tensors& tensors, const std::string& training, Names whole,

@@ -1,13 +1,13 @@
 #include "python/src/values.h"
 
-#include <pybind11/pybind11.h>
+#include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <memory>
-#include <string>
+#include <stdexcept>
 #include <utility>
 #include <vector>
 
+#include "absl/strings/str_format.h"
 #include "python/src/interpreter.h"
 
 namespace gpipe::python {
@@ -18,86 +18,130 @@ namespace py = pybind11;
 /// A gpipe.structure.Structure.
 class PythonStructure : public Structure {
  public:
-  explicit PythonStructure(PyObject* structure) : structure_(reference_to(structure)) {}
+  /// REQUIRES: the interpreter's lock.
+  explicit PythonStructure(const py::handle& structure) : structure_(reference_to(structure.ptr())) {}
 
   bool equals(const Structure& other) const override {
     const auto* python = dynamic_cast<const PythonStructure*>(&other);
     if (python == nullptr) return false;
     const Section section;
-    return py::handle(structure_.get()).equal(py::handle(python->structure_.get()));
+    return object().equal(python->object());
   }
 
   std::string describe() const override {
     const Section section;
-    return py::repr(structure_.get()).cast<std::string>();
+    return py::repr(object()).cast<std::string>();
   }
 
-  /// REQUIRES: the interpreter's lock.
-  PyObject* get() const { return structure_.get(); }
-
-  /// Returns a new reference. REQUIRES: the interpreter's lock.
-  PyObject* build(const py::list& tensors) const {
-    return py::handle(structure_.get()).attr("build")(tensors).release().ptr();
-  }
+  py::handle object() const { return structure_.get(); }
 
  private:
   Reference structure_;
 };
 
-Value take_apart(PyObject* object) {
-  const py::tuple parts = py::module_::import("gpipe.structure").attr("take_apart")(py::handle(object));
-  std::vector<at::Tensor> tensors;
-  for (const auto& tensor : parts[0]) tensors.push_back(THPVariable_Unpack(tensor.ptr()));
-  const std::shared_ptr<const Structure> structure = std::make_shared<PythonStructure>(parts[1].ptr());
-  return {structure, std::move(tensors)};
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::F:
+      return "forward";
+    case Kind::R:
+      return "recompute";
+    case Kind::B:
+      break;
+    case Kind::I:
+      return "input gradient";
+    case Kind::W:
+      return "weight gradient";
+  }
+  return "backward";
+}
+
+void add_note(const py::handle& error, const ErrorInfo& info) {
+  auto text = absl::StrFormat("[gpipe] in the %s of micro-batch %d on stage %d", name_of(info.action.kind),
+                              info.action.micro_batch, info.action.stage);
+  if (info.layer >= 0) text += absl::StrFormat(", layer '%s'", info.layer_name);
+  if (py::hasattr(error, "add_note")) error.attr("add_note")(text);  // Python 3.10 has no notes
+}
+
+/// Sets the Python error for a C++ exception, as pybind11 and PyTorch do at the end of a call. In a backward, PyTorch's
+/// engine would turn all exceptions into one type.
+void set_error(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (const c10::Error&) {
+    torch::translate_exception_to_python(error);
+  } catch (const std::invalid_argument& wrong) {
+    py::set_error(PyExc_ValueError, wrong.what());
+  } catch (const std::exception& other) {
+    py::set_error(PyExc_RuntimeError, other.what());
+  }
+}
+
+/// Moves a Python error that an operator raised from the thread's error state into the exception object. A Section
+/// would clear the thread's error state.
+void persist(const std::exception_ptr& error) {
+  try {
+    std::rethrow_exception(error);
+  } catch (python_error& raised) {
+    const Call call;
+    raised.persist();
+  } catch (...) {
+  }
 }
 
 }  // namespace
 
-PyObject* to_python(const at::Tensor& tensor) {
-  if (tensor.defined()) return THPVariable_Wrap(tensor);
-  Py_RETURN_NONE;
-}
-
-PyObject* to_python(const Value& value) {
-  const auto& tensors = value.tensors();
+py::object to_python(const Value& value) {
   const auto& form = value.form();
-  if (form.kind == Value::Form::kTensor) return to_python(tensors.front());
-  if (form.kind == Value::Form::kObject) {
-    py::list list;
-    for (const auto& tensor : tensors) list.append(py::reinterpret_steal<py::object>(to_python(tensor)));
-    return static_cast<const PythonStructure&>(*form.structure).build(list);
-  }
-  auto tuple = py::reinterpret_steal<py::object>(PyTuple_New(static_cast<Py_ssize_t>(tensors.size())));
-  if (!tuple) throw py::error_already_set();
-  for (std::size_t i = 0; i < tensors.size(); ++i) {
-    PyTuple_SET_ITEM(tuple.ptr(), static_cast<Py_ssize_t>(i), to_python(tensors[i]));
-  }
-  return tuple.release().ptr();
+  if (form.kind == Value::Form::kTensor) return py::cast(value.tensors().front());
+  const auto tensors = py::cast(value.tensors());
+  if (form.kind != Value::Form::kObject) return py::tuple(tensors);
+  return static_cast<const PythonStructure&>(*form.structure).object().attr("build")(tensors);
 }
 
-Value to_value(PyObject* object) {
-  if (THPVariable_CheckExact(object)) return Value(THPVariable_Unpack(object));
-  if (!PyTuple_CheckExact(object)) return take_apart(object);
+Value to_value(const py::handle& object) {
+  if (THPVariable_CheckExact(object.ptr())) return Value(THPVariable_Unpack(object.ptr()));
+  bool is_plain = PyTuple_CheckExact(object.ptr());
   std::vector<at::Tensor> tensors;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(object); ++i) {
-    PyObject* item = PyTuple_GET_ITEM(object, i);
-    if (!THPVariable_CheckExact(item)) return take_apart(object);
-    tensors.push_back(THPVariable_Unpack(item));
+  const auto add = [&](const py::handle& tensor) { tensors.push_back(THPVariable_Unpack(tensor.ptr())); };
+  for (Py_ssize_t i = 0; is_plain && i < PyTuple_GET_SIZE(object.ptr()); ++i) {
+    const py::handle item = PyTuple_GET_ITEM(object.ptr(), i);
+    is_plain = THPVariable_CheckExact(item.ptr());
+    if (is_plain) add(item);
   }
-  return Value(std::move(tensors));
+  if (is_plain) return Value(std::move(tensors));
+  tensors.clear();
+  const py::tuple parts = py::module_::import("gpipe.structure").attr("take_apart")(object);
+  for (const auto& tensor : parts[0]) add(tensor);
+  const std::shared_ptr<const Structure> structure = std::make_shared<PythonStructure>(parts[1]);
+  return {structure, std::move(tensors)};
 }
 
 std::string encode_structure(const Structure& structure) {
   const Section section;
-  const py::handle object = static_cast<const PythonStructure&>(structure).get();
+  const auto object = static_cast<const PythonStructure&>(structure).object();
   return py::module_::import("gpipe.structure").attr("encode")(object).cast<py::bytes>();
 }
 
 std::shared_ptr<const Structure> decode_structure(const std::string& bytes) {
   const Section section;
-  const auto structure = py::module_::import("gpipe.structure").attr("decode")(py::bytes(bytes));
-  return std::make_shared<PythonStructure>(structure.ptr());
+  return std::make_shared<PythonStructure>(py::module_::import("gpipe.structure").attr("decode")(py::bytes(bytes)));
+}
+
+void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
+  persist(error);
+  const Section section;
+  try {
+    std::rethrow_exception(error);
+  } catch (py::error_already_set& raised) {
+    add_note(raised.value(), info);
+  } catch (python_error& raised) {
+    if (raised.value != nullptr) add_note(raised.value, info);
+  } catch (const std::exception&) {
+    set_error(error);
+    py::error_already_set raised;
+    add_note(raised.value(), info);
+    throw raised;
+  }
 }
 
 }  // namespace gpipe::python

@@ -1,9 +1,10 @@
-"""Captures a model as a graph, by torch.export."""
+"""Captures a model as a graph, by torch.export. Refuses what would be lost without an error."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -11,39 +12,26 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_map_only
 
-from gpipe.exported.exporter import exported
-from gpipe.exported.graph import Graph, read_graph, with_names
+from gpipe.exported.exporter import exported, kept_whole, mode, whole_modules
+from gpipe.exported.graph import Graph, Value, read_graph, same_size, with_names
 from gpipe.exported.modes import combine_modes, evaluation_of
-from gpipe.exported.opaque import kept_whole, whole_modules
-from gpipe.exported.refusals import check_outputs, guards_of, refuse_modules
-from gpipe.exported.tensors import Owned, modes_of, tensors_of_module, tensors_of_program
-from gpipe.exported.trial import mode
-
-__all__ = ["Captured", "capture", "capture_program", "examples_of", "explained"]
+from gpipe.exported.tensors import Owned, is_inside, modes_of, tensors_of_module, tensors_of_program
 
 
 class Captured(NamedTuple):
     """A model as a graph, with its tensors."""
 
     graph: Graph
-    tensors: dict[str, Owned]
-    """By name; those that the graph does not use, too."""
-    modes: dict[str, bool]
-    """Whether each module is in training mode, by path."""
-    whole: dict[str, nn.Module]
-    """The modules that are kept whole, by path."""
-    guards: dict[str, bool]
-    """Conditions for the number of samples, as :func:`guards_of` returns them."""
+    tensors: dict[str, Owned]  # by name; those that the graph does not use, too
+    modes: dict[str, bool]  # whether each module is in training mode, by path
+    whole: dict[str, nn.Module]  # the modules that are kept whole, by path
+    guards: dict[str, bool]  # conditions for the number of samples, as :func:`guards_of` returns them
 
 
 def capture(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], opaque: Iterable[type[nn.Module]]
 ) -> Captured:
-    """Captures a model for any number of samples, in training and in evaluation mode.
-
-    Raises:
-        ValueError: if the model cannot be captured. The message tells where and why.
-    """
+    """Captures a model for any number of samples, in training and in evaluation mode. Raises ValueError if that fails."""
     whole = whole_modules(module, opaque)
     refuse_modules(module, whole)
     args, kwargs = examples_of((args, dict(kwargs)))
@@ -70,11 +58,8 @@ def capture(
 
 
 def capture_program(program: ExportedProgram) -> Captured:
-    """Reads an exported program. What it computes in evaluation mode follows from its operators.
-
-    Raises:
-        ValueError: if the program cannot be converted, or was not exported in training mode with a dynamic batch.
-    """
+    """Reads an exported program. What it computes in evaluation mode follows from its operators. Raises ValueError if it
+    cannot be converted, or was not exported in training mode with a dynamic batch."""
     tensors = tensors_of_program(program)
     with explained():
         graph = with_names(read_graph(program), _one_name_each(tensors))
@@ -153,3 +138,72 @@ def _calls_of(module: nn.Module) -> Iterator[set[str]]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
+    """Raises ValueError for a module that TorchScript has compiled, and for one with a hook, except inside the modules
+    at some paths. A hook runs while the model is exported, but would not run later."""
+    for path, each in module.named_modules():
+        if isinstance(each, torch.jit.ScriptModule):
+            raise ValueError(
+                f"cannot convert the model: '{path}' is compiled by TorchScript; use the module that it was compiled "
+                "from"
+            )
+        if is_inside(path, whole):
+            continue
+        hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
+        hooks += [*each._backward_pre_hooks.values(), *each._backward_hooks.values()]
+        for hook in hooks:
+            # Those of weight_norm and spectral_norm compute weights, which the export records.
+            if not (type(hook).__module__ or "").startswith("torch.nn.utils"):
+                raise ValueError(
+                    f"cannot convert the model: '{path}' ({type(each).__name__}) has a hook, which the layers would not "
+                    "run; remove it, or register it on a layer of the sequence"
+                )
+
+
+def check_outputs(graph: Graph) -> None:
+    """Raises NotImplementedError for an output that the outputs of micro-batches cannot be joined to."""
+    batch = [value.example.shape[0] for value in graph.inputs if value is not None]
+    for number, output in enumerate(graph.outputs):
+        if output is None:
+            continue
+        where = f"output {number} of {len(graph.outputs)}"
+        if not isinstance(output, Value) or not output.is_tensor:
+            raise NotImplementedError(f"{where} is not a tensor; leave it out")
+        shape = output.example.shape
+        if not shape or not any(same_size(shape[0], size) for size in batch):
+            raise NotImplementedError(
+                f"{where} has the shape {tuple(shape)}, without the batch as dimension 0; return it per sample, or "
+                "leave it out"
+            )
+
+
+def guards_of(graph: Graph) -> dict[str, bool]:
+    """Returns what the export took for granted about the number of samples, as in ``if len(x) > 4``: Python expressions of
+    ``samples``, each with whether only operators of torch asked for it, not the model's code."""
+    import sympy  # type: ignore[import-untyped]  # takes a second, so only here
+    from torch.utils._sympy.printers import PythonPrinter
+
+    samples = sympy.Symbol("samples", integer=True, positive=True)
+    found: dict[str, bool] = {}
+    for value in graph.inputs:
+        batch = None if value is None else value.example.shape[0]
+        if isinstance(batch, torch.SymInt):
+            for guard in batch.node.shape_env.guards:
+                # All inputs have the same number of samples.
+                expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
+                if expression != sympy.true:
+                    text = PythonPrinter().doprint(expression)
+                    found[text] = found.get(text, True) and _is_of_operator(guard)
+    return found
+
+
+def _is_of_operator(guard: Any) -> bool:
+    """Returns whether code of torch, not of the model, has added a guard. Of modules and functions, a model may choose."""
+    frame = getattr(getattr(guard, "sloc", None), "framework_loc", None)
+    place = Path(getattr(frame, "filename", ""))
+    return place.is_relative_to(_TORCH) and not place.is_relative_to(_TORCH / "nn")
+
+
+_TORCH = Path(torch.__file__).parent

@@ -2,67 +2,80 @@
 
 from __future__ import annotations
 
-import importlib
 import keyword
 import math
+import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from gpipe.exported.calls import batch_norm
-from gpipe.exported.graph import Choice, Operation, Value, inputs_of, itself
-from gpipe.exported.opaque import OPERATOR, run_whole
-from gpipe.exported.routes import Route
+from torch import Tensor
 
-__all__ = ["Code", "load", "write"]
+from gpipe.exported.graph import Choice, Operation, Value, inputs_of, itself
+from gpipe.exported.exporter import OPERATOR, run_whole
+from gpipe.exported.layers import Route
 
 _INDENT = "    "
 
 
-class Code(NamedTuple):
-    """A function as text.
+class ModeError(RuntimeError):
+    """Tells that two modules are in different modes."""
 
-    It is called with the layer's places, a function that pops, one that stashes, and the activation. A place is a module
-    that has tensors, or whose mode counts.
-    """
+
+def batch_norm(input: Tensor, weight: Any, bias: Any, mean: Any, variance: Any, training: bool, *more: Any) -> Tensor:
+    """Computes ``aten.batch_norm``. Raises ValueError in training mode for one value per channel, without a variance."""
+    if training and input.numel() == input.shape[1]:
+        raise ValueError(
+            f"batch norm needs more than one value per channel in training mode, but a micro-batch has the shape "
+            f"{tuple(input.shape)}; give it more samples by fewer chunks"
+        )
+    output: Tensor = torch.ops.aten.batch_norm.default(input, weight, bias, mean, variance, training, *more)
+    return output
+
+
+def check_modes(path: str, training: bool, other: str, other_training: bool) -> None:
+    """Raises ModeError unless two modules are in the same mode."""
+    if training != other_training:
+        names = (f"'{each}'" if each else "the model" for each in (path, other))
+        raise ModeError(
+            f"{' and '.join(names)} are in different modes, but one uses what the other computes in one mode only; "
+            "call train() or eval() on both"
+        )
+
+
+class Code(NamedTuple):
+    """A function as text. It is called with the layer's places, a function that pops, one that stashes, and the
+    activation. A place is a module that has tensors, or whose mode counts."""
 
     text: str
-    functions: dict[str, str]
-    """For each name of a function that the text uses: where to find it, as :func:`load` reads it."""
+    functions: dict[str, str]  # where to find each function that the text uses, by its name there
     places: list[str]
     """Paths of the modules that ``_place0``, ``_place1``, ... stand for."""
 
 
 def write(route: Route, tensors: dict[Value, str], inputs: list[Value | None] | None, outputs: list[Any] | None) -> Code:
-    """Returns the function of a layer.
-
-    Args:
-        route: the layer.
-        tensors: the names of the model's tensors.
-        inputs: the model's flattened tensors, if the layer is the first; it then gets a list.
-        outputs: the model's flattened outputs, if the layer is the last; it then returns a list.
-    """
+    """Returns the function of a layer. ``tensors`` are the names of the model's tensors. The first layer has the model's
+    flattened ``inputs`` and gets a list. The last layer has the model's flattened ``outputs`` and returns a list."""
     return _Writer(route, tensors, inputs, outputs).code
 
 
 def load(code: Code, name: str) -> Callable[..., Any]:
     """Returns the function. ``name`` is the layer's, for tracebacks."""
     source = _Source(code.text)
-    scope: dict[str, Any] = {name: _find(where) for name, where in code.functions.items()}
+    scope: dict[str, Any] = {name: pkgutil.resolve_name(where) for name, where in code.functions.items()}
     scope.update(torch=torch, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>", __loader__=source)
     exec(compile(code.text, f"<layer '{name}'>", "exec"), scope)
     function: Callable[..., Any] = scope["forward"]
     return function
 
 
-class _Source:
+class _Source(NamedTuple):
     """Shows a function's text in tracebacks."""
 
-    def __init__(self, text: str) -> None:
-        self._text = text
+    text: str
 
     def get_source(self, name: str) -> str:
-        return self._text
+        return self.text
 
 
 def _called(operation: Operation) -> Callable[..., Any]:
@@ -75,19 +88,9 @@ def _called(operation: Operation) -> Callable[..., Any]:
 
 
 def _where(function: Callable[..., Any]) -> str:
-    """Tells where to find a function: the path of an operator of torch, or a module and a name."""
-    if isinstance(function, torch._ops.OpOverload):
-        return f"torch.ops.{function}"
-    return f"{function.__module__}:{function.__qualname__}"
-
-
-def _find(where: str) -> Callable[..., Any]:
-    module, _, path = where.rpartition(":")
-    found: Any = importlib.import_module(module) if module else torch
-    for name in path.split(".")[0 if module else 1 :]:
-        found = getattr(found, name)
-    result: Callable[..., Any] = found
-    return result
+    """Tells where to find a function, as pkgutil.resolve_name() reads it."""
+    is_operator = isinstance(function, torch._ops.OpOverload)
+    return f"torch:ops.{function}" if is_operator else f"{function.__module__}:{function.__qualname__}"
 
 
 class _Writer:
@@ -178,7 +181,7 @@ class _Writer:
 
     def _function(self, function: Callable[..., Any]) -> str:
         where = _where(function)
-        name = "_" + where.removeprefix("torch.ops.").replace(".", "_").replace(":", "_")
+        name = "_" + where.removeprefix("torch:ops.").replace(".", "_").replace(":", "_")
         self._functions[name] = where
         return name
 

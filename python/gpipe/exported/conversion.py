@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.export import ExportedProgram, load
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only, tree_unflatten
 
-from gpipe.exported.calls import ModeError
 from gpipe.exported.capture import Captured, capture, capture_program, examples_of, explained
-from gpipe.exported.code import write
-from gpipe.exported.division import divide
+from gpipe.exported.code import ModeError, write
+from gpipe.exported.exporter import mode, unchanged
 from gpipe.exported.graph import Value
 from gpipe.exported.layer import Expected, ExportedLayer, Returned, holds
-from gpipe.exported.routes import Route, route
+from gpipe.exported.layers import Route, divide, route
 from gpipe.exported.tensors import Tree, is_inside, nearest
-from gpipe.exported.trial import agree, compare
 from gpipe.names import OriginalNames, StateNames
-
-__all__ = ["ExportedSequential", "as_sequential", "input_of", "to_sequential"]
 
 
 class ExportedSequential(OriginalNames, nn.Sequential):
-    """A converted model: the layers in order of execution. Its parameters and buffers are those of the original model,
-    and ``state_dict()`` has the same keys."""
+    """A converted model: the layers in order of execution, with the parameters, buffers and names of the original."""
 
     def _state_names(self) -> StateNames:
         return StateNames(dict(self.named_children()))
@@ -47,9 +43,9 @@ def to_sequential(
         pipe = gpipe.GPipe(model, balance, chunks=8)
 
     Args:
-        module: the model, which :func:`torch.export.export` must be able to export. It is not changed. The sequence has
-            the same parameters and buffers, so training it trains the module. Or a program that was exported in training
-            mode with a dynamic dimension 0, or the path of its ``.pt2`` file.
+        module: the model, which :func:`torch.export.export` must be able to export; or a program that was exported in
+            training mode with a dynamic dimension 0, or the path of its ``.pt2`` file. It is not changed. The sequence has
+            the same parameters and buffers, so training it trains the module.
         example_args, example_kwargs: an input of the module. Dimension 0 of each tensor is the batch, of any size. The
             sequence takes one input: the only argument, else the tuple of positional arguments, the dict of keyword
             arguments, or a tuple of both. Arguments without tensors become constants: leave keyword arguments out, and
@@ -58,31 +54,23 @@ def to_sequential(
             return tensors with the batch as dimension 0.
 
     Returns:
-        The sequence. Its modes are its own: call ``train()`` and ``eval()`` on it, not on the module. ``state_dict()`` has
-        the keys of the module.
+        The sequence, with the module's keys in ``state_dict()``. Call ``train()`` and ``eval()`` on it, not on the module.
 
     Raises:
         ValueError: if the module cannot be converted. The message tells which part, and why.
-        TypeError: if an argument has the wrong type.
     """
     model = _captured(module, example_args, example_kwargs, opaque)
     training = module.training if isinstance(module, nn.Module) else True
     with explained():
         sequence = _assemble(model, route(model.graph, divide(model.graph)), training)
     if isinstance(module, nn.Module):
-        examples = examples_of((example_args, example_kwargs))
+        args, kwargs = examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
-            _try_modes(module, sequence, *examples)
+            with suppress(ModeError):  # if the sequence cannot follow the present modes, calls will raise it too
+                _compare(module, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs)))
         if not all(holds(guard, 1) for guard in model.guards):
             _try_one_sample(module, sequence, model.guards, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
-
-
-def _try_modes(module: nn.Module, sequence: nn.Sequential, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Compares the module and the sequence in their present modes. If an error tells that the sequence cannot follow
-    them, calls will raise it too."""
-    with suppress(ModeError):
-        compare(module, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs)))
 
 
 def _try_one_sample(
@@ -95,8 +83,54 @@ def _try_one_sample(
     first._input = before._replace(
         guards=[f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
     )
-    if not agree(module, sequence, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs))):
+    if not _agree(module, sequence, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs))):
         first._input = before
+
+
+def _compare(module: nn.Module, original: Callable[[], Any], converted: Callable[[], Any]) -> None:
+    """Raises ValueError if a model and its sequence return other values, or write others to buffers, in their modes."""
+    if not _equal(_result(module, original), _result(module, converted)):
+        raise ValueError(
+            "cannot convert the model: some of its modules are in training mode and others in evaluation mode, and the "
+            "exports do not show what it computes then; call train() or eval() on the whole model before"
+        )
+
+
+def _agree(module: nn.Module, sequence: nn.Module, original: Callable[[], Any], converted: Callable[[], Any]) -> bool:
+    """Returns whether a model and its sequence do the same in each mode: return equal values, or raise. In one mode, they
+    must return."""
+    returned = False
+    for training in (True, False):
+        results: list[list[Any] | None] = []
+        with mode(module, training), mode(sequence, training):
+            for call in (original, converted):
+                try:
+                    results.append(_result(module, call))
+                except Exception:
+                    results.append(None)
+        ours, theirs = results
+        if ours is None or theirs is None:
+            if ours is not theirs:
+                return False
+        elif not _equal(ours, theirs):
+            return False
+        else:
+            returned = True
+    return returned
+
+
+def _result(module: nn.Module, call: Callable[[], Any]) -> list[Any]:
+    with unchanged(module):
+        torch.manual_seed(0)
+        return [*tree_leaves(call()), *(buffer.clone() for buffer in module.buffers())]
+
+
+def _equal(ours: list[Any], theirs: list[Any]) -> bool:
+    try:
+        torch.testing.assert_close(ours, theirs, equal_nan=True)
+    except AssertionError:
+        return False
+    return True
 
 
 def _captured(
@@ -167,7 +201,9 @@ def input_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
 def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
     """Returns the names of each layer's tensors. A tensor with several names has all of them in one layer. One that is not
     used belongs to the layer with the nearest name."""
-    layers = {id(model.tensors[name].tensor): index for name, index in _users(model, routes)}
+    names = {value: name for name, value in model.graph.tensors.items()}
+    users = ((names[value], index) for index, each in enumerate(routes) for value in each.owned)
+    layers = {id(model.tensors[name].tensor): index for name, index in users}
     owned: list[list[str]] = [[] for _ in routes]
     for name, each in model.tensors.items():
         if is_inside(name, model.whole):
@@ -175,12 +211,6 @@ def _owners(model: Captured, routes: list[Route]) -> list[list[str]]:
         index = layers.setdefault(id(each.tensor), nearest(name, [route.name for route in routes]))
         owned[index].append(name)
     return owned
-
-
-def _users(model: Captured, routes: list[Route]) -> Iterator[tuple[str, int]]:
-    names = {value: name for name, value in model.graph.tensors.items()}
-    for index, each in enumerate(routes):
-        yield from ((names[value], index) for value in each.owned)
 
 
 def _key(name: str, sequence: nn.Sequential, tensors: Iterable[str]) -> str:

@@ -1,35 +1,64 @@
-"""Calls torch.export: for any number of samples, without its output, with an error that tells the module."""
+"""Calls torch.export: for any number of samples, without its output, with an error that tells the module.
+
+A module that cannot be exported can be kept whole: each call of it is one operator, which only tells the shapes of the
+outputs. The layer calls the module itself.
+"""
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
+import json
 import logging
 import re
+import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import function
 from torch.export import Dim, ExportedProgram, ShapesCollection, export
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
-from gpipe.exported.refusals import nothing_lost, replaced
-from gpipe.exported.trial import unchanged
+from gpipe.exported.tensors import is_inside
+from gpipe.generators import GeneratorState
 
-__all__ = ["exported"]
+@contextmanager
+def mode(module: nn.Module, training: bool) -> Iterator[None]:
+    """Sets the mode of a module and all its submodules for a block."""
+    modes = {each: each.training for each in module.modules()}
+    try:
+        module.train(training)
+        yield
+    finally:
+        for each, mode in modes.items():
+            each.training = mode
+
+
+@contextmanager
+def unchanged(module: nn.Module) -> Iterator[None]:
+    """Restores buffers and random numbers after a block, which runs without grad mode."""
+    owners = {id(each._buffers): each._buffers for each in module.modules()}.values()
+    held = [(owner, *item) for owner in owners for item in owner.items()]
+    saved = [(owner, name, buffer, buffer.clone()) for owner, name, buffer in held if buffer is not None]
+    with torch.no_grad(), torch.random.fork_rng():
+        try:
+            yield
+        finally:
+            for owner, name, buffer, value in saved:
+                buffer.copy_(value)
+                owner[name] = buffer
 
 
 def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> ExportedProgram:
-    """Exports a module in its present mode, for any number of samples.
-
-    Raises:
-        ValueError: if that fails. The message tells which submodule is the cause, and why.
-    """
+    """Exports a module in its present mode, for any number of samples. Raises ValueError, with the submodule that is the
+    cause, if that fails."""
     shapes: Any = ShapesCollection()  # type: ignore[no-untyped-call]
     for tensor in tree_leaves((args, kwargs)):
         if isinstance(tensor, Tensor):
@@ -114,3 +143,155 @@ def _explanation(module: nn.Module, error: Exception) -> str:
         f"cannot convert the model: '{paths[id(inner)]}' ({type(inner).__name__}) cannot be exported: {reason}; to "
         f"keep each such module whole as one layer, pass opaque=[{type(inner).__name__}]"
     )
+
+
+@contextmanager
+def nothing_lost() -> Iterator[None]:
+    """Raises ValueError if the calling thread does something in a block that an export does not record: backwards of its
+    own, hooks of tensors, and random numbers of Python and NumPy."""
+    thread = threading.get_ident()
+    is_defined: Any = function._is_setup_context_defined
+    register_hook: Any = Tensor.register_hook
+
+    # Function.apply() calls this. The function itself may be bound to names elsewhere, so replacing it would not do.
+    def checked_apply(setup_context: Any) -> Any:
+        kind = sys._getframe(1).f_locals["cls"]
+        own = not kind.__module__.startswith("torch.") or kind.__name__ == "CheckpointFunction"
+        if own and threading.get_ident() == thread:
+            raise ValueError(f"it calls {kind.__name__}, whose backward would be lost")
+        return is_defined(setup_context)
+
+    def checked_hook(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if threading.get_ident() == thread:
+            raise ValueError("it registers a hook of a tensor, which would be lost")
+        return register_hook(tensor, *args, **kwargs)
+
+    with suppress(ImportError):
+        importlib.import_module("numpy.random")  # else the export may import it, which would look like a draw
+    before = GeneratorState()
+    with replaced(function, "_is_setup_context_defined", checked_apply):
+        with replaced(Tensor, "register_hook", checked_hook):
+            yield
+    if GeneratorState() != before:
+        raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
+
+
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of an object for a block. Before, the object may inherit it or lack it."""
+    own, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+
+
+OPERATOR = "gpipe_export::whole"
+
+
+@functools.cache
+def _operator() -> Any:
+    torch.library.define(OPERATOR, "(Tensor[] inputs, str arguments, str outputs) -> Tensor[]")
+    torch.library.register_fake(OPERATOR, _fake)
+    return torch.ops.gpipe_export.whole.default
+
+
+def _fake(inputs: list[Tensor], arguments: str, outputs: str) -> list[Tensor]:
+    batch = inputs[0].shape[0]
+    return [
+        inputs[0].new_empty((batch, *rest), dtype=getattr(torch, dtype)) for dtype, rest in json.loads(outputs)
+    ]
+
+
+def whole_modules(module: nn.Module, classes: Iterable[type[nn.Module]]) -> dict[str, nn.Module]:
+    """Returns the submodules of some classes by path, without those inside another. Raises TypeError for anything but
+    subclasses of ``nn.Module``, and ValueError for a class that no submodule has."""
+    kinds = (classes,) if isinstance(classes, type) else tuple(classes)
+    for kind in kinds:
+        if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
+            raise TypeError(f"opaque must be a list of subclasses of nn.Module, but has {kind!r}")
+    found: dict[str, nn.Module] = {}
+    for path, each in module.named_modules():
+        if isinstance(each, kinds) and path and not is_inside(path, found):
+            found[path] = each
+    for kind in kinds:
+        if not any(isinstance(each, kind) for each in found.values()):
+            raise ValueError(f"opaque has {kind.__name__}, but no submodule of the model is one")
+    return found
+
+
+@contextmanager
+def kept_whole(
+    module: nn.Module, whole: Iterable[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Makes each call of some modules one operator for a block. Runs the model once before, to learn their outputs."""
+    whole = list(whole)
+    if not whole:
+        yield
+        return
+    outputs = _outputs(module, whole, args, kwargs)
+    for each in whole:
+        each.__dict__["forward"] = functools.partial(_call, iter(outputs[each]), type(each).__name__)
+    try:
+        yield
+    finally:
+        for each in whole:
+            del each.__dict__["forward"]
+
+
+def _outputs(
+    module: nn.Module, whole: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[nn.Module, list[Any]]:
+    """Returns what each module returns, call by call."""
+    found: dict[nn.Module, list[Any]] = {each: [] for each in whole}
+
+    def record(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        batch = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
+        for leaf in tree_leaves(output):
+            if not batch or not isinstance(leaf, Tensor) or not leaf.dim() or leaf.shape[0] != batch[0]:
+                name = type(each).__name__
+                raise ValueError(
+                    f"an opaque module must get and return tensors with the batch as dimension 0, but {name} does not"
+                )
+        found[each].append(output)
+
+    hooks = [each.register_forward_hook(record, with_kwargs=True) for each in whole]
+    try:
+        with unchanged(module):
+            module(*args, **kwargs)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _call(outputs: Iterator[Any], name: str, *args: Any, **kwargs: Any) -> Any:
+    leaves, spec = tree_flatten((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    constants = [None if isinstance(leaf, Tensor) else [leaf] for leaf in leaves]
+    results, result_spec = tree_flatten(next(outputs))
+    shapes = [(str(leaf.dtype).removeprefix("torch."), list(leaf.shape[1:])) for leaf in results]
+    try:
+        arguments = json.dumps([treespec_dumps(spec), constants])
+    except (TypeError, NotImplementedError):
+        raise ValueError(f"an opaque module must get tensors, numbers, texts and None, but {name} does not") from None
+    return tree_unflatten(_operator()(tensors, arguments, json.dumps(shapes)), result_spec)
+
+
+@functools.cache
+def _parsed(arguments: str) -> tuple[TreeSpec, list[Any]]:
+    spec, constants = json.loads(arguments)
+    return treespec_loads(spec), constants
+
+
+def run_whole(module: nn.Module, arguments: str, inputs: list[Tensor]) -> list[Any]:
+    """Calls a module as the operator was called. Returns its flattened output."""
+    spec, constants = _parsed(arguments)
+    tensors = iter(inputs)
+    leaves = [next(tensors) if constant is None else constant[0] for constant in constants]
+    args, kwargs = tree_unflatten(leaves, spec)
+    return tree_flatten(module(*args, **kwargs))[0]

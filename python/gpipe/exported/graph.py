@@ -13,30 +13,13 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, TensorArgument
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-__all__ = [
-    "Call",
-    "Choice",
-    "Context",
-    "Graph",
-    "Mode",
-    "Operation",
-    "Value",
-    "inputs_of",
-    "itself",
-    "map_values",
-    "read_graph",
-    "with_names",
-]
-
 
 @dataclass(eq=False)
 class Value:
     """What an operation computes, or what a model gets or owns."""
 
-    name: str
-    """A Python identifier that no other value has."""
-    example: Any
-    """A fake tensor, or a symbolic number."""
+    name: str  # a Python identifier that no other value has
+    example: Any  # a fake tensor, or a symbolic number
     is_parameter: bool = False
 
     @property
@@ -98,8 +81,7 @@ class Operation:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     call: Call
-    mode: Mode | None = None
-    """The only mode in which the operation runs; ``None`` for both."""
+    mode: Mode | None = None  # the only mode in which the operation runs; ``None`` for both
     contexts: tuple[Context, ...] = ()
 
     def inputs(self) -> Iterator[Value]:
@@ -124,19 +106,15 @@ class Operation:
 
 @dataclass(eq=False)
 class Graph:
-    """The operations of a model in order of execution.
-
-    ``inputs`` and ``outputs`` are flattened; ``None`` stands for what is not a tensor.
-    """
+    """The operations of a model in order of execution. ``inputs`` and ``outputs`` are flattened, with ``None`` for what is
+    not a tensor."""
 
     inputs: list[Value | None]
     in_spec: TreeSpec
     outputs: list[Any]
     """Those of the mode with more outputs. The other mode returns the first of them."""
-    out_specs: tuple[TreeSpec, TreeSpec]
-    """In training and in evaluation mode."""
-    tensors: dict[str, Value]
-    """Parameters, buffers and constants, by name."""
+    out_specs: tuple[TreeSpec, TreeSpec]  # in training and in evaluation mode
+    tensors: dict[str, Value]  # parameters, buffers and constants, by name
     operations: list[Operation] = field(default_factory=list)
 
 
@@ -154,6 +132,15 @@ def map_values(arguments: Any, call: Callable[[Value], Any]) -> Any:
     """Returns an argument with ``call(value)`` in place of each of its values."""
     leaves, tree = tree_flatten(arguments)
     return tree_unflatten([call(leaf) if isinstance(leaf, Value) else leaf for leaf in leaves], tree)
+
+
+def same_size(size: Any, number: Any) -> bool:
+    """Returns whether two sizes are the same symbolic number."""
+    if not isinstance(size, torch.SymInt) or not isinstance(number, torch.SymInt):
+        return False
+    if size.node.shape_env is not number.node.shape_env:
+        return False
+    return bool(size.node.expr == number.node.expr)
 
 
 def itself(value: Any) -> Any:
@@ -181,11 +168,7 @@ _CHECKS = ("_assert", "sym_constrain_range")
 
 
 def read_graph(program: ExportedProgram) -> Graph:
-    """Returns the graph of an exported program.
-
-    Raises:
-        NotImplementedError: for control flow that depends on data.
-    """
+    """Returns the graph of an exported program. Raises NotImplementedError for control flow that depends on data."""
     return _Reader(program).graph
 
 

@@ -12,26 +12,17 @@ from gpipe import _C
 from gpipe.exported.code import Code, load
 from gpipe.names import ConvertedLayer
 
-__all__ = ["Expected", "ExportedLayer", "holds"]
-
 
 class Expected(NamedTuple):
     """What a converted model takes as its input."""
 
-    example: Any
-    """An object of the input's structure."""
+    example: Any  # an object of the input's structure
     shapes: list[tuple[int, ...] | None]
     """Of the tensors, without dimension 0. ``None`` for what was a constant."""
-    guards: list[str]
-    """Conditions for the number of samples, as Python expressions of ``samples``."""
+    guards: list[str]  # conditions for the number of samples, as Python expressions of ``samples``
 
     def flattened(self, input: Any) -> list[Any]:
-        """Returns the flattened input.
-
-        Raises:
-            TypeError: if its structure is another.
-            ValueError: if the model was not converted for its shapes.
-        """
+        """Returns the flattened input. Raises TypeError if its structure is another, and ValueError for other shapes."""
         leaves, found = tree_flatten(_in_order_of(self.example, input))
         expected = tree_structure(self.example)
         if found != expected:
@@ -66,11 +57,8 @@ class Returned(NamedTuple):
 
 
 class ExportedLayer(ConvertedLayer):
-    """A layer of a converted model: what one of its modules computes, with the operators around it.
-
-    Attributes:
-        name: the path of the module in the original model.
-    """
+    """A layer of a converted model: what one of its modules, whose path is ``name``, computes, with the operators around
+    it."""
 
     def __init__(
         self,

@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from gpipe.exported.calls import check_modes
+from gpipe.exported.code import check_modes
 from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values
-
-__all__ = ["combine_modes", "evaluation_of"]
 
 
 def combine_modes(training: Graph, evaluation: Graph, called: Container[str]) -> Graph:
-    """Adds what evaluation mode does differently to the graph of training mode.
+    """Adds what evaluation mode does differently to the graph of training mode, and returns it. ``called`` are the paths of
+    the modules that are called in both modes.
 
     An operation of one graph corresponds to the one of the other graph with the same call and function, in the same
     order. The others run in one mode only. Arguments that differ become a :class:`Choice`. An operation that uses
@@ -26,23 +25,14 @@ def combine_modes(training: Graph, evaluation: Graph, called: Container[str]) ->
 
     A module may decide by its mode what it computes, or which modules it calls. So an operation of one mode follows the
     mode of the innermost module around it that is called in both modes and computes different things in them.
-
-    Args:
-        called: the paths of the modules that are called in both modes.
-
-    Returns:
-        The first graph, changed.
     """
     return _Combination(training, evaluation, called).graph
 
 
 def evaluation_of(graph: Graph) -> Graph:
     """Returns what a graph of training mode computes in evaluation mode, as far as operators tell: dropout, batch norm and
-    other operators that are given the mode, and the counter of batch norm.
-
-    Raises:
-        ValueError: if the graph is of evaluation mode, or draws random numbers in another way.
-    """
+    other operators that are given the mode, and the counter of batch norm. Raises ValueError if the graph is of evaluation
+    mode, or draws random numbers in another way."""
     names = {value: name for name, value in graph.tensors.items()}
     operations = []
     flags = []

@@ -10,15 +10,12 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-__all__ = ["Owned", "Tree", "is_inside", "modes_of", "nearest", "tensors_of_module", "tensors_of_program"]
-
 
 class Owned(NamedTuple):
     """A tensor of a model."""
 
     tensor: Tensor
-    persistent: bool
-    """Whether it is part of the model's state."""
+    persistent: bool  # whether it is part of the model's state
 
 
 def tensors_of_program(program: ExportedProgram) -> dict[str, Owned]:

@@ -1,18 +1,17 @@
-"""Decides how values get from layer to layer."""
+"""Divides the operations of a model among layers, and decides how values get from layer to layer."""
 
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from gpipe.exported.division import Block, owners_of_memory
-from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, map_values
-
-__all__ = ["Route", "route", "same_size"]
+from gpipe.exported.graph import Call, Choice, Graph, Mode, Operation, Value, inputs_of, itself, map_values, same_size
 
 
 @dataclass(eq=False)
@@ -20,18 +19,133 @@ class Route:
     """A layer with what it gets and gives away."""
 
     name: str
-    operations: list[Operation]
-    arriving: list[Value] = field(default_factory=list)
-    """The activation that enters."""
-    leaving: list[Value] = field(default_factory=list)
-    """The activation that leaves."""
+    operations: list[Operation] = field(default_factory=list)
+    arriving: list[Value] = field(default_factory=list)  # the activation that enters
+    leaving: list[Value] = field(default_factory=list)  # the activation that leaves
     pops: list[tuple[str, Value]] = field(default_factory=list)
     stashes: list[tuple[str, Value | Choice]] = field(default_factory=list)
-    owned: list[Value] = field(default_factory=list)
-    """Parameters, buffers and constants."""
+    owned: list[Value] = field(default_factory=list)  # parameters, buffers and constants
 
 
-def route(graph: Graph, blocks: list[Block]) -> list[Route]:
+def divide(graph: Graph) -> list[Route]:
+    """Returns the layers of a model.
+
+    A layer begins where another module begins to compute: one without submodules, or one that uses parameters of its
+    own. Operators between two such modules belong to the layer before them. A layer has the name of its module. If
+    other layers have it too, a number follows.
+    """
+    parameters = {value: name for name, value in graph.tensors.items() if value.is_parameter}
+    outer = _with_submodules(graph)
+    layers: list[Route] = []
+    current: Call | None = None
+    taken: set[str] = set()
+    for operation in graph.operations:
+        own = [parameters[value] for value in operation.inputs() if value in parameters]
+        begins = operation.call.path not in outer or bool(own)
+        if not layers or (begins and operation.call != current):
+            path = operation.call.path or (own[0] if own else "input")
+            if begins and current is None and layers:
+                layers[0].name = _unique(path, taken)  # operators before the first module belong to its layer
+            else:
+                layers.append(Route(_unique(path, taken) if begins else ""))
+            current = operation.call if begins else None
+        layers[-1].operations.append(operation)
+    if layers and not layers[0].name:
+        layers[0].name = _unique("model", taken)
+    return _keep_together(graph, layers)
+
+
+def _with_submodules(graph: Graph) -> set[str]:
+    """Returns the paths of modules inside which another module computes."""
+    paths = {operation.call.path for operation in graph.operations}
+    return {""} | {path[:at] for path in paths for at, letter in enumerate(path) if letter == "."}
+
+
+def _unique(name: str, taken: set[str]) -> str:
+    """Returns the name, with a number if it is taken. Adds it to those that are taken."""
+    numbered = (f"{name}_{number}" for number in itertools.count(1))
+    found = next(each for each in itertools.chain([name], numbered) if each not in taken)
+    taken.add(found)
+    return found
+
+
+def _keep_together(graph: Graph, layers: list[Route]) -> list[Route]:
+    """Joins layers that must be in one stage: those between the first and the last use of a buffer that an operation
+    changes, because other stages would not see the change; those between the first and the last use of a number that is
+    read from data, because numbers do not leave a layer; and those between the begin and the end of a ``torch.vmap``,
+    because it changes what operators on its thread do."""
+    tensors = set(graph.tensors.values())
+    memory = owners_of_memory(graph)
+    uses: dict[Value, list[int]] = {}
+    together: set[Value] = set()
+    begun: list[int] = []
+    spans: list[tuple[int, int]] = []
+    for index, layer in enumerate(layers):
+        for operation in layer.operations:
+            inputs = list(operation.inputs())
+            for value in inputs:
+                uses.setdefault(memory.get(value, value), []).append(index)
+            together.update(tensors.intersection(memory.get(value, value) for value in _changed_by(operation)))
+            name = getattr(operation.function, "__name__", "")
+            if name == "_vmap_increment_nesting":
+                begun.append(index)
+            elif name == "_vmap_decrement_nesting":
+                spans.append((begun.pop(), index))
+            if operation.result.is_number and (_reads_data(operation) or together.intersection(inputs)):
+                together.add(operation.result)
+                uses.setdefault(operation.result, []).append(index)
+    spans += [(uses[value][0], uses[value][-1]) for value in together]
+    return _joined(layers, [span for span in spans if span[0] < span[1]])
+
+
+def _reads_data(operation: Operation) -> bool:
+    """Returns whether an operation computes a number from the elements of a tensor, not from its size."""
+    tensors = any(value.is_tensor for value in operation.inputs())
+    return tensors and not str(operation.function).startswith("aten.sym_")
+
+
+def owners_of_memory(graph: Graph) -> dict[Value, Value]:
+    """Returns the parameter, buffer or constant whose memory a value shares, for each that does."""
+    owners = {value: value for value in graph.tensors.values()}
+    for operation in graph.operations:
+        for viewed in _viewed_by(operation):
+            if viewed in owners:
+                owners[operation.result] = owners[viewed]
+    return owners
+
+
+def _viewed_by(operation: Operation) -> Iterator[Value]:
+    """Yields the values whose memory the result of an operation may share."""
+    if operation.function in (operator.getitem, itself):
+        yield from operation.inputs()
+    elif operation.schema is not None and any(result.alias_info is not None for result in operation.schema.returns):
+        for argument, value in operation.given():
+            if argument.alias_info is not None and isinstance(value, Value):
+                yield value
+
+
+def _changed_by(operation: Operation) -> Iterable[Value]:
+    """Yields the values that an operation writes to."""
+    for argument, value in operation.given():
+        writes = argument.alias_info is not None and argument.alias_info.is_write
+        # The schema of batch norm does not tell that it writes to its running statistics.
+        if isinstance(value, Value) and (writes or argument.name in ("running_mean", "running_var")):
+            yield value
+
+
+def _joined(layers: list[Route], spans: list[tuple[int, int]]) -> list[Route]:
+    joined: list[Route] = []
+    end = -1  # of what the last one joins
+    for index, layer in enumerate(layers):
+        if index > end:
+            joined.append(layer)
+        else:
+            joined[-1].operations += layer.operations
+        end = max([end, *(last for first, last in spans if first == index)])
+    return joined
+
+
+def route(graph: Graph, layers: list[Route]) -> list[Route]:
     """Routes each value from the layer that computes it through the layers that use it, in order. It is part of the
     activation between neighbouring layers, and a skip between others. So it enters a stage at most once.
 
@@ -41,12 +155,12 @@ def route(graph: Graph, blocks: list[Block]) -> list[Route]:
 
     A value that one mode computes is always a skip, which is ``None`` in the other mode. Of a buffer, a copy leaves.
     """
-    return _Routes(graph, blocks).routes
+    return _Routes(graph, layers).routes
 
 
 class _Routes:
-    def __init__(self, graph: Graph, blocks: list[Block]) -> None:
-        self.routes = [Route(block.name, list(block.operations)) for block in blocks]
+    def __init__(self, graph: Graph, layers: list[Route]) -> None:
+        self.routes = layers
         self._outputs = set(inputs_of(graph.outputs))
         self._source: dict[Value, int] = {}  # the layer that has a value first
         self._operation: dict[Value, Operation] = {}
@@ -175,12 +289,3 @@ class _Numbers:
         original = self._routes.operation(number)
         self._added.append(Operation(result, function, tuple(args), kwargs or {}, original.call, original.mode))
         return result
-
-
-def same_size(size: Any, number: Any) -> bool:
-    """Returns whether two sizes are the same symbolic number."""
-    if not isinstance(size, torch.SymInt) or not isinstance(number, torch.SymInt):
-        return False
-    if size.node.shape_env is not number.node.shape_env:
-        return False
-    return bool(size.node.expr == number.node.expr)

@@ -1,0 +1,122 @@
+// What a training calls besides its pipeline: losses, skips, and random numbers.
+
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "gpipe/autograd/random_scope.h"
+#include "gpipe/loss.h"
+#include "python/src/checks.h"
+#include "python/src/pipeline.h"
+#include "python/src/values.h"
+#include "skip/context.h"
+#include "skip/layout.h"
+#include "skip/namespace.h"
+
+namespace gpipe::python {
+namespace {
+
+namespace py = pybind11;
+
+std::optional<Reduction> to_reduction(const py::object& name) {
+  if (name.is_none()) return std::nullopt;
+  if (name.equal(py::str("mean"))) return Reduction::kMean;
+  if (name.equal(py::str("sum"))) return Reduction::kSum;
+  throw std::invalid_argument("[gpipe] reduction must be 'mean' or 'sum', but is " +
+                              py::repr(name).cast<std::string>());
+}
+
+/// Makes a StepOptions::count of a Python callable that returns a float.
+CountFunction to_count(const py::object& callable) {
+  return [function = reference_to(callable.ptr())](const Value& target) {
+    const Section section;
+    return py::handle(function.get())(target).cast<double>();
+  };
+}
+
+StepOptions make_options(const std::optional<py::object>& count, const py::object& reduction, double scale,
+                         bool return_output, std::int64_t chunks, Checkpoint checkpoint, bool check) {
+  auto options = StepOptions().reduction(to_reduction(reduction)).scale(scale).return_output(return_output);
+  if (count) options.count(to_count(*count));
+  return options.chunks(chunks).checkpoint(checkpoint).check(check);
+}
+
+std::pair<double, double> compare_losses(const py::object& loss, const Value& output, const Value& target,
+                                         const StepOptions& options) {
+  const auto function = to_loss(loss, /*kind=*/0, std::make_shared<ThreadStates>());
+  const auto check = released([&] { return check_loss(function, output, target, options.chunks(), options); });
+  return {check.whole, check.from_micro_batches};
+}
+
+/// Each declaration is a tuple (index of the layer, path of the module, stashes, pops). Errors: those of match_skips().
+void check_skips(const std::vector<std::tuple<int, std::string, Keys, Keys>>& declarations) {
+  std::vector<SkipDeclaration> declared;
+  for (const auto& [layer, path, stashes, pops] : declarations) {
+    declared.push_back({layer, path, to_keys(stashes), to_keys(pops)});
+  }
+  match_skips(declared);
+}
+
+/// A random scope that ends at close(). REQUIRES: close() runs on the thread that made the object.
+class OpenScope {
+ public:
+  OpenScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
+      : scope_(std::in_place, seed, layer, micro_batch) {}
+  void close() { scope_.reset(); }
+
+ private:
+  std::optional<RandomScope> scope_;
+};
+
+/// The generator that replaces a device's default generator in the calling thread's scope. None outside a scope.
+std::optional<at::Generator> scope_generator(const std::string& device) {
+  auto* scope = RandomScope::current();
+  if (scope == nullptr) return std::nullopt;
+  torch::Device place(device);
+  if (!place.is_cpu() && !place.has_index()) place = c10::impl::VirtualGuardImpl(place.type()).getDevice();
+  return scope->generator(place);
+}
+
+}  // namespace
+
+LossFunction to_loss(const py::object& callable, std::int64_t kind, std::shared_ptr<ThreadStates> states) {
+  LossFunction loss = [function = reference_to(callable.ptr()), states = std::move(states)](const Value& output,
+                                                                                            const Value& target) {
+    // A tensor of any class, as checked() in losses.py has made sure.
+    return call(function.get(), {output, target}, *states).tensors().front();
+  };
+  loss.kind = static_cast<std::size_t>(kind);
+  return loss;
+}
+
+void init_training(py::module_& module) {
+  py::class_<StepOptions>(module, "StepOptions")
+      .def(py::init(&make_options), py::arg("count"), py::arg("reduction"), py::arg("scale"), py::arg("return_output"),
+           py::arg("chunks"), py::arg("checkpoint"), py::arg("check"));
+  module.def("check_loss", &compare_losses, py::arg("loss"), py::arg("output"), py::arg("target"), py::arg("options"));
+
+  py::class_<Namespace>(module, "Namespace").def(py::init<>()).def_static("shared", &Namespace::global);
+  module.def("stash", [](const Namespace& ns, const std::string& name, const std::optional<at::Tensor>& tensor) {
+    SkipContext::current().stash({ns, name}, tensor.value_or(at::Tensor()));
+  });
+  module.def("pop", [](const Namespace& ns, const std::string& name) {
+    return SkipContext::current().pop({ns, name});
+  });
+  module.def("check_skips", &check_skips, py::arg("declarations"));
+
+  py::class_<OpenScope>(module, "RandomScope")
+      .def(py::init<std::uint64_t, std::int64_t, std::int64_t>())
+      .def("close", &OpenScope::close);
+  module.def("scope_generator", &scope_generator, py::arg("device"));
+  module.def("draw_seed", [] { return released(RandomScope::draw_seed); });
+}
+
+}  // namespace gpipe::python
