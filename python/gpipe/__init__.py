@@ -29,11 +29,11 @@ if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
     )
 
 from gpipe import balance, batchnorm, checkpoint, data, models, skip, snapshot
-from gpipe._C import Timeline, reuse_cpu_memory
+from gpipe._C import Timeline
 from gpipe.checkpoint import is_checkpointing, is_recomputing
 from gpipe.exported.conversion import to_sequential
 from gpipe.losses import check_loss
-from gpipe.pipeline import SCHEDULES, GPipe
+from gpipe.pipeline import SCHEDULES, GPipe, reuse_cpu_memory
 from gpipe.randomness import RandomScope, reference
 from gpipe.ranks import Ranks
 from gpipe.team import GradScaler

@@ -96,7 +96,6 @@ def _add_model_command(commands: Any, name: str, run: Any, help_: str, schedule:
     add("--devices", metavar="LIST", help="one per worker, e.g. cuda:0,cuda:1; default: the GPUs, or 2 CPU workers")
     add("--seconds", type=_number, default=seconds, help=f"approximate time for measuring; default: {seconds}")
     add("--param-scale", type=_number, default=4.0, help="bytes for training per byte of a parameter; default: 4, as for Adam")
-    add("--reuse-memory", action="store_true", help="keep freed memory of CPU tensors for reuse")
     add("--json", action="store_true", help="print JSON")
     if name in ("profile", "cut"):
         add("--chunks", type=_whole(1), default=4, metavar="N", help="micro-batches per mini-batch; default: 4")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe import _C, balance, reuse_cpu_memory
+from gpipe import _C, balance
 from gpipe.balance import Candidate, Cluster, Profile
 from gpipe.exported.conversion import as_sequential
 from gpipe.structure import first_micro_batch, take_apart
@@ -211,8 +211,6 @@ def _model_and_batch(options: argparse.Namespace) -> tuple[nn.Sequential, Any]:
     model, batch = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"{text} must be a function that returns a module, or a tuple (module, mini-batch)")
-    if options.reuse_memory:
-        reuse_cpu_memory()
     if options.input is not None:
         batch = torch.randn(options.input)
     if batch is None:

@@ -30,6 +30,7 @@ class Core:
         workers: Workers,
         schedule: str,
         deferred_batch_norm: bool,
+        keep_memory: bool,
         ranks: Ranks | None,
     ) -> None:
         rank = 0 if ranks is None else ranks.rank
@@ -37,7 +38,7 @@ class Core:
         self.devices, self.placement = workers.devices, workers.placement
         self._is_here = [workers.ranks[worker] == rank for worker in self.placement]
         own_devices = [device for device, at in zip(self.devices, workers.ranks) if at == rank]
-        self._options = own_devices, schedule, self.placement, deferred_batch_norm, core_of(ranks)
+        self._options = own_devices, schedule, self.placement, deferred_batch_norm, keep_memory, core_of(ranks)
         of_stages = [self.devices[worker] for worker in self.placement]
         self.stages = Stages(split(module, balance, of_stages, self._is_here))
         self.borrowed = borrowed_across_ranks(list(self.stages), self._is_here)  # parameters of this rank's layers

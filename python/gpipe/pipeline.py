@@ -37,10 +37,15 @@ from gpipe.skip import verify_skippables
 from gpipe.structure import first_micro_batch, take_apart
 from gpipe.team import TeamCalls
 
-__all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition"]
+__all__ = ["SCHEDULES", "BalanceError", "GPipe", "Partition", "reuse_cpu_memory"]
 
 SCHEDULES: tuple[str, ...] = tuple(name for name, _, _ in _C.schedule_rules())
 """The names of the schedules of :meth:`GPipe.step`."""
+
+
+def reuse_cpu_memory(on: bool = True) -> None:
+    """Deprecated. Does nothing: pipelines keep freed memory; see ``keep_memory`` of :class:`GPipe`."""
+    warnings.warn("pipelines keep freed memory; leave out reuse_cpu_memory()", FutureWarning, stacklevel=2)
 
 
 class GPipe(OriginalNames, TeamCalls):
@@ -73,6 +78,8 @@ class GPipe(OriginalNames, TeamCalls):
             ``'always'``, ``'except_last'`` or ``'never'``.
         deferred_batch_norm: whether batch norm and instance norm update their running statistics once per mini-batch,
             with the mean and variance of all of it.
+        keep_memory: whether the process keeps the memory of freed CPU tensors for the next step, while the pipeline
+            lives. Sets the options of glibc's malloc.
         schedule: the order of forwards and backwards in :meth:`step`: a name in :data:`gpipe.SCHEDULES`, or ``'@'`` and
             the path of a file, which must stay, with a line of actions per worker, such as ``0F0 0F1 0B0 0B1``: stage,
             kind, micro-batch.
@@ -110,6 +117,7 @@ class GPipe(OriginalNames, TeamCalls):
         chunks: int = 1,
         checkpoint: str = "except_last",
         deferred_batch_norm: bool = False,
+        keep_memory: bool = True,
         schedule: str = "gpipe",
         stages_per_worker: int = 1,
         placement: Iterable[int] | str = "looped",
@@ -124,7 +132,7 @@ class GPipe(OriginalNames, TeamCalls):
         ranks = None if group is None else ranks_of(group)
         stages = len(self.balance)
         workers = arrange_workers(devices, stages, schedule, stages_per_worker, placement, core_of(ranks))
-        self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, ranks)
+        self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
         self.training = module.training

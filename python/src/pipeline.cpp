@@ -245,15 +245,15 @@ void init_pipeline(py::module_& module) {
   module.def("saved_for_recompute", &saved_for_recompute);
   py::class_<PythonPipeline>(module, "Pipeline", collected)
       .def(py::init([](const Objects& stages, const std::vector<torch::Device>& devices, const std::string& schedule,
-                       std::vector<int> placement, bool deferred_batch_norm,
+                       std::vector<int> placement, bool deferred_batch_norm, bool keep_memory,
                        std::optional<std::shared_ptr<Ranks>> ranks) {
              auto options = GPipeOptions().schedule(schedule).placement(std::move(placement));
-             options.devices(devices).deferred_batch_norm(deferred_batch_norm);
+             options.devices(devices).deferred_batch_norm(deferred_batch_norm).keep_memory(keep_memory);
              options.ranks(std::move(ranks).value_or(nullptr));
              return std::make_unique<PythonPipeline>(stages, std::move(options));
            }),
            py::arg("stages"), py::arg("devices"), py::arg("schedule"), py::arg("placement"),
-           py::arg("deferred_batch_norm"), py::arg("ranks"))
+           py::arg("deferred_batch_norm"), py::arg("keep_memory"), py::arg("ranks"))
       .def_property_readonly("busy", &PythonPipeline::busy)
       .def("refresh", &PythonPipeline::refresh)
       .def("forward", &PythonPipeline::forward, py::arg("input"), py::arg("chunks"), py::arg("checkpoint"),

@@ -14,7 +14,6 @@
 #include "gpipe/assembly/workers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/drawing.h"
-#include "gpipe/memory_reuse.h"
 #include "gpipe/ranks.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedule/verifier.h"
@@ -119,15 +118,6 @@ void init_trace(py::module_& module) {
       .def("to_chrome_json", &to_chrome_json, "Returns Chrome's trace event format, which ui.perfetto.dev opens.")
       .def("to_svg", &to_svg, "Returns a drawing as SVG text: a row per worker, a box per action.")
       .def("_repr_svg_", &to_svg);
-  module.def(
-      "reuse_cpu_memory", [](const Unchecked<bool>& on) { reuse_cpu_memory(checked(on, "on")); }, py::arg("on") = true,
-      R"(Turns on, or off, a memory pool for CPU tensors of 64 KiB and more.
-
-Freed tensor memory is kept for reuse, so that after the first few steps, training does not allocate memory from the
-system. The pool belongs to the process and never shrinks. Call this before other threads create tensors.
-
-Args:
-    on: whether new tensors take their memory from the pool.)");
 }
 
 }  // namespace

@@ -117,7 +117,6 @@ MISTAKES = [
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
     (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
-    (lambda: gpipe.reuse_cpu_memory("yes"), TypeError, "on must be True or False, but is 'yes'"),
     (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
 ]
 
