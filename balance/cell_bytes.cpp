@@ -27,7 +27,7 @@ class HeldSum {
 };
 
 /// The bytes in use while a stage's layers run one after the other.
-class Replay {
+class Usage {
  public:
   /// Runs a layer. `extra` is its peak above the bytes before it; `change` is added to these bytes.
   void run(std::int64_t extra, std::int64_t change) {
@@ -40,6 +40,14 @@ class Replay {
  private:
   std::int64_t now_ = 0;
   std::int64_t peak_ = 0;
+};
+
+/// One kind of pass through a stage's layers.
+struct Pass : Usage {
+  explicit Pass(std::size_t layers) : change(layers) {}
+
+  std::vector<std::int64_t> change;  ///< of the stage's bytes, by layer
+  HeldSum held;
 };
 
 constexpr std::int64_t kLargeBuffer = std::int64_t{64} << 10;  // bytes, as is_large()
@@ -60,82 +68,72 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
   const int stage = stage_of(first, ends);
   const auto inside = [&](int layer) { return layer >= first && layer < end; };
   const auto stage_at = [&](int layer) { return layer < 0 ? layer : stage_of(layer, ends); };
-  // Change of the stage's bytes by each layer: in forwards with graph, in forwards without, in whole backwards, and in the
-  // two parts of split ones.
-  std::vector<std::int64_t> by_forward(end - first);
-  std::vector<std::int64_t> by_stored(end - first);
-  std::vector<std::int64_t> by_backward(end - first);
-  std::vector<std::int64_t> by_input_gradient(end - first);
-  std::vector<std::int64_t> by_weight_gradient(end - first);
+  const auto layers = static_cast<std::size_t>(end - first);
+  Pass forward(layers);
+  Pass stored(layers);    // a forward without graph
+  Pass backward(layers);  // whole; or in two parts:
+  Pass input_gradient(layers);
+  Pass weight_gradient(layers);
+  HeldSum held_by_recompute;
   // Bytes that a layer of this stage saves for its backward, and a later stage for a W.
-  std::vector<std::int64_t> shared(end - first);
-  HeldSum of_forward;
-  HeldSum of_stored;
-  HeldSum of_recompute;
-  HeldSum of_backward;
-  HeldSum of_input_gradient;
+  std::vector<std::int64_t> shared(layers);
   for (int layer = first; layer < end; ++layer) {
     for (const Block* block : blocks_[layer]) {
       const auto bytes = block->bytes;
       const auto until = block->until == Kind::W ? Kind::W : Kind::I;  // of a backward
       if (block->born != Kind::F) {
         const bool whole = block->born == Kind::B;
-        auto& change = whole ? by_backward : by_input_gradient;
+        auto& change = whole ? backward.change : input_gradient.change;
         change[layer - first] += bytes;
         if (!inside(block->freed_by)) {
-          (whole ? of_backward : of_input_gradient).add(bytes, until, stage_at(block->freed_by));
+          (whole ? backward.held : input_gradient.held).add(bytes, until, stage_at(block->freed_by));
         } else if (until == Kind::I) {
           change[block->freed_by - first] -= bytes;
         } else {
-          of_input_gradient.add(bytes, until, stage);  // the engine holds a W's gradients until the W ends
+          input_gradient.held.add(bytes, until, stage);  // the engine holds a W's gradients until the W ends
         }
         continue;
       }
-      by_forward[layer - first] += bytes;
+      forward.change[layer - first] += bytes;
       const bool saved = block->until != Kind::F;
       if (!inside(block->freed_by)) {
-        of_forward.add(bytes, saved && !copies ? until : Kind::F, stage_at(block->freed_by));
+        forward.held.add(bytes, saved && !copies ? until : Kind::F, stage_at(block->freed_by));
       } else if (saved && until == Kind::W && !inside(block->reaches) && block->reaches < layers_) {
         // Saved by both sides of a cut: here for the backward, there for a W. An R makes it for this side alone.
-        copies ? of_forward.add(bytes, Kind::I, stage)
-               : of_forward.add(bytes, Kind::W, stage_at(block->reaches), /*until_own_backward=*/true);
-        of_recompute.add(bytes, Kind::I, stage);
-        by_backward[block->freed_by - first] -= bytes;
+        copies ? forward.held.add(bytes, Kind::I, stage)
+               : forward.held.add(bytes, Kind::W, stage_at(block->reaches), /*until_own_backward=*/true);
+        held_by_recompute.add(bytes, Kind::I, stage);
+        backward.change[block->freed_by - first] -= bytes;
         if (!copies) shared[block->freed_by - first] += bytes;
       } else if (saved) {
-        of_forward.add(bytes, until, stage);
-        of_recompute.add(bytes, until, stage);
-        by_backward[block->freed_by - first] -= bytes;
-        (until == Kind::I ? by_input_gradient : by_weight_gradient)[block->freed_by - first] -= bytes;
+        forward.held.add(bytes, until, stage);
+        held_by_recompute.add(bytes, until, stage);
+        backward.change[block->freed_by - first] -= bytes;
+        (until == Kind::I ? input_gradient.change : weight_gradient.change)[block->freed_by - first] -= bytes;
       } else {
-        by_forward[block->freed_by - first] -= bytes;
+        forward.change[block->freed_by - first] -= bytes;
       }
       // Without a graph the block lives until its last use.
       const int last_use = std::max(block->reaches, block->popped_by);
       if (last_use == layer) continue;
-      by_stored[layer - first] += bytes;
+      stored.change[layer - first] += bytes;
       if (inside(last_use)) {
-        by_stored[last_use - first] -= bytes;
+        stored.change[last_use - first] -= bytes;
       } else if (last_use == layers_) {
-        of_stored.add(bytes, Kind::F, HeldBytes::kUntilForwardsEnd);
+        stored.held.add(bytes, Kind::F, HeldBytes::kUntilForwardsEnd);
       } else {
         const int receiver = stage_of(block->reaches >= end ? end : block->popped_by, ends);
         const bool copied = copies_inputs(ends[receiver - 1], ends[receiver]);
-        of_stored.add(bytes, copied || copies ? Kind::F : saved ? until : Kind::R, receiver);
+        stored.held.add(bytes, copied || copies ? Kind::F : saved ? until : Kind::R, receiver);
       }
     }
   }
-  Replay forward;
-  Replay stored;
-  Replay backward;
-  Replay first_backward;
-  Replay input_gradient;
-  Replay weight_gradient;
-  Replay first_weight_gradient;
+  Usage first_backward;
+  Usage first_weight_gradient;
   if (copies) {
     const auto entering = bytes_in(first, end);
-    of_forward.add(entering, Kind::W, stage);
-    of_stored.add(entering, Kind::W, stage);
+    forward.held.add(entering, Kind::W, stage);
+    stored.held.add(entering, Kind::W, stage);
     forward.run(entering, entering);
     stored.run(entering, entering);
     const auto gradients = bytes_out(first, end);
@@ -149,19 +147,19 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     const auto bytes = profile_.layers[layer].buffers;
     if (bytes < kLargeBuffer) buffers += bytes;
   }
-  of_stored.add(buffers, Kind::R, stage);
+  stored.held.add(buffers, Kind::R, stage);
   stored.run(buffers, buffers);
-  of_recompute.add(buffers, Kind::I, stage);
+  held_by_recompute.add(buffers, Kind::I, stage);
   if (first > 0 && copies_inputs(first, end)) {
     const auto activation = profile_.layers[first - 1].output;
     const auto skips = bytes_in(first, end) - bytes_borrowed(first, end) - activation;
-    of_stored.add(activation, Kind::W, stage);
-    of_stored.add(skips, Kind::R, stage);
+    stored.held.add(activation, Kind::W, stage);
+    stored.held.add(skips, Kind::R, stage);
     stored.run(activation + skips, activation + skips);
   }
   for (int layer = first; layer < end; ++layer) {
-    forward.run(profile_.layers[layer].forward_extra, by_forward[layer - first]);
-    stored.run(profile_.layers[layer].stored_extra, by_stored[layer - first]);
+    forward.run(profile_.layers[layer].forward_extra, forward.change[layer - first]);
+    stored.run(profile_.layers[layer].stored_extra, stored.change[layer - first]);
   }
   for (int layer = end; layer-- > first;) {
     const auto& of = profile_.layers[layer];
@@ -170,7 +168,7 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     const bool as_last = layer + 1 == end && end < layers_ && !copies;
     const auto backward_extra = as_last ? of.last_backward_extra : of.backward_extra;
     const auto input_gradient_extra = as_last ? of.last_input_gradient_extra : of.input_gradient_extra;
-    const auto change = by_backward[layer - first] + of.late_gradients;
+    const auto change = backward.change[layer - first] + of.late_gradients;
     // The gradients of lent parameters are added to the layer's own in new memory.
     std::int64_t arriving = 0;
     for (const auto& tie : profile_.ties) {
@@ -179,21 +177,21 @@ CellBytes StageCost::cell_bytes(int first, int end, const std::vector<int>& ends
     backward.run(backward_extra + arriving, change);
     first_backward.run(backward_extra + arriving, change + of.gradients - of.late_gradients);
     if (splits(first)) {
-      input_gradient.run(input_gradient_extra + arriving, by_input_gradient[layer - first]);
+      input_gradient.run(input_gradient_extra + arriving, input_gradient.change[layer - first]);
     } else {  // a whole backward, while the later stage's W has yet to come
       input_gradient.run(backward_extra + arriving + shared[layer - first], change + shared[layer - first]);
     }
     // A W takes what a whole backward takes above the gradients that it passes on.
     const auto large = of.gradients - of.late_gradients;
     const auto extra = std::max(large, of.backward_extra - kept_by_backward);
-    weight_gradient.run(extra, by_weight_gradient[layer - first]);
-    first_weight_gradient.run(extra, by_weight_gradient[layer - first] + large);
+    weight_gradient.run(extra, weight_gradient.change[layer - first]);
+    first_weight_gradient.run(extra, weight_gradient.change[layer - first] + large);
   }
-  auto held_by_backward = of_backward.take();
-  auto held_by_input_gradient = splits(first) ? of_input_gradient.take() : held_by_backward;
-  return {.forward = {forward.peak(), of_forward.take()},
-          .stored = {stored.peak(), of_stored.take()},
-          .recompute = {forward.peak() - (copies ? bytes_in(first, end) : 0) + buffers, of_recompute.take()},
+  auto held_by_backward = backward.held.take();
+  auto held_by_input_gradient = splits(first) ? input_gradient.held.take() : held_by_backward;
+  return {.forward = {forward.peak(), forward.held.take()},
+          .stored = {stored.peak(), stored.held.take()},
+          .recompute = {forward.peak() - (copies ? bytes_in(first, end) : 0) + buffers, held_by_recompute.take()},
           .backward = {backward.peak(), std::move(held_by_backward)},
           .input_gradient = {input_gradient.peak(), std::move(held_by_input_gradient)},
           .weight_gradient_extra = weight_gradient.peak(),

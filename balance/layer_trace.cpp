@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <limits>
 #include <tuple>
 #include <utility>
 
@@ -98,14 +99,7 @@ std::int64_t bytes_of(const at::Tensor& tensor) {
 }
 
 LayerTrace::LayerTrace(int layers, bool recomputes, c10::Device device)
-    : id_(new_id()),
-      recomputes_(recomputes),
-      device_(device),
-      backward_seen_(layers),
-      output_bytes_(layers),
-      forward_extra_(layers),
-      backward_extra_(layers),
-      last_backward_extra_(layers) {}
+    : id_(new_id()), recomputes_(recomputes), device_(device), output_bytes_(layers) {}
 
 std::vector<std::unique_ptr<Layer>> LayerTrace::watch(std::vector<std::unique_ptr<Layer>> layers) {
   const int count = static_cast<int>(layers.size());
@@ -125,22 +119,7 @@ void LayerTrace::begins(const Part& part) {
   if (!device_.is_cpu()) c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).synchronize();
   place_of_this_thread = {id_, part};
   MutexLock lock(mutex_);
-  close_part();
-  open_ = part;
-  if (part.kind == Kind::B) backward_seen_[part.layer] = true;
   marks_.push_back({part, now()});
-}
-
-// Records the peak of the part that ran until now. A pipeline of one stage runs one part at a time.
-void LayerTrace::close_part() {
-  const auto raise = [](std::int64_t& extra, std::int64_t bytes) { extra = std::max(extra, bytes); };
-  if (open_.micro_batch == 0 && open_.kind == Kind::F) raise(forward_extra_[open_.layer], peak_ - bytes_before_);
-  if (open_.micro_batch == 0 && open_.kind == Kind::B) {
-    raise(backward_extra_[open_.layer], peak_ - bytes_before_);
-    raise(last_backward_extra_[open_.layer], peak_as_last_ - bytes_before_);
-  }
-  bytes_before_ = peak_ = peak_as_last_ = bytes_;
-  arrived_ = 0;
 }
 
 LayerTrace::Allocation* LayerTrace::find(const at::Tensor& tensor) {
@@ -194,9 +173,6 @@ void LayerTrace::allocated(const void* data, std::int64_t bytes) {
   live_[data] = allocations_.size();
   allocations_.push_back(
       {.born = *part, .bytes = bytes, .reaches = part->layer, .born_at = now(), .passes_back_to = part->layer});
-  bytes_ += bytes;
-  peak_ = std::max(peak_, bytes_);
-  peak_as_last_ = std::max(peak_as_last_, bytes_ + arrived_);
 }
 
 void LayerTrace::freed(const void* data, std::int64_t) {
@@ -205,8 +181,6 @@ void LayerTrace::freed(const void* data, std::int64_t) {
   const auto found = live_.extract(data);
   if (!found) return;
   auto& allocation = allocations_[found.mapped()];
-  bytes_ -= allocation.bytes;
-  if (allocation.born.kind == Kind::B && allocation.born != open_) arrived_ += allocation.bytes;
   allocation.end = part == nullptr ? Allocation::End::kCaller : Allocation::End::kPart;
   if (part != nullptr) allocation.freed_by = *part;
   allocation.freed_at = now();
@@ -281,30 +255,35 @@ void LayerTrace::read_split_memory(Profile& profile, const Timeline& timeline) {
     const auto [layer, until, freed_by] = key;
     if (size > 0) profile.blocks.push_back({size, Kind::I, layer, until, freed_by, layer});
   }
+  read_peaks(profile, &timeline);
+}
+
+void LayerTrace::read_peaks(Profile& profile, const Timeline* split) const {
   for (std::size_t i = 0; i < marks_.size(); ++i) {
-    const auto& [part, start] = marks_[i];
-    if (part.kind != Kind::B || part.micro_batch != 0) continue;
-    auto end = end_of_action(start, timeline);
+    const Part& part = marks_[i].part;
+    const double start = marks_[i].start;
+    if (part.micro_batch != 0 || (split != nullptr && part.kind != Kind::B)) continue;
+    auto end = split != nullptr ? end_of_action(start, *split) : std::numeric_limits<double>::infinity();
     if (i + 1 < marks_.size()) end = std::min(end, marks_[i + 1].start);
     auto& layer = profile.layers[part.layer];
-    layer.input_gradient_extra = std::max(layer.input_gradient_extra, peak_between(start, end, /*as_last=*/false));
-    layer.last_input_gradient_extra =
-        std::max(layer.last_input_gradient_extra, peak_between(start, end, /*as_last=*/true));
+    const auto peak = peak_between(start, end, /*as_last=*/false);
+    if (part.kind == Kind::F) {
+      auto& extra = recomputes_ ? layer.stored_extra : layer.forward_extra;
+      extra = std::max(extra, peak);
+    } else if (part.kind == Kind::B && !recomputes_) {
+      auto& extra = split != nullptr ? layer.input_gradient_extra : layer.backward_extra;
+      auto& last_extra = split != nullptr ? layer.last_input_gradient_extra : layer.last_backward_extra;
+      extra = std::max(extra, peak);
+      last_extra = std::max(last_extra, peak_between(start, end, /*as_last=*/true));
+    }
   }
 }
 
 void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) {
   MutexLock lock(mutex_);
-  close_part();
-  for (std::size_t i = 0; i < profile.layers.size(); ++i) {
-    auto& layer = profile.layers[i];
-    (recomputes_ ? layer.stored_extra : layer.forward_extra) = forward_extra_[i];
-    if (recomputes_) continue;
-    layer.backward_extra = backward_extra_[i];
-    layer.last_backward_extra = last_backward_extra_[i];
-    layer.output = output_bytes_[i];
-  }
+  read_peaks(profile, nullptr);
   if (recomputes_) return;
+  for (std::size_t i = 0; i < profile.layers.size(); ++i) profile.layers[i].output = output_bytes_[i];
   for (const auto& [layer, version] : inputs_) {
     if (layer < static_cast<int>(profile.layers.size())) profile.layers[layer].changes_input |= version.changed();
   }
@@ -330,8 +309,8 @@ void LayerTrace::read_memory(Profile& profile, const std::vector<Saved>& saved) 
     if (born.kind == Kind::F && by_part && freed_by.kind == Kind::B) profile.layers[born.layer].saved += size;
   }
   // Gradients of small parameters are added up in the last part of the backward. They are counted as late_gradients.
-  const int lowest =
-      static_cast<int>(std::find(backward_seen_.begin(), backward_seen_.end(), true) - backward_seen_.begin());
+  auto lowest = static_cast<int>(profile.layers.size());
+  for (const auto& [part, start] : marks_) lowest = part.kind == Kind::B ? std::min(lowest, part.layer) : lowest;
   for (int i = 0; i < static_cast<int>(profile.layers.size()); ++i) {
     const auto late = bytes.find({Kind::B, i, Kind::B, lowest, i, -1});
     if (late != bytes.end()) late->second -= std::min(late->second, profile.layers[i].late_gradients);

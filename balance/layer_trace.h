@@ -51,7 +51,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::vector<Mark> take_marks();
 
   // Memory. The functions below REQUIRE that this trace was installed as a listener while a pipeline with one worker ran
-  // its first mini-batch, of several micro-batches, forward and backward, the last micro-batch's backward first.
+  // its first mini-batch, of several micro-batches, forward and backward, the last micro-batch's backward first; and that
+  // take_marks() was not called.
 
   /// Memory that a forward allocated, in order. `kept` if a W freed it.
   struct Saved {
@@ -64,7 +65,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else those of
   /// forwards and whole backwards. `saved` tells which memory a W frees if backwards are split.
   void read_memory(Profile& profile, const std::vector<Saved>& saved);
-  /// Fills in the memory fields of split backwards, without those of forwards. REQUIRES: take_marks() was not called.
+  /// Fills in the memory fields of split backwards, without those of forwards.
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
   // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the
@@ -100,7 +101,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// The most bytes in use in an interval, above those at its start. With `as_last`, gradients that were allocated before
   /// it count to its end.
   std::int64_t peak_between(double start, double end, bool as_last) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
-  void close_part() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
+  /// Raises the peaks of the layers' parts, up to the end of their actions if there is a timeline.
+  void read_peaks(Profile& profile, const Timeline* split) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   Allocation* find(const at::Tensor& tensor) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   const Part* part_of_this_thread() const;
 
@@ -111,18 +113,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   std::vector<Mark> marks_ ABSL_GUARDED_BY(mutex_);
   std::vector<Allocation> allocations_ ABSL_GUARDED_BY(mutex_);
   absl::flat_hash_map<const void*, std::size_t> live_ ABSL_GUARDED_BY(mutex_);  // index, by address
-  std::int64_t bytes_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::int64_t bytes_before_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::int64_t peak_ ABSL_GUARDED_BY(mutex_) = 0;
-  // Of the open part: the bytes that it freed of gradients from other parts, and the peak with these.
-  std::int64_t arrived_ ABSL_GUARDED_BY(mutex_) = 0;
-  std::int64_t peak_as_last_ ABSL_GUARDED_BY(mutex_) = 0;
-  Part open_ ABSL_GUARDED_BY(mutex_);
-  std::vector<bool> backward_seen_ ABSL_GUARDED_BY(mutex_);  // by layer
   std::vector<std::int64_t> output_bytes_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::int64_t> forward_extra_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::int64_t> backward_extra_ ABSL_GUARDED_BY(mutex_);
-  std::vector<std::int64_t> last_backward_extra_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::pair<int, VersionWatch>> inputs_ ABSL_GUARDED_BY(mutex_);  // by layer
   std::map<SkipKey, std::pair<std::int64_t, VersionWatch>> skips_ ABSL_GUARDED_BY(mutex_);
 };
