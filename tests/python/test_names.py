@@ -67,26 +67,6 @@ def test_states_have_the_names_of_the_unpartitioned_model():
         other.load_state_dict(state)
 
 
-class Backwards(nn.Module):
-    """Runs its layers in another order than it has them."""
-
-    def __init__(self):
-        super().__init__()
-        self.last, self.norm, self.first = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
-
-    def forward(self, x):
-        return self.last(self.norm(self.first(x)))
-
-
-def test_states_of_a_converted_model_are_in_its_order():
-    model = Backwards()
-    sequence = gpipe.to_sequential(model, torch.rand(4, 3))
-    pipe = gpipe.GPipe(sequence, [1, 2])
-    names = list(model.state_dict())
-    assert list(sequence.state_dict()) == list(copy.deepcopy(pipe).state_dict()) == names
-    assert list(nn.ModuleDict({"a": pipe}).state_dict()) == [f"a.{name}" for name in names]
-
-
 def test_functional_call_computes_the_same_with_a_pipeline():
     model, pipe = make_model().double(), gpipe.GPipe(make_model().double(), [2, 2], checkpoint="never")
     before = copy.deepcopy(pipe.state_dict())
@@ -137,7 +117,6 @@ def test_distributed_checkpoints_are_those_of_the_unpartitioned_model():
 
 def shard(ranks):
     from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(0)
@@ -170,14 +149,10 @@ def shard(ranks):
     for ours, theirs in zip(pipe.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs)
 
-    for of in (lambda pipe: pipe[1][0], None):
-        refused = gpipe.GPipe(copy.deepcopy(model), [1, 1])
-        if of is None:
-            parallelize_module(refused[0], mesh, {"0": ColwiseParallel()})
-        else:
-            fully_shard(of(refused), mesh=mesh)
-        with pytest.raises(RuntimeError, match="is sharded"):
-            refused(batches[0, 0])
+    refused = gpipe.GPipe(copy.deepcopy(model), [1, 1])
+    fully_shard(refused[1][0], mesh=mesh)
+    with pytest.raises(RuntimeError, match="is sharded"):
+        refused(batches[0, 0])
 
 
 def test_a_whole_pipeline_can_be_sharded_but_not_its_layers():
@@ -223,12 +198,11 @@ def test_copies_and_pickles_stay_tied():
     pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2)
     for other in (copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe))):
         assert other[0].weight is other[6].weight and other[0].weight is not pipe[0].weight
-        torch.testing.assert_close(train(other), train(copy.deepcopy(pipe)))
+        torch.testing.assert_close(train(other), train(make_tied_model()))
 
 
-@pytest.mark.parametrize("checkpoint", ["never", "always"])
-def test_layers_can_be_tied_and_untied_later(checkpoint):
-    pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2, checkpoint=checkpoint)
+def test_layers_can_be_tied_and_untied_later():
+    pipe = gpipe.GPipe(make_tied_model(), [1, 3, 3], chunks=2, checkpoint="always")
     plain = make_tied_model()
     x, y = tied_batch()
     loss_of(pipe, x, y)

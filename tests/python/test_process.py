@@ -73,12 +73,9 @@ def test_ctrl_c_ends_a_call_and_a_forked_process_refuses_calls():
         time.sleep(0.5)
         """,
         """
-        class Stuck(nn.Module):
-            def forward(self, x):
-                time.sleep(3)
-                return x
-        pipe = gpipe.GPipe(nn.Sequential(Stuck()), [1])
-        threading.Thread(target=pipe, args=(torch.zeros(1),), daemon=True).start()
+        pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1])
+        pipe[0].forward = lambda x: time.sleep(3) or x
+        threading.Thread(target=pipe, args=(torch.zeros(1, 1),), daemon=True).start()
         time.sleep(0.3)
         """,
     ],

