@@ -20,12 +20,18 @@ _TRACERS = {
 
 def refuse_tracing() -> None:
     """Raises NotImplementedError while PyTorch traces. A trace does not follow the pipeline's worker threads."""
-    active = (tracer for key, tracer in _TRACERS.items() if torch._C._get_dispatch_mode(key) is not None)
-    if tracer := "torch.export" if torch.compiler.is_exporting() else next(active, None):
-        raise NotImplementedError(
-            f"a pipeline cannot be traced ({tracer}) because its layers run in worker threads; trace the unpartitioned "
-            "model, whose state has the same keys"
-        )
+    if torch.compiler.is_exporting():
+        raise _refusal("torch.export")
+    for key, tracer in _TRACERS.items():
+        if torch._C._get_dispatch_mode(key) is not None:
+            raise _refusal(tracer)
+
+
+def _refusal(tracer: str) -> NotImplementedError:
+    return NotImplementedError(
+        f"a pipeline cannot be traced ({tracer}) because its layers run in worker threads; trace the unpartitioned "
+        "model, whose state has the same keys"
+    )
 
 
 def refuse_sharded_layers(stages: nn.Module) -> None:

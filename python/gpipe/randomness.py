@@ -103,14 +103,6 @@ def _set_state(new_state: Tensor, device: torch.device | int | str = "cuda") -> 
     _generator(device).set_state(new_state)
 
 
-def _get_cpu_state() -> Tensor:
-    return _get_state("cpu")
-
-
-def _set_cpu_state(new_state: Tensor) -> None:
-    _set_state(new_state, "cpu")
-
-
 def _seed(seed: int) -> torch.Generator:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         _generator("cuda").manual_seed(int(seed))
@@ -118,8 +110,8 @@ def _seed(seed: int) -> torch.Generator:
 
 
 # torch.utils.checkpoint looks the functions up under these names.
-torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, _get_cpu_state)
-torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, _set_cpu_state)
+torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, functools.partial(_get_state, "cpu"))
+torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, functools.partial(_set_state, device="cpu"))
 torch.manual_seed = torch.random.manual_seed = _redirect(torch.manual_seed, _seed)
 torch.cuda.get_rng_state = _redirect(torch.cuda.get_rng_state, _get_state)
 torch.cuda.set_rng_state = _redirect(torch.cuda.set_rng_state, _set_state)

@@ -16,7 +16,7 @@ from gpipe.exported.capture import Captured, capture, capture_program, examples_
 from gpipe.exported.code import ModeError, write
 from gpipe.exported.exporter import mode, unchanged
 from gpipe.exported.graph import Value
-from gpipe.exported.layer import Expected, ExportedLayer, Returned, holds
+from gpipe.exported.layer import Expected, ExportedLayer, holds
 from gpipe.exported.layers import Route, divide, route
 from gpipe.exported.tensors import Tree, is_inside, nearest
 from gpipe.names import OriginalNames, StateNames
@@ -173,16 +173,13 @@ def _assemble(model: Captured, routes: list[Route], training: bool) -> nn.Sequen
     for index, each in enumerate(routes):
         first, last = index == 0, each is routes[-1]
         code = write(each, names, inputs if first else None, model.graph.outputs if last else None)
-        tree = Tree(model.modes)
+        tree = Tree(model.modes, model.whole)
         for name in owned[index]:
             tree.add(name, model.tensors[name])
         for path in code.places:
-            if path in model.whole:
-                tree.add_module(path, model.whole[path])
-            else:
-                tree.place(path)
+            tree.place(path)
         stashes, pops = [name for name, _ in each.stashes], [name for name, _ in each.pops]
-        ends = (expected if first else None, Returned(*returned) if last else None)
+        ends = (expected if first else None, (returned[0], returned[1]) if last else None)
         layer = ExportedLayer(each.name, tree.root, order, code, stashes, pops, *ends)
         layer.training = training
         sequence.add_module(_key(each.name, sequence, model.tensors), layer)

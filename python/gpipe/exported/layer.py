@@ -49,13 +49,6 @@ class Expected(NamedTuple):
         return leaves
 
 
-class Returned(NamedTuple):
-    """What a converted model returns: an object of the output's structure in each mode."""
-
-    training: Any
-    evaluation: Any
-
-
 class ExportedLayer(ConvertedLayer):
     """A layer of a converted model: what one of its modules, whose path is ``name``, computes, with the operators around
     it."""
@@ -69,7 +62,7 @@ class ExportedLayer(ConvertedLayer):
         stashes: list[str],
         pops: list[str],
         input: Expected | None,
-        output: Returned | None,
+        output: tuple[Any, Any] | None,
     ) -> None:
         super().__init__()
         self.name = name
@@ -79,14 +72,14 @@ class ExportedLayer(ConvertedLayer):
         self.order = order
         self._code = code
         self._input = input  # of the first layer
-        self._output = output  # of the last layer
+        self._output = output  # of the last layer: objects of the output's structure in training and evaluation mode
         self._prepare()
 
     def _prepare(self) -> None:
         modules = dict(self.model.named_modules())
         self._run = load(self._code, self.name)
         self.__dict__["_places"] = [modules[path] for path in self._code.places]
-        self._output_specs = self._output and Returned(*map(tree_structure, self._output))
+        self._output_specs = self._output and list(map(tree_structure, self._output))
 
     def name_in_messages(self, key: str) -> str:
         return self.name
@@ -97,7 +90,7 @@ class ExportedLayer(ConvertedLayer):
         output = self._run(self._places, self._pop, self._stash, input)
         if self._output_specs is None:
             return output
-        spec = self._output_specs.training if self.model.training else self._output_specs.evaluation
+        spec = self._output_specs[0 if self.model.training else 1]
         return tree_unflatten(output[: spec.num_leaves], spec)
 
     def _pop(self, name: str) -> Tensor | None:

@@ -48,28 +48,22 @@ class _Place(nn.Module):
 
 
 class Tree:
-    """Makes the tree of modules that holds some of a model's tensors."""
+    """Makes the tree of modules that holds some of a model's tensors, and modules that are kept whole."""
 
-    def __init__(self, modes: dict[str, bool]) -> None:
+    def __init__(self, modes: dict[str, bool], whole: dict[str, nn.Module]) -> None:
         self._modes = modes
-        self.root = self._made("")
-
-    def _made(self, path: str) -> nn.Module:
-        place = _Place()
-        place.training = self._modes.get(path, True)
-        return place
+        self._places = dict(whole)
+        self.root = self.place("")
 
     def place(self, path: str) -> nn.Module:
-        """Returns the module at a path. Makes it if there is none."""
-        if not path:
-            return self.root
-        outer, _, name = path.rpartition(".")
-        children = self.place(outer)._modules
-        if name not in children:
-            children[name] = self._made(path)
-        found = children[name]
-        assert found is not None
-        return found
+        """Returns the module at a path. Makes it, or puts it there, if the tree has none."""
+        if path not in self._places:
+            self._places[path] = _Place()
+            self._places[path].training = self._modes.get(path, True)
+        if path:
+            outer, _, name = path.rpartition(".")
+            self.place(outer)._modules[name] = self._places[path]
+        return self._places[path]
 
     def add(self, name: str, owned: Owned) -> None:
         """Registers a tensor under its name."""
@@ -82,11 +76,6 @@ class Tree:
             if not owned.persistent:
                 place._non_persistent_buffers_set.add(own)
 
-    def add_module(self, path: str, module: nn.Module) -> None:
-        """Registers a whole module at its path."""
-        outer, _, name = path.rpartition(".")
-        self.place(outer)._modules[name] = module
-
 
 def is_inside(name: str, paths: Iterable[str]) -> bool:
     """Returns whether a module or tensor is one of the modules at some paths, or belongs to one."""
@@ -96,7 +85,5 @@ def is_inside(name: str, paths: Iterable[str]) -> bool:
 def nearest(name: str, paths: Iterable[str]) -> int:
     """Returns the index of the path that has most in common with a name."""
 
-    def common(path: str) -> int:
-        return len(os.path.commonprefix([name.split("."), path.split(".")]))
-
-    return max(enumerate(paths), key=lambda each: (common(each[1]), -each[0]))[0]
+    common = [len(os.path.commonprefix([name.split("."), path.split(".")])) for path in paths]
+    return common.index(max(common))
