@@ -144,8 +144,8 @@ bool is_too_large(const Profile& profile, std::int64_t memory, int workers) {
   return memory > 0 && (cost.static_bytes(0, cost.layers()) + cost.gradients(0, cost.layers())) / workers > memory;
 }
 
-/// Returns the best case for a number of replicas; nothing if there is none. A schedule that fits without recomputing, or
-/// with less of it, is not tried with more. Tries no further share if the best takes more than `most_seconds`.
+/// Returns the best case for a number of replicas; nothing if there is none. A schedule that fits without recomputing,
+/// or with less of it, is not tried with more. Tries no further share if the best takes more than `most_seconds`.
 std::optional<Case> best_case(const Cluster& cluster, std::vector<Share> shares, std::vector<Checkpoint> modes,
                               const std::vector<Scheduling>& schedulings, int replicas, int workers,
                               double most_seconds) {

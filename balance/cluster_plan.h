@@ -31,11 +31,11 @@ struct ClusterPlan {
 inline constexpr std::int64_t kMostPlannedCells = 1 << 13;
 
 /// Chooses the number of replicas, which divides the number of devices, and for each replica the schedule, placement,
-/// balance, checkpoint mode and number of micro-batches. Each profile is of micro-batches of another size, on a device of
-/// the cluster; so a replica's share of the mini-batch gives the number of micro-batches. Recomputes only what does not
-/// fit otherwise, and searches little where a step takes more than twice the fastest. Takes seconds for a thousand
-/// devices. Deterministic. Errors: std::invalid_argument for invalid options or an invalid cluster, no profiles, profiles
-/// of different models, and if no number of replicas suits the devices, the samples and the layers.
+/// balance, checkpoint mode and number of micro-batches. Each profile is of micro-batches of another size, on a device
+/// of the cluster; so a replica's share of the mini-batch gives the number of micro-batches. Recomputes only what does
+/// not fit otherwise, and searches little where a step takes more than twice the fastest. Takes seconds for a thousand
+/// devices. Deterministic. Errors: std::invalid_argument for invalid options or an invalid cluster, no profiles,
+/// profiles of different models, and if no number of replicas suits the devices, the samples and the layers.
 ClusterPlan plan_cluster(const Cluster& cluster, const std::vector<Profile>& profiles,
                          const ClusterPlanOptions& options);
 

@@ -13,8 +13,8 @@ namespace gpipe {
 /// Cuts the elements 0..count-1 into `parts` contiguous, non-empty parts so that the most expensive part is as cheap as
 /// possible. Returns the number of elements per part. Ties go to longer early parts.
 ///
-/// `cost` returns the cost of a part with the elements first..end-1. Any function is allowed: infinity forbids the part,
-/// and a longer part may cost less than a shorter one. Exact, by dynamic programming in O(parts x count^2) time.
+/// `cost` returns the cost of a part with the elements first..end-1. Any function is allowed: infinity forbids the
+/// part, and a longer part may cost less than a shorter one. Exact, by dynamic programming in O(parts x count^2) time.
 ///
 /// Returns an empty list if every cut has a forbidden part. Errors: std::invalid_argument for parts < 1, fewer elements
 /// than parts, or a cost that is NaN.
@@ -23,8 +23,8 @@ std::vector<std::int64_t> best_partition(int count, int parts, absl::FunctionRef
 /// The same for parts that cost the sum of their elements' costs. Errors: also for a negative or infinite cost.
 std::vector<std::int64_t> best_partition(const std::vector<double>& costs, int parts);
 
-// Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one stage stay in one
-// (LayerProfile::shares_with).
+// Exact optima over all balances of a profiled model: see best_partition(). Layers that must be in one stage stay in
+// one (LayerProfile::shares_with).
 //
 // Errors: std::invalid_argument for partitions < 1, for more partitions than layers, for invalid options, and, except
 // from balance_within(), if every balance would separate such layers.
@@ -44,10 +44,10 @@ std::vector<std::int64_t> balance_by_size(const Profile& profile, int partitions
 std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& profile, int partitions,
                                          const RunOptions& options = {});
 
-/// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the skips
-/// that live across the cut, and the lent parameters. Gradients come back along all of them. Empty where the model cannot
-/// be cut, and after the last layer. A skip or a parameter that passes several cuts counts in each, but is sent once to
-/// each stage that uses it. Errors: those of StageCost.
+/// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the
+/// skips that live across the cut, and the lent parameters. Gradients come back along all of them. Empty where the
+/// model cannot be cut, and after the last layer. A skip or a parameter that passes several cuts counts in each, but is
+/// sent once to each stage that uses it. Errors: those of StageCost.
 std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile);
 
 }  // namespace gpipe

@@ -50,9 +50,9 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Returns the parts that began since the last call, in order of time.
   std::vector<Mark> take_marks();
 
-  // Memory. The functions below REQUIRE that this trace was installed as a listener while a pipeline with one worker ran
-  // its first mini-batch, of several micro-batches, forward and backward, the last micro-batch's backward first; and that
-  // take_marks() was not called.
+  // Memory. The functions below REQUIRE that this trace was installed as a listener while a pipeline with one worker
+  // ran its first mini-batch, of several micro-batches, forward and backward, the last micro-batch's backward first;
+  // and that take_marks() was not called.
 
   /// Memory that a forward allocated, in order. `kept` if a W freed it.
   struct Saved {
@@ -98,8 +98,8 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
 
   void allocated(const void* data, std::int64_t bytes) override;
   void freed(const void* data, std::int64_t) override;
-  /// The most bytes in use in an interval, above those at its start. With `as_last`, gradients that were allocated before
-  /// it count to its end.
+  /// The most bytes in use in an interval, above those at its start. With `as_last`, gradients that were allocated
+  /// before it count to its end.
   std::int64_t peak_between(double start, double end, bool as_last) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);
   /// Raises the peaks of the layers' parts, up to the end of their actions if there is a timeline.
   void read_peaks(Profile& profile, const Timeline* split) const ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_);

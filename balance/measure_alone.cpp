@@ -126,8 +126,8 @@ class LoneLayer : public LayerDecorator {
 };
 
 // Appends the profile of a layer that was measured alone to the profile of the model. Which layers share memory is
-// unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory of
-// its own, kept for the backward of the layer that pops it.
+// unknown, so the bytes are upper bounds: each output is kept for the next layer's backward, and each skip has memory
+// of its own, kept for the backward of the layer that pops it.
 void join(Profile& whole, Profile lone, bool is_last, const std::vector<SkipLink>& links, const Skips& skips) {
   const int index = static_cast<int>(whole.layers.size());
   auto& layer = whole.layers.emplace_back(std::move(lone.layers.front()));

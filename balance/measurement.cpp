@@ -248,8 +248,8 @@ class Measurement {
     return balance_by_time(profile, std::min(workers_, stage.most_stages()), {.checkpoint = Checkpoint::kNever});
   }
 
-  /// One stage per worker. If `splits`, the first layers that have parameters, and those before them, are a stage of their
-  /// own on the first worker: the backward of a stage whose inputs need no gradient does not split.
+  /// One stage per worker. If `splits`, the first layers that have parameters, and those before them, are a stage of
+  /// their own on the first worker: the backward of a stage whose inputs need no gradient does not split.
   Cut cut_for(Mode mode, const Profile& profile, std::vector<std::int64_t> balance) const {
     std::vector<int> placement(balance.size());
     std::iota(placement.begin(), placement.end(), 0);

@@ -13,8 +13,8 @@
 
 namespace gpipe {
 
-/// Predicted cost of a step: forward and backward of one mini-batch, and the sums of gradients over replicas. Without the
-/// time of the loss and the optimizer.
+/// Predicted cost of a step: forward and backward of one mini-batch, and the sums of gradients over replicas. Without
+/// the time of the loss and the optimizer.
 struct Prediction {
   std::vector<std::int64_t> balance;
   double seconds = 0;               ///< of the whole step
@@ -34,8 +34,8 @@ struct Prediction {
 /// that does not sum to the number of layers, for invalid options, and for a schedule that does not fit.
 Prediction predict(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& options = {});
 
-/// Predicts many balances with the same number of stages. Keeps what they share, such as the program. Used by one thread
-/// at a time.
+/// Predicts many balances with the same number of stages. Keeps what they share, such as the program. Used by one
+/// thread at a time.
 class Predictor {
  public:
   /// The profile must outlive this. Errors: those of predict().
@@ -49,7 +49,8 @@ class Predictor {
   /// What predict() simulates: the layout, edges and costs.
   Workload workload(const std::vector<std::int64_t>& balance) const;
 
-  /// Bytes per worker that stay during a step: parameters, buffers, optimizer state, and what sums gradients over replicas.
+  /// Bytes per worker that stay during a step: parameters, buffers, optimizer state, and what sums gradients over
+  /// replicas.
   std::vector<std::int64_t> static_bytes(const std::vector<std::int64_t>& balance) const;
 
  private:

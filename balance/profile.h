@@ -61,7 +61,8 @@ struct Block {
   /// the B of one that is whole. HeldBytes::kUntilForwardsEnd or HeldBytes::kNeverFreed may take the layer's place.
   Kind until = Kind::B;
   int freed_by = 0;
-  /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns it.
+  /// The last layer whose input uses the memory; `layer` if there is none; the number of layers if the model returns
+  /// it.
   int reaches = 0;
   /// The last layer that pops the memory as a skip; -1 for none.
   int popped_by = -1;
@@ -111,9 +112,9 @@ inline constexpr std::size_t kMaxProfileJson = std::size_t{16} << 20;
 /// Writes a profile as JSON.
 std::string profile_to_json(const Profile& profile);
 
-/// Reads a profile from JSON. Unknown fields are ignored. Limits: kMaxProfileJson, 1e9 seconds per field, and 2^53 bytes
-/// for the sum of all sizes. Errors: std::invalid_argument with the reason and the place, e.g. "/layers/3/forward".
-/// Numbers out of range are errors, never rounded or wrapped.
+/// Reads a profile from JSON. Unknown fields are ignored. Limits: kMaxProfileJson, 1e9 seconds per field, and 2^53
+/// bytes for the sum of all sizes. Errors: std::invalid_argument with the reason and the place, e.g.
+/// "/layers/3/forward". Numbers out of range are errors, never rounded or wrapped.
 Profile profile_from_json(const std::string& text);
 
 }  // namespace gpipe

@@ -52,10 +52,11 @@ struct SearchOptions {
 
 struct Suggestion {
   std::vector<ChunkedProfile> profiles;  ///< one per number of chunks
-  /// The best candidate for each number of chunks, checkpoint mode and schedule. Those that fit come first, fastest first.
+  /// The best candidate for each number of chunks, checkpoint mode and schedule. Those that fit come first, fastest
+  /// first.
   std::vector<Candidate> candidates;
-  /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all intra-op
-  /// threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
+  /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all
+  /// intra-op threads. Set by suggest(); empty if the model does not run that way, e.g. because memory runs out.
   std::optional<Candidate> unpartitioned;
   /// Why nothing fits: which device, how many bytes are missing, and what would fit. Empty if a candidate fits.
   std::string reason;
@@ -71,15 +72,16 @@ struct Suggestion {
 /// The name that stands for every schedule of step(), see all_schedulings().
 inline constexpr char kAnySchedule[] = "auto";
 
-/// Returns every schedule of schedule_rules() that fits `workers` workers, with one and, if there are enough layers, two
-/// stages on each. Those with two stages on a worker are placed in loops and in a V, where they fit. Of schedules with the
-/// same lists, the first rule's counts.
+/// Returns every schedule of schedule_rules() that fits `workers` workers, with one and, if there are enough layers,
+/// two stages on each. Those with two stages on a worker are placed in loops and in a V, where they fit. Of schedules
+/// with the same lists, the first rule's counts.
 std::vector<Scheduling> all_schedulings(int workers, int layers);
 
-/// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks, checkpoint mode and
-/// schedule it takes the balance whose slowest stage is fastest. Then, best candidates first, it moves cuts by one layer as
-/// long as the step gets faster (or, if nothing fits, needs fewer bytes), until it has simulated as much as takes a few
-/// seconds. Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers than stages.
+/// Searches for the fastest way to run a profiled model, with the simulator. For each number of chunks, checkpoint mode
+/// and schedule it takes the balance whose slowest stage is fastest. Then, best candidates first, it moves cuts by one
+/// layer as long as the step gets faster (or, if nothing fits, needs fewer bytes), until it has simulated as much as
+/// takes a few seconds. Deterministic. Errors: std::invalid_argument for invalid options, no profiles, or fewer layers
+/// than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
 /// Predicts one candidate. Errors: those of predict(), and std::invalid_argument if the number of devices is not the
@@ -94,9 +96,10 @@ struct TailoredSchedule {
 };
 
 /// Makes a schedule of step() for a candidate's measured costs (see greedy_schedule()). Keeps the candidate's balance,
-/// placement, chunks and checkpoint mode. Keeps to the options' memory limit, which workers on one device share equally.
-/// If the candidate has a named schedule and keeps to that too, the result is never slower in simulation. Returns nothing
-/// if no schedule keeps to the limit. REQUIRES: the candidate is of the profile. Errors: those of predict().
+/// placement, chunks and checkpoint mode. Keeps to the options' memory limit, which workers on one device share
+/// equally. If the candidate has a named schedule and keeps to that too, the result is never slower in simulation.
+/// Returns nothing if no schedule keeps to the limit. REQUIRES: the candidate is of the profile. Errors: those of
+/// predict().
 std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const Candidate& candidate,
                                                   const SearchOptions& options);
 

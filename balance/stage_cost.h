@@ -50,18 +50,18 @@ class StageCost {
   bool can_cut_before(int layer) const { return can_cut_[layer]; }
   /// The number of stages if the model is cut wherever it may be.
   int most_stages() const;
-  /// Returns the valid balances that differ from `balance` in one cut, moved by at most `layers` layers. Errors: those of
-  /// ends().
+  /// Returns the valid balances that differ from `balance` in one cut, moved by at most `layers` layers. Errors: those
+  /// of ends().
   std::vector<std::vector<std::int64_t>> near(const std::vector<std::int64_t>& balance, int layers) const;
 
-  /// Returns, per stage, the index after its last layer. Errors: std::invalid_argument for a balance that does not sum to
-  /// the number of layers.
+  /// Returns, per stage, the index after its last layer. Errors: std::invalid_argument for a balance that does not sum
+  /// to the number of layers.
   std::vector<int> ends(const std::vector<std::int64_t>& balance) const;
 
   // Costs of a stage of the layers first..end-1:
 
-  /// Mean seconds per micro-batch: forward, recompute if any, backward, and the transfer of the stage's inputs and their
-  /// gradients over the link between the first two workers.
+  /// Mean seconds per micro-batch: forward, recompute if any, backward, and the transfer of the stage's inputs and
+  /// their gradients over the link between the first two workers.
   double seconds(int first, int end, const RunOptions& options) const;
 
   /// Upper bound of the stage's peak bytes in a step that fills and drains, for all balances with this stage and all

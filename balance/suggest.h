@@ -29,12 +29,12 @@ struct SuggestOptions {
 /// The value of RunOptions::copies for workers on these devices: whether any two consecutive devices differ.
 bool copies_between(const std::vector<torch::Device>& devices);
 
-/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one worker per device:
-/// schedule, placement, balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the unpartitioned model, so that the
-/// candidates can be compared with it.
+/// Profiles a model at several micro-batch sizes and searches for the fastest way to train it with one worker per
+/// device: schedule, placement, balance, chunks and checkpoint mode. The sample is a mini-batch. Also predicts the
+/// unpartitioned model, so that the candidates can be compared with it.
 ///
-/// Measures on the first device; the others are taken to be equal. On a CPU, all CPU stages are measured at once. Errors:
-/// those of profile() and search().
+/// Measures on the first device; the others are taken to be equal. On a CPU, all CPU stages are measured at once.
+/// Errors: those of profile() and search().
 Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                    const SuggestOptions& options = {});
 

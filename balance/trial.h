@@ -14,7 +14,8 @@
 
 namespace gpipe {
 
-/// Base class of layers that wrap another layer. Derived classes replace forward(); other calls go to the wrapped layer.
+/// Base class of layers that wrap another layer. Derived classes replace forward(); other calls go to the wrapped
+/// layer.
 class LayerDecorator : public Layer {
  public:
   explicit LayerDecorator(std::unique_ptr<Layer> layer) : layer_(std::move(layer)) {}

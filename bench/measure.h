@@ -92,8 +92,8 @@ std::vector<std::vector<double>> interleave(const std::vector<std::function<void
 /// Returns the quotient of each pair of values. REQUIRES: both have the same number of values.
 std::vector<double> quotients(const std::vector<double>& values, const std::vector<double>& divisors);
 
-/// Returns the time of each action while the other workers are busy: the median over the spans that overlapped their work
-/// most. Edges cost nothing. REQUIRES: the timeline is of training steps.
+/// Returns the time of each action while the other workers are busy: the median over the spans that overlapped their
+/// work most. Edges cost nothing. REQUIRES: the timeline is of training steps.
 Costs costs_of(const Timeline& timeline, int stages);
 
 /// Pins this process to one core. REQUIRES: no other thread has started.

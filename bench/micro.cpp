@@ -1,5 +1,5 @@
-// Costs of single parts: scatter and gather of mini-batches, a hand-over between threads, a program with empty cells, the
-// verifier and the simulator on large programs, and balances of large models.
+// Costs of single parts: scatter and gather of mini-batches, a hand-over between threads, a program with empty cells,
+// the verifier and the simulator on large programs, and balances of large models.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

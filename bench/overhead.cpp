@@ -1,5 +1,5 @@
-// Overhead per cell: a pipeline of very small layers, compared with a loop that does the same work without a pipeline. Also
-// compares step() with forward() and backward().
+// Overhead per cell: a pipeline of very small layers, compared with a loop that does the same work without a pipeline.
+// Also compares step() with forward() and backward().
 
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>

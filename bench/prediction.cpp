@@ -111,9 +111,10 @@ void measure(Row row, const Scheduling& scheduling, const Options& options) {
   print(std::cout, bytes);
 }
 
-// Compares the choice of suggest() with the fastest of its candidates, for every schedule, number of chunks and checkpoint
-// mode, and, of each schedule's best, with those that differ by one cut, moved by at most kNear layers. Runs all of them,
-// then the fastest few again in turn with the choice, because the fastest of many single measurements is partly luck.
+// Compares the choice of suggest() with the fastest of its candidates, for every schedule, number of chunks and
+// checkpoint mode, and, of each schedule's best, with those that differ by one cut, moved by at most kNear layers. Runs
+// all of them, then the fastest few again in turn with the choice, because the fastest of many single measurements is
+// partly luck.
 void sweep(const std::string& model, int workers, const Options& options) {
   auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()));
   const std::vector<torch::Device> devices(workers, torch::kCPU);

@@ -1,6 +1,6 @@
-// Compares step() under each schedule with its simulation: the time of a step and the peak bytes of the workers. The costs
-// in the simulation come from other runs: times from traced steps, bytes from a profile of the model with its loss. Also
-// runs the unpartitioned model with an intra-op thread per worker.
+// Compares step() under each schedule with its simulation: the time of a step and the peak bytes of the workers. The
+// costs in the simulation come from other runs: times from traced steps, bytes from a profile of the model with its
+// loss. Also runs the unpartitioned model with an intra-op thread per worker.
 
 #include <torch/nn/modules/container/functional.h>
 #include <torch/utils.h>

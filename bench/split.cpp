@@ -1,4 +1,5 @@
-// The cost of splitting a backward: the time of I and W, compared with that of a whole backward B. One stage on one core.
+// The cost of splitting a backward: the time of I and W, compared with that of a whole backward B. One stage on one
+// core.
 
 #include <torch/nn/modules/linear.h>
 

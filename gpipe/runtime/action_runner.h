@@ -22,8 +22,8 @@ struct Failure {
   std::optional<Action> action;
 };
 
-/// Runs the actions of a program. The executor decides when an action runs. Implementations can pass data between actions
-/// without locks, because an edge's put happens before its take.
+/// Runs the actions of a program. The executor decides when an action runs. Implementations can pass data between
+/// actions without locks, because an edge's put happens before its take.
 class ActionRunner {
  public:
   virtual ~ActionRunner() = default;

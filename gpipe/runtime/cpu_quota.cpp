@@ -12,7 +12,8 @@ namespace {
 
 constexpr double kUnlimited = std::numeric_limits<double>::infinity();
 
-/// The quota of a control group in a folder: of version 2 or 1. The files have microseconds; "max" and -1 mean no limit.
+/// The quota of a control group in a folder: of version 2 or 1. The files have microseconds; "max" and -1 mean no
+/// limit.
 double quota_of(const std::string& folder, const ReadFile& read) {
   auto text = read(folder + "/cpu.max");
   if (!text) {

@@ -22,16 +22,16 @@ namespace gpipe {
 /// the in-edges. R and W exchange nothing. The first error cancels every channel and each worker stops before its next
 /// action.
 ///
-/// An executor can have only some of a program's workers; the others are in other processes. Edges between its own workers
-/// are channels. ActionRunner::run() serves the other edges.
+/// An executor can have only some of a program's workers; the others are in other processes. Edges between its own
+/// workers are channels. ActionRunner::run() serves the other edges.
 ///
 /// Thread safety: run() can be called from any thread that is not one of the workers. Concurrent calls take turns.
 class Executor {
  public:
-  /// Starts the threads: the programs' workers from `first` on. `remote_workers` more are in other processes. While run() waits
-  /// for the threads, it calls `poll`, unless that is null, on the caller's thread every 50 ms. An exception from `poll` is
-  /// an error of the run.
-  /// Errors: std::invalid_argument for fewer than one worker; std::system_error if a thread cannot be started.
+  /// Starts the threads: the programs' workers from `first` on. `remote_workers` more are in other processes. While
+  /// run() waits for the threads, it calls `poll`, unless that is null, on the caller's thread every 50 ms. An
+  /// exception from `poll` is an error of the run. Errors: std::invalid_argument for fewer than one worker;
+  /// std::system_error if a thread cannot be started.
   explicit Executor(int workers, std::function<void()> poll = nullptr, int first = 0, int remote_workers = 0);
   /// Joins the threads, unless forked(). REQUIRES: no run is in progress.
   ~Executor();

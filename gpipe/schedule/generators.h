@@ -18,8 +18,8 @@ Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 /// while it would otherwise wait for one.
 Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
 
-/// Binds a schedule to edges and gives each edge the capacity at which no put waits (see sufficient_capacities()). Errors:
-/// std::invalid_argument when the schedule cannot run.
+/// Binds a schedule to edges and gives each edge the capacity at which no put waits (see sufficient_capacities()).
+/// Errors: std::invalid_argument when the schedule cannot run.
 Program make_program(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
 }  // namespace gpipe

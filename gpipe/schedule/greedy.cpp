@@ -178,40 +178,6 @@ class ListScheduler {
   ListSchedule result_;
 };
 
-/// Keeps the fastest of the schedules that it is offered.
-class Search {
- public:
-  Search(const Workload& work, const std::vector<std::int64_t>& most_bytes)
-      : work_(work), costs_(work.costs), most_bytes_(most_bytes) {
-    if (most_bytes.empty()) costs_.bytes.clear();  // saves time
-  }
-
-  /// Simulates the schedule. Returns whether it keeps to the memory.
-  bool offer(Schedule schedule) {
-    const auto program = make_program(work_.layout, work_.edges, std::move(schedule));
-    const auto simulation = simulate(program, costs_);
-    const auto peaks = simulation.timeline.peak_bytes();
-    for (std::size_t w = 0; w < most_bytes_.size(); ++w) {
-      if (peaks[w] > most_bytes_[w]) return false;
-    }
-    if (simulation.makespan < makespan_) {
-      makespan_ = simulation.makespan;
-      fastest_ = program.schedule();
-    }
-    return true;
-  }
-
-  double makespan() const { return makespan_; }
-  const std::optional<Schedule>& fastest() const { return fastest_; }
-
- private:
-  const Workload& work_;
-  Costs costs_;
-  const std::vector<std::int64_t>& most_bytes_;
-  double makespan_ = std::numeric_limits<double>::infinity();
-  std::optional<Schedule> fastest_;
-};
-
 void check(const Workload& work, const std::vector<std::int64_t>& most_bytes) {
   verify(work.layout);
   if (most_bytes.empty()) return;
@@ -262,24 +228,41 @@ Schedule greedy(const Layout& layout) {
 
 std::optional<Schedule> greedy_schedule(const Workload& workload, const std::vector<std::int64_t>& most_bytes) {
   check(workload, most_bytes);
-  Search search(workload, most_bytes);
+  auto costs = workload.costs;
+  if (most_bytes.empty()) costs.bytes.clear();  // saves time
+  std::optional<Schedule> fastest;
+  double makespan = std::numeric_limits<double>::infinity();
+  // Simulates a schedule. Returns whether it keeps to the memory.
+  const auto offer = [&](Schedule schedule) {
+    const auto program = make_program(workload.layout, workload.edges, std::move(schedule));
+    const auto simulation = simulate(program, costs);
+    const auto peaks = simulation.timeline.peak_bytes();
+    for (std::size_t w = 0; w < most_bytes.size(); ++w) {
+      if (peaks[w] > most_bytes[w]) return false;
+    }
+    if (simulation.makespan < makespan) {
+      makespan = simulation.makespan;
+      fastest = program.schedule();
+    }
+    return true;
+  };
   for (const auto& rule : schedule_rules()) {
     if (!rule.misfit(workload.layout).empty()) continue;
-    search.offer(make_schedule(rule.name, workload.layout, workload.checkpoint));
+    offer(make_schedule(rule.name, workload.layout, workload.checkpoint));
   }
   for (const bool forward_first : {false, true}) {
     for (const int most_split : {ListOptions::kUnlimited, 1, 0}) {
       for (const int depth : depths(workload.layout.micro_batches)) {
-        auto [lists, makespan] = list_schedule(workload, {depth, forward_first, most_split});
-        if (makespan >= search.makespan()) continue;
-        lists = with_recomputes(std::move(lists), workload.checkpoint, workload.layout.micro_batches);
-        if (!search.offer(std::move(lists))) break;  // deeper ones need more
+        auto made = list_schedule(workload, {depth, forward_first, most_split});
+        if (made.makespan >= makespan) continue;
+        if (!offer(with_recomputes(std::move(made.lists), workload.checkpoint, workload.layout.micro_batches))) {
+          break;  // deeper ones need more
+        }
       }
     }
   }
-  if (!search.fastest()) return std::nullopt;
-  for (int stage = 0; stage < workload.layout.stages; ++stage) search.offer(with_whole(*search.fastest(), stage));
-  return search.fastest();
+  for (int stage = 0; fastest && stage < workload.layout.stages; ++stage) offer(with_whole(*fastest, stage));
+  return fastest;
 }
 
 }  // namespace gpipe

@@ -54,8 +54,8 @@ Schedule greedy(const Layout& layout);
 /// simulation, with sufficient_capacities(), the result is never slower than a named schedule that keeps to
 /// `most_bytes`. It has the R's of the workload's checkpoint mode. Deterministic.
 ///
-/// Returns nothing if no schedule that was tried keeps to `most_bytes`. Another one might.
-/// Errors: std::invalid_argument for an invalid layout or edge, for costs that do not fit them (see simulate()), and, if
+/// Returns nothing if no schedule that was tried keeps to `most_bytes`. Another one might. Errors:
+/// std::invalid_argument for an invalid layout or edge, for costs that do not fit them (see simulate()), and, if
 /// `most_bytes` is not empty, for another size than the number of workers or costs without bytes.
 std::optional<Schedule> greedy_schedule(const Workload& workload, const std::vector<std::int64_t>& most_bytes);
 

@@ -23,7 +23,7 @@ struct Channel {
   /// When each micro-batch can be taken; kAbsent before its put.
   std::vector<double> arrivals;
   /// When each take happened. Ascending, because an edge has one consumer.
-  std::vector<double> takes;
+  std::vector<double> takes = {};
 };
 
 /// A worker's position: its current action, and how many of that action's edges it has taken and put.
@@ -49,18 +49,17 @@ class Replayer {
         queued_(schedule.size(), true) {
     channels_.reserve(2 * edges.size());
     for (std::size_t e = 0; e < edges.size(); ++e) {
-      Channel forward;
-      forward.capacity = static_cast<std::size_t>(edges[e].capacity);
-      forward.latency = latencies[e];
-      forward.sending = sending.empty() ? 0 : sending[e];
-      forward.producer = layout.placement[edges[e].from];
-      forward.consumer = layout.placement[edges[e].to];
-      forward.arrivals.assign(layout.micro_batches, kAbsent);
-      Channel backward = forward;
-      std::swap(backward.producer, backward.consumer);
-      for (Channel* each : {&forward, &backward}) each->link_free = &links_free_[{each->producer, each->consumer}];
-      channels_.push_back(std::move(forward));
-      channels_.push_back(std::move(backward));
+      for (const bool gradient : {false, true}) {
+        const int producer = layout.placement[gradient ? edges[e].to : edges[e].from];
+        const int consumer = layout.placement[gradient ? edges[e].from : edges[e].to];
+        channels_.push_back({.capacity = static_cast<std::size_t>(edges[e].capacity),
+                             .latency = latencies[e],
+                             .sending = sending.empty() ? 0 : sending[e],
+                             .link_free = &links_free_[{producer, consumer}],
+                             .producer = producer,
+                             .consumer = consumer,
+                             .arrivals = std::vector<double>(layout.micro_batches, kAbsent)});
+      }
     }
     replay_.spans.resize(schedule.size());
     for (std::size_t w = schedule.size(); w-- > 0;) {

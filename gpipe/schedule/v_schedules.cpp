@@ -136,8 +136,8 @@ class Slots {
     }
   }
 
-  // Moves every action that begins before `steady` or after `cool_down` to the first free slot after the actions that it
-  // needs with which its worker holds `most_cells` at most. Leaves it where it is if there is none.
+  // Moves every action that begins before `steady` or after `cool_down` to the first free slot after the actions that
+  // it needs with which its worker holds `most_cells` at most. Leaves it where it is if there is none.
   void compact(int steady, int cool_down, int most_cells) {
     std::size_t slots = 0;
     for (const Worker& worker : workers_) slots = std::max(slots, worker.size());
