@@ -3,8 +3,8 @@
 #
 #   GPIPE_PYTHON   Python interpreter that has torch. Default: that of .venv, into which torch is installed.
 
-readonly build_packages=(cmake g++ libabsl-dev libcli11-dev libgif-dev libjpeg-dev libpng-dev ninja-build
-  nlohmann-json3-dev python3-venv zlib1g-dev)
+readonly build_packages=(cmake g++ libabsl-dev libcairo2-dev libcli11-dev libgif-dev libpng-dev libturbojpeg0-dev
+  ninja-build nlohmann-json3-dev pkgconf python3-venv zlib1g-dev)
 readonly test_packages=("${build_packages[@]}" clang libbenchmark-dev libclang-rt-dev libgmock-dev python3-dev)
 readonly torch=torch==2.11.0
 readonly test_python_packages=("$torch" torchvision==0.26.0 clang-format==14.0.6 tensorboard==2.21.0

@@ -1,125 +1,220 @@
 #include "examples/common/image.h"
 
-#include <algorithm>
-#include <cerrno>
-#include <cstdio>
-#include <initializer_list>
-#include <memory>
-#include <optional>
-#include <stdexcept>
-#include <string>
-#include <string_view>
-#include <system_error>
+#include <ATen/Functions.h>
+#include <gif_lib.h>
+#include <png.h>
+#include <turbojpeg.h>
 
-#include "examples/common/codecs.h"
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <stdexcept>
+#include <string_view>
+
 #include "examples/common/files.h"
 
 namespace gpipe::examples {
 namespace {
 
+using Wanted = std::optional<Size>;
+
 constexpr int kLargestSide = 65535;
-constexpr int kLargestJpegSide = 65500;
-constexpr uint64_t kMostPixels = uint64_t{1} << 28;
+constexpr std::uint64_t kMostPixels = std::uint64_t{1} << 28;
 // Read from a file of any length, because the header can be longer than the pixels.
-constexpr uint64_t kFewPixels = uint64_t{1} << 20;
+constexpr std::uint64_t kFewPixels = std::uint64_t{1} << 20;
 
-struct Format {
-  std::string_view magic;
-  Size (*size)(std::FILE* file);
-  Image (*decode)(std::FILE* file, std::optional<Size> wanted);
-  // No encoder fits more into a byte.
-  uint64_t pixels_per_byte;
+// Decoders return [height, width, 3]. Their errors have no name of a file.
+at::Tensor new_pixels(Size size) { return at::zeros({size.height, size.width, 3}, at::kByte); }
+
+// --- JPEG
+
+class Jpeg {
+ public:
+  explicit Jpeg(std::string_view bytes)
+      : data_(reinterpret_cast<const unsigned char*>(bytes.data())), count_(bytes.size()) {
+    int subsampling = 0;
+    int colorspace = 0;
+    check(tjDecompressHeader3(codec_.get(), data_, count_, &size_.width, &size_.height, &subsampling, &colorspace));
+  }
+
+  Size size() const { return size_; }
+
+  // Decodes at the smallest size that the format offers and that is not below `wanted`.
+  at::Tensor decode(Wanted wanted) {
+    Size best = size_;
+    int factors = 0;
+    const tjscalingfactor* factor = tjGetScalingFactors(&factors);
+    for (; wanted && factors > 0; --factors, ++factor) {
+      const Size size{TJSCALED(size_.width, (*factor)), TJSCALED(size_.height, (*factor))};
+      if (size.width >= wanted->width && size.height >= wanted->height && size.width < best.width) best = size;
+    }
+    auto pixels = new_pixels(best);
+    // Damaged pixels are only a warning. A small file with thousands of scans would take minutes.
+    constexpr int kFlags = TJFLAG_ACCURATEDCT | TJFLAG_STOPONWARNING | TJFLAG_LIMITSCANS;
+    check(tjDecompress2(codec_.get(), data_, count_, pixels.mutable_data_ptr<std::uint8_t>(), best.width, 0,
+                        best.height, TJPF_RGB, kFlags));
+    return pixels;
+  }
+
+ private:
+  void check(int result) const {
+    if (result != 0) throw std::runtime_error(tjGetErrorStr2(codec_.get()));
+  }
+
+  const std::unique_ptr<void, int (*)(tjhandle)> codec_{tjInitDecompress(), tjDestroy};
+  const unsigned char* data_;
+  const std::size_t count_;
+  Size size_;
 };
 
-constexpr Format kFormats[] = {
-    // At least one bit per block of 64 pixels.
-    {"\xff\xd8\xff", jpeg_size, decode_jpeg, 8 * 64},
-    // deflate expands a byte to at most 1032 bytes of 8 pixels each.
-    {"\x89PNG\r\n\x1a\n", png_size, [](std::FILE* file, std::optional<Size>) { return decode_png(file); }, 8 * 1032},
-    // At least 12 bits per string of fewer than 4096 pixels.
-    {"GIF8", gif_size, [](std::FILE* file, std::optional<Size>) { return decode_gif(file); }, 8 * 4096 / 12},
+// --- PNG
+
+class Png {
+ public:
+  explicit Png(std::string_view bytes) {
+    png_.version = PNG_IMAGE_VERSION;
+    check(png_image_begin_read_from_memory(&png_, bytes.data(), bytes.size()));
+  }
+  ~Png() { png_image_free(&png_); }
+  Png(const Png&) = delete;
+  Png& operator=(const Png&) = delete;
+
+  Size size() const { return {static_cast<int>(png_.width), static_cast<int>(png_.height)}; }
+
+  at::Tensor decode(Wanted) {
+    // Without alpha channel, libpng would blend transparent pixels with a background.
+    const bool alpha = (png_.format & PNG_FORMAT_FLAG_ALPHA) != 0;
+    png_.format = alpha ? PNG_FORMAT_RGBA : PNG_FORMAT_RGB;
+    auto pixels = at::empty({size().height, size().width, alpha ? 4 : 3}, at::kByte);
+    check(png_image_finish_read(&png_, nullptr, pixels.mutable_data_ptr(), 0, nullptr));
+    return pixels.narrow(2, 0, 3);
+  }
+
+ private:
+  void check(int result) const {
+    if (result == 0) throw std::runtime_error(png_.message);
+  }
+
+  png_image png_{};
 };
 
-struct FileCloser {
-  void operator()(std::FILE* file) const { std::fclose(file); }
+// --- GIF
+
+class Gif {
+ public:
+  explicit Gif(std::string_view bytes) : rest_(bytes) {
+    int error = 0;
+    gif_.reset(DGifOpen(&rest_, read, &error));
+    if (!gif_) fail(error);
+    if (gif_->SWidth < 1 || gif_->SHeight < 1) throw std::runtime_error("the GIF has no pixels");
+  }
+
+  Size size() const { return {gif_->SWidth, gif_->SHeight}; }
+
+  at::Tensor decode(Wanted) {
+    find_frame();
+    const GifImageDesc& frame = gif_->Image;
+    const ColorMapObject* palette = frame.ColorMap != nullptr ? frame.ColorMap : gif_->SColorMap;
+    if (palette == nullptr) throw std::runtime_error("the GIF has no palette");
+    if (frame.Width < 1 || frame.Height < 1) throw std::runtime_error("the GIF's first frame has no pixels");
+    auto pixels = new_pixels(size());
+    const auto pixel = pixels.accessor<std::uint8_t, 3>();
+    std::vector<GifPixelType> row(static_cast<std::size_t>(frame.Width));
+    for (const int y : row_order(frame)) {
+      check(DGifGetLine(gif_.get(), row.data(), frame.Width));
+      for (int x = 0; x < frame.Width; ++x) {
+        if (row[x] >= palette->ColorCount) throw std::runtime_error("the GIF uses a colour that its palette lacks");
+        if (frame.Left + x >= size().width || frame.Top + y >= size().height) continue;
+        const auto& [red, green, blue] = palette->Colors[row[x]];
+        const std::array<std::uint8_t, 3> color{red, green, blue};
+        std::copy(color.begin(), color.end(), pixel[frame.Top + y][frame.Left + x].data());
+      }
+    }
+    return pixels;
+  }
+
+ private:
+  struct Closer {
+    void operator()(GifFileType* gif) const { DGifCloseFile(gif, nullptr); }
+  };
+
+  static int read(GifFileType* gif, GifByteType* bytes, int count) {
+    auto& rest = *static_cast<std::string_view*>(gif->UserData);
+    const auto taken = std::min(rest.size(), static_cast<std::size_t>(count));
+    std::memcpy(bytes, rest.data(), taken);
+    rest.remove_prefix(taken);
+    return static_cast<int>(taken);
+  }
+
+  [[noreturn]] static void fail(int code) {
+    const char* text = GifErrorString(code);
+    throw std::runtime_error(text != nullptr ? text : "the GIF is damaged or cut short");
+  }
+  void check(int result) const {
+    if (result != GIF_OK) fail(gif_->Error);
+  }
+
+  // Reads the header of the first frame.
+  void find_frame() {
+    for (;;) {
+      GifRecordType type = UNDEFINED_RECORD_TYPE;
+      check(DGifGetRecordType(gif_.get(), &type));
+      if (type == TERMINATE_RECORD_TYPE) throw std::runtime_error("the GIF has no frame");
+      if (type == IMAGE_DESC_RECORD_TYPE) return check(DGifGetImageDesc(gif_.get()));
+      int code = 0;
+      GifByteType* block = nullptr;
+      check(DGifGetExtension(gif_.get(), &code, &block));
+      while (block != nullptr) check(DGifGetExtensionNext(gif_.get(), &block));
+    }
+  }
+
+  // The rows in the order of the file.
+  static std::vector<int> row_order(const GifImageDesc& frame) {
+    std::vector<int> rows;
+    const std::vector<std::array<int, 2>> interlaced = {{0, 8}, {4, 8}, {2, 4}, {1, 2}};
+    for (const auto& [first, step] : frame.Interlace ? interlaced : std::vector<std::array<int, 2>>{{0, 1}}) {
+      for (int y = first; y < frame.Height; y += step) rows.push_back(y);
+    }
+    return rows;
+  }
+
+  std::string_view rest_;
+  std::unique_ptr<GifFileType, Closer> gif_;
 };
-using File = std::unique_ptr<std::FILE, FileCloser>;
 
-std::string last_error() { return std::error_code(errno, std::generic_category()).message(); }
+// ---
 
-const Format& detect(std::FILE* file) {
-  char magic[8] = {};
-  const size_t length = std::fread(magic, 1, sizeof magic, file);
-  if (std::ferror(file)) throw std::runtime_error("cannot be read: " + last_error());
-  if (length == 0) throw std::runtime_error("the file is empty");
-  std::rewind(file);
-  for (const auto& format : kFormats) {
-    if (std::string_view(magic, length).starts_with(format.magic)) return format;
-  }
-  throw std::runtime_error("not a JPEG, PNG or GIF file");
-}
-
-// Reads the header and returns to the start of the file.
-Size read_size(std::FILE* file, const Format& format, uint64_t bytes) {
-  const Size size = format.size(file);
-  std::rewind(file);
-  const auto pixels = static_cast<uint64_t>(size.width) * static_cast<uint64_t>(size.height);
-  if (size.width > kLargestSide || size.height > kLargestSide || pixels > kMostPixels) {
-    throw std::runtime_error(to_string(size) + " pixels are too many; at most " + std::to_string(kLargestSide) +
-                             " per side and " + std::to_string(kMostPixels) + " in all are supported");
-  }
-  if (pixels > std::max(kFewPixels, bytes * format.pixels_per_byte)) {
-    throw std::runtime_error("damaged: " + to_string(size) + " pixels do not fit into " + std::to_string(bytes) +
-                             " bytes");
-  }
-  return size;
-}
-
-// Puts the name of the file before the message of any error.
-template <class Call>
-auto with_name(const std::filesystem::path& path, Call call) {
-  try {
-    return call();
-  } catch (const std::runtime_error& error) {
-    throw std::runtime_error(path.string() + ": " + error.what());
-  }
-}
-
-// `read` gets the open file, its format, and its size in pixels, which has been checked.
-template <class Read>
-auto with_file(const std::filesystem::path& path, Read read) {
+// Opens the file's first bytes as Jpeg, Png or Gif, checks the size, and calls `use`.
+template <class Use>
+auto with_image(const std::filesystem::path& path, std::size_t most_bytes, Use use) {
   return with_name(path, [&] {
-    std::error_code error;
-    const auto bytes = std::filesystem::file_size(path, error);
-    if (error) throw std::runtime_error("cannot be opened: " + error.message());
-    const File file(std::fopen(path.c_str(), "rb"));
-    if (!file) throw std::runtime_error("cannot be opened: " + last_error());
-    const Format& format = detect(file.get());
-    return read(file.get(), format, read_size(file.get(), format, bytes));
+    const auto bytes = read_file(path, most_bytes);
+    const auto all_bytes = std::filesystem::file_size(path);
+    if (bytes.empty()) throw std::runtime_error("the file is empty");
+    const auto checked = [&](auto image, std::uint64_t pixels_per_byte) {
+      const Size size = image.size();
+      const auto pixels = static_cast<std::uint64_t>(size.width) * static_cast<std::uint64_t>(size.height);
+      if (size.width > kLargestSide || size.height > kLargestSide || pixels > kMostPixels) {
+        throw std::runtime_error(to_string(size) + " pixels are too many; at most " + std::to_string(kLargestSide) +
+                                 " per side and " + std::to_string(kMostPixels) + " in all are supported");
+      }
+      if (pixels > std::max(kFewPixels, all_bytes * pixels_per_byte)) {
+        throw std::runtime_error("damaged: " + to_string(size) + " pixels do not fit into " +
+                                 std::to_string(all_bytes) + " bytes");
+      }
+      return use(image);
+    };
+    // No encoder fits more pixels into a byte. JPEG: at least one bit per block of 64 pixels. PNG: deflate expands a byte to at
+    // most 1032 bytes of 8 pixels each. GIF: at least 12 bits per string of fewer than 4096 pixels.
+    if (bytes.starts_with("\xff\xd8\xff")) return checked(Jpeg(bytes), 8 * 64);
+    if (bytes.starts_with("\x89PNG\r\n\x1a\n")) return checked(Png(bytes), 8 * 1032);
+    if (bytes.starts_with("GIF8")) return checked(Gif(bytes), 8 * 4096 / 12);
+    throw std::runtime_error("not a JPEG, PNG or GIF file");
   });
-}
-
-Image decode(const std::filesystem::path& path, std::optional<Size> wanted) {
-  return with_file(path, [&](std::FILE* file, const Format& format, Size) { return format.decode(file, wanted); });
-}
-
-size_t byte_count(Size size, int channels) {
-  return static_cast<size_t>(size.width) * static_cast<size_t>(size.height) * static_cast<size_t>(channels);
-}
-
-template <class Encode>
-void write(const std::filesystem::path& path, const Image& image, std::initializer_list<int> channels, int largest_side,
-           Encode encode) {
-  const auto fits = [=](int side) { return side >= 1 && side <= largest_side; };
-  if (!fits(image.width) || !fits(image.height) ||
-      std::find(channels.begin(), channels.end(), image.channels) == channels.end() ||
-      image.pixels.size() != byte_count(image.size(), image.channels)) {
-    throw std::invalid_argument(path.string() + ": cannot write " + std::to_string(image.pixels.size()) +
-                                " bytes as an image of " + to_string(image.size()) + " with " +
-                                std::to_string(image.channels) + " channels; at most " + std::to_string(largest_side) +
-                                " pixels per side");
-  }
-  write_file(path, with_name(path, [&] { return encode(image); }));
 }
 
 }  // namespace
@@ -136,48 +231,34 @@ Size to_size(const std::string& text) {
   return size;
 }
 
-Image::Image(Size size, int channel_count)
-    : width(size.width), height(size.height), channels(channel_count), pixels(byte_count(size, channel_count)) {}
+Size scaled(Size size, double scale) {
+  if (!(scale > 0 && scale <= 1)) {
+    throw std::invalid_argument("scale is " + std::to_string(scale) + "; it must be above 0 and at most 1");
+  }
+  const auto side = [scale](int pixels) { return std::max(1, static_cast<int>(std::lround(pixels * scale))); };
+  return {side(size.width), side(size.height)};
+}
 
 Size image_size(const std::filesystem::path& path) {
-  return with_file(path, [](std::FILE*, const Format&, Size size) { return size; });
+  constexpr std::size_t kLongestHeader = 1 << 20;
+  return with_image(path, kLongestHeader, [](const auto& image) { return image.size(); });
 }
 
-Image read_image(const std::filesystem::path& path) { return decode(path, std::nullopt); }
-
-Image read_image(const std::filesystem::path& path, Size wanted) {
-  Image image = decode(path, wanted);
-  return image.size() == wanted ? image : resize_bilinear(image, wanted);
+at::Tensor read_image(const std::filesystem::path& path, std::optional<Size> wanted) {
+  constexpr auto kAll = std::numeric_limits<std::size_t>::max();
+  const auto pixels = with_image(path, kAll, [&](auto& image) { return image.decode(wanted); }).permute({2, 0, 1});
+  return wanted ? resize_smoothly(pixels, *wanted) : pixels;
 }
 
-Image read_mask(const std::filesystem::path& path) {
-  const Image image = decode(path, std::nullopt);
-  Image mask(image.size(), 1);
-  const uint8_t* rgb = image.pixels.data();
-  for (uint8_t& value : mask.pixels) {
-    value = static_cast<uint8_t>((299 * rgb[0] + 587 * rgb[1] + 114 * rgb[2]) / 1000);
-    rgb += 3;
-  }
-  const uint8_t brightest = mask.pixels.empty() ? 0 : *std::max_element(mask.pixels.begin(), mask.pixels.end());
-  for (uint8_t& value : mask.pixels) value = brightest <= 1 ? value : value > 127;
-  return mask;
+at::Tensor resize_smoothly(const at::Tensor& image, Size size) {
+  if (image.size(1) == size.height && image.size(2) == size.width) return image;
+  return at::_upsample_bilinear2d_aa(image.unsqueeze(0), {size.height, size.width}, /*align_corners=*/false)[0];
 }
 
-Image read_mask(const std::filesystem::path& path, Size wanted) {
-  Image mask = read_mask(path);
-  return mask.size() == wanted ? mask : resize_nearest(mask, wanted);
-}
-
-void write_png(const std::filesystem::path& path, const Image& image) {
-  write(path, image, {1, 3}, kLargestSide, encode_png);
-}
-
-void write_jpeg(const std::filesystem::path& path, const Image& image, int quality) {
-  write(path, image, {1, 3}, kLargestJpegSide, [&](const Image& whole) { return encode_jpeg(whole, quality); });
-}
-
-void write_gif(const std::filesystem::path& path, const Image& mask) {
-  write(path, mask, {1}, kLargestSide, encode_gif);
+at::Tensor resize_nearest(const at::Tensor& labels, Size size) {
+  if (labels.size(0) == size.height && labels.size(1) == size.width) return labels;
+  const auto batch = labels.view({1, 1, labels.size(0), labels.size(1)});
+  return at::_upsample_nearest_exact2d(batch, {size.height, size.width})[0][0];
 }
 
 }  // namespace gpipe::examples

@@ -4,61 +4,45 @@
 #include <torch/utils.h>
 
 #include <algorithm>
-#include <istream>
-#include <ostream>
-#include <sstream>
+#include <iostream>
+#include <nlohmann/json.hpp>
 #include <stdexcept>
-#include <string>
-#include <string_view>
 
-#include "absl/strings/str_format.h"
+#include "absl/strings/str_cat.h"
 #include "balance/balance.h"
 #include "balance/cut.h"
 #include "balance/report.h"
 #include "balance/suggest.h"
-#include "examples/common/autocast.h"
-#include "examples/common/percent.h"
 #include "examples/common/processes.h"
+#include "examples/common/progress.h"
 #include "gpipe/assembly/workers.h"
 #include "gpipe/run/micro_batch.h"
 
 namespace gpipe::examples {
 namespace {
 
-// The time that profiling takes, in seconds.
-constexpr double kSeconds = 5;
-constexpr double kAutoSeconds = 40;
+/// How to cut and run a model.
+struct Plan {
+  Profile profile;
+  std::vector<std::int64_t> balance;
+  RunOptions run;
+  bool measured = true;  // false for micro-batches of a single image, which are measured as two
+};
 
-int count_cpus(const std::vector<torch::Device>& devices) {
-  return static_cast<int>(
-      std::count_if(devices.begin(), devices.end(), [](const auto& device) { return device.is_cpu(); }));
-}
-
-// Without the schedule if it is to be chosen.
 GPipeOptions pipe_options(const PipelineOptions& options) {
-  auto made = GPipeOptions().devices(place(options)).chunks(options.chunks);
+  auto made = GPipeOptions().devices(place(options)).chunks(options.chunks).checkpoint(options.checkpoint);
   if (options.schedule != kAuto) made.schedule(options.schedule).stages_per_worker(options.stages_per_worker);
   return made;
 }
 
-// A pipeline with the options' stages, of one layer each.
-GPipe stand_in(const PipelineOptions& options) {
-  torch::nn::Sequential layers;
-  for (int stage = 0; stage < options.stages; ++stage) layers->push_back(torch::nn::Identity());
-  return GPipe(layers, std::vector<std::int64_t>(options.stages, 1), pipe_options(options));
-}
-
-int count_micro_batches(std::int64_t images, std::int64_t chunks) {
-  return static_cast<int>(micro_batch_sizes(images, chunks, /*split_size=*/0).size());
-}
-
-// Checks that the schedule fits the parts of a mini-batch. Errors: std::invalid_argument.
-void check_micro_batches(const PipelineOptions& options, std::int64_t images) {
-  const auto pipe = stand_in(options);
-  const int chunks = count_micro_batches(part_sizes(options.ranks, options.batch_size).front(), options.chunks);
-  for (const auto part : part_sizes(options.ranks, images)) {
-    pipe->program(count_micro_batches(part, chunks));
-  }
+// Measures on the first device. On the CPU, all its workers at once.
+ProfileOptions profile_options(const std::vector<torch::Device>& devices, double seconds) {
+  const auto cpus = std::count(devices.begin(), devices.end(), torch::Device(torch::kCPU));
+  return ProfileOptions()
+      .workers(devices.front().is_cpu() ? static_cast<int>(cpus) : 1)
+      .seconds(seconds)
+      .param_scale(4)  // Adam
+      .progress([](double part) { show_percent("measuring", part); });
 }
 
 torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch::Device device) {
@@ -66,188 +50,144 @@ torch::Tensor images(std::int64_t count, std::vector<std::int64_t> shape, torch:
   return torch::full(shape, 0.5, device);
 }
 
-}  // namespace
-
-ProfileOptions profile_options(const std::vector<torch::Device>& devices) {
-  return ProfileOptions().workers(devices.front().is_cpu() ? count_cpus(devices) : 1);
-}
-
-void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options) {
-  const auto layers = static_cast<std::int64_t>(model->size());
-  if (options.stages > layers) {
-    throw std::invalid_argument("--stages is " + std::to_string(options.stages) + ", but the model has " +
-                                std::to_string(layers) + " layers");
-  }
-  if (options.ranks && worker_count(options) < options.ranks->mesh().positions) {
-    throw std::invalid_argument("the pipeline has " + std::to_string(worker_count(options)) +
-                                " workers, but there are " + std::to_string(options.ranks->mesh().positions) +
-                                " processes" + (options.replicas > 1 ? " per replica" : "") +
-                                "; give each at least one worker, with more --stages");
-  }
-  if (!options.layers.empty()) GPipe(model, options.layers, pipe_options(options));
-  check_micro_batches(options, options.batch_size);
-}
-
-void check_last_mini_batch(const PipelineOptions& options, std::int64_t training_images) {
-  const auto rest = training_images % options.batch_size;
-  if (rest == 0) return;
-  try {
-    check_micro_batches(options, rest);
-  } catch (const std::invalid_argument& error) {
-    throw std::invalid_argument(absl::StrFormat("the last mini-batch of an epoch has %d of %d images: %s", rest,
-                                                options.batch_size, error.what()));
-  }
-}
-
-namespace {
-
-Plan measure(const torch::nn::Sequential& model, const TrainingOptions& options,
-             const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
-  static_assert(std::string_view(kAuto) == kAnySchedule);
-  Plan plan{.chunks = options.chunks, .checkpoint = options.checkpoint, .schedule = options.schedule};
-  const auto devices = place(options);
-  const auto device = devices.front();
-  const Scheduling scheduling{.schedule = options.schedule, .stages_per_worker = options.stages_per_worker};
-  const Autocast autocast(options.amp, {device});
-  const auto part = part_sizes(options.ranks, options.batch_size).front();
-  Percent percent(out, terminal, "measuring");
-  auto profiling = profile_options(devices)
-                       .param_scale(4)  // Adam
-                       .progress([&](double part) { percent.show(part); });
-  if (options.balance == kAuto) {
-    const auto suggestion = suggest(model, images(part, image_shape, device), devices,
-                                    SuggestOptions().scheduling(scheduling).profile(profiling.seconds(kAutoSeconds)));
-    const auto& best = suggestion.best();
-    plan.candidates = suggestion.candidates;
-    plan.profile = suggestion.profile_of(best);
-    plan.chunks = best.chunks;
-    plan.checkpoint = best.checkpoint;
-    plan.balance = best.balance;
-    plan.schedule = best.schedule;
-    if (options.schedule == kAuto) plan.placement = best.placement;
-    plan.choice = absl::StrFormat("auto: the fastest of %d plans", plan.candidates.size());
-    plan.prediction = predict(plan.profile, plan.balance,
-                              {.chunks = best.chunks,
-                               .checkpoint = best.checkpoint,
-                               .copies = copies_between(devices),
-                               .scheduling = {.schedule = best.schedule, .placement = best.placement}});
-    return plan;
-  }
-  const auto sizes = micro_batch_sizes(part, plan.chunks, /*split_size=*/0);
-  // Batch norm can need two images.
-  const auto samples = std::max<std::int64_t>(2, sizes.front());
-  plan.profile = profile(model, images(samples, image_shape, device), profiling.seconds(kSeconds));
-  plan.chunks = static_cast<std::int64_t>(sizes.size());
-  const RunOptions run{.chunks = static_cast<int>(plan.chunks),
-                       .checkpoint = plan.checkpoint,
-                       .copies = copies_between(devices),
-                       .scheduling = scheduling};
-  if (options.balance == kByTime) plan.balance = balance_by_time(plan.profile, options.stages, run);
-  if (options.balance == kBySize) plan.balance = balance_by_size(plan.profile, options.stages, run);
-  if (options.balance.empty()) plan.balance = options.layers;
-  plan.choice = options.balance.empty() ? "as given" : options.balance;
-  if (samples == sizes.front()) plan.prediction = predict(plan.profile, plan.balance, run);
-  return plan;
-}
-
-// How to cut and run.
-std::string to_text(const Plan& plan) {
-  std::ostringstream text;
-  for (const auto layers : plan.balance) text << layers << " ";
-  text << "| ";
-  for (const int worker : plan.placement) text << worker << " ";
-  text << "| " << plan.chunks << " " << to_string(plan.checkpoint) << " " << plan.schedule;
-  return text.str();
-}
-
-template <typename Number>
-std::vector<Number> numbers_to_bar(std::istream& text) {
-  std::vector<Number> numbers;
-  std::string word;
-  while (text >> word && word != "|") numbers.push_back(static_cast<Number>(std::stoll(word)));
-  return numbers;
-}
-
-Plan to_plan(const std::string& text) {
-  std::istringstream words(text);
-  Plan plan;
-  plan.balance = numbers_to_bar<std::int64_t>(words);
-  plan.placement = numbers_to_bar<int>(words);
-  std::string checkpoint;
-  words >> plan.chunks >> checkpoint >> std::ws;
-  plan.checkpoint = checkpoints().at(checkpoint);
-  std::getline(words, plan.schedule);
-  return plan;
-}
-
-}  // namespace
-
 Plan make_plan(const torch::nn::Sequential& model, const TrainingOptions& options,
-               const std::vector<std::int64_t>& image_shape, bool terminal, std::ostream& out) {
-  if (!is_first(options.ranks)) return to_plan(options.ranks->share(""));
-  auto plan = measure(model, options, image_shape, terminal, out);
-  if (options.ranks) options.ranks->share(to_text(plan));
+               const std::vector<std::int64_t>& image_shape) {
+  const auto devices = place(options);
+  const auto part = part_sizes(options.ranks, options.batch_size).front();
+  Plan plan;
+  plan.run.copies = copies_between(devices);
+  plan.run.scheduling = {.schedule = options.schedule, .stages_per_worker = options.stages_per_worker};
+  if (options.balance == kAuto) {
+    const auto suggestion =
+        suggest(model, images(part, image_shape, devices.front()), devices,
+                SuggestOptions().scheduling(plan.run.scheduling).profile(profile_options(devices, 40)));
+    const auto& best = suggestion.best();
+    plan.profile = suggestion.profile_of(best);
+    plan.balance = best.balance;
+    plan.run.chunks = best.chunks;
+    plan.run.checkpoint = best.checkpoint;
+    plan.run.scheduling = {.schedule = best.schedule, .placement = best.placement};
+    if (options.profile) std::cout << "plans compared:\n" << candidate_table(suggestion.candidates);
+    std::cout << "auto: the fastest of " << suggestion.candidates.size() << " plans\n";
+  } else {
+    const auto sizes = micro_batch_sizes(part, options.chunks, /*split_size=*/0);
+    plan.measured = sizes.front() > 1;  // batch norm can need two images
+    const auto sample = images(std::max<std::int64_t>(2, sizes.front()), image_shape, devices.front());
+    plan.profile = profile(model, sample, profile_options(devices, 5));
+    plan.run.chunks = static_cast<int>(sizes.size());
+    plan.run.checkpoint = options.checkpoint;
+    plan.balance = options.layers;
+    if (options.balance == "by-time") plan.balance = balance_by_time(plan.profile, options.stages, plan.run);
+    if (options.balance == "by-size") plan.balance = balance_by_size(plan.profile, options.stages, plan.run);
+  }
+  show_percent("measuring", 1);
+  if (options.profile) std::cout << "costs of each layer:\n" << profile_table(plan.profile, plan.balance);
   return plan;
 }
 
-GPipe make_inference_pipe(const torch::nn::Sequential& model, const PipelineOptions& options,
-                          const std::vector<std::int64_t>& image_shape) {
-  auto balance = options.layers;
-  if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
-  if (balance.empty()) {
-    check_pipeline(model, options);
-    const auto devices = place(options);
-    const auto samples = micro_batch_sizes(options.batch_size, options.chunks, /*split_size=*/0).front();
-    const auto sample = images(std::max<std::int64_t>(2, samples), image_shape, devices.front());
-    const auto of_model = profile(model, sample, profile_options(devices).seconds(kSeconds));
-    std::vector<double> costs;
-    for (const auto& layer : of_model.layers) {
-      costs.push_back(options.balance == kBySize ? static_cast<double>(layer.parameters + layer.buffers)
-                                                 : layer.stored);
-    }
-    balance = best_partition(costs, options.stages);
-  }
-  return GPipe(model, balance, pipe_options(options));
+// Gives all ranks the first one's plan, without its profile.
+void share(Plan& plan, Ranks& ranks) {
+  const nlohmann::json mine = {plan.balance, plan.run.chunks, to_string(plan.run.checkpoint),
+                               plan.run.scheduling.schedule, plan.run.scheduling.placement};
+  const auto shared = nlohmann::json::parse(ranks.share(mine.dump()));
+  plan.balance = shared[0].get<std::vector<std::int64_t>>();
+  plan.run.chunks = shared[1];
+  plan.run.checkpoint = checkpoints().at(shared[2]);
+  plan.run.scheduling.schedule = shared[3];
+  plan.run.scheduling.placement = shared[4].get<std::vector<int>>();
 }
 
-namespace {
-
-// Those of this rank's workers; empty if none were given.
+// The devices of this rank's workers; empty if none were given.
 std::vector<torch::Device> own_devices(const PipelineOptions& options) {
-  const auto ranks = ranks_of_workers(worker_count(options), *options.ranks);
   std::vector<torch::Device> own;
-  for (std::size_t w = 0; w < options.devices.size(); ++w) {
-    if (ranks[w] == options.ranks->rank()) own.push_back(options.devices[w]);
+  if (options.devices.empty()) return own;
+  const auto devices = place(options);
+  const auto ranks = ranks_of_workers(static_cast<int>(devices.size()), *options.ranks);
+  for (std::size_t w = 0; w < devices.size(); ++w) {
+    if (ranks[w] == options.ranks->rank()) own.push_back(devices[w]);
   }
   return own;
 }
 
-}  // namespace
-
-GPipe make_pipe(const torch::nn::Sequential& model, const Plan& plan, const PipelineOptions& options) {
-  auto made = pipe_options(options).chunks(plan.chunks).checkpoint(plan.checkpoint).ranks(options.ranks);
-  made.deferred_batch_norm(true);  // so that scores depend neither on the replicas nor on the first one's images
-  if (options.ranks) made.devices(own_devices(options));
-  if (!plan.placement.empty()) made.schedule(plan.schedule).placement(plan.placement);
-  return GPipe(model, plan.balance, made);
+std::int64_t count_parameters(const torch::nn::Module& module) {
+  std::int64_t count = 0;
+  for (const auto& parameter : module.parameters()) count += parameter.numel();
+  return count;
 }
 
-void print_plan(std::ostream& out, const std::string& name, const torch::nn::Sequential& model, const GPipe& pipe,
-                const Plan& plan, bool details) {
-  if (details) {
-    out << "costs of each layer:\n" << profile_table(plan.profile, plan.balance);
-    if (!plan.candidates.empty()) out << "plans compared, as predicted:\n" << candidate_table(plan.candidates);
+// `model` has the layers of all ranks.
+void print_stages(const std::string& name, const torch::nn::Module& model, const GPipe& pipe) {
+  const auto layers = model.children();
+  std::cout << "model: " << name << ", " << layers.size() << " layers, " << count_parameters(model) << " parameters\n";
+  auto layer = layers.begin();
+  for (std::size_t s = 0; s < pipe->balance().size(); ++s) {
+    std::int64_t parameters = 0;
+    for (std::int64_t i = 0; i < pipe->balance()[s]; ++i) parameters += count_parameters(**layer++);
+    const int worker = pipe->placement()[s];
+    const bool here = pipe->is_here(static_cast<int>(s));
+    std::cout << "stage " << s << ": " << pipe->balance()[s] << " layers, " << parameters << " parameters, on worker "
+              << worker << ", " << (here ? pipe->devices()[worker].str() : "another rank") << "\n";
   }
-  out << "plan: balance " << balance_to_text(plan.balance) << " (" << plan.choice << "), " << plan.chunks
-      << " micro-batches, checkpoint " << to_string(plan.checkpoint) << ", schedule " << plan.schedule << "\n";
-  print_stages(out, name, *model, pipe, plan.prediction);
-  if (plan.prediction) {
-    out << absl::StrFormat("predicted step: %s, bubble %.0f %%", seconds_to_text(plan.prediction->seconds),
-                           100 * plan.prediction->bubble);
-  } else {
-    out << "no prediction: a micro-batch has a single image";
+  std::cout << std::flush;
+}
+
+}  // namespace
+
+void check_pipeline(const torch::nn::Sequential& model, const PipelineOptions& options) {
+  const auto layers = static_cast<std::int64_t>(model->size());
+  if (options.stages > layers) {
+    throw std::invalid_argument(
+        absl::StrCat("--stages is ", options.stages, ", but the model has ", layers, " layers"));
   }
-  out << std::endl;
+  if (options.ranks && worker_count(options) < options.ranks->mesh().positions) {
+    throw std::invalid_argument(absl::StrCat("the pipeline has ", worker_count(options), " workers, but there are ",
+                                             options.ranks->mesh().positions, " processes per pipeline",
+                                             "; give each at least one worker, with more --stages"));
+  }
+  torch::nn::Sequential stand_in;
+  for (int stage = 0; stage < options.stages; ++stage) stand_in->push_back(torch::nn::Identity());
+  GPipe(stand_in, std::vector<std::int64_t>(options.stages, 1), pipe_options(options));
+  if (!options.layers.empty()) GPipe(model, options.layers, pipe_options(options));
+}
+
+Planned plan_training(const torch::nn::Sequential& model, const std::string& name, TrainingOptions& options,
+                      const std::vector<std::int64_t>& image_shape) {
+  Plan plan;
+  if (is_first(options.ranks)) plan = make_plan(model, options, image_shape);
+  if (options.ranks) share(plan, *options.ranks);
+  options.chunks = plan.run.chunks;
+  options.checkpoint = plan.run.checkpoint;
+  const auto& scheduling = plan.run.scheduling;
+  auto made = pipe_options(options).ranks(options.ranks);
+  made.deferred_batch_norm(true);  // so that scores depend neither on the replicas nor on the first one's images
+  if (options.ranks) made.devices(own_devices(options));
+  if (options.schedule == kAuto) made.schedule(scheduling.schedule).placement(scheduling.placement);
+  const GPipe pipe(model, plan.balance, made);
+  if (!is_first(options.ranks)) return {pipe, std::nullopt};
+  std::cout << "plan: balance " << balance_to_text(plan.balance) << ", " << options.chunks
+            << " micro-batches, checkpoint " << to_string(options.checkpoint) << ", schedule " << scheduling.schedule
+            << "\n";
+  print_stages(name, *model, pipe);
+  if (!plan.measured) return {pipe, std::nullopt};
+  const auto prediction = predict(plan.profile, plan.balance, plan.run);
+  std::cout << "predicted:\n" << prediction_table(prediction) << std::flush;
+  return {pipe, prediction};
+}
+
+GPipe plan_inference(const torch::nn::Sequential& model, const std::string& name, const PipelineOptions& options,
+                     const std::vector<std::int64_t>& image_shape) {
+  check_pipeline(model, options);
+  auto balance = options.layers;
+  if (options.stages == 1) balance = {static_cast<std::int64_t>(model->size())};
+  if (balance.empty()) {
+    const auto devices = place(options);
+    const auto sample = images(std::max<std::int64_t>(2, options.batch_size), image_shape, devices.front());
+    balance = balance_by_time(options.stages, model, sample, profile_options(devices, 5));
+    show_percent("measuring", 1);
+  }
+  GPipe pipe(model, balance, pipe_options(options));
+  print_stages(name, *model, pipe);
+  return pipe;
 }
 
 }  // namespace gpipe::examples

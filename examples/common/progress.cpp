@@ -1,8 +1,8 @@
 #include "examples/common/progress.h"
 
-#include <algorithm>
-#include <chrono>
-#include <cmath>
+#include <unistd.h>
+
+#include <iostream>
 #include <utility>
 
 #include "absl/strings/str_format.h"
@@ -10,82 +10,56 @@
 namespace gpipe::examples {
 namespace {
 
+constexpr char kRedraw[] = "\r\033[K";  // to the start of the line, and erase it
 constexpr int kBarWidth = 24;
-constexpr double kBarPeriod = 0.1;
-constexpr double kLinePeriod = 10;
 
-double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+bool is_terminal() { return isatty(STDOUT_FILENO) != 0; }
+
+std::string bar(double part) {
+  const auto filled = static_cast<std::size_t>(part * kBarWidth);
+  return "[" + std::string(filled, '#') + std::string(kBarWidth - filled, '.') + "]";
 }
 
 std::string minutes(double seconds) {
-  const auto whole = std::lround(seconds);
+  const auto whole = static_cast<std::int64_t>(seconds + 0.5);
   return absl::StrFormat("%d:%02d", whole / 60, whole % 60);
 }
 
 }  // namespace
 
-Progress::Progress(std::ostream& out, bool terminal, std::string label, int64_t images)
-    : Progress(out, terminal, std::move(label), images, steady_seconds) {}
-
-Progress::Progress(std::ostream& out, bool terminal, std::string label, int64_t images, Clock clock)
-    : out_(out),
-      terminal_(terminal),
-      label_(std::move(label)),
-      images_(images),
-      clock_(std::move(clock)),
-      start_(clock_()),
-      shown_at_(start_) {}
+Progress::Progress(std::string label, std::int64_t images)
+    : terminal_(is_terminal()), label_(std::move(label)), images_(images) {}
 
 Progress::~Progress() {
-  if (bar_length_ > 0) out_ << std::endl;
+  if (open_) std::cout << std::endl;
 }
 
-double Progress::images_per_second() const {
-  const double passed = seconds();
-  return passed > 0 ? static_cast<double>(done_) / passed : 0;
-}
-
-void Progress::add(int64_t images, std::optional<double> loss) {
+void Progress::add(std::int64_t images, std::optional<double> loss) {
   done_ += images;
-  loss_ = loss;
   const bool finished = done_ >= images_;
-  const double now = clock_();
-  if (!finished && now - shown_at_ < (terminal_ ? kBarPeriod : kLinePeriod)) return;
-  shown_at_ = now;
-  show(text());
-  if (terminal_ && finished) {
-    out_ << std::endl;
-    bar_length_ = 0;
-  }
-}
-
-std::string Progress::text() const {
-  const double rate = images_per_second();
-  std::string line = label_ + "  ";
-  if (terminal_) {
-    const auto filled = static_cast<size_t>(std::clamp<int64_t>(done_ * kBarWidth / images_, 0, kBarWidth));
-    line += "[" + std::string(filled, '#') + std::string(kBarWidth - filled, '.') + "]  ";
-  }
-  absl::StrAppendFormat(&line, "%d/%d", done_, images_);
-  if (loss_) absl::StrAppendFormat(&line, "  loss %.4f", *loss_);
-  absl::StrAppendFormat(&line, "  %.1f images/s", rate);
-  if (done_ < images_ && rate > 0) {
-    line += "  ETA " + minutes(static_cast<double>(images_ - done_) / rate);
+  const double passed = seconds();
+  if (!finished && passed - shown_at_ < (terminal_ ? 0.1 : 10)) return;
+  shown_at_ = passed;
+  open_ = terminal_ && !finished;
+  if (terminal_) std::cout << kRedraw;
+  std::cout << label_ << "  ";
+  if (terminal_) std::cout << bar(static_cast<double>(done_) / static_cast<double>(images_)) << "  ";
+  std::cout << done_ << "/" << images_;
+  if (loss) std::cout << absl::StrFormat("  loss %.4f", *loss);
+  std::cout << absl::StrFormat("  %.1f images/s", images_per_second());
+  if (finished) {
+    std::cout << "  in " << minutes(passed) << std::endl;
   } else {
-    line += "  in " + minutes(seconds());
+    std::cout << "  ETA " << minutes(static_cast<double>(images_ - done_) / images_per_second())
+              << (terminal_ ? "" : "\n") << std::flush;
   }
-  return line;
 }
 
-void Progress::show(const std::string& text) {
-  if (!terminal_) {
-    out_ << text << std::endl;
-    return;
-  }
-  const std::string rest(bar_length_ - std::min(bar_length_, text.size()), ' ');
-  out_ << '\r' << text << rest << std::flush;
-  bar_length_ = text.size();
+void show_percent(const std::string& label, double part) {
+  if (!is_terminal()) return;
+  std::cout << kRedraw;
+  if (part < 1) std::cout << label << " " << bar(part);
+  std::cout << std::flush;
 }
 
 }  // namespace gpipe::examples

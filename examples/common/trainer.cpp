@@ -1,285 +1,364 @@
 #include "examples/common/trainer.h"
 
+#include <ATen/autocast_mode.h>
 #include <torch/cuda.h>
+#include <torch/optim/adam.h>
+#include <torch/utils.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
-#include <cstddef>
-#include <numeric>
-#include <ostream>
+#include <csignal>
+#include <iostream>
+#include <numbers>
 #include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
-#include "examples/common/autocast.h"
-#include "examples/common/codecs.h"
+#include "absl/strings/str_join.h"
+#include "balance/report.h"
+#include "balance/trial.h"
+#include "examples/common/drawing.h"
 #include "examples/common/files.h"
-#include "examples/common/learning_rate.h"
-#include "examples/common/outputs.h"
+#include "examples/common/plan.h"
 #include "examples/common/processes.h"
 #include "examples/common/progress.h"
 #include "gpipe/gradients.h"
+#include "gpipe/loss.h"
 #include "gpipe/rank_state.h"
 #include "gpipe/run/micro_batch.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe::examples {
 namespace {
 
-// The tag of values by step. All other tags have values by epoch.
-constexpr char kStepLoss[] = "loss/train_step";
+namespace fs = std::filesystem;
 
-std::string on_replicas(const TrainingOptions& options) {
-  return options.replicas == 1 ? "" : absl::StrCat(" on each of ", options.replicas, " replicas");
+// --- Signals
+
+volatile std::sig_atomic_t received = 0;
+
+// The second signal ends the program at once.
+void record_first(int signal) {
+  received = signal;
+  std::signal(SIGINT, SIG_DFL);
+  std::signal(SIGTERM, SIG_DFL);
+}
+
+// torchrun passes on a signal that the terminal has sent already, and ends by force a program that takes too long.
+void record(int signal) {
+  if (received == 0) received = signal;
+}
+
+void record_signals(bool over_ranks) {
+  for (const int signal : {SIGINT, SIGTERM}) {
+    // A job that was started with a signal ignored continues to ignore it.
+    if (std::signal(signal, over_ranks ? record : record_first) == SIG_IGN) std::signal(signal, SIG_IGN);
+  }
+}
+
+// --- What a step takes, forward and backward
+
+/// Times steps of whole mini-batches, and traces the second of all steps, after one that warms up.
+class StepRecord {
+ public:
+  explicit StepRecord(fs::path trace) : trace_(std::move(trace)) {}
+
+  void begin(GPipe& pipe) {
+    timeline_ = ++count_ == 2 ? std::make_shared<Timeline>() : nullptr;
+    pipe->trace(timeline_);
+    start_ = Clock::now();
+  }
+
+  void end(GPipe& pipe, bool whole) {
+    for (const auto& device : pipe->devices()) {
+      if (device.is_cuda()) torch::cuda::synchronize(device.index());
+    }
+    const std::chrono::duration<double> passed = Clock::now() - start_;
+    if (whole && count_ > 2) seconds_.push_back(passed.count());
+    if (!timeline_) return;
+    const auto timeline = pipe->gather(*timeline_);
+    if (!is_first(pipe->options().ranks())) return;
+    bytes_ = timeline.peak_bytes();
+    if (!trace_.empty()) write_file(trace_, to_chrome_json(timeline));
+  }
+
+  void print(const std::optional<Prediction>& prediction) const {
+    if (seconds_.empty()) return;
+    const auto add = [](std::string* text, std::int64_t bytes) { text->append(bytes_to_text(bytes)); };
+    const auto to_text = [&](double seconds, const std::vector<std::int64_t>& bytes) {
+      return absl::StrCat(seconds_to_text(seconds), ", peak memory per worker ", absl::StrJoin(bytes, ", ", add));
+    };
+    std::cout << "measured step: " << to_text(median(seconds_), bytes_) << ", without model and optimizer\n";
+    if (!prediction) return;
+    std::cout << "predicted: " << to_text(prediction->seconds, prediction->timeline.peak_bytes()) << "\n";
+  }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  const fs::path trace_;
+  int count_ = 0;
+  Clock::time_point start_;
+  std::shared_ptr<Timeline> timeline_;
+  std::vector<double> seconds_;
+  std::vector<std::int64_t> bytes_;  // per worker, the most of the traced step
+};
+
+// --- The training loop
+
+std::vector<std::string> history_columns(const Program& program) {
+  std::vector<std::string> columns = {"epoch", "train_loss"};
+  columns.insert(columns.end(), program.scores.begin(), program.scores.end());
+  columns.insert(columns.end(), {"learning_rate", "images_per_second"});
+  return columns;
+}
+
+class Trainer {
+ public:
+  Trainer(Planned planned, Task& task, const TrainingOptions& options, Identity identity,
+          std::vector<std::string> columns)
+      : pipe_(std::move(planned.pipe)),
+        prediction_(std::move(planned.prediction)),
+        task_(task),
+        options_(options),
+        identity_(std::move(identity)),
+        columns_(std::move(columns)),
+        optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options.learning_rate)),
+        writes_(is_first(options.ranks)),
+        record_(options.trace) {
+    for (const auto& column : columns_) history_[column];
+  }
+
+  void resume(const Snapshot& snapshot) {
+    restore_optimizer(optimizer_, *pipe_, own_part(*pipe_, snapshot).optimizer);
+    restore_random(snapshot.random);
+    epoch_ = static_cast<int>(snapshot.epoch);
+    batch_ = snapshot.position.at("batch");
+    seen_ = snapshot.position.at("images");
+    history_ = snapshot.history;
+    loss_sum_ = history_.extract("loss_sum").mapped().front();
+  }
+
+  // Returns the signal that ended it early, or 0.
+  int run() {
+    check_mini_batches();
+    if (writes_) write_history();  // a run that was killed may have written more than its snapshot has
+    const auto replicas = options_.replicas == 1 ? "" : absl::StrCat(" on each of ", options_.replicas, " replicas");
+    std::cout << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size
+              << " as " << options_.chunks << " micro-batches" << replicas << std::endl;
+    record_signals(options_.ranks != nullptr);
+    while (epoch_ < options_.epochs && !stops()) {
+      if (!train(epoch_ + 1) || !validate(epoch_ + 1)) save(kLatestSnapshot);
+    }
+    record_.print(prediction_);
+    const auto latest = (options_.output / kLatestSnapshot).string();
+    if (epoch_ < options_.epochs) {
+      std::cout << "stopped; to continue, give the same flags and --resume " << latest << std::endl;
+      return signal_;
+    }
+    const auto& scores = history_.at(columns_[2]);
+    const auto best = std::max_element(scores.begin(), scores.end());
+    std::cout << absl::StrFormat("reached: %s %.4f, the best in epoch %d\nwrote: %s/", columns_[2], *best,
+                                 best - scores.begin() + 1, options_.output.string())
+              << kHistoryFile << ", " << kCurvesFile << ", epoch_NNN.png, " << kLatestSnapshot << ", " << kBestSnapshot
+              << (options_.trace.empty() ? "" : ", " + options_.trace.string()) << std::endl;
+    return 0;
+  }
+
+ private:
+  // Whether a process has got a signal. All processes ask at the same time.
+  bool stops() {
+    if (signal_ == 0) signal_ = static_cast<int>(pipe_->largest(static_cast<std::uint64_t>(received)));
+    return signal_ != 0;
+  }
+
+  // Checks that the schedule fits the whole mini-batches and the last one of an epoch.
+  void check_mini_batches() {
+    const auto last = task_.training_images() % options_.batch_size;
+    for (const auto images : {options_.batch_size, last > 0 ? last : options_.batch_size}) {
+      for (const auto part : part_sizes(options_.ranks, images)) {
+        const auto chunks = micro_batch_sizes(part, options_.chunks, /*split_size=*/0).size();
+        pipe_->program(static_cast<int>(chunks));
+      }
+    }
+  }
+
+  // Trains an epoch from batch_ on. Returns false if a signal ended it.
+  bool train(int epoch) {
+    pipe_->train();
+    const double done = (epoch - 1.0) / options_.epochs;
+    const double factor =
+        options_.learning_rate_schedule == "constant" ? 1 : (1 + std::cos(std::numbers::pi * done)) / 2;
+    for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
+    auto examples = task_.training(epoch, batch_);
+    Progress progress(absl::StrCat("epoch ", epoch), std::max<std::int64_t>(1, task_.training_images() - seen_));
+    while (const auto example = examples()) {
+      const auto images = std::min(options_.batch_size, task_.training_images() - seen_);
+      progress.add(images, step(*example, images));
+      if (stops()) return false;
+      if (options_.snapshot_every > 0 && batch_ % options_.snapshot_every == 0) save(kLatestSnapshot);
+    }
+    images_per_second_ = progress.images_per_second();
+    return true;
+  }
+
+  // Trains on a mini-batch of `images`, of which `example` is this replica's part. Returns the loss.
+  double step(const Example& example, std::int64_t images) {
+    optimizer_.zero_grad();
+    record_.begin(pipe_);
+    const auto loss = pipe_->step(example.input, example.target, loss_).loss;
+    record_.end(pipe_, /*whole=*/images == options_.batch_size);
+    if (options_.clip > 0) clip_grad_norm_(*pipe_, options_.clip);
+    optimizer_.step();
+    const auto value = loss.item<double>();
+    if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
+    loss_sum_ += value * static_cast<double>(images);
+    seen_ += images;
+    ++batch_;
+    return value;
+  }
+
+  // Validates an epoch and completes it. Returns false if a signal stopped the validation.
+  bool validate(int epoch) {
+    const auto random = capture_random();
+    pipe_->trace(nullptr);
+    pipe_->eval();
+    const auto picture = writes_ ? options_.output / absl::StrFormat("epoch_%03d.png", epoch) : fs::path();
+    std::vector<double> values;
+    {
+      const torch::NoGradGuard no_grad;
+      values = task_.validate(pipe_, picture, [this] { return stops(); });
+    }
+    if (values.empty()) {
+      restore_random(random);  // the resumed run validates from the start
+      return false;
+    }
+    values.insert(values.begin(), {static_cast<double>(epoch), loss_sum_ / static_cast<double>(seen_)});
+    values.insert(values.end(), {optimizer_.param_groups().front().options().get_lr(), images_per_second_});
+    for (std::size_t i = 0; i < columns_.size(); ++i) history_[columns_[i]].push_back(values[i]);
+    epoch_ = epoch;
+    batch_ = 0;
+    seen_ = 0;
+    loss_sum_ = 0;
+
+    // latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
+    if (writes_) write_history();
+    const auto& scores = history_.at(columns_[2]);
+    if (std::max_element(scores.begin(), scores.end()) == scores.end() - 1) save(kBestSnapshot);
+    save(kLatestSnapshot);
+
+    std::cout << "epoch " << epoch << "/" << options_.epochs << ":";
+    for (std::size_t i = 1; i + 2 < columns_.size(); ++i) {
+      std::cout << absl::StrFormat("%s %s %.4f", i > 1 ? "," : "", columns_[i], values[i]);
+    }
+    std::cout << std::endl;
+    return true;
+  }
+
+  void write_history() const {
+    std::string csv = absl::StrJoin(columns_, ",") + "\n";
+    for (std::size_t epoch = 0; epoch < static_cast<std::size_t>(epoch_); ++epoch) {
+      const auto add = [&](std::string* line, const auto& column) {
+        absl::StrAppend(line, history_.at(column)[epoch]);
+      };
+      absl::StrAppend(&csv, absl::StrJoin(columns_, ",", add), "\n");
+    }
+    replace_file(options_.output / kHistoryFile, csv);
+    auto curves = history_;
+    for (const auto* column : {"epoch", "learning_rate", "images_per_second"}) curves.erase(column);
+    if (epoch_ > 0) draw_curves(curves).write(options_.output / kCurvesFile);
+  }
+
+  void save(const std::string& name) {
+    Snapshot snapshot;
+    snapshot.model = capture_model(*pipe_);
+    snapshot.optimizer = capture_optimizer(optimizer_, *pipe_);
+    snapshot.epoch = epoch_;
+    snapshot.position = {{"batch", batch_}, {"images", seen_}};
+    snapshot.random = capture_random();
+    snapshot.options = identity_;
+    snapshot.history = history_;
+    snapshot.history["loss_sum"] = {loss_sum_};
+    snapshot = gather(*pipe_, snapshot);
+    if (writes_) write_snapshot(options_.output / name, snapshot);
+  }
+
+  GPipe pipe_;
+  const std::optional<Prediction> prediction_;
+  Task& task_;
+  const TrainingOptions& options_;
+  const Identity identity_;
+  const std::vector<std::string> columns_;
+  torch::optim::Adam optimizer_;
+  const LossFunction loss_ = tensor_loss(
+      [this](const torch::Tensor& output, const torch::Tensor& target) { return task_.loss(output, target); });
+  const bool writes_;
+  StepRecord record_;
+  int signal_ = 0;  // that a process has got
+  double images_per_second_ = 0;
+
+  // The position of the training, which snapshots store.
+  int epoch_ = 0;           // completed epochs
+  std::int64_t batch_ = 0;  // completed mini-batches of the current epoch
+  std::int64_t seen_ = 0;   // images in them
+  double loss_sum_ = 0;     // over those images
+  std::map<std::string, std::vector<double>> history_;
+};
+
+// On this thread, whose calls of a pipeline hand it on. bfloat16 has the range of float, so the loss needs no scaling.
+void compute_in_bfloat16(const std::vector<torch::Device>& devices) {
+  for (const auto& device : devices) {
+    at::autocast::set_autocast_enabled(device.type(), true);
+    at::autocast::set_autocast_dtype(device.type(), torch::kBFloat16);
+  }
+}
+
+// The flags of a program, and those of every training.
+Identity identity_of(const Program& program, const TrainingOptions& options) {
+  Identity identity = {{"--batch-size", absl::StrCat(options.batch_size)},
+                       {"--seed", absl::StrCat(options.seed)},
+                       {"--learning-rate-schedule", options.learning_rate_schedule},
+                       {"--epochs", absl::StrCat(options.epochs)},
+                       {"--learning-rate", absl::StrCat(options.learning_rate)},
+                       {"--clip", absl::StrCat(options.clip)},
+                       {"--amp", absl::StrCat(options.amp)}};
+  identity.insert(program.identity.begin(), program.identity.end());
+  return identity;
 }
 
 }  // namespace
 
-Trainer::Trainer(GPipe pipe, Task& task, TrainingOptions options, Identity identity, std::optional<Snapshot> start,
-                 std::optional<Prediction> prediction, std::ostream& out, bool terminal)
-    : pipe_(std::move(pipe)),
-      task_(task),
-      options_(std::move(options)),
-      identity_(std::move(identity)),
-      start_(std::move(start)),
-      prediction_(std::move(prediction)),
-      out_(out),
-      terminal_(terminal),
-      loss_(tensor_loss(
-          [&task](const torch::Tensor& output, const torch::Tensor& target) { return task.loss(output, target); })),
-      optimizer_(pipe_->parameters(), torch::optim::AdamOptions(options_.learning_rate)),
-      scores_(task.scores()),
-      columns_(history_columns(scores_)),
-      writes_(is_first(options_.ranks)),
-      record_(options_.trace) {}
-
-int Trainer::run() {
-  if (start_) resume(*start_);
-  start_.reset();
-  check_smallest_micro_batch();
-  open_files();
-
-  out_ << "training: " << options_.epochs - epoch_ << " epochs, mini-batches of " << options_.batch_size << " as "
-       << options_.chunks << " micro-batches" << on_replicas(options_) << ", schedule " << options_.schedule
-       << ", checkpoint " << to_string(options_.checkpoint) << ", learning rate " << options_.learning_rate << " ("
-       << options_.learning_rate_schedule << ")" << std::endl;
-  const Interrupt interrupt(options_.ranks ? Interrupt::Second::kIgnored : Interrupt::Second::kEnds);
-  while (epoch_ < options_.epochs && !stops(interrupt)) {
-    if (!train(epoch_ + 1, interrupt) || !finish(epoch_ + 1, interrupt)) save(kLatestSnapshot);
+int run_training(TrainingOptions options, const Program& program) {
+  options.ranks = join_processes(options.replicas);
+  auto identity = identity_of(program, options);
+  const auto columns = history_columns(program);
+  const auto start = read_resumed(options, identity);
+  if (start && start->epoch >= options.epochs) {
+    std::cout << "nothing is left to train: " << options.resume.string() << " has " << start->epoch
+              << " epochs, and --epochs is " << options.epochs << std::endl;
+    return 0;
   }
-  record_.print(out_, prediction_);
-  if (record_.wrote_trace()) files_.push_back(options_.trace);
-  if (epoch_ == options_.epochs) return 0;
-  out_ << "stopped; to continue, give the same flags and --resume " << path(kLatestSnapshot).string() << std::endl;
-  return signal_;
-}
+  torch::manual_seed(options.seed);
+  auto model = program.make_model();
+  check_pipeline(model, options);
+  if (start) restore_model(*model, start->model);
+  if (!start && !options.load.empty()) restore_model(*model, read_weights(options.load));
+  if (options.amp) compute_in_bfloat16(place(options));
 
-bool Trainer::stops(const Interrupt& interrupt) {
-  if (signal_ == 0) signal_ = static_cast<int>(pipe_->largest(interrupt.signal()));
-  return signal_ != 0;
-}
-
-void Trainer::resume(const Snapshot& snapshot) {
-  restore_optimizer(optimizer_, *pipe_, own_part(*pipe_, snapshot).optimizer);
-  restore_random(snapshot.random);
-  epoch_ = static_cast<int>(snapshot.epoch);
-  batch_ = snapshot.position.at("batch");
-  seen_ = snapshot.position.at("images");
-  history_ = snapshot.history;
-  loss_sum_ = history_.at("loss_sum").front();
-  const auto epochs = snapshot.options.find("--epochs");
-  if (options_.learning_rate_schedule != "cosine" || epochs == snapshot.options.end()) return;
-  if (const auto now = absl::StrCat(options_.epochs); epochs->second != now) {
-    out_ << "note: the learning rate now falls towards 0 after epoch " << now
-         << "; the snapshot was made with --epochs " << epochs->second << "\n";
-  }
-}
-
-void Trainer::open_files() {
-  if (!writes_) return;
-  remove_earlier_training(options_);
-  std::vector<std::vector<double>> rows;
-  for (int epoch = 1; epoch <= epoch_; ++epoch) rows.push_back(row(epoch));
-  history_file_ = std::make_unique<History>(path(kHistoryFile), columns_, rows);
-  files_.push_back(path(kHistoryFile));
-  // A run that was killed may have logged more than its snapshot has.
-  cut_event_files(options_.output, [&](std::string_view tag, std::int64_t step) {
-    return step <= (tag == kStepLoss ? steps() : epoch_);
+  run_first(options.ranks, [&] {
+    prepare_output(options);
+    if (program.draw) program.draw();
   });
-  events_ = std::make_unique<EventFile>(options_.output);
-  files_.push_back(events_->path());
-}
-
-bool Trainer::train(int epoch, const Interrupt& interrupt) {
-  pipe_->train();
-  set_learning_rate(epoch);
-  auto examples = task_.training(epoch, batch_);
-  Progress progress(out_, terminal_, "epoch " + std::to_string(epoch),
-                    std::max<std::int64_t>(1, task_.training_images() - seen_));
-  while (auto example = examples()) {
-    const double before = loss_sum_;
-    const auto images = std::min(options_.batch_size, task_.training_images() - seen_);
-    step(*example, images);
-    const double loss = (loss_sum_ - before) / static_cast<double>(images);
-    progress.add(images, loss);
-    add_scalar(kStepLoss, steps(), loss);
-    if (events_) events_->flush();
-    if (stops(interrupt)) return false;
-    if (options_.snapshot_every > 0 && batch_ % options_.snapshot_every == 0) save(kLatestSnapshot);
-  }
-  images_per_second_ = progress.images_per_second();
-  return true;
-}
-
-void Trainer::step(const Example& example, std::int64_t images) {
-  const bool last = epoch_ + 1 == options_.epochs && seen_ + images == task_.training_images();
-  optimizer_.zero_grad();
-  record_.begin(pipe_, /*whole=*/images == options_.batch_size, last);
-  torch::Tensor loss;
-  {
-    const Autocast autocast(options_.amp, pipe_->devices());
-    loss = pipe_->step(example.input, example.target, loss_).loss;
-  }
-  for (const auto& device : pipe_->devices()) {
-    if (device.is_cuda()) torch::cuda::synchronize(device.index());
-  }
-  record_.end(pipe_);
-  if (options_.clip > 0) clip_grad_norm_(*pipe_, options_.clip);
-  optimizer_.step();
-  const double value = loss.item<double>();
-  if (!std::isfinite(value)) throw std::runtime_error("the loss is not finite; try a lower --learning-rate");
-  loss_sum_ += value * static_cast<double>(images);
-  seen_ += images;
-  ++batch_;
-}
-
-// Batch norm in training mode refuses a single value per channel, which the last mini-batch of an epoch can have. So the
-// model runs one image before anything is written.
-void Trainer::check_smallest_micro_batch() {
-  const auto rest = task_.training_images() % options_.batch_size;
-  std::vector<std::int64_t> smallest;
-  for (const auto images : {options_.batch_size, rest}) {
-    for (const auto part : part_sizes(options_.ranks, images)) {
-      smallest.push_back(micro_batch_sizes(part, options_.chunks, 0).back());
-    }
-  }
-  if (std::find(smallest.begin(), smallest.end(), 1) == smallest.end()) return;
-  auto shape = task_.training(/*epoch=*/1, /*first=*/0)()->input.sizes().vec();
-  shape.front() = 1;
-  const auto model = capture_model(*pipe_);
-  const auto random = capture_random();
-  try {
-    const torch::NoGradGuard no_grad;
-    pipe_->train();
-    pipe_->forward(torch::full(shape, 0.5));
-  } catch (const c10::Error& error) {
-    throw std::runtime_error("a micro-batch would have a single image, which the model refuses: " +
-                             std::string(error.what_without_backtrace()) +
-                             "; choose --batch-size and --chunks so that each has at least two");
-  }
-  restore_model(*pipe_, model);
-  restore_random(random);
-}
-
-bool Trainer::finish(int epoch, const Interrupt& interrupt) {
-  std::vector<double> values;
-  const auto random = capture_random();
-  {
-    pipe_->trace(nullptr);
-    pipe_->eval();
-    const torch::NoGradGuard no_grad;
-    const Autocast autocast(options_.amp, pipe_->devices());
-    values = task_.validate(
-        pipe_,
-        [&](const Image& picture, const std::string& name, const std::string& tag) {
-          if (writes_) show(picture, name, tag, epoch);
-        },
-        [&] { return stops(interrupt); });
-  }
-  if (values.empty()) {
-    restore_random(random);  // the resumed run validates from the start
-    return false;
-  }
-  std::vector<std::string> tags = {"loss/train"};
-  for (const auto& score : scores_) tags.push_back(score.tag);
-  tags.insert(tags.end(), {"training/learning_rate", "training/images_per_second"});
-  values.insert(values.begin(), loss_sum_ / static_cast<double>(seen_));
-  values.insert(values.end(), {optimizer_.param_groups().front().options().get_lr(), images_per_second_});
-  for (std::size_t i = 0; i < tags.size(); ++i) add_scalar(tags[i], epoch, values[i]);
-  if (events_) events_->flush();
-  values.insert(values.begin(), epoch);
-  for (std::size_t i = 0; i < columns_.size(); ++i) history_[columns_[i]].push_back(values[i]);
-  epoch_ = epoch;
-  batch_ = 0;
-  seen_ = 0;
-  loss_sum_ = 0;
-
-  // latest.snapshot is written last: a run that is killed before this repeats the epoch and all its files.
-  if (history_file_) history_file_->add(values);
-  const auto& best = history_.at(columns_[2]);
-  const bool is_best = std::all_of(best.begin(), best.end() - 1, [&](double score) { return best.back() > score; });
-  if (is_best) save(kBestSnapshot);
-  save(kLatestSnapshot);
-
-  out_ << "epoch " << epoch << "/" << options_.epochs << ":";
-  for (std::size_t i = 1; i + 2 < columns_.size(); ++i) {
-    out_ << absl::StrFormat("%s %s %.4f", i > 1 ? "," : "", columns_[i], values[i]);
-  }
-  out_ << std::endl;
-  return true;
-}
-
-void Trainer::add_scalar(const std::string& tag, std::int64_t step, double value) {
-  if (events_) events_->add_scalar(tag, step, value);
-}
-
-void Trainer::show(const Image& picture, const std::string& name, const std::string& tag, int epoch) {
-  files_.push_back(path(absl::StrFormat("%s_%03d.png", name, epoch)));
-  const auto png = encode_png(picture);
-  write_file(files_.back(), png);
-  events_->add_image(tag, epoch, png, picture.width, picture.height);
-}
-
-std::int64_t Trainer::steps() const {
-  const auto per_epoch = (task_.training_images() + options_.batch_size - 1) / options_.batch_size;
-  return epoch_ * per_epoch + batch_;
-}
-
-void Trainer::set_learning_rate(int epoch) {
-  const double factor =
-      learning_rate_factor(options_.learning_rate_schedule, epoch, options_.epochs, history_[columns_[2]]);
-  for (auto& group : optimizer_.param_groups()) group.options().set_lr(options_.learning_rate * factor);
-}
-
-void Trainer::save(const std::string& name) {
-  Snapshot snapshot;
-  snapshot.model = capture_model(*pipe_);
-  snapshot.optimizer = capture_optimizer(optimizer_, *pipe_);
-  snapshot.epoch = epoch_;
-  snapshot.position = {{"batch", batch_}, {"images", seen_}};
-  snapshot.random = capture_random();
-  snapshot.options = identity_;
-  snapshot.history = history_;
-  for (const auto& column : columns_) snapshot.history[column];  // an empty list before the first epoch
-  snapshot.history["loss_sum"] = {loss_sum_};
-  snapshot = gather(*pipe_, snapshot);
-  if (!writes_) return;
-  write_snapshot(path(name), snapshot);
-  if (std::find(files_.begin(), files_.end(), path(name)) == files_.end()) files_.push_back(path(name));
-}
-
-std::vector<double> Trainer::row(int epoch) const {
-  std::vector<double> values;
-  for (const auto& column : columns_) values.push_back(history_.at(column).at(static_cast<std::size_t>(epoch - 1)));
-  return values;
-}
-
-int run_and_report(Trainer& trainer, const std::filesystem::path& drawn, std::ostream& out) {
+  const auto task = program.load(options.ranks);
+  identity["images"] = absl::StrCat(task->training_images());
+  if (start) check_identity(identity, *start, options.resume);
+  auto planned = plan_training(model, program.name, options, task->image_shape());
+  run_first(options.ranks, [&] { remove_earlier_training(options); });
+  Trainer trainer(std::move(planned), *task, options, identity, columns);
+  if (start) trainer.resume(*start);
   const int signal = trainer.run();
-  out << "wrote\n";
-  if (!drawn.empty()) out << "  " << drawn.string() << "/\n";
-  for (const auto& file : trainer.files()) out << "  " << file.string() << "\n";
-  out << std::flush;
   return signal == 0 ? 0 : 128 + signal;
 }
 

@@ -1,111 +1,115 @@
 #include "examples/resnet18_mnist/digits.h"
 
+#include <torch/utils.h>
+
+#include <ATen/CPUGeneratorImpl.h>
+
 #include <algorithm>
 #include <array>
-#include <stdexcept>
-#include <string>
-#include <vector>
+#include <cmath>
+#include <numbers>
+#include <numeric>
 
-#include "examples/common/files.h"
-#include "examples/common/glyphs.h"
-#include "examples/common/pen.h"
+#include "absl/strings/str_format.h"
+#include "examples/common/random.h"
 
 namespace gpipe::examples::mnist {
 namespace {
 
-using Point = Pen::Point;
-
-constexpr int kPixel = Pen::kPixel;
-
-// Maps a glyph's knots into the image: moves the corners of its box, then scales, slants, rotates and shifts it.
-class Placement {
- public:
-  explicit Placement(Random& random) {
-    for (Point& corner : corners_) corner = {random.between(-800, 800), random.between(-800, 800)};
-    height_ = random.between(14 * kPixel, 22 * kPixel);
-    width_ = height_ * random.between(45, 75) / 100;
-    slant_ = random.between(-200, 350);
-    turn_ = random.between(-150, 150);
-    center_ = {14 * kPixel + random.between(-3 * kPixel, 3 * kPixel),
-               14 * kPixel + random.between(-3 * kPixel, 3 * kPixel)};
+// Moves each point of the path along smooth waves, as an unsteady hand does.
+void bend_path(cairo_t* cairo, Random& random) {
+  std::array<double, 4> wave{};
+  for (double& number : wave) number = random.between(0, 1);
+  auto* path = cairo_copy_path_flat(cairo);
+  cairo_new_path(cairo);
+  for (int i = 0; i < path->num_data; i += path->data[i].header.length) {
+    auto* point = &path->data[i + 1].point;
+    if (path->data[i].header.type == CAIRO_PATH_CLOSE_PATH) continue;
+    const double x = point->x, y = point->y;
+    point->x += 9 * wave[0] * std::sin(0.06 * y + 6 * wave[1]);
+    point->y += 9 * wave[2] * std::sin(0.06 * x + 6 * wave[3]);
   }
+  cairo_append_path(cairo, path);
+  cairo_path_destroy(path);
+}
 
-  Point at(Knot knot) const {
-    const int64_t right = knot.x * 100 / kGlyphWidth;
-    const int64_t down = knot.y;
-    const std::array<int64_t, 4> weights{(100 - right) * (100 - down), right * (100 - down), (100 - right) * down,
-                                         right * down};
-    // In ten-thousandths of the box's sides, relative to its centre.
-    Point place{right * 100 - 5000, down * 100 - 5000};
-    for (size_t i = 0; i < corners_.size(); ++i) {
-      place.x += corners_[i].x * weights[i] / 10000;
-      place.y += corners_[i].y * weights[i] / 10000;
-    }
-    place = {place.x * width_ / 10000, place.y * height_ / 10000};
-    place.x -= place.y * slant_ / 1000;
-    // With t the tangent of half the angle, cos = (1 - t^2) / (1 + t^2) and sin = 2 t / (1 + t^2).
-    const int64_t cosine = 1000000 - turn_ * turn_;
-    const int64_t sine = 2000 * turn_;
-    const int64_t unit = 1000000 + turn_ * turn_;
-    return {center_.x + (place.x * cosine - place.y * sine) / unit,
-            center_.y + (place.x * sine + place.y * cosine) / unit};
-  }
+at::Tensor draw_digit(Random random, int digit) {
+  constexpr std::array<const char*, 3> kFonts = {"sans-serif", "serif", "monospace"};
+  Drawing drawing({28, 28}, CAIRO_FORMAT_A8);
+  auto* cairo = drawing.cairo();
+  const auto slant = random.chance(0.3) ? CAIRO_FONT_SLANT_ITALIC : CAIRO_FONT_SLANT_NORMAL;
+  cairo_select_font_face(cairo, kFonts[random.below(3)], slant, CAIRO_FONT_WEIGHT_NORMAL);
+  cairo_set_font_size(cairo, 100);
+  const std::string text = std::to_string(digit);
+  cairo_text_extents_t extents;
+  cairo_text_extents(cairo, text.c_str(), &extents);
 
- private:
-  std::array<Point, 4> corners_;  // ten-thousandths of the box's sides
-  int64_t height_;
-  int64_t width_;
-  int64_t slant_;  // thousandths of the height
-  int64_t turn_;   // thousandths: the tangent of half the angle
-  Point center_;
-};
+  const double height = random.between(13, 22);
+  cairo_translate(cairo, 14 + random.between(-3, 3), 14 + random.between(-3, 3));
+  cairo_rotate(cairo, random.between(-0.3, 0.3));
+  const cairo_matrix_t shear{1, 0, random.between(-0.35, 0.2), 1, 0, 0};
+  cairo_transform(cairo, &shear);
+  cairo_scale(cairo, random.between(0.8, 1.3) * height / extents.height, height / extents.height);
+  cairo_move_to(cairo, -extents.x_bearing - extents.width / 2, -extents.y_bearing - extents.height / 2);
+  cairo_text_path(cairo, text.c_str());
+  bend_path(cairo, random);
+  cairo_set_line_width(cairo, random.between(1, 14));
+  cairo_fill_preserve(cairo);
+  cairo_stroke(cairo);
+
+  const double paper = random.between(0, 50);
+  const double ink = random.between(140, 255);
+  const auto noise = at::rand({28, 28}, at::detail::createCPUGenerator(random.seed())) * 2 - 1;
+  const auto image = drawing.image() * ((ink - paper) / 255) + noise * random.between(0, 45) + paper;
+  return image.clamp(0, 255).to(at::kByte);
+}
 
 }  // namespace
 
-Image draw_digit(Random& random, int digit) {
-  const auto& styles = digit_glyphs(digit);
-  const Glyph& glyph = styles[static_cast<size_t>(random.between(0, static_cast<int>(styles.size()) - 1))];
-  const Placement placement(random);
-  Pen pen(kDigitSize, random.between(kPixel * 5 / 10, kPixel * 19 / 10));
-  for (const Stroke& stroke : glyph) {
-    std::vector<Point> points;
-    for (const Knot knot : stroke.knots) points.push_back(placement.at(knot));
-    pen.stroke(stroke.kind, points);
+LabelledImages draw_digits(int count, std::uint64_t seed, Part part) {
+  const std::uint64_t first = part == Part::kTraining ? 0 : std::uint64_t{1} << 32;
+  std::vector<at::Tensor> images;
+  std::vector<std::uint8_t> labels;
+  for (int i = 0; i < count; ++i) {
+    Random random(seed, first + static_cast<std::uint64_t>(i));
+    labels.push_back(static_cast<std::uint8_t>(random.below(10)));
+    images.push_back(draw_digit(random, labels.back()));
   }
+  return {at::stack(images), torch::tensor(labels, at::kByte)};
+}
 
-  const int paper = random.between(0, 50);
-  const int ink = random.between(140, 255);
-  const int noise = random.between(0, 45);
-  Image image(kDigitSize, 1);
-  for (int y = 0; y < image.height; ++y) {
-    for (int x = 0; x < image.width; ++x) {
-      const int value = paper + (ink - paper) * pen.ink(x, y) / kPixel + random.between(-noise, noise);
-      *image.at(x, y) = static_cast<uint8_t>(std::clamp(value, 0, 255));
+Drawing draw_confusion(const std::vector<std::int64_t>& counts, int classes) {
+  constexpr int kCell = 49, kLeft = 96, kTop = 88, kBorder = 12;
+  constexpr Color kLight{1, 1, 1}, kPaper{0.19, 0.19, 0.19};
+  const int side = classes * kCell;
+  const Size size{kLeft + side + kBorder, kTop + side + kBorder};
+  Drawing drawing(size);
+  drawing.rectangle(0, 0, size.width, size.height, kPaper);
+  double right = 0;
+  for (int k = 0; k < classes; ++k) right += static_cast<double>(counts.at(k * (classes + 1)));
+  const auto all = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+  drawing.color(kLight);
+  drawing.text(absl::StrFormat("accuracy %.2f %%", 100 * right / static_cast<double>(std::max<std::int64_t>(1, all))),
+               size.width / 2.0, 18, 18);
+  drawing.text("predicted", kLeft + side / 2.0, 46, 18);
+  drawing.text("true", 32, kTop + side / 2.0, 18);
+  for (int row = 0; row < classes; ++row) {
+    const double top = kTop + row * kCell;
+    drawing.color(kLight);
+    drawing.text(std::to_string(row), kLeft + (row + 0.5) * kCell, kTop - 14, 18);
+    drawing.text(std::to_string(row), kLeft - 18, top + kCell / 2.0, 18);
+    const auto first = counts.begin() + std::ptrdiff_t{row} * classes;
+    const auto sum =
+        static_cast<double>(std::max<std::int64_t>(1, std::accumulate(first, first + classes, std::int64_t{0})));
+    for (int column = 0; column < classes; ++column) {
+      const double left = kLeft + column * kCell;
+      const double grey = std::sqrt(static_cast<double>(first[column]) / sum);  // the root makes rare mistakes visible
+      drawing.rectangle(left, top, kCell - 1, kCell - 1, {grey, grey, grey});
+      drawing.color(grey > 0.46 ? Color() : kLight);
+      if (first[column] > 0) drawing.text(std::to_string(first[column]), left + kCell / 2.0, top + kCell / 2.0, 14);
     }
   }
-  return image;
-}
-
-LabelledImages draw_digits(int count, uint64_t seed, Part part) {
-  if (count < 1) throw std::invalid_argument("cannot draw " + std::to_string(count) + " digits; give at least 1");
-  const uint64_t first_stream = part == Part::kTraining ? 0 : uint64_t{1} << 32;
-  LabelledImages set{.size = kDigitSize, .pixels = {}, .labels = {}};
-  for (int i = 0; i < count; ++i) {
-    Random random(seed, first_stream + static_cast<uint64_t>(i));
-    const int digit = random.between(0, 9);
-    const Image image = draw_digit(random, digit);
-    set.pixels.insert(set.pixels.end(), image.pixels.begin(), image.pixels.end());
-    set.labels.push_back(static_cast<uint8_t>(digit));
-  }
-  return set;
-}
-
-void write_digits(const std::filesystem::path& directory, int training_count, int test_count, uint64_t seed) {
-  const auto training = draw_digits(training_count, seed, Part::kTraining);
-  const auto test = draw_digits(test_count, seed, Part::kTest);
-  make_directory(directory);
-  write_idx(training_files(directory), training);
-  write_idx(test_files(directory), test);
+  return drawing;
 }
 
 }  // namespace gpipe::examples::mnist

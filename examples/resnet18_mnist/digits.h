@@ -1,29 +1,22 @@
 #pragma once
 
 #include <cstdint>
-#include <filesystem>
+#include <vector>
 
-#include "examples/common/image.h"
-#include "examples/common/random.h"
+#include "examples/common/drawing.h"
 #include "examples/resnet18_mnist/idx.h"
 
 namespace gpipe::examples::mnist {
 
-inline constexpr Size kDigitSize{28, 28};
-
-/// Draws one digit, 0 to 9, light on dark in one channel. The way of writing it (see digit_glyphs()), the distortion,
-/// slant, rotation, size, place, thickness, brightness and noise are random. It computes in integers, so pixels are the
-/// same on every machine.
-Image draw_digit(Random& random, int digit);
-
 enum class Part { kTraining, kTest };
 
-/// Draws `count` digits in random order. Digit i of a part does not depend on `count`. Errors: std::invalid_argument for
-/// count < 1.
-LabelledImages draw_digits(int count, uint64_t seed, Part part);
+/// Draws `count` digits of 28 x 28 pixels in random order, light on dark. The font, distortion, slant, rotation, size, place,
+/// thickness, brightness and noise are random. Digit i of a part does not depend on `count`.
+LabelledImages draw_digits(int count, std::uint64_t seed, Part part);
 
-/// Writes both parts as training_files() and test_files() of the folder, and creates it if it is missing. Errors:
-/// std::invalid_argument for counts < 1; std::runtime_error with the path, if it cannot be written.
-void write_digits(const std::filesystem::path& directory, int training_count, int test_count, uint64_t seed);
+/// Draws a confusion matrix in grey: a row per true class, a column per predicted class. The title tells the accuracy. A cell
+/// is brighter the larger its share of the row's images is, and shows the number of its images if there are any. `counts` has
+/// classes * classes numbers, row by row.
+Drawing draw_confusion(const std::vector<std::int64_t>& counts, int classes);
 
 }  // namespace gpipe::examples::mnist

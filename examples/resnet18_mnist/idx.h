@@ -1,21 +1,15 @@
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
-#include <filesystem>
-#include <vector>
+#include <ATen/core/Tensor.h>
 
-#include "examples/common/image.h"
+#include <filesystem>
 
 namespace gpipe::examples::mnist {
 
-/// Grey images of one size, with the class of each.
+/// Grey images [n, height, width] of uint8, where 0 is black, with the class of each, [n].
 struct LabelledImages {
-  Size size;
-  std::vector<uint8_t> pixels;  ///< one image after the other, rows from the top; 0 is black
-  std::vector<uint8_t> labels;
-
-  size_t count() const { return labels.size(); }
+  at::Tensor images;
+  at::Tensor labels;
 };
 
 /// The two files of a set in the IDX format of MNIST: bytes in three dimensions, and labels.
@@ -34,8 +28,7 @@ IdxFiles test_files(const std::filesystem::path& directory);
 /// kind, empty, truncated or too long, for a label that is not below `classes`, and for counts that differ.
 LabelledImages read_idx(const IdxFiles& files, int classes = 10);
 
-/// Creates or replaces both files. Errors: std::invalid_argument for numbers of pixels and labels that do not match;
-/// std::runtime_error with the path, if it cannot be written.
+/// Creates or replaces both files. Errors: std::runtime_error with the path, if it cannot be written.
 void write_idx(const IdxFiles& files, const LabelledImages& set);
 
 }  // namespace gpipe::examples::mnist

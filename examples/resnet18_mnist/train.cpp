@@ -1,21 +1,21 @@
 // Trains a ResNet-18 on MNIST's files, as a pipeline.
 
+#include <torch/nn/functional/loss.h>
 #include <torch/utils.h>
-#include <unistd.h>
+
+#include <ATen/CPUGeneratorImpl.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <iostream>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "examples/common/flags.h"
-#include "examples/common/outputs.h"
-#include "examples/common/plan.h"
 #include "examples/common/processes.h"
-#include "examples/common/start.h"
+#include "examples/common/random.h"
 #include "examples/common/trainer.h"
 #include "examples/resnet18_mnist/digits.h"
-#include "examples/resnet18_mnist/task.h"
 #include "models/resnet.h"
 
 namespace gpipe::examples::mnist {
@@ -40,49 +40,100 @@ void add_options(CLI::App& app, Options& options) {
                  "folder with MNIST's four IDX files, uncompressed, or 'synthetic', which draws such files");
   app.add_option("--samples", options.samples,
                  "number of training images that 'synthetic' draws; it draws a sixth as many test images")
-      ->transform(whole_number(60, 600000));
+      ->check(in_range(60, 600000));
   app.add_flag("--small-images", options.small_images,
                "begin with a 3x3 convolution and without pooling: more accurate, 15 times the work");
 }
 
-int train(Options options) {
-  options.ranks = join_processes(options.replicas);
-  auto identity = make_identity({{"--small-images", absl::StrCat(options.small_images)}}, options);
-  auto start = read_start(options, identity, history_columns(classification_scores()), std::cout);
-  if (is_finished(options, start, std::cout)) return 0;
-  torch::manual_seed(options.seed);
-  auto model =
-      models::resnet18(models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
-  check_pipeline(model, options);
-  if (start) restore_start(options, *start, *model);
-  if (options.resume.empty()) start.reset();
+Example to_example(const LabelledImages& set) {
+  return {set.images.unsqueeze(1).to(torch::kFloat).div_(255), set.labels.to(torch::kLong)};
+}
 
+/// Learns to classify images [n, 1, h, w] with values 0 to 1 into logits [n, classes].
+class ClassificationTask : public Task {
+ public:
+  ClassificationTask(Example training, Example test, std::int64_t batch_size, std::uint64_t seed,
+                     std::shared_ptr<Ranks> ranks)
+      : training_(std::move(training)),
+        test_(std::move(test)),
+        batch_size_(batch_size),
+        seed_(seed),
+        ranks_(std::move(ranks)) {}
+
+  std::int64_t training_images() const override { return training_.input.size(0); }
+  std::vector<std::int64_t> image_shape() const override { return training_.input[0].sizes().vec(); }
+
+  Examples training(int epoch, std::int64_t first) override {
+    const auto generator = at::detail::createCPUGenerator(Random(seed_, static_cast<std::uint64_t>(epoch)).seed());
+    return [this, order = torch::randperm(training_images(), generator),
+            next = first * batch_size_]() mutable -> std::optional<Example> {
+      const auto count = std::min(batch_size_, order.size(0) - next);
+      if (count <= 0) return std::nullopt;
+      const auto [begin, end] = part_of(ranks_, count);
+      const auto chosen = order.slice(0, next + begin, next + end);
+      next += count;
+      return Example{training_.input.index_select(0, chosen), training_.target.index_select(0, chosen)};
+    };
+  }
+
+  torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override {
+    return torch::nn::functional::cross_entropy(logits.to(torch::kFloat), labels);
+  }
+
+  std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture, const Stops& stops) override {
+    const auto count = test_.input.size(0);
+    auto pairs = torch::zeros({kClasses * kClasses}, torch::kLong);
+    double loss_sum = 0;
+    for (std::int64_t start = 0; start < count; start += batch_size_) {
+      if (stops()) return {};
+      const auto [begin, end] = part_of(ranks_, std::min(batch_size_, count - start));
+      const auto labels = test_.target.slice(0, start + begin, start + end);
+      const auto logits = pipe->forward(test_.input.slice(0, start + begin, start + end)).cpu();
+      if (begin == end) continue;  // the mean of no losses is not a number
+      loss_sum += loss(logits, labels).item<double>() * static_cast<double>(end - begin);
+      pairs += torch::bincount(labels * kClasses + logits.argmax(1), {}, kClasses * kClasses);
+    }
+    const auto* own = pairs.const_data_ptr<std::int64_t>();
+    const auto counts = pipe->sum_over_replicas({own, own + pairs.numel()});
+    if (!picture.empty()) draw_confusion({counts.begin(), counts.end()}, kClasses).write(picture);
+    double right = 0;
+    for (std::int64_t k = 0; k < kClasses; ++k) right += counts[k * (kClasses + 1)];
+    loss_sum = pipe->sum_over_replicas({loss_sum}).front();
+    return {right / static_cast<double>(count), loss_sum / static_cast<double>(count)};
+  }
+
+ private:
+  const Example training_;
+  const Example test_;
+  const std::int64_t batch_size_;
+  const std::uint64_t seed_;
+  const std::shared_ptr<Ranks> ranks_;
+};
+
+int train(const Options& options) {
   const bool drawn = options.data == "synthetic";
   const auto data = drawn ? options.output / "digits" : std::filesystem::path(options.data);
-  run_first(options.ranks, [&] {
-    check_outputs(options);
-    if (drawn) write_digits(data, options.samples, options.samples / 6, options.seed);
-  });
-  const auto training = read_idx(training_files(data));
-  const auto test = read_idx(test_files(data));
-  std::cout << "data: " << training.count() << " images to train, " << test.count() << " to test, "
-            << to_string(training.size) << "\n";
-  identity["images"] = absl::StrCat(training.count());
-  if (start) check_identity(identity, *start, options.resume);
-  check_last_mini_batch(options, static_cast<std::int64_t>(training.count()));
-
-  const bool terminal = isatty(STDOUT_FILENO) != 0;
-  const auto plan = make_plan(model, options, {1, training.size.height, training.size.width}, terminal, std::cout);
-  auto pipe = make_pipe(model, plan, options);
-  if (is_first(options.ranks)) print_plan(std::cout, "ResNet-18", model, pipe, plan, options.profile);
-  model = nullptr;  // the pipeline has the layers of this process
-  options.chunks = plan.chunks;
-  options.checkpoint = plan.checkpoint;
-  options.schedule = plan.schedule;
-
-  ClassificationTask task(training, test, kClasses, options.batch_size, options.seed, options.ranks);
-  Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
-  return run_and_report(trainer, drawn ? data : "", std::cout);
+  Program program{.name = "ResNet-18",
+                  .identity = {{"--small-images", absl::StrCat(options.small_images)}},
+                  .scores = {"accuracy", "test_loss"}};
+  program.make_model = [&] {
+    return models::resnet18(
+        models::ResNetOptions().num_classes(kClasses).in_channels(1).small_images(options.small_images));
+  };
+  if (drawn) {
+    program.draw = [&] {
+      std::filesystem::create_directories(data);
+      write_idx(training_files(data), draw_digits(options.samples, options.seed, Part::kTraining));
+      write_idx(test_files(data), draw_digits(options.samples / 6, options.seed, Part::kTest));
+    };
+  }
+  program.load = [&](const std::shared_ptr<Ranks>& ranks) {
+    const auto training = to_example(read_idx(training_files(data), kClasses));
+    const auto test = to_example(read_idx(test_files(data), kClasses));
+    std::cout << "data: " << training.input.size(0) << " images to train, " << test.input.size(0) << " to test\n";
+    return std::make_unique<ClassificationTask>(training, test, options.batch_size, options.seed, ranks);
+  };
+  return run_training(options, program);
 }
 
 }  // namespace

@@ -1,6 +1,6 @@
 // Writes the masks that a trained U-Net predicts for images, as a pipeline.
 
-#include <unistd.h>
+#include <torch/nn/functional/pooling.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -10,12 +10,8 @@
 
 #include "absl/strings/ascii.h"
 #include "absl/strings/str_cat.h"
-#include "examples/common/files.h"
-#include "examples/common/flags.h"
-#include "examples/common/picture.h"
-#include "examples/common/progress.h"
-#include "examples/unet/classes.h"
-#include "examples/unet/overlay.h"
+#include "examples/common/drawing.h"
+#include "examples/unet/data.h"
 #include "examples/unet/predictor.h"
 #include "examples/unet/segmentation.h"
 
@@ -38,17 +34,18 @@ void add_options(CLI::App& app, Options& options) {
       ->required()
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
-  app.add_option("-o,--output", options.output, "folder for the masks, NAME_mask.png")->transform(path_name());
+  app.add_option("-o,--output", options.output, "folder for the masks, NAME_mask.png");
   app.add_option(
          "-t,--threshold", options.threshold,
          "probability above which a pixel is of class 1; with more than two classes, the most probable class is taken")
-      ->transform(number_between(0, 1));
+      ->check(in_range(0, 1));
   app.add_flag("--probabilities", options.probabilities,
                "also write NAME_probability_K.png for each class K except 0, white for certain");
   app.add_flag("--overlay", options.overlay,
                "also write NAME_overlay.png, the image with the mask tinted and outlined");
 }
 
+// Refuses images of the same name, because their masks would be the same file.
 std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
   std::vector<fs::path> images;
   for (const auto& input : inputs) {
@@ -58,7 +55,6 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
     }
     const auto before = images.size();
     for (const auto& entry : fs::directory_iterator(input)) {
-      if (!entry.is_regular_file()) continue;
       const auto extension = absl::AsciiStrToLower(entry.path().extension().string());
       if (extension == ".jpg" || extension == ".jpeg" || extension == ".png" || extension == ".gif") {
         images.push_back(entry.path());
@@ -67,49 +63,48 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
     if (images.size() == before) throw std::runtime_error(input.string() + ": no .jpg, .jpeg, .png or .gif file");
     std::sort(images.begin() + static_cast<std::ptrdiff_t>(before), images.end());
   }
+  std::map<std::string, fs::path> by_name;
+  for (const auto& image : images) {
+    const auto [other, is_new] = by_name.emplace(image.stem().string(), image);
+    if (is_new) continue;
+    throw std::runtime_error("two images have the same name: " + other->second.string() + " and " + image.string());
+  }
   return images;
 }
 
-// Refuses images of the same name, because their masks would be the same file, and an output folder that holds an image.
-void check_names(const std::vector<fs::path>& images, const fs::path& output) {
-  std::map<std::string, fs::path> by_name;
-  for (const auto& image : images) {
-    if (fs::absolute(image).lexically_normal().parent_path() ==
-        fs::absolute(output / "_").lexically_normal().parent_path()) {
-      throw std::runtime_error("--output " + output.string() + " is the folder of " + image.string() +
-                               "; give another folder");
-    }
-    const auto [other, is_new] = by_name.emplace(image.stem().string(), image);
-    if (is_new) continue;
-    throw std::runtime_error("two images have the same name: " + other->second.string() + " and " + image.string() +
-                             "; give them in separate runs with separate --output");
-  }
+// Tints the image where the labels are not 0, and outlines them: a light line inside and a dark line outside, so that the
+// outline is visible on any colour.
+torch::Tensor overlay(const torch::Tensor& image, const torch::Tensor& labels, int classes) {
+  namespace F = torch::nn::functional;
+  const auto tint = classes == 2 ? torch::stack({labels * 255, labels * 0, labels * 0}) : paint_labels(labels, classes);
+  auto result = torch::where(labels > 0, image * 0.65 + tint * 0.35, image.to(torch::kFloat)).round();
+  const auto width = std::max<std::int64_t>(1, std::max(image.size(1), image.size(2)) / 300);
+  const auto neighbours = [&](const torch::Tensor& values) {
+    return F::max_pool2d(values.unsqueeze(0), F::MaxPool2dFuncOptions(2 * width + 1).stride(1).padding(width))[0];
+  };
+  const auto values = labels.to(torch::kFloat);
+  result.masked_fill_(neighbours(values.unsqueeze(0))[0] > values, 0);
+  result.masked_fill_(-neighbours(-values.unsqueeze(0))[0] < values, 255);
+  return result.to(torch::kByte);
 }
 
 int predict(const Options& options) {
   const auto images = list_images(options.input);
-  check_names(images, options.output);
-  check_writable_directory(options.output);
   Predictor predictor(options, images);
   const int classes = predictor.classes();
-  print_stages(std::cout, "U-Net", *predictor.pipe(), predictor.pipe());
-
-  Progress progress(std::cout, isatty(STDOUT_FILENO) != 0, "predict", static_cast<int64_t>(images.size()));
-  predictor.run([&](std::size_t number, const torch::Tensor& probabilities) {
+  fs::create_directories(options.output);
+  predictor.run("predict", [&](std::size_t number, const torch::Tensor& probabilities) {
     const auto& image = images[number];
     const auto path = [&](const std::string& ending) {
       return options.output / (image.stem().string() + ending + ".png");
     };
-    const auto chosen =
-        (classes == 2 ? probabilities.narrow(1, 1, 1) > options.threshold : to_labels(probabilities)).to(torch::kByte);
-    Image labels({static_cast<int>(chosen.size(3)), static_cast<int>(chosen.size(2))}, 1);
-    std::copy_n(chosen.contiguous().const_data_ptr<uint8_t>(), labels.pixels.size(), labels.pixels.begin());
+    const auto labels =
+        classes == 2 ? (probabilities[0][1] > options.threshold).to(torch::kByte) : to_labels(probabilities)[0][0];
     write_png(path("_mask"), paint_labels(labels, classes));
     for (int k = 1; options.probabilities && k < classes; ++k) {
-      write_png(path(absl::StrCat("_probability_", k)), to_image(probabilities[0].narrow(0, k, 1)));
+      write_png(path(absl::StrCat("_probability_", k)), (probabilities[0][k] * 255).round().to(torch::kByte));
     }
     if (options.overlay) write_png(path("_overlay"), overlay(read_image(image), labels, classes));
-    progress.add(1);
   });
   std::cout << "wrote " << images.size() << " masks to " << options.output.string() << "/" << std::endl;
   return 0;

@@ -7,10 +7,9 @@
 #include <stdexcept>
 #include <utility>
 
-#include "examples/common/flags.h"
 #include "examples/common/plan.h"
-#include "examples/unet/loader.h"
-#include "examples/unet/model.h"
+#include "examples/common/progress.h"
+#include "examples/unet/data.h"
 #include "examples/unet/segmentation.h"
 #include "gpipe/snapshot.h"
 
@@ -20,21 +19,18 @@ void add_predictor_options(CLI::App& app, PredictorOptions& options) {
   options.batch_size = 4;
   options.stages = 1;  // measuring takes longer than predicting a few images
   add_pipeline_options(app, options);
-  app.add_option("-m,--model", options.model, "snapshot of a training")
-      ->required()
-      ->transform(path_name())
-      ->always_capture_default(false);
+  app.add_option("-m,--model", options.model, "snapshot of a training")->required()->always_capture_default(false);
   app.add_option("-s,--scale", options.scale,
                  "size of the network's input, relative to the files; by default as in training")
-      ->transform(number_between(0.001, 1));
+      ->check(in_range(0.001, 1));
   app.add_option("--workers", options.workers,
                  "number of threads that decode images in advance; 0: decode between batches")
-      ->transform(whole_number(0, 256));
+      ->check(in_range(0, 256));
 }
 
 Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images)
     : options_(options), images_(std::move(images)) {
-  auto snapshot = read_snapshot(options_.model);
+  const auto snapshot = read_snapshot(options_.model);
   for (const auto& image : images_) sizes_.push_back(image_size(image));
   ModelOptions model_options;
   try {
@@ -49,26 +45,28 @@ Predictor::Predictor(const PredictorOptions& options, std::vector<std::filesyste
   model->eval();
   const Size size = scaled(sizes_.at(0), scale_);
   auto fitting = options_;
-  fitting.batch_size = std::min<std::int64_t>(fitting.batch_size, static_cast<std::int64_t>(images_.size()));
-  pipe_ = make_inference_pipe(model, fitting, {3, size.height, size.width});
+  fitting.batch_size = std::min(fitting.batch_size, static_cast<std::int64_t>(images_.size()));
+  pipe_ = plan_inference(model, "U-Net", fitting, {3, size.height, size.width});
   pipe_->eval();
 }
 
-void Predictor::run(const std::function<void(std::size_t, const torch::Tensor&)>& use) {
+void Predictor::run(const std::string& label, const std::function<void(std::size_t, const torch::Tensor&)>& use) {
   namespace F = torch::nn::functional;
   const torch::NoGradGuard no_grad;
+  Progress progress(label, static_cast<std::int64_t>(images_.size()));
   for (std::size_t begin = 0, end = 0; begin < images_.size(); begin = end) {
     // Consecutive images of the same size share batches.
     const Size size = scaled(sizes_[begin], scale_);
     std::vector<Sample> samples;
-    for (; end < images_.size() && scaled(sizes_[end], scale_) == size; ++end) samples.push_back({images_[end], {}});
+    for (; end < images_.size() && scaled(sizes_[end], scale_) == size; ++end) samples.push_back({images_[end]});
     Loader loader(samples, size, {.batch_size = options_.batch_size, .workers = options_.workers});
     for (std::size_t image = begin; const auto batch = loader.next();) {
-      const auto probabilities = to_probabilities(pipe_->forward(batch->images)).cpu();
+      const auto probabilities = to_probabilities(pipe_->forward(batch->input)).cpu();
       for (std::int64_t i = 0; i < probabilities.size(0); ++i, ++image) {
         const std::vector<std::int64_t> whole = {sizes_[image].height, sizes_[image].width};
         use(image, F::interpolate(probabilities.narrow(0, i, 1),
                                   F::InterpolateFuncOptions().size(whole).mode(torch::kBilinear).align_corners(false)));
+        progress.add(1);
       }
     }
   }

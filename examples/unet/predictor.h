@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "examples/common/image.h"
-#include "examples/common/pipeline_options.h"
+#include "examples/common/options.h"
 #include "gpipe/gpipe.h"
 
 namespace gpipe::examples::unet {
@@ -23,17 +23,17 @@ void add_predictor_options(CLI::App& app, PredictorOptions& options);
 /// Applies a trained U-Net to images of any size.
 class Predictor {
  public:
-  /// Reads the snapshot and cuts the model. If the cut needs measurements, they use the size of the first image.
-  /// Errors: std::runtime_error with the file's name, for a file that is not a snapshot of the training program, or not
+  /// Reads the snapshot, cuts the model and prints the stages. If the cut needs measurements, they use the size of the first
+  /// image. Errors: std::runtime_error with the file's name, for a file that is not a snapshot of the training program, or not
   /// an image.
   Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images);
 
-  const GPipe& pipe() const { return pipe_; }
   int classes() const { return classes_; }
 
   /// Calls `use` for each image in order, with its number and its probabilities [1, classes, h, w] on the CPU, at the
-  /// image's own size.
-  void run(const std::function<void(std::size_t image, const torch::Tensor& probabilities)>& use);
+  /// image's own size. Shows progress with that label.
+  void run(const std::string& label,
+           const std::function<void(std::size_t image, const torch::Tensor& probabilities)>& use);
 
  private:
   const PredictorOptions options_;

@@ -1,282 +1,305 @@
 #include "examples/unet/scene.h"
 
+#include <torch/utils.h>
+
 #include <algorithm>
-#include <iterator>
+#include <array>
+#include <numbers>
 #include <stdexcept>
-#include <string>
+#include <utility>
 #include <vector>
 
-#include "examples/common/canvas.h"
-#include "examples/unet/car_body.h"
+#include "absl/strings/str_format.h"
+#include "examples/common/drawing.h"
+#include "examples/common/random.h"
+#include "examples/unet/data.h"
 
 namespace gpipe::examples::unet {
 namespace {
 
-constexpr Label kCar = 1;
-constexpr Label kWindow = 2;
-constexpr Label kWheel = 3;
+constexpr int kCar = 1, kWindow = 2, kWheel = 3;
 
+/// The side view of a car that faces right. Corners are pairs of thousandths: x of its length, from the rear; y of its height,
+/// from the ground.
+struct CarBody {
+  double height;  // of the length
+  std::vector<int> outline;
+  std::vector<std::vector<int>> windows;
+};
+
+const std::vector<CarBody> kCarBodies = {
+    // saloon
+    {0.31,
+     {0,   180,  5,   480, 60,  570, 230, 600, 340, 960, 400,  1000,
+      600, 1000, 660, 950, 770, 600, 960, 490, 995, 380, 1000, 180},
+     {{275, 610, 360, 920, 490, 920, 490, 610}, {515, 610, 515, 920, 640, 900, 730, 610}}},
+    // hatchback
+    {0.37,
+     {0, 180, 0, 560, 40, 620, 110, 950, 180, 1000, 560, 1000, 630, 960, 770, 620, 950, 520, 995, 400, 1000, 180},
+     {{95, 640, 155, 920, 360, 920, 360, 640}, {390, 640, 390, 920, 600, 910, 720, 640}}},
+    // off-roader
+    {0.4,
+     {0, 200, 0, 620, 30, 950, 80, 1000, 610, 1000, 670, 960, 760, 650, 965, 580, 1000, 430, 1000, 200},
+     {{60, 660, 85, 920, 250, 920, 250, 660},
+      {275, 660, 275, 920, 410, 920, 410, 660},
+      {475, 660, 475, 920, 630, 910, 720, 660}}},
+    // pick-up
+    {0.37,
+     {0, 220, 0, 570, 370, 570, 390, 970, 430, 1000, 620, 1000, 670, 960, 750, 610, 960, 550, 1000, 430, 1000, 220},
+     {{420, 630, 435, 920, 540, 920, 540, 630}, {560, 630, 560, 920, 640, 910, 715, 630}}},
+};
+
+Color scale(Color color, double factor) {
+  const auto part = [=](double value) { return std::min(1.0, value * factor); };
+  return {part(color.red), part(color.green), part(color.blue)};
+}
+
+// Paints an image and its mask together: each shape covers what is below it in both. The unit is the height. Shapes can reach
+// beyond the image.
 class Painter {
  public:
-  Painter(Random& random, Size size, int classes) : random_(random), canvas_(size), classes_(classes) {}
+  Painter(Random random, Size size, int classes)
+      : random_(std::move(random)), image_(size), mask_(size, CAIRO_FORMAT_A8), classes_(classes) {
+    for (auto* cairo : {image_.cairo(), mask_.cairo()}) cairo_scale(cairo, size.height, size.height);
+    width_ = static_cast<double>(size.width) / size.height;
+    cairo_set_antialias(mask_.cairo(), CAIRO_ANTIALIAS_NONE);
+    cairo_set_operator(mask_.cairo(), CAIRO_OPERATOR_SOURCE);
+  }
 
   Scene paint() {
-    horizon_ = between(4600, 5800);
+    horizon_ = between(0.46, 0.58);
     sky();
     buildings();
-    trees();
+    for (int trees = below(4); trees > 0; --trees) tree(across(), horizon_ + between(0, 0.03));
     street();
-    clutter();
+    for (int things = 1 + below(5); things > 0; --things) thing(across(), horizon_ + between(0.01, 0.13));
     car();
-    if (random_.chance(50)) occluder();
-    light();
-    return {canvas_.image(), canvas_.mask()};
+    return {lit(image_.image()), mask_.image()};
   }
 
  private:
-  int between(int low, int high) { return random_.between(low, high); }
-  // A random horizontal place.
-  int across() { return between(0, canvas_.width()); }
+  double between(double low, double high) { return random_.between(low, high); }
+  int below(int count) { return random_.below(count); }
+  double across() { return between(0, width_); }
 
-  Label label(Label part) const { return part < classes_ ? part : kCar; }
-
-  Color grey(int low, int high) {
-    const int value = between(low, high);
-    return {value + between(-6, 6), value + between(-6, 6), value + between(-6, 6)};
+  Color grey(double low, double high) {
+    const double value = between(low, high);
+    return {value + between(-0.02, 0.02), value + between(-0.02, 0.02), value + between(-0.02, 0.02)};
   }
 
   Color paint_color() {
-    static constexpr Color kPaints[] = {{24, 24, 28},    {236, 236, 236}, {180, 183, 188}, {104, 107, 112},
-                                        {178, 26, 32},   {96, 18, 24},    {32, 62, 150},   {120, 165, 210},
-                                        {32, 92, 52},    {230, 190, 36},  {222, 112, 28},  {100, 70, 46},
-                                        {206, 190, 154}, {18, 120, 130}};
-    const Color base = kPaints[between(0, static_cast<int>(std::size(kPaints)) - 1)];
-    return {base.red + between(-14, 14), base.green + between(-14, 14), base.blue + between(-14, 14)};
+    static constexpr Color kPaints[] = {{.09, .09, .11}, {.93, .93, .93}, {.71, .72, .74}, {.41, .42, .44},
+                                        {.70, .10, .13}, {.38, .07, .09}, {.13, .24, .59}, {.47, .65, .82},
+                                        {.13, .36, .20}, {.90, .75, .14}, {.87, .44, .11}, {.39, .27, .18},
+                                        {.81, .75, .60}, {.07, .47, .51}};
+    const Color base = kPaints[below(std::size(kPaints))];
+    return {base.red + between(-0.05, 0.05), base.green + between(-0.05, 0.05), base.blue + between(-0.05, 0.05)};
   }
 
-  Color leaves() {
-    const int strength = between(60, 130);
-    return scale({between(40, 110), between(90, 140), between(25, 60)}, strength);
+  // Fills the path of the image's context, in the mask too.
+  void fill(Color color, int label = 0) {
+    auto* path = cairo_copy_path(image_.cairo());
+    cairo_append_path(mask_.cairo(), path);
+    cairo_path_destroy(path);
+    cairo_set_source_rgba(mask_.cairo(), 0, 0, 0, (label < classes_ ? label : kCar) / 255.0);
+    cairo_fill(mask_.cairo());
+    image_.color(color);
+    cairo_fill(image_.cairo());
+  }
+
+  void rectangle(double left, double top, double right, double bottom, Color color) {
+    cairo_rectangle(image_.cairo(), left, top, right - left, bottom - top);
+    fill(color);
+  }
+
+  void ellipse(double x, double y, double radius_x, double radius_y, Color color, int label = 0) {
+    ellipse_path(x, y, radius_x, radius_y);
+    fill(color, label);
+  }
+
+  void ellipse_path(double x, double y, double radius_x, double radius_y) {
+    auto* cairo = image_.cairo();
+    cairo_save(cairo);
+    cairo_translate(cairo, x, y);
+    cairo_scale(cairo, radius_x, radius_y);
+    cairo_arc(cairo, 0, 0, 1, 0, 2 * std::numbers::pi);
+    cairo_restore(cairo);
+  }
+
+  // All rows from `top` to `bottom`, changing from one colour to the other.
+  void gradient(double top, double bottom, Color from, Color to) {
+    rectangle(0, top, width_, bottom, from);
+    auto* pattern = cairo_pattern_create_linear(0, top, 0, bottom);
+    cairo_pattern_add_color_stop_rgb(pattern, 0, from.red, from.green, from.blue);
+    cairo_pattern_add_color_stop_rgb(pattern, 1, to.red, to.green, to.blue);
+    cairo_set_source(image_.cairo(), pattern);
+    cairo_rectangle(image_.cairo(), 0, top, width_, bottom - top);
+    cairo_fill(image_.cairo());
+    cairo_pattern_destroy(pattern);
   }
 
   void sky() {
-    static constexpr Color kSkies[][2] = {{{90, 145, 215}, {190, 215, 240}},
-                                          {{165, 170, 178}, {215, 217, 220}},
-                                          {{80, 80, 130}, {240, 165, 105}},
-                                          {{25, 28, 48}, {70, 75, 105}}};
-    const auto& [top, bottom] = kSkies[between(0, 3)];
-    canvas_.gradient(0, horizon_, top, bottom);
+    static constexpr Color kSkies[][2] = {{{.35, .57, .84}, {.75, .84, .94}},
+                                          {{.65, .67, .70}, {.84, .85, .86}},
+                                          {{.31, .31, .51}, {.94, .65, .41}},
+                                          {{.10, .11, .19}, {.27, .29, .41}}};
+    const auto& [top, bottom] = kSkies[below(4)];
+    gradient(0, horizon_, top, bottom);
   }
 
   void buildings() {
-    for (int left = between(-1500, 0); left < canvas_.width();) {
-      const int right = left + between(1500, 4500);
-      if (random_.chance(85)) building(left, right);
-      left = right + (random_.chance(30) ? between(200, 1800) : 0);
-    }
-  }
-
-  void building(int left, int right) {
-    const int top = between(-500, horizon_ - 1500);
-    const Color wall = random_.chance(50) ? grey(60, 225) : paint_color();
-    canvas_.rectangle({left, top}, {right, horizon_}, wall);
-    const bool lit = random_.chance(50);
-    const Color glass = lit ? mix(wall, {250, 235, 180}, 60) : scale(wall, 55);
-    const int step_x = between(500, 900);
-    const int step_y = between(600, 1000);
-    for (int y = top + 300; y + step_y / 2 < horizon_ - 200; y += step_y) {
-      for (int x = left + 200; x + step_x / 2 < right - 100; x += step_x) {
-        canvas_.rectangle({x, y}, {x + step_x / 2, y + step_y / 2}, glass);
+    double right = 0;
+    for (double left = between(-0.15, 0); left < width_;
+         left = right + (random_.chance(0.3) ? between(0.02, 0.18) : 0)) {
+      right = left + between(0.15, 0.45);
+      const double top = between(-0.05, horizon_ - 0.15);
+      const Color wall = random_.chance(0.5) ? grey(0.24, 0.88) : paint_color();
+      const Color glass = random_.chance(0.5) ? Color{0.9, 0.85, 0.65} : scale(wall, 0.55);
+      rectangle(left, top, right, horizon_, wall);
+      const double step_x = between(0.05, 0.09);
+      const double step_y = between(0.06, 0.1);
+      for (double y = top + 0.03; y + step_y / 2 < horizon_ - 0.02; y += step_y) {
+        for (double x = left + 0.02; x + step_x / 2 < right - 0.01; x += step_x) {
+          rectangle(x, y, x + step_x / 2, y + step_y / 2, glass);
+        }
       }
     }
   }
 
-  void trees() {
-    for (int count = between(0, 3); count > 0; --count) {
-      const Point foot = {across(), horizon_ + between(0, 300)};
-      const int height = between(2200, 4600);
-      canvas_.rectangle({foot.x - 110, foot.y - height}, {foot.x + 110, foot.y},
-                        {between(60, 95), between(45, 65), 35});
-      foliage({foot.x, foot.y - height}, between(600, 1200));
-    }
+  void tree(double x, double foot) {
+    const double top = foot - between(0.22, 0.46);
+    rectangle(x - 0.011, top, x + 0.011, foot, {between(0.24, 0.37), between(0.18, 0.25), 0.14});
+    foliage(x, top, between(0.06, 0.12));
   }
 
-  void foliage(Point center, int radius) {
-    const Color color = leaves();
+  void foliage(double x, double y, double radius) {
+    const Color leaves = scale({between(0.16, 0.43), between(0.35, 0.55), between(0.1, 0.24)}, between(0.6, 1.3));
     for (int i = 0; i < 6; ++i) {
-      const Point at = {center.x + between(-radius, radius), center.y + between(-radius, radius) / 2};
-      const int size = radius * between(55, 100) / 100;
-      canvas_.ellipse(at, size, size * 4 / 5, scale(color, between(80, 120)));
+      const double size = radius * between(0.55, 1);
+      ellipse(x + between(-radius, radius), y + between(-radius, radius) / 2, size, size * 0.8,
+              scale(leaves, between(0.8, 1.2)));
     }
   }
 
   void street() {
-    const int kerb = horizon_ + between(500, 1100);
-    const Color pavement = grey(110, 200);
-    canvas_.gradient(horizon_, kerb, pavement, scale(pavement, between(85, 110)));
-    canvas_.rectangle({0, kerb}, {canvas_.width(), kerb + 120}, scale(pavement, 65));
-    const Color asphalt = grey(45, 150);
-    canvas_.gradient(kerb + 120, kCanvasHeight, asphalt, scale(asphalt, between(80, 125)));
-    if (random_.chance(75)) {
-      const Color mark = random_.chance(70) ? Color{225, 225, 222} : Color{225, 185, 50};
-      const int y = between(kerb + 600, kCanvasHeight - 200);
-      const int length = between(900, 2500);
-      for (int x = between(-length, 0); x < canvas_.width(); x += length * 2) {
-        canvas_.rectangle({x, y}, {x + length, y + 170}, mark);
-      }
+    const double kerb = horizon_ + between(0.05, 0.11);
+    const Color pavement = grey(0.43, 0.78);
+    const Color asphalt = grey(0.18, 0.59);
+    gradient(horizon_, kerb, pavement, scale(pavement, between(0.85, 1.1)));
+    rectangle(0, kerb, width_, kerb + 0.012, scale(pavement, 0.65));
+    gradient(kerb + 0.012, 1, asphalt, scale(asphalt, between(0.8, 1.25)));
+    if (random_.chance(0.75)) {
+      const Color mark = random_.chance(0.7) ? Color{0.88, 0.88, 0.87} : Color{0.88, 0.73, 0.2};
+      const double y = between(kerb + 0.06, 0.98);
+      const double length = between(0.09, 0.25);
+      for (double x = between(-length, 0); x < width_; x += length * 2) rectangle(x, y, x + length, y + 0.017, mark);
     }
-    for (int count = between(0, 3); count > 0; --count) {
-      const Point patch = {across(), between(kerb + 500, kCanvasHeight)};
-      const int size = between(300, 1400);
-      canvas_.ellipse(patch, size, size / 4, scale(asphalt, between(70, 130)));
+    for (int patches = below(4); patches > 0; --patches) {
+      const double size = between(0.03, 0.14);
+      ellipse(across(), between(kerb + 0.05, 1), size, size / 4, scale(asphalt, between(0.7, 1.3)));
     }
   }
 
-  // Things behind the car, on the pavement and the far side of the road.
-  void clutter() {
-    for (int count = between(1, 5); count > 0; --count) {
-      const Point foot = {across(), horizon_ + between(100, 1300)};
-      thing(foot, paint_color());
-    }
-  }
-
-  void thing(Point foot, Color color) {
-    switch (between(0, 3)) {
-      case 0: {  // a box or kiosk
-        const int half = between(250, 1100);
-        const int height = between(500, 2200);
-        canvas_.rectangle({foot.x - half, foot.y - height}, {foot.x + half, foot.y}, color);
-        canvas_.rectangle({foot.x - half, foot.y - height}, {foot.x + half, foot.y - height * 4 / 5}, scale(color, 75));
-        break;
-      }
-      case 1: {  // a pole, sometimes with a sign
-        const int height = between(2000, 5000);
-        canvas_.rectangle({foot.x - 70, foot.y - height}, {foot.x + 70, foot.y}, grey(50, 180));
-        if (random_.chance(70)) canvas_.ellipse({foot.x, foot.y - height}, 420, 420, color);
-        break;
-      }
-      case 2: {  // a barrel or a bag
-        const int half = between(250, 600);
-        canvas_.ellipse({foot.x, foot.y - half}, half, half, color);
-        canvas_.ellipse({foot.x, foot.y - half * 3 / 2}, half * 2 / 3, half / 3, scale(color, 130));
-        break;
-      }
-      default:
-        foliage({foot.x, foot.y - 400}, between(350, 700));
+  // Something in the colours of cars.
+  void thing(double x, double foot) {
+    const Color color = paint_color();
+    const int kind = below(4);
+    if (kind == 0) {  // a box or kiosk
+      const double half = between(0.025, 0.11);
+      const double height = between(0.05, 0.22);
+      rectangle(x - half, foot - height, x + half, foot, color);
+      rectangle(x - half, foot - height, x + half, foot - height * 0.8, scale(color, 0.75));
+    } else if (kind == 1) {  // a pole, sometimes with a sign
+      const double height = between(0.2, 0.5);
+      rectangle(x - 0.007, foot - height, x + 0.007, foot, grey(0.2, 0.7));
+      if (random_.chance(0.7)) ellipse(x, foot - height, 0.042, 0.042, color);
+    } else if (kind == 2) {  // a barrel or a bag
+      const double half = between(0.025, 0.06);
+      ellipse(x, foot - half, half, half, color);
+      ellipse(x, foot - half * 1.5, half * 0.67, half / 3, scale(color, 1.3));
+    } else {
+      foliage(x, foot - 0.04, between(0.035, 0.07));
     }
   }
 
   void car() {
-    const CarBody& body = car_bodies()[static_cast<size_t>(between(0, static_cast<int>(car_bodies().size()) - 1))];
-    const int length = std::min(canvas_.width() * between(58, 85) / 100, 20000);
-    const int height = length * body.height / 1000 * between(90, 112) / 100;
-    const int left = between(-length / 12, canvas_.width() - length + length / 12);
-    const int lowest = std::min(9800, horizon_ + 1500 + height);
-    const int ground = between(std::min(horizon_ + 1500, lowest), lowest);
-    const bool faces_right = random_.chance(50);
-    const auto at = [&](Point point) {
-      const int along = faces_right ? point.x : 1000 - point.x;
-      return Point{left + length * along / 1000, ground - height * point.y / 1000};
-    };
-    const auto fill = [&](std::vector<Point> corners, Color color, Label part = kCar) {
-      for (Point& corner : corners) corner = at(corner);
-      canvas_.polygon(corners, color, label(part));
+    const CarBody& body = kCarBodies[static_cast<std::size_t>(below(static_cast<int>(kCarBodies.size())))];
+    const double length = std::min(width_ * between(0.58, 0.85), 2.0);
+    const double height = length * body.height * between(0.9, 1.12);
+    const double left = between(-length / 12, width_ - length + length / 12);
+    const double lowest = std::min(0.98, horizon_ + 0.15 + height);
+    const double ground = between(std::min(horizon_ + 0.15, lowest), lowest);
+    const bool faces_right = random_.chance(0.5);
+    const auto place = [&](int along) { return left + length * (faces_right ? along : 1000 - along) / 1000; };
+    const auto polygon = [&](const std::vector<int>& corners, Color color, int label = kCar) {
+      for (std::size_t i = 0; i < corners.size(); i += 2) {
+        cairo_line_to(image_.cairo(), place(corners[i]), ground - height * corners[i + 1] / 1000);
+      }
+      cairo_close_path(image_.cairo());
+      fill(color, label);
     };
 
-    const int wheel = length * between(78, 95) / 1000;
-    canvas_.shadow({left + length / 2, ground - wheel / 4}, length * 54 / 100, wheel * 2 / 3, between(25, 60));
+    const double wheel = length * between(0.078, 0.095);
+    ellipse_path(left + length / 2, ground - wheel / 4, length * 0.54, wheel * 0.67);
+    cairo_set_source_rgba(image_.cairo(), 0, 0, 0, between(0.4, 0.75));  // the shadow
+    cairo_fill(image_.cairo());
 
     const Color color = paint_color();
-    fill(body.outline, color);
-    fill({{5, 180}, {5, 330}, {995, 330}, {995, 180}}, scale(color, between(60, 85)));
-    fill({{120, 520}, {120, 548}, {780, 548}, {780, 520}}, scale(color, 70));
-    const Color glass = random_.chance(60) ? Color{between(25, 60), between(32, 66), between(42, 80)}
-                                           : Color{between(120, 190), between(150, 205), between(170, 220)};
-    for (const auto& window : body.windows) fill(window, glass, kWindow);
-    fill({{502, 230}, {502, 600}, {508, 600}, {508, 230}}, scale(color, 55));
-    fill({{965, 380}, {965, 470}, {993, 440}, {996, 380}}, {245, 240, 205});
-    fill({{2, 400}, {4, 480}, {30, 480}, {30, 400}}, {190, 20, 25});
-
-    const Color rim = grey(90, 215);
-    const Color tyre = grey(22, 48);
+    polygon(body.outline, color);
+    polygon({5, 180, 5, 330, 995, 330, 995, 180}, scale(color, between(0.6, 0.85)));
+    polygon({120, 520, 120, 548, 780, 548, 780, 520}, scale(color, 0.7));
+    const Color glass = random_.chance(0.6) ? Color{between(0.1, 0.24), between(0.13, 0.26), between(0.16, 0.31)}
+                                            : Color{between(0.47, 0.75), between(0.59, 0.8), between(0.67, 0.86)};
+    for (const auto& window : body.windows) polygon(window, glass, kWindow);
+    polygon({502, 230, 502, 600, 508, 600, 508, 230}, scale(color, 0.55));
+    polygon({965, 380, 965, 470, 993, 440, 996, 380}, {0.96, 0.94, 0.8});
+    polygon({2, 400, 4, 480, 30, 480, 30, 400}, {0.75, 0.08, 0.1});
+    const Color rim = grey(0.35, 0.84);
+    const Color tyre = grey(0.09, 0.19);
     for (const int along : {185, 805}) {
-      const Point foot = at({along, 0});
-      const Point hub = {foot.x, ground - wheel};
-      canvas_.ellipse(hub, wheel, wheel, tyre, label(kWheel));
-      canvas_.ellipse(hub, wheel * 58 / 100, wheel * 58 / 100, rim, label(kWheel));
-      canvas_.ellipse(hub, wheel * 15 / 100, wheel * 15 / 100, tyre, label(kWheel));
+      const double hub = ground - wheel;
+      ellipse(place(along), hub, wheel, wheel, tyre, kWheel);
+      ellipse(place(along), hub, wheel * 0.58, wheel * 0.58, rim, kWheel);
+      ellipse(place(along), hub, wheel * 0.15, wheel * 0.15, tyre, kWheel);
     }
-    car_center_ = {left + length / 2, ground - height / 2};
-    car_ground_ = ground;
-    car_length_ = length;
-  }
-
-  // A thing in front of the car.
-  void occluder() {
-    const int x = car_center_.x + between(-car_length_ * 45 / 100, car_length_ * 45 / 100);
-    const int foot = std::min(kCanvasHeight + 300, car_ground_ + between(200, 900));
-    switch (between(0, 2)) {
-      case 0: {  // a post
-        const int half = between(110, 260);
-        const Color color = random_.chance(50) ? grey(50, 190) : paint_color();
-        canvas_.rectangle({x - half, random_.chance(50) ? -1 : car_center_.y - 2500}, {x + half, foot}, color);
-        break;
-      }
-      case 1:
-        foliage({x, foot - 500}, between(500, 1000));
-        break;
-      default: {  // a box
-        const int half = between(300, 900);
-        const int height = between(700, 1800);
-        const Color color = paint_color();
-        canvas_.rectangle({x - half, foot - height}, {x + half, foot}, color);
-        canvas_.rectangle({x - half, foot - height / 2}, {x + half, foot - height / 3}, scale(color, 70));
-      }
-    }
+    if (random_.chance(0.5)) thing(left + length * between(0.05, 0.95), std::min(1.03, ground + between(0.02, 0.09)));
   }
 
   // Exposure, a gradient of light in each direction, and noise.
-  void light() {
-    const int exposure = between(75, 112);
-    const int slope_x = between(-25, 25);
-    const int slope_y = between(-20, 20);
-    const int noise = between(2, 9);
-    Image& image = canvas_.image();
-    for (int y = 0; y < image.height; ++y) {
-      for (int x = 0; x < image.width; ++x) {
-        const int gain =
-            exposure * 100 + slope_x * (200 * x / image.width - 100) + slope_y * (200 * y / image.height - 100);
-        const int grain = between(-noise, noise);
-        uint8_t* rgb = image.at(x, y);
-        for (int c = 0; c < 3; ++c) rgb[c] = static_cast<uint8_t>(std::clamp(rgb[c] * gain / 10000 + grain, 0, 255));
-      }
-    }
+  torch::Tensor lit(const torch::Tensor& image) {
+    const auto slope = [&](std::int64_t pixels) { return torch::linspace(-1, 1, pixels) * between(-0.25, 0.25); };
+    const auto gain = slope(image.size(1)).view({-1, 1}) + slope(image.size(2)) + between(0.75, 1.12);
+    const double strength = between(2, 9);
+    const auto noise = torch::rand(image[0].sizes(), at::detail::createCPUGenerator(random_.seed())) * 2 - 1;
+    return (image * gain + noise * strength).clamp(0, 255).to(torch::kByte);
   }
 
-  Random& random_;
-  Canvas canvas_;
+  Random random_;
+  Drawing image_;
+  Drawing mask_;
   const int classes_;
-  int horizon_ = 0;  // the line where walls meet the pavement
-  Point car_center_;
-  int car_ground_ = 0;
-  int car_length_ = 0;
+  double width_ = 0;
+  double horizon_ = 0;  // the line where walls meet the pavement
 };
 
 }  // namespace
 
-void check_scene(Size size, int classes) {
+Scene draw_scene(std::uint64_t seed, int number, Size size, int classes) {
   if (size.width < 16 || size.height < 16) {
     throw std::invalid_argument("a scene of " + to_string(size) + " is too small; give at least 16x16");
   }
-  if (classes < 2 || classes > kSceneClasses) {
-    throw std::invalid_argument("a scene has 2 to " + std::to_string(kSceneClasses) + " classes, not " +
-                                std::to_string(classes));
-  }
+  if (classes > kWheel + 1) throw std::invalid_argument("a scene has 2 to 4 classes, not " + std::to_string(classes));
+  return Painter(Random(seed, static_cast<std::uint64_t>(number)), size, classes).paint();
 }
 
-Scene draw_scene(Random& random, Size size, int classes) {
-  check_scene(size, classes);
-  return Painter(random, size, classes).paint();
+void write_scenes(const std::filesystem::path& folder, int count, Size size, std::uint64_t seed, int classes) {
+  for (int i = 0; i < count; ++i) {
+    const auto scene = draw_scene(seed, i, size, classes);
+    std::filesystem::create_directories(folder / "imgs");
+    std::filesystem::create_directories(folder / "masks");
+    write_png(folder / "imgs" / absl::StrFormat("%04d.png", i), scene.image);
+    write_png(folder / "masks" / absl::StrFormat("%04d_mask.png", i), paint_labels(scene.mask, classes));
+  }
 }
 
 }  // namespace gpipe::examples::unet

@@ -2,24 +2,43 @@
 
 #include <torch/nn/functional/loss.h>
 
-#include <vector>
+#include <stdexcept>
 
-#include "examples/unet/classes.h"
+#include "absl/strings/numbers.h"
+#include "examples/unet/data.h"
+#include "models/unet.h"
 
 namespace gpipe::examples::unet {
-namespace {
 
-torch::Tensor class_colors(std::int64_t classes) {
-  if (classes == 2) return torch::tensor({0.f, 0.f, 0.f, 1.f, 1.f, 1.f}).view({2, 3});
-  std::vector<float> parts;
-  for (std::int64_t k = 0; k < classes; ++k) {
-    const Color color = class_color(static_cast<Label>(k));
-    for (const int part : {color.red, color.green, color.blue}) parts.push_back(static_cast<float>(part) / 255);
-  }
-  return torch::tensor(parts).view({classes, 3});
+std::map<std::string, std::string> to_flags(const ModelOptions& options) {
+  return {{"--classes", std::to_string(options.classes)},
+          {"--depth", std::to_string(options.depth)},
+          {"--channels", std::to_string(options.channels)},
+          {"--bilinear", std::to_string(options.bilinear)}};
 }
 
-}  // namespace
+ModelOptions from_flags(const std::map<std::string, std::string>& flags) {
+  const auto number = [&](const std::string& flag, int low, int high) {
+    const auto found = flags.find(flag);
+    if (found == flags.end()) throw std::invalid_argument("it does not store " + flag);
+    int value = 0;
+    if (absl::SimpleAtoi(found->second, &value) && value >= low && value <= high) return value;
+    throw std::invalid_argument("its " + flag + " is " + found->second);
+  };
+  return {.classes = number("--classes", 2, kMaxClasses),
+          .depth = number("--depth", 1, 16),
+          .channels = number("--channels", 1, 4096),
+          .bilinear = number("--bilinear", 0, 1) == 1};
+}
+
+torch::nn::Sequential make_model(const ModelOptions& options) {
+  return models::unet(
+      models::UNetOptions()
+          .out_channels(options.classes == 2 ? 1 : options.classes)
+          .depth(options.depth)
+          .base_channels(options.channels)
+          .upsampling(options.bilinear ? models::Upsampling::kLinear : models::Upsampling::kTransposed));
+}
 
 torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& labels) {
   namespace F = torch::nn::functional;
@@ -52,13 +71,37 @@ torch::Tensor to_labels(const torch::Tensor& probabilities) {
 }
 
 torch::Tensor paint(const torch::Tensor& probabilities) {
-  const auto colors = class_colors(probabilities.size(1)).to(probabilities.device());
-  return torch::einsum("nkhw,kc->nchw", {probabilities, colors});
+  const auto classes = static_cast<int>(probabilities.size(1));
+  std::vector<double> parts;
+  for (int k = 0; k < classes; ++k) {
+    const Color color = class_color(k, classes);
+    parts.insert(parts.end(), {color.red, color.green, color.blue});
+  }
+  const auto colors = torch::tensor(parts, torch::kFloat).view({classes, 3});
+  return torch::einsum("nkhw,kc->nchw", {probabilities, colors.to(probabilities.device())});
 }
 
 torch::Tensor one_hot(const torch::Tensor& labels, int classes) {
   const auto numbers = torch::arange(classes, labels.options()).view({1, classes, 1, 1});
   return (labels == numbers).to(torch::kFloat);
+}
+
+torch::Tensor count_pairs(const torch::Tensor& labels, const torch::Tensor& truth, int classes) {
+  const auto pairs = truth.to(torch::kLong) * classes + labels;
+  return torch::bincount(pairs.flatten(), {}, classes * classes).view({classes, classes});
+}
+
+std::vector<Score> to_scores(const torch::Tensor& pairs) {
+  std::vector<Score> scores(1);
+  const auto classes = static_cast<int>(pairs.size(0));
+  for (int k = 1; k < classes; ++k) {
+    const auto both = pairs[k][k].item<double>();
+    const auto sum = (pairs[k].sum() + pairs.select(1, k).sum()).item<double>();
+    scores.push_back(sum == 0 ? Score{1, 1} : Score{2 * both / sum, both / (sum - both)});
+    scores[0].dice += scores.back().dice / (classes - 1);
+    scores[0].iou += scores.back().iou / (classes - 1);
+  }
+  return scores;
 }
 
 }  // namespace gpipe::examples::unet

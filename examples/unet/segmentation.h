@@ -1,18 +1,34 @@
 #pragma once
 
-#include <torch/types.h>
+#include <torch/nn/modules/container/sequential.h>
 
+#include <CLI/App.hpp>
 #include <cstdint>
+#include <map>
+#include <string>
+#include <vector>
 
 namespace gpipe::examples::unet {
 
-// The meaning of a U-Net's output. With two classes it has one channel, the logit of class 1; with more classes, one
-// channel per class.
+/// Which U-Net to train. Snapshots store these options, so that programs that use the model need no flags for it.
+struct ModelOptions {
+  int classes = 2;
+  std::int64_t depth = 3;
+  std::int64_t channels = 8;  ///< at full resolution
+  bool bilinear = false;
+};
+
+/// Returns the options as flags with their values.
+std::map<std::string, std::string> to_flags(const ModelOptions& options);
+/// The inverse of to_flags(). Errors: std::invalid_argument for a flag that is missing or has an invalid value.
+ModelOptions from_flags(const std::map<std::string, std::string>& flags);
+
+torch::nn::Sequential make_model(const ModelOptions& options);
+
+// The model's output. With two classes it has one channel, the logit of class 1; with more classes, one channel per class.
 //   logits         [n, 1 or classes, h, w]
 //   probabilities  [n, classes, h, w]; they sum to 1 over the classes
 //   labels         [n, 1, h, w], uint8: the class of each pixel
-
-inline std::int64_t output_channels(int classes) { return classes == 2 ? 1 : classes; }
 
 /// Cross-entropy plus 1 - Dice. Dice is the overlap of the probabilities with the labels (Milletari et al.,
 /// arXiv:1606.04797, without the squares), as the mean over images and all classes except 0. Each count is one pixel
@@ -25,10 +41,21 @@ torch::Tensor to_probabilities(const torch::Tensor& logits);
 /// The most probable class of each pixel.
 torch::Tensor to_labels(const torch::Tensor& probabilities);
 
-/// Colours [n, 3, h, w] with values 0 to 1: the mean of the classes' colours, weighted by their probability. Class 1 of
-/// two is white.
+/// Colours [n, 3, h, w] with values 0 to 1: the mean of the classes' colours, weighted by their probability.
 torch::Tensor paint(const torch::Tensor& probabilities);
 /// Labels as probabilities that are 0 or 1.
 torch::Tensor one_hot(const torch::Tensor& labels, int classes);
+
+/// How well predicted labels match the true ones. With A the predicted pixels of a class and B the true ones:
+/// Dice = 2 |A and B| / (|A| + |B|), IoU = |A and B| / |A or B|. Both are 1 if A and B are empty.
+struct Score {
+  double dice = 0;
+  double iou = 0;
+};
+
+/// Returns the number of pixels of each true class and predicted class, [classes, classes]. Those of several images add up.
+torch::Tensor count_pairs(const torch::Tensor& labels, const torch::Tensor& truth, int classes);
+/// Returns the scores of the classes 1 and up, and before them their mean.
+std::vector<Score> to_scores(const torch::Tensor& pairs);
 
 }  // namespace gpipe::examples::unet

@@ -1,23 +1,19 @@
 // Trains a U-Net on files in the layout of the Carvana data set, as a pipeline.
 
 #include <torch/utils.h>
-#include <unistd.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <iostream>
+#include <memory>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
-#include "examples/common/flags.h"
-#include "examples/common/outputs.h"
-#include "examples/common/plan.h"
-#include "examples/common/processes.h"
-#include "examples/common/start.h"
+#include "examples/common/drawing.h"
 #include "examples/common/trainer.h"
-#include "examples/unet/model.h"
+#include "examples/unet/data.h"
 #include "examples/unet/scene.h"
-#include "examples/unet/synthetic.h"
-#include "examples/unet/task.h"
+#include "examples/unet/segmentation.h"
 
 namespace gpipe::examples::unet {
 namespace {
@@ -41,77 +37,124 @@ void add_options(CLI::App& app, Options& options) {
   add_training_options(app, options);
   app.add_option("--data", options.data,
                  "folder with imgs/NAME.jpg|png and masks/NAME_mask.gif|png, or 'synthetic', which draws such files");
-  app.add_option("--samples", options.samples, "number of images that 'synthetic' draws")
-      ->transform(whole_number(2, 9999));
-  app.add_option("--size", options.size, "size of the images that 'synthetic' draws, in pixels")
-      ->transform(image_size_text());
+  app.add_option("--samples", options.samples, "number of images that 'synthetic' draws")->check(in_range(2, 9999));
+  app.add_option("--size", options.size, "size of the images that 'synthetic' draws, in pixels");
   app.add_option("-s,--scale", options.scale, "size of the training images, relative to the files")
-      ->transform(number_between(0.001, 1));
+      ->check(in_range(0.001, 1));
   app.add_option("-v,--validation", options.validation, "percentage of the images that is kept for validation")
-      ->transform(number_between(0.01, 99));
+      ->check(in_range(0.01, 99));
   app.add_flag("--augment", options.augment, "mirror, shift and recolour the training images at random");
   app.add_option("--workers", options.workers,
                  "number of threads that decode images in advance; 0: decode between steps")
-      ->transform(whole_number(0, 256));
-  add_model_options(app, options.model);
+      ->check(in_range(0, 256));
+  app.add_option("-c,--classes", options.model.classes,
+                 "number of classes, with the background; masks of more than two are coloured")
+      ->check(in_range(2, kMaxClasses));
+  app.add_option("--depth", options.model.depth, "how often the U-Net halves the resolution")->check(in_range(1, 16));
+  app.add_option("--channels", options.model.channels, "channels of the U-Net at full resolution")
+      ->check(in_range(1, 4096));
+  app.add_flag("--bilinear", options.model.bilinear, "upsample by interpolation instead of transposed convolutions");
 }
 
-std::filesystem::path drawn_data(const Options& options) {
-  return options.output / absl::StrCat("synthetic_", options.samples, "_", options.size, "_", options.model.classes);
+std::vector<std::string> score_names(int classes) {
+  std::vector<std::string> names = {"val_dice", "val_iou", "val_loss"};
+  for (int k = 1; k < classes && classes > 2; ++k) names.push_back(absl::StrCat("val_dice_", k));
+  return names;
 }
 
-Identity own_identity(const Options& options) {
-  auto identity = to_flags(options.model);
-  identity["--validation"] = to_flag(options.validation);
-  identity["--scale"] = to_flag(options.scale);
-  identity["--augment"] = absl::StrCat(options.augment);
-  return identity;
-}
+/// Learns to segment images [n, 3, h, w] with values 0 to 1 into logits; see segmentation.h.
+class SegmentationTask : public Task {
+ public:
+  SegmentationTask(Split split, Size size, LoaderOptions loading)
+      : split_(std::move(split)), size_(size), loading_(std::move(loading)) {}
 
-int train(Options options) {
-  options.ranks = join_processes(options.replicas);
+  std::int64_t training_images() const override { return static_cast<std::int64_t>(split_.training.size()); }
+  std::vector<std::int64_t> image_shape() const override { return {3, size_.height, size_.width}; }
+
+  Examples training(int epoch, std::int64_t first) override {
+    auto options = loading_;
+    options.epoch = epoch;
+    options.first_batch = first;
+    return [loader = std::make_shared<Loader>(split_.training, size_, options)] { return loader->next(); };
+  }
+
+  torch::Tensor loss(const torch::Tensor& logits, const torch::Tensor& labels) const override {
+    return segmentation_loss(logits, labels);
+  }
+
+  std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture, const Stops& stops) override {
+    auto options = loading_;
+    options.augment = false;
+    Loader loader(split_.validation, size_, options);
+    const int classes = options.classes;
+    auto pairs = torch::zeros({classes, classes}, torch::kLong);
+    double loss_sum = 0;
+    for (bool first = true; const auto batch = loader.next(); first = false) {
+      if (stops()) return {};
+      const auto logits = pipe->forward(batch->input).cpu();
+      const auto images = batch->input.size(0);
+      if (images == 0) continue;  // the mean of no losses is not a number
+      const auto probabilities = to_probabilities(logits);
+      if (first && !picture.empty()) draw(picture, *batch, probabilities);
+      loss_sum += segmentation_loss(logits, batch->target).item<double>() * static_cast<double>(images);
+      pairs += count_pairs(to_labels(probabilities), batch->target, classes);
+    }
+    const auto own = pairs.to(torch::kDouble);
+    const auto* numbers = own.const_data_ptr<double>();
+    const auto sums = pipe->sum_over_replicas({numbers, numbers + own.numel()});
+    loss_sum = pipe->sum_over_replicas({loss_sum}).front();
+    const auto scores = to_scores(torch::tensor(sums, torch::kDouble).view({classes, classes}));
+    std::vector<double> values = {scores[0].dice, scores[0].iou,
+                                  loss_sum / static_cast<double>(split_.validation.size())};
+    for (std::size_t k = 1; k < scores.size() && classes > 2; ++k) values.push_back(scores[k].dice);
+    return values;
+  }
+
+ private:
+  // Draws the first images of a batch with their masks.
+  void draw(const std::filesystem::path& path, const Example& batch, const torch::Tensor& probabilities) const {
+    const auto rows = std::min<std::int64_t>(6, batch.input.size(0));
+    const auto truth = one_hot(batch.target.narrow(0, 0, rows), loading_.classes);
+    draw_table({{"image", batch.input.narrow(0, 0, rows)},
+                {"mask", paint(truth)},
+                {"prediction", paint(probabilities.narrow(0, 0, rows))}})
+        .write(path);
+  }
+
+  const Split split_;
+  const Size size_;
+  const LoaderOptions loading_;
+};
+
+int train(const Options& options) {
   const bool drawn = options.data == "synthetic";
-  if (drawn) check_scene(to_size(options.size), options.model.classes);
-  auto identity = make_identity(own_identity(options), options);
-  auto start = read_start(options, identity, history_columns(segmentation_scores(options.model.classes)), std::cout);
-  if (is_finished(options, start, std::cout)) return 0;
-  torch::manual_seed(options.seed);
-  auto model = make_model(options.model);
-  check_pipeline(model, options);
-  if (start) restore_start(options, *start, *model);
-  if (options.resume.empty()) start.reset();
-
-  const auto data = drawn ? drawn_data(options) : std::filesystem::path(options.data);
-  run_first(options.ranks, [&] {
-    check_outputs(options);
-    if (drawn) write_synthetic(data, options.samples, to_size(options.size), options.seed, options.model.classes);
-  });
-  const auto split = unet::split(list_samples(data), options.validation, options.seed);
-  const auto size = scaled(image_size(split.training.front().image), options.scale);
-  identity["images"] = absl::StrCat(split.training.size());
-  if (start) check_identity(identity, *start, options.resume);
-  check_last_mini_batch(options, static_cast<std::int64_t>(split.training.size()));
-  std::cout << "data: " << split.training.size() << " images to train, " << split.validation.size()
-            << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
-
-  const bool terminal = isatty(STDOUT_FILENO) != 0;
-  const auto plan = make_plan(model, options, {3, size.height, size.width}, terminal, std::cout);
-  auto pipe = make_pipe(model, plan, options);
-  if (is_first(options.ranks)) print_plan(std::cout, "U-Net", model, pipe, plan, options.profile);
-  model = nullptr;  // the pipeline has the layers of this process
-  options.chunks = plan.chunks;
-  options.checkpoint = plan.checkpoint;
-  options.schedule = plan.schedule;
-
-  SegmentationTask task(split, size,
-                        {.batch_size = options.batch_size,
-                         .workers = options.workers,
-                         .classes = options.model.classes,
-                         .augment = options.augment,
-                         .seed = options.seed,
-                         .ranks = options.ranks});
-  Trainer trainer(pipe, task, options, identity, std::move(start), plan.prediction, std::cout, terminal);
-  return run_and_report(trainer, drawn ? data : "", std::cout);
+  const auto data = drawn ? options.output / absl::StrCat("synthetic_", options.samples, "_", options.size, "_",
+                                                          options.model.classes)
+                          : std::filesystem::path(options.data);
+  Program program{.name = "U-Net", .identity = to_flags(options.model), .scores = score_names(options.model.classes)};
+  program.identity["--validation"] = absl::StrCat(options.validation);
+  program.identity["--scale"] = absl::StrCat(options.scale);
+  program.identity["--augment"] = absl::StrCat(options.augment);
+  program.make_model = [&] { return make_model(options.model); };
+  if (drawn) {
+    program.draw = [&, size = to_size(options.size)] {
+      write_scenes(data, options.samples, size, options.seed, options.model.classes);
+    };
+  }
+  program.load = [&](const std::shared_ptr<Ranks>& ranks) {
+    const auto parts = split(list_samples(data), options.validation, options.seed);
+    const auto size = scaled(image_size(parts.training.front().image), options.scale);
+    std::cout << "data: " << parts.training.size() << " images to train, " << parts.validation.size()
+              << " to validate, at " << to_string(size) << ", " << options.model.classes << " classes\n";
+    return std::make_unique<SegmentationTask>(parts, size,
+                                              LoaderOptions{.batch_size = options.batch_size,
+                                                            .workers = options.workers,
+                                                            .classes = options.model.classes,
+                                                            .augment = options.augment,
+                                                            .seed = options.seed,
+                                                            .ranks = ranks});
+  };
+  return run_training(options, program);
 }
 
 }  // namespace

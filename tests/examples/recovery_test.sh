@@ -3,14 +3,12 @@
 # recovery_test.sh PROGRAM FOLDER PYTHON [KILLS (default 2)]
 # Each round kills two random ranks and sends SIGTERM to a third, at random moments. torchrun brings the job back three times.
 # Then torchrun gets SIGTERM, and a job of another number of processes and stages continues the training to its end.
-here=$(dirname "$(realpath "${BASH_SOURCE[0]}")")
-source "$here/program.sh"
-python=$1
-wanted=${2:-2}
-source "$here/processes.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
+wanted=${1:-2}
 
 # 28 images for training and 4 for validation.
-common=(--samples 32 --validation 12.5 --epochs 12 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 0.5)
+common=(--samples 32 --validation 12.5 --epochs 12 --batch-size 4 --chunks 2 --depth 1 --channels 4 --scale 0.25 --clip 0.5
+  --size 96x64)
 launcher=
 trap '[[ -z $launcher ]] || kill $launcher 2>/dev/null || true' EXIT
 
@@ -20,8 +18,8 @@ random() { echo $(((RANDOM * 32768 + RANDOM) % $1)); }
 # launch PROCESSES RESTARTS FLAG...: starts a job in the folder "run". Sets `launcher` to the process of torchrun.
 launch() {
   processes=$1
-  torchrun "$processes" --max-restarts "$2" "$program" "${common[@]}" --output run --resume auto --snapshot-every 3 \
-    "${@:3}" >>run.log 2>&1 &
+  restarts=$2
+  torchrun "$processes" --output run --resume auto --snapshot-every 3 "${@:3}" >>run.log 2>&1 &
   launcher=$!
 }
 
@@ -63,8 +61,7 @@ for ((round = 1; kills < wanted; ++round)); do
     wait "$launcher" || { cat run.log >&2; fail "round $round: another job does not continue"; }
   fi
   launcher=
-  equal_files whole run
-  diff <(column whole 1-5) <(column run 1-5) || fail "round $round: other losses or scores"
+  same whole run
   echo "round $round: $kills kills, stopped: $stopped"
 done
 

@@ -1,19 +1,8 @@
-# The ResNet-50 study with tiny images: its files, its errors, the same in four processes if there is Python, and its
-# pictures if matplotlib is installed.
-# study_test.sh PROGRAM FOLDER [PYTHON]
-program=$1
-work=$2
-python=${3:-}
+# The ResNet-50 study with tiny images: its files, its errors, the same in four processes, and its pictures if matplotlib is
+# installed.
+# study_test.sh PROGRAM FOLDER PYTHON
 here=$(cd "$(dirname "$0")" && pwd)
-rm -rf "$work"
-mkdir -p "$work"
-cd "$work"
-set -euo pipefail
-
-fail() {
-  echo "FAILED: $*" >&2
-  exit 1
-}
+source "$here/program.sh"
 
 "$program" --quick --batch-size 4 --image 33 --splits 2,3 --output out >log
 [[ $(head -1 log) == CPU:* ]] || fail "the hardware is not printed first"
@@ -32,35 +21,31 @@ refuse() {
 }
 refuse --devices --devices cpu
 refuse nonsense --devices cpu,nonsense
-refuse "error: --splits must be at least 1, but is 0" --splits 0
-refuse "error: --runs must be at least 1, but is -1" --runs -1
-refuse "error: --image must be a whole number, but is 'nan'" --image nan
+refuse --splits --splits 0
+refuse --runs --runs -1
+refuse --image --image nan
 refuse 'out/runs.csv exists from an earlier study; give --overwrite to replace it' --output out
 refuse 'two replicas split it equally; give an even number' --batch-size 5
 refuse "--splits contains 9, which is more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
 refuse not-a-folder --output out/runs.csv/not-a-folder
 
-if [[ -n $python ]]; then
-  source "$here/processes.sh"
-  (torchrun 3 "$program" --quick --output three) >err.log 2>&1 && fail "three processes were accepted"
-  grep -qF 'there are 3 processes; start one, or four' err.log || { cat err.log >&2; fail "three processes are not told"; }
-  (torchrun 4 "$program" --quick --batch-size 4 --image 33 --splits 2,3 --output out/processes) >log 2>&1 ||
-    { cat log >&2; fail "four processes"; }
-  variants+=$'\ndata parallel over processes,0\ndata × pipeline,2'
-  [[ $(tail -n +2 out/processes/runs.csv | cut -d, -f1,2 | LC_ALL=C sort -u) == "$(LC_ALL=C sort <<<"$variants")" ]] ||
-    fail "variants of four processes"
-  [[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/processes/runs.csv) == 14 ]] ||
-    fail "times of four processes"
-  grep -q '^processes: 4$' out/processes/hardware.txt || fail "hardware.txt of four processes"
-  [[ ! -e out/processes/store ]] || fail "the processes leave a file"
-  refuse 'out/processes/runs.csv exists from an earlier study' --output out/processes
-fi
-
-if [[ -z $python ]] || ! "$python" -c 'import matplotlib' 2>import.log; then
+(torchrun 3 --quick --output three) >err.log 2>&1 && fail "three processes were accepted"
+grep -qF 'there are 3 processes; start one, or four' err.log || { cat err.log >&2; fail "three processes are not told"; }
+(torchrun 4 --quick --batch-size 4 --image 33 --splits 2,3 --output out/processes) >log 2>&1 ||
+  { cat log >&2; fail "four processes"; }
+variants+=$'\ndata parallel over processes,0\ndata × pipeline,2'
+[[ $(tail -n +2 out/processes/runs.csv | cut -d, -f1,2 | LC_ALL=C sort -u) == "$(LC_ALL=C sort <<<"$variants")" ]] ||
+  fail "variants of four processes"
+[[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/processes/runs.csv) == 14 ]] ||
+  fail "times of four processes"
+grep -q '^processes: 4$' out/processes/hardware.txt || fail "hardware.txt of four processes"
+[[ ! -e out/processes/store ]] || fail "the processes leave a file"
+refuse 'out/processes/runs.csv exists from an earlier study' --output out/processes
+if ! "$python" -c 'import matplotlib' 2>import.log; then
   echo "matplotlib is not installed: pictures are not tested"
   exit 77
 fi
-"$python" "$here/../../examples/resnet50_study/plot.py" out >page
+"$python" "$here/../../bench/resnet50_study/plot.py" out >page
 for picture in all processes/all; do [[ -s out/$picture.png ]] || fail "no $picture.png"; done
 grep -q '^| data × pipeline, split 2 | [0-9.]* | [0-9.]* | [0-9.]* |$' page || fail "no table of four processes"
 cmp page out/README.md || fail "README.md differs from what was printed"
@@ -80,7 +65,7 @@ mkdir steady && cp out/hardware.txt steady
     echo "pipeline,12,$run,$((run * run)),4"
   done
 } >steady/runs.csv
-"$python" "$here/../../examples/resnet50_study/plot.py" steady >page
+"$python" "$here/../../bench/resnet50_study/plot.py" steady >page
 grep -qx -- '- Model parallel was neither clearly faster .*' page || fail "equal means give a percentage"
 grep -qx -- '- The pipeline with split size 20 was 96 % faster than a single device (predicted: 150 % faster; published, on two GPUs: 49 % faster)\.' page ||
   fail "the percentages of steady runs"
@@ -89,5 +74,5 @@ grep -qx -- '- Data × pipeline with split size 20 was 96 % faster than a single
 grep -qx -- '- The pipeline with split size 12 was neither clearly faster .*' page || fail "noise gives a percentage"
 head -1 out/runs.csv >none.csv
 mkdir none && mv none.csv none/runs.csv && cp out/hardware.txt none
-if "$python" "$here/../../examples/resnet50_study/plot.py" none 2>err.log; then fail "a folder without runs was accepted"; fi
+if "$python" "$here/../../bench/resnet50_study/plot.py" none 2>err.log; then fail "a folder without runs was accepted"; fi
 grep -q 'has no runs' err.log || { cat err.log >&2; fail "plot.py does not report missing runs"; }

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <stdexcept>
+#include <string_view>
 
 #include "examples/common/files.h"
 #include "tests/support/support.h"
@@ -15,13 +16,12 @@ extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size
   static const gpipe::TemporaryDirectory folder;
   const auto files = gpipe::examples::mnist::training_files(folder.path());
   const auto length = std::min<std::size_t>(*data, size - 1);
-  gpipe::examples::write_file(files.images, {data + 1, data + 1 + length});
-  gpipe::examples::write_file(files.labels, {data + 1 + length, data + size});
+  const std::string_view bytes(reinterpret_cast<const char*>(data + 1), size - 1);
+  gpipe::examples::write_file(files.images, bytes.substr(0, length));
+  gpipe::examples::write_file(files.labels, bytes.substr(length));
   try {
     const auto set = gpipe::examples::mnist::read_idx(files);
-    const auto pixels =
-        set.count() * static_cast<std::size_t>(set.size.width) * static_cast<std::size_t>(set.size.height);
-    if (set.count() == 0 || set.pixels.size() != pixels) std::abort();
+    if (set.images.dim() != 3 || set.images.size(0) != set.labels.size(0)) std::abort();
   } catch (const std::runtime_error&) {
   }
   return 0;

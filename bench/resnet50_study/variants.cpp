@@ -1,0 +1,221 @@
+#include "bench/resnet50_study/variants.h"
+
+#include <torch/nn/functional/loss.h>
+#include <torch/optim/sgd.h>
+#include <torch/utils.h>
+
+#include <exception>
+#include <map>
+#include <memory>
+#include <thread>
+
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "absl/strings/str_split.h"
+#include "balance/balance.h"
+#include "balance/predict.h"
+#include "balance/trial.h"
+#include "gpipe/gpipe.h"
+#include "gpipe/tensors/intraop.h"
+#include "models/resnet.h"
+
+namespace gpipe::study {
+namespace {
+
+constexpr double kLearningRate = 0.001;
+
+// This replica's part of a mini-batch.
+std::pair<std::int64_t, std::int64_t> part_of(const std::shared_ptr<Ranks>& ranks, std::int64_t images) {
+  return ranks ? ranks->part(images) : std::pair<std::int64_t, std::int64_t>(0, images);
+}
+
+using Step = std::function<void(const torch::Tensor&, const torch::Tensor&)>;
+
+void copy_weights(const torch::nn::Module& from, const torch::nn::Module& to) {
+  const torch::NoGradGuard no_grad;
+  const auto sources = from.named_parameters();
+  for (auto& parameter : to.named_parameters()) parameter.value().copy_(sources[parameter.key()]);
+}
+
+torch::nn::Sequential model_like(const torch::nn::Sequential& original) {
+  auto model = models::resnet50();
+  copy_weights(*original, *model);
+  return model;
+}
+
+/// The usual training code: forward, loss and backward.
+template <typename Model>
+void forward_backward(Model& model, const torch::Tensor& input, const torch::Tensor& target) {
+  const auto output = model->forward(input);
+  torch::mse_loss(output, target.to(output.device())).backward();
+}
+
+/// Trains on the part of a mini-batch that belongs to this process's replica.
+template <typename Model>
+Step train(Model model, const std::shared_ptr<Ranks>& ranks = nullptr) {
+  auto optimizer = std::make_shared<torch::optim::SGD>(model->parameters(), kLearningRate);
+  return [model, optimizer, ranks](const torch::Tensor& input, const torch::Tensor& target) mutable {
+    const auto [begin, end] = part_of(ranks, input.size(0));
+    optimizer->zero_grad();
+    forward_backward(model, input.slice(0, begin, end), target.slice(0, begin, end));
+    optimizer->step();
+  };
+}
+
+/// Data parallelism: each device trains a replica on its half of the mini-batch, in its own thread. Averages gradients.
+class Replicas {
+ public:
+  Replicas(const torch::nn::Sequential& original, const std::vector<torch::Device>& devices) : devices_(devices) {
+    for (const auto& device : devices) {
+      auto& model = models_.emplace_back(model_like(original));
+      model->to(device);
+      optimizers_.push_back(std::make_unique<torch::optim::SGD>(model->parameters(), kLearningRate));
+    }
+  }
+
+  void step(const torch::Tensor& input, const torch::Tensor& target) {
+    const auto count = static_cast<std::int64_t>(devices_.size());
+    const auto inputs = input.chunk(count);
+    const auto targets = target.chunk(count);
+    const int threads = std::max<int>(1, torch::get_num_threads());
+    std::vector<std::exception_ptr> errors(devices_.size());
+    std::vector<std::jthread> workers;
+    for (std::size_t r = 0; r < devices_.size(); ++r) {
+      workers.emplace_back([&, r] {
+        try {
+          set_intraop_threads_of_this_thread(threads);
+          optimizers_[r]->zero_grad();
+          forward_backward(models_[r], inputs[r].to(devices_[r]), targets[r].to(devices_[r]));
+        } catch (...) {
+          errors[r] = std::current_exception();
+        }
+      });
+    }
+    workers.clear();  // joins
+    for (const auto& error : errors) {
+      if (error) std::rethrow_exception(error);
+    }
+    average_gradients();
+    for (const auto& optimizer : optimizers_) optimizer->step();
+  }
+
+ private:
+  void average_gradients() {
+    std::vector<std::vector<torch::Tensor>> parameters;
+    for (const auto& model : models_) parameters.push_back(model->parameters());
+    for (std::size_t i = 0; i < parameters.front().size(); ++i) {
+      auto& mean = parameters.front()[i].mutable_grad();
+      for (std::size_t r = 1; r < parameters.size(); ++r) mean.add_(parameters[r][i].grad().to(mean.device()));
+      mean.div_(static_cast<double>(parameters.size()));
+      for (std::size_t r = 1; r < parameters.size(); ++r) parameters[r][i].mutable_grad().copy_(mean);
+    }
+  }
+
+  const std::vector<torch::Device> devices_;
+  std::vector<torch::nn::Sequential> models_;
+  std::vector<std::unique_ptr<torch::optim::SGD>> optimizers_;
+};
+
+/// Describes a variant: `at_work` devices work at the same time, on `samples` samples each.
+struct Way {
+  std::string name;
+  std::int64_t split;
+  std::int64_t samples;
+  int stages;
+  int at_work;
+  std::shared_ptr<Ranks> ranks = nullptr;  // null: one process
+  std::vector<std::int64_t> balance = {};
+  std::vector<double> predicted = {};
+};
+
+/// The ways that this process takes part in.
+std::vector<Way> ways_of(const Experiment& experiment) {
+  const auto whole = experiment.batch_size;
+  const auto& processes = experiment.processes;
+  std::vector<Way> ways;
+  if (is_first(processes.all)) {
+    ways = {{"single", 0, whole, 1, 1}, {"model parallel", 0, whole, 2, 1}};
+    for (const auto split : experiment.splits) ways.push_back({"pipeline", split, split, 2, 2});
+    ways.push_back({"data parallel", 0, whole / 2, 1, 2});
+  }
+  if (processes.two) ways.push_back({"data parallel over processes", 0, whole / 2, 1, 2, processes.two});
+  for (const auto split : experiment.splits) {
+    if (processes.four && split <= whole / 2) ways.push_back({"data × pipeline", split, split, 2, 4, processes.four});
+  }
+  return ways;
+}
+
+/// Sets balances and predictions. Profiles each way several times, in turn, because the machine's speed changes.
+void plan(std::vector<Way>& ways, const torch::nn::Sequential& model, const Experiment& experiment,
+          const std::function<void(const std::string&)>& tell) {
+  const auto device = experiment.devices.front();
+  for (int round = 0; round < experiment.predictions; ++round) {
+    std::map<std::pair<std::int64_t, int>, Profile> profiles;  // by samples and devices at work
+    for (auto& way : ways) {
+      auto& of_way = profiles[{way.samples, way.at_work}];
+      if (of_way.layers.empty()) {
+        tell(absl::StrFormat("%d samples, %d devices at work", way.samples, way.at_work));
+        of_way = profile(model, torch::randn({way.samples, 3, experiment.image, experiment.image}, device),
+                         ProfileOptions()
+                             .workers(device.is_cpu() ? way.at_work : 1)
+                             .intraop_threads(torch::get_num_threads())
+                             .seconds(experiment.profile_seconds)
+                             .repeats(3));
+      }
+      const auto [begin, end] = part_of(way.ranks, experiment.batch_size);
+      const auto chunks = way.split > 0 ? (end - begin + way.split - 1) / way.split : 1;
+      const RunOptions run{.chunks = static_cast<int>(chunks), .checkpoint = Checkpoint::kNever};
+      if (way.balance.empty()) way.balance = balance_by_time(of_way, way.stages, run);
+      way.predicted.push_back(predict(of_way, way.balance, run).seconds);
+    }
+  }
+}
+
+/// Gives all processes of a way the first one's balance.
+void share_balance(Way& way) {
+  if (!way.ranks) return;
+  const auto text = way.ranks->share(absl::StrJoin(way.balance, ","));
+  way.balance.clear();
+  for (const auto layers : absl::StrSplit(text, ',')) {
+    if (!absl::SimpleAtoi(layers, &way.balance.emplace_back())) throw std::runtime_error("not a balance: " + text);
+  }
+}
+
+Step step_of(const Way& way, const torch::nn::Sequential& original, const Experiment& experiment) {
+  const auto& devices = experiment.devices;
+  if (way.ranks || way.stages > 1) {
+    auto options =
+        GPipeOptions().split_size(way.samples).checkpoint(Checkpoint::kNever).intraop_threads(torch::get_num_threads());
+    if (way.ranks) {
+      options.ranks(way.ranks).devices({devices[way.ranks->rank() % devices.size()]});
+    } else {
+      options.devices(devices);
+    }
+    return train(GPipe(model_like(original), way.balance, options), way.ranks);
+  }
+  if (way.at_work == 1) {
+    auto model = model_like(original);
+    model->to(devices.front());
+    return train(model);
+  }
+  return [replicas = std::make_shared<Replicas>(original, devices)](
+             const torch::Tensor& input, const torch::Tensor& target) { replicas->step(input, target); };
+}
+
+}  // namespace
+
+std::vector<Variant> make_variants(const Experiment& experiment, const std::function<void(const std::string&)>& tell) {
+  const auto original = models::resnet50();
+  auto ways = ways_of(experiment);
+  if (is_first(experiment.processes.all)) plan(ways, original, experiment, tell);
+  for (auto& way : ways) share_balance(way);
+  std::vector<Variant> variants;
+  for (const auto& way : ways) {
+    const auto predicted = way.predicted.empty() ? 0 : median(way.predicted);
+    variants.push_back({way.name, way.split, predicted, step_of(way, original, experiment)});
+  }
+  return variants;
+}
+
+}  // namespace gpipe::study

@@ -1,0 +1,216 @@
+#include "examples/unet/data.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+#include <torch/utils.h>
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <stdexcept>
+#include <system_error>
+#include <utility>
+
+#include "absl/strings/ascii.h"
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_join.h"
+#include "examples/common/processes.h"
+#include "examples/common/random.h"
+#include "gpipe/tensors/intraop.h"
+
+namespace gpipe::examples::unet {
+namespace {
+
+namespace fs = std::filesystem;
+
+using FilesByStem = std::map<std::string, fs::path>;
+
+FilesByStem files_by_stem(const fs::path& folder, const std::vector<std::string>& extensions,
+                          const std::string& suffix = "") {
+  std::error_code error;
+  fs::directory_iterator entries(folder, error);
+  if (error) throw std::runtime_error("cannot read the folder " + folder.string() + ": " + error.message());
+  FilesByStem files;
+  for (const auto& entry : entries) {
+    const auto extension = absl::AsciiStrToLower(entry.path().extension().string());
+    if (std::find(extensions.begin(), extensions.end(), extension) == extensions.end()) continue;
+    auto stem = entry.path().stem().string();
+    if (!stem.ends_with(suffix)) {
+      throw std::runtime_error(entry.path().string() + ": the name of a mask must be <image>" + suffix + extension);
+    }
+    stem.resize(stem.size() - suffix.size());
+    const auto [other, is_new] = files.emplace(stem, entry.path());
+    if (is_new) continue;
+    throw std::runtime_error("two files have the same stem: " + other->second.string() + " and " +
+                             entry.path().string());
+  }
+  return files;
+}
+
+// Refuses stems of `wanted` that `present` lacks. Names up to five.
+void check_stems(const FilesByStem& wanted, const FilesByStem& present, const std::string& what) {
+  std::vector<std::string> missing;
+  for (const auto& [stem, path] : wanted) {
+    if (!present.contains(stem)) missing.push_back(stem);
+  }
+  if (missing.empty()) return;
+  const auto more = missing.size() > 5 ? absl::StrCat(" and ", missing.size() - 5, " more") : "";
+  missing.resize(std::min<std::size_t>(missing.size(), 5));
+  throw std::runtime_error(what + absl::StrJoin(missing, ", ") + more);
+}
+
+torch::Tensor random_order(std::size_t count, const Random& random) {
+  auto copy = random;
+  return torch::randperm(static_cast<std::int64_t>(count), at::detail::createCPUGenerator(copy.seed()));
+}
+
+// Shifts by up to an eighth of each side and repeats the edge. Recolours the image only.
+void augment(torch::Tensor& image, torch::Tensor& mask, Random random) {
+  const bool mirror = random.chance(0.5);
+  for (const int side : {-1, -2}) {
+    const auto pixels = mask.size(side);
+    const auto shift = static_cast<std::int64_t>(random.between(-1, 1) * static_cast<double>(pixels) / 8);
+    auto places = (torch::arange(pixels) - shift).clamp(0, pixels - 1);
+    if (side == -1 && mirror) places = pixels - 1 - places;
+    image = image.index_select(side, places);
+    mask = mask.index_select(side, places);
+  }
+  const double contrast = random.between(0.8, 1.2);
+  const double brightness = random.between(-0.1, 0.1);
+  const auto tint = [&] { return static_cast<float>(random.between(0.9, 1.1)); };
+  const std::vector<float> tints = {tint(), tint(), tint()};
+  image = ((image - 0.5) * contrast + 0.5 + brightness).mul_(torch::tensor(tints).view({3, 1, 1})).clamp_(0, 1);
+}
+
+int to_number(Color color) {
+  return static_cast<int>(color.red * 255) << 16 | static_cast<int>(color.green * 255) << 8 |
+         static_cast<int>(color.blue * 255);
+}
+
+}  // namespace
+
+std::vector<Sample> list_samples(const fs::path& folder) {
+  const auto images = files_by_stem(folder / "imgs", {".jpg", ".jpeg", ".png"});
+  const auto masks = files_by_stem(folder / "masks", {".gif", ".png"}, "_mask");
+  if (images.empty()) throw std::runtime_error((folder / "imgs").string() + ": no .jpg, .jpeg or .png file");
+  check_stems(images, masks, (folder / "masks").string() + ": no mask (<image>_mask.gif or .png) for: ");
+  check_stems(masks, images, (folder / "imgs").string() + ": no image for the masks of: ");
+  std::vector<Sample> samples;
+  for (const auto& [stem, image] : images) {
+    const auto& mask = masks.at(stem);
+    if (const Size size = image_size(image), of_mask = image_size(mask); size != of_mask) {
+      throw std::runtime_error(image.string() + " is " + to_string(size) + ", but its mask " + mask.string() + " is " +
+                               to_string(of_mask));
+    }
+    samples.push_back({image, mask});
+  }
+  return samples;
+}
+
+Split split(const std::vector<Sample>& samples, double validation_percent, std::uint64_t seed) {
+  const auto count = static_cast<std::int64_t>(samples.size());
+  if (count < 2) throw std::invalid_argument("cannot split a single image into training and validation; give two");
+  const auto wanted = std::llround(static_cast<double>(count) * validation_percent / 100);
+  const auto validation = std::clamp<std::int64_t>(wanted, 1, count - 1);
+  const auto order = random_order(samples.size(), Random(seed));
+  Split parts;
+  for (std::int64_t i = 0; i < count; ++i) {
+    auto& part = order[i].item<std::int64_t>() < validation ? parts.validation : parts.training;
+    part.push_back(samples[static_cast<std::size_t>(i)]);
+  }
+  return parts;
+}
+
+// Each three bits of the class, from the lowest, give the next lower bit of red, green and blue.
+Color class_color(int label, int classes) {
+  if (classes == 2) return label == 0 ? Color() : Color{1, 1, 1};
+  int red = 0, green = 0, blue = 0;
+  for (int bit = 7, rest = label; rest > 0; --bit, rest >>= 3) {
+    red |= (rest & 1) << bit;
+    green |= ((rest >> 1) & 1) << bit;
+    blue |= ((rest >> 2) & 1) << bit;
+  }
+  return {red / 255.0, green / 255.0, blue / 255.0};
+}
+
+torch::Tensor read_labels(const fs::path& path, int classes) {
+  const auto image = read_image(path).to(torch::kInt);
+  if (classes == 2) {  // a file whose values are all 0 or 1 is taken as it is
+    const auto grey = (299 * image[0] + 587 * image[1] + 114 * image[2]).floor_divide(1000);
+    return (grey > (grey.max().item<int>() <= 1 ? 0 : 127)).to(torch::kByte);
+  }
+  const auto colors = image[0] * 65536 + image[1] * 256 + image[2];
+  auto labels = torch::full_like(colors, classes, torch::kByte);
+  for (int k = classes - 1; k >= 0; --k) {
+    labels.masked_fill_(colors == to_number(class_color(k, classes)), k);
+    labels.masked_fill_(colors == k * 0x010101, k);
+  }
+  const auto others = colors.masked_select(labels == classes);
+  if (others.numel() == 0) return labels;
+  const int color = others[0].item<int>();
+  throw std::runtime_error(absl::StrCat(path.string(), ": the colour ", color >> 16, ",", color >> 8 & 255, ",",
+                                        color & 255, " is not that of any of ", classes, " classes"));
+}
+
+torch::Tensor paint_labels(const torch::Tensor& labels, int classes) {
+  if (classes == 2) return labels * 255;
+  std::vector<std::uint8_t> parts;
+  for (int k = 0; k < classes; ++k) {
+    const int color = to_number(class_color(k, classes));
+    for (const int shift : {16, 8, 0}) parts.push_back(static_cast<std::uint8_t>(color >> shift));
+  }
+  const auto colors = torch::tensor(parts, torch::kByte).view({classes, 3});
+  return colors.index({labels.to(torch::kLong)}).permute({2, 0, 1});
+}
+
+Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)
+    : samples_(std::move(samples)), size_(size), options_(std::move(options)), next_(options_.first_batch) {
+  if (options_.epoch) {
+    const auto order =
+        random_order(samples_.size(), Random(options_.seed, static_cast<std::uint64_t>(*options_.epoch)));
+    const auto in_order = std::exchange(samples_, {});
+    for (std::int64_t i = 0; i < order.numel(); ++i) samples_.push_back(in_order[order[i].item<std::int64_t>()]);
+  }
+  start_workers();
+}
+
+void Loader::start_workers() {
+  const auto count = static_cast<std::int64_t>(samples_.size());
+  while (next_ * options_.batch_size < count && static_cast<int>(decoded_.size()) < std::max(1, options_.workers)) {
+    const auto policy = options_.workers > 0 ? std::launch::async : std::launch::deferred;
+    decoded_.push_back(std::async(policy, [this, batch = next_++] {
+      if (options_.workers > 0) set_intraop_threads_of_this_thread(1);
+      return decode(batch);
+    }));
+  }
+}
+
+std::optional<Example> Loader::next() {
+  if (decoded_.empty()) return std::nullopt;
+  auto batch = decoded_.front().get();
+  decoded_.pop_front();
+  start_workers();
+  return batch;
+}
+
+Example Loader::decode(std::int64_t batch) const {
+  const auto first = batch * options_.batch_size;
+  const auto count = std::min(options_.batch_size, static_cast<std::int64_t>(samples_.size()) - first);
+  const auto [begin, end] = part_of(options_.ranks, count);
+  auto images = torch::empty({end - begin, 3, size_.height, size_.width});
+  auto labels = torch::zeros({end - begin, 1, size_.height, size_.width}, torch::kByte);
+  for (auto i = begin; i < end; ++i) {
+    const auto& sample = samples_[static_cast<std::size_t>(first + i)];
+    auto image = read_image(sample.image, size_).to(torch::kFloat).div_(255);
+    auto mask = labels[i - begin][0];
+    if (!sample.mask.empty()) mask = resize_nearest(read_labels(sample.mask, options_.classes), size_);
+    if (options_.augment) {
+      const auto epoch = static_cast<std::uint64_t>(options_.epoch.value_or(0));
+      augment(image, mask, Random(options_.seed, (epoch << 32) + static_cast<std::uint64_t>(first + i) + 1));
+    }
+    images[i - begin].copy_(image);
+    labels[i - begin][0].copy_(mask);
+  }
+  return {images, labels};
+}
+
+}  // namespace gpipe::examples::unet

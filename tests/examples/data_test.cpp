@@ -1,0 +1,339 @@
+// The data of the example programs: IDX files, drawn digits and scenes, masks, mini-batches, and what is drawn of them.
+
+#include <ATen/ATen.h>
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+#include <torch/utils.h>
+
+#include <map>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "examples/common/drawing.h"
+#include "examples/common/files.h"
+#include "examples/resnet18_mnist/digits.h"
+#include "examples/resnet18_mnist/idx.h"
+#include "examples/unet/data.h"
+#include "examples/unet/scene.h"
+#include "examples/unet/segmentation.h"
+#include "gpipe/loss.h"
+#include "tests/support/support.h"
+
+namespace gpipe::examples {
+namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
+
+at::Tensor bytes_of(const std::vector<int>& values, at::IntArrayRef shape) {
+  return at::tensor(values).to(at::kByte).view(shape);
+}
+
+// --- IDX
+
+using mnist::LabelledImages;
+using mnist::read_idx;
+
+class IdxTest : public ::testing::Test {
+ protected:
+  IdxTest() { write_idx(files_, {(at::arange(18) * 14).to(at::kByte).view({3, 3, 2}), bytes_of({7, 0, 9}, {3})}); }
+
+  // Replaces bytes of a file, and returns why the set is refused.
+  std::string patched(const std::filesystem::path& path, std::size_t at, const std::string& bytes) {
+    const auto before = read_file(path);
+    write_file(path, std::string(before).replace(at, bytes.size(), bytes));
+    const auto message = error_of([this] { read_idx(files_); });
+    write_file(path, before);
+    return message;
+  }
+  std::string resized(const std::filesystem::path& path, std::uintmax_t size) {
+    const auto before = read_file(path);
+    std::filesystem::resize_file(path, size);
+    const auto message = error_of([this] { read_idx(files_); });
+    write_file(path, before);
+    return message;
+  }
+
+  const TemporaryDirectory directory_;
+  const mnist::IdxFiles files_ = mnist::training_files(directory_.path());
+};
+
+TEST_F(IdxTest, FormatIsThatOfMnist) {
+  EXPECT_EQ(read_file(directory_ / "train-labels-idx1-ubyte"), std::string("\0\0\x8\x1\0\0\0\x3\x7\0\x9", 11));
+  EXPECT_EQ(read_file(directory_ / "train-images-idx3-ubyte", 18),
+            std::string("\0\0\x8\x3\0\0\0\x3\0\0\0\x3\0\0\0\x2\0\xe", 18));
+  const auto set = read_idx(files_);
+  EXPECT_TRUE(at::equal(set.images, (at::arange(18) * 14).to(at::kByte).view({3, 3, 2})));
+  EXPECT_TRUE(at::equal(set.labels, bytes_of({7, 0, 9}, {3})));
+}
+
+TEST_F(IdxTest, DamagedFilesAreNamed) {
+  const auto& [images, labels] = files_;
+  EXPECT_THAT(patched(images, 3, "\x1"),
+              AllOf(HasSubstr(images.string()), HasSubstr("0x00000801 instead of 0x00000803")));
+  EXPECT_THAT(patched(labels, 0, "\x1f\x8b"), AllOf(HasSubstr(labels.string()), HasSubstr("run gunzip")));
+  EXPECT_THAT(patched(labels, 9, "\xa"), HasSubstr("label 1 is 10; it must be below 10"));
+  EXPECT_THAT(resized(images, 33), HasSubstr("truncated: 17 bytes after the header, which announces 18"));
+  EXPECT_THAT(resized(images, 15), HasSubstr("truncated: 15 bytes, but the header alone has 16"));
+  EXPECT_THAT(resized(images, 0), HasSubstr("empty"));
+  // Sparse: it takes no space, and is larger than any memory.
+  EXPECT_THAT(resized(labels, std::uintmax_t{1} << 42), HasSubstr("too long: 4398046511096 bytes"));
+  write_file(labels, std::string("\0\0\x8\x1\0\0\0\x2\x7\0", 10));
+  EXPECT_THAT(error_of([this] { read_idx(files_); }), AllOf(HasSubstr("has 3 images"), HasSubstr("has 2 labels")));
+  std::filesystem::remove(images);
+  std::filesystem::create_symlink("/dev/zero", images);
+  EXPECT_THAT(error_of([this] { read_idx(files_); }), HasSubstr("cannot be opened"));
+}
+
+TEST_F(IdxTest, ImpossibleSizesAreRefusedBeforeAllocating) {
+  const auto& images = files_.images;
+  EXPECT_THAT(patched(images, 4, "\xff\xff\xff\xff"), HasSubstr("truncated"));
+  EXPECT_THAT(patched(images, 8, "\xff\xff\xff\xff"), HasSubstr("a side of 4294967295 pixels"));
+  EXPECT_THAT(patched(images, 8, std::string(8, '\0')), HasSubstr("a side of 0 pixels"));
+  EXPECT_THAT(patched(images, 4, std::string(4, '\0')), HasSubstr("no items"));
+  EXPECT_THAT(patched(images, 4, std::string("\xff\xff\xff\xff\0\0\x10\0\0\0\x10\0", 12)),
+              HasSubstr("18 bytes after the header, which announces 72057594021150720"));
+}
+
+TEST(DigitsTest, DigitDependsOnlyOnSeedAndPosition) {
+  const auto few = mnist::draw_digits(5, 3, mnist::Part::kTraining);
+  const auto many = mnist::draw_digits(300, 3, mnist::Part::kTraining);
+  EXPECT_TRUE(at::equal(few.images, many.images.narrow(0, 0, 5)));
+  EXPECT_TRUE(at::equal(few.labels, many.labels.narrow(0, 0, 5)));
+  EXPECT_FALSE(at::equal(few.images, mnist::draw_digits(5, 4, mnist::Part::kTraining).images));
+  EXPECT_FALSE(at::equal(few.images, mnist::draw_digits(5, 3, mnist::Part::kTest).images));
+  EXPECT_EQ(at::bincount(many.labels).size(0), 10);
+  const auto light = (many.images > 110).to(at::kInt).sum({1, 2});
+  EXPECT_GE(light.min().item<int>(), 8);
+  EXPECT_LT(light.max().item<int>(), 450);
+}
+
+// --- Drawings
+
+TEST(DrawingTest, TableHasEnlargedTilesSideBySide) {
+  auto images = at::zeros({2, 3, 4, 5});
+  images[1][2].fill_(1);
+  const auto table = draw_table({{"image", images}, {"prediction", at::full({2, 3, 4, 5}, 0.5)}}).image();
+  EXPECT_EQ(table.sizes(), at::IntArrayRef({3, 36 + 2 * 208 + 4, 2 * 260 + 4}));
+  const auto pixel = [&](int x, int y) { return table.select(2, x).select(1, y); };
+  EXPECT_TRUE(at::equal(pixel(0, 36), bytes_of({0, 0, 0}, {3})));
+  EXPECT_TRUE(at::equal(pixel(259, 36 + 415), bytes_of({0, 0, 255}, {3})));
+  EXPECT_TRUE(at::equal(pixel(264, 36), bytes_of({128, 128, 128}, {3})));
+  EXPECT_GT(table.narrow(1, 0, 36).max().item<int>(), 200) << "no title";
+}
+
+TEST(DrawingTest, ConfusionAndCurvesShowTheirNumbers) {
+  const auto cell = [](const std::vector<std::int64_t>& counts, int row, int column) {
+    return mnist::draw_confusion(counts, 2).image()[0].narrow(0, 88 + 49 * row, 48).narrow(1, 96 + 49 * column, 48);
+  };
+  EXPECT_EQ(cell({75, 25, 0, 4}, 0, 1)[0][0].item<int>(), 128) << "the square root of one quarter";
+  EXPECT_EQ(cell({75, 25, 0, 4}, 1, 0).max().item<int>(), 0) << "an empty cell has no number";
+  EXPECT_FALSE(at::equal(cell({75, 25, 0, 4}, 1, 1), cell({75, 25, 0, 5}, 1, 1)));
+  const std::map<std::string, std::vector<double>> falling = {{"loss", {3, 2, 1}}, {"dice", {0.5, 0.6, 0.7}}};
+  auto rising = falling;
+  rising["loss"] = {1, 2, 3};
+  EXPECT_FALSE(at::equal(draw_curves(falling).image(), draw_curves(rising).image()));
+  EXPECT_NO_THROW(draw_curves({{"loss", {1}}, {"dice", {1}}}));
+}
+
+// --- Scenes, masks and mini-batches
+
+using unet::list_samples;
+using unet::Loader;
+using unet::LoaderOptions;
+
+TEST(SceneTest, PartsOfACarHaveTheirOwnClasses) {
+  for (int classes = 2; classes <= 4; ++classes) {
+    const auto scene = unet::draw_scene(3, 0, {192, 128}, classes);
+    EXPECT_EQ(at::bincount(scene.mask.flatten()).size(0), classes);
+  }
+  EXPECT_THROW(unet::draw_scene(3, 0, {192, 128}, 5), std::invalid_argument);
+  EXPECT_THROW(unet::draw_scene(3, 0, {15, 64}), std::invalid_argument);
+}
+
+TEST(SceneTest, CarHasAReasonableSizeAndScenesDiffer) {
+  std::set<double> means;
+  for (int number = 0; number < 100; ++number) {
+    const auto scene = unet::draw_scene(0, number, {96, 64});
+    const auto share = scene.mask.to(at::kFloat).mean().item<double>();
+    EXPECT_GT(share, 0.03) << number;
+    EXPECT_LT(share, 0.5) << number;
+    means.insert(scene.image.to(at::kFloat).mean().item<double>());
+  }
+  EXPECT_EQ(means.size(), 100u);
+}
+
+TEST(MaskTest, PaintedLabelsAreReadBack) {
+  const TemporaryDirectory directory;
+  for (const int classes : {2, 3, 21, unet::kMaxClasses}) {
+    const auto labels = at::arange(3 * 64).remainder(classes).to(at::kByte).view({3, 64});
+    write_png(directory / "mask.png", unet::paint_labels(labels, classes));
+    EXPECT_TRUE(at::equal(unet::read_labels(directory / "mask.png", classes), labels)) << classes;
+  }
+  write_png(directory / "grey.png", bytes_of({0, 4, 2}, {1, 3}));
+  EXPECT_TRUE(at::equal(unet::read_labels(directory / "grey.png", 5), bytes_of({0, 4, 2}, {1, 3})));
+  EXPECT_THAT(error_of([&] { unet::read_labels(directory / "grey.png", 4); }),
+              AllOf(HasSubstr("grey.png"), HasSubstr("4,4,4")));
+  write_png(directory / "grey.png", bytes_of({127, 128, 255}, {1, 3}));
+  EXPECT_TRUE(at::equal(unet::read_labels(directory / "grey.png", 2), bytes_of({0, 1, 1}, {1, 3})));
+  write_png(directory / "grey.png", bytes_of({0, 1, 0}, {1, 3}));
+  EXPECT_TRUE(at::equal(unet::read_labels(directory / "grey.png", 2), bytes_of({0, 1, 0}, {1, 3})));
+}
+
+class LoaderTest : public ::testing::Test {
+ protected:
+  LoaderTest() {
+    unet::write_scenes(directory_.path(), 11, {48, 32}, 3, 2);
+    samples_ = list_samples(directory_.path());
+  }
+
+  std::vector<Example> all(const LoaderOptions& options, Size size = {48, 32}) {
+    Loader loader(samples_, size, options);
+    std::vector<Example> batches;
+    while (auto batch = loader.next()) batches.push_back(*batch);
+    return batches;
+  }
+
+  const TemporaryDirectory directory_;
+  std::vector<unet::Sample> samples_;
+};
+
+bool equal(const std::vector<Example>& a, const std::vector<Example>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Example& x, const Example& y) {
+    return at::equal(x.input, y.input) && at::equal(x.target, y.target);
+  });
+}
+
+TEST_F(LoaderTest, BatchesHoldTheFiles) {
+  const auto batches = all({.batch_size = 4});
+  ASSERT_EQ(batches.size(), 3u);
+  EXPECT_EQ(batches[2].input.sizes(), at::IntArrayRef({3, 3, 32, 48}));
+  const auto scene = unet::draw_scene(3, 5, {48, 32});
+  EXPECT_TRUE(at::equal(batches[1].input[1], scene.image.to(at::kFloat) / 255));
+  EXPECT_TRUE(at::equal(batches[1].target[1][0], scene.mask));
+  EXPECT_EQ(all({.batch_size = 11}, {24, 16})[0].target.sizes(), at::IntArrayRef({11, 1, 16, 24}));
+  for (auto& sample : samples_) sample.mask.clear();
+  EXPECT_EQ(all({.batch_size = 11})[0].target.sum().item<int>(), 0);
+}
+
+TEST_F(LoaderTest, BatchesDependOnSeedAndEpochAlone) {
+  const LoaderOptions options{.batch_size = 2, .workers = 1, .augment = true, .seed = 5, .epoch = 1};
+  const auto first = all(options);
+  for (const int workers : {0, 4}) {
+    auto others = options;
+    others.workers = workers;
+    EXPECT_TRUE(equal(all(others), first)) << workers;
+  }
+  auto later = options;
+  later.first_batch = 4;
+  EXPECT_TRUE(equal(all(later), {first.begin() + 4, first.end()}));
+  for (auto change : std::vector<void (*)(LoaderOptions&)>{[](LoaderOptions& of) { of.epoch = 2; },
+                                                           [](LoaderOptions& of) { of.seed = 6; },
+                                                           [](LoaderOptions& of) { of.augment = false; }}) {
+    auto other = options;
+    change(other);
+    EXPECT_FALSE(equal(all(other), first));
+  }
+}
+
+TEST_F(LoaderTest, MaskMovesWithTheImage) {
+  // The mask is where the image is red. A mirror or a shift moves both; the colours change little.
+  auto mask = at::zeros({32, 48}, at::kByte);
+  mask.slice(0, 8, 24).slice(1, 8, 16).fill_(1);
+  for (const auto& sample : samples_) {
+    write_png(sample.image, at::stack({mask * 200, mask * 0, mask * 0}));
+    write_png(sample.mask, mask * 255);
+  }
+  int mirrored = 0;
+  for (int epoch = 1; epoch <= 10; ++epoch) {
+    const auto batch = all({.batch_size = 11, .augment = true, .epoch = epoch})[0];
+    EXPECT_TRUE(at::equal(batch.input.select(1, 0) > 0.4, batch.target.select(1, 0) == 1));
+    mirrored += (batch.target.slice(3, 32).sum({1, 2, 3}) > 0).sum().item<int>();
+  }
+  EXPECT_NEAR(mirrored, 55, 25);
+}
+
+TEST_F(LoaderTest, DamagedFileFailsItsBatch) {
+  std::filesystem::resize_file(samples_[5].image, std::filesystem::file_size(samples_[5].image) / 2);
+  for (const int workers : {0, 4}) {
+    Loader loader(samples_, {48, 32}, {.batch_size = 2, .workers = workers});
+    EXPECT_TRUE(loader.next());
+    EXPECT_TRUE(loader.next());
+    EXPECT_THAT(error_of([&] { loader.next(); }), HasSubstr(samples_[5].image.string()));
+  }
+}
+
+TEST_F(LoaderTest, EachSampleIsInOnePart) {
+  const auto parts = unet::split(samples_, 20, 3);
+  EXPECT_EQ(parts.validation.size(), 2u);
+  std::set<std::filesystem::path> images;
+  for (const auto& part : {parts.training, parts.validation}) {
+    for (const auto& sample : part) images.insert(sample.image);
+  }
+  EXPECT_EQ(images.size(), 11u);
+  EXPECT_EQ(unet::split(samples_, 20, 3).validation[0].image, parts.validation[0].image);
+  EXPECT_EQ(unet::split(samples_, 0.1, 3).validation.size(), 1u);
+  EXPECT_THROW(unet::split({samples_[0]}, 10, 0), std::invalid_argument);
+}
+
+// --- The loss and the scores
+
+TEST(SegmentationTest, LossIsCrossEntropyAndDice) {
+  torch::manual_seed(1);
+  const auto logits = torch::randn({2, 4, 5, 6});
+  const auto labels = torch::randint(4, {2, 1, 5, 6}).to(torch::kByte);
+  const auto probabilities = logits.softmax(1);
+  const auto truth = unet::one_hot(labels, 4);
+  const auto cross_entropy = -(probabilities.log() * truth).sum(1).mean();
+  const auto things = probabilities.narrow(1, 1, 3), true_things = truth.narrow(1, 1, 3);
+  const auto both = (things * true_things).sum({2, 3}), sum = (things + true_things).sum({2, 3});
+  const auto dice = ((2 * both + 1) / (sum + 1)).mean();
+  EXPECT_NEAR(unet::segmentation_loss(logits, labels).item<double>(), (cross_entropy + 1 - dice).item<double>(), 1e-5);
+}
+
+TEST(SegmentationTest, TwoClassesEqualASoftmaxOfTwoLogits) {
+  torch::manual_seed(2);  // softmax([0, x]) is [1 - sigmoid(x), sigmoid(x)]
+  const auto logit = torch::randn({3, 1, 4, 4});
+  const auto labels = torch::randint(2, {3, 1, 4, 4}).to(torch::kByte);
+  const auto both = torch::cat({torch::zeros_like(logit), logit}, 1);
+  EXPECT_NEAR(unet::segmentation_loss(logit, labels).item<double>(),
+              unet::segmentation_loss(both, labels).item<double>(), 1e-5);
+  EXPECT_TRUE(torch::allclose(unet::to_probabilities(logit), unet::to_probabilities(both), 1e-5, 1e-6));
+}
+
+// GPipe::step() computes the loss per micro-batch.
+TEST(SegmentationTest, LossDecomposesOverUnequalMicroBatches) {
+  torch::manual_seed(3);
+  for (const int channels : {1, 4}) {
+    const auto logits = torch::randn({7, channels, 5, 6});
+    const auto labels = torch::randint(std::max(2, channels), {7, 1, 5, 6}).to(torch::kByte);
+    const auto check = check_loss(tensor_loss(unet::segmentation_loss), logits, labels, /*chunks=*/3);
+    EXPECT_NEAR(check.from_micro_batches, check.whole, 1e-6);
+  }
+}
+
+TEST(SegmentationTest, ScoresCountPixels) {
+  const auto predicted = bytes_of({1, 2, 2, 0, 2, 2, 0, 0}, {8});
+  const auto truth = bytes_of({1, 2, 1, 0, 2, 2, 2, 0}, {8});
+  const auto scores = unet::to_scores(unet::count_pairs(predicted, truth, 4));
+  ASSERT_EQ(scores.size(), 4u);
+  EXPECT_DOUBLE_EQ(scores[1].dice, 2.0 / 3);
+  EXPECT_DOUBLE_EQ(scores[2].dice, 6.0 / 8);
+  EXPECT_DOUBLE_EQ(scores[2].iou, 3.0 / 5);
+  EXPECT_EQ(scores[3].dice, 1) << "neither predicted nor true";
+  EXPECT_DOUBLE_EQ(scores[0].dice, (2.0 / 3 + 3.0 / 4 + 1) / 3);
+}
+
+TEST(SegmentationTest, ModelOptionsAreStoredAsFlags) {
+  const unet::ModelOptions options{.classes = 5, .depth = 2, .channels = 6, .bilinear = true};
+  auto flags = to_flags(options);
+  EXPECT_EQ(to_flags(unet::from_flags(flags)), flags);
+  flags["--depth"] = "many";
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { unet::from_flags(flags); }), HasSubstr("--depth is many"));
+  flags.erase("--depth");
+  EXPECT_THAT(error_of<std::invalid_argument>([&] { unet::from_flags(flags); }), HasSubstr("does not store --depth"));
+}
+
+}  // namespace
+}  // namespace gpipe::examples

@@ -1,0 +1,117 @@
+#!/usr/bin/env bash
+# The U-Net training program from end to end, on tiny and on damaged data: unet_test.sh PROGRAM FOLDER PYTHON
+source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
+
+common=(-e 2 -b 4 --chunks 2 --depth 1 --channels 4 -s 0.25)
+
+# Training does not depend on how the model is run.
+run one --samples 12 --stages 1 --trace trace.json
+data=one/synthetic_12_192x128_2
+grep -q '"traceEvents"' trace.json || fail "trace"
+says one "^reached: val_dice .*, the best in epoch [12]$"
+for file in history.csv curves.png epoch_001.png latest.snapshot best.snapshot; do
+  [[ -s one/$file ]] || fail "no $file"
+done
+common+=(--data $data)
+run three --stages 3 --workers 0 --reuse-memory
+run cut --balance 5,18 --devices cpu,cpu --checkpoint never
+run by-size --balance by-size --profile
+run auto --balance auto --schedule auto -e 1 --profile
+for other in three cut by-size; do same one $other; done
+
+# What is printed.
+says three '^plan: balance [0-9]*,[0-9]*,[0-9]*, 2 micro-batches, checkpoint except_last, schedule gpipe$'
+says three '^stage 2: [0-9]* layers, [0-9]* parameters, on worker 2, cpu$'
+says three '^step: .*, bubble '
+says three '^measured step: .*, peak memory per worker .*iB, .*iB, .*iB, without model and optimizer$'
+says three '^predicted: .*, peak memory per worker .*iB, .*iB, .*iB$'
+says cut '^stage 0: 5 layers'
+says by-size '22 +head '
+! grep -q '22 *head ' three.log || fail "a profile without --profile"
+says auto '^auto: the fastest of [0-9]* plans$'
+! grep -q $'\r' one.log || fail "a progress bar in a file"
+script -qec "'$program' ${common[*]} -e 1 --output terminal" terminal.log >/dev/null || fail "in a terminal"
+grep -q 'epoch 1  \[' terminal.log || fail "no progress bar in a terminal"
+
+# Schedules that sum gradients in the same order train the same weights. 9 images for training: mini-batches of 8 and 1.
+schedules=(-b 8 --chunks 4 -v 25 --balance 5,6,6,6)
+run gpipe "${schedules[@]}"
+run looped "${schedules[@]}" --schedule looped_bfs --stages-per-worker 2
+run 1f1b "${schedules[@]}" --schedule 1f1b
+run interleaved "${schedules[@]}" --schedule interleaved_1f1b --stages-per-worker 2 --checkpoint always
+same gpipe looped
+same 1f1b interleaved
+! (same_weights gpipe 1f1b) 2>/dev/null || fail "--schedule has no effect"
+says looped 'stage 3: 6 layers, .* parameters, on worker 1, cpu$'
+for stage in 0 1 2 3; do echo "$stage"F{0,1,2,3} "$stage"B{3,2,1,0}; done >lists
+run listed "${schedules[@]}" --schedule @lists -v 33
+refuse stages "'lists' has 4 stages" --chunks 4 --schedule @lists --balance 11,12
+refuse rest "'lists' has 4 micro-batches" "${schedules[@]}" --schedule @lists
+
+# Each flag has an effect.
+differs() { ! diff <(column "$1" 2) <(column one 2) >/dev/null || fail "$1 has no effect"; }
+for flag in augment bilinear amp "seed 5" "clip 0.01" "learning-rate 1e-4" "learning-rate-schedule constant" "chunks 1"; do
+  run "${flag// /-}" --$flag
+  differs "${flag// /-}"
+done
+run loaded --load one/latest.snapshot
+differs loaded
+run classes --data synthetic --samples 4 --size 80x48 -c 4
+says classes 'at 20x12, 4 classes'
+head -1 classes/history.csv | grep -q 'val_dice_3' || fail "no Dice for each class"
+
+# An earlier training is only overwritten with --overwrite.
+refuse one 'one holds an earlier training (latest.snapshot, best.snapshot); give --resume one/latest.snapshot'
+echo mine | tee one/notes.txt >one/epoch_mine.png
+run one -e 1 --overwrite
+[[ $(column one 1) == 1 && ! -e one/epoch_002.png ]] || fail "--overwrite leaves the earlier training"
+[[ $(cat one/{notes.txt,epoch_mine.png}) == $'mine\nmine' ]] || fail "--overwrite removes other files"
+
+# Wrong flags.
+refuse no-data 'no-such-folder' --data no-such-folder
+refuse sum 'sums to 3' --balance 1,2
+refuse text "but has 'half'" --balance half,23
+refuse both 'has 2 stages, but --stages is 3' --balance 5,18 --stages 3
+refuse many '23 layers' --stages 24
+refuse device 'gpu' --devices gpu
+refuse missing 'cuda:63' --devices cpu,cuda:63
+refuse few 'there are 2 for 3 workers' --stages 3 --devices cpu,cpu
+refuse schedule 'never' --schedule never
+refuse per-worker 'must divide --stages 3' --stages 3 --stages-per-worker 2
+refuse auto-file 'not from a file' --balance auto --schedule @lists
+refuse mode '--checkpoint' --checkpoint sometimes
+for value in 0 -1 nan 1e99 x; do refuse range "must be a number from 0.001 to 1, but is '$value'" --scale $value; done
+refuse half '--epochs' --epochs 1.5
+refuse size "'big' is not a size" --data synthetic --size big
+refuse small '8x8' --data synthetic --size 8x8
+refuse parts '2 to 4 classes' --data synthetic --classes 5
+refuse flag '--no-such-flag' --no-such-flag
+refuse folder '/proc/output' --output /proc/output
+refuse trace '/proc/trace' --trace /proc/trace
+"$program" --help | grep -q -- '--epochs INT.*=24' || fail "--help lists no defaults"
+
+# Files that cannot be written.
+if "$program" "${common[@]}" --output full --trace /dev/full >full.log 2>full.err; then fail "a full disk"; fi
+grep -qx 'error: cannot write /dev/full: No space left on device' full.err || fail "the full disk is not named"
+status=0
+(ulimit -f 2 -c 0 && exec "$program" "${common[@]}" --output limited >/dev/null 2>limited.err) || status=$?
+((status == 1)) || fail "exit code $status with a limit of the file size"
+grep -qE '^error: cannot write .*limited/.*File too large$' limited.err || { cat limited.err; fail "the limit is not named"; }
+if "$program" "${common[@]}" --output said -e 1 >/dev/full 2>said.err; then fail "a full standard output"; fi
+grep -qx 'error: cannot write to standard output' said.err || fail "the full standard output is not named"
+
+# Damaged data.
+damage mask-missing '0003' rm masks/0003_mask.png
+damage image-missing '0004' rm imgs/0004.png
+damage not-an-image '0005.png: not a JPEG, PNG or GIF' bash -c 'echo hello >imgs/0005.png'
+damage empty-file '0006_mask.png: the file is empty' bash -c ': >masks/0006_mask.png'
+damage no-folder 'masks' rm -r masks
+damage same-stem 'two files have the same stem' cp imgs/0007.png imgs/0007.jpg
+damage suffix 'the name of a mask must be <image>_mask' mv masks/0007_mask.png masks/0007.png
+damage other-size '0007' cp ../gpipe/epoch_001.png imgs/0007.png
+refuse colour 'the colour 128,128,0 is not that of any of 3 classes' --data classes/synthetic_4_80x48_4 --classes 3 -b 2
+cp -r "$data" short
+head -c 1500 "$data/imgs/0008.png" >short/imgs/0008.png
+if "$program" "${common[@]}" --data short --output cut-short >short.log 2>&1; then fail "a truncated file is accepted"; fi
+says short 'error: .*0008.png: '
+echo "all passed"
