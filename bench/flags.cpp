@@ -3,7 +3,6 @@
 #include <utility>
 
 #include "bench/measure.h"
-#include "gpipe/memory_reuse.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe::bench {
@@ -17,8 +16,6 @@ void add_flags(CLI::App& app, Options& options) {
   app.add_option("--checkpoint", options.checkpoints, "checkpoint modes: never, except_last, always")
       ->transform(CLI::CheckedTransformer(checkpoints()))
       ->default_str(CLI::detail::join(names));
-  app.add_flag_callback(
-      "--reuse", [] { reuse_cpu_memory(); }, "keep freed tensor memory for reuse");
 }
 
 void add_model_flag(CLI::App& app, Options& options) {

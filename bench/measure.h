@@ -42,8 +42,7 @@ struct Options {
   int replicas = 1;         ///< among which these are divided
 };
 
-/// Adds the flags that all programs have. The options' values are the defaults. Also adds --reuse, which calls
-/// reuse_cpu_memory().
+/// Adds the flags that all programs have. The options' values are the defaults.
 void add_flags(CLI::App& app, Options& options);
 
 // Flags that some programs have.

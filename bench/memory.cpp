@@ -1,7 +1,4 @@
-// Memory of a step: the peak bytes of tensors above model and data, including gradients; and the page faults and time
-// that reuse of memory saves.
-
-#include <sys/resource.h>
+// Memory of a step: the peak bytes of tensors above model and data, including gradients.
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
@@ -12,7 +9,6 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/memory_reuse.h"
 #include "gpipe/tensors/byte_counter.h"
 
 namespace gpipe::bench {
@@ -36,12 +32,6 @@ class LiveBytes : public AllocationListener {
   std::int64_t now_ = 0;
   std::int64_t peak_ = 0;
 };
-
-double minor_faults() {
-  rusage usage;
-  getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_minflt);
-}
 
 GPipe balanced_pipe(const Subject& it, const Row& row, const Options& options) {
   auto balance = options.balance;
@@ -68,35 +58,13 @@ void measure_peak(const Row& row, const Options& options) {
   print(std::cout, line);
 }
 
-void measure_reuse(const Row& row, const Options& options) {
-  const auto it = subject(row.model, row.chunks);
-  auto pipe = balanced_pipe(it, row, options);
-  std::vector<double> faults[2];
-  const auto step_with = [&](bool reuse) {
-    reuse_cpu_memory(reuse);
-    const double before = minor_faults();
-    step(pipe, it.input, row);
-    faults[reuse].push_back(minor_faults() - before);
-  };
-  const auto run = [&](int repeats) {
-    return interleave({[&] { step_with(false); }, [&] { step_with(true); }}, repeats);
-  };
-  run(2);  // warm-up: three runs, with the one that interleave() adds
-  for (auto& of_mode : faults) of_mode.clear();
-  const auto seconds = run(options.repeats);
-  print(std::cout, {"memory", row, "page faults/step", faults[false]});
-  print(std::cout, {"memory", row, "page faults/step with reuse", faults[true]});
-  print(std::cout, {"memory", row, "times faster with reuse", quotients(seconds[0], seconds[1])});
-}
-
 }  // namespace
 }  // namespace gpipe::bench
 
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
   using gpipe::Checkpoint;
-  gpipe::reuse_cpu_memory(false);  // installs the allocator before any thread starts
-  CLI::App app("Peak bytes of a step; page faults and time that reuse of memory saves.");
+  CLI::App app("Peak bytes of a step.");
   Options options{.models = kPeerSubjects,
                   .chunks = {8},
                   .checkpoints = {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}};
@@ -109,6 +77,5 @@ int main(int argc, char** argv) {
   add_short_flag(app, options, {Checkpoint::kNever, Checkpoint::kAlways});
   return run_program(app, argc, argv, [&] {
     for_each_row(options, [&](const Row& row) { measure_peak(row, options); });
-    if (!options.steps_only) for_each_row(options, [&](const Row& row) { measure_reuse(row, options); });
   });
 }

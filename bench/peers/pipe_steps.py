@@ -96,18 +96,13 @@ def main() -> None:
     parser = steps.flags(__doc__, ["never", "except_last", "always"])
     parser.add_argument("--library", choices=LIBRARIES, default="torchgpipe")
     parser.add_argument("--schedule", help="run step() with this schedule; of gpipe only")
-    parser.add_argument("--reuse", action="store_true", help="reuse CPU memory; of gpipe only")
     parser.add_argument("--memory", action="store_true", help="count bytes instead of seconds")
     args = parser.parse_args()
     if args.schedule and args.library != "gpipe":
         parser.error(f"{args.library} has no schedules; leave out --schedule")
-    if args.reuse and args.library != "gpipe":
-        parser.error(f"{args.library} cannot reuse memory; leave out --reuse")
-    name = " ".join(filter(None, [LIBRARIES[args.library], args.schedule, args.reuse and "reuse"]))
+    name = " ".join(filter(None, [LIBRARIES[args.library], args.schedule]))
     torch.set_num_threads(1)
     library = importlib.import_module(args.library)
-    if args.reuse:
-        library.reuse_cpu_memory()
     layers, x = steps.subject(args)
     scheduling = {}
     if args.schedule:

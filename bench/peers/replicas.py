@@ -37,7 +37,6 @@ def contestants(mesh: Mesh, model: str, ours: Path, repeats: int) -> dict[str, l
     job += ["--nproc-per-node", mesh.replicas * mesh.stages, ours / "bench" / "speed", "--over-ranks", "--steps-only"]
     return {
         "gpipe": [*job, *flags],
-        "gpipe reuse": [*job, *flags, "--reuse"],
         "distributed": [sys.executable, HERE / "distributed_steps.py", *flags],
     }
 

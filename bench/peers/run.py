@@ -52,11 +52,11 @@ BENCHES = {
 # The schedules of a row, by stages per worker.
 SCHEDULES = {1: ["1f1b"], 2: ["interleaved_zb", "zb_v"]}
 EVERY_SCHEDULE = [name for names in SCHEDULES.values() for name in names]
-# With a schedule, this project runs step(), else a forward and a backward. With reuse, it calls reuse_cpu_memory() first.
+# With a schedule, this project runs step(), else a forward and a backward.
 OURS = [
     f"{library}{schedule}"
     for library in ["gpipe", "gpipe python", "gpipe ranks"]
-    for schedule in ["", *(f" {name}{reuse}" for name in EVERY_SCHEDULE for reuse in ["", " reuse"])]
+    for schedule in ["", *(f" {name}" for name in EVERY_SCHEDULE)]
 ]
 PEERS = ["torchgpipe", "distributed gpipe", *(f"distributed {name}" for name in EVERY_SCHEDULE)]
 
@@ -111,8 +111,6 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         flags = ["--schedule", schedule, "--stages-per-worker", row.stages_per_worker]
         for name, command in own.items():
             commands[f"{name} {schedule}"] = [*command, *flags]
-            if row.bench == "speed":
-                commands[f"{name} {schedule} reuse"] = [*command, *flags, "--reuse"]
         distributed.append(schedule)
     if row.checkpoint == "never" and row.bench != "memory":
         peer = [sys.executable, HERE / "distributed_steps.py", *subject, *settings]

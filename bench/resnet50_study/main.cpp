@@ -20,7 +20,6 @@
 #include "absl/strings/match.h"
 #include "absl/strings/str_format.h"
 #include "bench/resnet50_study/variants.h"
-#include "gpipe/memory_reuse.h"
 
 namespace gpipe::study {
 namespace {
@@ -122,7 +121,6 @@ int run(Options options) {
   if (processes.all) processes.all->share("");  // the others wait
   if (processes.all) divide(processes, store);
   torch::set_num_threads(1);  // one core per CPU device
-  reuse_cpu_memory();         // page faults would distort the times, more in some variants than in others
   const auto about =
       hardware(experiment) +
       absl::StrFormat(

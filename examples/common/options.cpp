@@ -15,7 +15,6 @@
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_join.h"
-#include "gpipe/memory_reuse.h"
 #include "gpipe/schedule/schedule_source.h"
 #include "gpipe/schedules.h"
 
@@ -70,8 +69,6 @@ void add_pipeline_options(CLI::App& app, PipelineOptions& options) {
       ->delimiter(',')
       ->multi_option_policy(CLI::MultiOptionPolicy::TakeAll)
       ->always_capture_default(false);
-  app.add_flag_callback(
-      "--reuse-memory", [] { reuse_cpu_memory(); }, "keep freed memory of CPU tensors for reuse");
   app.option_defaults()->group("Options");
   app.final_callback([&options, stages] { read_layers(options, stages->count() > 0); });
 }

@@ -13,7 +13,7 @@ for file in history.csv curves.png epoch_001.png latest.snapshot best.snapshot; 
   [[ -s one/$file ]] || fail "no $file"
 done
 common+=(--data $data)
-run three --stages 3 --workers 0 --reuse-memory
+run three --stages 3 --workers 0
 run cut --balance 5,18 --devices cpu,cpu --checkpoint never
 run by-size --balance by-size --profile
 run auto --balance auto --schedule auto -e 1 --profile
