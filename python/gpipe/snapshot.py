@@ -313,7 +313,9 @@ def gather(pipe: GPipe, mine: Snapshot) -> Snapshot:
         return mine
     with pipe.refusing():
         file, core, names = _to_file(mine), pipe._core.pipeline(), _state_names(pipe)
-    return _from_file(*_C.gather_snapshot(core, *file, *names))
+    whole = _from_file(*_C.gather_snapshot(core, *file, *names))
+    whole.model = {name: whole.model[name] for name in pipe.whole_state if name in whole.model}
+    return whole
 
 
 def own_part(pipe: GPipe, whole: Snapshot) -> Snapshot:
