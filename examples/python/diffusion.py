@@ -248,7 +248,8 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 history.setdefault(name, []).append(value)
             if events:
                 with open(args.output / "history.csv", "w", newline="") as file:
-                    csv.writer(file).writerows([history, *zip(*history.values())])
+                    columns = [range(1, epoch + 1), *(history[name] for name in scores if name != "epoch")]
+                    csv.writer(file).writerows([scores, *zip(*columns)])
                 pixels = torch.cat(list(torch.cat(list(samples.view(ROWS, CLASSES, *images.shape[1:])), 2)), 2)[0]
                 picture = Image.fromarray(((pixels + 1) * 127.5).round().byte().numpy())
                 picture = picture.resize((4 * picture.width, 4 * picture.height), Image.Resampling.NEAREST)

@@ -227,7 +227,8 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 history.setdefault(name, []).append(value)
             if events:
                 with open(args.output / "history.csv", "w", newline="") as file:
-                    csv.writer(file).writerows([history, *zip(*history.values())])
+                    columns = [range(1, epoch + 1), *(history[name] for name in scores if name != "epoch")]
+                    csv.writer(file).writerows([scores, *zip(*columns)])
                 for name, value in scores.items():
                     events.add_scalar(f"epoch/{name}", value, epoch * steps)
                 print(", ".join(f"{name} {value:.4g}" for name, value in scores.items()))

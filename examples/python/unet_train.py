@@ -365,7 +365,8 @@ def train(args: argparse.Namespace, ranks: gpipe.Ranks | None) -> int:
                 history.setdefault(name, []).append(value)
             if events:
                 with open(args.output / "history.csv", "w", newline="") as file:
-                    csv.writer(file).writerows([history, *zip(*history.values())])
+                    columns = [range(1, epoch + 1), *(history[name] for name in scores if name != "epoch")]
+                    csv.writer(file).writerows([scores, *zip(*columns)])
                 picture = draw_predictions(images, labels, predicted, args.classes)
                 picture.save(args.output / f"epoch_{epoch:03}.png")
                 events.add_image("predictions", np.asarray(picture), epoch * steps, dataformats="HWC")
