@@ -186,8 +186,6 @@ class Gif {
   std::unique_ptr<GifFileType, Closer> gif_;
 };
 
-// ---
-
 // Opens the file's first bytes as Jpeg, Png or Gif, checks the size, and calls `use`.
 template <class Use>
 auto with_image(const std::filesystem::path& path, std::size_t most_bytes, Use use) {
@@ -208,8 +206,8 @@ auto with_image(const std::filesystem::path& path, std::size_t most_bytes, Use u
       }
       return use(image);
     };
-    // No encoder fits more pixels into a byte. JPEG: at least one bit per block of 64 pixels. PNG: deflate expands a byte to at
-    // most 1032 bytes of 8 pixels each. GIF: at least 12 bits per string of fewer than 4096 pixels.
+    // No encoder fits more pixels into a byte. JPEG: at least one bit per block of 64 pixels. PNG: deflate expands a
+    // byte to at most 1032 bytes of 8 pixels each. GIF: at least 12 bits per string of fewer than 4096 pixels.
     if (bytes.starts_with("\xff\xd8\xff")) return checked(Jpeg(bytes), 8 * 64);
     if (bytes.starts_with("\x89PNG\r\n\x1a\n")) return checked(Png(bytes), 8 * 1032);
     if (bytes.starts_with("GIF8")) return checked(Gif(bytes), 8 * 4096 / 12);

@@ -19,14 +19,17 @@ struct Size {
 std::string to_string(Size size);
 /// Reads what to_string() writes. Errors: std::invalid_argument for any other text.
 Size to_size(const std::string& text);
-/// `size` times a scale in (0, 1], rounded, at least one pixel per side. Errors: std::invalid_argument for another scale.
+/// `size` times a scale in (0, 1], rounded, at least one pixel per side. Errors: std::invalid_argument for another
+/// scale.
 Size scaled(Size size, double scale);
 
-// Images are tensors of uint8: [3, height, width] with red, green and blue, or [height, width] of grey levels or classes.
+// Images are tensors of uint8: [3, height, width] with red, green and blue, or [height, width] of grey levels or
+// classes.
 //
-// The format, JPEG, PNG or GIF, is found by content, not by name. Of a GIF, the first frame is read. Alpha channels are ignored.
-// Errors: std::runtime_error with the file's name and the reason, for a file that is missing, of another kind, damaged or
-// truncated, for more than 65535 pixels per side or 2^28 in all, and for more pixels than the file's bytes can hold.
+// The format, JPEG, PNG or GIF, is found by content, not by name. Of a GIF, the first frame is read. Alpha channels are
+// ignored. Errors: std::runtime_error with the file's name and the reason, for a file that is missing, of another kind,
+// damaged or truncated, for more than 65535 pixels per side or 2^28 in all, and for more pixels than the file's bytes
+// can hold.
 
 /// Reads only the header.
 Size image_size(const std::filesystem::path& path);

@@ -51,14 +51,14 @@ struct TrainingOptions : PipelineOptions {
 /// Checks a finite number from `low` to `high`, for CLI::Option::check().
 CLI::Validator in_range(double low, double high = 1 << 20);
 
-/// Adds a flag for each option but checkpoint, replicas and schedule, with the values in `options` as defaults. Call it before
-/// adding other flags, because it also configures what all flags share.
+/// Adds a flag for each option but checkpoint, replicas and schedule, with the values in `options` as defaults. Call it
+/// before adding other flags, because it also configures what all flags share.
 void add_pipeline_options(CLI::App& app, PipelineOptions& options);
 /// Adds all flags of a training program.
 void add_training_options(CLI::App& app, TrainingOptions& options);
 
-/// The number of workers that the schedule and stages_per_worker need. Errors: std::invalid_argument for a schedule that is
-/// unknown or does not fit.
+/// The number of workers that the schedule and stages_per_worker need. Errors: std::invalid_argument for a schedule
+/// that is unknown or does not fit.
 int worker_count(const PipelineOptions& options);
 
 /// One device per worker. Errors: std::invalid_argument for another number of devices; c10::Error for another name.

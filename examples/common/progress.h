@@ -7,8 +7,8 @@
 
 namespace gpipe::examples {
 
-/// Shows the progress of one pass over images on standard output: on a terminal as a line that is redrawn in place, at most
-/// ten times a second; elsewhere as a line every ten seconds. Both end with a line.
+/// Shows the progress of one pass over images on standard output: on a terminal as a line that is redrawn in place, at
+/// most ten times a second; elsewhere as a line every ten seconds. Both end with a line.
 class Progress {
  public:
   /// `images` is the number in the pass.

@@ -20,10 +20,8 @@ void find_snapshot(TrainingOptions& options) {
     if (fs::exists(options.output / name)) options.resume = options.output / name;
   }
   if (options.ranks) options.resume = options.ranks->share(options.resume.string());
-  std::cout << "resume: "
-            << (options.resume.empty() ? options.output.string() + " has no snapshot, so a new training begins"
-                                       : options.resume.string())
-            << std::endl;
+  const auto none = options.output.string() + " has no snapshot, so a new training begins";
+  std::cout << "resume: " << (options.resume.empty() ? none : options.resume.string()) << std::endl;
 }
 
 // Whether the snapshot to resume is in the output folder.

@@ -38,12 +38,13 @@ class Task {
   virtual std::vector<std::int64_t> image_shape() const = 0;
   /// An epoch's mini-batches from number `first` on, or this replica's parts of them. They depend on the epoch alone.
   virtual Examples training(int epoch, std::int64_t first) = 0;
-  /// Returns the loss of a mini-batch, or of one micro-batch: a mean over samples, so that the loss of the mini-batch is
-  /// the mean of its micro-batches' losses, weighted by samples. Called on the last stage's worker thread.
+  /// Returns the loss of a mini-batch, or of one micro-batch: a mean over samples, so that the loss of the mini-batch
+  /// is the mean of its micro-batches' losses, weighted by samples. Called on the last stage's worker thread.
   virtual torch::Tensor loss(const torch::Tensor& output, const torch::Tensor& target) const = 0;
 
-  /// Called in evaluation mode, without gradients. Each replica reads and runs its part of each mini-batch. All processes get
-  /// the same scores. Draws a picture of the results, unless its path is empty. Returns no scores if it was stopped.
+  /// Called in evaluation mode, without gradients. Each replica reads and runs its part of each mini-batch. All
+  /// processes get the same scores. Draws a picture of the results, unless its path is empty. Returns no scores if it
+  /// was stopped.
   virtual std::vector<double> validate(GPipe& pipe, const std::filesystem::path& picture, const Stops& stops) = 0;
 };
 
@@ -59,10 +60,10 @@ struct Program {
 
 /// Trains a program's model on its task as a pipeline, by GPipe::step(). Returns the program's exit code.
 ///
-/// Writes into options.output: history.csv, curves.png, epoch_NNN.png, latest.snapshot and best.snapshot. After SIGINT or
-/// SIGTERM it finishes the mini-batch, of training or validation, writes latest.snapshot and returns. A resumed run ends with
-/// the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the schedule sums their
-/// gradients are the same. In several processes, all train, and the first writes.
+/// Writes into options.output: history.csv, curves.png, epoch_NNN.png, latest.snapshot and best.snapshot. After SIGINT
+/// or SIGTERM it finishes the mini-batch, of training or validation, writes latest.snapshot and returns. A resumed run
+/// ends with the weights of an uninterrupted one, bit for bit if the micro-batches and the order in which the schedule
+/// sums their gradients are the same. In several processes, all train, and the first writes.
 ///
 /// Errors: std::runtime_error for files that cannot be read or written, and for a loss that is not finite;
 /// std::invalid_argument for options that do not fit the model.

@@ -10,13 +10,13 @@ namespace gpipe::examples::mnist {
 
 enum class Part { kTraining, kTest };
 
-/// Draws `count` digits of 28 x 28 pixels in random order, light on dark. The font, distortion, slant, rotation, size, place,
-/// thickness, brightness and noise are random. Digit i of a part does not depend on `count`.
+/// Draws `count` digits of 28 x 28 pixels in random order, light on dark. The font, distortion, slant, rotation, size,
+/// place, thickness, brightness and noise are random. Digit i of a part does not depend on `count`.
 LabelledImages draw_digits(int count, std::uint64_t seed, Part part);
 
-/// Draws a confusion matrix in grey: a row per true class, a column per predicted class. The title tells the accuracy. A cell
-/// is brighter the larger its share of the row's images is, and shows the number of its images if there are any. `counts` has
-/// classes * classes numbers, row by row.
+/// Draws a confusion matrix in grey: a row per true class, a column per predicted class. The title tells the accuracy.
+/// A cell is brighter the larger its share of the row's images is, and shows the number of its images if there are any.
+/// `counts` has classes * classes numbers, row by row.
 Drawing draw_confusion(const std::vector<std::int64_t>& counts, int classes);
 
 }  // namespace gpipe::examples::mnist

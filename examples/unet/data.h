@@ -26,28 +26,31 @@ struct Sample {
 /// The samples of a folder in the layout of the Carvana data set, sorted by name:
 ///   folder/imgs/<stem>.jpg, .jpeg or .png
 ///   folder/masks/<stem>_mask.gif or .png
-/// Other files are ignored. Errors: std::runtime_error, which names the files, if there are none, an image or a mask is alone,
-/// a file is not an image, or an image and its mask differ in size. Damage after a header shows on decoding.
+/// Other files are ignored. Errors: std::runtime_error, which names the files, if there are none, an image or a mask is
+/// alone, a file is not an image, or an image and its mask differ in size. Damage after a header shows on decoding.
 std::vector<Sample> list_samples(const std::filesystem::path& folder);
 
 struct Split {
   std::vector<Sample> training;
   std::vector<Sample> validation;
 };
-/// Draws a percentage of the samples for validation. The same seed draws the same ones. Both parts keep the order of `samples`
-/// and have at least one. Errors: std::invalid_argument for fewer than two samples.
+/// Draws a percentage of the samples for validation. The same seed draws the same ones. Both parts keep the order of
+/// `samples` and have at least one. Errors: std::invalid_argument for fewer than two samples.
 Split split(const std::vector<Sample>& samples, double validation_percent, std::uint64_t seed);
 
-// --- Classes of a mask's pixels: 0 is the background; 1 and up are the things to find. A mask file of two classes is black and white. With more classes, class k has the k-th colour of PASCAL VOC's masks
-// (black, maroon, green, olive, navy, ...), or the grey level k.
+// --- Classes of a mask's pixels
+//
+// 0 is the background; 1 and up are the things to find. A mask file of two classes is black and white. With more
+// classes, class k has the k-th colour of PASCAL VOC's masks (black, maroon, green, olive, navy, ...), or the grey
+// level k.
 
 inline constexpr int kMaxClasses = 64;
 
 /// The colour of a class in masks of more than two classes; of two classes, class 1 is white.
 Color class_color(int label, int classes);
 
-/// Reads a mask as classes [height, width]. Errors: std::runtime_error with the file's name, if it cannot be read or has a
-/// colour that is not of these classes.
+/// Reads a mask as classes [height, width]. Errors: std::runtime_error with the file's name, if it cannot be read or
+/// has a colour that is not of these classes.
 at::Tensor read_labels(const std::filesystem::path& path, int classes);
 
 /// The inverse of read_labels(): an image for a mask file.
@@ -66,8 +69,9 @@ struct LoaderOptions {
   std::shared_ptr<Ranks> ranks = nullptr;  ///< only the part of each batch that belongs to this replica
 };
 
-/// One pass over the samples in batches of images [n, 3, height, width] from 0 to 1 and labels [n, 1, height, width]. The last
-/// batch can be smaller; a part can be empty. A batch does not depend on the number of workers, nor on first_batch.
+/// One pass over the samples in batches of images [n, 3, height, width] from 0 to 1 and labels [n, 1, height, width].
+/// The last batch can be smaller; a part can be empty. A batch does not depend on the number of workers, nor on
+/// first_batch.
 ///
 /// All samples are resized to one size, masks by the nearest pixel. A sample without a mask gets a mask of zeros.
 class Loader {

@@ -72,8 +72,8 @@ std::vector<fs::path> list_images(const std::vector<fs::path>& inputs) {
   return images;
 }
 
-// Tints the image where the labels are not 0, and outlines them: a light line inside and a dark line outside, so that the
-// outline is visible on any colour.
+// Tints the image where the labels are not 0, and outlines them: a light line inside and a dark line outside, so that
+// the outline is visible on any colour.
 torch::Tensor overlay(const torch::Tensor& image, const torch::Tensor& labels, int classes) {
   namespace F = torch::nn::functional;
   const auto tint = classes == 2 ? torch::stack({labels * 255, labels * 0, labels * 0}) : paint_labels(labels, classes);

@@ -23,9 +23,9 @@ void add_predictor_options(CLI::App& app, PredictorOptions& options);
 /// Applies a trained U-Net to images of any size.
 class Predictor {
  public:
-  /// Reads the snapshot, cuts the model and prints the stages. If the cut needs measurements, they use the size of the first
-  /// image. Errors: std::runtime_error with the file's name, for a file that is not a snapshot of the training program, or not
-  /// an image.
+  /// Reads the snapshot, cuts the model and prints the stages. If the cut needs measurements, they use the size of the
+  /// first image. Errors: std::runtime_error with the file's name, for a file that is not a snapshot of the training
+  /// program, or not an image.
   Predictor(const PredictorOptions& options, std::vector<std::filesystem::path> images);
 
   int classes() const { return classes_; }

@@ -19,31 +19,28 @@ namespace {
 
 constexpr int kCar = 1, kWindow = 2, kWheel = 3;
 
-/// The side view of a car that faces right. Corners are pairs of thousandths: x of its length, from the rear; y of its height,
-/// from the ground.
+/// The side view of a car that faces right. Corners are pairs of thousandths: x of its length, from the rear; y of its
+/// height, from the ground.
 struct CarBody {
   double height;  // of the length
   std::vector<int> outline;
   std::vector<std::vector<int>> windows;
 };
 
+// A saloon, a hatchback, an off-roader and a pick-up.
 const std::vector<CarBody> kCarBodies = {
-    // saloon
     {0.31,
      {0,   180,  5,   480, 60,  570, 230, 600, 340, 960, 400,  1000,
       600, 1000, 660, 950, 770, 600, 960, 490, 995, 380, 1000, 180},
      {{275, 610, 360, 920, 490, 920, 490, 610}, {515, 610, 515, 920, 640, 900, 730, 610}}},
-    // hatchback
     {0.37,
      {0, 180, 0, 560, 40, 620, 110, 950, 180, 1000, 560, 1000, 630, 960, 770, 620, 950, 520, 995, 400, 1000, 180},
      {{95, 640, 155, 920, 360, 920, 360, 640}, {390, 640, 390, 920, 600, 910, 720, 640}}},
-    // off-roader
     {0.4,
      {0, 200, 0, 620, 30, 950, 80, 1000, 610, 1000, 670, 960, 760, 650, 965, 580, 1000, 430, 1000, 200},
      {{60, 660, 85, 920, 250, 920, 250, 660},
       {275, 660, 275, 920, 410, 920, 410, 660},
       {475, 660, 475, 920, 630, 910, 720, 660}}},
-    // pick-up
     {0.37,
      {0, 220, 0, 570, 370, 570, 390, 970, 430, 1000, 620, 1000, 670, 960, 750, 610, 960, 550, 1000, 430, 1000, 220},
      {{420, 630, 435, 920, 540, 920, 540, 630}, {560, 630, 560, 920, 640, 910, 715, 630}}},
@@ -54,8 +51,8 @@ Color scale(Color color, double factor) {
   return {part(color.red), part(color.green), part(color.blue)};
 }
 
-// Paints an image and its mask together: each shape covers what is below it in both. The unit is the height. Shapes can reach
-// beyond the image.
+// Paints an image and its mask together: each shape covers what is below it in both. The unit is the height. Shapes can
+// reach beyond the image.
 class Painter {
  public:
   Painter(Random random, Size size, int classes)
@@ -194,16 +191,12 @@ class Painter {
       const double length = between(0.09, 0.25);
       for (double x = between(-length, 0); x < width_; x += length * 2) rectangle(x, y, x + length, y + 0.017, mark);
     }
-    for (int patches = below(4); patches > 0; --patches) {
-      const double size = between(0.03, 0.14);
-      ellipse(across(), between(kerb + 0.05, 1), size, size / 4, scale(asphalt, between(0.7, 1.3)));
-    }
   }
 
   // Something in the colours of cars.
   void thing(double x, double foot) {
     const Color color = paint_color();
-    const int kind = below(4);
+    const int kind = below(3);
     if (kind == 0) {  // a box or kiosk
       const double half = between(0.025, 0.11);
       const double height = between(0.05, 0.22);
@@ -213,10 +206,6 @@ class Painter {
       const double height = between(0.2, 0.5);
       rectangle(x - 0.007, foot - height, x + 0.007, foot, grey(0.2, 0.7));
       if (random_.chance(0.7)) ellipse(x, foot - height, 0.042, 0.042, color);
-    } else if (kind == 2) {  // a barrel or a bag
-      const double half = between(0.025, 0.06);
-      ellipse(x, foot - half, half, half, color);
-      ellipse(x, foot - half * 1.5, half * 0.67, half / 3, scale(color, 1.3));
     } else {
       foliage(x, foot - 0.04, between(0.035, 0.07));
     }

@@ -25,15 +25,16 @@ ModelOptions from_flags(const std::map<std::string, std::string>& flags);
 
 torch::nn::Sequential make_model(const ModelOptions& options);
 
-// The model's output. With two classes it has one channel, the logit of class 1; with more classes, one channel per class.
+// The model's output. With two classes it has one channel, the logit of class 1; with more classes, one channel per
+// class.
 //   logits         [n, 1 or classes, h, w]
 //   probabilities  [n, classes, h, w]; they sum to 1 over the classes
 //   labels         [n, 1, h, w], uint8: the class of each pixel
 
 /// Cross-entropy plus 1 - Dice. Dice is the overlap of the probabilities with the labels (Milletari et al.,
 /// arXiv:1606.04797, without the squares), as the mean over images and all classes except 0. Each count is one pixel
-/// higher, so that an absent class can have a Dice of 1. Both parts are means over images of equal size, so the loss of a
-/// mini-batch is the mean of its micro-batches' losses, weighted by images.
+/// higher, so that an absent class can have a Dice of 1. Both parts are means over images of equal size, so the loss of
+/// a mini-batch is the mean of its micro-batches' losses, weighted by images.
 torch::Tensor segmentation_loss(const torch::Tensor& logits, const torch::Tensor& labels);
 
 torch::Tensor to_probabilities(const torch::Tensor& logits);
@@ -53,7 +54,8 @@ struct Score {
   double iou = 0;
 };
 
-/// Returns the number of pixels of each true class and predicted class, [classes, classes]. Those of several images add up.
+/// Returns the number of pixels of each true class and predicted class, [classes, classes]. Those of several images add
+/// up.
 torch::Tensor count_pairs(const torch::Tensor& labels, const torch::Tensor& truth, int classes);
 /// Returns the scores of the classes 1 and up, and before them their mean.
 std::vector<Score> to_scores(const torch::Tensor& pairs);

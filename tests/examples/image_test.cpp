@@ -49,8 +49,8 @@ TEST_F(ImageTest, PngKeepsColoursAndGreyLevels) {
   EXPECT_TRUE(at::equal(read_image(path_), image[1].expand({3, 23, 37})));
 }
 
-// Transparent pixels keep their colour, as with Pillow's convert("RGB"), which made these files: (10, 20, 30) opaque, (200, 100,
-// 50) transparent, (200, 100, 50) half transparent.
+// Transparent pixels keep their colour, as with Pillow's convert("RGB"), which made these files: (10, 20, 30) opaque,
+// (200, 100, 50) transparent, (200, 100, 50) half transparent.
 TEST_F(ImageTest, AlphaChannelOfPngIsIgnored) {
   const std::vector<std::uint8_t> file = {0x89, 0x50, 0x4e, 0x47, 0x0d, 0x0a, 0x1a, 0x0a, 0x00, 0x00, 0x00, 0x0d, 0x49,
                                           0x48, 0x44, 0x52, 0x00, 0x00, 0x00, 0x03, 0x00, 0x00, 0x00, 0x01, 0x08, 0x06,

@@ -77,8 +77,7 @@ refuse device 'gpu' --devices gpu
 refuse missing 'cuda:63' --devices cpu,cuda:63
 refuse few 'there are 2 for 3 workers' --stages 3 --devices cpu,cpu
 refuse schedule 'never' --schedule never
-refuse per-worker 'must divide --stages 3' --stages 3 --stages-per-worker 2
-refuse auto-file 'not from a file' --balance auto --schedule @lists
+refuse per-worker 'stages_per_worker = 2 does not divide' --stages 3 --stages-per-worker 2
 refuse mode '--checkpoint' --checkpoint sometimes
 for value in 0 -1 nan 1e99 x; do refuse range "must be a number from 0.001 to 1, but is '$value'" --scale $value; done
 refuse half '--epochs' --epochs 1.5
