@@ -242,12 +242,12 @@ TEST(ClusterPlan, UsesAThousandDevices) {
   for (const int samples : {1, 4}) profiles.push_back(equal_layers(64, samples, 1'000'000));
   const auto cluster = cluster_of(128, 8, {.bandwidth = 1e9, .latency = 1e-6}, {.bandwidth = 1e8, .latency = 1e-5},
                                   std::int64_t{1} << 30);
-  const auto plan = plan_cluster(cluster, profiles, {.samples = 4096});
+  const auto plan = plan_cluster(cluster, profiles, {.samples = 1024});
   ASSERT_TRUE(plan.fits());
   std::vector<int> replicas;
   for (const auto& candidate : plan.candidates) {
     EXPECT_EQ(candidate.replicas * static_cast<int>(candidate.bytes.size()), 1024);
-    EXPECT_GE(candidate.seconds, 4096 * 64 * 3 / 1024.0) << "the work of a device";
+    EXPECT_GE(candidate.seconds, 1024 * 64 * 3 / 1024.0) << "the work of a device";
     EXPECT_GE(candidate.seconds, plan.best().seconds);
     replicas.push_back(candidate.replicas);
   }

@@ -43,8 +43,7 @@ TEST(Profiler, RestoresTheModel) {
   model->parameters()[0].mutable_grad() = torch::ones_like(model->parameters()[0]);
 
   const auto profiled = profile(model, x.narrow(0, 0, 2), brief().workers(2));
-  const auto suggestion =
-      suggest(model, x, {torch::kCPU, torch::kCPU}, SuggestOptions().chunks({1, 2}).profile(brief()));
+  const auto suggestion = suggest(model, x, {torch::kCPU, torch::kCPU}, SuggestOptions().chunks({2}).profile(brief()));
   refine(model, x, {torch::kCPU, torch::kCPU}, suggestion, 2, 1);
 
   auto was = before.begin();
@@ -420,39 +419,6 @@ TEST(Suggest, StopsWhenItsProgressFunctionThrows) {
   }
 }
 
-class ProfiledBytes : public testing::Test {
- protected:
-  /// Compares the profile's bytes with the counted bytes of a real step. Uses the timeline of that step, so that waiting
-  /// times do not matter.
-  static void expect_close(nn::Sequential model, const torch::Tensor& micro_batch,
-                           const std::vector<std::int64_t>& balance) {
-    const auto of_model = profile(model, micro_batch, brief().intraop_threads(1));
-    const auto bytes = StageCost(of_model).costs(balance, {}).bytes;
-    for (const int chunks : {1, 4}) {
-      const auto batch = torch::cat(std::vector<torch::Tensor>(chunks, micro_batch));
-      for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
-        SCOPED_TRACE(std::to_string(chunks) + " chunks, checkpoint " + to_string(checkpoint));
-        GPipe pipe(model, balance, GPipeOptions().chunks(chunks).checkpoint(checkpoint).intraop_threads(1));
-        for (int i = 0; i < 2; ++i) pipe->forward(batch).sum().backward();
-        const auto timeline = std::make_shared<Timeline>();
-        pipe->trace(timeline);
-        pipe->forward(batch).sum().backward();
-        auto accounted = *timeline;
-        account(accounted, bytes);
-        for (std::size_t s = 0; s < balance.size(); ++s) {
-          const auto counted = static_cast<double>(timeline->peak_bytes()[s]);
-          const auto ratio = static_cast<double>(accounted.peak_bytes()[s]) / counted;
-          EXPECT_GT(ratio, 0.97) << "stage " << s;
-          // Stages that run at the same time free each other's memory during their actions. The account frees it at
-          // their ends.
-          const bool in_turn = chunks == 1 && checkpoint != Checkpoint::kAlways;
-          if (in_turn || balance.size() == 1) EXPECT_LT(ratio, 1.03) << "stage " << s;
-        }
-      }
-    }
-  }
-};
-
 class BytesOfSchedules : public testing::Test {
  protected:
   /// Compares the bytes of a profile with the counted bytes of a traced step under each schedule, in the timeline of that
@@ -503,15 +469,15 @@ class BytesOfSchedules : public testing::Test {
 };
 
 TEST_F(BytesOfSchedules, UNet) {
-  const auto model = models::unet(models::UNetOptions().depth(3).base_channels(8));
-  expect_close(model, torch::rand({2, 3, 48, 48}), {26, 29}, {"1f1b", "zb_h1", "zb_h2"});
-  expect_close(model, torch::rand({2, 3, 48, 48}), {13, 13, 13, 16}, {"zb_v", "v_half", "dualpipe_v"});
-  expect_close(model, torch::rand({2, 3, 48, 48}), {55}, {"zb_h1"});
+  const auto model = models::unet(models::UNetOptions().depth(2).base_channels(8).dropout(0.1));
+  expect_close(model, torch::rand({2, 3, 32, 32}), {11, 20, 13}, {"gpipe", "1f1b"});
+  expect_close(model, torch::rand({2, 3, 32, 32}), {11, 11, 11, 11}, {"zb_v", "dualpipe_v"});
+  expect_close(model, torch::rand({2, 3, 32, 32}), {44}, {"gpipe", "zb_h1"});
 }
 
 TEST_F(BytesOfSchedules, ResNet) {
   expect_close(models::resnet18(models::ResNetOptions().num_classes(10)), torch::rand({2, 3, 32, 32}), {46, 25},
-               {"zb_h1", "zb_h2"});
+               {"zb_h2"});
 }
 
 TEST_F(BytesOfSchedules, TokensThenLinearLayers) {
@@ -532,7 +498,7 @@ TEST_F(BytesOfSchedules, LayersThatEndInReLU) {
     model->push_back(NestedSequential({{"linear", nn::Linear(256, 256)}, {"relu", nn::ReLU()}}));
   }
   const auto x = torch::randn({64, 256});
-  expect_close(model, x, {4, 4}, {"gpipe", "1f1b", "zb_h1", "zb_h2", "greedy"}, 0.97);
+  expect_close(model, x, {4, 4}, {"gpipe", "zb_h1", "greedy"}, 0.97);
   expect_close(model, x, {2, 2, 2, 2}, {"interleaved_zb", "zb_v"}, 0.97);
   expect_close(model, x, {8}, {"zb_h1"});
 }
@@ -567,28 +533,6 @@ TEST(Profiler, MeasuresBothPartsOfABackward) {
   EXPECT_EQ(costs.actions[0][static_cast<std::size_t>(Kind::I)], costs.actions[0][static_cast<std::size_t>(Kind::B)]);
   EXPECT_FALSE(costs.bytes[0].splits);
   EXPECT_TRUE(costs.bytes[1].splits);
-}
-
-TEST_F(ProfiledBytes, UNet) {
-  expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {26, 29});
-  expect_close(models::unet(models::UNetOptions().depth(3).base_channels(8)), torch::rand({2, 3, 48, 48}), {55});
-  expect_close(models::unet(models::UNetOptions().depth(2).base_channels(8).dropout(0.1)), torch::rand({2, 3, 48, 48}),
-               {11, 20, 13});
-}
-
-TEST_F(ProfiledBytes, ResNet) {
-  const auto model = models::resnet18(models::ResNetOptions().num_classes(10));
-  expect_close(model, torch::rand({2, 3, 32, 32}), {46, 25});
-  expect_close(model, torch::rand({2, 3, 32, 32}), {13, 20, 38});
-}
-
-TEST_F(ProfiledBytes, LinearLayers) {
-  nn::Sequential model;
-  for (int i = 0; i < 6; ++i) {
-    model->push_back(nn::Linear(192, 192));
-    model->push_back(nn::ReLU());
-  }
-  expect_close(model, torch::rand({32, 192}), {5, 7});
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Random cases of transparency: a model, a cut, a schedule, micro-batches and a checkpoint mode, compared with the reference.
+// Random cases: a model and calls of a pipeline, compared with a plain loop over the same layers.
 #pragma once
 
 #include <cstdint>
@@ -7,47 +7,44 @@
 #include <string>
 #include <vector>
 
+#include "tests/gpipe/generated_units.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 
-/// A layer of a generated model, or several that belong together.
-enum class UnitKind {
-  kLinear,
-  kNorm,
-  kDropout,
-  kInPlaceDropout,
-  kInPlaceRelu,
-  kTanh,
-  kPeak,  // counts the graphs that are alive
-  kConvolve,
-  kNested,
-  kSeveralTensors,  // five layers, with integers, in-place operations and a tensor returned twice
-  kStash,
-  kPop,
-  kStashOdd,  // integers, an undefined tensor, and a tensor that is not used
-  kPopOdd,
-};
-
-struct Unit {
-  UnitKind kind;
-  int skip = 0;  // the number of the skip, for a stash or pop
+/// A unit in a model.
+struct Use {
+  const Unit* unit;
+  int variant = 0;
+  int pair = 0;  // the number of its pair, for a unit that belongs to one
 };
 
 struct Spec {
   std::uint64_t seed = 0;
-  std::vector<Unit> units;
+  // The model.
+  std::vector<Use> uses = {};
+  std::int64_t width = 4;
+  bool single = false;  // precision
+  bool several_inputs = false;
+  bool several_outputs = false;
+  bool input_gradient = true;
+  // The pipeline.
   int workers = 1;
-  int loops = 1;  // stages per worker
+  std::vector<int> placement = {0};
+  std::string schedule = {};  // of step(); empty: forward() and backward
+  Checkpoint checkpoint = Checkpoint::kNever;
+  // The calls.
   int batch = 1;
   int chunks = 1;
-  Checkpoint checkpoint = Checkpoint::kNever;
-  std::string schedule = {};  // of step(); empty: forward() and backward
-  bool wide = false;          // wide layers, so that W has work
+  int calls = 1;
+  bool backward_twice = false;
+  bool eval = false;  // in the second call
 };
 
 std::string to_string(const Spec& spec);
-Spec generate(std::uint64_t seed);
+
+/// `portable`: the pipeline runs the case on several devices or over ranks too.
+Spec generate(std::uint64_t seed, bool portable);
 
 /// Returns the simpler cases to try in place of one that fails.
 std::vector<Spec> smaller(const Spec& spec);
@@ -56,7 +53,7 @@ std::vector<Spec> smaller(const Spec& spec);
 std::vector<std::string> features(const Spec& spec);
 extern const std::size_t kFeatures;
 
-/// Where a case runs. The reference runs on `reference`.
+/// Where a case runs. The loop runs on `reference`.
 struct Devices {
   std::vector<torch::Device> workers;  // as many as Spec::workers, or more
   torch::Device input;
@@ -64,14 +61,21 @@ struct Devices {
   torch::Device reference;
 };
 
-/// Runs a case, on the CPU if no devices are given. Returns the first result that differs from the reference's, or the text
-/// of an error; empty if there is none. Results on the CPU must be bit-equal. Those of other devices may differ by 1e-4
-/// (wide: 1e-3), because a convolution's sums depend on the strides of its input. With ranks, every rank must call this
-/// with the same case, and compares what it has.
-std::string difference(const Spec& spec, const std::optional<Devices>& devices = std::nullopt,
-                       const std::shared_ptr<Ranks>& ranks = nullptr);
+struct Outcome {
+  enum Verdict {
+    kEqual,
+    kDifferent,
+    kRefused,  // the pipeline refuses changes in place of tensors that share memory, as it documents
+    kNoModel,  // the loop fails too: PyTorch refuses changes in place of tensors that a backward needs
+  };
+  Verdict verdict = kEqual;
+  std::string what = {};  // the first difference, or the text of an error
+};
 
-/// The number of workers of the case, which its layers may limit.
-int workers_of(const Spec& spec);
+/// Runs a case, on the CPU if no devices are given. On the CPU, its results must have the bits of the reference that is cut
+/// like the pipeline. Everywhere they must equal those of the whole model to double precision. With ranks, every rank must
+/// call this with the same case, and compares what it has.
+Outcome compare(const Spec& spec, const std::optional<Devices>& devices = std::nullopt,
+                const std::shared_ptr<Ranks>& ranks = nullptr);
 
 }  // namespace gpipe

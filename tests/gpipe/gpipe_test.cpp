@@ -1,13 +1,22 @@
-// The container: modes, calls, and the forms of inputs and outputs.
+// The container: modes, calls, the forms of inputs and outputs, state, random numbers and traces.
 #include "gpipe/gpipe.h"
 
 #include <ATen/autocast_mode.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
+#include <memory>
 #include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <string_view>
 #include <utility>
 
+#include "gpipe/schedule/program.h"
+#include "gpipe/timeline.h"
+#include "models/unet.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
 
@@ -150,17 +159,6 @@ TEST(GPipe, TakesChunksAndCheckpointModeForOneCall) {
   }
 }
 
-TEST(GPipe, ReturnsWhatTheLastLayerReturns) {
-  const auto form_of = [](Sequential model) {
-    GPipe pipe(model, {static_cast<std::int64_t>(model->size())}, GPipeOptions().chunks(2));
-    return pipe->forward(Value(std::make_tuple(torch::randn({4, 6}), torch::zeros({4}, torch::kLong)))).describe();
-  };
-  EXPECT_EQ(form_of(Sequential(Embed())), "a tuple of 2 tensors");
-  EXPECT_EQ(form_of(Sequential(Embed(), InPlace())), "a tuple of 3 tensors");
-  EXPECT_EQ(form_of(Sequential(Embed(), InPlace(), Mix())), "a vector of 3 tensors");
-  EXPECT_EQ(form_of(Sequential(Embed(), InPlace(), Mix(), Unmix())), "a tensor");
-}
-
 TEST(GPipe, ReturnsATensorForATensorAndAVectorForAVector) {
   GPipe sum(Sequential(function_layer([](std::vector<Tensor> in) { return in[0] + in[1]; })), {1},
             GPipeOptions().chunks(2));
@@ -194,6 +192,138 @@ TEST(GPipe, TakesNestedSequentialsAsLayersAndAsModels) {
   EXPECT_EQ(pipe->forward(torch::randn({4, 6})).size(1), 2);
   GPipe alone(inner, {1, 1});
   EXPECT_EQ(alone->forward(torch::randn({4, 6})).size(1), 6);
+}
+
+TEST(State, IsTheModelsOwn) {
+  Sequential model({{"first", Linear(2, 3)}, {"second", Linear(3, 2)}});
+  GPipe pipe(model, {1, 1});
+  EXPECT_EQ(pipe->named_parameters().keys(), model->named_parameters().keys());
+  for (std::size_t i = 0; i < model->parameters().size(); ++i) {
+    EXPECT_TRUE(pipe->parameters()[i].is_same(model->parameters()[i]));
+  }
+  std::stringstream file;
+  torch::save(pipe, file);
+  Sequential loaded({{"first", Linear(2, 3)}, {"second", Linear(3, 2)}});
+  torch::load(loaded, file);
+  EXPECT_TRUE(same(loaded->parameters(), model->parameters()));
+}
+
+TEST(State, LoadsFromTheModelAtAnyBalance) {
+  const auto build = [] { return Sequential({{"first", Linear(2, 3)}, {"second", torch::nn::BatchNorm1d(3)}}); };
+  auto trained = build();
+  trained->forward(torch::randn({4, 2}));
+  std::stringstream file;
+  torch::save(trained, file);
+  for (const auto& balance : {Balance{2}, Balance{1, 1}}) {
+    GPipe pipe(build(), balance);
+    file.clear();
+    file.seekg(0);
+    torch::load(pipe, file);
+    EXPECT_EQ(pipe->named_buffers().keys(), trained->named_buffers().keys());
+    EXPECT_TRUE(same(pipe->buffers(), trained->buffers()));
+    EXPECT_TRUE(same(pipe->parameters(), trained->parameters()));
+  }
+}
+
+TEST(State, ConvertsToAnotherTypeAndStaysOnItsDevices) {
+  GPipe pipe(Sequential(Linear(6, 6), Linear(6, 6)), {1, 1});
+  EXPECT_THROW(pipe->to(torch::kCPU), c10::TypeError);
+  EXPECT_THROW(pipe->to(torch::kCPU, torch::kFloat64), c10::TypeError);
+  pipe->to(torch::kFloat64);
+  EXPECT_EQ(pipe->forward(torch::zeros({4, 6}, torch::kFloat64)).scalar_type(), torch::kFloat64);
+}
+
+// With split_size, mini-batches of many sizes need many programs.
+TEST(Pipeline, KeepsTheSixteenProgramsUsedLast) {
+  using torch::nn::Identity;
+  GPipe pipe(Sequential(Identity(), Identity()), {1, 1});
+  const std::weak_ptr<const Program> oldest = pipe->program(1);
+  const std::weak_ptr<const Program> often = pipe->program(2);
+  std::vector<std::weak_ptr<const Program>> others;
+  for (int micro_batches = 3; micro_batches < 40; ++micro_batches) {
+    others.push_back(pipe->program(micro_batches));
+    EXPECT_EQ(pipe->program(2), often.lock());
+  }
+  EXPECT_TRUE(oldest.expired());
+  EXPECT_EQ(std::count_if(others.begin(), others.end(), [](const auto& each) { return !each.expired(); }), 15);
+  EXPECT_EQ(pipe->program(39), others.back().lock());
+  EXPECT_EQ(pipe->program(1)->layout().micro_batches, 1);
+}
+
+void append(std::string& bits, const Tensor& tensor) {
+  const auto values = tensor.detach().contiguous();
+  bits.append(static_cast<const char*>(values.data_ptr()), values.nbytes());
+}
+
+TEST(Repeat, ManyRunsOfOneSeedHaveOneHash) {
+  torch::manual_seed(1);
+  auto model = models::unet(models::UNetOptions().in_channels(1).depth(2).base_channels(2).dropout(0.3));
+  const auto layers = static_cast<std::int64_t>(model->size());
+  GPipe pipe(model, {layers / 4, layers / 4, layers / 4, layers - layers / 4 * 3},
+             GPipeOptions().devices(std::vector<torch::Device>(4, torch::kCPU)).chunks(4).intraop_threads(1));
+  ASSERT_EQ(pipe->options().checkpoint(), Checkpoint::kExceptLast);
+  const auto x = torch::randn({8, 1, 12, 12}).requires_grad_();
+  const auto before = copies(model->buffers());
+
+  const auto hash_of_run = [&](std::uint64_t seed) {
+    for (std::size_t i = 0; i < before.size(); ++i) model->buffers()[i].copy_(before[i]);
+    model->zero_grad();
+    x.mutable_grad().reset();
+    torch::manual_seed(seed);
+    const auto output = pipe->forward(x);
+    output.square().sum().backward();
+    std::string bits;
+    append(bits, output);
+    append(bits, x.grad());
+    for (const auto& parameter : model->parameters()) append(bits, parameter.grad());
+    for (const auto& buffer : model->buffers()) append(bits, buffer);
+    return std::hash<std::string_view>()(bits);
+  };
+  std::set<std::size_t> hashes;
+  for (int run = 0; run < 30; ++run) hashes.insert(hash_of_run(2));
+  EXPECT_EQ(hashes.size(), 1u);
+  EXPECT_FALSE(hashes.contains(hash_of_run(3)));
+}
+
+TEST(Repeat, OneSeedRepeatsASequenceOfForwards) {
+  Sequential model(Linear(6, 6), torch::nn::Dropout(0.4), torch::nn::Tanh(), Linear(6, 6), torch::nn::Dropout(0.4));
+  GPipe pipe(model, {2, 2, 1}, GPipeOptions().chunks(4));
+  const auto x = torch::randn({8, 6});
+  torch::manual_seed(11);
+  const auto first = pipe->forward(x);
+  const auto next = pipe->forward(x);
+  torch::manual_seed(11);
+  EXPECT_TRUE(same(pipe->forward(x), first));
+  EXPECT_TRUE(same(pipe->forward(x), next));
+  EXPECT_FALSE(same(first, next));
+}
+
+TEST(Repeat, ACallDrawsOneSeedFromTheDefaultGenerator) {
+  Sequential model(torch::nn::Dropout(0.4), Linear(6, 6), torch::nn::Dropout(0.4));
+  GPipe pipe(model, {1, 2}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
+  const auto x = torch::randn({8, 6}).requires_grad_();
+  torch::manual_seed(11);
+  RandomScope::draw_seed();
+  const auto expected = generator_state();
+  torch::manual_seed(11);
+  pipe->forward(x).sum().backward();
+  EXPECT_TRUE(same(generator_state(), expected));
+}
+
+TEST(Trace, CoversAForwardThatBeganUnderItAndItsBackward) {
+  GPipe pipe(Sequential(Linear(6, 6), Linear(6, 6)), {1, 1}, GPipeOptions().chunks(2));
+  const auto step = [&] { return pipe->forward(torch::randn({4, 6})).sum(); };
+  const auto before = step();
+  auto timeline = std::make_shared<Timeline>();
+  pipe->trace(timeline);
+  const auto traced = step();
+  EXPECT_EQ(timeline->spans.size(), 2U * 2U);
+  before.backward();
+  pipe->trace(nullptr);
+  step().backward();
+  EXPECT_EQ(timeline->spans.size(), 2U * 2U);
+  traced.backward();
+  EXPECT_EQ(timeline->spans.size(), 2U * 2U + 2U * 3U) << "two B and one R per stage";
 }
 
 }  // namespace

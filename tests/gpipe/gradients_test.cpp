@@ -43,49 +43,6 @@ TEST(Gradients, SkipFrozenParametersAndInputs) {
   EXPECT_FALSE(pipe->forward(x).requires_grad());
 }
 
-TEST(Gradients, SkipUnusedParametersAndTheirHooks) {
-  struct HalfUsedImpl : torch::nn::Module {
-    HalfUsedImpl() : used(register_parameter("used", torch::ones({6}))) {
-      unused = register_parameter("unused", torch::ones({6}));
-    }
-    Tensor forward(Tensor x) { return x * used; }
-    Tensor used;
-    Tensor unused;
-  };
-  for (const auto checkpoint : kModes) {
-    auto layer = std::make_shared<HalfUsedImpl>();
-    int calls = 0;
-    for (const auto& parameter : layer->parameters()) {
-      parameter.register_hook([&calls](Tensor gradient) {
-        EXPECT_TRUE(gradient.defined());
-        ++calls;
-        return gradient * 2;
-      });
-    }
-    GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
-    pipe->forward(torch::ones({4, 6})).sum().backward();
-    EXPECT_EQ(calls, 1);
-    EXPECT_TRUE(same(layer->used.grad(), torch::full({6}, 8.0)));
-    EXPECT_FALSE(layer->unused.grad().defined());
-  }
-}
-
-TEST(Gradients, AreNotNeededByDetachedOutputs) {
-  for (const auto checkpoint : kModes) {
-    Sequential model(Linear(6, 6), function_layer([](Tensor x) { return std::make_tuple(x, x.detach() * 2); }),
-                     function_layer([](std::tuple<Tensor, Tensor> in) {
-                       return std::make_tuple(std::get<0>(in) * 2, std::get<1>(in) + 1);
-                     }));
-    GPipe pipe(model, {1, 1, 1}, GPipeOptions().chunks(2).checkpoint(checkpoint));
-    for (int step = 0; step < 2; ++step) {
-      const auto out = pipe->forward(Value(torch::randn({4, 6}))).tensors();
-      EXPECT_TRUE(out[0].requires_grad());
-      EXPECT_FALSE(out[1].requires_grad());
-      out[0].sum().backward();
-    }
-  }
-}
-
 TEST(Gradients, AreNotNeededByAMaskThatIsPassedOn) {
   struct MaskedImpl : torch::nn::Module {
     MaskedImpl() : linear(register_module("linear", Linear(6, 6))) {}
@@ -106,18 +63,6 @@ TEST(Gradients, AreNotNeededByAMaskThatIsPassedOn) {
     out.tensors()[0].sum().backward();
     EXPECT_FALSE(first->mask_required_grad || second->mask_required_grad);
   }
-}
-
-TEST(Gradients, AreSummedWhenTheyAreSparse) {
-  auto table = torch::nn::Embedding(torch::nn::EmbeddingOptions(10, 4).sparse(true));
-  Sequential model(table, Linear(4, 4));
-  GPipe pipe(model, {1, 1}, GPipeOptions().chunks(4));
-  const auto ids = torch::tensor({1, 2, 2, 3, 1, 1, 9, 0});
-  pipe->forward(ids).sum().backward();
-  const auto got = table->weight.grad().to_dense();
-  table->zero_grad();
-  model->forward(ids).sum().backward();
-  EXPECT_TRUE(torch::allclose(got, table->weight.grad().to_dense()));
 }
 
 TEST(Gradients, RefuseALeafThatIsNotAParameter) {

@@ -45,6 +45,16 @@ inline std::vector<Tensor> copies(const std::vector<Tensor>& tensors) {
   return copies;
 }
 
+/// The model's parameters, each once: C++ modules list a tied one at each of its places.
+inline std::vector<Tensor> distinct_parameters(const torch::nn::Module& model) {
+  std::vector<Tensor> parameters;
+  for (const auto& parameter : model.parameters()) {
+    const auto is_it = [&](const Tensor& other) { return other.is_same(parameter); };
+    if (std::none_of(parameters.begin(), parameters.end(), is_it)) parameters.push_back(parameter);
+  }
+  return parameters;
+}
+
 /// The state of the default CPU generator.
 inline Tensor generator_state() { return at::detail::getDefaultCPUGenerator().get_state(); }
 

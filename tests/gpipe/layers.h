@@ -32,42 +32,52 @@ auto function_layer(Function function) {
   return function_layer(std::function(std::move(function)));
 }
 
-struct StashImpl : torch::nn::Module, Skippable {
-  explicit StashImpl(std::string name) : Skippable({.stash = {name}}), name_(std::move(name)) {}
-  torch::Tensor forward(torch::Tensor x) {
-    stash(name_, x);
-    return x * 1.5;
-  }
-  std::string name_;
+/// A layer that calls a function, which stashes and pops skips, or breaks their declaration.
+struct SkipFunctionImpl : torch::nn::Module, Skippable {
+  using Function = std::function<torch::Tensor(torch::Tensor x, SkipFunctionImpl& skips)>;
+  SkipFunctionImpl(Names names, Function function) : Skippable(std::move(names)), function(std::move(function)) {}
+  torch::Tensor forward(torch::Tensor x) { return function(std::move(x), *this); }
+  using Skippable::pop;
+  using Skippable::stash;
+  Function function;
+};
+TORCH_MODULE(SkipFunction);
+
+struct StashImpl : SkipFunctionImpl {
+  explicit StashImpl(const std::string& name)
+      : SkipFunctionImpl({.stash = {name}}, [name](torch::Tensor x, SkipFunctionImpl& skips) {
+          skips.stash(name, x);
+          return x * 1.5;
+        }) {}
 };
 TORCH_MODULE(Stash);
 
-struct PopImpl : torch::nn::Module, Skippable {
-  explicit PopImpl(std::string name) : Skippable({.pop = {name}}), name_(std::move(name)) {}
-  torch::Tensor forward(torch::Tensor x) { return x + pop(name_).tanh(); }
-  std::string name_;
+struct PopImpl : SkipFunctionImpl {
+  explicit PopImpl(const std::string& name)
+      : SkipFunctionImpl({.pop = {name}},
+                         [name](torch::Tensor x, SkipFunctionImpl& skips) { return x + skips.pop(name).tanh(); }) {}
 };
 TORCH_MODULE(Pop);
 
 /// Stashes integers, an undefined tensor and a floating tensor that is popped but not used.
-struct StashOddImpl : torch::nn::Module, Skippable {
-  StashOddImpl() : Skippable({.stash = {"ids", "nothing", "unused"}}) {}
-  torch::Tensor forward(torch::Tensor x) {
-    stash("ids", (x.detach() > 0).to(torch::kLong));
-    stash("nothing", torch::Tensor());
-    stash("unused", x * 2);
-    return x;
-  }
+struct StashOddImpl : SkipFunctionImpl {
+  StashOddImpl()
+      : SkipFunctionImpl({.stash = {"ids", "nothing", "unused"}}, [](torch::Tensor x, SkipFunctionImpl& skips) {
+          skips.stash("ids", (x.detach() > 0).to(torch::kLong));
+          skips.stash("nothing", torch::Tensor());
+          skips.stash("unused", x * 2);
+          return x;
+        }) {}
 };
 TORCH_MODULE(StashOdd);
 
-struct PopOddImpl : torch::nn::Module, Skippable {
-  PopOddImpl() : Skippable({.pop = {"ids", "nothing", "unused"}}) {}
-  torch::Tensor forward(torch::Tensor x) {
-    pop("unused");
-    TORCH_CHECK(!pop("nothing").defined());
-    return x + pop("ids").to(x.scalar_type());
-  }
+struct PopOddImpl : SkipFunctionImpl {
+  PopOddImpl()
+      : SkipFunctionImpl({.pop = {"ids", "nothing", "unused"}}, [](torch::Tensor x, SkipFunctionImpl& skips) {
+          skips.pop("unused");
+          TORCH_CHECK(!skips.pop("nothing").defined());
+          return x + skips.pop("ids").to(x.scalar_type());
+        }) {}
 };
 TORCH_MODULE(PopOdd);
 
@@ -105,7 +115,7 @@ struct MixImpl : torch::nn::Module {
   explicit MixImpl(std::int64_t width = 6) : weight(register_parameter("weight", torch::randn({width}))) {}
   std::vector<torch::Tensor> forward(std::tuple<torch::Tensor, torch::Tensor, torch::Tensor> in) {
     auto& [x, y, ids] = in;
-    return {x * weight, y.exp() * weight + x.sin(), ids.to(x.scalar_type())};
+    return {x * weight, y.sigmoid() * weight + x.sin(), ids.to(x.scalar_type())};
   }
   torch::Tensor weight;
 };

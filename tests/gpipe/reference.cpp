@@ -2,6 +2,7 @@
 
 #include <torch/csrc/autograd/engine.h>
 
+#include <algorithm>
 #include <map>
 #include <utility>
 
@@ -14,8 +15,12 @@
 namespace gpipe {
 namespace {
 
+using torch::Tensor;
+using torch::autograd::edge_list;
+using torch::autograd::variable_list;
+
 /// Does to the graph what a boundary does: adds an identity node and returns a tensor that is neither leaf nor view.
-torch::Tensor cross(const torch::Tensor& tensor) {
+Tensor cross(const Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   auto crossed = tensor.detach();
   if (tensor.requires_grad()) torch::autograd::impl::set_gradient_edge(crossed, leave(tensor));
@@ -25,50 +30,57 @@ torch::Tensor cross(const torch::Tensor& tensor) {
 /// Passes skips on. One that goes to another stage crosses a boundary when it is stashed.
 class CrossingContext : public SkipContext {
  public:
-  CrossingContext(std::map<SkipKey, bool> crosses) : crosses_(std::move(crosses)) {}
-  void stash(const SkipKey& key, at::Tensor tensor) override {
-    tensors_[key] = crosses_.at(key) ? cross(tensor) : tensor;
-  }
-  at::Tensor pop(const SkipKey& key) override { return std::move(tensors_.extract(key).mapped()); }
+  explicit CrossingContext(const std::map<SkipKey, bool>& crosses) : crosses_(crosses) {}
+  void stash(const SkipKey& key, Tensor tensor) override { tensors_[key] = crosses_.at(key) ? cross(tensor) : tensor; }
+  Tensor pop(const SkipKey& key) override { return std::move(tensors_.extract(key).mapped()); }
 
  private:
-  std::map<SkipKey, bool> crosses_;
-  std::map<SkipKey, at::Tensor> tensors_;
+  const std::map<SkipKey, bool>& crosses_;
+  std::map<SkipKey, Tensor> tensors_;
 };
+
+/// Joins the parts of the micro-batches tensor by tensor.
+template <class Join>
+std::vector<Tensor> join_each(const std::vector<std::vector<Tensor>>& parts, Join join) {
+  std::vector<Tensor> joined;
+  for (std::size_t k = 0; k < parts.front().size(); ++k) {
+    std::vector<Tensor> of_tensor;
+    for (const auto& part : parts) of_tensor.push_back(part[k]);
+    joined.push_back(join(std::move(of_tensor)));
+  }
+  return joined;
+}
 
 }  // namespace
 
-ReferenceResult reference(const torch::nn::Sequential& model, const std::vector<std::int64_t>& balance,
-                          const Value& input, const std::vector<std::int64_t>& sizes,
-                          const std::vector<torch::Tensor>& output_gradients, Order order) {
-  std::vector<std::unique_ptr<Layer>> layers;
+StepResults reference(const torch::nn::Sequential& model, const std::vector<std::int64_t>& balance,
+                      const ReferenceStep& step) {
+  const auto layers = make_layers(*model);
   std::vector<NamedLayer> named;
-  auto children = model->named_children();
-  auto child = children.begin();
-  for (auto& any : *model) {
-    layers.push_back(make_layer(child->key(), any));
-    named.push_back({child->key(), any.ptr()});
-    ++child;
-  }
+  for (const auto& layer : layers) named.push_back({layer->name(), layer->module()});
   std::vector<int> stage_of;
   for (std::size_t s = 0; s < balance.size(); ++s) stage_of.insert(stage_of.end(), balance[s], static_cast<int>(s));
   std::map<SkipKey, bool> crosses;
   for (const auto& link : skip_links(named)) crosses[link.key] = stage_of[link.from] != stage_of[link.to];
 
   const auto seed = RandomScope::draw_seed();
-  const auto parameters = model->parameters();
-  const auto inputs = scatter(input, sizes);
-  std::vector<std::vector<torch::Tensor>> entered;
-  std::vector<Value> outputs;
-  std::vector<std::vector<torch::autograd::Edge>> roots;
-  for (std::size_t i = 0; i < sizes.size(); ++i) {
+  const auto count = step.sizes.size();
+  const auto inputs = scatter(step.input, step.sizes);
+  const auto targets = step.loss ? scatter(step.target, step.sizes) : std::vector<Parcel>(count);
+  std::vector<edge_list> entries(count);  // of the inputs
+  std::vector<std::vector<Tensor>> outputs(count);
+  std::vector<edge_list> roots(count);
+  std::vector<variable_list> root_gradients(count);
+  for (std::size_t i = 0; i < count; ++i) {
     CrossingContext context(crosses);
     SkipContextGuard guard(context);
-    auto& in = entered.emplace_back();
+    std::vector<Tensor> entered;
     for (std::size_t k = 0; k < inputs[i].tensors.size(); ++k) {
-      in.push_back(inputs[i].wants_gradient[k] ? enter(inputs[i].tensors[k]) : inputs[i].tensors[k].detach());
+      const auto& tensor = inputs[i].tensors[k];
+      entered.push_back(inputs[i].wants_gradient[k] ? enter(tensor) : tensor.detach());
+      entries[i].emplace_back(entered.back().grad_fn(), 0);
     }
-    Value value(input.form(), in);
+    Value value(step.input.form(), std::move(entered));
     for (std::size_t l = 0; l < layers.size(); ++l) {
       if (l > 0 && stage_of[l] != stage_of[l - 1]) {
         auto tensors = value.tensors();
@@ -78,56 +90,63 @@ ReferenceResult reference(const torch::nn::Sequential& model, const std::vector<
       RandomScope scope(seed, static_cast<std::int64_t>(l), static_cast<std::int64_t>(i));
       value = layers[l]->forward(std::move(value));
     }
-    auto& of_output = roots.emplace_back();
-    for (const auto& tensor : value.tensors()) of_output.push_back(leave(tensor));
-    outputs.push_back(std::move(value));
+    for (const auto& tensor : value.tensors()) outputs[i].push_back(tensor.detach());
+    if (step.loss) {
+      RandomScope scope(seed, static_cast<std::int64_t>(layers.size()), static_cast<std::int64_t>(i));
+      value = step.loss(value, Value(step.target.form(), targets[i].tensors));
+      root_gradients[i].push_back(torch::ones_like(value.tensor()));
+    }
+    for (const auto& tensor : value.tensors()) roots[i].push_back(leave(tensor));
   }
 
-  ReferenceResult result;
-  result.parameter_gradients.resize(parameters.size());
-  std::vector<std::vector<torch::Tensor>> input_parts(sizes.size());
-  for (std::size_t turn = 0; turn < sizes.size(); ++turn) {
-    const auto i = order == Order::kAscending ? turn : sizes.size() - 1 - turn;
-    torch::autograd::edge_list from;
-    torch::autograd::variable_list gradients;
+  StepResults results;
+  results.outputs = join_each(outputs, [](const auto& parts) { return torch::cat(parts); });
+  for (std::size_t k = 0; step.gradients_of && k < results.outputs.size(); ++k) {
+    const auto is_root = [&](const edge_list& of_part) { return of_part[k].is_valid(); };
+    results.outputs[k].requires_grad_(std::any_of(roots.begin(), roots.end(), is_root));
+  }
+  const auto gradients = step.gradients_of ? step.gradients_of(results.outputs) : std::vector<Tensor>();
+  for (std::size_t k = 0; k < gradients.size(); ++k) {
+    std::vector<std::int64_t> sizes;
+    for (const auto& of_part : outputs) sizes.push_back(of_part[k].size(0));
+    const auto parts = scatter_gradient(gradients[k], sizes);
+    for (std::size_t i = 0; i < count; ++i) root_gradients[i].push_back(parts[i]);
+  }
+
+  const auto parameters = model->parameters();
+  results.parameter_gradients.resize(parameters.size());
+  std::vector<std::vector<Tensor>> of_inputs(count);
+  for (std::size_t turn = 0; turn < count; ++turn) {
+    const auto i = step.order == Order::kAscending ? turn : count - 1 - turn;
+    edge_list from;
+    variable_list of_roots;
     for (std::size_t k = 0; k < roots[i].size(); ++k) {
-      std::vector<std::int64_t> output_sizes;
-      for (const auto& output : outputs) output_sizes.push_back(output.tensors()[k].size(0));
-      if (!roots[i][k].is_valid() || !output_gradients[k].defined()) continue;
+      if (!roots[i][k].is_valid() || !root_gradients[i][k].defined()) continue;
       from.push_back(roots[i][k]);
-      gradients.push_back(scatter_gradient(output_gradients[k], output_sizes)[i]);
+      of_roots.push_back(root_gradients[i][k]);
     }
-    torch::autograd::edge_list to;
-    for (const auto& tensor : entered[i]) {
-      if (tensor.grad_fn()) to.emplace_back(tensor.grad_fn(), 0);
+    edge_list to;
+    for (const auto& entry : entries[i]) {
+      if (entry.is_valid()) to.push_back(entry);
     }
     for (const auto& parameter : parameters) {
       if (parameter.requires_grad()) to.push_back(torch::autograd::impl::gradient_edge(parameter));
     }
-    torch::autograd::variable_list got(to.size());
+    variable_list got(to.size());
     if (!from.empty() && !to.empty()) {
-      got = torch::autograd::Engine::get_default_engine().execute(from, gradients, false, false, false, to);
+      got = torch::autograd::Engine::get_default_engine().execute(from, of_roots, false, false, false, to);
     }
-    std::size_t next = 0;
-    for (const auto& tensor : entered[i]) input_parts[i].push_back(tensor.grad_fn() ? got[next++] : torch::Tensor());
+    auto next = got.begin();
+    for (const auto& entry : entries[i]) of_inputs[i].push_back(entry.is_valid() ? *next++ : Tensor());
     for (std::size_t p = 0; p < parameters.size(); ++p) {
       if (!parameters[p].requires_grad()) continue;
-      const auto& gradient = got[next++];
-      auto& sum = result.parameter_gradients[p];
+      const auto& gradient = *next++;
+      auto& sum = results.parameter_gradients[p];
       if (gradient.defined()) sum = sum.defined() ? sum + gradient : gradient;
     }
   }
-  for (std::size_t k = 0; k < input.tensors().size(); ++k) {
-    std::vector<torch::Tensor> parts;
-    for (const auto& part : input_parts) parts.push_back(part[k]);
-    result.input_gradients.push_back(gather_gradient(parts, sizes));
-  }
-  for (std::size_t k = 0; k < outputs.front().tensors().size(); ++k) {
-    std::vector<torch::Tensor> parts;
-    for (const auto& output : outputs) parts.push_back(output.tensors()[k].detach());
-    result.outputs.push_back(parts.size() == 1 ? parts.front() : torch::cat(parts));
-  }
-  return result;
+  results.input_gradients = join_each(of_inputs, [&](auto parts) { return gather_gradient(parts, step.sizes); });
+  return results;
 }
 
 }  // namespace gpipe

@@ -13,19 +13,12 @@
 namespace gpipe {
 namespace {
 
-/// A Skippable that calls a function, which may break the declaration.
-struct LambdaImpl : torch::nn::Module, Skippable {
-  using Function = std::function<Tensor(LambdaImpl&, Tensor)>;
-  LambdaImpl(Names names, Function function) : Skippable(std::move(names)), function(std::move(function)) {}
-  Tensor forward(Tensor x) { return function(*this, std::move(x)); }
-  using Skippable::pop;
-  using Skippable::stash;
-  Function function;
-};
-TORCH_MODULE(Lambda);
-
-Lambda stashing(LambdaImpl::Function function) { return Lambda(Skippable::Names{.stash = {"s"}}, std::move(function)); }
-Lambda popping(LambdaImpl::Function function) { return Lambda(Skippable::Names{.pop = {"s"}}, std::move(function)); }
+SkipFunction stashing(SkipFunctionImpl::Function function) {
+  return SkipFunction(Skippable::Names{.stash = {"s"}}, std::move(function));
+}
+SkipFunction popping(SkipFunctionImpl::Function function) {
+  return SkipFunction(Skippable::Names{.pop = {"s"}}, std::move(function));
+}
 
 TEST(SkipEdges, GoStraightFromStashToPop) {
   auto model = Sequential(Stash("a"), Linear(6, 6), Linear(6, 6), Pop("a"));
@@ -39,18 +32,6 @@ TEST(SkipEdges, GoStraightFromStashToPop) {
   EXPECT_EQ(program->edges().size(), 4U);
   GPipe together(model, {4});
   EXPECT_TRUE(together->program(2)->edges().empty()) << "a skip inside a stage is not an edge";
-}
-
-TEST(SkipEdges, GiveTheGradientsOfTheUnpartitionedModel) {
-  auto model = skip_model();
-  model->to(torch::kFloat64);
-  model->eval();
-  const auto x = torch::randn({5, 6}, torch::kFloat64).requires_grad_();
-  const auto expected = torch::autograd::grad({model->forward(x).sum()}, {x})[0];
-  for (const auto checkpoint : kModes) {
-    GPipe pipe(model, {2, 2, 2, 2, 2}, GPipeOptions().chunks(2).checkpoint(checkpoint));
-    EXPECT_TRUE(torch::allclose(torch::autograd::grad({pipe->forward(x).sum()}, {x})[0], expected, 1e-10, 1e-12));
-  }
 }
 
 TEST(SkipEdges, JoinNestedLayersAndKeepNamespacesApart) {
@@ -78,20 +59,20 @@ TEST(SkipEdges, MustHaveBothEndsInOrder) {
 }
 
 TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
-  const auto pop_and_add = [](LambdaImpl& self, Tensor x) { return x + self.pop("s"); };
-  const auto stash_nothing = [](LambdaImpl&, Tensor x) { return x; };
-  const auto stash_twice = [](LambdaImpl& self, Tensor x) {
+  const auto pop_and_add = [](Tensor x, SkipFunctionImpl& self) { return x + self.pop("s"); };
+  const auto stash_nothing = [](Tensor x, SkipFunctionImpl&) { return x; };
+  const auto stash_twice = [](Tensor x, SkipFunctionImpl& self) {
     self.stash("s", x);
     self.stash("s", x);
     return x;
   };
-  const auto stash_once = [](LambdaImpl& self, Tensor x) {
+  const auto stash_once = [](Tensor x, SkipFunctionImpl& self) {
     self.stash("s", x);
     return x * 2;
   };
-  const auto pop_nothing = [](LambdaImpl&, Tensor x) { return x; };
+  const auto pop_nothing = [](Tensor x, SkipFunctionImpl&) { return x; };
   for (const auto& balance : {Balance{1, 1}, Balance{2}}) {
-    const auto run = [&](Lambda first, Lambda second) {
+    const auto run = [&](SkipFunction first, SkipFunction second) {
       GPipe pipe(Sequential(first, second), balance, GPipeOptions().chunks(2));
       pipe->forward(torch::randn({4, 6}));
     };
@@ -102,12 +83,12 @@ TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
 }
 
 TEST(SkipEdges, AreErrorsWhenTheStashIsChangedInPlaceOnItsWay) {
-  auto model = Sequential(Linear(6, 6), stashing([](LambdaImpl& self, Tensor x) {
+  auto model = Sequential(Linear(6, 6), stashing([](Tensor x, SkipFunctionImpl& self) {
                             self.stash("s", x);
                             return x;
                           }),
                           torch::nn::ReLU(torch::nn::ReLUOptions(true)),
-                          popping([](LambdaImpl& self, Tensor x) { return x + self.pop("s"); }));
+                          popping([](Tensor x, SkipFunctionImpl& self) { return x + self.pop("s"); }));
   for (const auto& balance : {Balance{2, 1, 1}, Balance{3, 1}, Balance{2, 2}}) {
     GPipe pipe(model, balance, GPipeOptions().chunks(2));
     EXPECT_THAT(

@@ -3,7 +3,6 @@
 
 #include <torch/torch.h>
 
-#include <algorithm>
 #include <functional>
 #include <utility>
 #include <vector>
@@ -36,16 +35,6 @@ inline Sequential tied_model(torch::Dtype dtype = torch::kFloat64, std::int64_t 
                    torch::nn::Tanh(), Sharer(words->weight, project));
   model->to(dtype);
   return model;
-}
-
-/// The model's parameters, each once: C++ modules list a tied one at each of its places.
-inline std::vector<Tensor> distinct_parameters(const torch::nn::Module& model) {
-  std::vector<Tensor> parameters;
-  for (const auto& parameter : model.parameters()) {
-    const auto is_it = [&](const Tensor& other) { return other.is_same(parameter); };
-    if (std::none_of(parameters.begin(), parameters.end(), is_it)) parameters.push_back(parameter);
-  }
-  return parameters;
 }
 
 inline Tensor words_of(std::int64_t samples) {

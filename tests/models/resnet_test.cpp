@@ -8,6 +8,8 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
+#include <iterator>
 #include <map>
 #include <memory>
 #include <stdexcept>
@@ -16,23 +18,73 @@
 #include <vector>
 
 #include "gpipe/gpipe.h"
+#include "gpipe/snapshot/safetensors.h"
 #include "skip/layout.h"
-#include "tests/models/resnets.h"
 #include "tests/models/sequentials.h"
 
 namespace gpipe::models {
 namespace {
 
-using testing::architectures;
-using testing::cpus;
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 using testing::layer_names;
 using testing::parameter_count;
-using testing::small;
-using testing::torchvision_keys;
-using testing::warm_up;
 using torch::Tensor;
 using torch::nn::Sequential;
+
+struct Architecture {
+  std::string name;
+  Sequential (*make)(const ResNetOptions&);
+  std::vector<int> blocks;
+  int convolutions;
+  std::int64_t parameters;
+};
+
+const std::vector<Architecture>& architectures() {
+  static const std::vector<Architecture> all{
+      {"resnet18", resnet18, {2, 2, 2, 2}, 2, 11'689'512},    {"resnet34", resnet34, {3, 4, 6, 3}, 2, 21'797'672},
+      {"resnet50", resnet50, {3, 4, 6, 3}, 3, 25'557'032},    {"resnet101", resnet101, {3, 4, 23, 3}, 3, 44'549'160},
+      {"resnet152", resnet152, {3, 8, 36, 3}, 3, 60'192'808},
+  };
+  return all;
+}
+
+ResNetOptions small() { return ResNetOptions().small_images(true).num_classes(10); }
+
+/// The keys of the state of torchvision's model, from its documented structure.
+std::vector<std::string> torchvision_keys(const Architecture& architecture) {
+  std::vector<std::string> keys{"conv1.weight", "fc.weight", "fc.bias"};
+  const auto norm = [&keys](const std::string& prefix) {
+    for (const auto* leaf : {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}) {
+      keys.push_back(prefix + "." + leaf);
+    }
+  };
+  norm("bn1");
+  for (int g = 1; g <= 4; ++g) {
+    for (int b = 0; b < architecture.blocks[g - 1]; ++b) {
+      const auto block = "layer" + std::to_string(g) + "." + std::to_string(b) + ".";
+      for (int j = 1; j <= architecture.convolutions; ++j) {
+        keys.push_back(block + "conv" + std::to_string(j) + ".weight");
+        norm(block + "bn" + std::to_string(j));
+      }
+      if (b == 0 && (g > 1 || architecture.convolutions == 3)) {
+        keys.push_back(block + "downsample.0.weight");
+        norm(block + "downsample.1");
+      }
+    }
+  }
+  return keys;
+}
+
+std::vector<torch::Device> cpus(std::size_t count) { return std::vector<torch::Device>(count, torch::kCPU); }
+
+/// Runs two forwards, so that the batch norms have other statistics than those of a new model.
+void warm_up(Sequential& model, const std::vector<std::int64_t>& shape) {
+  const torch::NoGradGuard no_grad;
+  model->train();
+  for (int i = 0; i < 2; ++i) model->forward(torch::randn(shape, model->parameters().front().options()));
+  model->eval();
+}
 
 std::vector<std::string> state_keys(const Sequential& model) {
   auto keys = model->named_parameters().keys();
@@ -172,29 +224,24 @@ TEST(ResNet, PipelineEqualsTheBareModelAtEveryCut) {
     balance.back() += layers % 5;
     return balance;
   };
-  const auto basic = resnet18(small());
-  const auto bottleneck = resnet50(small());
-  const std::vector<std::pair<Sequential, std::vector<std::vector<std::int64_t>>>> cases{
-      {basic, {{3, 67}, {5, 10, 55}, fives(basic)}}, {bottleneck, {fives(bottleneck)}}};
-  for (auto [model, balances] : cases) {
-    model->to(torch::kFloat64);
-    warm_up(model, {4, 3, 8, 8});
-    const auto x = torch::randn({4, 3, 8, 8}, torch::kFloat64);
-    const auto expected = model->forward(x);
-    expected.square().sum().backward();
-    std::vector<Tensor> gradients;
-    for (const auto& parameter : model->parameters()) gradients.push_back(parameter.grad().clone());
-    for (const auto& balance : balances) {
-      model->zero_grad();
-      GPipe pipe(model, balance, GPipeOptions().chunks(2).devices(cpus(balance.size())));
-      pipe->eval();
-      const auto y = pipe->forward(x);
-      EXPECT_TRUE(torch::allclose(y, expected, 1e-10, 1e-12)) << balance.size() << " stages";
-      y.square().sum().backward();
-      for (std::size_t i = 0; i < gradients.size(); ++i) {
-        ASSERT_TRUE(torch::allclose(model->parameters()[i].grad(), gradients[i], 1e-8, 1e-10))
-            << balance.size() << " stages, " << model->named_parameters().keys()[i];
-      }
+  auto model = resnet18(small());
+  model->to(torch::kFloat64);
+  warm_up(model, {4, 3, 8, 8});
+  const auto x = torch::randn({4, 3, 8, 8}, torch::kFloat64);
+  const auto expected = model->forward(x);
+  expected.square().sum().backward();
+  std::vector<Tensor> gradients;
+  for (const auto& parameter : model->parameters()) gradients.push_back(parameter.grad().clone());
+  for (const auto& balance : {std::vector<std::int64_t>{3, 67}, fives(model)}) {
+    model->zero_grad();
+    GPipe pipe(model, balance, GPipeOptions().chunks(2).devices(cpus(balance.size())));
+    pipe->eval();
+    const auto y = pipe->forward(x);
+    EXPECT_TRUE(torch::allclose(y, expected, 1e-10, 1e-12)) << balance.size() << " stages";
+    y.square().sum().backward();
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      ASSERT_TRUE(torch::allclose(model->parameters()[i].grad(), gradients[i], 1e-8, 1e-10))
+          << balance.size() << " stages, " << model->named_parameters().keys()[i];
     }
   }
 }
@@ -227,28 +274,120 @@ TEST(ResNet, RecomputingPipelineHasTheSameGradients) {
   }
 }
 
-TEST(ResNet, OneModelCanContainSeveral) {
-  auto first = resnet18(small());
-  auto second = resnet18(small());
-  Sequential chain;
-  chain->extend(*first);
-  chain->extend(*second);
-  verify_skippables(chain);
-}
-
-TEST(ResNet, CloneComputesTheSame) {
-  auto model = resnet50(small());
-  warm_up(model, {2, 3, 8, 8});
-  auto clone = std::dynamic_pointer_cast<torch::nn::SequentialImpl>(model->clone());
-  const auto x = torch::rand({1, 3, 8, 8});
-  EXPECT_TRUE(torch::equal(clone->forward(x), model->forward(x)));
-}
-
 TEST(ResNet, ErrorsNameTheOptionAndItsValue) {
   EXPECT_THAT([] { resnet18(ResNetOptions().num_classes(0)); },
               ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr("num_classes is 0")));
   EXPECT_THAT([] { resnet50(ResNetOptions().in_channels(-1)); },
               ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr("in_channels is -1")));
+}
+
+using State = std::map<std::string, Tensor>;
+
+/// Random values for torchvision's keys, in the shapes of the model.
+State random_state(const Sequential& model, const Architecture& architecture) {
+  auto ours = model->named_parameters();
+  ours.update(model->named_buffers());
+  State state;
+  for (const auto& key : torchvision_keys(architecture)) {
+    const auto& like = ours[from_torchvision(key)];
+    state[key] =
+        like.is_floating_point() ? torch::rand(like.sizes()) : torch::randint(1, 100, like.sizes(), like.options());
+  }
+  return state;
+}
+
+bool holds(const torch::nn::Module& model, const State& state) {
+  auto ours = model.named_parameters();
+  ours.update(model.named_buffers());
+  for (const auto& [key, value] : state) {
+    if (!torch::equal(ours[from_torchvision(key)].detach().cpu(), value)) return false;
+  }
+  return ours.size() == state.size();
+}
+
+TEST(FromTorchvision, ConvertsKeysAsDocumented) {
+  for (const auto& [theirs, ours] : std::map<std::string, std::string>{
+           {"conv1.weight", "conv1.weight"},
+           {"fc.bias", "fc.bias"},
+           {"layer1.0.conv1.weight", "layer1_0_conv1.weight"},
+           {"layer3.22.bn3.running_var", "layer3_22_bn3.running_var"},
+           {"layer1.0.downsample.0.weight", "layer1_0_join.downsample.0.weight"},
+           {"layer4.0.downsample.1.num_batches_tracked", "layer4_0_stash.downsample.1.num_batches_tracked"},
+           {"layer1.weight", "layer1.weight"},
+           {"other", "other"},
+           {"", ""},
+       }) {
+    EXPECT_EQ(from_torchvision(theirs), ours);
+  }
+}
+
+class LoadTorchvision : public ::testing::Test {
+ protected:
+  LoadTorchvision() : state_(random_state(model_, architectures()[0])) {}
+  ~LoadTorchvision() override { std::filesystem::remove(path_); }
+
+  /// Expects loading to fail with a message that contains both texts, and to leave the model unchanged.
+  template <typename Error, typename Source>
+  void refuses(const Source& source, const std::string& text, const std::string& other = "") {
+    const auto before = model_->parameters().front().clone();
+    EXPECT_THAT([&] { load_torchvision(*model_, source); },
+                ::testing::ThrowsMessage<Error>(AllOf(HasSubstr(text), HasSubstr(other))));
+    EXPECT_TRUE(torch::equal(model_->parameters().front(), before));
+  }
+
+  Sequential model_ = resnet18(small());
+  State state_;
+  const std::filesystem::path path_ =
+      std::filesystem::path(::testing::TempDir()) /
+      (std::string("resnet_") + ::testing::UnitTest::GetInstance()->current_test_info()->name() + ".safetensors");
+};
+
+TEST_F(LoadTorchvision, LoadsIntoAModelAndAPipeline) {
+  load_torchvision(*model_, state_);
+  EXPECT_TRUE(holds(*model_, state_));
+  auto model = resnet18(small());
+  GPipe pipe(model, {30, static_cast<std::int64_t>(model->size()) - 30}, GPipeOptions().devices(cpus(2)));
+  load_torchvision(*pipe, state_);
+  EXPECT_TRUE(holds(*pipe, state_));
+}
+
+TEST_F(LoadTorchvision, AcceptsOtherTypesAndStatesWithoutCounters) {
+  for (auto entry = state_.begin(); entry != state_.end();) {
+    entry = entry->first.ends_with(".num_batches_tracked") ? state_.erase(entry) : std::next(entry);
+  }
+  state_["fc.bias"] = state_["fc.bias"].to(torch::kFloat64);
+  warm_up(model_, {2, 3, 8, 8});
+  load_torchvision(*model_, state_);
+  EXPECT_EQ(model_->named_buffers()["bn1.num_batches_tracked"].item<int>(), 0);
+  EXPECT_TRUE(torch::equal(model_->named_parameters()["fc.bias"].to(torch::kFloat64), state_["fc.bias"]));
+  EXPECT_TRUE(torch::equal(model_->named_buffers()["layer2_0_stash.downsample.1.running_var"],
+                           state_["layer2.0.downsample.1.running_var"]));
+}
+
+TEST_F(LoadTorchvision, ErrorsNameTheFirstKeyThatDoesNotFit) {
+  auto unexpected = state_;
+  unexpected["layer1.0.bn3.bias"] = torch::rand({256});
+  refuses<std::invalid_argument>(unexpected, "unexpected key 'layer1.0.bn3.bias'", "no 'layer1_0_bn3.bias'");
+  auto missing = state_;
+  missing.erase("layer2.0.downsample.0.weight");
+  refuses<std::invalid_argument>(missing, "no key for the model's 'layer2_0_stash.downsample.0.weight'");
+  auto other_shape = state_;
+  other_shape["fc.weight"] = torch::rand({1000, 512});
+  refuses<std::invalid_argument>(other_shape, "'fc.weight' has the shape [1000, 512]", "has [10, 512]");
+  auto undefined = state_;
+  undefined["fc.weight"] = Tensor();
+  refuses<std::invalid_argument>(undefined, "'fc.weight' has the shape none");
+  auto twice = state_;
+  twice["layer1_0_conv1.weight"] = state_["layer1.0.conv1.weight"];
+  refuses<std::invalid_argument>(twice, "unexpected key 'layer1_0_conv1.weight'");
+}
+
+TEST_F(LoadTorchvision, ReadsAFile) {
+  write_safetensors(path_, {.tensors = state_, .training = ""});
+  load_torchvision(*model_, path_);
+  EXPECT_TRUE(holds(*model_, state_));
+  std::filesystem::resize_file(path_, std::filesystem::file_size(path_) - 1);
+  refuses<std::runtime_error>(path_, "cannot read '" + path_.string() + "': ");
 }
 
 }  // namespace

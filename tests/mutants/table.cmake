@@ -68,10 +68,10 @@ mutant(adds_into_shared_gradients gpipe_tests gpipe/autograd/boundary.cpp "= own
 mutant(sends_skips_that_were_changed gpipe_tests gpipe/autograd/skip_routes.cpp "if (leaving_[k].version.changed())"
        "if (false)" SkipEdges*)
 mutant(recomputes_without_copies gpipe_tests gpipe/autograd/checkpointing.cpp "? stored_ : copies_of(stored_, stage_)"
-       "? stored_ : stored_" InPlace.*)
+       "? stored_ : stored_" InPlace.*:Generated*)
 mutant(keeps_buffers_of_a_recompute gpipe_tests gpipe/autograd/cell.cpp
        "  if (present_) stage_.state.restore_after_backward(stage_, *present_);" ""
-       Recompute.*)
+       Recompute.*:Generated*)
 mutant(recomputes_from_a_changed_input gpipe_tests gpipe/autograd/checkpointing.cpp
        "if (!stores_copies_) fail(stage_, when);" "" InPlace.*)
 mutant(recomputes_with_changed_parameters gpipe_tests gpipe/autograd/stage.cpp "== versions_[i]) continue;"
@@ -97,16 +97,16 @@ mutant(sends_views_of_state gpipe_tests gpipe/autograd/stage_state.cpp
 
 # Steps.
 mutant(keeps_gradients_of_borrowed_parameters gpipe_tests gpipe/autograd/stage.cpp
-       "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*)
+       "return torch::autograd::impl::gradient_edge(stand_in);" "break;" TiedParameters.*:Generated*)
 mutant(drops_gradients_of_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "{leave(parameter)}" "{{}}"
-       TiedParameters.*)
+       TiedParameters.*:Generated*)
 mutant(writes_to_lent_parameters gpipe_tests gpipe/autograd/cell.cpp "if (tied.changed()) refuse_write();" ""
        TiedParameters.*)
 mutant(copies_borrowed_parameters gpipe_tests gpipe/autograd/checkpointing.cpp "1 + stage.skips_in.size()"
-       "parcels.size()" TiedParameters.*)
+       "parcels.size()" TiedParameters.*:Generated*)
 mutant(borrows_once_per_layer gpipe_tests balance/stage_cost.cpp "last = stage;" "" StageCost.*)
 mutant(shares_the_scope_of_the_loss gpipe_tests gpipe/autograd/cell.cpp
-       "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Step.*)
+       "start(static_cast<int>(stage_.layers.size()));" "start(static_cast<int>(stage_.layers.size()) - 1);" Generated*)
 mutant(runs_the_loss_in_both_passes gpipe_tests gpipe/autograd/cell.cpp "if (loss_.layer && (!is_checkpointing() || keeps_graph_)) {"
        "if (loss_.layer) {" Step.*)
 mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cell.cpp

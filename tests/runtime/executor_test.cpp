@@ -5,6 +5,9 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <chrono>
+#include <future>
 #include <memory>
 #include <random>
 #include <set>
@@ -14,7 +17,7 @@
 #include <vector>
 
 #include "gpipe/schedule/generators.h"
-#include "tests/runtime/runs.h"
+#include "tests/runtime/fake_cells.h"
 #include "tests/schedule/programs.h"
 
 namespace gpipe {
@@ -28,44 +31,12 @@ using testing::expect_reference;
 using testing::expect_runs;
 using testing::expect_success;
 using testing::FakeCells;
+using testing::Fault;
 using testing::gpipe_program;
 using ::testing::HasSubstr;
-using testing::layout_of;
+using testing::lists;
 using testing::message;
 using testing::straight;
-using testing::with_skips;
-
-TEST(Executor, RunsGPipeWithEveryCheckpointMode) {
-  for (int stages = 1; stages <= 4; ++stages) {
-    Executor executor(stages);
-    for (int m = 1; m <= 5; ++m) {
-      for (const auto mode : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
-        expect_runs(executor, gpipe_program(stages, m, mode), stages * 10 + m);
-      }
-    }
-  }
-}
-
-TEST(Executor, RunsSeveralStagesPerWorker) {
-  Executor executor(2);
-  for (const auto& placement : {std::vector{0, 1, 0, 1}, {0, 1, 1, 0}, {1, 1, 0, 0}}) {
-    const auto layout = layout_of(placement, 4);
-    const auto edges = with_skips(chain(4, 4), {{0, 3}, {0, 2}}, 4);
-    expect_runs(executor, testing::make(layout, edges, fill_drain(layout, Checkpoint::kExceptLast)), 3);
-  }
-}
-
-TEST(Executor, RunsSchedulesThatMixForwardsAndBackwardsWithSkips) {
-  Executor executor(4);
-  for (int m = 1; m <= 9; ++m) {
-    const auto edges = with_skips(chain(4, 4), {{0, 3}, {1, 3}, {0, 2}}, 4);
-    for (const auto& schedule : {testing::one_forward_one_backward(4, m), testing::zero_bubble(4, m)}) {
-      expect_runs(executor, testing::make(straight(4, m), edges, schedule), m);
-    }
-  }
-  Executor three(3);
-  expect_runs(three, every_kind(), 1);
-}
 
 TEST(Executor, RunsEveryProgramThatTheVerifierAccepts) {
   std::mt19937 random(5);
@@ -92,20 +63,6 @@ TEST(Executor, EachWorkerKeepsItsThread) {
     EXPECT_EQ(threads, std::vector(5, threads.front()));
     EXPECT_TRUE(distinct.insert(threads.front()).second);
   }
-}
-
-TEST(Executor, RunsForwardAndBackwardSeparately) {
-  const auto layout = layout_of({0, 1, 0}, 4);
-  const auto edges = with_skips(chain(3, 4), {{0, 2}}, 4);
-  const auto program = testing::make(layout, edges, fill_drain(layout, Checkpoint::kExceptLast));
-  Executor executor(2);
-  FakeCells cells(program, 9);
-  expect_success(executor.run(program, Part::kForward, cells));
-  EXPECT_EQ(cells.ran, fill(layout));
-  EXPECT_EQ(cells.weights, std::vector<FakeCells::Number>(3, 0));
-  expect_success(executor.run(program, Part::kBackward, cells));
-  EXPECT_EQ(cells.ran, program.schedule());
-  expect_reference(program, cells);
 }
 
 TEST(Executor, RunsInference) {
@@ -163,12 +120,6 @@ TEST(Executor, RefusesToRunOnItsOwnWorkers) {
   EXPECT_THAT(message(*failure), HasSubstr("own workers"));
 }
 
-TEST(Executor, RunsRepeatedly) {
-  const auto program = every_kind();
-  Executor executor(3);
-  for (unsigned i = 0; i < 300; ++i) expect_runs(executor, program, i % 2);
-}
-
 TEST(Executor, TwoExecutorsRunConcurrently) {
   const auto program = every_kind();
   const auto serve = [&](unsigned seed) {
@@ -194,10 +145,6 @@ TEST(Executor, ConcurrentCallersTakeTurns) {
   for (auto& caller : callers) caller.join();
 }
 
-TEST(Executor, CanBeDestroyedWithoutARun) {
-  for (int i = 0; i < 50; ++i) Executor executor(1 + i % 4);
-}
-
 TEST(Executor, RefusesToRunInAForkedProcess) {
   const auto program = gpipe_program(2, 2);
   auto executor = std::make_unique<Executor>(2);
@@ -218,6 +165,208 @@ TEST(Executor, RefusesToRunInAForkedProcess) {
   ASSERT_EQ(waitpid(child, &status, 0), child);
   EXPECT_TRUE(WIFEXITED(status));
   EXPECT_EQ(WEXITSTATUS(status), 0);
+}
+
+TEST(ExecutorFailure, StopsDependentActions) {
+  const auto program = gpipe_program(3, 8);
+  Executor executor(3);
+  FakeCells cells(program);
+  cells.on_action = [&](const Action& it) {
+    if (it == action("1F2")) throw Fault{it};
+  };
+  const auto failure = executor.run(program, Part::kAll, cells);
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(cells.ran[1].size(), 3);
+  EXPECT_LE(cells.ran[2].size(), 2);
+  EXPECT_LE(cells.ran[0].size(), 5);  // 0F3 is on the edge, 0F4 waits to be put
+}
+
+TEST(ExecutorFailure, StopsWorkersThatExchangeNothing) {
+  const auto program = testing::make(straight(2, 3), {}, fill(straight(2, 3)));
+  Executor executor(2);
+  FakeCells cells(program);
+  // 1F0 fails while 0F1 runs. 0F1 ends after the failure was recorded.
+  std::promise<void> running;
+  std::promise<void> failed;
+  cells.after = [&](int worker) {
+    if (worker == 1) failed.set_value();
+  };
+  cells.on_action = [&](const Action& it) {
+    if (it == action("0F1")) {
+      running.set_value();
+      failed.get_future().wait();
+    }
+    if (it == action("1F0")) {
+      running.get_future().wait();
+      throw Fault{it};
+    }
+  };
+  ASSERT_TRUE(executor.run(program, Part::kAll, cells));
+  EXPECT_EQ(cells.ran[0].size(), 2);
+}
+
+TEST(ExecutorFailure, HasNoActionIfTheSetUpThrows) {
+  const auto program = gpipe_program(3, 4);
+  Executor executor(3);
+  for (int faulty = 0; faulty < 3; ++faulty) {
+    for (const bool before : {true, false}) {
+      FakeCells cells(program, 6);
+      (before ? cells.before : cells.after) = [&](int worker) {
+        if (worker == faulty) throw std::out_of_range("set-up of worker " + std::to_string(worker));
+      };
+      const auto failure = executor.run(program, Part::kAll, cells);
+      ASSERT_TRUE(failure);
+      EXPECT_FALSE(failure->action);
+      EXPECT_THROW(std::rethrow_exception(failure->error), std::out_of_range);
+      EXPECT_EQ(message(*failure), "set-up of worker " + std::to_string(faulty));
+      EXPECT_EQ(cells.ran[faulty].empty(), before);
+    }
+  }
+  expect_runs(executor, program, 6);
+}
+
+TEST(ExecutorFailure, KeepsTheFirstError) {
+  const auto program = gpipe_program(3, 4);
+  Executor executor(3);
+  FakeCells cells(program, 8);
+  cells.on_action = [](const Action& it) {
+    if (it == action("2B1")) throw Fault{it};
+  };
+  // Workers 0 and 1 wait for gradients that depend on 2B1, so they get here only after its failure.
+  cells.after = [](int worker) { throw std::runtime_error("late, on worker " + std::to_string(worker)); };
+  const auto failure = executor.run(program, Part::kAll, cells);
+  ASSERT_TRUE(failure);
+  EXPECT_EQ(failure->action, action("2B1"));
+  EXPECT_THROW(std::rethrow_exception(failure->error), Fault);
+}
+
+TEST(ExecutorFailure, KeepsOneOfSeveralSimultaneousErrors) {
+  const auto program = gpipe_program(4, 3);
+  Executor executor(4);
+  for (int i = 0; i < 50; ++i) {
+    FakeCells cells(program);
+    cells.before = [](int worker) { throw std::runtime_error("worker " + std::to_string(worker)); };
+    const auto failure = executor.run(program, Part::kAll, cells);
+    ASSERT_TRUE(failure);
+    EXPECT_THAT(message(*failure), HasSubstr("worker "));
+  }
+  expect_runs(executor, program, 0);
+}
+
+/// Calls run_actions() `calls` times on worker 1.
+struct MiscountingCells : FakeCells {
+  MiscountingCells(const Program& program, int calls) : FakeCells(program), calls_(calls) {}
+  void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
+    for (int i = 0; i < (worker == 1 ? calls_ : 1); ++i) run_actions();
+  }
+  const int calls_;
+};
+
+TEST(ExecutorFailure, IsReportedUnlessTheSetUpRunsTheActionsOnce) {
+  const auto program = gpipe_program(3, 4);
+  Executor executor(3);
+  for (const int calls : {0, 2}) {
+    MiscountingCells cells(program, calls);
+    const auto failure = executor.run(program, Part::kAll, cells);
+    ASSERT_TRUE(failure);
+    EXPECT_FALSE(failure->action);
+    EXPECT_THAT(message(*failure), HasSubstr("run_actions() " + std::to_string(calls) + " times for worker 1"));
+  }
+}
+
+TEST(ExecutorFailure, CanComeFromThePoll) {
+  const auto program = gpipe_program(2, 4);
+  int polls = 0;
+  std::set<std::thread::id> threads;
+  Executor executor(2, [&] {
+    threads.insert(std::this_thread::get_id());
+    if (++polls == 2) throw Fault{};
+  });
+  FakeCells cells(program);
+  // 0F1 ends after the failure was recorded: worker 1 waits for 0F1 until then.
+  std::promise<void> failed;
+  cells.after = [&](int worker) {
+    if (worker == 1) failed.set_value();
+  };
+  cells.on_action = [&](const Action& it) {
+    if (it == action("0F1")) failed.get_future().wait();
+  };
+  const auto failure = executor.run(program, Part::kAll, cells);
+  ASSERT_TRUE(failure);
+  EXPECT_FALSE(failure->action);
+  EXPECT_THROW(std::rethrow_exception(failure->error), Fault);
+  EXPECT_EQ(threads, std::set{std::this_thread::get_id()});
+  EXPECT_EQ(cells.ran[0], lists({"0F0 0F1"})[0]);
+  FakeCells others(program);
+  expect_success(executor.run(program, Part::kAll, others));
+  expect_reference(program, others);
+}
+
+TEST(ExecutorTrace, HasEveryActionOnceInOrder) {
+  const auto program = every_kind();
+  Executor executor(3);
+  Timeline timeline;
+  for (const int step : {0, 1}) {
+    FakeCells cells(program, 3);
+    expect_success(executor.run(program, Part::kAll, cells, &timeline, step));
+  }
+  EXPECT_EQ(timeline.workers, 3);
+  EXPECT_EQ(timeline.edges.size(), program.edges().size());
+  for (int w = 0; w < 3; ++w) {
+    double clock = 0;
+    std::vector<Action> expected;
+    std::vector<Action> ran;
+    for (const int step : {0, 1}) {
+      expected.insert(expected.end(), program.schedule()[w].begin(), program.schedule()[w].end());
+      for (const Span& span : timeline.spans) {
+        if (span.worker != w || span.step != step) continue;
+        EXPECT_GE(span.start, clock);
+        EXPECT_GE(span.end, span.start);
+        clock = span.end;
+        ran.push_back(span.action);
+      }
+    }
+    EXPECT_EQ(ran, expected);
+  }
+}
+
+TEST(ExecutorTrace, OfAFailedRunHasTheActionsThatEnded) {
+  const auto program = gpipe_program(1, 3, Checkpoint::kAlways);
+  Executor executor(1);
+  FakeCells cells(program);
+  cells.on_action = [](const Action& it) {
+    if (it == action("0B2")) throw Fault{it};
+  };
+  Timeline timeline;
+  ASSERT_TRUE(executor.run(program, Part::kAll, cells, &timeline, 7));
+  std::string ran;
+  for (const Span& span : timeline.spans) ran += to_string(span.action) + " ";
+  EXPECT_EQ(ran, "0F0 0F1 0F2 0R2 ");
+  EXPECT_EQ(timeline.spans.front().step, 7);
+}
+
+TEST(ExecutorTrace, RecomputeDoesNotWaitForItsGradient) {
+  const auto program = gpipe_program(2, 2, Checkpoint::kAlways);
+  Executor executor(2);
+  FakeCells cells(program);
+  // 1B1 sends the gradient, and here it waits until 0R1 begins. If the R waited for the gradient, it would never begin.
+  std::promise<void> recomputing;
+  cells.on_action = [&](const Action& it) {
+    if (it == action("0R1")) recomputing.set_value();
+    if (it != action("1B1")) return;
+    if (recomputing.get_future().wait_for(std::chrono::minutes(1)) != std::future_status::ready) {
+      throw std::runtime_error("0R1 waits for the gradient");
+    }
+  };
+  Timeline timeline;
+  expect_success(executor.run(program, Part::kAll, cells, &timeline));
+  const auto span = [&](const char* text) {
+    return *std::find_if(timeline.spans.begin(), timeline.spans.end(),
+                         [&](const Span& it) { return it.action == action(text); });
+  };
+  EXPECT_LT(span("0R1").start, span("1B1").end);
+  EXPECT_LT(span("1B1").end, span("0B1").start);
+  expect_reference(program, cells);
 }
 
 }  // namespace

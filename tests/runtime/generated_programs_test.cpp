@@ -13,8 +13,8 @@
 
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedules.h"
+#include "tests/runtime/fake_cells.h"
 #include "tests/runtime/generated_programs.h"
-#include "tests/runtime/runs.h"
 
 namespace gpipe {
 namespace {

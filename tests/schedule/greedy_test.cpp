@@ -27,8 +27,6 @@ using ::testing::ThrowsMessage;
 // Draws workloads with unequal stages.
 class Draw {
  public:
-  explicit Draw(int seed = 1) : random_(seed) {}
-
   int pick(int from, int to) { return std::uniform_int_distribution<int>(from, to)(random_); }
   double real(double from, double to) { return std::uniform_real_distribution<double>(from, to)(random_); }
 
@@ -87,7 +85,7 @@ class Draw {
     return bytes;
   }
 
-  std::mt19937 random_;
+  std::mt19937 random_{1};
 };
 
 bool fits(const Simulation& simulation, const std::vector<std::int64_t>& most_bytes) {
@@ -121,20 +119,19 @@ int count(const Schedule& schedule, Kind kind) {
   return static_cast<int>(sum);
 }
 
-class GreedySearch : public ::testing::TestWithParam<int> {};
-
-TEST_P(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {
-  Draw draw(GetParam());
+TEST(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {
+  Draw draw;
   int faster = 0;
   int fitting = 0;
   int only = 0;
   int none = 0;
-  for (int i = 0; i < 1000; ++i) {
+  for (int i = 0; i < 400; ++i) {
     SCOPED_TRACE(i);
     const auto work = draw.workload();
     const auto most_bytes = draw.most_bytes(work);
     const double named = fastest_named(work, most_bytes);
     const auto schedule = greedy_schedule(work, most_bytes);
+    if (i % 20 == 0) EXPECT_EQ(schedule, greedy_schedule(work, most_bytes)) << "the same each time";
     if (!schedule) {
       EXPECT_EQ(named, std::numeric_limits<double>::infinity());
       ++none;
@@ -160,16 +157,6 @@ TEST_P(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {
   EXPECT_GT(faster, fitting / 4);
   EXPECT_GT(only, 0);
   EXPECT_GT(none, 0);
-}
-
-INSTANTIATE_TEST_SUITE_P(Seeds, GreedySearch, ::testing::Range(1, 4));
-
-TEST(Greedy, GivesTheSameScheduleEachTime) {
-  Draw draw;
-  for (int i = 0; i < 20; ++i) {
-    const auto work = draw.workload();
-    EXPECT_EQ(greedy_schedule(work, {}), greedy_schedule(work, {}));
-  }
 }
 
 TEST(Greedy, KeepsBackwardsWholeWhereSplittingCosts) {
@@ -217,7 +204,7 @@ TEST(Greedy, RefusesWhatDoesNotFit) {
 
 TEST(ListSchedule, KeepsToItsOptionsAndKnowsItsMakespan) {
   Draw draw;
-  for (int i = 0; i < 3000; ++i) {
+  for (int i = 0; i < 1000; ++i) {
     SCOPED_TRACE(i);
     const auto work = draw.workload();
     const auto& placement = work.layout.placement;

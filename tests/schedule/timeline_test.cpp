@@ -140,18 +140,15 @@ TEST(ChromeJson, GivesEachArrowItsOwnId) {
   }
 }
 
-TEST(ChromeJson, HasNoArrowsBetweenSteps) {
-  Timeline timeline = small();
-  for (Span& span : timeline.spans) span.step = span.worker;
-  EXPECT_TRUE(events(timeline, "s").empty());
-  EXPECT_TRUE(events(timeline, "f").empty());
-}
-
-TEST(ChromeJson, OmitsArrowsToActionsThatDidNotRun) {
-  Timeline timeline = small();
-  timeline.spans.resize(3);
-  EXPECT_EQ(events(timeline, "s").size(), 1);
-  EXPECT_EQ(events(timeline, "f").size(), 1);
+TEST(ChromeJson, HasArrowsOnlyBetweenActionsOfOneStep) {
+  auto partial = small();
+  partial.spans.resize(3);  // 1R0 and 1B0 did not run
+  EXPECT_EQ(events(partial, "s").size(), 1);
+  EXPECT_EQ(events(partial, "f").size(), 1);
+  auto steps = small();
+  for (Span& span : steps.spans) span.step = span.worker;
+  EXPECT_TRUE(events(steps, "s").empty());
+  EXPECT_TRUE(json::parse(to_chrome_json({})).at("traceEvents").empty());
 }
 
 TEST(ChromeJson, EscapesNames) {
@@ -160,26 +157,6 @@ TEST(ChromeJson, EscapesNames) {
   const auto starts = events(timeline, "s");
   ASSERT_EQ(starts.size(), 2);
   for (const json& event : starts) EXPECT_EQ(event.at("name"), timeline.edges[0].name);
-}
-
-TEST(ChromeJson, EmptyTimelineIsValidJson) { EXPECT_TRUE(json::parse(to_chrome_json({})).at("traceEvents").empty()); }
-
-TEST(ChromeJson, AdjacentSlicesDoNotOverlap) {
-  Timeline timeline{1, {}, {}};
-  double clock = 1e5;
-  for (int m = 0; m < 1000; ++m) {
-    const double end = clock + 1.7e-9 * (m % 7);
-    timeline.spans.push_back({0, {Kind::F, 0, m}, clock, end, 0});
-    clock = end;
-  }
-  const auto slices = events(timeline, "X");
-  ASSERT_EQ(slices.size(), 1000);
-  long long before = 0;
-  for (const json& slice : slices) {
-    const auto start = std::llround(slice.at("ts").get<double>() * 1e3);
-    EXPECT_GE(start, before);
-    before = start + std::llround(slice.at("dur").get<double>() * 1e3);
-  }
 }
 
 }  // namespace

@@ -22,11 +22,9 @@ using ::testing::AnyOf;
 using testing::chain;
 using ::testing::ElementsAre;
 using ::testing::HasSubstr;
-using testing::layout_of;
 using testing::lists;
 using ::testing::Not;
 using testing::straight;
-using testing::with_skips;
 
 /// Expects Program::make to refuse the program with a message that contains all `parts`.
 void invalid(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule,
@@ -41,30 +39,6 @@ void deadlock(const Layout& layout, const std::vector<Edge>& edges, const Schedu
   const auto error = testing::refusal(layout, edges, schedule);
   EXPECT_THAT(error, HasSubstr("the schedule deadlocks"));
   for (const auto& part : parts) EXPECT_THAT(error, HasSubstr(part));
-}
-
-TEST(Verifier, AcceptsGeneratedSchedules) {
-  for (int stages = 1; stages <= 4; ++stages) {
-    for (int m = 1; m <= 5; ++m) {
-      const auto layout = straight(stages, m);
-      EXPECT_NO_THROW(verify(layout, chain(stages, 1), fill(layout)));
-      for (const auto mode : {Checkpoint::kNever, Checkpoint::kExceptLast, Checkpoint::kAlways}) {
-        EXPECT_NO_THROW(verify(layout, chain(stages, 1), fill_drain(layout, mode)));
-      }
-    }
-  }
-}
-
-TEST(Verifier, AcceptsSchedulesThatMixForwardsAndBackwardsWithSkips) {
-  for (int stages = 1; stages <= 5; ++stages) {
-    const auto edges =
-        stages < 3 ? chain(stages, stages) : with_skips(chain(stages, stages), {{0, stages - 1}}, stages);
-    for (int m = 1; m <= 8; ++m) {
-      for (const auto& schedule : {testing::one_forward_one_backward(stages, m), testing::zero_bubble(stages, m)}) {
-        EXPECT_NO_THROW(verify(straight(stages, m), edges, schedule));
-      }
-    }
-  }
 }
 
 TEST(Verifier, BoundsLiveCellsAndGraphs) {
@@ -158,24 +132,6 @@ TEST(Verifier, DeadlockMessageNamesGradientsAndOmitsWorkersThatFinish) {
       AllOf(HasSubstr("worker 0 waits to take the gradient of edge 0 ('activation 0->1') for 0B0"),
             HasSubstr("worker 1 waits to take edge 0 ('activation 0->1') for 1F1"),
             HasSubstr("worker 2 waits to take edge 1 ('activation 1->2') for 2F1"), Not(HasSubstr("put edge"))));
-}
-
-TEST(Verifier, EdgeBetweenStagesOfOneWorkerNeedsCapacity) {
-  const auto layout = layout_of({0, 0}, 3);
-  deadlock(layout, chain(2, 2), fill(layout), {"worker 0 waits to put edge 0 ('activation 0->1') for 0F2"});
-  EXPECT_NO_THROW(verify(layout, chain(2, 3), fill(layout)));
-  const auto looped = layout_of({0, 1, 0, 1}, 4);
-  deadlock(looped, chain(4, 1), fill_drain(looped, Checkpoint::kNever), {"waits to put edge"});
-  EXPECT_NO_THROW(verify(looped, chain(4, 4), fill_drain(looped, Checkpoint::kNever)));
-}
-
-TEST(Verifier, SkipsNeedCapacity) {
-  // Stage 0 runs three forwards before its first backward, and puts the skip in each.
-  const auto schedule = testing::one_forward_one_backward(3, 4);
-  EXPECT_NO_THROW(verify(straight(3, 4), with_skips(chain(3, 1), {{0, 2}}, 1), schedule));
-  const auto late = lists({"0F0 0F1 0F2", "1F0 1F1 1F2", "2F2 2F1 2F0"});
-  deadlock(straight(3, 3), with_skips(chain(3, 3), {{0, 2}}, 2), late, {"put edge 2 ('skip 0->2') for 0F2"});
-  EXPECT_NO_THROW(verify(straight(3, 3), with_skips(chain(3, 3), {{0, 2}}, 3), late));
 }
 
 TEST(Verifier, GradientsNeedCapacity) {

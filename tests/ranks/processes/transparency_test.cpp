@@ -18,13 +18,13 @@ void run_cases(const std::shared_ptr<Ranks>& ranks) {
   Counts seen;
   std::uint64_t run = 0;
   for (std::uint64_t seed = seeds.first; run < seeds.count; ++seed) {
-    const auto spec = generate(seed);
-    if (workers_of(spec) < ranks->size()) continue;
+    const auto spec = generate(seed, /*portable=*/true);
+    if (spec.workers < ranks->size()) continue;
     ++run;
     for (const auto& feature : features(spec)) ++seen[feature];
-    const auto result = difference(spec, std::nullopt, ranks);
-    if (result.empty()) continue;
-    ADD_FAILURE() << result << "\n  " << to_string(spec);
+    const auto outcome = compare(spec, std::nullopt, ranks);
+    if (outcome.verdict != Outcome::kDifferent) continue;
+    ADD_FAILURE() << outcome.what << "\n  " << to_string(spec);
     break;  // the other ranks may wait
   }
   print(std::to_string(run) + " cases from seed " + std::to_string(seeds.first), seen);

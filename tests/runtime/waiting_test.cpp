@@ -1,4 +1,4 @@
-// The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and
+// Waiting: event counts, channels, and the CPU time that spinning may take. The stress tests check that no wake-up is lost. If one is, a thread sleeps forever: a watchdog then wakes it and
 // fails the test.
 #include "gpipe/runtime/event_count.h"
 
@@ -8,10 +8,16 @@
 #include <atomic>
 #include <chrono>
 #include <limits>
+#include <map>
+#include <optional>
+#include <string>
 #include <thread>
 #include <utility>
+#include <vector>
 
 #include "absl/functional/function_ref.h"
+#include "gpipe/runtime/channel.h"
+#include "gpipe/runtime/cpu_quota.h"
 
 namespace gpipe {
 namespace {
@@ -164,6 +170,133 @@ TEST(SpinsFor, IsZeroWithoutACoreAndCpuTimePerThread) {
   EXPECT_EQ(spins_for(1, 0.99), 0);
   EXPECT_EQ(spins_for(std::numeric_limits<int>::max(), kNoLimit), 0);
 }
+
+TEST(Channel, TakesInAnyOrder) {
+  Channel channel(3, 3);
+  for (const int m : {0, 1, 2}) EXPECT_TRUE(channel.put(m));
+  for (const int m : {2, 0, 1}) EXPECT_TRUE(channel.take(m));
+}
+
+TEST(Channel, PutHappensBeforeTake) {
+  constexpr int kCount = 2000;
+  for (const int capacity : {1, 3, kCount}) {
+    Channel channel(capacity, kCount);
+    std::vector<int> data(kCount, 0);
+    std::thread producer([&] {
+      for (int m = 0; m < kCount; ++m) {
+        data[m] = m + 1;
+        ASSERT_TRUE(channel.put(m));
+      }
+    });
+    long sum = 0;
+    for (int m = 0; m < kCount; ++m) {
+      ASSERT_TRUE(channel.take(m));
+      sum += data[m];
+    }
+    producer.join();
+    EXPECT_EQ(sum, kCount * (kCount + 1L) / 2);
+  }
+}
+
+TEST(Channel, NeverHoldsMoreThanItsCapacity) {
+  constexpr int kCount = 500;
+  constexpr int kCapacity = 2;
+  Channel channel(kCapacity, kCount);
+  std::atomic<int> put = 0;
+  std::thread producer([&] {
+    for (int m = 0; m < kCount; ++m) {
+      ASSERT_TRUE(channel.put(m));
+      ++put;
+    }
+  });
+  for (int m = 0; m < kCount; ++m) {
+    EXPECT_LE(put, m + kCapacity);
+    ASSERT_TRUE(channel.take(m));
+  }
+  producer.join();
+}
+
+TEST(Channel, CancelReleasesAConsumer) {
+  Channel channel(1, 2);
+  std::thread consumer([&] { EXPECT_FALSE(channel.take(1)); });
+  EXPECT_TRUE(channel.put(0));
+  channel.cancel();
+  consumer.join();
+}
+
+TEST(Channel, CancelReleasesAProducer) {
+  Channel channel(1, 2);
+  ASSERT_TRUE(channel.put(0));
+  std::thread producer([&] { EXPECT_FALSE(channel.put(1)); });
+  channel.cancel();
+  producer.join();
+}
+
+TEST(Channel, EveryCallFailsAfterCancel) {
+  Channel channel(2, 2);
+  EXPECT_TRUE(channel.put(0));
+  channel.cancel();
+  channel.cancel();
+  EXPECT_FALSE(channel.put(1));
+  EXPECT_FALSE(channel.take(0));
+  EXPECT_FALSE(channel.take(1));
+}
+
+using Files = std::map<std::string, std::string>;
+
+double quota_of(const Files& files) {
+  return cpu_quota([&](const std::string& path) -> std::optional<std::string> {
+    const auto found = files.find(path);
+    return found == files.end() ? std::nullopt : std::optional(found->second);
+  });
+}
+
+double v2(const std::string& cpu_max) {
+  return quota_of({{"/proc/self/cgroup", "0::/\n"}, {"/sys/fs/cgroup/cpu.max", cpu_max}});
+}
+
+TEST(CpuQuota, ReadsVersion2) {
+  EXPECT_EQ(v2("150000 100000\n"), 1.5);
+  EXPECT_EQ(v2("400000 200000"), 2);
+  EXPECT_EQ(v2("max 100000\n"), kNoLimit);
+}
+
+TEST(CpuQuota, MalformedFilesCountAsNoLimit) {
+  for (const char* text : {"", "\n", "100000", "0 100000", "100000 0", "-1 100000", "100000 -5", "many 100000",
+                           "100000 100000 100000", "99999999999999999999999 100000", "1e5 1e5"}) {
+    EXPECT_EQ(v2(text), kNoLimit) << text;
+  }
+  EXPECT_EQ(quota_of({}), kNoLimit);
+  for (const char* text : {"", "\n\n", "0", "0:", "0::", "0::group", ":::", "0::/absent", "4:cpu:/absent"}) {
+    EXPECT_EQ(quota_of({{"/proc/self/cgroup", text}}), kNoLimit) << text;
+  }
+}
+
+TEST(CpuQuota, IsTheMinimumOverTheGroupAndItsAncestors) {
+  Files files = {{"/proc/self/cgroup", "0::/user.slice/a:b/job\n"},
+                 {"/sys/fs/cgroup/user.slice/a:b/job/cpu.max", "300000 100000\n"},
+                 {"/sys/fs/cgroup/user.slice/a:b/cpu.max", "max 100000\n"},
+                 {"/sys/fs/cgroup/other/cpu.max", "10000 100000\n"}};
+  EXPECT_EQ(quota_of(files), 3);
+  files["/sys/fs/cgroup/user.slice/cpu.max"] = "50000 100000\n";
+  EXPECT_EQ(quota_of(files), 0.5);
+}
+
+TEST(CpuQuota, ReadsVersion1) {
+  Files files = {{"/proc/self/cgroup", "5:memory:/memory\n4:cpu,cpuacct:/jobs/one\n1:name=systemd:/\n0::/\n"},
+                 {"/sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_quota_us", "250000\n"},
+                 {"/sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_period_us", "100000\n"}};
+  EXPECT_EQ(quota_of(files), 2.5);
+  files["/sys/fs/cgroup/cpu,cpuacct/jobs/one/cpu.cfs_quota_us"] = "-1\n";
+  EXPECT_EQ(quota_of(files), kNoLimit);
+  // In a container the group is mounted at the root, but its path is the host's.
+  files["/sys/fs/cgroup/cpu/cpu.cfs_quota_us"] = "120000\n";
+  EXPECT_EQ(quota_of(files), kNoLimit) << "there is no period";
+  files["/sys/fs/cgroup/cpu/cpu.cfs_period_us"] = "100000\n";
+  EXPECT_EQ(quota_of(files), 1.2);
+}
+
+TEST(CpuQuota, OfThisProcessIsPositive) { EXPECT_GT(cpu_quota(), 0); }
 
 }  // namespace
 }  // namespace gpipe

@@ -1,0 +1,480 @@
+#include "tests/gpipe/generated_units.h"
+
+#include <ATen/CPUGeneratorImpl.h>
+
+#include <cmath>
+#include <optional>
+#include <tuple>
+
+#include "gpipe/nested.h"
+#include "tests/gpipe/instruments.h"
+
+namespace gpipe {
+
+namespace nn = torch::nn;
+using torch::Tensor;
+
+Tensor Builder::parameter(torch::IntArrayRef shape, bool requires_grad) {
+  parameters_.emplace_back(torch::randn(shape) / std::sqrt(static_cast<double>(width)), requires_grad);
+  return parameters_.back().first;
+}
+
+Tensor Builder::shared_matrix() {
+  auto& matrix = shared_[pair];
+  if (!matrix.defined())
+    matrix = (torch::randn({width, width}) / std::sqrt(static_cast<double>(width))).requires_grad_();
+  parameters_.emplace_back(matrix, true);
+  return matrix;
+}
+
+void Builder::own(nn::Module& layer) {
+  int number = 0;
+  const auto name = [&] { return "own" + std::to_string(number++); };
+  for (auto& [parameter, requires_grad] : parameters_) layer.register_parameter(name(), parameter, requires_grad);
+  for (auto& buffer : buffers_) layer.register_buffer(name(), buffer);
+  for (auto& module : modules_) layer.register_module(name(), module);
+  parameters_.clear();
+  buffers_.clear();
+  modules_.clear();
+}
+
+namespace {
+
+using Pair = std::tuple<Tensor, Tensor>;
+using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
+using Tensors = std::vector<Tensor>;
+
+Tensor ids_of(const Tensor& x) { return x.detach().select(1, 0).mul(10).abs().to(torch::kLong).remainder(5); }
+
+struct OwnFunction : torch::autograd::Function<OwnFunction> {
+  static Tensor forward(torch::autograd::AutogradContext* context, Tensor x) {
+    context->save_for_backward({x});
+    return x * x.tanh();
+  }
+  static Tensors backward(torch::autograd::AutogradContext* context, Tensors gradients) {
+    const auto x = context->get_saved_variables()[0];
+    const auto t = x.tanh();
+    return {gradients[0] * (t + x * (1 - t * t))};
+  }
+};
+
+/// Two layers that make and join a pair, and between them others: those that pass it on, and one that may change it.
+void pair_of_tensors(Builder& b, Pair (*make)(Tensor), bool change, torch::IntArrayRef shape, Tensor (*join)(Pair)) {
+  const auto pass_on = [&] {
+    if (b.variant % 2 == 1) b.add([](Pair in) -> Pair { return in; });
+  };
+  b.add(make);
+  pass_on();
+  if (change) {
+    const auto w = b.parameter(shape);
+    b.add([w, first = b.variant < 2](Pair in) -> Pair {
+      (first ? std::get<0>(in) : std::get<1>(in)).add_(w);
+      return in;
+    });
+  }
+  pass_on();
+  b.add(join);
+}
+
+void alias(Builder& b, bool change) {
+  pair_of_tensors(
+      b,
+      [](Tensor x) -> Pair {
+        return {x, x};
+      },
+      change, {b.width}, [](Pair in) { return std::get<0>(in) * 2 + std::get<1>(in).sin(); });
+}
+
+void base_and_view(Builder& b, bool change) {
+  pair_of_tensors(
+      b,
+      [](Tensor x) -> Pair {
+        return {x, x.narrow(1, 0, x.size(1) / 2)};
+      },
+      change, {1},
+      [](Pair in) {
+        return std::get<0>(in) + torch::cat({std::get<1>(in), std::get<1>(in)}, 1).sin();
+      });
+}
+
+// The output depends on a moving average over the micro-batches so far.
+void moving_average(Builder& b) {
+  const auto mean = b.buffer(torch::zeros({b.width}));
+  b.add([mean, variant = b.variant](Tensor x) {
+    const auto update = [&] { mean.mul_(0.9).add_(x.detach().mean(0), 0.1); };
+    if (variant % 2 == 0) update();
+    const auto y = variant < 2 ? x + mean : x * (1 + mean.clone());
+    if (variant % 2 == 1) update();
+    return y;
+  });
+}
+
+void step_counter(Builder& b) {
+  const auto steps = b.buffer(torch::zeros({}, torch::kLong));
+  b.add([steps, divides = b.variant % 2 == 0](Tensor x) {
+    steps.add_(1);
+    return divides ? x / steps.to(x.scalar_type()) : x + 0.1 * steps.item<double>();
+  });
+}
+
+void batch_norm(Builder& b, bool eval) {
+  nn::BatchNormOptions options(1);
+  if (b.variant % 2 == 1) options.momentum(std::nullopt);
+  options.affine(b.variant < 2);
+  auto norm = b.module(nn::BatchNorm1d(options));
+  b.add([norm, eval](Tensor x) mutable {
+    if (eval) norm->eval();
+    return norm(x.unsqueeze(1)).squeeze(1);
+  });
+}
+
+void embedding(Builder& b, nn::EmbeddingOptions options) {
+  auto table = b.module(nn::Embedding(options));
+  b.add([table](Tensor x) mutable { return x + table(ids_of(x)); });
+}
+
+template <class Network>
+void recurrent(Builder& b, Network network) {
+  b.module(network);
+  b.add([network](Tensor x) mutable { return std::get<0>(network(x.view({-1, 2, x.size(1) / 2}))).select(1, 1); });
+}
+
+void attention(Builder& b) {
+  auto attend = b.module(nn::MultiheadAttention(nn::MultiheadAttentionOptions(b.width, 2)));
+  b.add([attend](Tensor x) mutable {
+    const auto words = torch::stack({x, x.flip(1), x * 0.5});
+    return std::get<0>(attend(words, words, words)).mean(0);
+  });
+}
+
+// Adds -dE/dx, which the backward differentiates again.
+void forces(Builder& b) {
+  auto potential = b.module(nn::Linear(b.width, b.width));
+  b.add([potential](Tensor x) mutable {
+    torch::AutoGradMode grad(true);
+    const auto place = x.detach().requires_grad_();
+    const auto energy = potential(place).tanh().square().sum();
+    return x - torch::autograd::grad({energy}, {place}, {}, /*retain_graph=*/true, /*create_graph=*/true)[0];
+  });
+}
+
+void several_tensors(Builder& b) {
+  b.add([](Tensor x) -> Four { return {x * 2, ids_of(x), x.to(torch::kFloat), x.detach() > 0}; });
+  if (b.variant % 2 == 1) b.add([](Four in) -> Four { return in; });
+  auto table = b.module(nn::Embedding(5, b.width));
+  b.add([table](Four in) mutable -> Tensors {
+    auto& [x, ids, single, mask] = in;
+    return {x + table(ids), single * 2, mask, ids};
+  });
+  if (b.variant < 2) b.add([](Tensors in) -> Tensors { return in; });
+  b.add(
+      [](Tensors in) { return torch::where(in[2], in[0], in[1].to(in[0].scalar_type())) * (1 + in[3].unsqueeze(1)); });
+}
+
+// Integers, an operation in place at the head of a layer, and a tensor returned twice.
+void tuple_layers(Builder& b) {
+  b.add([](Tensor x) -> Pair { return {x * 1, ids_of(x)}; });
+  b.push(Embed(b.width));
+  b.push(InPlace());
+  b.push(Mix(b.width));
+  b.push(Unmix());
+}
+
+void in_place_on_a_view(Builder& b) {
+  const auto half = b.width / 2;
+  const auto w = b.parameter({half});
+  b.add([=, variant = b.variant](Tensor x) {
+    auto view = x.narrow(1, variant % 3, half);
+    variant < 2 ? view.add_(w) : view.relu_();
+    return x;
+  });
+}
+
+void no_grad_inside(Builder& b) {
+  const auto w = b.parameter({b.width});
+  b.add([w](Tensor x) {
+    Tensor y;
+    {
+      torch::NoGradGuard no_grad;
+      y = x * w;
+    }
+    return x + y;
+  });
+}
+
+/// Adds a layer that calls a function of its input and one parameter.
+void with_parameter(Builder& b, torch::IntArrayRef shape, Tensor (*function)(Tensor x, const Tensor& w)) {
+  const auto w = b.parameter(shape);
+  b.add([w, function](Tensor x) { return function(std::move(x), w); });
+}
+void with_vector(Builder& b, Tensor (*function)(Tensor x, const Tensor& w)) { with_parameter(b, {b.width}, function); }
+void with_matrix(Builder& b, Tensor (*function)(Tensor x, const Tensor& w)) {
+  with_parameter(b, {b.width, b.width}, function);
+}
+
+// Writes to buffers, which the version counter may hide, small and large, and shares their memory.
+void written_buffers(Builder& b) {
+  const auto table = b.buffer(torch::ones({b.variant < 2 ? b.width : 20000}));
+  b.buffer(table.view({2, -1}));
+  b.add([table, hidden = b.variant % 2 == 0](Tensor x) {
+    auto target = hidden ? table.variable_data() : table;
+    target.mul_(0.5).add_(x.detach().mean() + 1);
+    return x * table.narrow(0, 0, x.size(1)).clone();
+  });
+}
+
+void own_generator(Builder& b) {
+  auto generator = b.variant < 2 ? at::make_generator<at::CPUGeneratorImpl>(7) : at::detail::getDefaultCPUGenerator();
+  b.add([generator](Tensor x) { return x * torch::rand({x.size(1)}, generator, x.options().requires_grad(false)); });
+}
+
+void image_layers(Builder& b) {
+  b.add([](Tensor x) { return x.view({x.size(0), 1, 2, x.size(1) / 2}); });
+  b.push(nn::Conv2d(nn::Conv2dOptions(1, 4, 3).padding(1)));
+  b.push(nn::BatchNorm2d(4));
+  b.push(nn::ReLU(nn::ReLUOptions(true)));
+  b.push(nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 1, {2, 1}).stride({2, 1})));
+  b.add([](Tensor x) { return x.slice(2, 1, 3).flatten(1); });
+}
+
+/// Adds a layer with one skip.
+void stash(Builder& b, SkipFunctionImpl::Function function) { b.add_skip({.stash = {b.pair}}, std::move(function)); }
+void pop(Builder& b, Tensor (*join)(Tensor x, Tensor skip)) {
+  b.add_skip({.pop = {b.pair}},
+             [join, name = b.pair](Tensor x, SkipFunctionImpl& skips) { return join(std::move(x), skips.pop(name)); });
+}
+
+/// Products and convolutions that a split backward may leave to W.
+std::vector<Unit> products() {
+  return {
+      {"weight twice",
+       [](Builder& b) { with_matrix(b, [](Tensor x, const Tensor& w) { return x.mm(w).tanh().mm(w.t()); }); }},
+      {"weight nine times",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) {
+           for (int i = 0; i < 9; ++i) x = x.matmul(i % 2 ? w : w.t()).tanh();
+           return x;
+         });
+       }},
+      {"weight in a product and a sum",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) { return x.matmul(w.t()) * w.square().mean() + w.t().sum(0); });
+       }},
+      {"weight normalised",
+       [](Builder& b) { with_matrix(b, [](Tensor x, const Tensor& w) { return x.matmul(w / w.norm()); }); }},
+      {"weight in chunks",
+       [](Builder& b) {
+         with_parameter(b, {b.width, 3 * b.width}, [](Tensor x, const Tensor& w) {
+           const auto parts = w.chunk(3, 1);
+           return x.matmul(parts[0]).tanh() * x.matmul(parts[1]) + x.matmul(parts[2]);
+         });
+       }},
+      {"product in chunks",
+       [](Builder& b) {
+         with_parameter(b, {b.width, 2 * b.width}, [](Tensor x, const Tensor& w) {
+           const auto parts = x.matmul(w).chunk(2, 1);
+           return parts[0] * 2 + parts[1].sigmoid();
+         });
+       }},
+      {"views of a product changed",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) {
+           auto h = x.matmul(w);
+           const auto half = x.size(1) / 2;
+           h.narrow(1, 0, half).mul_(w[0].narrow(0, 0, half));
+           h.narrow(1, half, half).copy_(x.matmul(w).narrow(1, 0, half));
+           return h.relu_();
+         });
+       }},
+      {"product in place of a view",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) {
+           auto h = x * 2;
+           h.narrow(0, 0, h.size(0)).addmm_(x, w);
+           return h;
+         });
+       }},
+      {"product of inputs",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) { return x.matmul(x.t().matmul(x).matmul(w)).tanh(); });
+       }},
+      {"batched products",
+       [](Builder& b) {
+         with_parameter(b, {b.width / 2, b.width}, [](Tensor x, const Tensor& w) {
+           return torch::bmm(x.view({-1, 2, x.size(1) / 2}), w.expand({x.size(0), -1, -1})).sum(1);
+         });
+       }},
+      {"factor without a gradient",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) { return torch::addmm(x, torch::ones_like(x) * 2, w); });
+       }},
+      {"product with a leaf",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) {
+           return x.matmul(w).matmul(torch::ones_like(w).div(w.size(0)).requires_grad_());
+         });
+       }},
+      {"hook between products",
+       [](Builder& b) {
+         with_matrix(b, [](Tensor x, const Tensor& w) {
+           auto h = x.matmul(w);
+           if (h.requires_grad()) h.register_hook([](Tensor gradient) { return gradient * 2; });
+           return h.tanh().matmul(w.t());
+         });
+       }},
+      {"convolution",
+       [](Builder& b) {
+         auto conv = b.module(nn::Conv1d(nn::Conv1dOptions(1, 1, 3).padding(1)));
+         b.add([conv](Tensor x) mutable { return conv(x.unsqueeze(1)).squeeze(1).relu_(); });
+       }},
+      {"images", image_layers},
+      {"gru", [](Builder& b) { recurrent(b, nn::GRU(nn::GRUOptions(b.width / 2, b.width).batch_first(true))); }},
+      {"lstm",
+       [](Builder& b) {
+         recurrent(b, nn::LSTM(nn::LSTMOptions(b.width / 2, b.width).batch_first(true).num_layers(2)));
+       },
+       Unit::kDouble},
+      {"attention", attention},
+  };
+}
+
+std::vector<Unit> other_units() {
+  constexpr auto kChanges = Unit::kChanges;
+  constexpr auto kAliases = Unit::kAliases;
+  return {
+      {"linear", [](Builder& b) { b.push(nn::Linear(b.width, b.width)); }},
+      {"tanh", [](Builder& b) { b.push(nn::Tanh()); }},
+      {"identity", [](Builder& b) { b.push(nn::Identity()); }},
+      {"dropout", [](Builder& b) { b.push(nn::Dropout(0.3)); }},
+      {"dropout_", [](Builder& b) { b.push(nn::Dropout(nn::DropoutOptions(0.3).inplace(true))); }, kChanges},
+      {"live graphs", [](Builder& b) { b.push(Peak()); }},
+      {"nested",
+       [](Builder& b) {
+         b.push(NestedSequential({{"inner", nn::Linear(b.width, b.width)}, {"drop", nn::Dropout(0.2)}}));
+       }},
+      {"layer norm", [](Builder& b) { b.push(nn::LayerNorm(nn::LayerNormOptions({b.width}))); }},
+      {"relu_", [](Builder& b) { b.push(nn::ReLU(nn::ReLUOptions(true))); }, kChanges},
+      {"mul_", [](Builder& b) { b.add([](Tensor x) { return x.mul_(1.5); }); }, kChanges},
+      {"add_ a parameter", [](Builder& b) { with_vector(b, [](Tensor x, const Tensor& w) { return x.add_(w); }); },
+       kChanges},
+      {"in place on a view", in_place_on_a_view, kChanges},
+      {"slices assigned",
+       [](Builder& b) {
+         with_parameter(b, {b.width / 2}, [](Tensor x, const Tensor& w) {
+           const auto half = w.size(0);
+           auto y = torch::zeros_like(x);
+           y.narrow(1, 0, half).copy_(x.narrow(1, half, half));
+           y.narrow(1, half, half).copy_(x.narrow(1, 0, half) * w);
+           return y;
+         });
+       }},
+      {"view",
+       [](Builder& b) {
+         b.add([](Tensor x) { return x.view({-1, 2, x.size(1) / 2}); });
+         if (b.variant < 2) b.push(nn::ReLU(nn::ReLUOptions(true)));
+         b.add([](Tensor x) { return x.flatten(1); });
+       },
+       kChanges},
+      {"alias", [](Builder& b) { alias(b, false); }, kAliases},
+      {"alias changed", [](Builder& b) { alias(b, true); }, kChanges | kAliases},
+      {"base and view", [](Builder& b) { base_and_view(b, false); }, kAliases},
+      {"base and view changed", [](Builder& b) { base_and_view(b, true); }, kChanges | kAliases},
+      {"moving average", moving_average},
+      {"step counter", step_counter},
+      {"written buffers", written_buffers},
+      {"own generator", own_generator, Unit::kHost},
+      {"batch norm", [](Builder& b) { batch_norm(b, false); }},
+      {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
+      {"unused parameter", [](Builder& b) { with_vector(b, [](Tensor x, const Tensor&) { return x.sin(); }); }},
+      {"branch",
+       [](Builder& b) {
+         with_parameter(b, {2, b.width}, [](Tensor x, const Tensor& w) {
+           return x.detach().sum().item<double>() > 0 ? x * w[0] : x.sin() + w[1];
+         });
+       }},
+      {"frozen parameter", [](Builder& b) { b.add([w = b.parameter({b.width}, false)](Tensor x) { return x * w; }); }},
+      {"module twice",
+       [](Builder& b) {
+         auto linear = b.module(nn::Linear(b.width, b.width));
+         b.module(linear);
+         b.add([linear](Tensor x) mutable { return linear(linear(x).tanh()); });
+       }},
+      {"shared gradient",
+       [](Builder& b) {
+         const auto v = b.parameter({1, b.width});
+         const auto w = b.variant < 2 ? b.parameter({1, b.width}) : b.parameter({b.width});
+         b.add([v, w](Tensor x) { return x + (v + w.view({1, -1})); });
+       }},
+      {"parameter alone", [](Builder& b) { with_vector(b, [](Tensor x, const Tensor& w) { return w.expand_as(x); }); }},
+      {"embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width)); }},
+      {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); }},
+      {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); }},
+      {"detach a part",
+       [](Builder& b) {
+         b.add([half = b.width / 2](Tensor x) {
+           return torch::cat({x.narrow(1, 0, half).detach(), x.narrow(1, half, half)}, 1);
+         });
+       }},
+      {"detach",
+       [](Builder& b) {
+         b.add([w = b.parameter({b.width}), last = b.variant == 0](Tensor x) {
+           return last ? (x * w).detach() : x.detach() * w;
+         });
+       }},
+      {"no grad inside", no_grad_inside},
+      {"forces", forces},
+      {"several tensors", several_tensors},
+      {"tuples", tuple_layers},
+      {"complex",
+       [](Builder& b) {
+         b.add([](Tensor x) { return torch::view_as_complex(x.reshape({-1, x.size(1) / 2, 2}).contiguous()); });
+         b.add([](Tensor z) { return z * z; });
+         b.add([](Tensor z) { return torch::view_as_real(z).flatten(1); });
+       }},
+      {"expanded", [](Builder& b) { b.add([](Tensor x) { return x.mean(1, true).expand_as(x); }); }},
+      {"transposed", [](Builder& b) { b.add([](Tensor x) { return (x.t().contiguous() * 2).t(); }); }},
+      {"own function", [](Builder& b) { b.add([](Tensor x) { return OwnFunction::apply(x); }); }},
+      {"stash", [](Builder& b) { b.push(Stash(b.pair)); }, 0, Unit::kStash},
+      {"stash the activation",
+       [](Builder& b) {
+         stash(b, [name = b.pair](Tensor x, SkipFunctionImpl& skips) {
+           skips.stash(name, x);
+           return x;
+         });
+       },
+       kAliases, Unit::kStash},
+      {"stash a product",
+       [](Builder& b) {
+         const auto w = b.parameter({b.width});
+         stash(b, [name = b.pair, w](Tensor x, SkipFunctionImpl& skips) {
+           skips.stash(name, x * w);
+           return x;
+         });
+       },
+       0, Unit::kStash},
+      {"pop", [](Builder& b) { b.push(Pop(b.pair)); }, 0, Unit::kPop},
+      {"pop in place", [](Builder& b) { pop(b, [](Tensor x, Tensor skip) { return x += skip; }); }, kChanges,
+       Unit::kPop},
+      {"pop and change", [](Builder& b) { pop(b, [](Tensor x, Tensor skip) { return x + skip.mul_(0.5); }); }, kChanges,
+       Unit::kPop},
+      {"stash odd", [](Builder& b) { b.push(StashOdd()); }, 0, Unit::kStashOdd},
+      {"pop odd", [](Builder& b) { b.push(PopOdd()); }, 0, Unit::kPopOdd},
+      {"matrix", [](Builder& b) { b.add([w = b.shared_matrix()](Tensor x) { return x.mm(w).tanh(); }); }, 0,
+       Unit::kOwnMatrix},
+      {"matrix shared", [](Builder& b) { b.add([w = b.shared_matrix()](Tensor x) { return x + x.mm(w.t()); }); }, 0,
+       Unit::kShareMatrix},
+  };
+}
+
+}  // namespace
+
+const std::vector<Unit>& units() {
+  static const auto* all = [] {
+    auto* units = new std::vector<Unit>(other_units());
+    for (const auto& unit : products()) units->push_back(unit);
+    return units;
+  }();
+  return *all;
+}
+
+}  // namespace gpipe
