@@ -57,6 +57,9 @@ inline Snapshot small_snapshot() {
   return snapshot;
 }
 
+// Of the same name, but other semantics, as functions of tests/gpipe/helpers.h: NaNs may be equal.
+inline namespace samples {
+
 inline bool same(const at::Tensor& a, const at::Tensor& b) {
   if (a.defined() != b.defined()) return false;
   if (!a.defined()) return true;
@@ -98,5 +101,7 @@ inline bool same(const Snapshot& a, const Snapshot& b) {
   return same(a.model, b.model) && same(a.optimizer, b.optimizer) && a.epoch == b.epoch && a.position == b.position &&
          same(a.random, b.random) && a.options == b.options && a.history == b.history;
 }
+
+}  // namespace samples
 
 }  // namespace gpipe
