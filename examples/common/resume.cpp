@@ -42,12 +42,13 @@ bool is_output(const std::string& name) {
 
 void check_identity(const Identity& identity, const Snapshot& snapshot, const fs::path& path) {
   for (const auto& [flag, value] : identity) {
-    const auto was = snapshot.options.find(flag);
-    if (was == snapshot.options.end()) {
-      throw std::runtime_error(path.string() + " is not a snapshot of this program: it does not store " + flag);
-    }
-    if (was->second == value || flag == "--epochs") continue;
-    throw std::runtime_error(path.string() + " was made with " + flag + " " + was->second + ", not " + value +
+    if (snapshot.options.contains(flag)) continue;
+    throw std::runtime_error(path.string() + " is not a snapshot of this program: it does not store " + flag);
+  }
+  for (const auto& [flag, value] : identity) {
+    const auto& was = snapshot.options.at(flag);
+    if (was == value || flag == "--epochs") continue;
+    throw std::runtime_error(path.string() + " was made with " + flag + " " + was + ", not " + value +
                              "; give the same value, or train without --resume");
   }
 }

@@ -3,7 +3,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 other=$1
 
-common=(--epochs 2 --batch-size 20 --chunks 2)
+common=(--epochs 1 --batch-size 20 --chunks 2)
 run one --samples 60 --stages 1
 says one '60 images to train, 10 to test'
 says one '^reached: accuracy '
@@ -11,16 +11,16 @@ data=one/digits
 common+=(--data $data)
 run two --balance 21,50
 same one two
-run small --small-images --epochs 1
-[[ $(column small 2) != $(column one 2 | head -1) ]] || fail "--small-images has no effect"
-run resumed --epochs 1 --learning-rate-schedule constant
-run resumed --learning-rate-schedule constant --resume auto
-run whole --learning-rate-schedule constant
+run small --small-images
+[[ $(column small 2) != $(column one 2) ]] || fail "--small-images has no effect"
+run resumed --learning-rate-schedule constant
+run resumed --learning-rate-schedule constant --epochs 2 --resume auto
+run whole --learning-rate-schedule constant --epochs 2
 same whole resumed
 
 refuse other-batch '--batch-size 20, not 5' --batch-size 5 --resume one/latest.snapshot
 refuse other-weights 'conv1.weight' --small-images --load one/best.snapshot
-"$other" --samples 4 --scale 0.25 --epochs 1 -b 4 --depth 1 --channels 4 --output other >other.log || fail "the other program"
+"$other" --samples 4 --scale 0.25 -e 1 -b 4 --depth 1 --channels 4 --output other >other.log || fail "other"
 refuse other-program 'not a snapshot of this program' --resume other/latest.snapshot
 
 damage missing 'train-images-idx3-ubyte: cannot be opened' rm train-images-idx3-ubyte
