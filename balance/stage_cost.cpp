@@ -10,7 +10,7 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/ranks/gradient_buckets.h"
+#include "gpipe/ranks/gradient_reduction.h"
 
 namespace gpipe {
 namespace {

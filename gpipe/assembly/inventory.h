@@ -12,7 +12,7 @@
 #include "gpipe/autograd/layer.h"
 #include "gpipe/autograd/stage.h"
 #include "gpipe/options.h"
-#include "gpipe/ranks/manifest.h"
+#include "gpipe/ranks/meeting.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/tensors/version_watch.h"
 #include "skip/layout.h"

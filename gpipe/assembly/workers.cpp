@@ -11,7 +11,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/ranks/remote_edges.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {

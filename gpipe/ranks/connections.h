@@ -20,8 +20,8 @@ class TimeoutError : public ConnectionError {
   using ConnectionError::ConnectionError;
 };
 
-/// One send or receive in flight. Used by one thread at a time. The memory that it reads or writes must stay until it is
-/// complete or the connections are closed.
+/// One send or receive in flight. Used by one thread at a time. The memory that it reads or writes must stay until it
+/// is complete or the connections are closed.
 class Transfer {
  public:
   virtual ~Transfer() = default;
@@ -40,8 +40,8 @@ class Connections {
   virtual ~Connections() = default;
 
   /// Starts a send or a receive. Does not wait. Errors: ConnectionError.
-  virtual std::unique_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) = 0;
-  virtual std::unique_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) = 0;
+  virtual std::shared_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) = 0;
+  virtual std::shared_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) = 0;
 
   /// Closes all connections: transfers in flight fail, here and on the other ranks. Can be repeated.
   virtual void close() noexcept = 0;

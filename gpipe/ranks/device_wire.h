@@ -2,9 +2,17 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>
+#include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <chrono>
+#include <memory>
+#include <optional>
 #include <span>
 #include <string>
+#include <vector>
+
+#include "gpipe/tensors/parcel.h"
+#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 
@@ -22,9 +30,7 @@ class DeviceWire {
   virtual void transfer(std::span<const at::Tensor> tensors) = 0;
 };
 
-/// This process's wires between devices.
-///
-/// Thread safety: all functions may be called on any thread.
+/// This process's wires between devices. Thread safety: all functions may be called on any thread.
 class DeviceConnections {
  public:
   virtual ~DeviceConnections() = default;
@@ -38,6 +44,33 @@ class DeviceConnections {
 
   /// Ends all transfers in flight. Their streams go on, but what was received has any values. Can be repeated.
   virtual void abort() noexcept = 0;
+};
+
+/// Makes wires between GPUs by c10d's NCCL backend. Each rank must call this with the same store. `limit`: the longest
+/// that a transfer may take. Errors: std::invalid_argument if gpipe was built without NCCL, or torch has no CUDA.
+std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   std::chrono::milliseconds limit);
+
+/// A worker's end of a DeviceWire, with the copy stream that it uses.
+///
+/// Thread safety: used by the worker, while its compute stream is current.
+class DeviceLink {
+ public:
+  /// `wire` must outlive this.
+  DeviceLink(DeviceWire& wire, c10::Device device) : wire_(wire), device_(device), stream_(new_stream(device)) {}
+
+  /// Sends tensors after the worker's present work. Errors: ConnectionError.
+  void send(std::span<const at::Tensor> tensors);
+  /// Receives the tensors for which the parcels have meta tensors. Returns the event after which they have come.
+  /// Errors: ConnectionError.
+  StreamEvents receive(std::vector<Parcel>& parcels);
+  /// Waits until all transfers have ended. The worker's later work comes after them. Errors: TimeoutError.
+  void settle(std::chrono::milliseconds limit);
+
+ private:
+  DeviceWire& wire_;
+  const c10::Device device_;
+  const std::optional<c10::Stream> stream_;
 };
 
 }  // namespace gpipe

@@ -1,59 +1,70 @@
 #include "gpipe/ranks/failure_board.h"
 
-#include <charconv>
 #include <chrono>
+#include <deque>
+#include <exception>
 #include <set>
 #include <stdexcept>
-#include <thread>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
+#include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "gpipe/base/mutex.h"
 
 namespace gpipe {
 namespace {
 
-constexpr std::chrono::milliseconds kPollInterval{10};
+using Clock = std::chrono::steady_clock;
+using std::chrono::milliseconds;
+
+constexpr milliseconds kLookInterval{200};
+constexpr milliseconds kPatience{1000};  // with the store
+constexpr milliseconds kPollInterval{10};
 /// How long a rank gives the others to say what they do, and to learn of a failure.
-constexpr std::chrono::milliseconds kGather{500};
+constexpr milliseconds kGather{500};
 
 constexpr const char* kFailure = "failure";
 constexpr const char* kQuestion = "question";
+std::string answer_key(int rank) { return absl::StrCat("answer/", rank); }
+std::string knows_key(int rank) { return absl::StrCat("knows/", rank); }
 
-std::string answer_key(int rank) { return "answer/" + std::to_string(rank); }
-std::string knows_key(int rank) { return "knows/" + std::to_string(rank); }
-
-// The rank that a rank waits for, by its answer; -1 if it does not wait.
-int awaited_in(const std::string& answer) {
-  int rank = -1;
-  const auto* end = answer.data() + answer.size();
-  const auto parsed = std::from_chars(answer.data(), end, rank);
-  return parsed.ec == std::errc() && parsed.ptr == end ? rank : -1;
-}
+milliseconds until(Clock::time_point end) { return std::chrono::ceil<milliseconds>(end - Clock::now()); }
 
 }  // namespace
 
-/// Shared with the store's thread, which may outlive the board.
 struct FailureBoard::State {
   State(int rank, Callbacks callbacks) : rank(rank), callbacks(std::move(callbacks)) {}
 
-  void set(const std::string& cause, bool is_own) {
-    {
-      MutexLock lock(mutex);
-      if (!failure.empty()) {  // the store's thread may have read this rank's own report
-        own = own || (is_own && failure == cause);
-        return;
+  /// The thread.
+  void run(c10d::Store& store) {
+    for (auto next = Clock::now();;) {
+      Task task;
+      {
+        MutexLock lock(mutex);
+        if (tasks.empty() && !ending && Clock::now() < next) changed.wait_for(mutex, until(next));
+        if (!tasks.empty()) {
+          task = std::move(tasks.front());
+          tasks.pop_front();
+        } else if (ending) {
+          ended = true;
+          return changed.notify_all();
+        }
       }
-      failure = cause;
-      own = is_own;
+      try {
+        if (task) {
+          task(store);
+        } else if (Clock::now() >= next) {
+          next = Clock::now() + kLookInterval;
+          look(store);
+        }
+      } catch (const std::exception&) {  // the store is gone, as when its rank has ended
+      }
     }
-    MutexLock lock(calling);
-    if (!ended) callbacks.on_failure();
   }
 
   /// Looks for a failure and a question in the store.
   void look(c10d::Store& store) {
-    if (answered && known) return;
     if (!known && store.check({kFailure})) {
       set(store.get_to_str(kFailure), /*is_own=*/false);
       store.set(knows_key(rank), "");
@@ -63,100 +74,161 @@ struct FailureBoard::State {
     std::string answer;
     {
       MutexLock lock(calling);
-      if (!ended) answer = callbacks.activity();
+      if (!silent) answer = callbacks.activity();
     }
     store.set(answer_key(rank), answer);
     answered = true;
   }
 
+  void set(const std::string& cause, bool is_own) {
+    {
+      MutexLock lock(mutex);
+      if (!failure.empty()) {  // the thread may have read this rank's own report
+        own = own || (is_own && failure == cause);
+        return;
+      }
+      failure = cause;
+      own = is_own;
+    }
+    MutexLock lock(calling);
+    if (!silent) callbacks.on_failure();
+  }
+
+  using Task = std::function<void(c10d::Store&)>;
+  /// Calls `task` later, on the thread. Its errors are ignored.
+  void post(Task task) {
+    MutexLock lock(mutex);
+    tasks.push_back(std::move(task));
+    changed.notify_all();
+  }
+
+  /// Waits for the thread to set `done`, which the mutex guards. Returns it.
+  bool await(const bool& done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
+    for (const auto end = Clock::now() + kPatience; !done && !stuck && Clock::now() < end;) {
+      changed.wait_for(mutex, until(end));
+    }
+    return done;
+  }
+
   const int rank;
   const Callbacks callbacks;
-  bool known = false;  // this and the next: used only by the store's thread; if both are set, it looks no more
+  bool known = false;  // this and the next: used only by the thread; if both are set, it asks no more
   bool answered = false;
   Mutex mutex;
+  CondVar changed;
+  std::deque<Task> tasks ABSL_GUARDED_BY(mutex);
+  bool stuck ABSL_GUARDED_BY(mutex) = false;  // the store has not answered a question in time
+  bool ending ABSL_GUARDED_BY(mutex) = false;
+  bool ended ABSL_GUARDED_BY(mutex) = false;
   std::string failure ABSL_GUARDED_BY(mutex);
   bool own ABSL_GUARDED_BY(mutex) = false;
   Mutex calling;  // held during callbacks
-  bool ended ABSL_GUARDED_BY(calling) = false;
+  bool silent ABSL_GUARDED_BY(calling) = false;
 };
 
 FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, Callbacks callbacks)
     : rank_(rank),
       state_(std::make_shared<State>(rank, std::move(callbacks))),
-      store_(store, [state = state_](c10d::Store& store) { state->look(store); }) {}
+      thread_([state = state_, clone = store->clone()] { state->run(*clone); }) {}
 
 FailureBoard::~FailureBoard() {
-  MutexLock lock(state_->calling);
-  state_->ended = true;
+  {
+    MutexLock lock(state_->calling);
+    state_->silent = true;
+  }
+  bool ended = false;
+  {
+    MutexLock lock(state_->mutex);
+    state_->ending = true;
+    state_->changed.notify_all();
+    ended = state_->await(state_->ended);
+  }
+  if (ended) {
+    thread_.join();
+  } else {
+    thread_.detach();
+  }
+}
+
+std::optional<std::string> FailureBoard::ask(Question question) {
+  struct Answer {
+    bool done = false;
+    std::optional<std::string> text;
+  };
+  const auto answer = std::make_shared<Answer>();
+  state_->post([state = state_, answer, question = std::move(question)](c10d::Store& store) {
+    std::optional<std::string> text;
+    try {
+      text = question(store);
+    } catch (const std::exception&) {
+    }
+    MutexLock lock(state->mutex);
+    *answer = {true, std::move(text)};
+    state->stuck = false;
+    state->changed.notify_all();
+  });
+  MutexLock lock(state_->mutex);
+  state_->stuck = !state_->await(answer->done);
+  return answer->done ? answer->text : std::nullopt;
 }
 
 void FailureBoard::report(const std::string& cause) noexcept {
   if (!failure().empty()) return;
-  const auto first = store_.ask([cause](c10d::Store& store) { return store.compareSet(kFailure, "", cause); });
   // Without the store, the other ranks notice that the connections are closed.
-  state_->set(first.value_or(cause), first.value_or(cause) == cause);
-  store_.post([state = state_](c10d::Store& store) { state->look(store); });
+  const auto first = ask([cause](c10d::Store& store) { return store.compareSet(kFailure, "", cause); }).value_or(cause);
+  state_->set(first, first == cause);
+  state_->post([state = state_](c10d::Store& store) { state->look(store); });
 }
 
-void FailureBoard::report_wait(int awaited, const std::string& what) noexcept {
-  int blamed = awaited;
-  std::string answer;
-  store_.post([](c10d::Store& store) { store.set(kQuestion, ""); });
-  for (std::set<int> seen{rank_, blamed};;) {
-    answer = answer_of(blamed);
-    const int next = awaited_in(answer);
-    if (next < 0) break;
-    if (!seen.insert(next).second) {
-      answer = "waits for rank " + answer;
-      break;
-    }
-    blamed = next;
-  }
-  report("rank " + std::to_string(blamed) +
-         (answer.empty() ? " is stopped or cut off" : " did not answer in time, it " + answer) + ": rank " +
-         std::to_string(rank_) + " waited for " + what);
-}
-
-// What the rank does; empty if it does not say so soon.
 std::string FailureBoard::answer_of(int rank) {
-  for (const auto end = std::chrono::steady_clock::now() + kGather; std::chrono::steady_clock::now() < end;) {
-    const auto answer = store_.ask([key = answer_key(rank)](c10d::Store& store) {
+  for (const auto end = Clock::now() + kGather; Clock::now() < end; std::this_thread::sleep_for(kPollInterval)) {
+    const auto answer = ask([key = answer_key(rank)](c10d::Store& store) {
       return store.check({key}) ? store.get_to_str(key) : std::string();
     });
     if (!answer || !answer->empty()) return answer.value_or("");
-    std::this_thread::sleep_for(kPollInterval);
   }
   return "";
 }
 
+void FailureBoard::report_wait(int awaited, const std::string& what) noexcept {
+  state_->post([](c10d::Store& store) { store.set(kQuestion, ""); });
+  std::string answer;
+  std::set<int> seen{rank_, awaited};
+  for (int next = -1; absl::SimpleAtoi(answer = answer_of(awaited), &next); awaited = next) {
+    if (seen.insert(next).second) continue;
+    answer = "waits for rank " + answer;
+    break;
+  }
+  report(absl::StrCat("rank ", awaited, answer.empty() ? " is stopped or cut off" : " did not answer in time, it ",
+                      answer, ": rank ", rank_, " waited for ", what));
+}
+
 void FailureBoard::report_loss(int lost) noexcept {
-  report("rank " + std::to_string(lost) + " was lost: its process has ended, or the network has failed");
+  report(absl::StrCat("rank ", lost, " was lost: its process has ended, or the network has failed"));
 }
 
 void FailureBoard::report_no_connection(int size, const std::string& error) noexcept {
-  store_.post([](c10d::Store& store) { store.set(kQuestion, ""); });
+  state_->post([](c10d::Store& store) { store.set(kQuestion, ""); });
   std::string silent;
   for (int r = 0; r < size; ++r) {
-    if (r != rank_ && answer_of(r).empty()) silent += (silent.empty() ? "rank " : ", rank ") + std::to_string(r);
+    if (r != rank_ && answer_of(r).empty()) absl::StrAppend(&silent, silent.empty() ? "rank " : ", rank ", r);
   }
-  report("rank " + std::to_string(rank_) +
-         " cannot connect to the others: " + (silent.empty() ? error : silent + " does not answer"));
+  report(absl::StrCat("rank ", rank_,
+                      " cannot connect to the others: ", silent.empty() ? error : silent + " does not answer"));
 }
 
 void FailureBoard::rest() noexcept {
-  store_.ask([state = state_](c10d::Store&) {
+  ask([state = state_](c10d::Store&) {
     state->known = state->answered = true;
-    return std::string();
+    return "";
   });
 }
 
 void FailureBoard::await_others(int size) noexcept {
-  const auto end = std::chrono::steady_clock::now() + kGather;
+  const auto end = Clock::now() + kGather;
   for (int r = 0; r < size; ++r) {
     const auto knows = [key = knows_key(r)](c10d::Store& store) { return store.check({key}) ? "yes" : "no"; };
-    while (store_.ask(knows) == "no" && std::chrono::steady_clock::now() < end) {
-      std::this_thread::sleep_for(kPollInterval);
-    }
+    while (ask(knows) == "no" && Clock::now() < end) std::this_thread::sleep_for(kPollInterval);
   }
 }
 

@@ -4,13 +4,14 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
-
-#include "gpipe/ranks/store_thread.h"
+#include <thread>
 
 namespace gpipe {
 
-/// Tells all ranks of the first failure of any rank, through a store. Looks there five times per second.
+/// Tells all ranks of the first failure of any rank, through a store. Uses a clone of the store, on a thread of its
+/// own, so that a store that does not answer blocks no other thread. Looks there five times per second.
 ///
 /// Thread safety: all functions may be called on any thread.
 /// Invariant: once set, the failure never changes, and is the same on all ranks that can reach the store.
@@ -23,28 +24,25 @@ class FailureBoard {
     std::function<std::string()> activity;
   };
   FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, Callbacks callbacks);
-  /// Callbacks have ended then.
+  /// Callbacks have ended then. Leaves the thread alone if the store does not answer.
   ~FailureBoard();
   FailureBoard(const FailureBoard&) = delete;
   FailureBoard& operator=(const FailureBoard&) = delete;
 
   /// Reports a failure of this rank, unless there was one before.
   void report(const std::string& cause) noexcept;
-
-  /// Reports that this rank has waited in vain for `what` of another rank. Asks all ranks what they do. The cause names the
-  /// rank at the end of the chain: the one that is awaited and does not itself wait.
+  /// Reports that this rank has waited in vain for `what` of another rank. Asks all ranks what they do. The cause names
+  /// the rank at the end of the chain: the one that is awaited and does not itself wait.
   void report_wait(int awaited, const std::string& what) noexcept;
-
-  /// Reports that the connection to a rank was lost. That rank may have closed it because of a failure, which it has then
-  /// reported.
+  /// Reports that the connection to a rank was lost. That rank may have closed it because of a failure, which it has
+  /// then reported.
   void report_loss(int lost) noexcept;
-
-  /// Reports that this rank could not connect to the others, with `error`. The cause names the ranks that do not answer.
+  /// Reports that this rank could not connect to the others, with `error`. The cause names the ranks that do not
+  /// answer.
   void report_no_connection(int size, const std::string& error) noexcept;
 
   /// Looks no more, because the store may end soon.
   void rest() noexcept;
-
   /// Waits until all ranks know the failure of one, for at most a short time.
   void await_others(int size) noexcept;
 
@@ -57,11 +55,15 @@ class FailureBoard {
 
  private:
   struct State;
+  using Question = std::function<std::string(c10d::Store&)>;
+  /// Returns the answer; std::nullopt if the store fails or does not answer within a second.
+  std::optional<std::string> ask(Question question);
+  /// What the rank does; empty if it does not say so soon.
   std::string answer_of(int rank);
 
   const int rank_;
-  const std::shared_ptr<State> state_;
-  StoreThread store_;
+  const std::shared_ptr<State> state_;  // shared with the thread, which may outlive this
+  std::thread thread_;
 };
 
 }  // namespace gpipe

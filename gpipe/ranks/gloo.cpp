@@ -1,4 +1,4 @@
-#include "gpipe/ranks/gloo.h"
+#include "gpipe/ranks/network.h"
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_blob.h>
@@ -22,20 +22,18 @@ namespace {
 using Group = c10d::ProcessGroupGloo;
 using Work = c10::intrusive_ptr<c10d::Work>;
 
-[[noreturn]] void throw_connection_error(const std::exception& error) {
-  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
-  const std::string what = of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
-  if (what.find("Timed out") != std::string::npos || what.find("timed out") != std::string::npos) {
-    throw TimeoutError(what);
-  }
-  throw ConnectionError(what);
-}
-
 using Clock = std::chrono::steady_clock;
 
 // Gloo's own time-out would close all connections before the cause is published.
 constexpr std::chrono::hours kNever{24 * 365};
 constexpr std::chrono::milliseconds kExpiryInterval{100};
+
+[[noreturn]] void throw_connection_error(const std::exception& error) {
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  const std::string what = of_torch != nullptr ? of_torch->what_without_backtrace() : error.what();
+  if (what.find("imed out") != std::string::npos) throw TimeoutError(what);
+  throw ConnectionError(what);
+}
 
 class GlooTransfer : public Transfer {
  public:
@@ -77,12 +75,12 @@ class GlooConnections : public Connections {
     expiry_.join();
   }
 
-  std::unique_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) override {
+  std::shared_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) override {
     return start(bytes.size(), const_cast<std::byte*>(bytes.data()),
                  [&](Group& group, std::vector<at::Tensor>& tensors) { return group.send(tensors, rank, tag); });
   }
 
-  std::unique_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) override {
+  std::shared_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) override {
     return start(bytes.size(), bytes.data(),
                  [&](Group& group, std::vector<at::Tensor>& tensors) { return group.recv(tensors, rank, tag); });
   }
@@ -102,18 +100,8 @@ class GlooConnections : public Connections {
   }
 
  private:
-  /// Shares a transfer with the connections that may abort it.
-  class Handle : public Transfer {
-   public:
-    explicit Handle(std::shared_ptr<GlooTransfer> transfer) : transfer_(std::move(transfer)) {}
-    void wait(std::chrono::milliseconds limit) override { transfer_->wait(limit); }
-
-   private:
-    const std::shared_ptr<GlooTransfer> transfer_;
-  };
-
   template <typename Start>
-  std::unique_ptr<Transfer> start(std::size_t size, std::byte* data, Start start) {
+  std::shared_ptr<Transfer> start(std::size_t size, std::byte* data, Start start) {
     std::vector<at::Tensor> tensors{size == 0 ? at::empty({0}, at::kByte)
                                               : at::from_blob(data, {static_cast<std::int64_t>(size)}, at::kByte)};
     MutexLock lock(mutex_);
@@ -122,24 +110,24 @@ class GlooConnections : public Connections {
       auto transfer = std::make_shared<GlooTransfer>(start(*group_, tensors));
       forget_ended();
       transfers_.push_back(transfer);
-      return std::make_unique<Handle>(std::move(transfer));
+      return transfer;
     } catch (const std::exception& error) {
       throw_connection_error(error);
     }
   }
 
+  // The expiry thread.
   void expire() {
-    for (;;) {
+    for (bool open = true; open;) {
       std::vector<std::weak_ptr<GlooTransfer>> transfers;
       {
         MutexLock lock(mutex_);
         if (group_) closed_.wait_for(mutex_, kExpiryInterval);
-        if (!group_) return;
+        open = group_ != nullptr;
         transfers = transfers_;
       }
-      const auto now = Clock::now();
       for (const auto& weak : transfers) {
-        if (const auto transfer = weak.lock()) transfer->expire(now);
+        if (const auto transfer = weak.lock()) transfer->expire(Clock::now());
       }
     }
   }
@@ -165,9 +153,9 @@ std::shared_ptr<::gloo::transport::Device> make_device(const ListenAt& listen_at
   return Group::createDefaultDevice();
 }
 
-// Makes a device whose thread has the policy SCHED_BATCH, which it inherits from the thread that makes it. With the default
-// policy, an arriving message lets it preempt a thread that holds the connection's lock. It then polls until that thread
-// runs again.
+// Makes a device whose thread has the policy SCHED_BATCH, which it inherits from the thread that makes it. With the
+// default policy, an arriving message lets it preempt a thread that holds the connection's lock. It then polls until
+// that thread runs again.
 std::shared_ptr<::gloo::transport::Device> make_batch_device(const ListenAt& listen_at) {
   const auto make = [&] {
     const sched_param priority{};

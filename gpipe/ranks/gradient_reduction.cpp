@@ -3,10 +3,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/empty_strided.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/tensors/intraop.h"
 
@@ -15,17 +18,62 @@ namespace {
 
 constexpr char kWaits[] = "the gradients of another replica";
 
-// The gradients of a share: undefined where the whole gradient is.
-Outgoing to_message(const std::vector<GradientPiece>& share, const Gradients& gradients, const RankTeam& team) {
-  Parcel parcel;
-  for (const auto& piece : share) {
-    const auto& gradient = gradients[piece.parameter];
-    parcel.add(gradient.defined() ? piece_of(gradient, piece) : at::Tensor(), /*gradient_wanted=*/false);
+// Cuts the elements of a bucket's parameters into equal shares.
+GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std::vector<at::Tensor>& parameters,
+                               int replicas) {
+  std::int64_t total = 0;
+  for (const auto p : bucket) total += parameters[p].numel();
+  GradientBucket cut{std::vector<std::vector<GradientPiece>>(replicas)};
+  std::int64_t before = 0;  // elements of earlier parameters
+  for (const auto p : bucket) {
+    const auto size = parameters[p].numel();
+    for (int r = 0; r < replicas; ++r) {
+      const auto begin = std::max<std::int64_t>(total * r / replicas - before, 0);
+      const auto end = std::min(total * (r + 1) / replicas - before, size);
+      if (begin < end) cut.shares[r].push_back({p, begin, end});
+    }
+    before += size;
   }
-  return to_message({std::move(parcel)}, team.rank(), team.codec());
+  return cut;
 }
 
-// Sums one piece in the order of replicas, into the memory of the `own` part if that is defined. Writes to the others too.
+// The strides of a gradient, as PyTorch chooses those of `.grad`.
+std::vector<std::int64_t> strides_for(const at::Tensor& parameter) {
+  if (parameter.is_non_overlapping_and_dense()) return parameter.strides().vec();
+  std::vector<std::int64_t> strides(parameter.dim(), 1);
+  for (auto d = parameter.dim() - 1; d > 0; --d) {
+    strides[d - 1] = strides[d] * std::max<std::int64_t>(parameter.size(d), 1);
+  }
+  return strides;
+}
+
+bool lies_in(const at::Tensor& gradient, const std::vector<std::int64_t>& strides) {
+  for (std::int64_t d = 0; d < gradient.dim(); ++d) {
+    if (gradient.size(d) > 1 && gradient.stride(d) != strides[d]) return false;
+  }
+  return true;
+}
+
+// Returns a gradient on the CPU with the parameter's strides, so that the elements lie alike on all replicas. Returns
+// it as it is if it lies so.
+at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {
+  if (gradient.layout() != at::kStrided) {
+    refuse_argument(
+        "a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
+  }
+  const auto strides = strides_for(parameter);
+  if (gradient.is_cpu() && lies_in(gradient, strides)) return gradient;
+  return at::empty_strided(gradient.sizes(), strides, gradient.options().device(at::kCPU)).copy_(gradient);
+}
+
+// The memory of a piece. REQUIRES: `gradient` lies as in_parameters_order(), or is undefined.
+at::Tensor piece_of(const at::Tensor& gradient, const GradientPiece& piece) {
+  if (!gradient.defined()) return gradient;
+  return gradient.as_strided({piece.end - piece.begin}, {1}, gradient.storage_offset() + piece.begin);
+}
+
+// Sums one piece in the order of replicas, into the memory of the `own` part if that is defined. Writes to the others
+// too.
 at::Tensor sum_of(const std::vector<at::Tensor>& parts, int own) {
   at::Tensor sum;
   for (int r = 0; r < static_cast<int>(parts.size()); ++r) {
@@ -44,35 +92,44 @@ at::Tensor sum_of(const std::vector<at::Tensor>& parts, int own) {
 
 }  // namespace
 
+std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas,
+                                             std::int64_t bytes) {
+  std::vector<std::vector<std::size_t>> buckets;  // indices of parameters
+  std::int64_t present = bytes;                   // in the last bucket
+  for (auto p = parameters.size(); p-- > 0;) {
+    if (present >= bytes) {
+      buckets.emplace_back();
+      present = 0;
+    }
+    buckets.back().push_back(p);
+    present += static_cast<std::int64_t>(parameters[p].nbytes());
+  }
+  std::vector<GradientBucket> cut;
+  for (const auto& bucket : buckets) cut.push_back(cut_into_shares(bucket, parameters, replicas));
+  return cut;
+}
+
+std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest) {
+  const auto share_of = [&](std::int64_t bytes) { return (bytes + replicas - 1) / replicas; };
+  const auto message = share_of(std::min(gradients, kBucketBytes + largest));
+  const auto posted = static_cast<std::int64_t>(most_posted(message));
+  // From each other replica come parts on one wire and sums on another. One message of each is in use.
+  return 2 * (replicas - 1) * std::min(share_of(gradients), posted + message);
+}
+
 GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at::Tensor>> parameters)
     : team_(team), call_(team.calls()), stages_(parameters.size()), is_sent_(parameters.size()) {
-  using Kind = RankTeam::Gradient;
   for (int s = 0; s < static_cast<int>(stages_.size()); ++s) {
     auto& stage = stages_[s];
     stage.parameters = std::move(parameters[s]);
-    for (const auto& parameter : stage.parameters) {
-      stage.present.emplace_back(parameter.grad(), parameter.grad());
-    }
+    for (const auto& parameter : stage.parameters) stage.present.emplace_back(parameter.grad(), parameter.grad());
     stage.gradients.resize(stage.parameters.size());
     stage.buckets = cut_into_buckets(stage.parameters, team.replicas(), kBucketBytes);
-    stage.wires.resize(team.replicas());
     const auto count = stage.buckets.size();
     for (int r = 0; r < team.replicas() && count != 0; ++r) {
       if (r == team.replica()) continue;
-      const auto expect = [&](Kind kind) {
-        auto& wire = team.gradient_receiver(kind, s, r);
-        auto& layouts = team.last_gradient_layouts(kind, s, r, team.replica(), count);
-        std::vector<LastLayout*> messages;
-        for (std::size_t b = 0; b < count; ++b) messages.push_back(&layouts[b]);
-        wire.expect(std::move(messages));
-        return &wire;
-      };
-      stage.wires[r] = {&team.gradient_sender(Kind::kPart, s, r),
-                        &team.gradient_sender(Kind::kSum, s, r),
-                        expect(Kind::kPart),
-                        expect(Kind::kSum),
-                        &team.last_gradient_layouts(Kind::kPart, s, team.replica(), r, count),
-                        &team.last_gradient_layouts(Kind::kSum, s, team.replica(), r, count)};
+      stage.parts.push_back(team.gradient_wires(RankTeam::Gradient::kPart, s, r, count));
+      stage.sums.push_back(team.gradient_wires(RankTeam::Gradient::kSum, s, r, count));
     }
   }
   thread_ = std::thread([this] { run(); });
@@ -87,20 +144,27 @@ GradientReduction::~GradientReduction() {
   if (thread_.joinable()) thread_.join();
 }
 
+Outgoing GradientReduction::to_message(const std::vector<at::Tensor>& pieces) const {
+  Parcel parcel;
+  for (const auto& piece : pieces) parcel.add(piece, /*gradient_wanted=*/false);
+  return gpipe::to_message({std::move(parcel)}, team_.rank(), team_.codec());
+}
+
 void GradientReduction::send(int stage_index, Gradients gradients) {
   auto& stage = stages_[stage_index];
   for (std::size_t p = 0; p < gradients.size(); ++p) {
     if (gradients[p].defined()) stage.gradients[p] = in_parameters_order(std::move(gradients[p]), stage.parameters[p]);
   }
   for (std::size_t number = 0; number < stage.buckets.size(); ++number) {
-    for (int r = 0; r < team_.replicas(); ++r) {
-      if (r == team_.replica()) continue;
-      const auto& wires = stage.wires[r];
-      auto message = to_message(stage.buckets[number].shares[r], stage.gradients, team_);
+    for (const auto& wires : stage.parts) {
+      std::vector<at::Tensor> pieces;
+      for (const auto& piece : stage.buckets[number].shares[wires.replica]) {
+        pieces.push_back(piece_of(stage.gradients[piece.parameter], piece));
+      }
       try {
-        wires.send_part->send((*wires.sent_parts)[number], call_, std::move(message));
+        wires.sender->send((*wires.layouts)[number], call_, to_message(pieces));
       } catch (const ConnectionError& error) {
-        team_.fail(error, team_.counterpart(r), kWaits);
+        team_.fail(error, team_.counterpart(wires.replica), kWaits);
         throw;
       }
     }
@@ -137,70 +201,55 @@ void GradientReduction::run() {
 
 void GradientReduction::sum() {
   Summed summed;
-  for (int stage = static_cast<int>(stages_.size()) - 1; stage >= 0; --stage) {
-    const auto& buckets = stages_[stage].buckets;
-    if (!buckets.empty() && !await_stage(stage)) return;
+  for (int s = static_cast<int>(stages_.size()) - 1; s >= 0; --s) {
+    const auto& buckets = stages_[s].buckets;
+    if (!buckets.empty() && !await_stage(s)) return;
     for (std::size_t number = 0; number < buckets.size(); ++number) {
-      sum_share(stage, buckets[number], number);
-      take_sums(std::exchange(summed, Summed{stage, &buckets[number]}));
+      sum_share(stages_[s], buckets[number], number);
+      take_sums(std::exchange(summed, Summed{s, &buckets[number]}));
     }
   }
   take_sums(summed);
   await_deliveries();
 }
 
-Parcel GradientReduction::receive(WireReceiver& wire, int replica) {
-  other_ = team_.counterpart(replica);
+Parcel GradientReduction::receive(const RankTeam::GradientWires& wires) {
+  other_ = team_.counterpart(wires.replica);
   team_.set_awaited_for_gradients(other_);
-  auto message = wire.receive(call_);
+  auto message = wires.receiver->receive(call_);
   team_.set_awaited_for_gradients(-1);
   return std::move(to_parcels(std::move(message)).front());
-}
-
-at::Tensor& GradientReduction::gradient_of(OfStage& stage, std::size_t parameter) {
-  auto& gradient = stage.gradients[parameter];
-  if (!gradient.defined()) {
-    gradient = in_parameters_order(at::empty_like(stage.parameters[parameter]), stage.parameters[parameter]);
-  }
-  return gradient;
 }
 
 void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values) {
   for (std::size_t k = 0; k < pieces.size(); ++k) {
     const auto& value = values.tensors.at(k);
     if (!value.defined()) continue;
-    const auto piece = piece_of(gradient_of(stage, pieces[k].parameter), pieces[k]);
+    const auto& parameter = stage.parameters[pieces[k].parameter];
+    auto& gradient = stage.gradients[pieces[k].parameter];
+    if (!gradient.defined()) gradient = in_parameters_order(at::empty_like(parameter), parameter);
+    const auto piece = piece_of(gradient, pieces[k]);
     if (piece.const_data_ptr() != value.const_data_ptr()) piece.copy_(value);
   }
 }
 
 // Sums this replica's share of a bucket, and sends the sum.
-void GradientReduction::sum_share(int stage_index, const GradientBucket& bucket, std::size_t number) {
-  auto& stage = stages_[stage_index];
+void GradientReduction::sum_share(OfStage& stage, const GradientBucket& bucket, std::size_t number) {
   const int own = team_.replica();
   const auto& share = bucket.shares[own];
-  std::vector<Parcel> parts(team_.replicas());
-  for (int r = 0; r < team_.replicas(); ++r) {
-    if (r != own) parts[r] = receive(*stage.wires[r].receive_part, r);
+  std::vector<std::vector<at::Tensor>> parts(share.size(), std::vector<at::Tensor>(team_.replicas()));
+  for (const auto& wires : stage.parts) {
+    const auto received = receive(wires);
+    for (std::size_t k = 0; k < share.size(); ++k) parts[k][wires.replica] = received.tensors.at(k);
   }
   Parcel sums;
   for (std::size_t k = 0; k < share.size(); ++k) {
-    const auto& gradient = stage.gradients[share[k].parameter];
-    std::vector<at::Tensor> of_replicas;
-    for (int r = 0; r < team_.replicas(); ++r) {
-      if (r != own) {
-        of_replicas.push_back(parts[r].tensors.at(k));
-      } else {
-        of_replicas.push_back(gradient.defined() ? piece_of(gradient, share[k]) : at::Tensor());
-      }
-    }
-    sums.add(sum_of(of_replicas, own), /*gradient_wanted=*/false);
+    parts[k][own] = piece_of(stage.gradients[share[k].parameter], share[k]);
+    sums.add(sum_of(parts[k], own), /*gradient_wanted=*/false);
   }
-  for (int r = 0; r < team_.replicas(); ++r) {
-    if (r == own) continue;
-    const auto& wires = stage.wires[r];
-    other_ = team_.counterpart(r);
-    wires.send_sum->send((*wires.sent_sums)[number], call_, to_message({sums}, team_.rank(), team_.codec()));
+  for (const auto& wires : stage.sums) {
+    other_ = team_.counterpart(wires.replica);
+    wires.sender->send((*wires.layouts)[number], call_, to_message(sums.tensors));
   }
   write(stage, share, sums);
 }
@@ -209,19 +258,16 @@ void GradientReduction::sum_share(int stage_index, const GradientBucket& bucket,
 void GradientReduction::take_sums(const Summed& summed) {
   if (summed.bucket == nullptr) return;
   auto& stage = stages_[summed.stage];
-  for (int r = 0; r < team_.replicas(); ++r) {
-    if (r != team_.replica()) write(stage, summed.bucket->shares[r], receive(*stage.wires[r].receive_sum, r));
-  }
+  for (const auto& wires : stage.sums) write(stage, summed.bucket->shares[wires.replica], receive(wires));
 }
 
 // The sums that are sent lie in the gradients, which the caller may change later.
 void GradientReduction::await_deliveries() {
   for (const auto& stage : stages_) {
-    for (int r = 0; r < team_.replicas() && !stage.buckets.empty(); ++r) {
-      if (r == team_.replica()) continue;
-      other_ = team_.counterpart(r);
+    for (const auto& wires : stage.sums) {
+      other_ = team_.counterpart(wires.replica);
       team_.set_awaited_for_gradients(other_);
-      stage.wires[r].send_sum->drain(team_.timeout());
+      wires.sender->drain(team_.timeout());
       team_.set_awaited_for_gradients(-1);
     }
   }

@@ -4,7 +4,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <deque>
 #include <exception>
 #include <thread>
 #include <utility>
@@ -12,24 +11,49 @@
 
 #include "absl/base/thread_annotations.h"
 #include "gpipe/base/mutex.h"
-#include "gpipe/ranks/gradient_buckets.h"
 #include "gpipe/ranks/rank_team.h"
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
 
-/// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs: on a thread of its own,
-/// because Gloo's transfers cannot be polled. Sums stages from last to first, and the buckets of each in order.
-/// Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their sums
-/// of a bucket after it has sent its own of the next one. So the bits are the same on all replicas and in all runs, and a
-/// rank sends 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays undefined.
+/// A part of a parameter's gradient: elements in the order of its memory.
+struct GradientPiece {
+  std::size_t parameter;
+  std::int64_t begin;
+  std::int64_t end;
+};
+
+/// Parameters of a stage whose gradients travel together. Their elements, one after the other, are cut into one share
+/// per replica, which sums it.
+struct GradientBucket {
+  std::vector<std::vector<GradientPiece>> shares;  ///< per replica
+};
+
+inline constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
+
+/// Returns the buckets of a stage's parameters: in reverse order, and of at least `bytes` each, except the last.
+/// Depends on the parameters' sizes only. (PyTorch Distributed, Li et al., arXiv:2006.15704, section 3.2.3)
+std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas,
+                                             std::int64_t bytes);
+
+/// Returns about how many bytes a replica needs to sum a stage's gradients of `gradients` bytes, besides these: the
+/// parts and sums that it receives. `largest` is the most of one parameter. Does not count the copies of small messages
+/// being sent.
+std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest);
+
+/// Sums the gradients of this rank's stages over the replicas, while the rest of the backward runs: on a thread of its
+/// own, because Gloo's transfers cannot be polled. Sums stages from last to first, and the buckets of each in order.
+/// Each replica sums its share of a bucket, in the order of replicas, and sends the sum to the others. It takes their
+/// sums of a bucket after it has sent its own of the next one. So the bits are the same on all replicas and in all
+/// runs, and a rank sends 2 (R - 1) / R times the bytes of its gradients. A gradient that no replica has stays
+/// undefined.
 ///
 /// Serves one backward. Thread safety: send() on one thread at a time per stage.
 /// Invariant: all replicas sum the buckets in the same order, so a wait for a sum always ends.
 class GradientReduction {
  public:
-  /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas. A stage without any may be
-  /// another rank's.
+  /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas. A stage without any may
+  /// be another rank's.
   GradientReduction(RankTeam& team, std::vector<std::vector<at::Tensor>> parameters);
   /// Ends early unless all gradients have been sent. REQUIRES: then a rank has failed.
   ~GradientReduction();
@@ -45,37 +69,29 @@ class GradientReduction {
   std::vector<Gradients> take();
 
  private:
-  /// The ends of a stage's wires to another replica.
-  struct Wires {
-    WireSender* send_part;
-    WireSender* send_sum;
-    WireReceiver* receive_part;
-    WireReceiver* receive_sum;
-    std::deque<LastLayout>* sent_parts;
-    std::deque<LastLayout>* sent_sums;
-  };
   struct OfStage {
     std::vector<at::Tensor> parameters;
     std::vector<std::pair<at::Tensor, VersionWatch>> present;  // each parameter's `.grad`, with its version
     std::vector<GradientBucket> buckets;
-    std::vector<Wires> wires;  // per replica; unused for this one
-    Gradients gradients;       // as in_parameters_order()
+    std::vector<RankTeam::GradientWires> parts;  // per other replica: gradients that it sums, and those to sum here
+    std::vector<RankTeam::GradientWires> sums;
+    Gradients gradients;  // each on the CPU, in its parameter's order
   };
-  void check_untouched() const;
-  void run();
-  void sum();
-  bool await_stage(int stage);
   /// A bucket whose share this replica has summed.
   struct Summed {
     int stage = 0;
     const GradientBucket* bucket = nullptr;
   };
-  void sum_share(int stage, const GradientBucket& bucket, std::size_t number);
+  void check_untouched() const;
+  void run();
+  void sum();
+  bool await_stage(int stage);
+  void sum_share(OfStage& stage, const GradientBucket& bucket, std::size_t number);
   void take_sums(const Summed& summed);
   void await_deliveries();
   void write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values);
-  Parcel receive(WireReceiver& wire, int replica);
-  at::Tensor& gradient_of(OfStage& stage, std::size_t parameter);
+  Parcel receive(const RankTeam::GradientWires& wires);
+  Outgoing to_message(const std::vector<at::Tensor>& pieces) const;
 
   RankTeam& team_;
   const std::uint64_t call_;

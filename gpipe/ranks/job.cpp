@@ -9,8 +9,8 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
-#include "gpipe/ranks/gloo.h"
-#include "gpipe/ranks/polling.h"
+#include "absl/strings/str_cat.h"
+#include "gpipe/ranks/network.h"
 
 namespace gpipe {
 namespace {
@@ -49,7 +49,7 @@ Job::~Job() {
 
 std::optional<std::string> Job::unwinding() const {
   if (std::uncaught_exceptions() <= exceptions_) return std::nullopt;
-  return "rank " + std::to_string(rank_) + " ended with an exception outside of the pipeline";
+  return absl::StrCat("rank ", rank_, " ended with an exception outside of the pipeline");
 }
 
 void Job::finish(const std::string& cause, const std::function<void()>& poll) {
@@ -57,27 +57,26 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
   if (!cause.empty()) {
     board_->report(cause);
   } else {
-    {
-      MutexLock lock(mutex_);  // so that no pipeline is destroyed meanwhile
-      for (const auto& [owner, member] : members_) member.leave();
-    }
-    if (!lifelines_ && size_ > 1) {
-      board_->report("rank " + std::to_string(rank_) + " has left the job before the ranks have made a pipeline");
-    }
+    MutexLock lock(mutex_);  // so that no pipeline is destroyed meanwhile
+    for (const auto& [owner, member] : members_) member.leave();
   }
-  const auto report_stop = [this](const std::exception& error) {
-    board_->report("rank " + std::to_string(rank_) + " was stopped: " + error.what());
-  };
+  if (!lifelines_ && size_ > 1) {
+    board_->report(absl::StrCat("rank ", rank_, " has left the job before the ranks have made a pipeline"));
+  }
   const absl::Cleanup end = [this] {
     // This rank may serve the store.
     if (rank_ == 0 && !board_->failure().empty()) board_->await_others(size_);
     close();
   };
-  if (lifelines_ && board_->failure().empty()) {
-    if (rank_ != 0) board_->rest();  // rank 0, which may serve the store, ends after the others
-    while_polling(
-        poll, [this] { lifelines_->leave(options_.timeout()); }, report_stop);
-  }
+  if (!lifelines_ || !board_->failure().empty()) return;
+  if (rank_ != 0) board_->rest();  // rank 0, which may serve the store, ends after the others
+  while_polling(
+      poll, [this] { lifelines_->leave(options_.timeout()); },
+      [this](const std::exception& error) { report_stop(error); });
+}
+
+void Job::report_stop(const std::exception& error) {
+  board_->report(absl::StrCat("rank ", rank_, " was stopped: ", error.what()));
 }
 
 void Job::add(const void* owner, Member member) {
@@ -151,7 +150,7 @@ int Job::join(const Manifest& manifest, int wires, const std::function<void()>& 
     try {
       poll();
     } catch (const std::exception& error) {
-      board_->report("rank " + std::to_string(rank_) + " was stopped: " + error.what());
+      report_stop(error);
       throw;
     }
   };

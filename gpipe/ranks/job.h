@@ -17,28 +17,28 @@
 #include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/failure_board.h"
 #include "gpipe/ranks/lifelines.h"
-#include "gpipe/ranks/manifest.h"
+#include "gpipe/ranks/meeting.h"
 #include "gpipe/ranks/remote_edges.h"
 
 namespace gpipe {
 
-/// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one pipeline
-/// is a failure of all, because it closes the connections.
+/// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one
+/// pipeline is a failure of all, because it closes the connections.
 ///
 /// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {
  public:
   /// `devices` may be null.
   Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_ptr<DeviceConnections> devices);
-  /// finish(), unless that has been called. While an exception unwinds the stack, reports it as a failure. REQUIRES: the
-  /// pipelines have ended.
+  /// finish(), unless that has been called. While an exception unwinds the stack, reports it as a failure. REQUIRES:
+  /// the pipelines have ended.
   ~Job();
   Job(const Job&) = delete;
   Job& operator=(const Job&) = delete;
 
-  /// Meets the other ranks to make the next pipeline. All must make their pipelines in the same order. Returns the first of
-  /// `wires` numbers for the pipeline's wires. Errors: as check_manifests(); ConnectionError; std::runtime_error after a
-  /// failure.
+  /// Meets the other ranks to make the next pipeline. All must make their pipelines in the same order. Returns the
+  /// first of `wires` numbers for the pipeline's wires. Errors: as check_manifests(); ConnectionError;
+  /// std::runtime_error after a failure.
   int join(const Manifest& manifest, int wires, const std::function<void()>& poll);
 
   /// Returns rank 0's text. See Ranks.
@@ -50,11 +50,10 @@ class Job {
   DeviceConnections* devices() const { return devices_.get(); }
   FailureBoard& board() { return *board_; }
 
-  /// What a rank does: the number of the rank that it waits for, or words; empty for nothing.
-  using Activity = std::function<std::string()>;
   /// A pipeline of this rank.
   struct Member {
-    Activity activity;
+    /// Says what it does: the number of the rank that it waits for, or words; empty for nothing.
+    std::function<std::string()> activity;
     std::function<void()> leave;  ///< ends its calls, and tells the other ranks
   };
   /// `owner` identifies it for remove().
@@ -72,6 +71,7 @@ class Job {
 
  private:
   void connect();
+  void report_stop(const std::exception& error);
   void close() noexcept;
   std::string activity();
 

@@ -15,7 +15,7 @@ constexpr std::chrono::hours kForEver{24 * 365};
 Lifelines::Lifelines(Connections& connections, int rank, int size, std::function<void(int rank)> on_loss)
     : connections_(connections), rank_(rank), on_loss_(std::move(on_loss)) {
   for (int r = rank == 0 ? 1 : 0; r < (rank == 0 ? size : 1); ++r) lines_.push_back({r, {}, {}, {}});
-  std::vector<std::unique_ptr<Transfer>> transfers;
+  std::vector<std::shared_ptr<Transfer>> transfers;
   for (auto& line : lines_) transfers.push_back(connections_.receive(line.rank, kTag, std::span(&line.received, 1)));
   for (std::size_t i = 0; i < lines_.size(); ++i) {
     lines_[i].thread =
@@ -34,43 +34,37 @@ void Lifelines::watch(Line& line, Transfer& transfer) {
   } catch (const ConnectionError&) {
     lost = true;
   }
-  bool tell = false;
+  bool is_failure = false;
   {
     MutexLock lock(mutex_);
     lost_ = lost_ || lost;
     if (!lost) ++ends_;
-    tell = lost && !leaving_;
+    is_failure = lost && !leaving_;
   }
   changed_.notify_all();
-  if (tell) on_loss_(line.rank);
-}
-
-void Lifelines::send_ends(std::chrono::milliseconds limit) {
-  std::vector<std::unique_ptr<Transfer>> transfers;
-  for (auto& line : lines_) transfers.push_back(connections_.send(line.rank, kTag, std::span(&line.sent, 1)));
-  for (const auto& transfer : transfers) transfer->wait(limit);
-}
-
-void Lifelines::await_ends(std::chrono::steady_clock::time_point end) {
-  MutexLock lock(mutex_);
-  while (ends_ < lines_.size() && !lost_) {
-    const auto left = std::chrono::duration_cast<std::chrono::milliseconds>(end - std::chrono::steady_clock::now());
-    if (left.count() <= 0) return;
-    changed_.wait_for(mutex_, left);
-  }
+  if (is_failure) on_loss_(line.rank);
 }
 
 void Lifelines::leave(std::chrono::milliseconds limit) noexcept {
   const auto end = std::chrono::steady_clock::now() + limit;
-  {
-    MutexLock lock(mutex_);
-    leaving_ = true;
-  }
+  const auto send_ends = [&] {
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    for (auto& line : lines_) transfers.push_back(connections_.send(line.rank, kTag, std::span(&line.sent, 1)));
+    for (const auto& transfer : transfers) transfer->wait(limit);
+  };
   try {
-    // Rank 0 answers when all have ended.
-    if (rank_ != 0) send_ends(limit);
-    await_ends(end);
-    if (rank_ == 0) send_ends(limit);
+    {
+      MutexLock lock(mutex_);
+      leaving_ = true;
+    }
+    if (rank_ != 0) send_ends();
+    {
+      MutexLock lock(mutex_);
+      while (ends_ < lines_.size() && !lost_ && std::chrono::steady_clock::now() < end) {
+        changed_.wait_for(mutex_, std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()));
+      }
+    }
+    if (rank_ == 0) send_ends();      // all have ended
   } catch (const ConnectionError&) {  // a rank is lost, or has failed
   }
 }

@@ -40,8 +40,6 @@ class Lifelines {
     std::thread thread;
   };
   void watch(Line& line, Transfer& transfer);
-  void send_ends(std::chrono::milliseconds limit);
-  void await_ends(std::chrono::steady_clock::time_point end);
 
   Connections& connections_;
   const int rank_;

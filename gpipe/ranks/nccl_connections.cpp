@@ -37,7 +37,8 @@ class NcclWire : public DeviceWire {
  public:
   NcclWire(c10::intrusive_ptr<Group> group, bool sends) : group_(std::move(group)), sends_(sends) {}
 
-  // One group of NCCL operations, so that the device runs one kernel for all tensors. The group has a stream of its own.
+  // One group of NCCL operations, so that the device runs one kernel for all tensors. The group has a stream of its
+  // own.
   void transfer(std::span<const at::Tensor> tensors) override {
     const at::NoGradGuard no_grad;
     or_connection_error([&] {
@@ -113,7 +114,8 @@ class NcclConnections : public DeviceConnections {
     return *wire;
   }
 
-  // All at once: to end one communicator waits for its device, where kernels of another one may wait for the other rank.
+  // All at once: to end one communicator waits for its device, where kernels of another one may wait for the other
+  // rank.
   void abort() noexcept override {
     std::vector<std::thread> threads;
     MutexLock lock(mutex_);

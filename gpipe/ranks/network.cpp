@@ -7,34 +7,26 @@
 
 #include <cerrno>
 #include <cstring>
-#include <memory>
 #include <stdexcept>
+#include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
+
+#include "absl/functional/function_ref.h"
 
 namespace gpipe {
 namespace {
 
-using Addresses = std::unique_ptr<addrinfo, decltype(&freeaddrinfo)>;
-
-Addresses addresses_of(const std::string& host, int port, int socket_type) {
-  addrinfo hints = {};
-  hints.ai_socktype = socket_type;
-  addrinfo* found = nullptr;
-  if (const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found); error != 0) {
-    throw std::runtime_error("[gpipe] the address of the host '" + host + "' is not known: " + gai_strerror(error));
-  }
-  return {found, &freeaddrinfo};
-}
-
 class Socket {
  public:
-  explicit Socket(const addrinfo& address, int flags = 0)
-      : descriptor_(socket(address.ai_family, address.ai_socktype | SOCK_CLOEXEC | flags, address.ai_protocol)) {}
+  explicit Socket(int descriptor = -1) : descriptor_(descriptor) {}
   ~Socket() {
     if (descriptor_ >= 0) close(descriptor_);
   }
-  Socket(const Socket&) = delete;
-  Socket& operator=(const Socket&) = delete;
+  Socket(Socket&& other) noexcept : descriptor_(other.release()) {}
+  Socket& operator=(Socket&& other) noexcept {
+    std::swap(descriptor_, other.descriptor_);
+    return *this;
+  }
 
   int descriptor() const { return descriptor_; }
   int release() { return std::exchange(descriptor_, -1); }
@@ -42,6 +34,23 @@ class Socket {
  private:
   int descriptor_;
 };
+
+// Returns the first socket for an address of the host that `use` accepts; otherwise one without a descriptor.
+Socket first_socket(const std::string& host, int port, int type,
+                    absl::FunctionRef<bool(int descriptor, const addrinfo&)> use) {
+  addrinfo hints = {};
+  hints.ai_socktype = type & ~SOCK_NONBLOCK;
+  addrinfo* found = nullptr;
+  if (const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found); error != 0) {
+    throw std::runtime_error("[gpipe] the address of the host '" + host + "' is not known: " + gai_strerror(error));
+  }
+  const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
+  for (const auto* address = found; address != nullptr; address = address->ai_next) {
+    Socket it(socket(address->ai_family, type | SOCK_CLOEXEC, address->ai_protocol));
+    if (it.descriptor() >= 0 && use(it.descriptor(), *address)) return it;
+  }
+  return Socket();
+}
 
 // Connects within a second. Returns whether it has.
 bool connect_soon(int descriptor, const addrinfo& address) {
@@ -53,61 +62,99 @@ bool connect_soon(int descriptor, const addrinfo& address) {
   return getsockopt(descriptor, SOL_SOCKET, SO_ERROR, &error, &size) == 0 && error == 0;
 }
 
-// Returns a connected socket, or -1.
-int connect_to(const std::string& host, int port) {
-  const auto addresses = addresses_of(host, port, SOCK_STREAM);
-  for (const auto* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    Socket socket(*address, SOCK_NONBLOCK);
-    if (socket.descriptor() >= 0 && connect_soon(socket.descriptor(), *address)) return socket.release();
-  }
-  return -1;
-}
-
 }  // namespace
 
 std::string local_address_towards(const std::string& host) {
-  const auto addresses = addresses_of(host, /*port=*/9, SOCK_DGRAM);
-  for (const auto* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    const Socket socket(*address);  // connecting a datagram socket sends nothing
-    if (socket.descriptor() < 0) continue;
-    if (connect(socket.descriptor(), address->ai_addr, address->ai_addrlen) != 0) continue;
+  char text[NI_MAXHOST];
+  // Connecting a datagram socket sends nothing.
+  const auto socket = first_socket(host, /*port=*/9, SOCK_DGRAM, [&](int descriptor, const addrinfo& address) {
     sockaddr_storage local = {};
     socklen_t length = sizeof local;
-    char text[NI_MAXHOST];
-    if (getsockname(socket.descriptor(), reinterpret_cast<sockaddr*>(&local), &length) == 0 &&
-        getnameinfo(reinterpret_cast<sockaddr*>(&local), length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0) {
-      return text;
-    }
-  }
+    auto* const any = reinterpret_cast<sockaddr*>(&local);
+    return connect(descriptor, address.ai_addr, address.ai_addrlen) == 0 &&
+           getsockname(descriptor, any, &length) == 0 &&
+           getnameinfo(any, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
+  });
+  if (socket.descriptor() >= 0) return text;
   throw std::runtime_error("[gpipe] no network interface of this host reaches '" + host + "'");
 }
 
 int listen_at(const std::string& host, int port) {
-  const auto addresses = addresses_of(host, port, SOCK_STREAM);
-  int error = 0;
-  for (const auto* address = addresses.get(); address != nullptr; address = address->ai_next) {
-    Socket socket(*address);
+  int error = EADDRNOTAVAIL;
+  auto socket = first_socket(host, port, SOCK_STREAM, [&](int descriptor, const addrinfo& address) {
     const int on = 1;
-    if (socket.descriptor() >= 0 && setsockopt(socket.descriptor(), SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
-        bind(socket.descriptor(), address->ai_addr, address->ai_addrlen) == 0 &&
-        listen(socket.descriptor(), SOMAXCONN) == 0) {
-      return socket.release();
-    }
+    const bool listens = setsockopt(descriptor, SOL_SOCKET, SO_REUSEADDR, &on, sizeof on) == 0 &&
+                         bind(descriptor, address.ai_addr, address.ai_addrlen) == 0 &&
+                         listen(descriptor, SOMAXCONN) == 0;
     error = errno;
-  }
+    return listens;
+  });
+  if (socket.descriptor() >= 0) return socket.release();
   throw std::runtime_error("[gpipe] rank 0 cannot listen at " + host + ":" + std::to_string(port) + ": " +
                            std::strerror(error) + "; give an address of its host and a free port");
 }
 
-Probe::Probe(const std::string& host, int port) : descriptor_(connect_to(host, port)) {}
+struct WatchedStore::Watch {
+  /// A connection to the store's process that carries nothing. It shows whether the process has ended. None for other
+  /// stores.
+  Socket probe;
+  std::atomic<bool> ended = false;
 
-Probe::~Probe() {
-  if (descriptor_ >= 0) close(descriptor_);
+  bool has_ended() {
+    pollfd state{.fd = probe.descriptor(), .events = POLLRDHUP, .revents = 0};
+    if (probe.descriptor() >= 0 && poll(&state, 1, /*timeout=*/0) == 1) ended = true;
+    return ended;
+  }
+};
+
+WatchedStore::WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store,
+                           std::shared_ptr<Watch> watch)
+    : PrefixStore(prefix, std::move(store)), watch_(std::move(watch)) {}
+
+WatchedStore::WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store)
+    : WatchedStore(prefix, std::move(store), std::make_shared<Watch>()) {
+  const auto innermost = getUnderlyingNonPrefixStore();
+  const auto* served = dynamic_cast<const c10d::TCPStore*>(innermost.get());
+  if (served == nullptr) return;
+  watch_->probe = first_socket(served->getHost(), served->getPort(), SOCK_STREAM | SOCK_NONBLOCK, connect_soon);
 }
 
-bool Probe::has_ended() const {
-  pollfd state{.fd = descriptor_, .events = POLLRDHUP, .revents = 0};
-  return descriptor_ >= 0 && poll(&state, 1, /*timeout=*/0) == 1;
+template <typename Use>
+auto WatchedStore::use(Use use) {
+  try {
+    if (!watch_->has_ended()) return use();
+  } catch (const c10::DistNetworkError&) {
+    watch_->ended = true;
+  }
+  throw std::runtime_error("[gpipe] the store of the job has ended, as it does when rank 0 or torchrun ends");
+}
+
+c10::intrusive_ptr<c10d::Store> WatchedStore::clone() {
+  return use([&] {
+    auto* clone = new WatchedStore(prefix_, store_->clone(), watch_);
+    return c10::intrusive_ptr<c10d::Store>::unsafe_steal_from_new(clone);
+  });
+}
+
+void WatchedStore::set(const std::string& key, const std::vector<std::uint8_t>& value) {
+  use([&] { PrefixStore::set(key, value); });
+}
+
+std::vector<std::uint8_t> WatchedStore::compareSet(const std::string& key, const std::vector<std::uint8_t>& expected,
+                                                   const std::vector<std::uint8_t>& desired) {
+  return use([&] { return PrefixStore::compareSet(key, expected, desired); });
+}
+
+std::vector<std::uint8_t> WatchedStore::get(const std::string& key) {
+  return use([&] { return PrefixStore::get(key); });
+}
+
+std::int64_t WatchedStore::add(const std::string& key, std::int64_t value) {
+  return use([&] { return PrefixStore::add(key, value); });
+}
+
+bool WatchedStore::check(const std::vector<std::string>& keys) {
+  return use([&] { return PrefixStore::check(keys); });
 }
 
 }  // namespace gpipe

@@ -1,5 +1,6 @@
 #include "gpipe/ranks/parcel_message.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -11,7 +12,6 @@
 #include <utility>
 
 #include "gpipe/base/bytes.h"
-#include "gpipe/ranks/landing.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -60,13 +60,17 @@ class Memories {
     const auto bytes = static_cast<std::int64_t>(options.dtype().itemsize());
     if (lead % bytes != 0) ByteReader::refuse();
     const bool is_empty = std::find(sizes.begin(), sizes.end(), 0) != sizes.end();
-    std::int64_t elements = 1;  // that travel
-    std::int64_t extent = 1;    // of memory
+    double elements = 1;  // that travel
+    double extent = 1;    // of memory
     for (std::int64_t d = 0; d < dimensions && !is_empty; ++d) {
-      if (strides[d] != 0) elements = product(elements, sizes[d]);
-      extent = sum(extent, product(sizes[d] - 1, strides[d]));
+      if (strides[d] != 0) elements *= static_cast<double>(sizes[d]);
+      extent += static_cast<double>(sizes[d] - 1) * static_cast<double>(strides[d]);
     }
-    take(product(sum(elements, extent), bytes));
+    left_ -= (elements + extent) * static_cast<double>(bytes);
+    if (left_ < 0) {
+      throw std::runtime_error("[gpipe] a message from another rank needs more memory than this host has, " +
+                               std::to_string(host_) + " bytes; run the same version of gpipe on all ranks");
+    }
     if (on_device) return at::empty_strided(sizes, strides, options.device(c10::kMeta));
     return empty_at(sizes, strides, options, static_cast<std::size_t>(lead));
   }
@@ -74,26 +78,8 @@ class Memories {
  private:
   static constexpr std::int64_t kMost = std::numeric_limits<std::int64_t>::max();
 
-  static std::int64_t product(std::int64_t a, std::int64_t b) {
-    std::int64_t result = 0;
-    if (__builtin_mul_overflow(a, b, &result)) ByteReader::refuse();
-    return result;
-  }
-  static std::int64_t sum(std::int64_t a, std::int64_t b) {
-    std::int64_t result = 0;
-    if (__builtin_add_overflow(a, b, &result)) ByteReader::refuse();
-    return result;
-  }
-  void take(std::int64_t bytes) {
-    if (bytes > left_) {
-      throw std::runtime_error("[gpipe] a message from another rank needs more memory than this host has, " +
-                               std::to_string(host_) + " bytes; run the same version of gpipe on all ranks");
-    }
-    left_ -= bytes;
-  }
-
   const std::int64_t host_ = std::int64_t{sysconf(_SC_PHYS_PAGES)} * sysconf(_SC_PAGESIZE);
-  std::int64_t left_ = 2 * host_;  // elements may be counted twice
+  double left_ = 2 * static_cast<double>(host_);  // elements may be counted twice
 };
 
 class ReceivedParcels : public Incoming {
@@ -149,6 +135,26 @@ class ReceivedParcels : public Incoming {
 };
 
 }  // namespace
+
+at::Tensor elements_of(const at::Tensor& tensor) {
+  const auto elements = without_repeats(tensor);
+  return elements.is_non_overlapping_and_dense() ? elements : elements.contiguous();
+}
+
+void Landing::add(const at::Tensor& tensor) {
+  auto elements = without_repeats(tensor);
+  if (elements.is_non_overlapping_and_dense()) {
+    received_.push_back(std::move(elements));
+    return;
+  }
+  received_.push_back(at::empty(elements.sizes(), elements.options()));
+  with_gaps_.emplace_back(std::move(elements), received_.back());
+}
+
+void Landing::scatter() {
+  const at::NoGradGuard no_grad;
+  for (const auto& [to, from] : with_gaps_) to.copy_(from);
+}
 
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device) {
@@ -217,15 +223,17 @@ std::string to_bytes(const Parcel& parcel) {
   return std::string(static_cast<const char*>(tensor.const_data_ptr()), tensor.numel());
 }
 
-Parcel of_words(std::string words) {
-  words.resize((words.size() / kWordBytes + 1) * kWordBytes, '\0');
-  return of_bytes(std::move(words));
+Parcel of_words(const std::string& words) {
+  ByteWriter bytes;
+  bytes.add(words);
+  auto padded = bytes.take();
+  padded.resize((padded.size() / kWordBytes + 1) * kWordBytes);
+  return of_bytes(std::move(padded));
 }
 
 std::string to_words(const Parcel& parcel) {
-  auto words = to_bytes(parcel);
-  words.erase(words.find_last_not_of('\0') + 1);
-  return words;
+  const auto bytes = to_bytes(parcel);
+  return ByteReader(bytes).get<std::string>();
 }
 
 }  // namespace gpipe

@@ -1,7 +1,10 @@
 #pragma once
 
+#include <ATen/core/Tensor.h>
+
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "gpipe/ranks/wire.h"
@@ -9,26 +12,45 @@
 
 namespace gpipe {
 
+/// Returns the elements of a tensor that travel to another rank, in memory without gaps: what strides of 0 repeat once.
+/// Both ends have tensors of the same sizes and strides, so they agree on the order.
+at::Tensor elements_of(const at::Tensor& tensor);
+
+/// Receives tensors, also ones whose memory has gaps.
+class Landing {
+ public:
+  /// Adds a tensor that will get its values.
+  void add(const at::Tensor& tensor);
+  /// The memory without gaps into which to receive, one tensor per add().
+  const std::vector<at::Tensor>& received() const { return received_; }
+  /// Gives the tensors with gaps their values. Call when all have been received, on the stream that has.
+  void scatter();
+
+ private:
+  std::vector<at::Tensor> received_;
+  std::vector<std::pair<at::Tensor, at::Tensor>> with_gaps_;  // to and from
+};
+
 /// Makes a message of parcels of this rank. Tensors arrive with their bits, their strides and their addresses modulo 64
-/// bytes. What strides of 0 repeat travels once. Of tensors that are not on the CPU, the message has only the layouts: adds
-/// their elements, as elements_of(), to `on_device`, for a DeviceWire. REQUIRES: the tensors are on the CPU, or `on_device`
-/// is not null. Errors: std::invalid_argument for sparse tensors.
+/// bytes. What strides of 0 repeat travels once. Of tensors that are not on the CPU, the message has only the layouts:
+/// adds their elements, as elements_of(), to `on_device`, for a DeviceWire. REQUIRES: the tensors are on the CPU, or
+/// `on_device` is not null. Errors: std::invalid_argument for sparse tensors.
 Outgoing to_message(std::vector<Parcel> parcels, int rank, const StructureCodec& codec,
                     std::vector<at::Tensor>* on_device = nullptr);
 
-/// Makes the memory for messages of parcels. Errors: std::runtime_error for a layout that is malformed, or that needs more
-/// memory than this host has.
+/// Makes the memory for messages of parcels. Errors: std::runtime_error for a layout that is malformed, or that needs
+/// more memory than this host has.
 Allocate parcel_memory(StructureCodec codec);
 
-/// Returns the parcels of a message that was received into parcel_memory(). Where the sender had a tensor on a device, there
-/// is a meta tensor.
+/// Returns the parcels of a message that was received into parcel_memory(). Where the sender had a tensor on a device,
+/// there is a meta tensor.
 std::vector<Parcel> to_parcels(std::unique_ptr<Incoming> message);
 
 /// Makes a parcel of bytes: one tensor, whose memory is the string's if it is long.
 Parcel of_bytes(std::string bytes);
 std::string to_bytes(const Parcel& parcel);
-/// The same for text without zeros at its end. Pads it, because wires are faster if sizes repeat.
-Parcel of_words(std::string words);
+/// The same for words. Pads them, because wires are faster if sizes repeat.
+Parcel of_words(const std::string& words);
 std::string to_words(const Parcel& parcel);
 
 }  // namespace gpipe

@@ -16,12 +16,8 @@ constexpr char kRefused = 'R';
 constexpr char kAgreed = 'A';
 constexpr char kGone = 'G';
 
-constexpr char kEnd = '.';  // of words with numbers; zeros behind it are padding
-
-ByteReader items_of(std::string_view word) { return ByteReader(word.substr(1, word.rfind(kEnd) - 1)); }
-
 Proposal to_proposal(std::string_view word) {
-  auto items = items_of(word);
+  ByteReader items(word.substr(1));
   return {items.get<std::string>(), items.get<std::string>(), items.get<std::string>(), items.get<std::uint64_t>(),
           items.get<double>(),      items.get<int>(),         items.get<bool>(),        items.get<std::uint64_t>()};
 }
@@ -38,7 +34,7 @@ std::string encode(Proposal proposal) {
   ByteWriter items;
   items.add(proposal.what, proposal.same_on_all, proposal.same_for_counterparts, proposal.number, proposal.weight,
             proposal.micro_batches, proposal.failed_before, proposal.data);
-  return kCall + items.take() + kEnd;
+  return kCall + items.take();
 }
 
 std::string encode_refusal(const std::string& reason) { return kRefused + reason; }
@@ -105,7 +101,7 @@ std::string decide(const std::vector<std::string>& words, const Mesh& mesh, Same
   ByteWriter items;
   items.add(agreement.largest);
   for (int r = 0; r < mesh.replicas; ++r) items.add(agreement.weights[r], agreement.micro_batches[r]);
-  return kAgreed + items.take() + kEnd;
+  return kAgreed + items.take();
 }
 
 std::optional<std::string> reason_for_leaving(const std::string& words) {
@@ -114,7 +110,7 @@ std::optional<std::string> reason_for_leaving(const std::string& words) {
 
 Agreement decode_agreement(const std::string& decision) {
   if (decision.front() != kAgreed) throw std::runtime_error("[gpipe] " + decision.substr(1));
-  auto items = items_of(decision);
+  ByteReader items(std::string_view(decision).substr(1));
   Agreement agreement{.largest = items.get<std::uint64_t>(), .weights = {}, .micro_batches = {}};
   while (!items.done()) {
     agreement.weights.push_back(items.get<double>());

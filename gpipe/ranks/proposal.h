@@ -21,8 +21,8 @@ struct Proposal {
   std::uint64_t data = 0;      ///< a hash of the mini-batch to train on; 0 on ranks that do not know it
 };
 
-/// Finds a rank that trained on the same mini-batches as the first rank of its replica and now gives another one. Ranks that
-/// never gave the same are not compared, because only some ranks read input and target.
+/// Finds a rank that trained on the same mini-batches as the first rank of its replica and now gives another one. Ranks
+/// that never gave the same are not compared, because only some ranks read input and target.
 class SameData {
  public:
   /// Returns the first rank whose mini-batch is another one unexpectedly; -1 if there is none.
@@ -45,8 +45,8 @@ struct Agreement {
   std::vector<int> micro_batches;
 };
 
-/// The words that ranks exchange before a call: each rank tells the leader, rank 0, one of the first three, and the leader
-/// answers all with its decision.
+/// The words that ranks exchange before a call: each rank tells the leader, rank 0, one of the first three, and the
+/// leader answers all with its decision.
 std::string encode(Proposal proposal);
 std::string encode_refusal(const std::string& reason);  ///< this rank cannot make the call
 std::string encode_leaving(const std::string& reason);  ///< this rank will make no more calls

@@ -12,7 +12,6 @@
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
 #include "gpipe/ranks/gradient_reduction.h"
-#include "gpipe/ranks/polling.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -35,16 +34,12 @@ RankTeam::RankTeam(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, in
       codec_(std::move(codec)),
       poll_(std::move(poll)),
       job_(ranks_->job()) {
-  const int size = ranks_->size();
   const int gradient_wires = replicas() == 1 ? 0 : 2 * stages_ * replicas() * replicas();
   first_wire_ = job_.join(manifest, wire_number(kSubjects, 0, 0) + gradient_wires, poll_);
   wires_ =
       std::make_unique<Wires>(job_.connections(), first_wire_, ranks_->options().join_timeout(), parcel_memory(codec_));
-  if (rank() != kLeader) {
-    expect(kDecision, kLeader);
-  } else {
-    for (int r = 1; r < size; ++r) expect(kWord, r);
-  }
+  if (rank() != kLeader) expect(kDecision, kLeader);
+  for (int r = 1; r < size() && rank() == kLeader; ++r) expect(kWord, r);
   job_.add(this, {[this] { return activity(); }, [this] { leave("has ended"); }});
 }
 
@@ -57,25 +52,17 @@ RankTeam::~RankTeam() {
 
 void RankTeam::leave(const std::string& how) {
   if (!gone_.empty()) return;  // nobody waits for this rank
-  const auto reason = job_.unwinding().value_or("rank " + std::to_string(rank()) + " " + how);
-  gone_ = reason;
+  gone_ = job_.unwinding().value_or(absl::StrCat("rank ", rank(), " ", how));
   try {
-    if (rank() != kLeader) {
-      send(kWord, kLeader, of_words(encode_leaving(reason)));
-    } else {
-      for (int r = 1; r < ranks_->size(); ++r) send(kDecision, r, of_words(encode_leaving(reason)));
-    }
+    if (rank() != kLeader) return send(kWord, kLeader, of_words(encode_leaving(gone_)));
+    for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(encode_leaving(gone_)));
   } catch (const std::exception&) {  // a rank has failed
   }
 }
 
 int RankTeam::wire_number(int subject, int from, int to) const {
-  return wires_between_workers() + (subject * ranks_->size() + from) * ranks_->size() + to;
-}
-
-int RankTeam::gradient_wire(Gradient kind, int stage, int from_replica, int to_replica) const {
-  const int wire = static_cast<int>(kind) * stages_ + stage;
-  return wire_number(kSubjects, 0, 0) + (wire * replicas() + from_replica) * replicas() + to_replica;
+  const int between_workers = static_cast<int>(of_workers_.size() * of_workers_.size());
+  return between_workers + (subject * size() + from) * size() + to;
 }
 
 DeviceWire& RankTeam::connect_devices(int from, int to, c10::Device device) {
@@ -89,17 +76,16 @@ DeviceWire& RankTeam::connect_devices(int from, int to, c10::Device device) {
   }
 }
 
-WireSender& RankTeam::gradient_sender(Gradient kind, int stage, int replica) {
-  return wires_->sender(gradient_wire(kind, stage, this->replica(), replica), counterpart(replica));
-}
-
-WireReceiver& RankTeam::gradient_receiver(Gradient kind, int stage, int replica) {
-  return wires_->receiver(gradient_wire(kind, stage, replica, this->replica()), counterpart(replica), timeout());
-}
-
-std::deque<LastLayout>& RankTeam::last_gradient_layouts(Gradient kind, int stage, int from_replica, int to_replica,
-                                                        std::size_t messages) {
-  return wires_->last_layouts(gradient_wire(kind, stage, from_replica, to_replica), {}, messages);
+RankTeam::GradientWires RankTeam::gradient_wires(Gradient kind, int stage, int replica, std::size_t messages) {
+  const auto number = [&](int from, int to) {
+    const int wire = static_cast<int>(kind) * stages_ + stage;
+    return wire_number(kSubjects, 0, 0) + (wire * replicas() + from) * replicas() + to;
+  };
+  const int there = number(this->replica(), replica);
+  const int back = number(replica, this->replica());
+  auto& receiver = wires_->receiver(back, counterpart(replica), timeout());
+  receiver.expect(pointers_to(wires_->last_layouts(back, {}, messages), messages));
+  return {replica, &wires_->sender(there, counterpart(replica)), &wires_->last_layouts(there, {}, messages), &receiver};
 }
 
 void RankTeam::expect(Subject subject, int from) {
@@ -130,7 +116,7 @@ Parcel RankTeam::receive(Subject subject, int from) {
 
 void RankTeam::while_polling(absl::FunctionRef<void()> wait) {
   gpipe::while_polling(poll_, wait, [this](const std::exception& error) {
-    fail("rank " + std::to_string(rank()) + " was stopped: " + error.what());
+    fail(absl::StrCat("rank ", rank(), " was stopped: ", error.what()));
   });
 }
 
@@ -152,15 +138,12 @@ void RankTeam::watch(std::function<Activity()> activity) {
 }
 
 std::string RankTeam::activity() {
-  if (const int awaited = awaited_; awaited >= 0) return std::to_string(awaited);
   MutexLock lock(mutex_);
   const auto activity = activity_ ? activity_() : Activity();
-  if (activity.awaits >= 0) return std::to_string(activity.awaits);
-  if (!activity.runs) {
-    const int awaited = awaited_for_gradients_;
-    return awaited < 0 ? "" : std::to_string(awaited);
+  for (const int awaited : {awaited_.load(), activity.awaits, activity.runs ? -1 : awaited_for_gradients_.load()}) {
+    if (awaited >= 0) return std::to_string(awaited);
   }
-  return "runs " + to_string(ErrorInfo{.action = *activity.runs});
+  return activity.runs ? "runs " + to_string(ErrorInfo{.action = *activity.runs}) : "";
 }
 
 // Returns the leader's decision of what all ranks said.
@@ -175,10 +158,10 @@ std::string RankTeam::agree_on_words(const std::string& mine) {
     }
     std::vector<std::string> words{mine};
     while_polling([&] {
-      for (other = 1; other < ranks_->size(); ++other) words.push_back(to_words(receive(kWord, other)));
+      for (other = 1; other < size(); ++other) words.push_back(to_words(receive(kWord, other)));
     });
     decision = decide(words, ranks_->mesh(), same_data_);
-    for (other = 1; other < ranks_->size(); ++other) send(kDecision, other, of_words(decision));
+    for (other = 1; other < size(); ++other) send(kDecision, other, of_words(decision));
   });
   if (auto reason = reason_for_leaving(decision)) gone_ = *std::move(reason);
   return decision;
@@ -228,7 +211,7 @@ void RankTeam::transfer(const char* what, const int& other, absl::FunctionRef<vo
     fail(error, other, what);
     rethrow(std::current_exception());
   } catch (const std::exception& error) {
-    fail("rank " + std::to_string(rank()) + " failed at " + what + ": " + error.what());
+    fail(absl::StrCat("rank ", rank(), " failed at ", what, ": ", error.what()));
     throw;
   }
 }
@@ -236,11 +219,11 @@ void RankTeam::transfer(const char* what, const int& other, absl::FunctionRef<vo
 std::vector<int> RankTeam::ranks_of(Group group) const {
   const auto& mesh = ranks_->mesh();
   std::vector<int> found;
-  for (int other = 0; other < ranks_->size(); ++other) {
+  for (int other = 0; other < size(); ++other) {
     const bool is_counterpart = mesh.position_of(other) == mesh.position_of(rank());
     const bool is_in_replica = mesh.replica_of(other) == replica();
-    if (group == Group::kAll || (group == Group::kCounterparts ? is_counterpart : is_in_replica))
-      found.push_back(other);
+    const bool is_in_group = group == Group::kCounterparts ? is_counterpart : is_in_replica || group == Group::kAll;
+    if (is_in_group) found.push_back(other);
   }
   return found;
 }
@@ -292,7 +275,7 @@ std::vector<std::string> RankTeam::gather(std::string bytes) {
     if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
     all.push_back(std::move(bytes));
     while_polling([&] {
-      for (other = 1; other < ranks_->size(); ++other) all.push_back(to_bytes(receive(kBytes, other)));
+      for (other = 1; other < size(); ++other) all.push_back(to_bytes(receive(kBytes, other)));
     });
   });
   return all;
@@ -312,7 +295,7 @@ std::vector<Team::Clock> RankTeam::clocks() {
         return;
       }
       all.emplace_back();
-      for (other = 1; other < ranks_->size(); ++other) {
+      for (other = 1; other < size(); ++other) {
         auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
         for (int i = 0; i < kPings; ++i) {
           const double start = now();

@@ -15,7 +15,7 @@
 #include "gpipe/base/mutex.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/manifest.h"
+#include "gpipe/ranks/meeting.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/tensors/parcel.h"
 
@@ -24,16 +24,14 @@ namespace gpipe {
 /// The ranks of a job, as one pipeline sees them: the wires to them, the agreement on each call, and the first failure.
 class RankTeam : public Team {
  public:
-  /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this replica;
-  /// `stages` is the number of stages. Calls `poll`, unless that is null, every 50 ms while the caller waits for other ranks;
-  /// an exception from it is a failure.
+  /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this
+  /// replica. Calls `poll`, unless that is null, every 50 ms while the caller waits for other ranks; an exception from
+  /// it is a failure.
   /// Errors: std::runtime_error for a rank that does not come or has another manifest.
   RankTeam(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
            StructureCodec codec, std::function<void()> poll);
   /// Tells the other ranks. Calls that they begin later throw.
   ~RankTeam() override;
-  RankTeam(const RankTeam&) = delete;
-  RankTeam& operator=(const RankTeam&) = delete;
 
   int size() const override { return ranks_->size(); }
   int rank() const override { return ranks_->rank(); }
@@ -70,26 +68,26 @@ class RankTeam : public Team {
 
   // For GradientReduction.
 
-  /// The wires that carry the gradients of a stage from one replica to another: parts of sums, and sums.
+  /// The wires that carry the gradients of a stage to another replica and back: parts of sums, or sums.
   enum class Gradient { kPart, kSum };
-  WireSender& gradient_sender(Gradient kind, int stage, int replica);
-  WireReceiver& gradient_receiver(Gradient kind, int stage, int replica);
-  /// The last layouts of such a wire's messages.
-  std::deque<LastLayout>& last_gradient_layouts(Gradient kind, int stage, int from_replica, int to_replica,
-                                                std::size_t messages);
+  struct GradientWires {
+    int replica;
+    WireSender* sender;
+    std::deque<LastLayout>* layouts;  // of the messages that it sends
+    WireReceiver* receiver;           // expects as many messages
+  };
+  GradientWires gradient_wires(Gradient kind, int stage, int replica, std::size_t messages);
   /// Calls `wait`, and polls meanwhile.
   void while_polling(absl::FunctionRef<void()> wait);
   /// Sets the rank that the thread which sums gradients waits for; -1: none. Any thread.
   void set_awaited_for_gradients(int rank) { awaited_for_gradients_ = rank; }
 
  private:
-  /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, results of calls by their Group,
-  /// and more.
+  /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, results by their Group, and
+  /// more.
   enum Subject { kWord, kDecision, kReplica, kReplicaOutputs, kCounterparts, kAll, kBytes, kPing, kGathered };
   static constexpr int kSubjects = 9;
-  int wires_between_workers() const { return static_cast<int>(of_workers_.size() * of_workers_.size()); }
   int wire_number(int subject, int from, int to) const;
-  int gradient_wire(Gradient kind, int stage, int from_replica, int to_replica) const;
   std::vector<int> ranks_of(Group group) const;
   void expect(Subject subject, int from);
   void send(Subject subject, int to, Parcel parcel);

@@ -14,11 +14,9 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/base/checks.h"
-#include "gpipe/ranks/attempt.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/nccl.h"
+#include "gpipe/ranks/meeting.h"
 #include "gpipe/ranks/network.h"
-#include "gpipe/ranks/watched_store.h"
 
 namespace gpipe {
 namespace {
@@ -68,8 +66,8 @@ ListenAt choose_interface(const RanksOptions& options) {
   return {"", address};
 }
 
-// Connects on a thread of its own, because c10d waits without end for the answer of a program that is not a store. Without an
-// answer, leaves the thread alone.
+// Connects on a thread of its own, because c10d waits without end for the answer of a program that is not a store.
+// Without an answer, leaves the thread alone.
 c10::intrusive_ptr<c10d::Store> connect_to_store(const std::string& host, const c10d::TCPStoreOptions& options,
                                                  const std::function<void()>& poll) {
   constexpr std::chrono::seconds kGrace{1};  // c10d's own time-out comes first, with its reason

@@ -1,22 +1,63 @@
 #include "gpipe/ranks/remote_edges.h"
 
 #include <algorithm>
+#include <map>
+#include <tuple>
 
 namespace gpipe {
+
+std::uint64_t WireMessage::label() const {
+  return static_cast<std::uint64_t>(action.micro_batch) << 32 | static_cast<std::uint64_t>(action.stage) << 8 |
+         static_cast<std::uint64_t>(action.kind);
+}
+
+std::vector<int> ranks_of_workers(int workers, int ranks) {
+  std::vector<int> of_workers;
+  for (int w = 0; w < workers; ++w) {
+    of_workers.push_back(static_cast<int>(static_cast<std::int64_t>(w) * ranks / workers));
+  }
+  return of_workers;
+}
+
+std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::vector<int>& ranks) {
+  const auto& placement = program.layout().placement;
+  std::map<std::pair<int, int>, std::vector<WireMessage>> wires;
+  for (int from = 0; from < program.workers(); ++from) {
+    for (const auto& action : program.actions(from, part)) {
+      std::map<int, std::vector<int>> receivers;
+      for (const int edge : program.wiring().puts(action)) {
+        const auto& ends = program.edges()[edge];
+        const int to = placement[action.kind == Kind::F ? ends.to : ends.from];
+        if (ranks[to] != ranks[from]) receivers[to].push_back(edge);
+      }
+      for (auto& [to, edges] : receivers) wires[{from, to}].push_back({action, std::move(edges)});
+    }
+  }
+  std::vector<WirePlan> plans;
+  for (auto& [ends, messages] : wires) plans.push_back({ends.first, ends.second, std::move(messages)});
+  return plans;
+}
+
+std::vector<LastLayout*> pointers_to(std::deque<LastLayout>& layouts, std::size_t count) {
+  std::vector<LastLayout*> pointers;
+  for (std::size_t i = 0; i < count; ++i) pointers.push_back(&layouts[i]);
+  return pointers;
+}
 
 Wires::Wires(Connections& connections, int first, std::chrono::milliseconds delivery, Allocate allocate)
     : connections_(connections), first_(first), delivery_(delivery), allocate_(std::move(allocate)) {}
 
 WireSender& Wires::sender(int number, int to_rank) {
   auto& wire = senders_[number];
-  if (!wire) wire = std::make_unique<WireSender>(connections_, to_rank, (first_ + number) * kTagsPerWire, delivery_);
+  const int tag = (first_ + number) * kTagsPerWire;
+  if (!wire) wire = std::make_unique<WireSender>(connections_, to_rank, tag, delivery_);
   return *wire;
 }
 
 WireReceiver& Wires::receiver(int number, int from_rank, std::chrono::milliseconds limit) {
   auto& wire = receivers_[number];
-  if (!wire)
-    wire = std::make_unique<WireReceiver>(connections_, from_rank, (first_ + number) * kTagsPerWire, limit, allocate_);
+  const int tag = (first_ + number) * kTagsPerWire;
+  if (!wire) wire = std::make_unique<WireReceiver>(connections_, from_rank, tag, limit, allocate_);
   return *wire;
 }
 
@@ -45,22 +86,21 @@ RemoteEdges::RemoteEdges(Wires& wires, const Program& program, Part part, const 
       ranks_(ranks),
       rank_(rank),
       sending_(program.workers()),
+      receiving_(program.workers()),
       ended_(program.workers()),
       arrived_(2 * program.edges().size() * program.layout().micro_batches),
       activities_(program.workers()) {
   for (auto& plan : plan_wires(program, part, ranks)) {
-    const int number = plan.from * program.workers() + plan.to;
-    if (is_here(plan.from)) {
-      auto& layouts = wires.last_layouts(number, key, plan.messages.size());
-      sending_[plan.from].push_back(
-          {&wires.sender(number, ranks[plan.to]), plan.to, ranks[plan.to], std::move(plan.messages), &layouts});
-    } else if (is_here(plan.to)) {
-      auto& layouts = wires.last_layouts(number, key, plan.messages.size());
-      auto& wire = wires.receiver(number, ranks[plan.from], limit);
-      std::vector<LastLayout*> expected;
-      for (std::size_t i = 0; i < plan.messages.size(); ++i) expected.push_back(&layouts[i]);
-      wire.expect(std::move(expected));
-      receiving_[{plan.from, plan.to}] = {&wire, ranks[plan.from], std::move(plan.messages)};
+    const auto [from, to, messages] = std::tuple(plan.from, plan.to, plan.messages.size());
+    const int number = from * program.workers() + to;
+    if (is_here(from)) {
+      auto& wire = sending_[from].emplace_back(Wire{std::move(plan), ranks[to]});
+      wire.sender = &wires.sender(number, wire.rank);
+      wire.layouts = &wires.last_layouts(number, key, messages);
+    } else if (is_here(to)) {
+      auto& wire = receiving_[to].emplace_back(Wire{std::move(plan), ranks[from]});
+      wire.receiver = &wires.receiver(number, wire.rank, limit);
+      wire.receiver->expect(pointers_to(wires.last_layouts(number, key, messages), messages));
     }
   }
 }
@@ -76,14 +116,15 @@ void RemoteEdges::receive(const Action& action, Arrived put_on) {
   for (const int edge : program_.wiring().takes(action)) {
     const auto& ends = program_.edges()[edge];
     const int from = placement[action.kind == Kind::F ? ends.from : ends.to];
-    if (is_here(from)) continue;
-    auto& wire = receiving_.at({from, worker});
-    while (!arrived(edge, action)) {
-      const auto& message = wire.messages.at(wire.next++);
-      set_activity(worker, {.awaits = wire.rank});
-      auto received = wire.wire->receive(message.label());
-      put_on(message, std::move(received));
-      for (const int of_message : message.edges) arrived(of_message, message.action) = 1;
+    for (auto& wire : receiving_[worker]) {
+      if (wire.plan.from != from) continue;
+      while (!arrived(edge, action)) {
+        const auto& message = wire.plan.messages.at(wire.next++);
+        set_activity(worker, {.awaits = wire.rank});
+        auto received = wire.receiver->receive(message.label());
+        put_on(message, std::move(received));
+        for (const int of_message : message.edges) arrived(of_message, message.action) = 1;
+      }
     }
   }
   set_activity(worker, {.runs = action});
@@ -92,11 +133,11 @@ void RemoteEdges::receive(const Action& action, Arrived put_on) {
 void RemoteEdges::send(const Action& action, MakeMessage make) {
   const int worker = program_.layout().placement[action.stage];
   for (auto& wire : sending_[worker]) {
-    if (wire.next == wire.messages.size() || wire.messages[wire.next].action != action) continue;
-    const auto& message = wire.messages[wire.next];
+    if (wire.next == wire.plan.messages.size() || wire.plan.messages[wire.next].action != action) continue;
+    const auto& message = wire.plan.messages[wire.next];
     auto contents = make(message);
     set_activity(worker, {.awaits = wire.rank});
-    wire.wire->send((*wire.layouts)[wire.next++], message.label(), std::move(contents));
+    wire.sender->send((*wire.layouts)[wire.next++], message.label(), std::move(contents));
   }
   if (action == program_.actions(worker, part_).back()) ended_[worker] = 1;
   set_activity(worker, {});
@@ -104,14 +145,11 @@ void RemoteEdges::send(const Action& action, MakeMessage make) {
 
 void RemoteEdges::settle(int worker, Settle settle) {
   if (ended_[worker] == 0) return;
-  for (const auto& wire : sending_[worker]) {
-    set_activity(worker, {.awaits = wire.rank});
-    settle(worker, wire.to);
-  }
-  for (const auto& [ends, wire] : receiving_) {
-    if (ends.second != worker) continue;
-    set_activity(worker, {.awaits = wire.rank});
-    settle(ends.first, worker);
+  for (const auto* wires : {&sending_[worker], &receiving_[worker]}) {
+    for (const auto& wire : *wires) {
+      set_activity(worker, {.awaits = wire.rank});
+      settle(wire.plan.from, wire.plan.to);
+    }
   }
   set_activity(worker, {});
 }

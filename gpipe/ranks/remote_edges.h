@@ -15,16 +15,42 @@
 #include "gpipe/base/mutex.h"
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/wire.h"
-#include "gpipe/ranks/wire_plan.h"
 #include "gpipe/schedule/program.h"
 
 namespace gpipe {
 
-/// Tells kinds of calls apart. Calls of the same key mostly send messages of the same layouts. All ranks compute the same key.
+/// What an action puts for one worker of another rank.
+struct WireMessage {
+  Action action;
+  std::vector<int> edges;  ///< ascending
+
+  /// Identifies the action among those of a program.
+  std::uint64_t label() const;
+};
+
+/// The messages from one worker to another during a part of a program, in the order of the sender's actions. Both ends
+/// compute it, so a message needs no address.
+struct WirePlan {
+  int from = 0;
+  int to = 0;
+  std::vector<WireMessage> messages;
+};
+
+/// Returns the rank of each worker: contiguous blocks, as equal as possible. REQUIRES: 1 <= ranks <= workers.
+std::vector<int> ranks_of_workers(int workers, int ranks);
+
+/// Returns the wires between workers of different ranks that a part of the program uses, ordered by (from, to).
+std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::vector<int>& ranks);
+
+/// Tells kinds of calls apart. Calls of the same key mostly send messages of the same layouts. All ranks compute the
+/// same key.
 using LayoutKey = std::vector<std::int64_t>;
 
 /// A wire keeps the layouts of the keys that it has used last, so many. So both of its ends keep the same.
 inline constexpr std::size_t kKeysPerWire = 8;
+
+/// Pointers to the first `count` layouts, for WireReceiver::expect().
+std::vector<LastLayout*> pointers_to(std::deque<LastLayout>& layouts, std::size_t count);
 
 /// The wires of one rank, which last as long as its connections.
 ///
@@ -69,14 +95,14 @@ struct Activity {
 /// Invariant: each worker receives the messages of a wire in the order of the plan.
 class RemoteEdges {
  public:
-  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message. All
-  /// arguments but `key` must outlive this.
+  /// Posts memory for the first messages. `ranks` has the rank of each worker. `limit`: the longest wait for a message.
+  /// All arguments but `key` must outlive this.
   RemoteEdges(Wires& wires, const Program& program, Part part, const std::vector<int>& ranks, int rank,
               const LayoutKey& key, std::chrono::milliseconds limit);
 
   using Arrived = absl::FunctionRef<void(const WireMessage&, std::unique_ptr<Incoming>)>;
-  /// Waits until what an action takes has come. Calls `arrived` with each message that comes meanwhile, also with one that a
-  /// later action takes. Errors: ConnectionError.
+  /// Waits until what an action takes has come. Calls `arrived` with each message that comes meanwhile, also with one
+  /// that a later action takes. Errors: ConnectionError.
   void receive(const Action& action, Arrived arrived);
 
   using MakeMessage = absl::FunctionRef<Outgoing(const WireMessage&)>;
@@ -84,9 +110,9 @@ class RemoteEdges {
   void send(const Action& action, MakeMessage make);
 
   using Settle = absl::FunctionRef<void(int from, int to)>;
-  /// After a worker's last action, calls `settle` with the ends of each of its wires, to wait for what does not come with
-  /// messages. Does nothing if its actions have not all run. REQUIRES: other workers of this rank have got what the last
-  /// action puts. Errors: ConnectionError.
+  /// After a worker's last action, calls `settle` with the ends of each of its wires, to wait for what does not come
+  /// with messages. Does nothing if its actions have not all run. REQUIRES: other workers of this rank have got what
+  /// the last action puts. Errors: ConnectionError.
   void settle(int worker, Settle settle);
 
   Activity activity(int worker) const;
@@ -94,19 +120,14 @@ class RemoteEdges {
   Activity activity() const;
 
  private:
-  struct Receiving {
-    WireReceiver* wire;
-    int rank;
-    std::vector<WireMessage> messages;
-    std::size_t next = 0;
-  };
-  struct Sending {
-    WireSender* wire;
-    int to;
-    int rank;
-    std::vector<WireMessage> messages;
-    std::deque<LastLayout>* layouts;
-    std::size_t next = 0;
+  /// This rank's end of a wire.
+  struct Wire {
+    WirePlan plan;
+    int rank;  // at the other end
+    WireReceiver* receiver = nullptr;
+    WireSender* sender = nullptr;
+    std::deque<LastLayout>* layouts = nullptr;  // of the messages to send
+    std::size_t next = 0;                       // message
   };
   bool is_here(int worker) const { return ranks_[worker] == rank_; }
   void set_activity(int worker, Activity activity);
@@ -117,10 +138,10 @@ class RemoteEdges {
   const Part part_;
   const std::vector<int>& ranks_;
   const int rank_;
-  std::map<std::pair<int, int>, Receiving> receiving_;  // by the workers at the ends
-  std::vector<std::vector<Sending>> sending_;           // by worker
-  std::vector<char> ended_;                             // by worker: whether its last action has run
-  std::vector<char> arrived_;                           // by edge, direction and micro-batch
+  std::vector<std::vector<Wire>> sending_;    // by worker
+  std::vector<std::vector<Wire>> receiving_;  // by worker
+  std::vector<char> ended_;                   // by worker: whether its last action has run
+  std::vector<char> arrived_;                 // by edge, direction and micro-batch
   mutable Mutex mutex_;
   std::vector<Activity> activities_ ABSL_GUARDED_BY(mutex_);  // by worker
 };

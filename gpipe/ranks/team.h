@@ -9,10 +9,8 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
-#include <utility>
 #include <vector>
 
-#include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/ranks/proposal.h"
@@ -25,8 +23,8 @@ class GradientReduction;
 
 /// The ranks that run a pipeline and its replicas together. `Alone` is a team of one.
 ///
-/// Thread safety: agree(), withdraw(), broadcast(), all_gather(), gather(), clocks(), begin_sum(), connect_devices() and what
-/// uses wires() on one thread at a time; the other functions on any thread.
+/// Thread safety: the functions that wait for other ranks or use wires() on one thread at a time; the others on any
+/// thread.
 /// Invariants:
 ///   1. The first failure of any rank is the failure of all. It is published before the connections are closed.
 ///   2. After a failure every call throws.
@@ -45,15 +43,16 @@ class Team {
   /// The rank that has this rank's stages in another replica.
   virtual int counterpart(int replica) const = 0;
 
-  /// Begins a call. Errors: std::runtime_error if the proposals differ, another rank has withdrawn, or a rank has failed.
+  /// Begins a call. Errors: std::runtime_error if the proposals differ, another rank has withdrawn, or a rank has
+  /// failed.
   virtual Agreement agree(Proposal proposal) = 0;
   /// Makes the call that the other ranks begin throw there, because it cannot begin here.
   virtual void withdraw(const std::string& reason) noexcept = 0;
   /// The number of calls that were agreed on or withdrawn.
   virtual std::uint64_t calls() const = 0;
 
-  /// The ranks that share a value: the ranks of a replica, the ranks with the same stages (counterparts), or all. Outputs have
-  /// wires of their own, which keep the last layout.
+  /// The ranks that share a value: the ranks of a replica, those with the same stages (counterparts), or all. Outputs
+  /// have wires of their own, which keep the last layout.
   enum class Group { kReplica, kReplicaOutputs, kCounterparts, kAll };
 
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
@@ -82,14 +81,14 @@ class Team {
   virtual std::chrono::milliseconds timeout() const = 0;
   /// Whether tensors go straight from the devices of one rank to the devices of another.
   virtual bool has_device_wires() const = 0;
-  /// Makes this rank's end of a wire between the devices of two workers, one of them on another rank. Waits for the other end.
-  /// `device`: the device of this rank's worker. Errors: ConnectionError. Reports it to the other ranks.
+  /// Makes this rank's end of a wire between the devices of two workers, one of them on another rank. Waits for the
+  /// other end. `device`: that of this rank's worker. Errors: ConnectionError, which it reports.
   virtual DeviceWire& connect_devices(int from, int to, c10::Device device) = 0;
 
-  /// Sets what tells the other ranks about this rank's workers while a part of a program runs; null when it has ended.
+  /// Sets what tells other ranks about this rank's workers while a part of a program runs; null at its end.
   virtual void watch(std::function<Activity()> activity) = 0;
-  /// Call in a backward that returns gradients of the pipeline to the autograd engine. If the engine does not end well after
-  /// it, the next call tells the other ranks. Keeps `owner`, which must own this, until then.
+  /// Call in a backward that returns gradients of the pipeline to the autograd engine. If the engine does not end well
+  /// after it, the next call tells the other ranks. Keeps `owner`, which must own this, until then.
   virtual void watch_backward(std::shared_ptr<const void> owner) = 0;
 
   /// Reports a failure of this rank and closes the connections, unless a rank has failed before.

@@ -161,7 +161,7 @@ struct WireReceiver::Posted {
   Buffer header;
   Buffer changed;                     // layout and values, if they differ from the last ones
   std::unique_ptr<Incoming> message;  // null before it is received, if the pieces come with the header
-  std::vector<std::unique_ptr<Transfer>> transfers;
+  std::vector<std::shared_ptr<Transfer>> transfers;
   std::exception_ptr error;  // if a receive could not start
 
   std::size_t bytes() const { return header.size() + (message ? total(last->pieces) : 0); }

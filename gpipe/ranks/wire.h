@@ -50,8 +50,8 @@ struct LastLayout {
   bool is_small() const;
 };
 
-/// The tags of a wire, from its first one. 0: header and small tensors; 1: tensors of the last layout; 2: tensors of a new
-/// layout.
+/// The tags of a wire, from its first one. 0: header and small tensors; 1: tensors of the last layout; 2: tensors of a
+/// new layout.
 inline constexpr int kTagsPerWire = 3;
 
 /// The end of a wire that sends. A wire carries messages from one worker to another on another rank, in order.
@@ -81,7 +81,7 @@ class WireSender {
  private:
   struct Sent {
     std::shared_ptr<const void> owner;
-    std::unique_ptr<Transfer> transfer;
+    std::shared_ptr<Transfer> transfer;
   };
   void start(int tag, std::span<const std::byte> bytes, std::shared_ptr<const void> owner);
   void await_deliveries();

@@ -59,9 +59,8 @@ class Edges {
   /// After a worker's last action, waits for its transfers between devices of ranks. Errors: ConnectionError.
   void settle(int worker);
 
-  /// What a worker does, or what holds up this rank; see RemoteEdges. REQUIRES: there are other ranks.
+  /// What a worker does. REQUIRES: there are other ranks.
   Activity activity(int worker) const { return remote_->activity(worker); }
-  Activity activity() const { return remote_->activity(); }
 
  private:
   struct Slot {

@@ -259,9 +259,8 @@ void MiniBatch::cancel(const Failure& failure) noexcept {
   try {
     std::rethrow_exception(failure.error);
   } catch (const ConnectionError& error) {
-    const auto activity =
-        failure.action ? edges_->activity(pipeline_->worker_of(failure.action->stage)) : edges_->activity();
-    team.fail(error, activity.awaits, failure.action ? place : "the end of transfers between devices");
+    const int awaits = edges_->activity(failure.worker).awaits;
+    team.fail(error, awaits, failure.action ? place : "the end of transfers between devices");
   } catch (...) {
     team.fail(absl::StrCat("rank ", team.rank(), " failed", failure.action ? " in " : "", place, ": ",
                            message_of(failure.error)));

@@ -17,7 +17,7 @@
 #include "gpipe/base/mutex.h"
 #include "gpipe/binding.h"
 #include "gpipe/error_info.h"
-#include "gpipe/ranks/device_link.h"
+#include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/generators.h"

@@ -64,13 +64,12 @@ class Executor::Run {
             "ActionRunner::on_worker called run_actions() %d times for worker %d: call it once", calls, worker));
       }
     } catch (...) {
-      fail(std::current_exception(), std::nullopt);
+      fail({std::current_exception(), std::nullopt, worker});
     }
   }
 
   /// Records the error and cancels all channels, unless the run has failed already.
-  void fail(std::exception_ptr error, std::optional<Action> action) {
-    const Failure failure{std::move(error), action};
+  void fail(const Failure& failure) {
     {
       MutexLock lock(mutex_);
       if (failure_) return;
@@ -117,7 +116,7 @@ class Executor::Run {
     try {
       runner_.run(action, [&](absl::FunctionRef<void()> run) { timed_ ? record(worker, action, run) : run(); });
     } catch (...) {
-      fail(std::current_exception(), action);
+      fail({std::current_exception(), action, worker});
       return false;
     }
     return true;
@@ -236,7 +235,7 @@ void Executor::wait_for(Worker& worker, Run& run) {
     try {
       poll_();
     } catch (...) {
-      run.fail(std::current_exception(), std::nullopt);
+      run.fail({std::current_exception()});
     }
   }
 }

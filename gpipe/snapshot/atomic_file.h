@@ -25,8 +25,8 @@ class AtomicFile {
   /// Appends bytes.
   void write(const void* data, std::size_t size);
 
-  /// Flushes and renames the file. REQUIRES: called at most once. On an error the path names the previous file, or the new
-  /// one if only flushing the folder failed.
+  /// Flushes and renames the file. REQUIRES: called at most once. On an error the path names the previous file, or the
+  /// new one if only flushing the folder failed.
   void commit();
 
  private:

@@ -5,16 +5,45 @@
 #include <c10/core/QScheme.h>
 #include <c10/util/Exception.h>
 #include <torch/nn/module.h>
+#include <torch/optim/adagrad.h>
+#include <torch/optim/adam.h>
+#include <torch/optim/adamw.h>
+#include <torch/optim/rmsprop.h>
+#include <torch/optim/sgd.h>
 
+#include <algorithm>
+#include <memory>
 #include <mutex>
 #include <sstream>
 #include <stdexcept>
+#include <tuple>
+#include <type_traits>
+#include <typeinfo>
+#include <unordered_map>
+#include <utility>
 
 #include "gpipe/snapshot.h"
-#include "gpipe/snapshot/tensor_kind.h"
 
 namespace gpipe {
 namespace {
+
+namespace optim = torch::optim;
+
+/// Describes a tensor's type and shape, and its layout if that is not strided. Tensors of equal kinds can be copied
+/// into each other.
+std::string kind_of(const at::Tensor& tensor) {
+  if (!tensor.defined()) return "undefined";
+  std::ostringstream text;
+  text << tensor.scalar_type() << tensor.sizes();
+  if (tensor.layout() != at::kStrided) text << ' ' << tensor.layout();
+  if (tensor.is_meta()) text << " without data";
+  if (tensor.is_quantized()) text << ' ' << c10::toString(tensor.qscheme());
+  return text.str();
+}
+
+at::Tensor copy_on(const at::Device& device, const at::Tensor& tensor) {
+  return tensor.detach().to(device, /*non_blocking=*/false, /*copy=*/true);
+}
 
 /// The model's tensors, not copies.
 NamedTensors tensors_of(const torch::nn::Module& model) {
@@ -40,22 +69,208 @@ void check_same_kind(const std::string& name, const std::string& saved, const st
   }
 }
 
-}  // namespace
+// The fields of each class, for both capture and restore: each_field() calls `field(name, value)` for every member. For
+// a tensor of a parameter's state it calls `field(name, tensor, needed)`. `needed` says whether the state must have the
+// tensor, which can depend on an option.
 
-std::string kind_of(const at::Tensor& tensor) {
-  if (!tensor.defined()) return "undefined";
-  std::ostringstream text;
-  text << tensor.scalar_type() << tensor.sizes();
-  if (tensor.layout() != at::kStrided) text << ' ' << tensor.layout();
-  if (tensor.is_meta()) text << " without data";
-  if (tensor.is_quantized()) text << ' ' << c10::toString(tensor.qscheme());
-  return text.str();
+template <class Class, class... Classes>
+concept OneOf = (std::is_same_v<Class, Classes> || ...);
+
+template <class Field>
+void each_field(optim::AdagradOptions& of, Field field) {
+  field("lr", of.lr());
+  field("lr_decay", of.lr_decay());
+  field("weight_decay", of.weight_decay());
+  field("initial_accumulator_value", of.initial_accumulator_value());
+  field("eps", of.eps());
 }
+
+template <class Field>
+void each_field(optim::AdagradParamState& of, const optim::AdagradOptions&, Field field) {
+  field("step", of.step());
+  field("sum", of.sum(), true);
+}
+
+template <class Options, class Field>
+requires OneOf<Options, optim::AdamOptions, optim::AdamWOptions>
+void each_field(Options& of, Field field) {
+  field("lr", of.lr());
+  field("betas", of.betas());
+  field("eps", of.eps());
+  field("weight_decay", of.weight_decay());
+  field("amsgrad", of.amsgrad());
+}
+
+template <class State, class Options, class Field>
+requires OneOf<State, optim::AdamParamState, optim::AdamWParamState>
+void each_field(State& of, const Options& with, Field field) {
+  field("step", of.step());
+  field("exp_avg", of.exp_avg(), true);
+  field("exp_avg_sq", of.exp_avg_sq(), true);
+  field("max_exp_avg_sq", of.max_exp_avg_sq(), with.amsgrad());
+}
+
+template <class Field>
+void each_field(optim::RMSpropOptions& of, Field field) {
+  field("lr", of.lr());
+  field("alpha", of.alpha());
+  field("eps", of.eps());
+  field("weight_decay", of.weight_decay());
+  field("momentum", of.momentum());
+  field("centered", of.centered());
+}
+
+template <class Field>
+void each_field(optim::RMSpropParamState& of, const optim::RMSpropOptions& with, Field field) {
+  field("step", of.step());
+  field("square_avg", of.square_avg(), true);
+  field("momentum_buffer", of.momentum_buffer(), with.momentum() > 0);
+  field("grad_avg", of.grad_avg(), with.centered());
+}
+
+template <class Field>
+void each_field(optim::SGDOptions& of, Field field) {
+  field("lr", of.lr());
+  field("momentum", of.momentum());
+  field("dampening", of.dampening());
+  field("weight_decay", of.weight_decay());
+  field("nesterov", of.nesterov());
+}
+
+template <class Field>
+void each_field(optim::SGDParamState& of, const optim::SGDOptions&, Field field) {
+  field("momentum_buffer", of.momentum_buffer(), true);
+}
+
+[[noreturn]] void refuse_optimizer(const std::string& what) {
+  throw std::invalid_argument("the snapshot is of another optimizer: " + what);
+}
+
+/// Copies the fields of an object of one of these classes to `to`.
+struct Capture {
+  Fields& to;
+
+  template <class Value>
+  void operator()(const char* name, const Value& value) const {
+    to[name] = value;
+  }
+  /// An undefined tensor has not been needed so far and is left out.
+  void operator()(const char* name, const at::Tensor& value, bool) const {
+    if (value.defined()) to[name] = copy_on(at::kCPU, value);
+  }
+};
+
+/// Sets the fields of such an object from `from`. Tensors must have the kind of `parameter`, which is undefined for
+/// options, and are copied to its device.
+struct Restore {
+  const Fields& from;
+  std::string owner;
+  at::Tensor parameter = {};
+
+  void operator()(const char* name, double& value) const { value = number(name, get(name, &c10::IValue::isScalar)); }
+  void operator()(const char* name, bool& value) const { value = get(name, &c10::IValue::isBool).toBool(); }
+  void operator()(const char* name, std::int64_t& value) const { value = get(name, &c10::IValue::isInt).toInt(); }
+  void operator()(const char* name, std::tuple<double, double>& value) const {
+    const auto& pair = get(name, &c10::IValue::isTuple).toTupleRef().elements();
+    if (pair.size() != 2) wrong(name);
+    value = {number(name, pair[0]), number(name, pair[1])};
+  }
+  void operator()(const char* name, at::Tensor& value, bool needed) const {
+    if (!needed && !from.contains(name)) return;
+    const auto& tensor = get(name, &c10::IValue::isTensor).toTensor();
+    if (kind_of(tensor) != kind_of(parameter)) wrong(name);
+    value = copy_on(parameter.device(), tensor);
+  }
+
+  /// Python's optimizers also take an int.
+  double number(const char* name, const c10::IValue& value) const {
+    if (!value.isDouble() && !value.isInt()) wrong(name);
+    return value.toScalar().toDouble();
+  }
+  const c10::IValue& get(const char* name, bool (c10::IValue::*is)() const) const {
+    const auto found = from.find(name);
+    if (found == from.end() || !(found->second.*is)()) wrong(name);
+    return found->second;
+  }
+  [[noreturn]] void wrong(const char* name) const {
+    refuse_optimizer("its '" + std::string(name) + "' of " + owner + " is missing or has another type or shape");
+  }
+};
+
+/// Refuses options of Python's optimizers that LibTorch's lack and that change the result.
+void check_options(const OptimizerState& saved) {
+  for (const auto& group : saved.param_groups) {
+    for (const std::string name : {"maximize", "decoupled_weight_decay"}) {
+      const auto found = group.options.find(name);
+      if (found == group.options.end() || !found->second.isBool() || !found->second.toBool()) continue;
+      if (saved.type == "Adam" || name == "maximize")
+        refuse_optimizer("its '" + name + "' is true, which LibTorch lacks");
+    }
+  }
+}
+
+/// Calls `call.template operator()<Options, ParamState>(name)` with the classes that belong to the optimizer.
+template <class Call>
+auto with_classes_of(const optim::Optimizer& optimizer, Call call) {
+  const auto& type = typeid(optimizer);
+  using namespace optim;
+  if (type == typeid(Adagrad)) return call.template operator()<AdagradOptions, AdagradParamState>("Adagrad");
+  if (type == typeid(Adam)) return call.template operator()<AdamOptions, AdamParamState>("Adam");
+  if (type == typeid(AdamW)) return call.template operator()<AdamWOptions, AdamWParamState>("AdamW");
+  if (type == typeid(RMSprop)) return call.template operator()<RMSpropOptions, RMSpropParamState>("RMSprop");
+  if (type == typeid(SGD)) return call.template operator()<SGDOptions, SGDParamState>("SGD");
+  throw std::invalid_argument(std::string("cannot capture or restore an optimizer of the class ") + type.name() +
+                              ": use LibTorch's Adagrad, Adam, AdamW, RMSprop or SGD");
+}
+
+/// The names of the optimizer's parameters, group by group.
+std::vector<std::vector<std::string>> names_of(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
+  std::unordered_map<const void*, std::string> names;
+  for (const auto& item : model.named_parameters()) names.emplace(item.value().unsafeGetTensorImpl(), item.key());
+  std::vector<std::vector<std::string>> groups;
+  for (std::size_t g = 0; g < optimizer.param_groups().size(); ++g) {
+    auto& group = groups.emplace_back();
+    for (const auto& parameter : optimizer.param_groups()[g].params()) {
+      const auto found = names.find(parameter.unsafeGetTensorImpl());
+      if (found == names.end()) {
+        throw std::invalid_argument(
+            "parameter " + std::to_string(group.size()) + " in group " + std::to_string(g) +
+            " of the optimizer does not belong to the model: make the optimizer from the model's " +
+            "parameters, after moving the model to its device");
+      }
+      group.push_back(found->second);
+    }
+  }
+  return groups;
+}
+
+std::vector<std::string> sorted(std::vector<std::string> names) {
+  std::sort(names.begin(), names.end());
+  return names;
+}
+
+/// Checks that both have the same groups of parameters, in any order within a group.
+void check_groups(const std::vector<std::vector<std::string>>& names, const OptimizerState& saved) {
+  if (names.size() != saved.param_groups.size()) {
+    refuse_optimizer("it has " + std::to_string(saved.param_groups.size()) +
+                     " groups of parameters, but this one has " + std::to_string(names.size()));
+  }
+  for (std::size_t g = 0; g < names.size(); ++g) {
+    const auto ours = sorted(names[g]);
+    const auto theirs = sorted(saved.param_groups[g].params);
+    const auto [our, their] = std::mismatch(ours.begin(), ours.end(), theirs.begin(), theirs.end());
+    if (our == ours.end() && their == theirs.end()) continue;
+    const bool missing = their == theirs.end() || (our != ours.end() && *our < *their);
+    refuse_optimizer("group " + std::to_string(g) + (missing ? " lacks '" + *our : " also has '" + *their) + "'");
+  }
+}
+
+}  // namespace
 
 NamedTensors capture_model(const torch::nn::Module& model) {
   NamedTensors copies;
   for (const auto& item : tensors_of(model)) {
-    copies.insert(item.key(), item.value().detach().to(at::kCPU, /*non_blocking=*/false, /*copy=*/true));
+    copies.insert(item.key(), copy_on(at::kCPU, item.value()));
   }
   return copies;
 }
@@ -89,6 +304,57 @@ void restore_random(const at::Tensor& saved) {
     throw std::invalid_argument("not a state of the CPU's random number generator: " +
                                 std::string(error.what_without_backtrace()));
   }
+}
+
+OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch::nn::Module& model) {
+  const auto names = names_of(optimizer, model);
+  OptimizerState captured;
+  with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
+    captured.type = type;
+    for (std::size_t g = 0; g < names.size(); ++g) {
+      const auto& group = optimizer.param_groups()[g];
+      auto& to = captured.param_groups.emplace_back();
+      to.params = names[g];
+      auto options = static_cast<const Options&>(group.options());
+      each_field(options, Capture{to.options});
+      for (std::size_t i = 0; i < names[g].size(); ++i) {
+        const auto found = optimizer.state().find(group.params()[i].unsafeGetTensorImpl());
+        if (found == optimizer.state().end()) continue;
+        auto state = static_cast<const ParamState&>(*found->second);
+        each_field(state, options, Capture{captured.state[names[g][i]]});
+      }
+    }
+  });
+  return captured;
+}
+
+void restore_optimizer(optim::Optimizer& optimizer, const torch::nn::Module& model, const OptimizerState& saved) {
+  const auto names = names_of(optimizer, model);
+  with_classes_of(optimizer, [&]<class Options, class ParamState>(const char* type) {
+    if (saved.type != type)
+      refuse_optimizer("it is of type '" + saved.type + "', but this one is of type '" + type + "'");
+    check_groups(names, saved);
+    check_options(saved);
+    std::vector<std::unique_ptr<Options>> options;
+    std::remove_reference_t<decltype(optimizer.state())> states;
+    for (std::size_t g = 0; g < names.size(); ++g) {
+      const auto& group = optimizer.param_groups()[g];
+      options.push_back(std::make_unique<Options>(static_cast<const Options&>(group.options())));
+      each_field(*options.back(), Restore{saved.param_groups[g].options, "group " + std::to_string(g)});
+      for (std::size_t i = 0; i < names[g].size(); ++i) {
+        const auto found = saved.state.find(names[g][i]);
+        if (found == saved.state.end()) continue;
+        auto state = std::make_unique<ParamState>();
+        each_field(*state, *options.back(), Restore{found->second, "'" + names[g][i] + "'", group.params()[i]});
+        states[group.params()[i].unsafeGetTensorImpl()] = std::move(state);
+      }
+    }
+    if (states.size() != saved.state.size())
+      refuse_optimizer("it has state of a parameter that this one does not have");
+    // Everything fits. From here on nothing can fail.
+    for (std::size_t g = 0; g < names.size(); ++g) optimizer.param_groups()[g].set_options(std::move(options[g]));
+    optimizer.state() = std::move(states);
+  });
 }
 
 }  // namespace gpipe

@@ -16,10 +16,11 @@ namespace gpipe {
 
 /// The content of a file in the safetensors format, https://huggingface.co/docs/safetensors.
 ///
-/// The file is the size of a header (8 bytes, little endian), the header, and the tensors' bytes without gaps. The header
-/// is a JSON object with each tensor's dtype, shape and place, and texts under "__metadata__". This library writes these
-/// texts: "checksum", the CRC-32 of the whole file with eight zeros in the place of the checksum; "complex128", a list of
-/// the tensors of that type, which the format lacks and which are stored as pairs of float64; and `training`.
+/// The file is the size of a header (8 bytes, little endian), the header, and the tensors' bytes without gaps. The
+/// header is a JSON object with each tensor's dtype, shape and place, and texts under "__metadata__". This library
+/// writes these texts: "checksum", the CRC-32 of the whole file with eight zeros in the place of the checksum;
+/// "complex128", a list of the tensors of that type, which the format lacks and which are stored as pairs of float64;
+/// and `training`.
 struct Safetensors {
   std::map<std::string, at::Tensor> tensors;
   std::string training;  ///< empty in a file of weights only
@@ -29,22 +30,22 @@ struct Safetensors {
 using ByteSink = std::function<void(const void* data, std::size_t size)>;
 
 /// Passes the bytes of the file to `sink`. Equal contents give equal bytes. Tensors that share memory are written once
-/// each. Errors: std::runtime_error for a tensor that is undefined, not dense or of a dtype that the format lacks, and for
-/// text that is not UTF-8.
+/// each. Errors: std::runtime_error for a tensor that is undefined, not dense or of a dtype that the format lacks, and
+/// for text that is not UTF-8.
 void write_safetensors(const Safetensors& content, const ByteSink& sink);
 
 /// Replaces the file atomically; see AtomicFile. Errors: as above; std::system_error.
 void write_safetensors(const std::filesystem::path& path, const Safetensors& content);
 
-/// Reads `size` bytes. Allocates no more than that for tensors. Errors: std::runtime_error for bytes that are not of the
-/// format, or do not have the checksum, which only a file without `training` may lack.
+/// Reads `size` bytes. Allocates no more than that for tensors. Errors: std::runtime_error for bytes that are not of
+/// the format, or do not have the checksum, which only a file without `training` may lack.
 Safetensors read_safetensors(std::istream& from, std::uint64_t size);
 
 /// Reads a file. Errors: as above; std::system_error for a file that cannot be opened or is a directory.
 Safetensors read_safetensors(const std::filesystem::path& path);
 
-/// Returns the content of a snapshot's file: the model's tensors by their names, the other tensors and the history by names
-/// that begin with a dot, and the rest as JSON. Errors: std::runtime_error for what JSON cannot hold.
+/// Returns the content of a snapshot's file: the model's tensors by their names, the other tensors and the history by
+/// names that begin with a dot, and the rest as JSON. Errors: std::runtime_error for what JSON cannot hold.
 Safetensors to_safetensors(const Snapshot& snapshot);
 
 /// Errors: std::runtime_error if `file` is not of a snapshot, or of a newer version.

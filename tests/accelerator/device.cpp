@@ -7,7 +7,10 @@
 
 #include <array>
 #include <atomic>
+#include <cctype>
 #include <chrono>
+#include <memory>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -56,7 +59,6 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   c10::Stream getNewStream(c10::Device device, int = 0) const override { return getStreamFromGlobalPool(device); }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const auto previous = std::exchange(current_streams[stream.device_index()], stream.id());
-    if (previous != stream.id()) stream_order().count(&Counts::switches);
     return this->stream(stream.device(), previous);
   }
 
@@ -156,6 +158,18 @@ C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
   return true;
 }();
 
+struct Context : at::ObserverContext {
+  explicit Context(std::string action) : scope(std::move(action)) {}
+  ActionScope scope;
+};
+
+std::unique_ptr<at::ObserverContext> begin(const at::RecordFunction& range) {
+  const std::string name = range.name();
+  const std::string prefix = "gpipe ";
+  const bool is_action = name.rfind(prefix, 0) == 0 && std::isdigit(name[prefix.size()]);
+  return is_action ? std::make_unique<Context>(name.substr(prefix.size())) : nullptr;
+}
+
 }  // namespace
 
 std::atomic<bool>& held() {
@@ -176,4 +190,22 @@ const at::Generator& default_generator(c10::Device device) {
   return (*generators)[device.index()];
 }
 
+ActionListener::ActionListener()
+    : handle_(at::addGlobalCallback(at::RecordFunctionCallback(begin).scopes({at::RecordScope::USER_SCOPE}))) {}
+
+ActionListener::~ActionListener() { at::removeCallback(handle_); }
+
 }  // namespace gpipe::accelerator
+
+// What Python's tests call, through ctypes.
+
+/// Returns the violations since the last call, one per line. The text lasts until this thread's next call.
+extern "C" const char* take_violations() {
+  thread_local std::string text;
+  text.clear();
+  for (const auto& violation : gpipe::accelerator::stream_order().take_violations()) text += violation + "\n";
+  return text.c_str();
+}
+
+/// Makes this thread wait for all work of a device.
+extern "C" void synchronize_device(int device) { gpipe::accelerator::stream_order().synchronize_device(device); }

@@ -1,14 +1,15 @@
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/record_function.h>
 #include <c10/core/Device.h>
 
 #include <atomic>
 
 #include "tests/accelerator/memory.h"
 
-// A device for tests: four accelerators whose memory is the host's and whose operators run on the CPU, at once. Streams,
-// events, memory and copies report to stream_order(), which checks that work is ordered.
+// A device for tests: four accelerators whose memory is the host's and whose operators run on the CPU, at once.
+// Streams, events, memory and copies report to stream_order(), which checks that work is ordered.
 //
 // The device is PyTorch's PrivateUse1 back-end, under the name "checked". Loading this library registers it.
 //
@@ -28,5 +29,17 @@ at::Generator host_generator(const at::Generator& generator);
 
 /// Returns the default generator of a device.
 const at::Generator& default_generator(c10::Device device);
+
+/// Names the actions of pipelines in violations and counts, for its lifetime: listens to their ranges for profilers.
+class ActionListener {
+ public:
+  ActionListener();
+  ~ActionListener();
+  ActionListener(const ActionListener&) = delete;
+  ActionListener& operator=(const ActionListener&) = delete;
+
+ private:
+  const at::CallbackHandle handle_;
+};
 
 }  // namespace gpipe::accelerator

@@ -8,6 +8,7 @@
 
 #include <functional>
 #include <sstream>
+#include <thread>
 
 #include "gpipe/tensors/transfer.h"
 
@@ -45,37 +46,21 @@ std::function<Tensor(Device)> train(std::function<Module()> make, const Tensor& 
   };
 }
 
-template <class Module>
-std::function<Tensor(Device)> train(nn::ModuleHolder<Module> (*make)(), const Tensor& input) {
-  return train(std::function(make), input);
-}
-
 std::vector<Case> cases() {
   torch::manual_seed(1);
   const auto rows = torch::randn({4, 8});
   const auto images = torch::randn({2, 4, 12, 12});
-  const auto train_rows = [&](auto make) { return train(std::function(make), rows); };
-  const auto train_images = [&](auto make) { return train(std::function(make), images); };
+  const auto words = torch::tensor({1, 9, 3, 1});
+  const auto network = [] { return nn::Sequential(nn::Conv2d(4, 4, 3), nn::BatchNorm2d(4), nn::MaxPool2d(2)); };
+  const auto transposed = [] { return nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 6, 3).groups(2).stride(2)); };
+  const auto transformer = [] {
+    return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0.));
+  };
   return {
-      {"linear", train_rows([] { return nn::Sequential(nn::Linear(8, 8), nn::GELU(), nn::Softmax(1)); })},
-      {"layer_norm", train_rows([] { return nn::LayerNorm(nn::LayerNormOptions({8})); })},
-      {"batch_norm", train_images([] { return nn::BatchNorm2d(4); })},
-      {"group_norm", train_images([] { return nn::GroupNorm(2, 4); })},
-      {"convolution", train_images([] { return nn::Sequential(nn::Conv2d(4, 4, 3), nn::MaxPool2d(2)); })},
-      {"transposed_convolution",
-       train_images([] { return nn::ConvTranspose2d(nn::ConvTranspose2dOptions(4, 6, 3).groups(2).stride(2)); })},
-      {"embedding", train(std::function([] { return nn::Embedding(10, 4); }), torch::tensor({1, 9, 3, 1}))},
-      {"transformer", train(std::function([] {
-                              return nn::TransformerEncoderLayer(nn::TransformerEncoderLayerOptions(8, 2).dropout(0.));
-                            }),
-                            torch::randn({3, 2, 8}))},
-      {"cross_entropy",
-       [](Device device) {
-         auto x = torch::arange(20.).view({4, 5}).sin().to(device).requires_grad_();
-         const auto loss = nn::functional::cross_entropy(x, torch::tensor({0, 1, 2, 3}).to(device));
-         loss.backward();
-         return x.grad() + loss.detach();
-       }},
+      {"convolution", train(std::function(network), images)},
+      {"transposed_convolution", train(std::function(transposed), images)},
+      {"embedding", train(std::function([] { return nn::Embedding(10, 4); }), words)},
+      {"transformer", train(std::function(transformer), torch::randn({3, 2, 8}))},
       {"adamw",
        [](Device device) {
          nn::Linear module(8, 8);
@@ -210,6 +195,92 @@ TEST_F(CheckedDevice, ACopyBetweenDevicesOrdersTheirCurrentStreams) {
   const auto y = x.to(device(1)).square();
   EXPECT_EQ(y.sum().item<float>(), 4);
   EXPECT_THAT(stream_order().take_violations(), IsEmpty());
+}
+
+/// What streams 0 and 7 of devices 0 and 1 and this host do with an allocation of the first: "r0" and "w0" are a read
+/// and a write of the first stream, "1<0" makes the second wait for its work, "h0" makes the host wait, "u1" tells the
+/// allocator of the second, "t1" is a read that another host thread launches, and "f" frees the memory.
+struct Script {
+  std::string name;
+  std::string steps;
+  std::string violation = "";
+};
+void PrintTo(const Script& it, std::ostream* out) { *out << it.name; }
+
+const Script kScripts[] = {
+    {"AStreamRunsItsWorkInOrder", "w0 r0 w0 f"},
+    {"AReadMustWaitForTheWrite", "w0 r1",
+     "a read reads a tensor of shape [2, 3] on stream 7 of device 1, which has not waited for a write on stream 0 of "
+     "device 0"},
+    {"AnEventOrdersTheWorkBeforeIt", "w0 1<0 r1"},
+    {"AnEventOrdersNoWorkAfterIt", "1<0 w0 r1", "a write on stream 0"},
+    {"AWriteMustWaitForReads", "w0 1<0 r1 w0", "which has not waited for a read on stream 7"},
+    {"OrderIsTransitive", "w0 2<0 1<2 r1"},
+    {"ReadsNeedNoOrder", "w0 1<0 r1 r0"},
+    {"AHostThatWaitsOrdersItsOwnLaterWork", "w0 h0 r1"},
+    {"AHostThatWaitsOrdersNoOthersWork", "w0 h0 t1", "a write on stream 0"},
+    {"MemoryIsFreedAfterItsUses", "w0 1<0 r1 f", "the allocator was not told"},
+    {"TheAllocatorWaitsForStreamsThatItKnows", "w0 1<0 r1 u1 f"},
+    {"MemoryIsFreedAfterWorkThatItsStreamWaitedFor", "1<0 w1 0<1 f"}};
+
+class StreamOrderScripts : public ::testing::TestWithParam<Script> {};
+
+TEST_P(StreamOrderScripts, HaveOnlyTheirViolations) {
+  constexpr std::int64_t kSizes[] = {2, 3};
+  StreamOrder order;
+  const int streams[] = {order.index(0, 0), order.index(1, 7), order.index(1, 8)};
+  Allocation memory{.home = streams[0]};
+  const auto use = [&](int stream, bool writes) {
+    order.launch(stream, writes ? "a write" : "a read", std::vector<Access>{{&memory, writes, kSizes}});
+  };
+  std::istringstream steps(GetParam().steps);
+  const ActionScope scope("1F0");
+  for (std::string step; steps >> step;) {
+    const int stream = step.size() < 2 ? 0 : streams[step[1] == '<' ? step[0] - '0' : step[1] - '0'];
+    Event event;
+    switch (step[0]) {
+      case 'r':
+      case 'w':
+        use(stream, step[0] == 'w');
+        break;
+      case 't':
+        std::thread([&] { use(stream, false); }).join();
+        break;
+      case 'h':
+        order.synchronize(stream);
+        break;
+      case 'u':
+        order.used(memory, stream);
+        break;
+      case 'f':
+        order.freed(memory);
+        break;
+      default:
+        order.record(event, streams[step[2] - '0']);
+        order.wait(stream, event);
+    }
+  }
+  const auto violations = order.take_violations();
+  EXPECT_EQ(violations.empty(), GetParam().violation.empty());
+  if (!violations.empty()) EXPECT_THAT(violations, ElementsAre(HasSubstr(GetParam().violation)));
+  EXPECT_THAT(order.take_violations(), IsEmpty()) << "violations are taken once";
+}
+
+INSTANTIATE_TEST_SUITE_P(All, StreamOrderScripts, ::testing::ValuesIn(kScripts),
+                         [](const auto& info) { return info.param.name; });
+
+TEST(StreamOrder, CountsByAction) {
+  StreamOrder order;
+  {
+    const ActionScope scope("F");
+    Event event;
+    order.record(event, order.index(0, 0));
+    order.wait(order.index(1, 7), event);
+  }
+  order.synchronize_device(1);
+  const auto counts = order.take_counts();
+  EXPECT_EQ(counts.at("F"), (Counts{.events = 1, .waits = 1}));
+  EXPECT_EQ(counts.at(""), Counts{.host_waits = 1});
 }
 
 }  // namespace

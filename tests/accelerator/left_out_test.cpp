@@ -1,6 +1,6 @@
 // Each call of wait() and use_on_current_stream() in the library is needed, and each event is recorded in time: without
-// the call, or with an earlier event, some scenario has a violation. This program's functions stand in for the library's.
-// Calls from one place, `chosen`, are left out, or return the events of the call before.
+// the call, or with an earlier event, some scenario has a violation. This program's functions stand in for the
+// library's. Calls from one place, `chosen`, are left out, or return the events of the call before.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "gpipe/tensors/transfer.h"
+#include "tests/accelerator/device.h"
 #include "tests/accelerator/ranks_training.h"
 #include "tests/accelerator/scenarios.h"
 

@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "tests/accelerator/device.h"
-#include "tests/accelerator/host_call.h"
 
 namespace gpipe::accelerator {
 namespace {
@@ -97,8 +96,8 @@ Tensor empty_strided(c10::IntArrayRef sizes, c10::IntArrayRef strides, std::opti
   return at::detail::empty_strided_generic(sizes, strides, &allocator(), kKeys, c10::dtype_or_default(type));
 }
 
-// As on CUDA: a copy runs on the source's stream, after and before the work of the target's. The host waits for a copy to
-// or from itself.
+// As on CUDA: a copy runs on the source's stream, after and before the work of the target's. The host waits for a copy
+// to or from itself.
 Tensor copy_from(const Tensor& from, const Tensor& to, bool non_blocking) {
   {
     const KernelsOnly kernels;

@@ -1,12 +1,31 @@
-// Pipelines on devices that check the order of streams.
+// Pipelines on devices that check the order of streams, and what they ask of the devices. More generated cases:
+//   GPIPE_GENERATED_CASES=50000 GPIPE_GENERATED_SEED=7 accelerator_tests --gtest_filter='GeneratedOnDevices*'
 #include <gtest/gtest.h>
+#include <torch/torch.h>
 
+#include <functional>
+#include <map>
+#include <memory>
+#include <random>
+#include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
+#include "absl/cleanup/cleanup.h"
+#include "gpipe/base/clock.h"
+#include "gpipe/timeline.h"
+#include "tests/accelerator/device.h"
 #include "tests/accelerator/scenarios.h"
+#include "tests/gpipe/generated_case.h"
+#include "tests/gpipe/layers.h"
+#include "tests/gpipe/random_cases.h"
 
 namespace gpipe {
 namespace {
+
+using accelerator::device;
+using accelerator::stream_order;
 
 class OnDevices : public ::testing::TestWithParam<std::tuple<DeviceLayout, Scenario>> {};
 
@@ -21,6 +40,136 @@ INSTANTIATE_TEST_SUITE_P(Pipeline, OnDevices,
                          [](const auto& info) {
                            return std::get<0>(info.param).name + "_" + std::get<1>(info.param).name;
                          });
+
+constexpr int kWorkers = 4;
+
+/// Devices for a case: one to four, in a third of the cases also the CPU.
+Devices draw_devices(std::uint64_t seed) {
+  std::mt19937_64 random(seed + 3);
+  const int devices = draw(random, 1, accelerator::kDevices);
+  const int first = draw(random, 0, 2) == 0 ? -1 : 0;
+  const auto any = [&]() -> torch::Device {
+    const int index = draw(random, first, devices - 1);
+    return index < 0 ? torch::Device(torch::kCPU) : device(index);
+  };
+  Devices drawn{{}, any(), any(), device(0)};
+  for (int worker = 0; worker < kWorkers; ++worker) drawn.workers.push_back(any());
+  return drawn;
+}
+
+/// What is wrong with a case: a violation, or a difference from the reference.
+std::string fault(const Spec& spec) {
+  stream_order().take_violations();
+  auto outcome = compare(spec, draw_devices(spec.seed));
+  const auto violations = stream_order().take_violations();
+  if (!violations.empty()) return violations.front();
+  return outcome.verdict == Outcome::kDifferent ? outcome.what : "";
+}
+
+TEST(GeneratedOnDevices, PipelinesComputeWhatTheReferenceDoes) {
+  const auto seeds = seeds_from_environment(500);
+  const absl::Cleanup put_back = [before = torch::get_num_threads()] { torch::set_num_threads(before); };
+  torch::set_num_threads(1);
+  const auto fails = [](const Spec& spec) { return !fault(spec).empty(); };
+  int failures = 0;
+  for (std::uint64_t seed = seeds.first; seed < seeds.first + seeds.count && failures < 3; ++seed) {
+    const auto spec = generate(seed, /*portable=*/true);
+    if (!fails(spec)) continue;
+    ++failures;
+    const auto small = shrink(spec, smaller, fails);
+    ADD_FAILURE() << fault(small) << "\n  " << to_string(small) << "\n  shrunk from " << to_string(spec);
+  }
+}
+
+// What a step asks of the devices. docs/design.md has the table.
+
+constexpr int kChunks = 4;
+
+/// Counts what one call of `step` asks for, after two others. By stage and kind of action, such as "1F"; "" for the
+/// caller.
+std::map<std::string, accelerator::Counts> counts(const std::function<void()>& step) {
+  for (int i = 0; i < 2; ++i) step();
+  stream_order().take_counts();
+  const accelerator::ActionListener listener;
+  step();
+  std::map<std::string, accelerator::Counts> sums;
+  for (const auto& [action, count] : stream_order().take_counts()) {
+    auto& sum = sums[action.substr(0, 2)];
+    for (const auto member : {&accelerator::Counts::copies, &accelerator::Counts::events, &accelerator::Counts::waits,
+                              &accelerator::Counts::host_waits}) {
+      sum.*member += count.*member;
+    }
+  }
+  return sums;
+}
+
+int host_waits(const std::function<void()>& step) {
+  int sum = 0;
+  for (const auto& [action, count] : counts(step)) sum += count.host_waits;
+  return sum;
+}
+
+GPipe counted_pipe(const std::vector<torch::Device>& devices, Checkpoint checkpoint, int stages_per_worker = 1) {
+  const Sequential model(Linear(6, 6), Stash("skip"), Linear(6, 6), Linear(6, 6), Pop("skip"), Linear(6, 6));
+  return GPipe(model, Balance{2, 1, 3},
+               GPipeOptions()
+                   .devices(devices)
+                   .stages_per_worker(stages_per_worker)
+                   .chunks(kChunks)
+                   .checkpoint(checkpoint)
+                   .intraop_threads(1));
+}
+
+TEST(Counts, TheHostNeverWaitsForADevice) {
+  for (const auto checkpoint : kModes) {
+    auto it = counted_pipe({device(0), device(1), device(2)}, checkpoint);
+    const auto x = torch::ones({8, 6}, device(0)).requires_grad_();
+    const auto target = torch::zeros({8, 6}, device(2));
+    const auto loss = tensor_loss([](const Tensor& output, const Tensor& t) { return (output - t).square().mean(); });
+    EXPECT_EQ(host_waits([&] { it->forward(x).sum().backward(); }), 0);
+    EXPECT_EQ(host_waits([&] { it->step(x, target, loss); }), 0);
+  }
+}
+
+TEST(Counts, TheWorkersOfATracedCallWaitForTheirDevicesAtItsEnd) {
+  auto it = counted_pipe({device(0), torch::kCPU, device(2)}, Checkpoint::kAlways);
+  const auto x = torch::ones({8, 6}, device(0));
+  const auto timeline = std::make_shared<Timeline>();
+  const auto call = [&] { it->forward(x).sum().backward(); };
+  const int copies_from_devices = host_waits(call);
+  it->trace(timeline);
+  const auto before = now();
+  EXPECT_EQ(host_waits(call), copies_from_devices + 2 /*waits*/ * 2 /*workers*/ * 2 /*parts*/);
+  const auto after = now();
+  ASSERT_EQ(timeline->spans.size(), 3u * (3 /*stages*/ * 3 /*F, R, B*/ * kChunks));
+  std::map<int, double> ends;
+  for (const auto& span : timeline->spans) {
+    EXPECT_GE(span.start, before);
+    EXPECT_GE(span.end, span.start);
+    EXPECT_LE(span.end, after);
+    EXPECT_GE(span.start, std::exchange(ends[span.worker], span.end)) << "a worker's actions run in turn";
+    EXPECT_GT(span.bytes.peak, 0);
+  }
+}
+
+TEST(Counts, AnEdgeTakesAnEventAndAWaitPerMicroBatchAndACopyTakesOneMoreOfEach) {
+  const auto x = torch::ones({8, 6}, device(0));
+  for (const int copies : {0, 1}) {
+    auto it = counted_pipe({device(0), device(copies), device(2 * copies)}, Checkpoint::kNever);
+    auto got = counts([&] { it->forward(x).sum().backward(); });
+    if (copies == 0) EXPECT_EQ(got["0F"].events, 2 * kChunks) << "to the next stage, and the skip";
+    EXPECT_EQ(got["1F"].copies, copies * kChunks);
+    EXPECT_EQ(got["1F"].events, (1 + copies) * kChunks);
+    EXPECT_EQ(got["1F"].waits, (1 + copies) * kChunks);
+    EXPECT_EQ(got["2F"].copies, 2 * copies * kChunks);
+    EXPECT_EQ(got["2F"].waits, 2 * (1 + copies) * kChunks);
+  }
+  auto it = counted_pipe({device(0)}, Checkpoint::kNever, /*stages_per_worker=*/3);
+  auto got = counts([&] { it->forward(x).sum().backward(); });
+  EXPECT_EQ(got["0F"].events, 0);
+  EXPECT_EQ(got["1F"].waits, 0);
+  EXPECT_EQ(got["1B"].events, 0);
+}
 
 }  // namespace
 }  // namespace gpipe

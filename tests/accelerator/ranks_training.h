@@ -7,10 +7,33 @@
 #include <vector>
 
 #include "gpipe/ranks.h"
-#include "tests/accelerator/checked_wires.h"
+#include "gpipe/ranks/device_wire.h"
 #include "tests/gpipe/helpers.h"
 
 namespace gpipe {
+namespace accelerator {
+
+/// Wires between the devices of ranks that are threads of this process, in place of NCCL's. A transfer reads or writes
+/// its tensors on the current stream of its device. What is wrong is a violation of stream_order(): tensors that differ
+/// from those that were sent, and a receive that is enqueued before its send.
+class CheckedWires {
+ public:
+  CheckedWires();
+
+  /// Makes the connections of one rank.
+  ConnectDevices connect();
+
+  /// How many ranks have aborted theirs. This lets held devices go on.
+  int aborted() const;
+
+ private:
+  class Wire;
+  class Connections;
+  struct Network;
+  const std::shared_ptr<Network> network_;
+};
+
+}  // namespace accelerator
 
 /// The losses, the output and the gradients, on the CPU.
 using Results = std::vector<Tensor>;
@@ -25,8 +48,8 @@ std::vector<std::string> run_ranks(int size, const std::function<void(const std:
 /// Options with time-outs that are long enough for a busy machine.
 RanksOptions patient_ranks();
 
-/// Steps, a forward, a backward and an evaluation on two workers, with skips. After some calls, the caller changes the input in
-/// place and the optimizer the parameters. `ranks` may be null.
+/// Steps, a forward, a backward and an evaluation on two workers, with skips. After some calls, the caller changes the
+/// input in place and the optimizer the parameters. `ranks` may be null.
 Results train(const std::string& schedule, Checkpoint checkpoint, const std::vector<torch::Device>& devices,
               const std::shared_ptr<Ranks>& ranks);
 

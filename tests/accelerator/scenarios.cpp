@@ -7,7 +7,6 @@
 
 #include "gpipe/tensors/transfer.h"
 #include "gpipe/timeline.h"
-#include "tests/accelerator/actions.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/layers.h"
 
@@ -99,14 +98,11 @@ Subject::Subject(const std::vector<Device>& devices)
 
 const std::vector<Scenario>& scenarios() {
   static const std::vector<Scenario> all = {
-      {"steps",
-       [](Subject& it) {
-         for (int i = 0; i < 3; ++i) train(it, it.x);
-       }},
       {"step",
        [](Subject& it) {
          const auto target = torch::zeros({8, 5}, it.x.options());
          for (int i = 0; i < 3; ++i) {
+           train(it, it.x);
            it.adam.zero_grad();
            it.pipe->step(it.x, target, tensor_loss(squared_error)).loss.item<float>();
            it.adam.step();
@@ -209,26 +205,22 @@ const std::vector<Scenario>& scenarios() {
          const SideStreams others;
          torch::autograd::backward({outputs[0].square().sum(), outputs[1].square().sum()}, {});
        }},
-      {"retained_graph",
+      {"graphs",
        [](Subject& it) {
-         const auto loss = it.pipe->forward(it.x).sum();
-         loss.backward({}, /*retain_graph=*/true);
-         loss.backward();
-       }},
-      {"grad",
-       [](Subject& it) {
+         const auto one = it.pipe->forward(it.x);
+         const auto two = it.pipe->forward(it.x * 2);
+         (one.sum() + two.sum()).backward({}, /*retain_graph=*/true);
+         one.sum().backward();
+         it.pipe->forward(it.x * 3);  // dropped
          const auto x = it.x.clone().requires_grad_();
          torch::autograd::grad({it.pipe->forward(x).sum()}, {x})[0].mul_(2);
        }},
       {"evaluation",
        [](Subject& it) {
          it.pipe->eval();
-         {
+         for (const bool inference : {false, true}) {
            const torch::NoGradGuard no_grad;
-           it.pipe->forward(it.x).mul_(2);
-         }
-         {
-           const c10::InferenceMode inference;
+           const c10::InferenceMode mode(inference);
            it.pipe->forward(it.x).mul_(2);
          }
          it.pipe->train();
@@ -246,42 +238,18 @@ const std::vector<Scenario>& scenarios() {
          loss.backward();
          it.adam.step();
        }},
-      {"error_in_forward",
-       [](Subject& it) {
-         it.faults->arm(FaultPlan::kForward, [] { throw std::runtime_error("stop"); });
-         expect_error([&] { it.pipe->forward(it.x * 1); });
-         it.faults->disarm();
-         train(it, it.x);
-       }},
-      {"error_in_backward",
-       [](Subject& it) {
-         auto loss = it.pipe->forward(it.x * 1).sum();
-         it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
-         expect_error([&] { loss.backward(); });
-         it.faults->disarm();
-         loss = Tensor();
-         train(it, it.x);
-       }},
-      {"error_in_step",
+      {"errors",
        [](Subject& it) {
          const auto target = torch::zeros({8, 5}, it.x.options());
-         it.faults->arm(FaultPlan::kBackward, [] { throw std::runtime_error("stop"); });
-         expect_error([&] { it.pipe->step(it.x, target, tensor_loss(squared_error)); });
-         it.faults->disarm();
-         it.pipe->step(it.x, target, tensor_loss(squared_error));
-       }},
-      {"dropped_output",
-       [](Subject& it) {
-         it.pipe->forward(it.x * 1);
-         auto output = it.pipe->forward(it.x * 3);
-         output = Tensor();
-         train(it, it.x);
-       }},
-      {"two_forwards",
-       [](Subject& it) {
-         const auto one = it.pipe->forward(it.x);
-         const auto two = it.pipe->forward(it.x * 2);
-         (one.sum() + two.sum()).backward();
+         auto loss = it.pipe->forward(it.x * 1).sum();
+         for (const auto where : {FaultPlan::kForward, FaultPlan::kBackward}) {
+           it.faults->arm(where, [] { throw std::runtime_error("stop"); });
+           if (where == FaultPlan::kForward) expect_error([&] { it.pipe->forward(it.x * 1); });
+           if (where == FaultPlan::kBackward) expect_error([&] { std::exchange(loss, Tensor()).backward(); });
+           expect_error([&] { it.pipe->step(it.x * 1, target, tensor_loss(squared_error)); });
+           it.faults->disarm();
+           train(it, it.x);
+         }
        }},
       {"traced",
        [](Subject& it) {

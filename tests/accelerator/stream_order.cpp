@@ -84,7 +84,6 @@ void StreamOrder::check(int stream, std::string_view operation, const Access& ac
 
 void StreamOrder::launch(int stream, std::string_view operation, std::span<const Access> accesses) {
   std::lock_guard<std::mutex> lock(mutex_);
-  ++counts_[current_action].operations;
   streams_[stream].join(host());
   streams_[stream].advance(stream);
   for (const auto& access : accesses) check(stream, operation, access);

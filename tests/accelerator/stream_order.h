@@ -52,19 +52,17 @@ struct Access {
 
 /// What the host asked of the devices.
 struct Counts {
-  int operations = 0;
   int copies = 0;  // between devices, or between the host and a device
   int events = 0;
   int waits = 0;  // of a stream for an event
-  int switches = 0;
   int host_waits = 0;
   bool operator==(const Counts&) const = default;
 };
 
-/// Checks that the work of streams is ordered. A stream runs its work in order. The work of two streams is ordered only by
-/// events and by host threads that wait. Each stream and each host thread has a vector clock; see Mattern, Virtual Time and
-/// Global States of Distributed Systems, 1988. Work runs at once, so a missing order never changes results; it is a
-/// violation, kept as text.
+/// Checks that the work of streams is ordered. A stream runs its work in order. The work of two streams is ordered only
+/// by events and by host threads that wait. Each stream and each host thread has a vector clock; see Mattern, Virtual
+/// Time and Global States of Distributed Systems, 1988. Work runs at once, so a missing order never changes results; it
+/// is a violation, kept as text.
 ///
 /// Thread safety: all functions may run on any thread.
 class StreamOrder {
@@ -72,8 +70,8 @@ class StreamOrder {
   /// Returns the index of a stream of a device.
   int index(int device, std::int64_t stream);
 
-  /// Runs an operation on a stream. It comes after all that this thread waited for. Checks its accesses. `operation` must
-  /// outlive this.
+  /// Runs an operation on a stream. It comes after all that this thread waited for. Checks its accesses. `operation`
+  /// must outlive this.
   void launch(int stream, std::string_view operation, std::span<const Access> accesses);
   /// Makes a stream's later work come after the present work of another.
   void order(int first, int then);
@@ -87,7 +85,8 @@ class StreamOrder {
 
   /// Tells the allocator that a stream uses an allocation.
   void used(Allocation& allocation, int stream);
-  /// Checks that the home stream may reuse the memory, after the present work of the streams that the allocator knows of.
+  /// Checks that the home stream may reuse the memory, after the present work of the streams that the allocator knows
+  /// of.
   void freed(const Allocation& allocation);
 
   void count(int Counts::*what);

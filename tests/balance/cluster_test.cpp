@@ -15,7 +15,7 @@
 #include "balance/cluster_plan.h"
 #include "balance/predict.h"
 #include "balance/report.h"
-#include "gpipe/ranks/gradient_buckets.h"
+#include "gpipe/ranks/gradient_reduction.h"
 #include "tests/support/support.h"
 
 namespace gpipe {

@@ -8,7 +8,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/ranks.h"
-#include "gpipe/ranks/wire_plan.h"
+#include "gpipe/ranks/remote_edges.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/schedules.h"

@@ -31,7 +31,7 @@ mutant(remote_edges_receive_messages_twice core_tests gpipe/ranks/remote_edges.c
 mutant(wires_remember_all_layouts core_tests gpipe/ranks/remote_edges.cpp
        "if (of_wire.size() == kKeysPerWire) of_wire.pop_front();" "" Wires.*)
 mutant(calls_forget_failed_backwards core_tests gpipe/ranks/proposal.cpp
-       "calls[rank].failed_before == calls[0].failed_before" "true" Call.*)
+       "calls[rank].failed_before == calls[0].failed_before" "true" Proposal.*)
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)

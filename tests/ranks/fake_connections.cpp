@@ -153,23 +153,23 @@ class FakeNetwork::End : public Connections {
  public:
   End(State& state, int rank) : state_(state), rank_(rank) {}
 
-  std::unique_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) override {
+  std::shared_ptr<Transfer> send(int rank, int tag, std::span<const std::byte> bytes) override {
     std::lock_guard lock(state_.mutex);
     auto& queue = state_.queue(rank_, rank, tag);
     auto message = state_.start(queue, queue.sends, queue.receives, rank_, rank);
     ++queue.sent;
     message->source = bytes;
     message->changed.notify_all();
-    return std::make_unique<Ending>(state_, rank_, std::move(message));
+    return std::make_shared<Ending>(state_, rank_, std::move(message));
   }
 
-  std::unique_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) override {
+  std::shared_ptr<Transfer> receive(int rank, int tag, std::span<std::byte> bytes) override {
     std::lock_guard lock(state_.mutex);
     auto& queue = state_.queue(rank, rank_, tag);
     auto message = state_.start(queue, queue.receives, queue.sends, rank, rank_);
     message->target = bytes;
     message->changed.notify_all();
-    return std::make_unique<Ending>(state_, rank_, std::move(message));
+    return std::make_shared<Ending>(state_, rank_, std::move(message));
   }
 
   void close() noexcept override {

@@ -4,23 +4,17 @@
 
 #include <algorithm>
 #include <cstring>
-#include <map>
-#include <memory>
 #include <random>
 #include <stdexcept>
 #include <thread>
 #include <utility>
 
-#include "gpipe/base/mutex.h"
-#include "gpipe/ranks/wire_plan.h"
-#include "tests/ranks/messages.h"
+#include "tests/ranks/wires.h"
 
 namespace gpipe::testing {
 namespace {
 
 using Number = FakeCells::Number;
-
-constexpr int kLargePiece = 300'000;  // does not travel with its header
 
 /// What a fault throws.
 struct Struck {};
@@ -29,7 +23,7 @@ struct Struck {};
 std::size_t draw_size(const GeneratedJob& job, const RanksCall& call, const Action& action, int edge) {
   std::mt19937_64 random(((call.sizes * 8 + static_cast<int>(action.kind)) * 1000 + action.stage * 64 + edge) * 1000 +
                          action.micro_batch);
-  if (job.large_pieces && draw(random, 0, 7) == 0) return kLargePiece + draw(random, 0, 1);
+  if (job.large_pieces && draw(random, 0, 7) == 0) return kLarge + draw(random, 0, 1);
   return draw(random, 0, 2) == 0 ? 0 : draw(random, 1, 100);
 }
 
@@ -51,18 +45,6 @@ class FakeRank::Cells : public FakeCells {
     const auto& call = rank_.job_.calls[call_];
     edges_.emplace(wires, program_, part, rank_.job_.ranks, rank_.rank_,
                    LayoutKey{call.program, static_cast<int>(part)}, rank_.limit_);
-    const auto& ranks = rank_.job_.ranks;
-    MutexLock lock(mutex_);
-    for (const auto& plan : plan_wires(program_, part, ranks)) {
-      if (ranks[plan.from] == rank_.rank_ || ranks[plan.to] == rank_.rank_) {
-        unsettled_[{plan.from, plan.to}] = plan.messages.size();
-      }
-    }
-  }
-  /// Ends a part without a failure.
-  void end() {
-    MutexLock lock(mutex_);
-    if (!unsettled_.empty()) throw std::logic_error("a wire was not settled");
   }
 
   void on_worker(int worker, absl::FunctionRef<void()> run_actions) override {
@@ -75,9 +57,7 @@ class FakeRank::Cells : public FakeCells {
     edges_->send(action, [this](const auto& message) { return take_off(message); });
   }
   void cancel(const Failure& failure) noexcept override {
-    const auto& placement = program_.layout().placement;
-    const auto activity = failure.action ? edges_->activity(placement[failure.action->stage]) : edges_->activity();
-    rank_.report(failure.error, activity.awaits);
+    rank_.report(failure.error, edges_->activity(failure.worker).awaits);
   }
 
  private:
@@ -89,7 +69,6 @@ class FakeRank::Cells : public FakeCells {
       strings.front().append(reinterpret_cast<const char*>(&number), sizeof number);
       strings.emplace_back(draw_size(rank_.job_, rank_.job_.calls[call_], action, edge), static_cast<char>(number));
     }
-    count(action, edges.front());
     return testing::message(std::move(strings));
   }
 
@@ -107,27 +86,13 @@ class FakeRank::Cells : public FakeCells {
       }
       produce(slot(edges[k], action), number);
     }
-    count(action, edges.front());
   }
 
   // Waits for deliveries, as wires between devices do. So workers that wait for each other are a failure of the test.
   void settle(int from, int to) {
     const auto& ranks = rank_.job_.ranks;
-    if (ranks[from] == rank_.rank_) {
-      wires_->sender(from * program_.workers() + to, ranks[to]).drain(rank_.limit_);
-    }
-    MutexLock lock(mutex_);
-    if (unsettled_.at({from, to}) != 0) throw std::logic_error("a wire was settled before its last message");
-    unsettled_.erase({from, to});
-  }
-
-  // Counts a message that an action puts on an edge.
-  void count(const Action& action, int edge) {
-    const auto& placement = program_.layout().placement;
-    auto ends = std::pair(placement[program_.edges()[edge].from], placement[program_.edges()[edge].to]);
-    if (action.kind != Kind::F) std::swap(ends.first, ends.second);
-    MutexLock lock(mutex_);
-    --unsettled_.at(ends);
+    if (ranks[from] != rank_.rank_) return;
+    wires_->sender(from * program_.workers() + to, ranks[to]).drain(rank_.limit_);
   }
 
   FakeRank& rank_;
@@ -135,8 +100,6 @@ class FakeRank::Cells : public FakeCells {
   const Program& program_;
   Wires* wires_ = nullptr;            // of the part that runs
   std::optional<RemoteEdges> edges_;  // of the part that runs
-  Mutex mutex_;
-  std::map<std::pair<int, int>, std::size_t> unsettled_ ABSL_GUARDED_BY(mutex_);  // messages to come, by wire
 };
 
 FakeRank::FakeRank(const GeneratedJob& job, int rank, FakeNetwork& network, Causes& causes)
@@ -173,20 +136,13 @@ void FakeRank::make_calls(Wires& wires) {
 void FakeRank::make_call(std::size_t call, Wires& wires, Executor& executor) {
   const auto& generated = job_.programs[job_.calls[call].program];
   Cells cells(*this, call, generated.program);
-  if (job_.calls[call].in_parts) {
-    run_part(call, Part::kForward, wires, executor, cells);
-    run_part(call, Part::kBackward, wires, executor, cells);
-  } else {
-    run_part(call, Part::kAll, wires, executor, cells);
+  using Parts = std::vector<Part>;
+  for (const auto part : job_.calls[call].in_parts ? Parts{Part::kForward, Part::kBackward} : Parts{Part::kAll}) {
+    cells.begin(part, wires);
+    const auto failure = executor.run(generated.program, part, cells);
+    if (failure) std::rethrow_exception(failure->error);
   }
   check(generated, job_.references[job_.calls[call].program], cells);
-}
-
-void FakeRank::run_part(std::size_t call, Part part, Wires& wires, Executor& executor, Cells& cells) {
-  cells.begin(part, wires);
-  const auto failure = executor.run(job_.programs[job_.calls[call].program].program, part, cells);
-  if (failure) std::rethrow_exception(failure->error);
-  cells.end();
 }
 
 /// All ranks tell rank 0, and then it tells them.

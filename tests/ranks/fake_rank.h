@@ -86,7 +86,6 @@ class FakeRank {
   class Cells;
   void make_calls(Wires& wires);
   void make_call(std::size_t call, Wires& wires, Executor& executor);
-  void run_part(std::size_t call, Part part, Wires& wires, Executor& executor, Cells& cells);
   void meet(std::size_t call, Wires& wires);
   void strike(std::size_t call, const std::optional<Action>& action);
   void report(const std::exception_ptr& error, int awaited);

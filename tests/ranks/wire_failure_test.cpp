@@ -1,6 +1,8 @@
 #include <gmock/gmock.h>
+#include <gtest/gtest-spi.h>
 #include <gtest/gtest.h>
 
+#include <array>
 #include <functional>
 #include <optional>
 #include <thread>
@@ -138,7 +140,7 @@ TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
     receiver.expect({&last});
     Header header{.values_bytes = 2};
     const auto first = network.of(0).send(1, kHeaders, std::as_bytes(std::span(&header, 1)));
-    std::unique_ptr<Transfer> second;
+    std::shared_ptr<Transfer> second;
     if (piece_comes) second = network.of(0).send(1, kChanged, std::as_bytes(std::span(layout_and_values)));
     EXPECT_THROW(receiver.receive(0), TimeoutError);
     const auto late = network.of(0).send(1, kChanged, std::as_bytes(std::span(piece)));
@@ -150,13 +152,13 @@ TEST(WireFailure, KeepsMemoryThatAMessageMayStillReach) {
 /// Connections that lose every message.
 class LosingConnections : public Connections {
  public:
-  std::unique_ptr<Transfer> send(int /*rank*/, int /*tag*/, std::span<const std::byte> /*bytes*/) override {
+  std::shared_ptr<Transfer> send(int /*rank*/, int /*tag*/, std::span<const std::byte> /*bytes*/) override {
     struct Lost : Transfer {
       void wait(std::chrono::milliseconds /*limit*/) override { throw TimeoutError("lost"); }
     };
-    return std::make_unique<Lost>();
+    return std::make_shared<Lost>();
   }
-  std::unique_ptr<Transfer> receive(int /*rank*/, int /*tag*/, std::span<std::byte> /*bytes*/) override {
+  std::shared_ptr<Transfer> receive(int /*rank*/, int /*tag*/, std::span<std::byte> /*bytes*/) override {
     throw std::logic_error("nothing receives");
   }
   void close() noexcept override {}
@@ -169,6 +171,39 @@ TEST(WireFailure, ReportsTheErrorOfAnEarlierMessage) {
   EXPECT_NO_THROW(sender.send(last, 0, message({"", ""})));
   EXPECT_THROW(send_until_it_throws(sender), TimeoutError);
   EXPECT_THROW(sender.send(last, 0, message({"", ""})), TimeoutError);
+}
+
+// The network of these tests is strict.
+
+template <typename T>
+auto bytes(T& values) {
+  return std::as_writable_bytes(std::span(values));
+}
+
+TEST(FakeConnections, MoveNothingToARankThatHasStopped) {
+  FakeNetwork network(3);
+  std::array<int, 2> memory = {};
+  const auto receive = network.of(1).receive(0, 0, bytes(memory));
+  const auto send = network.of(0).send(1, 0, bytes(memory));
+  const auto other = network.of(2).receive(1, 0, bytes(memory));
+  network.stop(1);
+  EXPECT_THROW(send->wait(kShortLimit), TimeoutError);
+  EXPECT_THROW(other->wait(kShortLimit), TimeoutError);
+  network.of(0).close();
+  network.of(2).close();
+  network.await_the_others_end(1);
+  EXPECT_THROW(receive->wait(kLongLimit), ConnectionError);
+}
+
+TEST(FakeConnections, ReportAMessageThatIsTooLongAndATransferThatIsDropped) {
+  FakeNetwork network(2);
+  std::array<int, 2> memory = {};
+  const auto send = network.of(0).send(1, 0, bytes(memory));
+  EXPECT_THROW(send->wait(kShortLimit), TimeoutError) << "nothing receives it";
+  auto receive = network.of(1).receive(0, 0, bytes(memory).first(7));
+  EXPECT_NONFATAL_FAILURE(EXPECT_THROW(receive->wait(kLongLimit), ConnectionError), "sent 8 bytes");
+  receive = network.of(1).receive(0, 0, bytes(memory));
+  EXPECT_NONFATAL_FAILURE(receive.reset(), "rank 1 dropped a message from rank 0");
 }
 
 }  // namespace

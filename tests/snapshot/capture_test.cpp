@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "gpipe/gpipe.h"
 #include "gpipe/snapshot.h"
 #include "tests/snapshot/samples.h"
 
@@ -16,7 +15,6 @@ namespace gpipe {
 namespace {
 
 namespace optim = torch::optim;
-using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 TEST(Capture, CopiesTensors) {
@@ -113,32 +111,6 @@ INSTANTIATE_TEST_SUITE_P(
                       make<optim::SGD>(optim::SGDOptions(0.1).momentum(0.9).nesterov(true).weight_decay(0.01))}),
     [](const auto& info) { return info.param.name; });
 
-TEST(Restore, RestoresAtAnotherBalance) {
-  const auto weights_after = [](std::vector<std::int64_t> first, std::vector<std::int64_t> second) {
-    const auto options =
-        GPipeOptions().devices(std::vector<torch::Device>(4, torch::kCPU)).chunks(2).intraop_threads(1);
-    torch::manual_seed(3);
-    GPipe pipe(small_model(), std::move(first), options);
-    optim::Adam optimizer(pipe->parameters(), optim::AdamOptions(0.1));
-    for (int i = 0; i < 2; ++i) train(pipe, optimizer);
-    const auto model = capture_model(*pipe);
-    const auto state = capture_optimizer(optimizer, *pipe);
-    const auto random = capture_random();
-
-    GPipe resumed(small_model(), std::move(second), options);
-    optim::Adam other(resumed->parameters(), optim::AdamOptions(0.5));
-    restore_model(*resumed, model);
-    restore_optimizer(other, *resumed, state);
-    restore_random(random);
-    for (int i = 0; i < 2; ++i) train(resumed, other);
-    return capture_model(*resumed);
-  };
-  const auto same_balance = weights_after({2, 2}, {2, 2});
-  EXPECT_TRUE(same(weights_after({2, 2}, {1, 2, 1}), same_balance));
-  EXPECT_TRUE(same(weights_after({4}, {1, 1, 1, 1}), same_balance));
-  EXPECT_EQ(same_balance.keys(), capture_model(*small_model()).keys());
-}
-
 TEST(Restore, ContinuesTheGenerator) {
   torch::manual_seed(5);
   torch::randn({3});  // normal numbers come in pairs: the generator keeps the fourth
@@ -156,51 +128,51 @@ TEST(Restore, ContinuesTheGenerator) {
   }
 }
 
-TEST(Restore, RefusesTheStateOfAnotherModel) {
-  auto model = small_model();
+/// Changes the state of a model, which then is another one's. Returns the error of a restore, which has changed
+/// nothing.
+std::string refused(torch::nn::Sequential model, const std::function<void(NamedTensors&)>& change) {
   const auto before = capture_model(*model);
-  const auto refused = [&](const std::function<void(NamedTensors&)>& change) {
-    NamedTensors other;
-    for (const auto& item : before) other.insert(item.key(), item.value() + 1);
-    change(other);
-    const auto error = error_of<std::invalid_argument>([&] { restore_model(*model, other); });
-    EXPECT_TRUE(same(capture_model(*model), before));
-    return error;
+  NamedTensors other;
+  for (const auto& item : before) other.insert(item.key(), item.value() + 1);
+  change(other);
+  const auto error = error_of<std::invalid_argument>([&] { restore_model(*model, other); });
+  EXPECT_TRUE(same(capture_model(*model), before));
+  return error;
+}
+
+TEST(Restore, RefusesTheStateOfAnotherModel) {
+  struct Case {
+    std::function<void(NamedTensors&)> change;
+    std::string is;
   };
-  EXPECT_THAT(refused([](auto& other) {
-                other["3.weight"] = torch::ones({2, 5});
-              }),
-              AllOf(HasSubstr("'3.weight'"), HasSubstr("[2, 5]"), HasSubstr("[2, 4]")));
-  EXPECT_THAT(refused([](auto& other) { other["0.bias"] = other["0.bias"].to(torch::kDouble); }),
-              AllOf(HasSubstr("'0.bias'"), HasSubstr("Double"), HasSubstr("Float")));
-  EXPECT_THAT(refused([](auto& other) { other.erase("1.running_mean"); }),
-              AllOf(HasSubstr("'1.running_mean'"), HasSubstr("[4]")));
-  EXPECT_THAT(refused([](auto& other) { other.insert("4.weight", torch::ones({9})); }),
-              AllOf(HasSubstr("'4.weight'"), HasSubstr("[9]")));
-  EXPECT_THAT(refused([](auto& other) { other["0.weight"] = torch::Tensor(); }), HasSubstr("'0.weight' is undefined"));
-  EXPECT_THAT(refused([](auto& other) { other["3.weight"] = other["3.weight"].to_sparse(); }),
-              HasSubstr("'3.weight' is Float[2, 4] Sparse in the snapshot"));
-  EXPECT_THAT(refused([](auto& other) { other["3.weight"] = other["3.weight"].to(torch::kMeta); }),
-              HasSubstr("'3.weight' is Float[2, 4] without data in the snapshot"));
+  const std::vector<Case> cases = {
+      {[](auto& other) {
+         other["3.weight"] = torch::ones({2, 5});
+       },
+       "'3.weight' is Float[2, 5] in the snapshot and"},
+      {[](auto& other) { other["0.bias"] = other["0.bias"].to(torch::kDouble); }, "'0.bias' is Double[4] in the"},
+      {[](auto& other) { other.erase("1.running_mean"); }, "'1.running_mean' is missing in the snapshot and Float[4]"},
+      {[](auto& other) { other.insert("4.weight", torch::ones({9})); }, "'4.weight' is Float[9] in the snapshot and"},
+      {[](auto& other) { other["0.weight"] = torch::Tensor(); }, "'0.weight' is undefined"},
+      {[](auto& other) { other["3.weight"] = other["3.weight"].to_sparse(); }, "'3.weight' is Float[2, 4] Sparse in"},
+      {[](auto& other) { other["3.weight"] = other["3.weight"].to(torch::kMeta); },
+       "'3.weight' is Float[2, 4] without data in the snapshot"}};
+  for (const auto& [change, is] : cases) EXPECT_THAT(refused(small_model(), change), HasSubstr(is));
 }
 
 TEST(Restore, RefusesAModelWithTensorsThatCannotBeWritten) {
-  const auto refused = [&](const at::Tensor& last) {
+  const auto refused_with = [](const at::Tensor& last) {
     auto model = small_model();
     model->register_buffer("last", last);
-    const auto before = capture_model(*model);
-    NamedTensors other;
-    for (const auto& item : before) other.insert(item.key(), item.value() + 1);
-    const auto error = error_of<std::invalid_argument>([&] { restore_model(*model, other); });
-    EXPECT_TRUE(same(capture_model(*model), before));
-    return error;
+    return refused(model, [](auto&) {});
   };
-  EXPECT_THAT(refused(torch::zeros({1}).expand({2})), HasSubstr("'last' of this model: some of its elements share"));
   const auto made_in_inference_mode = [] {
     const c10::InferenceMode mode;
     return torch::zeros({2});
   };
-  EXPECT_THAT(refused(made_in_inference_mode()), HasSubstr("'last' of this model: it was made in inference mode"));
+  const std::string last = "'last' of this model: ";
+  EXPECT_THAT(refused_with(torch::zeros({1}).expand({2})), HasSubstr(last + "some of its elements share"));
+  EXPECT_THAT(refused_with(made_in_inference_mode()), HasSubstr(last + "it was made in inference mode"));
 }
 
 TEST(Restore, RefusesTheStateOfAnotherOptimizer) {
@@ -208,35 +180,31 @@ TEST(Restore, RefusesTheStateOfAnotherOptimizer) {
   optim::Adam optimizer(model->parameters(), optim::AdamOptions(0.1));
   train(model, optimizer);
   const auto before = capture_optimizer(optimizer, *model);
-  const auto refused = [&](const std::function<void(OptimizerState&)>& change) {
+  using Group = OptimizerState::Group;
+  const auto expect_refused = [&](const std::vector<std::string>& words,
+                                  const std::function<void(OptimizerState & other, Group & group)>& change) {
     auto other = before;
     other.param_groups[0].options["lr"] = 5.0;
-    change(other);
+    change(other, other.param_groups[0]);
     const auto error = error_of<std::invalid_argument>([&] { restore_optimizer(optimizer, *model, other); });
+    for (const auto& word : words) EXPECT_THAT(error, HasSubstr(word));
     EXPECT_TRUE(same(capture_optimizer(optimizer, *model), before));
-    return error;
   };
-  EXPECT_THAT(refused([](auto& other) { other.type = "SGD"; }), AllOf(HasSubstr("SGD"), HasSubstr("Adam")));
-  EXPECT_THAT(refused([](auto& other) { other.param_groups.emplace_back(); }), HasSubstr("2 groups"));
-  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].params.erase(other.param_groups[0].params.begin()); }),
-              HasSubstr("lacks '0.weight'"));
-  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].params.push_back("9.weight"); }),
-              HasSubstr("also has '9.weight'"));
-  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].options.erase("eps"); }), HasSubstr("'eps'"));
-  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].options["betas"] = 0.9; }), HasSubstr("'betas'"));
-  EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight")["step"] = 1.0; }),
-              AllOf(HasSubstr("'step'"), HasSubstr("'3.weight'")));
-  EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight")["exp_avg"] = torch::ones({7}); }),
-              AllOf(HasSubstr("'exp_avg'"), HasSubstr("'3.weight'")));
-  for (const auto& wrong : {torch::ones({2, 4}).to_sparse(), torch::ones({2, 4}, torch::kMeta),
+  expect_refused({"SGD", "Adam"}, [](auto& other, auto&) { other.type = "SGD"; });
+  expect_refused({"2 groups"}, [](auto& other, auto&) { other.param_groups.emplace_back(); });
+  expect_refused({"lacks '0.weight'"}, [](auto&, auto& group) { group.params.erase(group.params.begin()); });
+  expect_refused({"also has '9.weight'"}, [](auto&, auto& group) { group.params.push_back("9.weight"); });
+  expect_refused({"'eps'"}, [](auto&, auto& group) { group.options.erase("eps"); });
+  expect_refused({"'betas'"}, [](auto&, auto& group) { group.options["betas"] = 0.9; });
+  expect_refused({"'max_exp_avg_sq'"}, [](auto&, auto& group) { group.options["amsgrad"] = true; });
+  expect_refused({"state of a parameter"}, [](auto& other, auto&) { other.state["9.weight"] = {}; });
+  expect_refused({"'exp_avg_sq'"}, [](auto& other, auto&) { other.state.at("3.weight").erase("exp_avg_sq"); });
+  expect_refused({"'step'", "'3.weight'"}, [](auto& other, auto&) { other.state.at("3.weight")["step"] = 1.0; });
+  for (const auto& wrong : {torch::ones({7}), torch::ones({2, 4}).to_sparse(), torch::ones({2, 4}, torch::kMeta),
                             torch::ones({2, 4}, torch::kDouble), torch::Tensor()}) {
-    EXPECT_THAT(refused([&](auto& other) { other.state.at("3.weight")["exp_avg"] = wrong; }),
-                AllOf(HasSubstr("'exp_avg'"), HasSubstr("'3.weight'")));
+    expect_refused({"'exp_avg'", "'3.weight'"},
+                   [&](auto& other, auto&) { other.state.at("3.weight")["exp_avg"] = wrong; });
   }
-  EXPECT_THAT(refused([](auto& other) { other.state.at("3.weight").erase("exp_avg_sq"); }), HasSubstr("'exp_avg_sq'"));
-  EXPECT_THAT(refused([](auto& other) { other.param_groups[0].options["amsgrad"] = true; }),
-              HasSubstr("'max_exp_avg_sq'"));
-  EXPECT_NE(refused([](auto& other) { other.state["9.weight"] = {}; }), "");
 }
 
 TEST(Capture, RefusesUnsupportedOptimizers) {

@@ -8,10 +8,14 @@
 #include <cstdint>
 #include <string>
 
+#include "gpipe/snapshot/atomic_file.h"
 #include "tests/snapshot/samples.h"
 
 namespace gpipe {
 namespace {
+
+using ::testing::AllOf;
+using ::testing::HasSubstr;
 
 TEST(Snapshot, RoundTrip) {
   const TemporaryDirectory folder;
@@ -19,14 +23,9 @@ TEST(Snapshot, RoundTrip) {
   snapshot.position["seed"] = std::int64_t{1} << 60;
   write_snapshot(folder / "latest", snapshot);
   EXPECT_TRUE(same(read_snapshot(folder / "latest"), snapshot));
-  write_snapshot(folder / "latest", read_snapshot(folder / "latest"));
-  EXPECT_TRUE(same(read_snapshot(folder / "latest"), snapshot));
-}
-
-TEST(Snapshot, RoundTripOfAnEmptySnapshot) {
-  const TemporaryDirectory folder;
-  write_snapshot(folder / "empty", {});
-  EXPECT_TRUE(same(read_snapshot(folder / "empty"), {}));
+  EXPECT_EQ(to_bytes(read_snapshot(folder / "latest")), bytes_of(folder / "latest"));
+  write_snapshot(folder / "latest", {});
+  EXPECT_TRUE(same(read_snapshot(folder / "latest"), {}));
 }
 
 TEST(Snapshot, RoundTripOfTensorsOfEveryTypeAndLayout) {
@@ -58,17 +57,55 @@ TEST(Snapshot, RoundTripOfTensorsOfEveryTypeAndLayout) {
   EXPECT_LT(std::filesystem::file_size(folder / "view"), 10000);
 }
 
-TEST(Snapshot, FilesOfEqualSnapshotsAreEqual) {
-  const auto snapshot = small_snapshot();
-  EXPECT_EQ(to_bytes(from_bytes(to_bytes(snapshot))), to_bytes(snapshot));
-}
-
 TEST(Snapshot, WeightsAreReadAlone) {
   const TemporaryDirectory folder;
   const auto snapshot = small_snapshot();
   write_snapshot(folder / "latest", snapshot);
   EXPECT_TRUE(same(read_weights(folder / "latest"), snapshot.model));
-  EXPECT_THAT(error_of([&] { read_weights(folder / "missing"); }), testing::HasSubstr("missing': No such file"));
+  EXPECT_THAT(error_of([&] { read_weights(folder / "missing"); }), HasSubstr("missing': No such file"));
+}
+
+TEST(AtomicFile, KeepsThePreviousFileUntilCommit) {
+  const TemporaryDirectory folder;
+  const auto path = folder / "file";
+  write_bytes(path, "old");
+  {
+    AtomicFile abandoned(path);
+    abandoned.write("new", 3);
+  }
+  EXPECT_EQ(bytes_of(path), "old");
+  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
+
+  write_bytes(folder / "file.tmp", "left by a killed writer");
+  AtomicFile file(path);
+  file.write("n", 1);
+  file.write("ew", 2);
+  EXPECT_EQ(bytes_of(path), "old");
+  file.commit();
+  EXPECT_EQ(bytes_of(path), "new");
+  EXPECT_FALSE(std::filesystem::exists(folder / "file.tmp"));
+}
+
+TEST(AtomicFile, RefusesASecondWriter) {
+  const TemporaryDirectory folder;
+  const auto path = folder / "file";
+  AtomicFile first(path);
+  first.write("first", 5);
+  EXPECT_THAT(error_of([&] { AtomicFile second(path); }), HasSubstr("another writer"));
+  first.commit();
+  EXPECT_EQ(bytes_of(path), "first");
+  AtomicFile(path).commit();
+  EXPECT_EQ(bytes_of(path), "");
+}
+
+TEST(AtomicFile, ErrorsNameThePathAndTheReason) {
+  const TemporaryDirectory folder;
+  EXPECT_THAT(error_of([&] { write_snapshot(folder / "absent" / "latest", {}); }),
+              AllOf(HasSubstr("absent/latest"), HasSubstr("No such file")));
+  std::filesystem::create_directory(folder / "folder");
+  EXPECT_THAT(error_of([&] { write_snapshot(folder / "folder", {}); }),
+              AllOf(HasSubstr("folder"), HasSubstr("directory")));
+  EXPECT_FALSE(std::filesystem::exists(folder / "folder.tmp"));
 }
 
 }  // namespace

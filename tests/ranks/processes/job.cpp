@@ -1,37 +1,112 @@
 #include "tests/ranks/processes/job.h"
 
 #include <fcntl.h>
-#include <gtest/gtest.h>
-#include <spawn.h>
+#include <sys/socket.h>
 #include <sys/wait.h>
-#include <torch/torch.h>
 #include <unistd.h>
-#include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 #include <csignal>
 #include <cstdlib>
-#include <filesystem>
+#include <cstring>
 #include <fstream>
 #include <iostream>
 #include <set>
 #include <sstream>
 #include <stdexcept>
 #include <thread>
-
-extern char** environ;
+#include <torch/csrc/distributed/c10d/FileStore.hpp>
 
 namespace gpipe {
 namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr const char* kRank = "GPIPE_TEST_RANK";
-constexpr const char* kFolder = "GPIPE_TEST_FOLDER";
-constexpr const char* kNumber = "GPIPE_TEST_NUMBER";  // of a repeated job
+/// What the tests ask of the server: a process that forks the ranks. It has loaded the libraries, so a rank starts at
+/// once, and has no threads, which a fork would lose.
+struct Request {
+  char test[256] = {};
+  int size = 0;
+  int job = 0;
+  int number = 0;  // of a repeated job
+  std::chrono::seconds limit{0};
+};
+struct Ended {
+  int status = 0;
+  double seconds = 0;
+};
 
-std::string test_name() {
-  const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
-  return std::string(info->test_suite_name()) + "." + info->name();
+pid_t tests_process = 0;
+int server = -1;  // the socket to the server
+Request present;  // in a rank: its job; else the last one
+int this_rank = -1;
+
+std::filesystem::path folder_of(const Request& request) {
+  return shared_folder() / ("job" + std::to_string(request.job));
+}
+std::filesystem::path output_of(const Request& request, int rank) {
+  return folder_of(request) / ("output" + std::to_string(rank));
+}
+
+void become_rank(const Request& request, int rank) {
+  present = request;
+  this_rank = rank;
+  const int output = open(output_of(request, rank).c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
+  dup2(output, STDOUT_FILENO);
+  dup2(output, STDERR_FILENO);
+  close(output);
+  GTEST_FLAG_SET(filter, request.test);
+  GTEST_FLAG_SET(brief, true);
+}
+
+/// Waits until the processes of a job have ended.
+std::vector<Ended> await(std::vector<pid_t> processes, std::chrono::seconds limit) {
+  const auto begin = Clock::now();
+  std::vector<Ended> ends(processes.size());
+  std::set<pid_t> stopped;
+  for (auto left = processes.size(); left > 0; std::this_thread::sleep_for(std::chrono::milliseconds(1))) {
+    for (std::size_t r = 0; r < processes.size(); ++r) {
+      int status = 0;
+      if (processes[r] == 0 || waitpid(processes[r], &status, WNOHANG | WUNTRACED) == 0) continue;
+      if (WIFSTOPPED(status)) {
+        stopped.insert(processes[r]);
+        continue;
+      }
+      stopped.erase(std::exchange(processes[r], 0));
+      ends[r].status = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
+      ends[r].seconds = std::chrono::duration<double>(Clock::now() - begin).count();
+      --left;
+    }
+    if (left > stopped.size() && Clock::now() - begin < limit) continue;
+    for (const auto process : processes) {
+      if (process != 0) kill(process, SIGKILL);
+    }
+  }
+  return ends;
+}
+
+/// Serves the tests until they have ended. Returns in each rank.
+void serve(int tests) {
+  for (Request request; read(tests, &request, sizeof request) == sizeof request;) {
+    std::vector<pid_t> processes;
+    for (int rank = 0; rank < request.size; ++rank) {
+      processes.push_back(fork());
+      if (processes.back() != 0) continue;
+      close(tests);
+      return become_rank(request, rank);
+    }
+    const auto ends = await(processes, request.limit);
+    if (write(tests, ends.data(), ends.size() * sizeof(Ended)) < 0) break;
+  }
+  std::_Exit(0);
+}
+
+void start_server() {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) throw std::runtime_error("cannot make sockets");
+  const bool is_server = fork() == 0;
+  close(ends[is_server ? 0 : 1]);
+  if (is_server) return serve(ends[1]);
+  server = ends[0];
 }
 
 [[noreturn]] void run_as_rank(int size, const std::function<void(std::shared_ptr<Ranks>)>& body,
@@ -49,79 +124,42 @@ std::string test_name() {
   std::_Exit(::testing::Test::HasFailure() ? 1 : 0);
 }
 
-pid_t start(int rank, const std::string& folder) {
-  std::vector<std::string> words{"/proc/self/exe", "--gtest_filter=" + test_name(), "--gtest_brief=1"};
-  std::vector<std::string> variables{std::string(kRank) + "=" + std::to_string(rank),
-                                     std::string(kFolder) + "=" + folder, "OMP_NUM_THREADS=1"};
-  for (char** variable = environ; *variable != nullptr; ++variable) variables.emplace_back(*variable);
-  std::vector<char*> arguments;
-  for (auto& word : words) arguments.push_back(word.data());
-  arguments.push_back(nullptr);
-  std::vector<char*> environment;
-  for (auto& variable : variables) environment.push_back(variable.data());
-  environment.push_back(nullptr);
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  const auto output = folder + "/output" + std::to_string(rank);
-  posix_spawn_file_actions_addopen(&actions, STDOUT_FILENO, output.c_str(), O_WRONLY | O_CREAT | O_TRUNC, 0600);
-  posix_spawn_file_actions_adddup2(&actions, STDOUT_FILENO, STDERR_FILENO);
-  pid_t process = 0;
-  const int error = posix_spawn(&process, words[0].c_str(), &actions, nullptr, arguments.data(), environment.data());
-  posix_spawn_file_actions_destroy(&actions);
-  if (error != 0) throw std::runtime_error("cannot start a process");
-  return process;
-}
-
-std::string content(const std::string& file) {
-  std::ostringstream text;
-  text << std::ifstream(file).rdbuf();
-  return text.str();
-}
-
 }  // namespace
 
-int rank_of_this_process() {
-  const char* rank = std::getenv(kRank);
-  return rank == nullptr ? -1 : std::atoi(rank);
+int rank_of_this_process() { return this_rank; }
+
+std::filesystem::path shared_folder() {
+  return std::filesystem::temp_directory_path() / ("gpipe_ranks_" + std::to_string(tests_process));
 }
 
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options) {
   static int made = 0;
-  const auto file = std::string(std::getenv(kFolder)) + "/store" + std::to_string(made++);
-  return std::make_shared<Ranks>(c10::make_intrusive<c10d::FileStore>(file, /*numWorkers=*/-1), rank_of_this_process(),
-                                 size, options.interface("lo"));
+  const auto file = folder_of(present) / ("store" + std::to_string(made++));
+  return std::make_shared<Ranks>(c10::make_intrusive<c10d::FileStore>(file.string(), /*numWorkers=*/-1),
+                                 rank_of_this_process(), size, options.interface("lo"));
 }
 
 std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options) {
   if (rank_of_this_process() >= 0) run_as_rank(size, body, options);
-  std::string folder = std::filesystem::temp_directory_path() / "gpipe_job_XXXXXX";
-  if (mkdtemp(folder.data()) == nullptr) throw std::runtime_error("cannot make a folder");
-  const auto begin = Clock::now();
-  std::vector<pid_t> processes;
-  for (int r = 0; r < size; ++r) processes.push_back(start(r, folder));
-  std::vector<End> ends(size);
-  std::set<pid_t> stopped;
-  for (std::size_t left = size; left > 0; std::this_thread::sleep_for(std::chrono::milliseconds(5))) {
-    for (int r = 0; r < size; ++r) {
-      int status = 0;
-      if (processes[r] == 0 || waitpid(processes[r], &status, WNOHANG | WUNTRACED) == 0) continue;
-      if (WIFSTOPPED(status)) {
-        stopped.insert(processes[r]);
-        continue;
-      }
-      stopped.erase(processes[r]);
-      processes[r] = 0;
-      ends[r].status = WIFEXITED(status) ? WEXITSTATUS(status) : -WTERMSIG(status);
-      ends[r].output = content(folder + "/output" + std::to_string(r));
-      ends[r].seconds = std::chrono::duration<double>(Clock::now() - begin).count();
-      --left;
-    }
-    if (left > stopped.size() && Clock::now() - begin < options.limit) continue;
-    for (const auto process : processes) {
-      if (process != 0) kill(process, SIGKILL);
-    }
+  const auto* info = ::testing::UnitTest::GetInstance()->current_test_info();
+  const auto test = std::string(info->test_suite_name()) + "." + info->name();
+  std::strncpy(present.test, test.c_str(), sizeof present.test - 1);
+  present.size = size;
+  ++present.job;
+  present.limit = options.limit;
+  std::filesystem::create_directories(folder_of(present));
+  std::vector<Ended> ended(size);
+  const auto bytes = static_cast<ssize_t>(size * sizeof(Ended));
+  if (write(server, &present, sizeof present) < 0 || recv(server, ended.data(), bytes, MSG_WAITALL) != bytes) {
+    throw std::runtime_error("the server of jobs has ended");
   }
-  std::filesystem::remove_all(folder);
+  std::vector<End> ends;
+  for (int rank = 0; rank < size; ++rank) {
+    std::ostringstream output;
+    output << std::ifstream(output_of(present, rank)).rdbuf();
+    ends.push_back({ended[rank].status, output.str(), ended[rank].seconds});
+  }
+  std::filesystem::remove_all(folder_of(present));
   return ends;
 }
 
@@ -133,12 +171,11 @@ void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& bod
 }
 
 void repeat_job(int count, const std::function<void(int number)>& run) {
-  if (rank_of_this_process() >= 0) return run(std::atoi(std::getenv(kNumber)));
+  if (rank_of_this_process() >= 0) return run(present.number);
   for (int number = 0; number < count && !::testing::Test::HasFailure(); ++number) {
-    setenv(kNumber, std::to_string(number).c_str(), /*overwrite=*/1);
+    present.number = number;
     run(number);
   }
-  unsetenv(kNumber);
 }
 
 int number_of_kills() {
@@ -153,4 +190,32 @@ void kill_after(std::chrono::microseconds delay) {
   }).detach();
 }
 
+std::string message_from(const std::function<void()>& function) {
+  try {
+    function();
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+  return "nothing";
+}
+
+void expect_part_of(const Record& part, const Record& whole) {
+  for (const auto& [name, tensor] : part) {
+    const auto found = whole.find(name);
+    ASSERT_NE(found, whole.end()) << name;
+    EXPECT_TRUE(same(tensor, found->second)) << name;
+  }
+}
+
 }  // namespace gpipe
+
+int main(int count, char** arguments) {
+  ::testing::InitGoogleMock(&count, arguments);
+  gpipe::tests_process = getpid();
+  gpipe::start_server();
+  const int result = RUN_ALL_TESTS();
+  std::filesystem::remove_all(gpipe::shared_folder());
+  return result;
+}

@@ -2,17 +2,23 @@
 #pragma once
 
 #include <chrono>
+#include <filesystem>
 #include <functional>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "gpipe/ranks.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe {
 
 /// The rank of this process in a job of run_job(); -1 in the process that starts the job.
 int rank_of_this_process();
+
+/// A folder that all processes of these tests share.
+std::filesystem::path shared_folder();
 
 /// How a process of a job ended.
 struct End {
@@ -28,21 +34,21 @@ inline RanksOptions patient() {
 
 struct JobOptions {
   RanksOptions ranks = patient();
-  std::function<void(int rank)> before;  ///< called in each process before its Ranks are made
-  std::chrono::seconds limit{60};        ///< processes that still run then are killed
+  std::function<void(int rank)> before = nullptr;  ///< called in each process before its Ranks are made
+  std::chrono::seconds limit{60};                  ///< processes that still run then are killed
 };
 
-/// Runs the current test in `size` new processes of this program, where this function calls `body` and then ends the
-/// process: with status 0 if no expectation failed, 1 if one did, 2 for an exception. In the process that starts the job,
-/// returns how the processes ended. Stopped processes are killed when the others have ended.
+/// Runs the current test in `size` new processes, where this function calls `body` and then ends the process: with
+/// status 0 if no expectation failed, 1 if one did, 2 for an exception. In the process that starts the job, returns how
+/// the processes ended. Stopped processes are killed when the others have ended.
 std::vector<End> run_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body,
                          const JobOptions& options = {});
 
 /// The same, and expects each process to end with status 0.
 void expect_job(int size, const std::function<void(std::shared_ptr<Ranks>)>& body, const JobOptions& options = {});
 
-/// Calls `run`, which runs a job, with the numbers from 0 to `count` - 1. In a process of a job, calls it with the job's number
-/// only. Stops when an expectation has failed.
+/// Calls `run`, which runs a job, with the numbers from 0 to `count` - 1. In a process of a job, calls it with the
+/// job's number only. Stops when an expectation has failed.
 void repeat_job(int count, const std::function<void(int number)>& run);
 
 /// How often tests kill a rank: GPIPE_KILLS, or a few times.
@@ -53,5 +59,17 @@ void kill_after(std::chrono::microseconds delay);
 
 /// Makes Ranks of the same job of `size` ranks, independent of those before. All ranks call this equally often.
 std::shared_ptr<Ranks> new_ranks(int size, RanksOptions options = patient());
+
+/// The message of the exception that a function throws; "nothing" if it throws none.
+std::string message_from(const std::function<void()>& function);
+
+/// What calls leave, by name.
+using Record = std::map<std::string, Tensor>;
+
+/// Expects that one process's record has the same bits for all that is in a rank's record.
+void expect_part_of(const Record& part, const Record& whole);
+
+inline const LossFunction kSquaredError =
+    tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); });
 
 }  // namespace gpipe

@@ -5,13 +5,8 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
-#include <numeric>
-#include <string>
-#include <vector>
 
 #include "gpipe/tensors/transfer.h"
-#include "tests/gpipe/helpers.h"
 #include "tests/ranks/processes/job.h"
 
 namespace gpipe {
@@ -88,7 +83,8 @@ TEST(ParcelMessage, SendsNoRepeatsAndNoGaps) {
 }
 
 TEST(ParcelMessage, RefusesLayoutsThatNeedTooMuchMemory) {
-  // Of one tensor with two dimensions: parcels, form, tensors, gradient, type, device, dimensions, sizes, strides, lead.
+  // Of one tensor with two dimensions: parcels, form, tensors, gradient, type, device, dimensions, sizes, strides,
+  // lead.
   const auto changed = [](std::vector<std::pair<int, std::int64_t>> words) {
     auto layout = message_of(torch::ones({2, 3})).layout;
     EXPECT_EQ(layout.size(), 12 * sizeof(std::int64_t));
@@ -96,19 +92,15 @@ TEST(ParcelMessage, RefusesLayoutsThatNeedTooMuchMemory) {
     return [layout] { parcel_memory({})(layout); };
   };
   constexpr std::int64_t kHuge = std::int64_t{1} << 50;
-  const auto too_much = throws<std::runtime_error>("needs more memory than this host has");
-  EXPECT_THAT(changed({{7, kHuge}}), too_much);
-  EXPECT_THAT(changed({{9, kHuge}}), too_much);
-  EXPECT_THAT(changed({{7, 1}, {8, kHuge}}), too_much);
-  EXPECT_THAT(changed({{5, 1}, {7, kHuge}}), too_much);
-  const auto malformed = throws<std::runtime_error>("malformed layout");
-  EXPECT_THAT(changed({{7, std::int64_t{1} << 62}}), malformed);
-  EXPECT_THAT(changed({{7, 3}, {9, std::int64_t{1} << 62}}), malformed);
-  EXPECT_THAT(changed({{7, -1}}), malformed);
-  EXPECT_THAT(changed({{9, -1}}), malformed);
-  EXPECT_THAT(changed({{11, 2}}), malformed);  // no multiple of the size of an element
-  EXPECT_THAT(changed({{11, 64}}), malformed);
-  EXPECT_THAT(changed({{6, 3}}), malformed);
+  constexpr std::int64_t kMost = std::int64_t{1} << 62;
+  const std::vector<std::vector<std::pair<int, std::int64_t>>> too_much = {
+      {{7, kHuge}}, {{9, kHuge}}, {{7, 1}, {8, kHuge}}, {{5, 1}, {7, kHuge}}, {{7, kMost}}, {{7, 3}, {9, kMost}}};
+  for (const auto& words : too_much) {
+    EXPECT_THAT(changed(words), throws<std::runtime_error>("needs more memory than this host has"));
+  }
+  // The last ones: no multiple of the size of an element, no lead, too many dimensions.
+  const std::vector<std::pair<int, std::int64_t>> malformed = {{7, -1}, {9, -1}, {11, 2}, {11, 64}, {6, 3}};
+  for (const auto& word : malformed) EXPECT_THAT(changed({word}), throws<std::runtime_error>("malformed layout"));
   EXPECT_NO_THROW(changed({{11, 4}})());
 }
 

@@ -1,257 +1,323 @@
-// Over processes, sequences of calls leave the same outputs, gradients, buffers and random numbers as in one process.
+// The state of a model over processes: parameters that ranks share, snapshots that ranks join, layers that factories
+// make.
 
-#include <gtest/gtest.h>
+#include <gmock/gmock.h>
 #include <torch/torch.h>
 
-#include <functional>
-#include <map>
-#include <optional>
-#include <string>
-#include <vector>
+#include <algorithm>
+#include <csignal>
+#include <numeric>
 
-#include "tests/gpipe/helpers.h"
+#include "gpipe/rank_state.h"
 #include "tests/gpipe/layers.h"
+#include "tests/gpipe/tied_model.h"
 #include "tests/ranks/processes/job.h"
 
 namespace gpipe {
 namespace {
 
 namespace nn = torch::nn;
+using ::testing::HasSubstr;
 
-const std::string kOfInput = "gradient of the input";  // only the first stage's rank has it
+// Parameters that ranks share.
 
-/// A pipeline and what its calls leave, by name.
-struct Trial {
-  GPipe pipe{nullptr};
-  std::map<std::string, Tensor> record;
-  int calls = 0;
+/// Seven layers, of which 0 owns a matrix on the first rank, and 2 and 6 share it.
+GPipe tied_pipe(const std::shared_ptr<Ranks>& ranks, Checkpoint checkpoint = Checkpoint::kNever,
+                const Sequential& model = tied_model()) {
+  return GPipe(model, Balance{1, 6}, GPipeOptions().chunks(4).checkpoint(checkpoint).ranks(ranks));
+}
 
-  /// Notes results, and the state of this rank: gradients, parameters, buffers, the default generator.
-  void note(const std::vector<Tensor>& results) {
-    const auto call = "call " + std::to_string(calls++) + ": ";
-    for (std::size_t i = 0; i < results.size(); ++i) add(call + "result " + std::to_string(i), results[i]);
-    for (const auto& parameter : pipe->named_parameters()) {
-      add(call + parameter.key(), parameter.value());
-      add(call + "gradient of " + parameter.key(), parameter.value().grad());
-    }
-    for (const auto& buffer : pipe->named_buffers()) add(call + buffer.key(), buffer.value());
-    add(call + "generator", generator_state());
-  }
-  void add(const std::string& name, const Tensor& tensor) {
-    record[name] = tensor.defined() ? tensor.detach().clone() : Tensor();
-  }
+TEST(RanksTied, TheOwnersRankFreezesTheParameter) {
+  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
+    const auto run = [&](const std::shared_ptr<Ranks>& over) {
+      auto pipe = tied_pipe(over, Checkpoint::kAlways);
+      Record record;
+      for (const std::string when : {"frozen", "trained", "frozen again"}) {
+        if (pipe->is_here(0)) pipe->parameters()[0].set_requires_grad(when == "trained");
+        pipe->zero_grad();
+        pipe->forward(words_of(8)).square().sum().backward();
+        pipe->step(words_of(8), next_words(words_of(8)), kCrossEntropy);
+        for (const auto& parameter : pipe->named_parameters()) {
+          if (parameter.key() != "2.weight" && parameter.key() != "6.weight") {
+            record[when + parameter.key()] = parameter->grad().defined() ? parameter->grad().clone() : Tensor();
+          }
+        }
+      }
+      return record;
+    };
+    expect_part_of(run(ranks), run(nullptr));
+  });
+}
+
+TEST(RanksTied, TheParameterCountsOnce) {
+  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
+    auto pipe = tied_pipe(ranks);
+    const std::vector<double> numbers = ranks->rank() == 0 ? std::vector<double>{0} : std::vector<double>{1, 2, 3, 4};
+    EXPECT_THAT(pipe->of_all_parameters(numbers), ::testing::ElementsAre(0, 1, 2, 3, 4));
+
+    // An optimizer of the module's parameters has the copies too.
+    const nn::Module& module = *pipe;
+    torch::optim::SGD optimizer(distinct_parameters(module), torch::optim::SGDOptions(0.1));
+    Snapshot mine;
+    mine.model = capture_model(*pipe);
+    mine.optimizer = capture_optimizer(optimizer, *pipe);
+    EXPECT_THAT(message_from([&] { gather(*pipe, mine); }),
+                HasSubstr("the optimizer has '2.weight', which another rank trains as '0.weight'"));
+    EXPECT_TRUE(pipe->ties_unchanged());
+  });
+}
+
+struct TiedError {
+  std::string name;
+  std::function<void(const std::shared_ptr<Ranks>&)> run;
+  std::string on_rank_1;
+  std::string on_rank_0 = "rank 1 failed";
 };
 
-using Make = std::function<GPipe(std::shared_ptr<Ranks>)>;
-using Calls = std::function<void(Trial&)>;
-
-/// Runs the calls over the ranks and in this process alone. Each rank must leave what the one process leaves.
-void compare(const std::shared_ptr<Ranks>& ranks, const Make& make, const Calls& calls) {
-  const auto run = [&](std::shared_ptr<Ranks> over) {
-    torch::manual_seed(3);
-    Trial trial{make(std::move(over)), {}};
-    calls(trial);
-    return trial;
-  };
-  const auto alone = run(nullptr);
-  const auto over_ranks = run(ranks);
-  EXPECT_EQ(over_ranks.calls, alone.calls);
-  EXPECT_FALSE(over_ranks.pipe->named_parameters().is_empty());
-  for (const auto& [name, tensor] : over_ranks.record) {
-    const auto expected = alone.record.find(name);
-    ASSERT_NE(expected, alone.record.end()) << name;
-    EXPECT_TRUE(same(tensor, expected->second)) << name;
-  }
-  for (const auto& [name, tensor] : alone.record) {
-    if (name == kOfInput) EXPECT_EQ(over_ranks.record.count(name), ranks->rank() == 0) << name;
-  }
-}
-
-Tensor batch(std::int64_t samples) { return torch::arange(samples * 6, torch::kFloat).reshape({samples, 6}).sin(); }
-
-void zero_gradients(GPipe& pipe) {
-  for (auto& parameter : pipe->parameters()) parameter.mutable_grad() = Tensor();
-}
-
-void descend(GPipe& pipe) {
+void double_the_matrix(const GPipe& pipe, int rank) {
   const torch::NoGradGuard no_grad;
-  for (auto& parameter : pipe->parameters()) {
-    if (parameter.grad().defined()) parameter.sub_(parameter.grad(), 0.1);
-  }
-  zero_gradients(pipe);
+  if (rank == 0) pipe->parameters()[0].mul_(2);
 }
 
-const LossFunction kLoss = tensor_loss([](const Tensor& out, const Tensor& t) { return torch::mse_loss(out, t); });
-
-Sequential model_with_state() {
-  return Sequential(Linear(6, 6), nn::BatchNorm1d(6), Stash("a"), nn::Dropout(0.3), Linear(6, 6), nn::ReLU(), Pop("a"),
-                    nn::BatchNorm1d(6), nn::Dropout(0.2), Linear(6, 6));
-}
-
-void train_and_evaluate(Trial& trial) {
-  auto& pipe = trial.pipe;
-  const auto evaluate = [&](std::int64_t samples) {
-    const torch::NoGradGuard no_grad;
-    pipe->eval();
-    trial.note({pipe->forward(batch(samples))});
-    pipe->train();
-  };
-  for (const std::int64_t samples : {9, 8, 6, 11}) {  // also with an uneven last micro-batch
-    auto output = pipe->forward(batch(samples));
-    output.sin().sum().backward();
-    trial.note({output});
-    descend(pipe);
-    evaluate(samples + 1);
-  }
-  evaluate(1);
-  for (const std::int64_t samples : {9, 12, 8}) {
-    auto result = pipe->step(batch(samples), batch(samples).cos(), kLoss, StepOptions().return_output(true));
-    trial.note({result.loss, result.output.tensor()});
-    pipe->step(batch(samples), batch(samples).cos(), kLoss);  // accumulates
-    trial.note({});
-    descend(pipe);
-    evaluate(samples);
-  }
-  {
-    const torch::NoGradGuard no_grad;
-    trial.note({pipe->forward(batch(9))});  // in training mode
-  }
-}
-
-/// Several graphs at once, graphs that are used twice, and autograd's other entries.
-void use_graphs(Trial& trial) {
-  auto& pipe = trial.pipe;
-  auto one = pipe->forward(batch(9));
-  auto two = pipe->forward(batch(6));
-  two.sum().backward();
-  trial.note({one, two});
-  (one * one).sum().backward();
-  trial.note({});
-  zero_gradients(pipe);
-
-  auto kept = pipe->forward(batch(9));
-  kept.sum().backward({}, /*retain_graph=*/true);
-  trial.note({kept});
-  kept.cos().sum().backward();
-  trial.note({});
-  zero_gradients(pipe);
-  { auto dropped = pipe->forward(batch(9)); }  // without a backward
-
-  auto loss = pipe->loss(batch(9), batch(9).cos(), kLoss);
-  (2 * loss).backward();
-  trial.note({loss});
-  zero_gradients(pipe);
-
-  auto output = pipe->forward(batch(9));
-  auto gradients = torch::autograd::grad({output.sum()}, pipe->parameters(), {}, false, false, /*allow_unused=*/true);
-  trial.note({output});
-  std::size_t i = 0;
-  for (const auto& parameter : pipe->named_parameters()) trial.add("grad of " + parameter.key(), gradients[i++]);
-
-  auto x = batch(9).requires_grad_();
-  pipe->forward(x).sum().backward();
-  trial.note({});
-  if (x.grad().defined()) trial.add(kOfInput, x.grad());
-
-  pipe->to(torch::kDouble);  // other layouts
-  pipe->step(batch(9).to(torch::kDouble), batch(9).to(torch::kDouble), kLoss);
-  trial.note({});
-}
-
-TEST(RanksState, CallsLeaveWhatOneProcessLeaves) {
-  expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
-    for (const auto* schedule : {"gpipe", "1f1b", "zb_h1"}) {
-      for (const auto checkpoint : kModes) {
-        const bool deferred = checkpoint != Checkpoint::kExceptLast;
-        SCOPED_TRACE(std::string(schedule) + ", checkpoint " + to_string(checkpoint));
-        const Make make = [&](std::shared_ptr<Ranks> over) {
-          return GPipe(model_with_state(), Balance{4, 3, 3},
-                       GPipeOptions()
-                           .chunks(3)
-                           .schedule(schedule)
-                           .checkpoint(checkpoint)
-                           .deferred_batch_norm(deferred)
-                           .ranks(std::move(over)));
-        };
-        compare(ranks, make, train_and_evaluate);
-        compare(ranks, make, use_graphs);
-      }
+TEST(RanksTied, WrongUsesAreRefused) {
+  const std::vector<TiedError> errors = {
+      {"a graph of a former value",
+       [](const auto& ranks) {
+         auto pipe = tied_pipe(ranks);
+         const auto loss = pipe->forward(words_of(8)).sum();
+         double_the_matrix(pipe, ranks->rank());
+         const torch::NoGradGuard no_grad;
+         pipe->forward(words_of(8));
+         loss.backward();
+       },
+       "modified by an inplace operation"},
+      {"a change between forward and backward",
+       [](const auto& ranks) {
+         auto pipe = tied_pipe(ranks, Checkpoint::kAlways);
+         const auto loss = pipe->forward(words_of(8)).sum();
+         double_the_matrix(pipe, ranks->rank());
+         loss.backward();
+       },
+       "a parameter was changed in place between", "a parameter was changed in place between"},
+      {"a layer that writes",
+       [](const auto& ranks) {
+         auto model = tied_model();
+         model->template at<SharerImpl>(6).function = [](const Tensor& x, Tensor weight) {
+           const torch::NoGradGuard no_grad;
+           weight.mul_(0.5);
+           return x.clone();
+         };
+         tied_pipe(ranks, Checkpoint::kNever, model)->forward(words_of(8));
+       },
+       "wrote to a parameter that several stages share"},
+      {"another type",
+       [](const auto& ranks) {
+         auto pipe = tied_pipe(ranks);
+         if (ranks->rank() == 0) pipe->to(torch::kFloat);
+         pipe->forward(words_of(8));
+       },
+       "is Float[11, 6] on the rank that owns it, but Double[11, 6] on this rank"}};
+  expect_job(2, [&](const std::shared_ptr<Ranks>& first) {
+    for (const auto& error : errors) {
+      SCOPED_TRACE(error.name);
+      const auto ranks = new_ranks(2);
+      EXPECT_THAT(message_from([&] { error.run(ranks); }),
+                  HasSubstr(first->rank() == 1 ? error.on_rank_1 : error.on_rank_0));
     }
   });
 }
 
-TEST(RanksState, FrozenParameters) {
-  expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
-    for (const auto* schedule : {"gpipe", "1f1b", "zb_h1"}) {
-      for (int trained = -1; trained < 3; ++trained) {  // the only stage whose parameters want gradients; -1: none
-        SCOPED_TRACE(std::string(schedule) + ", only stage " + std::to_string(trained) + " is trained");
-        compare(
-            ranks,
-            [&](std::shared_ptr<Ranks> over) {
-              auto model = Sequential(Linear(6, 6), nn::Tanh(), Linear(6, 6), nn::Tanh(), Linear(6, 6));
-              for (int stage = 0; stage < 3; ++stage) {
-                for (auto& parameter : model->ptr(2 * stage)->parameters()) parameter.requires_grad_(stage == trained);
-              }
-              return GPipe(model, Balance{2, 2, 1}, GPipeOptions().chunks(3).schedule(schedule).ranks(std::move(over)));
-            },
-            [&](Trial& trial) {
-              auto output = trial.pipe->forward(batch(7));
-              EXPECT_EQ(output.requires_grad(), trained >= 0);
-              if (trained >= 0) output.sum().backward();
-              trial.note({output});
-              trial.note({trial.pipe->step(batch(7), batch(7), kLoss).loss});
-              auto x = batch(7).requires_grad_();
-              trial.pipe->forward(x).sum().backward();
-              trial.note({});
-              if (x.grad().defined()) trial.add(kOfInput, x.grad());
-            });
-      }
-    }
+// Snapshots that ranks join.
+
+GPipe three_layers(const std::shared_ptr<Ranks>& ranks) {
+  torch::manual_seed(3);
+  return GPipe(Sequential(Linear(6, 6), Linear(6, 6), Linear(6, 6)), Balance{2, 1},
+               GPipeOptions().chunks(2).ranks(ranks));
+}
+
+Snapshot capture(GPipe& pipe, const torch::optim::Optimizer& optimizer) {
+  Snapshot snapshot;
+  snapshot.model = capture_model(*pipe);
+  snapshot.optimizer = capture_optimizer(optimizer, *pipe);
+  return snapshot;
+}
+
+void restore(GPipe& pipe, torch::optim::Optimizer& optimizer, const Snapshot& whole) {
+  const auto part = own_part(*pipe, whole);
+  restore_model(*pipe, part.model);
+  restore_optimizer(optimizer, *pipe, part.optimizer);
+}
+
+TEST(RanksSnapshot, TheStateOfAnotherModelIsRefused) {
+  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
+    auto alone = three_layers(nullptr);
+    const auto good = capture(alone, torch::optim::Adam(alone->parameters()));
+    auto pipe = three_layers(ranks);
+    torch::optim::Adam adam(pipe->parameters());
+    const auto error_of = [&](const Snapshot& whole) { return message_from([&] { restore(pipe, adam, whole); }); };
+
+    auto other = good;
+    other.model.insert("10.weight", torch::ones({2}));
+    EXPECT_THAT(error_of(other), HasSubstr("'10.weight'"));
+    other = good;
+    other.optimizer.param_groups[0].params.push_back("10.weight");
+    EXPECT_THAT(error_of(other), HasSubstr("'10.weight'"));
+    other = good;
+    other.model.erase("0.weight");
+    EXPECT_THAT(error_of(other), HasSubstr(ranks->rank() == 0 ? "'0.weight' is missing" : "nothing"))
+        << "each rank restores its own part";
+    EXPECT_EQ(error_of(good), "nothing");
   });
 }
 
-/// Gives and takes several tensors, of several types and shapes, and undefined ones.
-struct SeveralImpl : nn::Module {
-  explicit SeveralImpl(int place) : place(place), linear(register_module("linear", Linear(6, 6))) {}
-  std::vector<Tensor> forward(std::vector<Tensor> in) {
-    in[0] = linear(in[0]).tanh();
-    in[1] = place == 1 ? Tensor() : in[0].detach() > 0;
-    if (place == 1) in.push_back(in[0].t().contiguous().t() * 2);  // other strides
-    if (place == 2) in[0] = in[0] + in[2];
-    if (place == 2) in.push_back(Tensor());
-    return in;
+TEST(RanksSnapshot, RanksThatGatherDifferentStatesAreTold) {
+  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
+    const int rank = ranks->rank();
+    auto pipe = three_layers(ranks);
+    const auto good = capture(pipe, torch::optim::Adam(pipe->parameters()));
+    struct Case {
+      std::function<void(Snapshot&)> change;  // on rank 1
+      std::string on_rank_1, on_rank_0;
+    };
+    const std::string lacks = "the snapshot lacks '2.weight'";
+    const std::string has = "the snapshot has '0.weight'";
+    const std::vector<Case> cases = {
+        {[](Snapshot& mine) { mine.optimizer.param_groups[0].options["lr"] = 0.02; }, "lr=0.02", "lr=0.02"},
+        {[](Snapshot& mine) { mine.optimizer.type = "AdamW"; },
+         "rank 1 calls gather of the state of the optimizer 'AdamW'",
+         "rank 1 calls gather of the state of the optimizer 'AdamW'"},
+        {[](Snapshot& mine) { mine.optimizer.param_groups.pop_back(); }, "make the same calls", "make the same calls"},
+        {[](Snapshot& mine) { mine.model.erase("2.weight"); }, lacks, "rank 1 refused the call: [gpipe] " + lacks},
+        {[](Snapshot& mine) { mine.optimizer.state["0.weight"] = {}; }, has,
+         "rank 1 refused the call: [gpipe] " + has}};
+    for (const auto& test : cases) {
+      auto mine = good;
+      if (rank == 1) test.change(mine);
+      EXPECT_THAT(message_from([&] { gather(*pipe, mine); }), HasSubstr(rank == 1 ? test.on_rank_1 : test.on_rank_0));
+    }
+    EXPECT_THAT(
+        message_from([&] { rank == 1 ? static_cast<void>(pipe->largest(1)) : static_cast<void>(gather(*pipe, good)); }),
+        HasSubstr("rank 1 calls largest, but rank 0 calls gather of"));
+    EXPECT_EQ(gather(*pipe, good).model.contains("2.weight"), rank == 0);
+  });
+}
+
+/// Gathers and writes snapshots until an error ends it. All values in a snapshot are the number of the gather.
+void write_snapshots(const std::shared_ptr<Ranks>& ranks, const std::filesystem::path& path,
+                     const std::function<void()>& after_first) {
+  constexpr std::int64_t kLarge = 1500;  // so that most of the time is spent in the transfer
+  GPipe pipe(Sequential(Linear(kLarge, kLarge), Linear(kLarge, kLarge), Linear(kLarge, kLarge)), Balance{1, 1, 1},
+             GPipeOptions().ranks(ranks));
+  for (int number = 1;; ++number) {
+    const torch::NoGradGuard no_grad;
+    for (auto& parameter : pipe->parameters()) parameter.fill_(number);
+    Snapshot mine;
+    mine.model = capture_model(*pipe);
+    mine.epoch = number;
+    const auto whole = gather(*pipe, mine);
+    if (ranks->rank() == 0) write_snapshot(path, whole);
+    if (number == 1) {
+      pipe->largest(0);  // the file is there now
+      after_first();
+    }
   }
-  int place;
-  Linear linear;
+}
+
+TEST(RanksSnapshot, ARankIsKilledWhileTheyGather) {
+  constexpr int kRanks = 3;
+  repeat_job(number_of_kills(), [&](int kill) {
+    const int culprit = (kill + 1) % kRanks;
+    const auto folder = shared_folder() / ("gather" + std::to_string(kill));
+    const auto path = folder / "latest.snapshot";
+    std::filesystem::create_directories(folder);
+    const auto ends = run_job(kRanks, [&](const std::shared_ptr<Ranks>& ranks) {
+      write_snapshots(ranks, path, [&] {
+        if (ranks->rank() == culprit) kill_after(std::chrono::microseconds(kill * 102947 % 300000));
+      });
+    });
+    for (int r = 0; r < kRanks; ++r) {
+      EXPECT_EQ(ends[r].status, r == culprit ? -SIGKILL : 2) << "rank " << r << ":\n" << ends[r].output;
+      if (r == culprit) continue;
+      EXPECT_THAT(ends[r].output, HasSubstr("rank " + std::to_string(culprit) + " was lost")) << "rank " << r;
+    }
+    const auto snapshot = read_snapshot(path);
+    EXPECT_EQ(snapshot.model.size(), 6);
+    for (const auto& tensor : snapshot.model) {
+      EXPECT_TRUE(tensor->eq(snapshot.epoch).all().item<bool>()) << tensor.key();
+    }
+    const auto files = std::distance(std::filesystem::directory_iterator(folder), {});
+    if (culprit != 0) EXPECT_EQ(files, 1);  // a rank 0 that is killed while it writes leaves a second one
+  });
+}
+
+// Layers that factories make.
+
+/// A layer with a matrix. Counts those that live.
+struct CountedImpl : nn::Module {
+  CountedImpl() : weight(register_parameter("weight", torch::empty({6, 6}))) {
+    nn::init::xavier_normal_(weight);
+    most = std::max(most, ++count);
+  }
+  ~CountedImpl() override { --count; }
+  Tensor forward(const Tensor& x) { return x.matmul(weight).tanh(); }
+  Tensor weight;
+  static inline int count = 0;
+  static inline int most = 0;
 };
-TORCH_MODULE(Several);
+TORCH_MODULE(Counted);
 
-TEST(RanksState, SeveralTensors) {
+TEST(RanksFactories, ARankHoldsItsOwnLayersAndOneMoreWithValuesOfAnyCut) {
   expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
-    for (const auto checkpoint : kModes) {
-      SCOPED_TRACE(to_string(checkpoint));
-      compare(
-          ranks,
-          [&](std::shared_ptr<Ranks> over) {
-            return GPipe(Sequential(Several(0), Several(1), Several(2)), Balance{1, 1, 1},
-                         GPipeOptions().chunks(3).checkpoint(checkpoint).ranks(std::move(over)));
-          },
-          [](Trial& trial) {
-            for (const std::int64_t samples : {7, 6}) {
-              auto output = trial.pipe->forward(std::vector<Tensor>{batch(samples), batch(samples)});
-              output[0].sum().backward();
-              trial.note(output);
-              zero_gradients(trial.pipe);
-              auto loss = [](Value out, Value) { return out.tensors()[0].square().mean(); };
-              trial.note(
-                  {trial.pipe
-                       ->step(Value(std::vector<Tensor>{batch(samples), batch(samples)}), Value(batch(samples)), loss)
-                       .loss});
-              const torch::NoGradGuard no_grad;
-              trial.note(trial.pipe->forward(std::vector<Tensor>{batch(samples), batch(samples)}));
-            }
-          });
+    const LayerFactories model(12, [] { return Counted(); });
+    torch::manual_seed(7);
+    const GPipe alone(model, Balance{12});
+    for (const auto& balance : {Balance{4, 4, 4}, Balance{2, 9, 1}, Balance{1, 2, 2, 2, 2, 3}}) {
+      const int before = CountedImpl::most = CountedImpl::count;
+      torch::manual_seed(7);
+      const GPipe pipe(model, balance,
+                       GPipeOptions().stages_per_worker(static_cast<int>(balance.size()) / 3).ranks(ranks));
+      int own = 0;
+      for (std::size_t s = 0; s < balance.size(); ++s) own += pipe->is_here(static_cast<int>(s)) ? balance[s] : 0;
+      EXPECT_EQ(CountedImpl::count - before, own);
+      EXPECT_EQ(pipe->parameters().size(), own);
+      EXPECT_LE(CountedImpl::most - before, own + 1);
+      for (const auto& parameter : pipe->named_parameters()) {
+        EXPECT_TRUE(same(*parameter, alone->named_parameters()[parameter.key()])) << parameter.key();
+      }
     }
+  });
+}
+
+TEST(RanksFactories, AFactoryThrowsOnOneRank) {
+  expect_job(3, [](const std::shared_ptr<Ranks>&) {
+    for (int culprit = 0; culprit < 3; ++culprit) {
+      SCOPED_TRACE("rank " + std::to_string(culprit));
+      const auto ranks = new_ranks(3);
+      const auto throwing = [&] {
+        if (ranks->rank() == culprit) throw std::runtime_error("injected");
+        return Counted();
+      };
+      const LayerFactories model{[] { return Counted(); }, {"bad", throwing}, [] { return Counted(); }};
+      const auto make = [&] { GPipe(model, Balance{1, 1, 1}, GPipeOptions().ranks(ranks)); };
+      const auto cause = "rank " + std::to_string(culprit) + " cannot make layer 'bad': injected";
+      for (int repeat = 0; repeat < 2; ++repeat) {
+        EXPECT_THAT(message_from(make), HasSubstr(ranks->rank() == culprit ? "injected" : cause));
+      }
+    }
+    EXPECT_EQ(CountedImpl::count, 0);
+  });
+}
+
+TEST(RanksFactories, FactoriesThatDifferAreShown) {
+  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
+    const auto width = ranks->rank() == 1 ? 5 : 6;
+    const LayerFactories model{[] { return Counted(); }, [=] { return Linear(6, width); }};
+    EXPECT_THAT(
+        message_from([&] {
+          GPipe(model, Balance{1, 1}, GPipeOptions().ranks(ranks));
+        }),
+        HasSubstr("the ranks differ in layer 1: rank 0 has '1', weight Float[6, 6], bias Float[6], but rank 1 has "
+                  "'1', weight Float[5, 6]"));
   });
 }
 

@@ -1,14 +1,14 @@
+#include "gpipe/ranks/remote_edges.h"
+
 #include <gtest/gtest.h>
-#include <malloc.h>
 
 #include <algorithm>
-#include <cstdint>
 #include <random>
-#include <vector>
 
-#include "gpipe/ranks/remote_edges.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
+#include "tests/schedule/programs.h"
+#include "tests/schedule/shapes.h"
 
 namespace gpipe {
 namespace {
@@ -30,11 +30,8 @@ struct Ends {
   /// Returns whether both layouts were known.
   bool call(const LayoutKey& key, const std::vector<Strings>& contents) {
     const int changed = network.sends(0, 1, kFirst * kTagsPerWire + 2);
-    auto& received = receiver.last_layouts(0, key, contents.size());
-    std::vector<LastLayout*> expected;
-    for (std::size_t i = 0; i < contents.size(); ++i) expected.push_back(&received[i]);
     auto& wire = receiver.receiver(0, 0, kLongLimit);
-    wire.expect(expected);
+    wire.expect(pointers_to(receiver.last_layouts(0, key, contents.size()), contents.size()));
     auto& sent = sender.last_layouts(0, key, contents.size());
     for (std::size_t i = 0; i < contents.size(); ++i) sender.sender(0, 1).send(sent[i], i, message(contents[i]));
     for (std::size_t i = 0; i < contents.size(); ++i) EXPECT_EQ(strings(wire.receive(i)), contents[i]);
@@ -61,14 +58,32 @@ TEST(Wires, RememberTheLayoutsOfTheLastKeys) {
   }
 }
 
-TEST(Wires, KeepNothingOfManyKeys) {
-  Ends ends;
-  const auto call_some = [&](std::int64_t first) {
-    for (std::int64_t key = first; key < first + 2500; ++key) ends.call({key}, contents(key % 100));
-    return mallinfo2().uordblks;  // 0 with sanitizers
-  };
-  const auto before = call_some(0);
-  EXPECT_LT(call_some(2500), before + 1'000'000);
+TEST(RanksOfWorkers, AreContiguousBlocksAsEqualAsPossible) {
+  for (int workers = 1; workers <= 12; ++workers) {
+    for (int ranks = 1; ranks <= workers; ++ranks) {
+      const auto of_workers = ranks_of_workers(workers, ranks);
+      ASSERT_EQ(of_workers.size(), workers);
+      EXPECT_TRUE(std::is_sorted(of_workers.begin(), of_workers.end()));
+      for (int r = 0; r < ranks; ++r) {
+        const auto count = std::count(of_workers.begin(), of_workers.end(), r);
+        EXPECT_TRUE(count == workers / ranks || count == (workers + ranks - 1) / ranks) << count;
+      }
+    }
+  }
+}
+
+TEST(PlanWires, JoinsTheEdgesOfAnAction) {
+  const auto program =
+      testing::make(testing::straight(3, 1), testing::with_skips(testing::chain(3, 1), {{0, 2}, {0, 1}}, 1),
+                    testing::lists({"0F0 0B0", "1F0 1B0", "2F0 2B0"}));
+  const auto plans = plan_wires(program, Part::kForward, {0, 1, 1});
+  ASSERT_EQ(plans.size(), 2);
+  EXPECT_EQ(plans[0].to, 1);
+  ASSERT_EQ(plans[0].messages.size(), 1);
+  EXPECT_EQ(plans[0].messages[0].edges, (std::vector{0, 3}));
+  EXPECT_EQ(plans[1].to, 2);
+  ASSERT_EQ(plans[1].messages.size(), 1);
+  EXPECT_EQ(plans[1].messages[0].edges, std::vector{2});
 }
 
 }  // namespace

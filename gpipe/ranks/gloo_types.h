@@ -1,5 +1,6 @@
-// Declares the types of Gloo that c10d's ProcessGroupGloo.hpp names, because the torch wheel has no headers of Gloo. The
-// header uses only pointers to them, and overrides the functions of Store.
+// Declares the types of Gloo that c10d's ProcessGroupGloo.hpp names, because the torch wheel has no headers of Gloo.
+// The header uses only pointers to them, and overrides the functions of Store. CMake makes the headers that it
+// includes.
 #pragma once
 
 #include <chrono>

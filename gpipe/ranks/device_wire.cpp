@@ -1,18 +1,31 @@
-#include "gpipe/ranks/device_link.h"
+#include "gpipe/ranks/device_wire.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <dlfcn.h>
 
 #include <thread>
 
+#include "gpipe/base/checks.h"
 #include "gpipe/ranks/connections.h"
-#include "gpipe/ranks/landing.h"
+#include "gpipe/ranks/parcel_message.h"
 
 namespace gpipe {
-namespace {
 
-constexpr std::chrono::microseconds kQueryInterval{50};
-
-}  // namespace
+// The code is in a library of its own, beside this one, because it needs libraries that a torch without CUDA lacks.
+std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d::Store>& store,
+                                                   std::chrono::milliseconds limit) {
+  using Connect = DeviceConnections*(const c10::intrusive_ptr<c10d::Store>&, std::chrono::milliseconds);
+  Dl_info here;
+  dladdr(reinterpret_cast<void*>(&connect_by_nccl), &here);
+  const std::string path(here.dli_fname);
+  void* library = dlopen((path.substr(0, path.rfind('/') + 1) + "libgpipe_nccl.so").c_str(), RTLD_NOW);
+  auto* connect = library == nullptr ? nullptr : dlsym(library, "gpipe_connect_by_nccl");
+  if (connect == nullptr) {
+    refuse_argument("nccl is set, but this gpipe was built without NCCL, or this torch has no CUDA (" +
+                    std::string(dlerror()) + "); build gpipe with a torch that has CUDA, or leave nccl out");
+  }
+  return std::unique_ptr<DeviceConnections>(reinterpret_cast<Connect*>(connect)(store, limit));
+}
 
 void DeviceLink::send(std::span<const at::Tensor> tensors) {
   if (tensors.empty()) return;
@@ -47,6 +60,7 @@ void DeviceLink::settle(std::chrono::milliseconds limit) {
     ended = record_event(device_);
   }
   wait(ended, device_);
+  constexpr std::chrono::microseconds kQueryInterval{50};
   const auto end = std::chrono::steady_clock::now() + limit;
   while (!ended->query()) {
     if (std::chrono::steady_clock::now() >= end) throw TimeoutError("another rank's device did not answer in time");

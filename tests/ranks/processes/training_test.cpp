@@ -1,0 +1,412 @@
+// Trainings over processes leave what they leave in one process, bit by bit: outputs, parameters, gradients, buffers,
+// random numbers, and snapshots, from which a training goes on at another cut.
+
+#include <gtest/gtest.h>
+#include <malloc.h>
+#include <torch/torch.h>
+
+#include <algorithm>
+#include <iterator>
+#include <optional>
+
+#include "gpipe/rank_state.h"
+#include "tests/gpipe/generated_case.h"
+#include "tests/gpipe/layers.h"
+#include "tests/gpipe/random_cases.h"
+#include "tests/gpipe/tied_model.h"
+#include "tests/ranks/processes/job.h"
+
+namespace gpipe {
+namespace {
+
+namespace nn = torch::nn;
+namespace optim = torch::optim;
+
+constexpr std::int64_t kSide = 6;
+
+struct Cut {
+  Balance balance;
+  std::string schedule;
+  int stages_per_worker = 1;
+  int workers() const { return static_cast<int>(balance.size()) / (schedule == "zb_v" ? 2 : stages_per_worker); }
+};
+
+/// A model to train, and how.
+struct TrainedModel {
+  std::string name;
+  std::function<GPipe(const Balance&, const GPipeOptions&)> make;
+  std::function<Tensor(std::int64_t samples)> input;
+  std::function<Tensor(const Tensor& input)> target;
+  LossFunction loss;
+  std::vector<Cut> cuts;  // the first can run on any number of ranks
+};
+
+Tensor waves(std::int64_t samples) {
+  return torch::arange(samples * kSide, torch::kFloat).reshape({samples, kSide}).sin();
+}
+Tensor cosine(const Tensor& x) { return x.cos(); }
+
+GPipe make_stateful(const Balance& balance, const GPipeOptions& options) {
+  Sequential model(Linear(6, 6), nn::BatchNorm1d(6), Stash("a"), nn::Dropout(0.3), Linear(6, 6), nn::ReLU(), Pop("a"),
+                   nn::BatchNorm1d(6), nn::Dropout(0.2), Linear(6, 6));
+  model->ptr(4)->named_parameters()["bias"].requires_grad_(false);  // has no state in the optimizer
+  return GPipe(model, balance, options);
+}
+
+GPipe make_tied(const Balance& balance, const GPipeOptions& options) {
+  return GPipe(tied_model(torch::kFloat), balance, options);
+}
+
+/// Nine layers with skips and a buffer, of factories. The first and the last share a matrix.
+GPipe make_of_factories(const Balance& balance, const GPipeOptions& options) {
+  const auto matrix = std::make_shared<Tensor>();
+  const auto first = [matrix] {
+    Linear layer(kSide, kSide);
+    *matrix = layer->weight;
+    return layer;
+  };
+  const LayerFactories factories = {first,
+                                    {"stash", [] { return Stash("a"); }},
+                                    {"norm", [] { return nn::BatchNorm1d(kSide); }},
+                                    {"dropout", [] { return nn::Dropout(0.3); }},
+                                    {"stash_b", [] { return Stash("b"); }},
+                                    {"linear", [] { return Linear(kSide, kSide); }},
+                                    {"pop", [] { return Pop("a"); }},
+                                    {"pop_b", [] { return Pop("b"); }},
+                                    [matrix] { return Sharer(*matrix, mix); }};
+  return GPipe(factories, balance, options);
+}
+
+const std::vector<TrainedModel> kTrainedModels = {
+    {"stateful",
+     make_stateful,
+     waves,
+     cosine,
+     kSquaredError,
+     {{{3, 1, 1, 5}, "gpipe"},  // the second stage has no parameters
+      {{1, 4, 3, 2}, "1f1b"},
+      {{1, 1, 2, 1, 1, 1, 2, 1}, "zb_v"},
+      {{2, 1, 1, 1, 1, 1, 2, 1}, "interleaved_1f1b", 2}}},
+    {"tied",  // layer 0 owns a matrix, which 2 and 6 share
+     make_tied,
+     words_of,
+     next_words,
+     kCrossEntropy,
+     {{{1, 2, 2, 2}, "1f1b"},                 // over two ranks, one stage borrows on the owner's, one on the other
+      {{1, 6}, "zb_h1"},                      // two layers of one stage borrow
+      {{1, 1, 1, 4}, "zb_h1"},                // two workers of a rank borrow
+      {{1, 2, 2, 2}, "interleaved_1f1b", 2},  // two stages of a worker borrow
+      {{1, 2, 2, 2}, "zb_v"}}},
+    {"factories",
+     make_of_factories,
+     waves,
+     cosine,
+     kSquaredError,
+     {{{3, 2, 3, 1}, "gpipe"}, {{1, 7, 1}, "1f1b"}, {{1, 1, 1, 1, 4, 1}, "zb_v"}}}};
+
+/// A training over ranks, or in one process if `ranks` is null, and what its calls leave.
+class Training {
+ public:
+  Training(const TrainedModel& model, const Cut& cut, Checkpoint checkpoint, std::shared_ptr<Ranks> ranks)
+      : model_(model), is_first_(!ranks || ranks->rank() == 0) {
+    torch::manual_seed(3);
+    pipe_ = model.make(cut.balance, GPipeOptions()
+                                        .chunks(3)
+                                        .schedule(cut.schedule)
+                                        .stages_per_worker(cut.stages_per_worker)
+                                        .checkpoint(checkpoint)
+                                        .deferred_batch_norm(checkpoint != Checkpoint::kExceptLast)
+                                        .ranks(std::move(ranks)));
+    std::vector<Tensor> matrices;
+    std::vector<Tensor> vectors;
+    for (const auto& parameter : pipe_->parameters()) {
+      (parameter.dim() > 1 ? matrices : vectors).push_back(parameter);
+    }
+    const auto options = optim::AdamOptions(0.01).amsgrad(true);
+    auto of_matrices = std::make_unique<optim::AdamOptions>(options);
+    of_matrices->weight_decay(0.1);
+    adam_ = std::make_unique<optim::Adam>(
+        std::vector<optim::OptimizerParamGroup>{{matrices, std::move(of_matrices)},
+                                                {vectors, std::make_unique<optim::AdamOptions>(options)}},
+        options);
+    note("as made", {});
+  }
+
+  void step(std::int64_t samples) {
+    const auto x = model_.input(samples);
+    const auto name = "step of " + std::to_string(samples);
+    adam_->zero_grad();
+    const auto result = pipe_->step(x, model_.target(x), model_.loss, StepOptions().return_output(true));
+    pipe_->step(x, model_.target(x), model_.loss);  // accumulates
+    adam_->step();
+    note(name, {result.loss, result.output.tensor(), evaluate(samples + 1)});
+  }
+
+  void forward_and_backward(std::int64_t samples) {
+    adam_->zero_grad();
+    const auto output = pipe_->forward(model_.input(samples));
+    output.sin().sum().backward();
+    adam_->step();
+    note("forward of " + std::to_string(samples), {output, evaluate(samples + 1)});
+  }
+
+  /// Several graphs at once, graphs that are used twice, and autograd's other entries.
+  void use_graphs() {
+    const auto x = model_.input(9);
+    adam_->zero_grad();
+    const auto one = pipe_->forward(x);
+    const auto two = pipe_->forward(model_.input(6));
+    two.sum().backward();
+    (one * one).sum().backward({}, /*retain_graph=*/true);
+    note("two graphs", {one, two});
+    one.cos().sum().backward();
+    { const auto dropped = pipe_->forward(x); }
+    const auto loss = pipe_->loss(x, model_.target(x), model_.loss);
+    (2 * loss).backward();
+    const auto output = pipe_->forward(x);
+    std::vector<Tensor> trained;
+    for (const auto& parameter : pipe_->parameters()) {
+      if (parameter.requires_grad()) trained.push_back(parameter);
+    }
+    if (trained.empty()) {
+      output.sum().backward();
+    } else {
+      const auto gradients = torch::autograd::grad({output.sum()}, trained, {}, false, false, /*allow_unused=*/true);
+      for (std::size_t p = 0; p < trained.size(); ++p) add("grad of " + name_of(trained[p]), gradients[p]);
+    }
+    if (x.is_floating_point()) {
+      const auto leaf = x.clone().requires_grad_();
+      pipe_->forward(leaf).sum().backward();
+      EXPECT_EQ(leaf.grad().defined(), is_first_);
+      if (is_first_) add("gradient of the input", leaf.grad());
+    }
+    note("other entries", {loss, output});
+  }
+
+  /// Other layouts than in earlier calls.
+  void convert() {
+    pipe_->to(torch::kDouble);
+    const auto x = model_.input(9);
+    const auto in_double = [](const Tensor& tensor) {
+      return tensor.is_floating_point() ? tensor.to(torch::kDouble) : tensor;
+    };
+    pipe_->step(in_double(x), in_double(model_.target(x)), model_.loss);
+    note("in double", {});
+  }
+
+  /// The bytes of the file that rank 0 writes; empty on the other ranks.
+  std::string file() {
+    Snapshot mine;
+    mine.model = capture_model(*pipe_);
+    mine.optimizer = capture_optimizer(*adam_, *pipe_);
+    mine.epoch = 7;
+    mine.position = {{"batch", 2}};
+    mine.random = capture_random();
+    mine.options = {{"--seed", "3"}};
+    mine.history = {{"loss", {0.5, 0.25}}};
+    const auto whole = gather(*pipe_, mine);
+    EXPECT_EQ(whole.model.is_empty(), !is_first_);
+    return is_first_ ? to_bytes(whole) : "";
+  }
+
+  void restore(const std::string& file) {
+    const auto part = own_part(*pipe_, from_bytes(file));
+    restore_model(*pipe_, part.model);
+    restore_optimizer(*adam_, *pipe_, part.optimizer);
+    evaluate(4);  // copies of other ranks' parameters get their values
+    restore_random(part.random);
+  }
+
+  const Record& record() const { return record_; }
+
+ private:
+  bool is_trained(const Tensor& parameter) const {
+    const auto trained = pipe_->parameters();
+    return std::any_of(trained.begin(), trained.end(), [&](const Tensor& it) { return it.is_same(parameter); });
+  }
+
+  /// The first name.
+  std::string name_of(const Tensor& parameter) const {
+    for (const auto& each : pipe_->named_parameters()) {
+      if (each->is_same(parameter)) return each.key();
+    }
+    return "";
+  }
+
+  Tensor evaluate(std::int64_t samples) {
+    const torch::NoGradGuard no_grad;
+    pipe_->eval();
+    const auto output = pipe_->forward(model_.input(samples));
+    pipe_->train();
+    return output;
+  }
+
+  void note(const std::string& call, const std::vector<Tensor>& results) {
+    const bool is_first_call = record_.empty();
+    for (std::size_t i = 0; i < results.size(); ++i) add(call + ": result " + std::to_string(i), results[i]);
+    for (const auto& parameter : pipe_->named_parameters()) {
+      const auto trained = is_trained(*parameter);
+      // A copy of another rank's parameter gets its value in the next call.
+      if (trained || !is_first_call) add(call + ": " + parameter.key(), *parameter);
+      if (trained) add(call + ": gradient of " + parameter.key(), parameter->grad());
+      if (!trained) EXPECT_FALSE(parameter->grad().defined()) << parameter.key();
+    }
+    for (const auto& buffer : pipe_->named_buffers()) add(call + ": " + buffer.key(), *buffer);
+    add(call + ": generator", generator_state());
+  }
+
+  void add(const std::string& name, const Tensor& tensor) {
+    record_[name] = tensor.defined() ? tensor.detach().clone() : Tensor();
+  }
+
+  const TrainedModel& model_;
+  const bool is_first_;  // or alone
+  GPipe pipe_{nullptr};
+  std::unique_ptr<optim::Adam> adam_;
+  Record record_;
+};
+
+void expect_equal_trainings(const std::shared_ptr<Ranks>& ranks) {
+  for (const auto& model : kTrainedModels) {
+    for (std::size_t c = 0; c < model.cuts.size(); ++c) {
+      const auto& cut = model.cuts[c];
+      if (cut.workers() < ranks->size()) continue;
+      const auto checkpoint = kModes[(c + ranks->size() / 2) % 3];
+      SCOPED_TRACE(model.name + ", " + cut.schedule + ", cut " + std::to_string(c) + ", " + to_string(checkpoint));
+      const auto train = [&](const std::shared_ptr<Ranks>& over) {
+        Training training(model, cut, checkpoint, over);
+        training.step(9);
+        training.forward_and_backward(8);
+        training.step(6);
+        const auto file = training.file();
+        training.use_graphs();
+        training.convert();
+        return std::pair(training.record(), file);
+      };
+      const auto alone = train(nullptr);
+      const auto part = train(ranks);
+      expect_part_of(part.first, alone.first);
+      if (ranks->rank() == 0) EXPECT_TRUE(part.second == alone.second);
+
+      // Goes on from the file at another cut, also in one process.
+      const auto resume = [&](const std::shared_ptr<Ranks>& over) {
+        Training resumed(model, model.cuts[0], checkpoint, over);
+        resumed.restore(alone.second);
+        resumed.step(8);
+        return resumed.file();
+      };
+      const auto expected = resume(nullptr);
+      const auto resumed = resume(ranks);
+      if (ranks->rank() == 0) EXPECT_TRUE(resumed == expected);
+    }
+  }
+}
+
+TEST(RanksTraining, OnTwoRanksEqualsOneProcess) { expect_job(2, expect_equal_trainings); }
+TEST(RanksTraining, OnFourRanksEqualsOneProcess) { expect_job(4, expect_equal_trainings); }
+
+TEST(RanksTraining, GoesOnAtAnyCutAsAtTheSame) {
+  const auto& model = kTrainedModels[0];
+  const auto go_on = [&](std::optional<Cut> cut) {
+    Training training(model, model.cuts[1], Checkpoint::kNever, nullptr);
+    training.step(9);
+    if (!cut) {
+      training.step(8);
+      return training.file();
+    }
+    const auto file = training.file();
+    Training resumed(model, *cut, Checkpoint::kNever, nullptr);
+    resumed.restore(file);
+    resumed.step(8);
+    return resumed.file();
+  };
+  EXPECT_TRUE(go_on(std::nullopt) == go_on(model.cuts[1]));
+}
+
+/// A stage of which no parameter is trained needs no gradient, nor do the stages before it.
+TEST(RanksTraining, OfSomeStagesOnly) {
+  expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
+    for (const auto* schedule : {"gpipe", "zb_h1"}) {
+      for (int trained = -1; trained < 3; ++trained) {
+        SCOPED_TRACE(std::string(schedule) + ", only stage " + std::to_string(trained) + " is trained");
+        const auto run = [&](const std::shared_ptr<Ranks>& over) {
+          torch::manual_seed(3);
+          Sequential model(Linear(6, 6), nn::Tanh(), Linear(6, 6), nn::Tanh(), Linear(6, 6));
+          for (int stage = 0; stage < 3; ++stage) {
+            for (auto& parameter : model->ptr(2 * stage)->parameters()) parameter.requires_grad_(stage == trained);
+          }
+          GPipe pipe(model, Balance{2, 2, 1}, GPipeOptions().chunks(3).schedule(schedule).ranks(over));
+          Record record;
+          record["output"] = pipe->forward(waves(7));
+          EXPECT_EQ(record["output"].requires_grad(), trained >= 0);
+          if (trained >= 0) record["output"].sum().backward();
+          record["loss"] = pipe->step(waves(7), waves(7), kSquaredError).loss;
+          const auto leaf = waves(7).requires_grad_();
+          pipe->forward(leaf).sum().backward();
+          if (leaf.grad().defined()) record["input"] = leaf.grad();
+          for (const auto& parameter : pipe->named_parameters()) record[parameter.key()] = parameter->grad();
+          return record;
+        };
+        expect_part_of(run(ranks), run(nullptr));
+      }
+    }
+  });
+}
+
+/// The seeds to begin with, and the number of cases for each number of ranks.
+Seeds cases() { return seeds_from_environment(40); }
+
+/// Runs generated cases that have enough workers. All ranks generate the same.
+void run_cases(const std::shared_ptr<Ranks>& ranks) {
+  const auto seeds = cases();
+  Counts seen;
+  std::uint64_t run = 0;
+  for (std::uint64_t seed = seeds.first; run < seeds.count; ++seed) {
+    const auto spec = generate(seed, /*portable=*/true);
+    if (spec.workers < ranks->size()) continue;
+    ++run;
+    for (const auto& feature : features(spec)) ++seen[feature];
+    const auto outcome = compare(spec, std::nullopt, ranks);
+    if (outcome.verdict != Outcome::kDifferent) continue;
+    ADD_FAILURE() << outcome.what << "\n  " << to_string(spec);
+    break;  // the other ranks may wait
+  }
+  print(std::to_string(run) + " cases from seed " + std::to_string(seeds.first), seen);
+}
+
+/// Pipelines over processes equal the reference bit by bit.
+void expect_transparency(int ranks) {
+  expect_job(ranks, run_cases, {.limit = std::chrono::seconds(60 + cases().count)});
+}
+TEST(RanksTransparency, TwoRanks) { expect_transparency(2); }
+TEST(RanksTransparency, FourRanks) { expect_transparency(4); }
+
+/// What a process has in use.
+struct Used {
+  std::size_t bytes = mallinfo2().uordblks;  // 0 with sanitizers
+  std::size_t threads = thread_count();
+  std::ptrdiff_t descriptors = std::distance(std::filesystem::directory_iterator("/proc/self/fd"), {});
+};
+
+TEST(RanksTraining, OfManySizesAndScalesLeavesNothingBehind) {
+  expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
+    GPipe pipe(Sequential(Linear(4, 4), Linear(4, 4)), Balance{1, 1}, GPipeOptions().chunks(2).ranks(ranks));
+    int step = 0;
+    const auto step_some = [&] {
+      for (int i = 0; i < 150; ++i, ++step) {
+        const auto x = torch::ones({1 + step * 7 % 50, 4});
+        pipe->step(x, x, kSquaredError, StepOptions().scale(1 + step / 1e4));
+      }
+      return Used();
+    };
+    step_some();
+    const auto before = step_some();
+    const auto after = step_some();
+    EXPECT_LT(after.bytes, before.bytes + 200'000);
+    EXPECT_LE(after.threads, before.threads);
+    EXPECT_LE(after.descriptors, before.descriptors);
+  });
+}
+
+}  // namespace
+}  // namespace gpipe
