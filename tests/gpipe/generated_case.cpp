@@ -283,7 +283,7 @@ Use draw_use(std::mt19937_64& random, Unit::Role role, int flags_left_out, int p
 /// Draws a schedule and a placement that fits it.
 void draw_pipeline(std::mt19937_64& random, Spec& spec) {
   const auto rules = schedule_rules();
-  const int rule = draw(random, -1, static_cast<int>(rules.size()) - 1);
+  const int rule = draw(random, 0, 2) == 0 ? -1 : draw(random, 0, static_cast<int>(rules.size()) - 1);
   if (rule >= 0) spec.schedule = rules[rule].name;
   for (bool fits = false; !fits;) {
     spec.workers = draw(random, 1, 4);
