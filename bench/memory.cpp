@@ -75,7 +75,6 @@ int main(int argc, char** argv) {
   add_balance_flag(app, options);
   add_schedule_flag(app, options);
   add_short_flag(app, options, {Checkpoint::kNever, Checkpoint::kAlways});
-  return run_program(app, argc, argv, [&] {
-    for_each_row(options, [&](const Row& row) { measure_peak(row, options); });
-  });
+  return run_program(app, argc, argv,
+                     [&] { for_each_row(options, [&](const Row& row) { measure_peak(row, options); }); });
 }

@@ -122,7 +122,7 @@ class ThreadStates {
     PyThreadState* state;
     unsigned long thread;
   };
-  const pid_t process_ = getpid();  // in a forked process, Python has freed the states
+  const pid_t process_ = getpid();   // in a forked process, Python has freed the states
   std::vector<ThreadState> states_;  // guarded by the interpreter's lock
 };
 

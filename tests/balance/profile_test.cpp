@@ -7,8 +7,8 @@
 #include <set>
 
 #include "balance/balance.h"
-#include "balance/predict.h"
 #include "balance/measurement.h"
+#include "balance/predict.h"
 #include "balance/suggest.h"
 #include "balance/trial.h"
 #include "gpipe/nested.h"

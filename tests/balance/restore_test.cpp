@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "balance/balance.h"
-#include "balance/trial.h"
 #include "balance/suggest.h"
+#include "balance/trial.h"
 #include "gpipe/autograd/layer.h"
 #include "gpipe/tensors/byte_counter.h"
 #include "tests/support/support.h"

@@ -63,7 +63,7 @@ Sequential build(const Spec& spec) {
 }
 
 /// The results of all calls, by name.
-using Results = std::map<std::string, Tensor>;
+using CaseResults = std::map<std::string, Tensor>;
 
 /// A call on a mini-batch. The tensors are its own.
 struct Call {
@@ -108,9 +108,9 @@ Tensors gradients_of(const Tensors& outputs) {
 /// Trains a model: makes all calls, each with an optimizer's step after it. `train` returns the outputs of a call, and adds
 /// to `.grad`. `is_here` tells whether a parameter or buffer is on this rank; nothing is known of others.
 template <class Train, class IsHere>
-Results results_of(const Spec& spec, const Sequential& model, const std::optional<Devices>& devices, Train train,
-                   IsHere is_here) {
-  Results results;
+CaseResults results_of(const Spec& spec, const Sequential& model, const std::optional<Devices>& devices, Train train,
+                       IsHere is_here) {
+  CaseResults results;
   for (int number = 0; number < spec.calls; ++number) {
     const auto add = [&](const std::string& name, const Tensor& tensor) {
       results[std::to_string(number) + ": " + name] = tensor.defined() ? tensor.detach().to_dense().clone() : tensor;
@@ -152,7 +152,7 @@ Balance balance_of(const Spec& spec, const Sequential& model) {
 }
 
 /// `cut`: with the boundaries of the pipeline.
-Results run_reference(const Spec& spec, bool cut, const std::optional<Devices>& devices) {
+CaseResults run_reference(const Spec& spec, bool cut, const std::optional<Devices>& devices) {
   auto model = build(spec);
   std::optional<Devices> here;
   if (devices) {
@@ -223,7 +223,7 @@ Tensors train_by_forward(const Spec& spec, GPipe& pipe, const Call& call) {
   return outputs;
 }
 
-Results run_pipeline(const Spec& spec, const std::optional<Devices>& devices, const std::shared_ptr<Ranks>& ranks) {
+CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices, const std::shared_ptr<Ranks>& ranks) {
   auto model = build(spec);
   auto options = GPipeOptions().chunks(spec.chunks).checkpoint(spec.checkpoint).intraop_threads(1).ranks(ranks);
   options.placement(spec.placement);
@@ -257,7 +257,7 @@ bool same_or_nan(const Tensor& a, const Tensor& b, double tolerance) {
          torch::allclose(a.cpu(), b.cpu(), tolerance, tolerance, /*equal_nan=*/true);
 }
 
-Outcome difference(const Results& got, const Results& expected, double tolerance) {
+Outcome difference(const CaseResults& got, const CaseResults& expected, double tolerance) {
   for (const auto& [name, tensor] : got) {
     const auto found = expected.find(name);
     if (found != expected.end() && same_or_nan(tensor, found->second, tolerance)) continue;
@@ -354,7 +354,7 @@ Spec generate(std::uint64_t seed, bool portable) {
 Outcome compare(const Spec& spec, const std::optional<Devices>& devices, const std::shared_ptr<Ranks>& ranks) {
   const absl::Cleanup put_back = [type = torch::get_default_dtype()] { torch::set_default_dtype(type); };
   torch::set_default_dtype(torch::scalarTypeToTypeMeta(spec.single ? torch::kFloat : torch::kDouble));
-  Results whole;
+  CaseResults whole;
   try {
     whole = run_reference(spec, /*cut=*/false, devices);
   } catch (const std::exception& error) {

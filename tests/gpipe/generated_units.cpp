@@ -40,7 +40,7 @@ void Builder::own(nn::Module& layer) {
 
 namespace {
 
-using Pair = std::tuple<Tensor, Tensor>;
+using TensorPair = std::tuple<Tensor, Tensor>;
 using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 using Tensors = std::vector<Tensor>;
 
@@ -59,15 +59,16 @@ struct OwnFunction : torch::autograd::Function<OwnFunction> {
 };
 
 /// Two layers that make and join a pair, and between them others: those that pass it on, and one that may change it.
-void pair_of_tensors(Builder& b, Pair (*make)(Tensor), bool change, torch::IntArrayRef shape, Tensor (*join)(Pair)) {
+void pair_of_tensors(Builder& b, TensorPair (*make)(Tensor), bool change, torch::IntArrayRef shape,
+                     Tensor (*join)(TensorPair)) {
   const auto pass_on = [&] {
-    if (b.variant % 2 == 1) b.add([](Pair in) -> Pair { return in; });
+    if (b.variant % 2 == 1) b.add([](TensorPair in) -> TensorPair { return in; });
   };
   b.add(make);
   pass_on();
   if (change) {
     const auto w = b.parameter(shape);
-    b.add([w, first = b.variant < 2](Pair in) -> Pair {
+    b.add([w, first = b.variant < 2](TensorPair in) -> TensorPair {
       (first ? std::get<0>(in) : std::get<1>(in)).add_(w);
       return in;
     });
@@ -79,20 +80,20 @@ void pair_of_tensors(Builder& b, Pair (*make)(Tensor), bool change, torch::IntAr
 void alias(Builder& b, bool change) {
   pair_of_tensors(
       b,
-      [](Tensor x) -> Pair {
+      [](Tensor x) -> TensorPair {
         return {x, x};
       },
-      change, {b.width}, [](Pair in) { return std::get<0>(in) * 2 + std::get<1>(in).sin(); });
+      change, {b.width}, [](TensorPair in) { return std::get<0>(in) * 2 + std::get<1>(in).sin(); });
 }
 
 void base_and_view(Builder& b, bool change) {
   pair_of_tensors(
       b,
-      [](Tensor x) -> Pair {
+      [](Tensor x) -> TensorPair {
         return {x, x.narrow(1, 0, x.size(1) / 2)};
       },
       change, {1},
-      [](Pair in) {
+      [](TensorPair in) {
         return std::get<0>(in) + torch::cat({std::get<1>(in), std::get<1>(in)}, 1).sin();
       });
 }
@@ -173,7 +174,7 @@ void several_tensors(Builder& b) {
 
 // Integers, an operation in place at the head of a layer, and a tensor returned twice.
 void tuple_layers(Builder& b) {
-  b.add([](Tensor x) -> Pair { return {x * 1, ids_of(x)}; });
+  b.add([](Tensor x) -> TensorPair { return {x * 1, ids_of(x)}; });
   b.push(Embed(b.width));
   b.push(InPlace());
   b.push(Mix(b.width));
