@@ -77,7 +77,7 @@ for n in range(16):
     assert abs(scores[f"{n:04}"]["iou"] - (a & b).sum() / (a | b).sum()) < 2e-3, n
 assert abs(scores["(mean of images)"]["dice"] - sum(scores[f"{n:04}"]["dice"] for n in range(16)) / 16) < 1e-5
 assert abs(scores["(all pixels)"]["dice"] - 2 * both / total) < 2e-3 and scores["(all pixels)"]["dice"] > 0.5, scores
-assert abs(table("photos-scores")["0003"]["dice"] - scores["0003"]["dice"]) < 0.05
+assert abs(table("photos-scores")["0003"]["dice"] - scores["0003"]["dice"]) < 0.1
 validation, training = table("validation"), table("training")
 assert len(validation) == 2 + 2 and len(training) == 14 + 2 and len(set(validation) & set(training)) == 2
 assert set(table("classes")["0000"]) == {"dice", "iou"} | {f"{s}_{k}" for s in ("dice", "iou") for k in (1, 2, 3)}
