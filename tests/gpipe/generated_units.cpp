@@ -382,7 +382,7 @@ std::vector<Unit> other_units() {
       {"base and view changed", [](Builder& b) { base_and_view(b, true); }, kChanges | kAliases},
       {"moving average", moving_average},
       {"step counter", step_counter},
-      {"written buffers", written_buffers},
+      {"written buffers", written_buffers, Unit::kHost},
       {"own generator", own_generator, Unit::kHost},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
