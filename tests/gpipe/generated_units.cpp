@@ -431,7 +431,8 @@ std::vector<Unit> other_units() {
          b.add([](Tensor x) { return torch::view_as_complex(x.reshape({-1, x.size(1) / 2, 2}).contiguous()); });
          b.add([](Tensor z) { return z * z; });
          b.add([](Tensor z) { return torch::view_as_real(z).flatten(1); });
-       }},
+       },
+       Unit::kHost},
       {"expanded", [](Builder& b) { b.add([](Tensor x) { return x.mean(1, true).expand_as(x); }); }},
       {"transposed", [](Builder& b) { b.add([](Tensor x) { return (x.t().contiguous() * 2).t(); }); }},
       {"own function", [](Builder& b) { b.add([](Tensor x) { return OwnFunction::apply(x); }); }},
