@@ -302,8 +302,12 @@ void expect_equal_trainings(const std::shared_ptr<Ranks>& ranks) {
   }
 }
 
-TEST(RanksTraining, OnTwoRanksEqualsOneProcess) { expect_job(2, expect_equal_trainings); }
-TEST(RanksTraining, OnFourRanksEqualsOneProcess) { expect_job(4, expect_equal_trainings); }
+TEST(RanksTraining, OnTwoRanksEqualsOneProcess) {
+  expect_job(2, expect_equal_trainings, {.limit = std::chrono::seconds(180)});
+}
+TEST(RanksTraining, OnFourRanksEqualsOneProcess) {
+  expect_job(4, expect_equal_trainings, {.limit = std::chrono::seconds(180)});
+}
 
 TEST(RanksTraining, GoesOnAtAnyCutAsAtTheSame) {
   const auto& model = kTrainedModels[0];
