@@ -318,7 +318,8 @@ Spec generate(std::uint64_t seed, bool portable) {
   const auto one_in = [&](int count) { return draw(random, 0, count - 1) == 0; };
   if (splits(spec) && one_in(2)) spec.width = kWide;
   spec.single = !portable && one_in(3);
-  const int left_out = (portable ? Unit::kAliases | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
+  const int left_out =
+      (portable ? Unit::kAliases | Unit::kChanges | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
   for (int left = draw(random, 1, 6); left > 0; --left) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
   }
