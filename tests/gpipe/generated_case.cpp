@@ -318,13 +318,15 @@ Spec generate(std::uint64_t seed, bool portable) {
   const auto one_in = [&](int count) { return draw(random, 0, count - 1) == 0; };
   if (splits(spec) && one_in(2)) spec.width = kWide;
   spec.single = !portable && one_in(3);
-  const int left_out =
-      (portable ? Unit::kAliases | Unit::kChanges | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
+  const int left_out = (portable ? Unit::kAliases | Unit::kHost : 0) | (spec.single ? Unit::kDouble : 0);
+  // The checked device takes the micro-batches of an input for one tensor. So a linear layer comes before units that may
+  // write to it.
+  if (portable) spec.uses.push_back({&units().front()});
   for (int left = draw(random, 1, 6); left > 0; --left) {
     spec.uses.push_back(draw_use(random, Unit::kWhole, left_out));
   }
   const auto insert_pair = [&](Unit::Role from, Unit::Role to, int pair) {
-    const int first = draw(random, 0, static_cast<int>(spec.uses.size()));
+    const int first = draw(random, portable ? 1 : 0, static_cast<int>(spec.uses.size()));
     spec.uses.insert(spec.uses.begin() + first, draw_use(random, from, left_out, pair));
     const int second = draw(random, first + 1, static_cast<int>(spec.uses.size()));
     spec.uses.insert(spec.uses.begin() + second, draw_use(random, to, left_out, pair));
