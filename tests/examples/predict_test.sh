@@ -33,7 +33,9 @@ run fine -i $data/imgs -s 1
 run coloured --model four/best.snapshot --input $data/imgs --probabilities
 program=$evaluate
 run scores --data $data --stages 2
-run photos-scores --data photos
+# At this scale, the decoder does not shrink the photo.
+run photos-scores --data photos --scale 1
+run fine-scores --data $data --scale 1
 run validation --data $data --part validation --batch-size 1
 run training --data $data --part training
 run classes --model four/best.snapshot --data four/synthetic_16_64x48_4
@@ -77,7 +79,7 @@ for n in range(16):
     assert abs(scores[f"{n:04}"]["iou"] - (a & b).sum() / (a | b).sum()) < 2e-3, n
 assert abs(scores["(mean of images)"]["dice"] - sum(scores[f"{n:04}"]["dice"] for n in range(16)) / 16) < 1e-5
 assert abs(scores["(all pixels)"]["dice"] - 2 * both / total) < 2e-3 and scores["(all pixels)"]["dice"] > 0.5, scores
-assert abs(table("photos-scores")["0003"]["dice"] - scores["0003"]["dice"]) < 0.1
+assert abs(table("photos-scores")["0003"]["dice"] - table("fine-scores")["0003"]["dice"]) < 0.05
 validation, training = table("validation"), table("training")
 assert len(validation) == 2 + 2 and len(training) == 14 + 2 and len(set(validation) & set(training)) == 2
 assert set(table("classes")["0000"]) == {"dice", "iou"} | {f"{s}_{k}" for s in ("dice", "iou") for k in (1, 2, 3)}
