@@ -8,7 +8,7 @@
 
 namespace gpipe {
 
-// Profile a model on the sample's device, then cut it. Errors: those of profile(), and std::invalid_argument for
+// Profile a model on the sample's device, then cut it. Errors: as profile(), and std::invalid_argument for
 // partitions < 1, for more partitions than layers, and for chunks < 1.
 
 /// Returns the balance whose slowest stage is fastest, without checkpointing. The sample is one micro-batch: its size

@@ -47,7 +47,7 @@ std::vector<std::int64_t> balance_within(std::int64_t bytes, const Profile& prof
 /// Returns, for each layer, the bytes that a cut after it sends forward with each micro-batch: the activation, the
 /// skips that live across the cut, and the lent parameters. Gradients come back along all of them. Empty where the
 /// model cannot be cut, and after the last layer. A skip or a parameter that passes several cuts counts in each, but is
-/// sent once to each stage that uses it. Errors: those of StageCost.
+/// sent once to each stage that uses it. Errors: as StageCost.
 std::vector<std::optional<std::int64_t>> cut_bytes(const Profile& profile);
 
 }  // namespace gpipe

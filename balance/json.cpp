@@ -21,7 +21,7 @@ namespace {
 using Json = nlohmann::json;
 
 constexpr int kVersion = 4;
-// Limits far above those of real profiles. They bound the memory that a hostile text costs, and prevent overflow.
+// Limits far above real profiles. They bound the memory that a hostile text costs, and prevent overflow.
 constexpr std::int64_t kMostBytes = std::int64_t{1} << 53;
 constexpr double kMostSeconds = 1e9;
 constexpr double kMostBandwidth = kMostBytes;

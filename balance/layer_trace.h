@@ -65,7 +65,7 @@ class LayerTrace : public AllocationListener, public std::enable_shared_from_thi
   /// Fills in the memory fields of the profile: with `recomputes` those of forwards without a graph, else those of
   /// forwards and whole backwards. `saved` tells which memory a W frees if backwards are split.
   void read_memory(Profile& profile, const std::vector<Saved>& saved);
-  /// Fills in the memory fields of split backwards, without those of forwards.
+  /// Fills in the memory fields of split backwards, but none of forwards.
   void read_split_memory(Profile& profile, const Timeline& timeline);
 
   // Reports of the watched layers. begins(): a part begins on this thread. reaches(): a micro-batch's activation is the

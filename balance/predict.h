@@ -38,7 +38,7 @@ Prediction predict(const Profile& profile, const std::vector<std::int64_t>& bala
 /// thread at a time.
 class Predictor {
  public:
-  /// The profile must outlive this. Errors: those of predict().
+  /// The profile must outlive this. Errors: as predict().
   Predictor(const Profile& profile, int stages, RunOptions options);
 
   // The functions below REQUIRE that the balance has the number of stages.

@@ -116,7 +116,7 @@ std::vector<std::int64_t> balance_by_size(int partitions, const Model& model, co
   check_stages(partitions, static_cast<int>(model.named_layers().size()));
   if (chunks < 1) throw std::invalid_argument("[balance] chunks must be positive, but is " + std::to_string(chunks));
   const auto sizes = micro_batch_sizes(batch_size(sample), chunks, /*split_size=*/0);
-  // The bytes that operators allocate depend on their number of threads, so measure with those of a stage.
+  // The bytes that operators allocate depend on their number of threads, so measure with the number of a stage.
   const int threads = std::max(1, at::get_num_threads() / partitions);
   const auto options = ProfileOptions().param_scale(param_scale).seconds(0).repeats(1).intraop_threads(threads);
   return balance_by_size(profile(model, first_micro_batch(sample, sizes), options), partitions,

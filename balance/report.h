@@ -16,7 +16,7 @@ namespace gpipe {
 
 /// One row per layer, with the bytes that a cut after it sends (see cut_bytes()), and the sum per stage of a balance,
 /// or of all layers without a balance. Marks the balance's cuts. Errors: std::invalid_argument for a balance that does
-/// not sum to the number of layers; those of cut_bytes().
+/// not sum to the number of layers; also as cut_bytes().
 std::string profile_table(const Profile& profile, const std::vector<std::int64_t>& balance = {});
 
 /// One row per stage, and a line about the step. Errors: std::invalid_argument for a prediction whose fields have

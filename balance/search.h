@@ -52,7 +52,7 @@ struct SearchOptions {
 
 struct Suggestion {
   std::vector<ChunkedProfile> profiles;  ///< one per number of chunks
-  /// The best candidate for each number of chunks, checkpoint mode and schedule. Those that fit come first, fastest
+  /// The best candidate for each number of chunks, checkpoint mode and schedule. Candidates that fit come first, fastest
   /// first.
   std::vector<Candidate> candidates;
   /// The whole mini-batch on one device, without a pipeline: the baseline for the candidates. On a CPU with all
@@ -84,7 +84,7 @@ std::vector<Scheduling> all_schedulings(int workers, int layers);
 /// than stages.
 Suggestion search(std::vector<ChunkedProfile> profiles, const SearchOptions& options = {});
 
-/// Predicts one candidate. Errors: those of predict(), and std::invalid_argument if the number of devices is not the
+/// Predicts one candidate. Errors: as predict(), and std::invalid_argument if the number of devices is not the
 /// number of workers.
 Candidate make_candidate(const Profile& profile, const std::vector<std::int64_t>& balance, const RunOptions& run,
                          const SearchOptions& options);

@@ -34,7 +34,7 @@ bool copies_between(const std::vector<torch::Device>& devices);
 /// unpartitioned model, so that the candidates can be compared with it.
 ///
 /// Measures on the first device; the others are taken to be equal. On a CPU, all CPU stages are measured at once.
-/// Errors: those of profile() and search().
+/// Errors: as profile() and search().
 Suggestion suggest(const Model& model, const Value& sample, const std::vector<torch::Device>& devices,
                    const SuggestOptions& options = {});
 

@@ -1,4 +1,4 @@
-// The cost of splitting a backward: the time of I and W, compared with that of a whole backward B. One stage on one
+// The cost of splitting a backward: the time of I and W, compared with a whole backward B. One stage on one
 // core.
 
 #include <torch/nn/modules/linear.h>

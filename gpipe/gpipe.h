@@ -97,7 +97,7 @@ class GPipeImpl : public torch::nn::Module {
   /// autocast, forwards and recomputes use autocast; backwards do not. REQUIRES: the loss decomposes over samples; see
   /// check_loss() and StepOptions::check.
   ///
-  /// Errors: those of forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
+  /// Errors: as forward() and backward(), with the layer "loss" for the loss function; std::invalid_argument for a
   /// target that cannot be cut as the input or requires grad, invalid options, or a loss that is not a scalar;
   /// std::runtime_error in eval mode, without grad mode or inside DistributedDataParallel. After an error no gradient has
   /// been added, unless a hook threw it.

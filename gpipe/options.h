@@ -47,7 +47,7 @@ struct GPipeOptions {
   /// at least one each.
   TORCH_ARG(int, intraop_threads) = 0;
   /// Whether the process keeps the memory of freed CPU tensors for the next step, while the pipeline lives. Applies to
-  /// pipelines with a stage on the CPU, and sets the options of glibc's malloc: the only setting of the process that a
+  /// pipelines with a stage of this process on the CPU, and sets the options of glibc's malloc: the only setting of the process that a
   /// pipeline changes.
   TORCH_ARG(bool, keep_memory) = true;
   /// The processes that run the pipeline together. Each has an equal share of the workers, in order. `devices` then has

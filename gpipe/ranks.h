@@ -63,7 +63,7 @@ class Ranks {
   /// MASTER_PORT. Under torchrun uses its store, and waits until all ranks have come; calls `poll` meanwhile, unless that is
   /// null. Otherwise rank 0 serves a store at MASTER_ADDR.
   /// Errors: std::invalid_argument for a variable that is missing or not valid; std::runtime_error if the store cannot be
-  /// served or reached, or a rank does not come within the join time-out; those of `poll`.
+  /// served or reached, or a rank does not come within the join time-out; the errors of `poll`.
   static std::shared_ptr<Ranks> from_environment(RanksOptions options = {},
                                                  const std::function<void()>& poll = nullptr);
 
@@ -102,7 +102,7 @@ class Ranks {
 
   /// Leaves the job. Pipelines cannot be used afterwards, and calls that other ranks begin throw. Waits until the other ranks
   /// have left too, for at most the time-out; calls `poll` meanwhile, unless that is null. With an `error`, instead fails the
-  /// job, as an error in a call does. REQUIRES: without an error, no call runs. Errors: those of `poll`.
+  /// job, as an error in a call does. REQUIRES: without an error, no call runs. Errors: as `poll`.
   void finish(const std::string& error = "", const std::function<void()>& poll = nullptr);
 
   Job& job() { return *job_; }

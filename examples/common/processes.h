@@ -21,7 +21,7 @@ std::shared_ptr<Ranks> join_processes(int replicas = 1);
 /// Whether this process writes and prints.
 bool is_first(const std::shared_ptr<Ranks>& ranks);
 
-/// Calls `work` in the first process. The others wait for it. Errors: those of `work`, in the others a
+/// Calls `work` in the first process. The others wait for it. Errors: as `work`, in the others a
 /// std::runtime_error.
 void run_first(const std::shared_ptr<Ranks>& ranks, const std::function<void()>& work);
 

@@ -315,7 +315,7 @@ void compute_in_bfloat16(const std::vector<torch::Device>& devices) {
   }
 }
 
-// The flags of a program, and those of every training.
+// The flags of a program and of every training.
 Identity identity_of(const Program& program, const TrainingOptions& options) {
   Identity identity = {{"--batch-size", absl::StrCat(options.batch_size)},
                        {"--seed", absl::StrCat(options.seed)},

@@ -78,7 +78,7 @@ class Loader {
  public:
   Loader(std::vector<Sample> samples, Size size, LoaderOptions options);
 
-  /// The next batch, or std::nullopt at the end. Errors: those of the files' readers.
+  /// The next batch, or std::nullopt at the end. Errors: as the files' readers.
   std::optional<Example> next();
 
  private:

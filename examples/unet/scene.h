@@ -21,7 +21,7 @@ struct Scene {
 Scene draw_scene(std::uint64_t seed, int number, Size size, int classes = 2);
 
 /// Writes scenes as PNG files in the layout of the Carvana data set: folder/imgs/0000.png with
-/// folder/masks/0000_mask.png, and so on. Replaces existing files of these names. Errors: those of draw_scene();
+/// folder/masks/0000_mask.png, and so on. Replaces existing files of these names. Errors: as draw_scene();
 /// std::runtime_error with the path, if it cannot be written.
 void write_scenes(const std::filesystem::path& folder, int count, Size size, std::uint64_t seed, int classes);
 

@@ -54,7 +54,7 @@ struct Score {
   double iou = 0;
 };
 
-/// Returns the number of pixels of each true class and predicted class, [classes, classes]. Those of several images add
+/// Returns the number of pixels of each true class and predicted class, [classes, classes]. Counts of several images add
 /// up.
 torch::Tensor count_pairs(const torch::Tensor& labels, const torch::Tensor& truth, int classes);
 /// Returns the scores of the classes 1 and up, and before them their mean.

@@ -23,7 +23,7 @@ class Ranks;
 std::vector<Stage> make_stages(const std::vector<std::int64_t>& balance, const std::vector<torch::Device>& devices);
 
 /// Calls the factories in order and gives the layers of this rank to their stages. Drops each other layer before the next one
-/// is made. `here` says of each stage whether it is on this rank. Errors: those of Inventory::add(); those of a factory, which
+/// is made. `here` says of each stage whether it is on this rank. Errors: as Inventory::add(); the errors of a factory, which
 /// `ranks`, unless null, tells the other ranks.
 Inventory fill_stages(std::vector<Stage>& stages, const std::vector<std::int64_t>& balance, LayerFactories factories,
                       const std::vector<bool>& here, Ranks* ranks);

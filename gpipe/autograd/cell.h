@@ -44,7 +44,7 @@ class Cell {
 
   /// F. `in` holds the activation, then the skips and the borrowed parameters in the stage's order. The result holds the
   /// activation, the skips and the lent parameters.
-  /// Errors: what the layers throw; those of SkipRoutes, AliasCheck::check(), StoredInputs::check_unchanged() and
+  /// Errors: what the layers throw; as SkipRoutes, AliasCheck::check(), StoredInputs::check_unchanged() and
   /// ParameterSinks::redirect(); std::runtime_error when a lent or borrowed parameter was changed.
   std::vector<Parcel> forward(std::vector<Parcel> in, ForwardMode mode);
 
@@ -52,13 +52,13 @@ class Cell {
   /// present buffers and parameters. REQUIRES: no other F or R of the stage runs before that. Unless `retain_graph`, uses
   /// up the stored inputs. If the layers made modules or parameters in F, keeps the graph of F and does nothing, because
   /// they would not make them again.
-  /// Errors: those of forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
+  /// Errors: as forward(), StoredInputs::take() and NeededGradients::check(); std::runtime_error when the layers made
   /// parameters in an F without graph.
   void recompute(bool retain_graph);
 
   /// B. `gradients[k]` belongs to the k-th parcel of forward()'s result. Returns the gradients of its `in`, and adds
   /// those of the parameters to `sums`. Unless `retain_graph`, uses up the graph.
-  /// Errors: what the layers' backwards throw; those of StoredInputs::check_before_backward().
+  /// Errors: what the layers' backwards throw; as StoredInputs::check_before_backward().
   std::vector<Gradients> backward(const std::vector<Gradients>& gradients, bool retain_graph, GradientSums& sums);
 
   /// I. As backward(), but leaves work on gradients of parameters to backward_weights(); see SplitBackward. Uses up the

@@ -37,7 +37,7 @@ GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std
   return cut;
 }
 
-// The strides of a gradient, as PyTorch chooses those of `.grad`.
+// The strides of a gradient, as PyTorch chooses them for `.grad`.
 std::vector<std::int64_t> strides_for(const at::Tensor& parameter) {
   if (parameter.is_non_overlapping_and_dense()) return parameter.strides().vec();
   std::vector<std::int64_t> strides(parameter.dim(), 1);

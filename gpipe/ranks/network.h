@@ -29,7 +29,7 @@ std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Stor
 /// backtrace for each use. Notices the end of a TCPStore's process before a use, and of any other store by the first
 /// use that fails.
 ///
-/// Thread safety: that of the store. Errors: std::runtime_error after the end.
+/// Thread safety: as the store. Errors: std::runtime_error after the end.
 class WatchedStore : public c10d::PrefixStore {
  public:
   WatchedStore(const std::string& prefix, c10::intrusive_ptr<c10d::Store> store);

@@ -24,7 +24,7 @@ struct WireMessage {
   Action action;
   std::vector<int> edges;  ///< ascending
 
-  /// Identifies the action among those of a program.
+  /// Identifies the action in its program.
   std::uint64_t label() const;
 };
 

@@ -82,7 +82,7 @@ class Team {
   /// Whether tensors go straight from the devices of one rank to the devices of another.
   virtual bool has_device_wires() const = 0;
   /// Makes this rank's end of a wire between the devices of two workers, one of them on another rank. Waits for the
-  /// other end. `device`: that of this rank's worker. Errors: ConnectionError, which it reports.
+  /// other end. `device`: the device of this rank's worker. Errors: ConnectionError, which it reports.
   virtual DeviceWire& connect_devices(int from, int to, c10::Device device) = 0;
 
   /// Sets what tells other ranks about this rank's workers while a part of a program runs; null at its end.

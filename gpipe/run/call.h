@@ -26,7 +26,7 @@ class Call {
   void save(const std::vector<ParameterSinks>& sinks);
   /// The seed that save() has drawn.
   std::uint64_t seed() const { return draw_->seed(); }
-  /// Takes the turn and agrees on the call with the other ranks. Errors: those of Team::agree().
+  /// Takes the turn and agrees on the call with the other ranks. Errors: as Team::agree().
   Agreement agree(Proposal proposal);
   /// Call when all ranks run the call. From then on an error of this rank is a failure of the team.
   void start() { has_started_ = true; }

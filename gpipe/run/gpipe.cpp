@@ -161,8 +161,10 @@ GPipeImpl::GPipeImpl(LayerFactories factories, std::vector<std::int64_t> balance
   const int threads = options_.intraop_threads() > 0 ? options_.intraop_threads() : share_of_threads(workers);
   pipeline_ = std::make_shared<Pipeline>(std::move(stages), std::move(edges), std::move(workers.schedules), threads,
                                          std::move(binding), std::move(team));
-  const bool on_cpu = std::any_of(devices_.begin(), devices_.end(), [](auto device) { return device.is_cpu(); });
-  if (options_.keep_memory() && on_cpu) pipeline_->keep_memory();
+  const auto is_on_cpu = [&](const Stage& stage) { return here[stage.index] && stage.device.is_cpu(); };
+  if (options_.keep_memory() && std::any_of(pipeline_->stages().begin(), pipeline_->stages().end(), is_on_cpu)) {
+    pipeline_->keep_memory();
+  }
   if (pipeline_->team().replicas() > 1) take_state_of_first_replica(*pipeline_);
   std::move(tell_counterparts).Cancel();
 }

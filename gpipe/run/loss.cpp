@@ -228,7 +228,7 @@ bool LossComparison::can_join() const {
   return true;
 }
 
-// That of the least precise type.
+// The epsilon of the least precise type.
 double LossComparison::epsilon() const {
   double epsilon = epsilon_of(losses_.front().scalar_type());
   for (const auto& tensor : outputs_.front().tensors) {

@@ -85,7 +85,7 @@ class Pipeline {
   /// The copy streams for inputs and targets. Every call with the same devices returns the same streams.
   Link inlet_link(c10::Device from, c10::Device to);
 
-  /// A Call holds it from take_turn() to its end. Errors: those of Executor::check_caller().
+  /// A Call holds it from take_turn() to its end. Errors: as Executor::check_caller().
   Mutex& call_mutex();
 
   /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().

@@ -41,7 +41,7 @@ struct CellBytes {
   ActionBytes input_gradient;              ///< I
   std::int64_t weight_gradient_extra = 0;  ///< of a W
   /// Peaks of the stage's first B and W, which allocate the gradient sums, relative to the bytes before them. Used if
-  /// they are more than those of the others.
+  /// they are more than the bytes of the others.
   std::int64_t first_backward_extra = 0;
   std::int64_t first_weight_gradient_extra = 0;
   /// Sums of the parameters' gradients, allocated by the first backward and not freed within the step.

@@ -88,7 +88,7 @@ class ListScheduler {
     for (const int w : workers) choose(w);
   }
 
-  /// Chooses the worker's next action: of those that can start first, the preferred one.
+  /// Chooses the worker's next action: the preferred one of the actions that can start first.
   void choose(int w) {
     Worker& worker = workers_[w];
     if (worker.next) queue_.erase({worker.next->start, w});

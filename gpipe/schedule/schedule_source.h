@@ -15,7 +15,7 @@ struct ParsedSchedule {
 };
 
 /// The text form of schedules, as PyTorch's pipelining prints them: one line per worker, actions such as 2F0 (stage 2,
-/// forward, micro-batch 0) separated by spaces. Kinds are those of to_char(Kind).
+/// forward, micro-batch 0) separated by spaces. Kinds are written as by to_char(Kind).
 std::string to_text(const Schedule& schedule);
 
 /// Parses the text form. Commas separate actions too. Empty lines and the rest of a line after '#' are skipped. The
@@ -36,7 +36,7 @@ ParsedSchedule read_schedule(const std::string& path);
 
 /// Returns the source for `schedule`: a name (see schedules.h), or "@FILE". The stages of a name are on `placement`; if
 /// that is empty, on the rule's own: a V, or stage s on worker s mod (stages / stages_per_worker). A file's lines imply
-/// its placement. A schedule from a file without any R gets those of the checkpoint mode. Errors: those of
+/// its placement. A schedule from a file without any R gets the recomputes of the checkpoint mode. Errors: those of
 /// read_schedule(); std::invalid_argument for an unknown name, a file for another number of stages or another
 /// placement, stages that `stages_per_worker` does not divide, a placement together with stages_per_worker,
 /// stages_per_worker together with a file, or a schedule that does not fit the placement.

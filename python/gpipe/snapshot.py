@@ -179,7 +179,7 @@ def _kind_of(value: object) -> str:
 
 # Optimizers.
 
-# Options that say how to compute a step, not its result. They stay those of the optimizer.
+# Options that say how to compute a step, not its result. The optimizer keeps its own.
 _HOW = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 

@@ -60,7 +60,7 @@ class Released {
   PyThreadState* state_;
 };
 
-/// Calls f() without the interpreter's lock. REQUIRES: the calling thread holds the lock. Errors: those of f and Call.
+/// Calls f() without the interpreter's lock. REQUIRES: the calling thread holds the lock. Errors: as f and Call.
 template <typename F>
 auto released(F f) {
   const Call call;

@@ -23,12 +23,12 @@ using Pair = pybind11::typing::Tuple<pybind11::object, pybind11::object>;
 using Keys = std::vector<std::pair<Namespace, std::string>>;
 std::vector<SkipKey> to_keys(const Keys& keys);
 
-/// A pipeline of Python modules. REQUIRES, for all methods: the interpreter's lock. Errors, also: those of layers, with a
+/// A pipeline of Python modules. REQUIRES, for all methods: the interpreter's lock. Errors: also the errors of layers, with a
 /// note that says where they were raised.
 class PythonPipeline {
  public:
   /// `stages` holds for each stage a tuple (module that runs the stage, list of its layers). See make_layers() for the
-  /// layers. Errors: those of GPipe.
+  /// layers. Errors: as GPipe.
   PythonPipeline(const Objects& stages, GPipeOptions options);
   ~PythonPipeline();
 
@@ -36,11 +36,11 @@ class PythonPipeline {
   /// parameters than before: then make a new pipeline.
   bool refresh();
 
-  /// Runs a mini-batch, of a training or of an evaluation. Errors: those of GPipe.
+  /// Runs a mini-batch, of a training or of an evaluation. Errors: as GPipe.
   Value forward(const pybind11::object& input, std::int64_t chunks, Checkpoint checkpoint, bool training);
 
   /// Calls GPipe's step() or loss(). `loss` is called with the output and the target of each micro-batch; `kind` is that of
-  /// a LossFunction. Errors: those of the method; errors of `loss`.
+  /// a LossFunction. Errors: as the method; errors of `loss`.
   template <typename Result>
   Result train(Result (GPipeImpl::*method)(Value, Value, const LossFunction&, const StepOptions&),
                const pybind11::object& input, const pybind11::object& target, const pybind11::object& loss,

@@ -27,7 +27,7 @@ RanksOptions options_of_ranks(double timeout, double join_timeout, const std::st
   return options.interface(interface).replicas(replicas).nccl(nccl);
 }
 
-/// Joins the processes of a group, or those that the environment describes if it is None.
+/// Joins the processes of a group, or the processes that the environment describes if it is None.
 std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, const RanksOptions& options) {
   return released([&] {
     if (group == nullptr) return Ranks::from_environment(options, poll);

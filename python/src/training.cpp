@@ -56,7 +56,7 @@ std::pair<double, double> compare_losses(const py::object& loss, const Value& ou
   return {check.whole, check.from_micro_batches};
 }
 
-/// Each declaration is a tuple (index of the layer, path of the module, stashes, pops). Errors: those of match_skips().
+/// Each declaration is a tuple (index of the layer, path of the module, stashes, pops). Errors: as match_skips().
 void check_skips(const std::vector<std::tuple<int, std::string, Keys, Keys>>& declarations) {
   std::vector<SkipDeclaration> declared;
   for (const auto& [layer, path, stashes, pops] : declarations) {

@@ -58,7 +58,7 @@ struct OwnFunction : torch::autograd::Function<OwnFunction> {
   }
 };
 
-/// Two layers that make and join a pair, and between them others: those that pass it on, and one that may change it.
+/// Two layers that make and join a pair, and between them layers that pass it on, and one that may change it.
 void pair_of_tensors(Builder& b, TensorPair (*make)(Tensor), bool change, torch::IntArrayRef shape,
                      Tensor (*join)(TensorPair)) {
   const auto pass_on = [&] {

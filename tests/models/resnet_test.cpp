@@ -78,7 +78,7 @@ std::vector<std::string> torchvision_keys(const Architecture& architecture) {
 
 std::vector<torch::Device> cpus(std::size_t count) { return std::vector<torch::Device>(count, torch::kCPU); }
 
-/// Runs two forwards, so that the batch norms have other statistics than those of a new model.
+/// Runs two forwards, so that the batch norms have other statistics than in a new model.
 void warm_up(Sequential& model, const std::vector<std::int64_t>& shape) {
   const torch::NoGradGuard no_grad;
   model->train();

@@ -22,7 +22,7 @@ class Captured(NamedTuple):
     """A model as a graph, with its tensors."""
 
     graph: Graph
-    tensors: dict[str, Owned]  # by name; those that the graph does not use, too
+    tensors: dict[str, Owned]  # by name, also tensors that the graph does not use
     modes: dict[str, bool]  # whether each module is in training mode, by path
     whole: dict[str, nn.Module]  # the modules that are kept whole, by path
     guards: dict[str, bool]  # conditions for the number of samples, as :func:`guards_of` returns them
@@ -154,7 +154,7 @@ def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:
         hooks = [*each._forward_pre_hooks.values(), *each._forward_hooks.values()]
         hooks += [*each._backward_pre_hooks.values(), *each._backward_hooks.values()]
         for hook in hooks:
-            # Those of weight_norm and spectral_norm compute weights, which the export records.
+            # The hooks of weight_norm and spectral_norm compute weights, which the export records.
             if not (type(hook).__module__ or "").startswith("torch.nn.utils"):
                 raise ValueError(
                     f"cannot convert the model: '{path}' ({type(each).__name__}) has a hook, which the layers would not "

@@ -62,7 +62,7 @@ def _with_submodules(graph: Graph) -> set[str]:
 
 
 def _unique(name: str, taken: set[str]) -> str:
-    """Returns the name, with a number if it is taken. Adds it to those that are taken."""
+    """Returns the name, with a number if it is taken. Then the name is taken."""
     numbered = (f"{name}_{number}" for number in itertools.count(1))
     found = next(each for each in itertools.chain([name], numbered) if each not in taken)
     taken.add(found)

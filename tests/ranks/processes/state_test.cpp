@@ -252,7 +252,7 @@ TEST(RanksSnapshot, ARankIsKilledWhileTheyGather) {
 
 // Layers that factories make.
 
-/// A layer with a matrix. Counts those that live.
+/// A layer with a matrix. Counts the live layers.
 struct CountedImpl : nn::Module {
   CountedImpl() : weight(register_parameter("weight", torch::empty({6, 6}))) {
     nn::init::xavier_normal_(weight);
