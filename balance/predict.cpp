@@ -50,10 +50,9 @@ Predictor::Predictor(const Profile& profile, int stages, RunOptions options)
 }
 
 const Program& Predictor::program(Layout layout, std::vector<Edge> edges) {
-  if (program_ && connect_the_same(edges, edges_)) return *program_;
+  if (program_ && connect_the_same(edges, program_->edges())) return *program_;
   auto schedule = source_.make(layout, options_.checkpoint);
-  program_ = make_program(std::move(layout), edges, std::move(schedule));
-  edges_ = std::move(edges);
+  program_ = Program::make(std::move(layout), std::move(edges), std::move(schedule));
   return *program_;
 }
 

@@ -62,7 +62,6 @@ class Predictor {
   const StageCost stage_;
   const RunOptions options_;
   const ScheduleSource source_;
-  std::vector<Edge> edges_;         // of the program, with the capacities that they were given
   std::optional<Program> program_;  // the last one
 };
 

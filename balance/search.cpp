@@ -200,7 +200,7 @@ std::optional<TailoredSchedule> tailored_schedule(const Profile& profile, const 
   }
   auto schedule = greedy_schedule(work, most);
   if (!schedule) return std::nullopt;
-  const auto program = make_program(work.layout, work.edges, *schedule);
+  const auto program = Program::make(work.layout, work.edges, *schedule);
   return TailoredSchedule{*std::move(schedule), simulate(program, work.costs).makespan};
 }
 

@@ -237,7 +237,7 @@ std::vector<Edge> StageCost::edges(const std::vector<std::int64_t>& balance) con
   for (const auto& skip : profile_.skips) links.push_back({skip.from, skip.to, skip.name});
   auto edges = cut_edges(balance, links);
   for_each_loan(ends(balance), [&](const TieProfile& tie, int from, int to) {
-    edges.push_back({from, to, 1, "parameter " + tie.name});
+    edges.push_back({from, to, "parameter " + tie.name});
   });
   return edges;
 }

@@ -65,8 +65,8 @@ BENCHMARK(gather)->ArgNames({"m", "width"})->ArgsProduct({{8, 32}, {8, 1 << 14}}
 void hand_over(State& state) {
   const int count = static_cast<int>(state.max_iterations);
   const int spins = state.range(0) != 0 ? spins_for(2, cpu_quota()) : 0;
-  Channel there(1, count, spins);
-  Channel back(1, count, spins);
+  Channel there(count, spins);
+  Channel back(count, spins);
   std::thread other([&] {
     for (int m = 0; m < count; ++m) {
       there.take(m);
@@ -90,14 +90,13 @@ struct NoActions : ActionRunner {
 };
 
 /// The parts of a program with one stage per worker, an activation between any two neighbours, and `skips` skips: from
-/// the first stage to the last, from the second to the second-last, and so on. As in a pipeline, each edge has capacity
-/// for all micro-batches.
+/// the first stage to the last, from the second to the second-last, and so on.
 struct Parts {
   Parts(int stages, int micro_batches, int skips, Checkpoint checkpoint) : layout{stages, micro_batches, {}} {
     layout.placement.resize(stages);
     std::iota(layout.placement.begin(), layout.placement.end(), 0);
-    for (int s = 0; s + 1 < stages; ++s) edges.push_back({s, s + 1, micro_batches, "activation"});
-    for (int s = 0; s < skips; ++s) edges.push_back({s, stages - 1 - s, micro_batches, "skip"});
+    for (int s = 0; s + 1 < stages; ++s) edges.push_back({s, s + 1, "activation"});
+    for (int s = 0; s < skips; ++s) edges.push_back({s, stages - 1 - s, "skip"});
     schedule = fill_drain(layout, checkpoint);
   }
 

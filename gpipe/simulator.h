@@ -33,7 +33,7 @@ struct Simulation {
   std::vector<int> peak_cells;
 };
 
-/// Runs a program in simulated time by the executor's rules, including the capacity of edges. Deterministic.
+/// Runs a program in simulated time by the executor's rules. Deterministic.
 /// Errors: std::invalid_argument if the costs do not fit the program.
 Simulation simulate(const Program& program, const Costs& costs);
 

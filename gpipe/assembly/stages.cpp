@@ -113,7 +113,7 @@ std::vector<Edge> connect_stages(std::vector<Stage>& stages, const std::vector<s
     stages[edge.to].skips_in.push_back(skips[cut_links[i]].key);
   }
   for (const auto& loan : loans) {
-    edges.push_back({loan.owner, loan.borrower, 1, "parameter " + loan.name});
+    edges.push_back({loan.owner, loan.borrower, "parameter " + loan.name});
     if (here[loan.owner]) stages[loan.owner].lent.push_back(loan.lent);
     stages[loan.owner].receivers.push_back(loan.borrower);
     if (here[loan.borrower]) stages[loan.borrower].borrowed.push_back(loan.borrowed);

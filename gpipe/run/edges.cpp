@@ -109,7 +109,7 @@ std::vector<Parcel> Edges::receive(const Action& action) {
 // Takes what an action of this kind has put on an edge, at its other end.
 Parcel Edges::take(int edge, const Action& action) {
   auto [parcel, ready] = std::exchange(slot(edge, action), {});
-  const auto& [from, to, capacity, name] = program_.edges()[edge];
+  const auto& [from, to, name] = program_.edges()[edge];
   if (action.kind != Kind::F) {
     copy_to_device(parcel.tensors, ready, pipeline_.ends(edge).from, pipeline_.back_link(edge));
     return std::move(parcel);

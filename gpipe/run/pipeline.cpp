@@ -139,7 +139,7 @@ Program Pipeline::make_program(const Key& key) const {
     check_has_backward(schedule);
     check_recomputes(schedule);
   }
-  return gpipe::make_program(std::move(layout), edges_, std::move(schedule));
+  return Program::make(std::move(layout), edges_, std::move(schedule));
 }
 
 std::shared_ptr<const Program> Pipeline::find_program(const Key& key) {

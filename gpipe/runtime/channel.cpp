@@ -4,26 +4,17 @@
 
 namespace gpipe {
 
-Channel::Channel(int capacity, int micro_batches, int spins)
-    : capacity_(capacity), spins_(spins), present_(micro_batches) {}
+Channel::Channel(int micro_batches, int spins) : spins_(spins), present_(micro_batches) {}
 
-bool Channel::put(int micro_batch) {
-  changed_.await(spins_, [&] { return held_ < capacity_ || cancelled_; });
-  if (cancelled_) return false;
+void Channel::put(int micro_batch) {
   assert(!present_[micro_batch]);
-  ++held_;
   present_[micro_batch] = true;
   changed_.announce();
-  return true;
 }
 
 bool Channel::take(int micro_batch) {
   changed_.await(spins_, [&] { return present_[micro_batch] || cancelled_; });
-  if (cancelled_) return false;
-  present_[micro_batch] = false;
-  --held_;
-  changed_.announce();
-  return true;
+  return !cancelled_;
 }
 
 void Channel::cancel() {

@@ -13,25 +13,21 @@ namespace gpipe {
 ///
 /// Thread safety: one producer thread puts, one consumer thread takes (they can be the same), any thread cancels.
 /// Invariants:
-///   1. At most `capacity` micro-batches are put and not taken.
-///   2. A micro-batch is put once and taken once.
-///   3. After cancel(), no call waits, and every call returns false.
+///   1. A micro-batch is put once and taken once.
+///   2. After cancel(), no call waits, and take() returns false.
 class Channel {
  public:
-  /// REQUIRES: capacity >= 1, micro_batches >= 1. `spins`: see EventCount::await().
-  Channel(int capacity, int micro_batches, int spins = 0);
+  /// REQUIRES: micro_batches >= 1. `spins`: see EventCount::await().
+  explicit Channel(int micro_batches, int spins = 0);
 
-  /// Waits while the channel is full. Returns false if cancelled.
-  bool put(int micro_batch);
+  void put(int micro_batch);
   /// Waits until the micro-batch has been put. Returns false if cancelled.
   bool take(int micro_batch);
-  /// Wakes all waiting calls.
+  /// Wakes a waiting call.
   void cancel();
 
  private:
-  const int capacity_;
   const int spins_;
-  std::atomic<int> held_ = 0;
   std::vector<std::atomic<bool>> present_;
   std::atomic<bool> cancelled_ = false;
   EventCount changed_;

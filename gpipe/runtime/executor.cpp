@@ -42,9 +42,9 @@ class Executor::Run {
         step_(step),
         spans_(program.workers()) {
     const int spins = spins_for(owner.workers(), owner.cpu_quota_);
-    for (const Edge& edge : program.edges()) {
-      if (part != Part::kBackward) forward_.emplace_back(edge.capacity, program.layout().micro_batches, spins);
-      if (part != Part::kForward) backward_.emplace_back(edge.capacity, program.layout().micro_batches, spins);
+    for (std::size_t e = 0; e < program.edges().size(); ++e) {
+      if (part != Part::kBackward) forward_.emplace_back(program.layout().micro_batches, spins);
+      if (part != Part::kForward) backward_.emplace_back(program.layout().micro_batches, spins);
     }
     if (!timed) return;
     for (int w = 0; w < program.workers(); ++w) {
@@ -106,7 +106,7 @@ class Executor::Run {
       }
       if (!perform(worker, action)) return;
       for (const int edge : program_.wiring().puts(action)) {
-        if (has_channel(edge) && !channels[edge].put(action.micro_batch)) return;
+        if (has_channel(edge)) channels[edge].put(action.micro_batch);
       }
     }
   }

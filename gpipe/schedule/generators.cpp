@@ -41,11 +41,4 @@ Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_bat
   return schedule;
 }
 
-Program make_program(Layout layout, std::vector<Edge> edges, Schedule schedule) {
-  verify(layout);
-  const auto capacities = sufficient_capacities(layout, edges, schedule);
-  for (std::size_t e = 0; e < edges.size(); ++e) edges[e].capacity = capacities[e];
-  return Program::make(std::move(layout), std::move(edges), std::move(schedule));
-}
-
 }  // namespace gpipe

@@ -4,8 +4,7 @@
 
 namespace gpipe {
 
-// Generators are pure functions of the layout. Whether the edges have enough capacity is checked by Program::make, not
-// here. Errors: std::invalid_argument for an invalid layout.
+// Generators are pure functions of the layout. Errors: std::invalid_argument for an invalid layout.
 
 /// Forwards only: each worker runs micro-batches 0..m-1 of each of its stages, stages ascending.
 Schedule fill(const Layout& layout);
@@ -17,9 +16,5 @@ Schedule fill_drain(const Layout& layout, Checkpoint checkpoint);
 /// Inserts an R directly before the B or I of each cell that recomputes. An R takes no gradient, so a worker recomputes
 /// while it would otherwise wait for one.
 Schedule with_recomputes(Schedule schedule, Checkpoint checkpoint, int micro_batches);
-
-/// Binds a schedule to edges and gives each edge the capacity at which no put waits (see sufficient_capacities()).
-/// Errors: std::invalid_argument when the schedule cannot run.
-Program make_program(Layout layout, std::vector<Edge> edges, Schedule schedule);
 
 }  // namespace gpipe

@@ -218,7 +218,7 @@ ListSchedule list_schedule(const Workload& workload, const ListOptions& options)
 
 Schedule greedy(const Layout& layout) {
   Workload workload{.layout = layout};
-  for (int s = 0; s + 1 < layout.stages; ++s) workload.edges.push_back({s, s + 1, 1, ""});
+  for (int s = 0; s + 1 < layout.stages; ++s) workload.edges.push_back({s, s + 1, ""});
   workload.costs.actions.assign(layout.stages, {1, 0, 2, 1, 1});
   workload.costs.edges.assign(workload.edges.size(), 0);
   auto backward_first = list_schedule(workload, {.depth = layout.workers(), .forward_first = false});
@@ -234,7 +234,7 @@ std::optional<Schedule> greedy_schedule(const Workload& workload, const std::vec
   double makespan = std::numeric_limits<double>::infinity();
   // Simulates a schedule. Returns whether it keeps to the memory.
   const auto offer = [&](Schedule schedule) {
-    const auto program = make_program(workload.layout, workload.edges, std::move(schedule));
+    const auto program = Program::make(workload.layout, workload.edges, std::move(schedule));
     const auto simulation = simulate(program, costs);
     const auto peaks = simulation.timeline.peak_bytes();
     for (std::size_t w = 0; w < most_bytes.size(); ++w) {

@@ -14,7 +14,7 @@ namespace gpipe {
 /// What a list scheduler makes a schedule for.
 struct Workload {
   Layout layout;
-  std::vector<Edge> edges = {};  ///< capacities are not used
+  std::vector<Edge> edges = {};
   Costs costs = {};              ///< as simulate() takes them; also of I and W
   Checkpoint checkpoint = Checkpoint::kNever;
 };
@@ -35,7 +35,7 @@ struct ListOptions {
 /// A schedule and its time.
 struct ListSchedule {
   Schedule lists;
-  double makespan = 0;  ///< what simulate() says, with sufficient_capacities() and without Costs::sending
+  double makespan = 0;  ///< what simulate() says, without Costs::sending
 };
 
 /// Returns the lists that arise when each free worker runs one of the actions that can start. Nothing is planned ahead.
@@ -51,7 +51,7 @@ Schedule greedy(const Layout& layout);
 
 /// Searches for the fastest schedule whose workers use at most `most_bytes`, one number per worker; if it is empty,
 /// memory is unlimited. Tries all named schedules that fit the layout, and list schedules with many options. So in
-/// simulation, with sufficient_capacities(), the result is never slower than a named schedule that keeps to
+/// simulation the result is never slower than a named schedule that keeps to
 /// `most_bytes`. It has the R's of the workload's checkpoint mode. Deterministic.
 ///
 /// Returns nothing if no schedule that was tried keeps to `most_bytes`. Another one might. Errors:

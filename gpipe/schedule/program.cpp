@@ -84,13 +84,13 @@ std::vector<Edge> cut_edges(const std::vector<std::int64_t>& balance, const std:
   };
   std::vector<Edge> edges;
   for (int stage = 1; stage < static_cast<int>(ends.size()); ++stage) {
-    edges.push_back({stage - 1, stage, 1, "activation"});
+    edges.push_back({stage - 1, stage, "activation"});
   }
   for (std::size_t i = 0; i < links.size(); ++i) {
     const int from = stage_of(links[i].from);
     const int to = stage_of(links[i].to);
     if (from == to) continue;
-    edges.push_back({from, to, 1, "skip " + links[i].name});
+    edges.push_back({from, to, "skip " + links[i].name});
     if (cut_links != nullptr) cut_links->push_back(static_cast<int>(i));
   }
   return edges;

@@ -15,8 +15,6 @@ namespace gpipe {
 struct Edge {
   int from = 0;
   int to = 0;
-  /// Most micro-batches on the edge at once, in either direction. A producer waits while the edge is full.
-  int capacity = 1;
   /// For drawings and messages only; UTF-8.
   std::string name;
 };

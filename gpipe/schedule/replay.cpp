@@ -13,25 +13,18 @@ constexpr double kAbsent = -1;
 
 /// One direction of one edge.
 struct Channel {
-  std::size_t capacity = 1;
   double latency = 0;
   double sending = 0;
   double* link_free = nullptr;  ///< when the link from the producer to the consumer has sent what was put before
-  int producer = 0;
   int consumer = 0;
-  std::size_t puts = 0;
   /// When each micro-batch can be taken; kAbsent before its put.
   std::vector<double> arrivals;
-  /// When each take happened. Ascending, because an edge has one consumer.
-  std::vector<double> takes = {};
 };
 
-/// A worker's position: its current action, and how many of that action's edges it has taken and put.
+/// A worker's position: its current action, and how many of that action's edges it has taken.
 struct Progress {
   std::size_t next = 0;  ///< index of the current action in the worker's list
   std::size_t taken = 0;
-  std::size_t put = 0;
-  bool performed = false;
   double clock = 0;
 };
 
@@ -52,11 +45,9 @@ class Replayer {
       for (const bool gradient : {false, true}) {
         const int producer = layout.placement[gradient ? edges[e].to : edges[e].from];
         const int consumer = layout.placement[gradient ? edges[e].from : edges[e].to];
-        channels_.push_back({.capacity = static_cast<std::size_t>(edges[e].capacity),
-                             .latency = latencies[e],
+        channels_.push_back({.latency = latencies[e],
                              .sending = sending.empty() ? 0 : sending[e],
                              .link_free = &links_free_[{producer, consumer}],
-                             .producer = producer,
                              .consumer = consumer,
                              .arrivals = std::vector<double>(layout.micro_batches, kAbsent)});
       }
@@ -79,8 +70,7 @@ class Replayer {
       const Progress& at = progress_[w];
       if (at.next == schedule_[w].size()) continue;
       const Action& action = schedule_[w][at.next];
-      const int edge = at.performed ? wiring_.puts(action)[at.put] : wiring_.takes(action)[at.taken];
-      replay_.blocked.push_back({static_cast<int>(w), action, edge, at.performed});
+      replay_.blocked.push_back({static_cast<int>(w), action, wiring_.takes(action)[at.taken]});
     }
     return std::move(replay_);
   }
@@ -95,50 +85,30 @@ class Replayer {
       for (; at.taken < takes.size(); ++at.taken) {
         if (!take(channel(takes[at.taken], action.kind), action.micro_batch, at.clock)) return;
       }
-      if (!at.performed) {
-        const double start = at.clock;
-        at.clock += seconds_(action);
-        replay_.spans[worker].push_back({worker, action, start, at.clock, 0});
-        at.performed = true;
-      }
-      const auto puts = wiring_.puts(action);
-      for (; at.put < puts.size(); ++at.put) {
-        if (!put(channel(puts[at.put], action.kind), action.micro_batch, at.clock)) return;
-      }
-      at.taken = at.put = 0;
-      at.performed = false;
+      const double start = at.clock;
+      at.clock += seconds_(action);
+      replay_.spans[worker].push_back({worker, action, start, at.clock, 0});
+      for (const int edge : wiring_.puts(action)) put(channel(edge, action.kind), action.micro_batch, at.clock);
+      at.taken = 0;
     }
   }
 
   Channel& channel(int edge, Kind kind) { return channels_[2 * static_cast<std::size_t>(edge) + (kind != Kind::F)]; }
 
-  bool take(Channel& channel, int micro_batch, double& clock) {
+  static bool take(const Channel& channel, int micro_batch, double& clock) {
     const double arrival = channel.arrivals[micro_batch];
     if (arrival == kAbsent) return false;
     clock = std::max(clock, arrival);
-    channel.takes.push_back(clock);
-    wake(channel.producer);
     return true;
   }
 
-  bool put(Channel& channel, int micro_batch, double& clock) {
-    if (channel.puts >= channel.capacity) {
-      const std::size_t freed = channel.puts - channel.capacity;
-      if (freed >= channel.takes.size()) return false;
-      clock = std::max(clock, channel.takes[freed]);
-    }
-    ++channel.puts;
+  void put(Channel& channel, int micro_batch, double clock) {
     const double start = std::max(clock, *channel.link_free);
     *channel.link_free = start + channel.sending;
     channel.arrivals[micro_batch] = start + channel.latency;
-    wake(channel.consumer);
-    return true;
-  }
-
-  void wake(int worker) {
-    if (queued_[worker]) return;
-    queued_[worker] = true;
-    ready_.push_back(worker);
+    if (queued_[channel.consumer]) return;
+    queued_[channel.consumer] = true;
+    ready_.push_back(channel.consumer);
   }
 
   const Wiring& wiring_;

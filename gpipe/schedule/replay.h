@@ -8,12 +8,11 @@
 
 namespace gpipe {
 
-/// A worker that cannot continue: its current action, and the edge that it waits to take or put.
+/// A worker that cannot continue: its current action, and the edge that it waits to take.
 struct Blocked {
   int worker = 0;
   Action action;
   int edge = 0;
-  bool puts = false;  ///< whether it waits to put
 };
 
 struct Replay {

@@ -44,7 +44,6 @@ void verify_edges(const Layout& layout, const std::vector<Edge>& edges) {
       throw invalid("%s goes from stage %d to stage %d: it must go to a later stage, within 0..%d", name, edge.from,
                     edge.to, layout.stages - 1);
     }
-    if (edge.capacity < 1) throw invalid("%s has capacity %d: give it at least 1", name, edge.capacity);
   }
 }
 
@@ -109,24 +108,18 @@ void verify_cell(int stage, int micro_batch, const Places& cell, bool has_backwa
   }
 }
 
-std::vector<Blocked> blocked(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
-  const auto free = [](const Action&) { return 0.0; };
-  return replay(layout, edges, Wiring(layout.stages, edges), schedule, free,
-                /*latencies=*/std::vector<double>(edges.size()))
-      .blocked;
-}
-
 void verify_progress(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
-  const auto waiting = blocked(layout, edges, schedule);
+  const auto free = [](const Action&) { return 0.0; };
+  const auto waiting = replay(layout, edges, Wiring(layout.stages, edges), schedule, free,
+                              /*latencies=*/std::vector<double>(edges.size()))
+                           .blocked;
   if (waiting.empty()) return;
   const auto describe = [&](std::string* out, const Blocked& it) {
-    absl::StrAppendFormat(out, "worker %d waits to %s %s%s for %s", it.worker, it.puts ? "put" : "take",
+    absl::StrAppendFormat(out, "worker %d waits to take %s%s for %s", it.worker,
                           it.action.kind == Kind::F ? "" : "the gradient of ", label(edges, it.edge),
                           to_string(it.action));
-    if (it.puts) absl::StrAppendFormat(out, ", which is at its capacity of %d", edges[it.edge].capacity);
   };
-  throw invalid("the schedule deadlocks: %s. Reorder the lists, or raise the capacity of an edge that is full",
-                absl::StrJoin(waiting, "; ", describe));
+  throw invalid("the schedule deadlocks: %s. Reorder the lists", absl::StrJoin(waiting, "; ", describe));
 }
 
 bool ends_cell(const Action& action) { return action.kind == Kind::B || action.kind == Kind::W; }
@@ -208,38 +201,6 @@ int peak_cells(const std::vector<Action>& list) {
     if (ends_cell(action)) --live;
   }
   return peak;
-}
-
-std::vector<int> sufficient_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
-  const auto begins = [](const Action& action) { return action.kind == Kind::F; };
-  const auto sends = [](const Action& action) { return action.kind == Kind::B || action.kind == Kind::I; };
-  const auto most = most_at_once(layout.stages, schedule, begins, sends);
-  std::vector<int> capacities;
-  for (const Edge& edge : edges) {
-    const bool valid = edge.from >= 0 && edge.from < layout.stages;
-    capacities.push_back(valid ? std::max(1, most[edge.from]) : 1);
-  }
-  return capacities;
-}
-
-std::vector<int> least_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule) {
-  const auto sufficient = sufficient_capacities(layout, edges, schedule);
-  auto least = sufficient;
-  auto tried = edges;
-  for (std::size_t e = 0; e < edges.size(); ++e) tried[e].capacity = sufficient[e];
-  for (std::size_t e = 0; e < edges.size(); ++e) {
-    int low = 1;
-    while (low < least[e]) {
-      tried[e].capacity = low + (least[e] - low) / 2;
-      if (blocked(layout, tried, schedule).empty()) {
-        least[e] = tried[e].capacity;
-      } else {
-        low = tried[e].capacity + 1;
-      }
-    }
-    tried[e].capacity = sufficient[e];
-  }
-  return least;
 }
 
 }  // namespace gpipe

@@ -20,27 +20,17 @@ struct Peaks {
 void verify(const Layout& layout);
 
 /// Proves that a schedule can be executed:
-///   1. The layout, the placement and the edges are valid: at most kMostCells cells, from < to, capacity >= 1.
+///   1. The layout, the placement and the edges are valid: at most kMostCells cells, from < to.
 ///   2. Every cell has exactly one F and at most one R. Either every cell has a backward (one B, or one I and one W),
 ///      or none has a backward or an R. Every action is on the worker of its stage.
 ///   3. Within a cell the order is F, R, B or F, R, I, W.
 ///   4. Every action is reached when the lists run by the executor's rules: an action takes its edges, runs, then puts
-///      its edges, waiting while an edge is at capacity.
+///      its edges. No put waits: a micro-batch lies on an edge only while its cell in the sending stage is alive.
 /// Rule 4 then holds for any timing, because each edge has one producer and one consumer in each direction.
 /// Takes time linear in the number of actions and exchanges. Errors: as Program::make.
 Peaks verify(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
 /// Returns the largest number of cells of a worker's list that are alive at once, over all its stages.
 int peak_cells(const std::vector<Action>& list);
-
-/// Returns capacities with which no put waits. A micro-batch lies on an edge, in either direction, only while its cell
-/// in the sending stage is between its F and its B or I. The largest number of such cells at once, in the order of the
-/// sender's list, is therefore enough. Without a backward it is the number of micro-batches.
-/// REQUIRES: the schedule satisfies rules 1 to 3; otherwise the result has no meaning.
-std::vector<int> sufficient_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
-
-/// Returns the least capacity of each edge with which the schedule does not deadlock while all other edges have their
-/// sufficient capacities. REQUIRES: the schedule runs with sufficient_capacities().
-std::vector<int> least_capacities(const Layout& layout, const std::vector<Edge>& edges, const Schedule& schedule);
 
 }  // namespace gpipe

@@ -75,8 +75,6 @@ def _add_schedule_command(commands: Any, name: str, run: Any, help_: str) -> Non
     add("--checkpoint", choices=_MODES, help="micro-batches to recompute; default: never")
     if name == "print":
         return
-    add("--skip", action="append", default=[], metavar="FROM:TO", help="between stages; can be repeated")
-    add("--capacity", type=_whole(1), default=0, metavar="N", help="micro-batches per edge; default: enough")
     add("--forward", type=_number, default=1.0, metavar="S", help="seconds of a stage's forward; default: 1")
     add("--backward", type=_number, default=2.0, metavar="S", help="default: 2")
     add("--input-gradient", type=_number, metavar="S", help="seconds of an I; default: half of --backward")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -36,16 +35,13 @@ def draw(options: argparse.Namespace) -> tuple[str, int]:
 def check(options: argparse.Namespace) -> tuple[str, int]:
     made = _schedule(options)
     ran = _simulate(made, options)
-    edges = made.edges(_skips(made, options), options.capacity)
     peaks = list(zip(ran.peak_cells, ran.timeline.peak_bytes()))
     if options.json:
         fields: dict[str, object] = {"workers": made.workers, "stages": made.stages, "micro_batches": made.chunks}
         fields |= {"makespan": ran.makespan, "bubble": ran.bubble}
         fields |= {"peak_cells": [cells for cells, _ in peaks], "peak_bytes": [size for _, size in peaks]}
-        names = ("name", "from", "to", "capacity", "least_capacity")
-        return json.dumps(fields | {"edges": [dict(zip(names, edge)) for edge in edges]}, indent=2) + "\n", 0
+        return json.dumps(fields, indent=2) + "\n", 0
     lines = [f"The schedule runs: {made.workers} workers, {made.stages} stages, {made.chunks} micro-batches."]
-    lines += [f"{name}, stage {start} to {end}: capacity {most}, least {least}" for name, start, end, most, least in edges]
     lines += [f"makespan {ran.makespan:g} s, bubble {ran.bubble:.1%}", "worker  peak cells  peak bytes"]
     lines += [f"{worker:6}  {cells:10}  {size:10}" for worker, (cells, size) in enumerate(peaks)]
     return "\n".join(lines) + "\n", 0
@@ -83,20 +79,11 @@ def _placement(kind: str, workers: int, stages: int | None) -> list[int]:
         raise ValueError(f"--placement {kind}: give looped, v, or the worker of each stage, such as 0,1,1,0") from None
 
 
-def _skips(made: _C.Schedule, options: argparse.Namespace) -> list[tuple[int, int]]:
-    last = made.stages - 1
-    found = [(text, re.fullmatch(r"(\d{1,6}):(\d{1,6})", text)) for text in options.skip]
-    for text, ends in found:
-        if not ends or not int(ends[1]) < int(ends[2]) <= last:
-            raise ValueError(f"--skip {text}: give two of the stages 0 to {last}, ascending, such as 0:{last}")
-    return [(int(ends[1]), int(ends[2])) for _, ends in found if ends]
-
-
 def _simulate(made: _C.Schedule, options: argparse.Namespace) -> _C.Simulation:
     given = options.input_gradient, options.weight_gradient
     halves = [options.backward / 2 if each is None else each for each in given]
     seconds = [options.forward, options.forward, options.backward, *halves]  # of F, R, B, I and W
-    return made.simulate(_skips(made, options), options.capacity, seconds, options.graph_bytes, options.input_bytes)
+    return made.simulate(seconds, options.graph_bytes, options.input_bytes)
 
 
 # How to run a model, on devices or a cluster.

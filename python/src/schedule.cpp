@@ -35,13 +35,9 @@ ParsedSchedule generate(const std::string& name, std::vector<int> placement, int
   return {std::move(layout), std::move(schedule)};
 }
 
-/// The edges between neighbouring stages, and skips. A capacity of 0 stands for sufficient_capacities().
-std::vector<Edge> edges_of(const ParsedSchedule& made, const std::vector<std::pair<int, int>>& skips, int capacity) {
+std::vector<Edge> activations(int stages) {
   std::vector<Edge> edges;
-  for (int s = 1; s < made.layout.stages; ++s) edges.push_back({s - 1, s, 1, "activation"});
-  for (const auto& [from, to] : skips) edges.push_back({from, to, 1, absl::StrFormat("skip %d:%d", from, to)});
-  const auto sufficient = sufficient_capacities(made.layout, edges, made.schedule);
-  for (std::size_t e = 0; e < edges.size(); ++e) edges[e].capacity = capacity > 0 ? capacity : sufficient[e];
+  for (int s = 1; s < stages; ++s) edges.push_back({s - 1, s, "activation"});
   return edges;
 }
 
@@ -59,24 +55,10 @@ Costs costs_of(const Layout& layout, std::size_t edges, const std::array<double,
   return costs;
 }
 
-Simulation simulated(const ParsedSchedule& made, const std::vector<std::pair<int, int>>& skips, int capacity,
-                     const std::array<double, 5>& seconds, std::int64_t graph_bytes, std::int64_t input_bytes) {
-  const auto edges = edges_of(made, skips, capacity);
-  const auto program = Program::make(made.layout, edges, made.schedule);
-  return simulate(program, costs_of(made.layout, edges.size(), seconds, graph_bytes, input_bytes));
-}
-
-using EdgeRow = std::tuple<std::string, int, int, int, int>;
-
-std::vector<EdgeRow> edge_rows(const ParsedSchedule& made, const std::vector<std::pair<int, int>>& skips,
-                               int capacity) {
-  const auto edges = edges_of(made, skips, capacity);
-  const auto least = least_capacities(made.layout, edges, made.schedule);
-  std::vector<EdgeRow> rows;
-  for (const auto& edge : edges) {
-    rows.emplace_back(edge.name, edge.from, edge.to, edge.capacity, least[rows.size()]);
-  }
-  return rows;
+Simulation simulated(const ParsedSchedule& made, const std::array<double, 5>& seconds, std::int64_t graph_bytes,
+                     std::int64_t input_bytes) {
+  const auto program = Program::make(made.layout, activations(made.layout.stages), made.schedule);
+  return simulate(program, costs_of(made.layout, program.edges().size(), seconds, graph_bytes, input_bytes));
 }
 
 /// The name and summary of each schedule, and whether it places two stages on each worker, in a V.
@@ -148,10 +130,8 @@ void init_schedule(py::module_& module) {
       .def_property_readonly("workers", [](const ParsedSchedule& made) { return made.schedule.size(); })
       .def_property_readonly("chunks", [](const ParsedSchedule& made) { return made.layout.micro_batches; })
       .def_property_readonly("placement", [](const ParsedSchedule& made) { return made.layout.placement; })
-      .def("simulate", &simulated, py::arg("skips"), py::arg("capacity"), py::arg("seconds"), py::arg("graph_bytes"),
-           py::arg("input_bytes"), "Runs the schedule in simulated time. Raises ValueError if it cannot run.")
-      .def("edges", &edge_rows, py::arg("skips"), py::arg("capacity"),
-           "Returns each edge's name, stages, capacity and least capacity. The schedule must run.")
+      .def("simulate", &simulated, py::arg("seconds"), py::arg("graph_bytes"), py::arg("input_bytes"),
+           "Runs the schedule in simulated time. Raises ValueError if it cannot run.")
       .def("__str__", [](const ParsedSchedule& made) { return to_text(made.schedule); });
   module.def("schedule_rules", &rules);
   module.def("v_placement", &v_placement, py::arg("stages"));

@@ -11,7 +11,7 @@ mutant(event_announces_without_the_mutex core_tests gpipe/runtime/event_count.cp
        EventCountStress*)
 mutant(event_ignores_its_last_look core_tests gpipe/runtime/event_count.cpp
        "left.count() > 0; holds = condition()" "left.count() > 0;" EventCount.*)
-mutant(channel_ignores_its_capacity core_tests gpipe/runtime/channel.cpp "held_ < capacity_ || cancelled_" "true"
+mutant(channel_does_not_wait core_tests gpipe/runtime/channel.cpp "present_[micro_batch] || cancelled_" "true"
        Channel.*)
 mutant(executor_works_on_after_a_failure core_tests gpipe/runtime/executor.cpp "if (failed_) return false;" ""
        ExecutorFailure.*)
@@ -35,14 +35,14 @@ mutant(calls_forget_failed_backwards core_tests gpipe/ranks/proposal.cpp
 mutant(verifier_allows_duplicates core_tests gpipe/schedule/verifier.cpp "place != kMissing" "false" Verifier.*)
 mutant(verifier_counts_graphs_from_the_forward core_tests gpipe/schedule/verifier.cpp
        "cell.has(Kind::R) ? Kind::R : Kind::F" "Kind::F" Verifier.*)
-mutant(verifier_allows_no_capacity core_tests gpipe/schedule/verifier.cpp "edge.capacity < 1" "edge.capacity < 0"
+mutant(verifier_allows_loops core_tests gpipe/schedule/verifier.cpp "edge.from >= edge.to" "edge.from > edge.to"
        Verifier.*)
 mutant(drains_in_ascending_order core_tests gpipe/schedule/generators.cpp
        "for (int m = layout.micro_batches; m-- > 0;)" "for (int m = 0; m < layout.micro_batches; ++m)" FillDrain.*)
 mutant(recomputes_the_last_micro_batch core_tests gpipe/schedule/program.cpp "micro_batch + 1 < micro_batches"
        "micro_batch < micro_batches" FillDrain.*)
-mutant(replay_exceeds_the_capacity core_tests gpipe/schedule/replay.cpp "channel.puts >= channel.capacity"
-       "channel.puts > channel.capacity" Verifier.*:Simulator.*)
+mutant(replay_takes_what_is_absent core_tests gpipe/schedule/replay.cpp "if (arrival == kAbsent) return false;" ""
+       Verifier.*:Simulator.*)
 mutant(replay_ignores_latency core_tests gpipe/schedule/replay.cpp "start + channel.latency" "start" Simulator.*)
 mutant(replay_sends_all_at_once core_tests gpipe/schedule/replay.cpp "start + channel.sending" "start" Simulator.*)
 mutant(footprint_ignores_what_a_forward_leaves core_tests gpipe/schedule/footprint.cpp

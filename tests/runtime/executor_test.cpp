@@ -67,7 +67,7 @@ TEST(Executor, EachWorkerKeepsItsThread) {
 
 TEST(Executor, RunsInference) {
   const auto layout = straight(3, 5);
-  const auto program = testing::make(layout, chain(3, 1), fill(layout));
+  const auto program = testing::make(layout, chain(3), fill(layout));
   Executor executor(3);
   FakeCells cells(program, 2);
   expect_success(executor.run(program, Part::kForward, cells));
@@ -78,7 +78,7 @@ TEST(Executor, RunsInference) {
 }
 
 TEST(Executor, RefusesPartsOfAProgramThatIsNotTwoPhase) {
-  const auto program = testing::make(straight(2, 3), chain(2, 2), testing::one_forward_one_backward(2, 3));
+  const auto program = testing::make(straight(2, 3), chain(2), testing::one_forward_one_backward(2, 3));
   Executor executor(2);
   FakeCells cells(program);
   EXPECT_THROW(executor.run(program, Part::kForward, cells), std::logic_error);
@@ -178,7 +178,7 @@ TEST(ExecutorFailure, StopsDependentActions) {
   ASSERT_TRUE(failure);
   EXPECT_EQ(cells.ran[1].size(), 3);
   EXPECT_LE(cells.ran[2].size(), 2);
-  EXPECT_LE(cells.ran[0].size(), 5);  // 0F3 is on the edge, 0F4 waits to be put
+  EXPECT_LE(cells.ran[0].size(), 8);  // its forwards
 }
 
 TEST(ExecutorFailure, StopsWorkersThatExchangeNothing) {

@@ -24,7 +24,6 @@ struct GeneratedProgram {
   std::string schedule;
   Checkpoint checkpoint = Checkpoint::kNever;
   Program program;
-  bool scarce = false;  ///< whether some edge has less than its sufficient capacity
 };
 
 template <typename T>
@@ -44,23 +43,15 @@ inline Layout draw_layout(std::mt19937_64& random, const ScheduleRule& rule) {
   }
 }
 
-/// Activations and random skips, in random order. Some have less than their sufficient capacity, if the schedule still
-/// runs.
-inline Program draw_program(std::mt19937_64& random, const Layout& layout, const Schedule& schedule, bool& scarce) {
+/// Activations and random skips, in random order.
+inline Program draw_program(std::mt19937_64& random, const Layout& layout, const Schedule& schedule) {
   std::vector<std::pair<int, int>> skips;
   for (int left = draw(random, 0, 4); left > 0 && layout.stages > 1; --left) {
     const int from = draw(random, 0, layout.stages - 2);
     skips.emplace_back(from, draw(random, from + 1, layout.stages - 1));
   }
-  auto edges = with_skips(chain(layout.stages, 1), skips, 1);
+  auto edges = with_skips(chain(layout.stages), skips);
   shuffle(random, edges);
-  edges = with_sufficient_capacities(std::move(edges), layout, schedule);
-  if (draw(random, 0, 1) == 0) {
-    auto fewer = edges;
-    for (auto& edge : fewer) edge.capacity = draw(random, 1, edge.capacity);
-    scarce = refusal(layout, fewer, schedule).empty();
-    if (scarce) return make(layout, std::move(fewer), schedule);
-  }
   return make(layout, std::move(edges), schedule);
 }
 
@@ -69,9 +60,8 @@ inline GeneratedProgram generate(std::mt19937_64& random) {
   const auto& rule = rules[draw(random, 0, static_cast<int>(rules.size()) - 1)];
   const auto checkpoint = static_cast<Checkpoint>(draw(random, 0, 2));
   const auto layout = draw_layout(random, rule);
-  bool scarce = false;
-  auto program = draw_program(random, layout, make_schedule(rule.name, layout, checkpoint), scarce);
-  return {std::string(rule.name), checkpoint, std::move(program), scarce};
+  auto program = draw_program(random, layout, make_schedule(rule.name, layout, checkpoint));
+  return {std::string(rule.name), checkpoint, std::move(program)};
 }
 
 inline std::string describe(const GeneratedProgram& generated) {
@@ -80,7 +70,7 @@ inline std::string describe(const GeneratedProgram& generated) {
                      std::to_string(layout.micro_batches) + " micro-batches, workers of the stages:";
   for (const int worker : layout.placement) text += " " + std::to_string(worker);
   for (const auto& edge : generated.program.edges()) {
-    text += ", " + edge.name + " (" + std::to_string(edge.capacity) + ")";
+    text += ", " + edge.name;
   }
   return text;
 }

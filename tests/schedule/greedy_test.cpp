@@ -43,7 +43,7 @@ class Draw {
     for (int from = 0; from < stages; ++from) {
       for (int to = from + 1; to < stages; ++to) {
         const bool neighbours = to == from + 1;
-        if (neighbours ? has_chain : pick(0, 4) == 0) work.edges.push_back({from, to, 1, ""});
+        if (neighbours ? has_chain : pick(0, 4) == 0) work.edges.push_back({from, to, ""});
       }
     }
     work.costs.edges.assign(work.edges.size(), pick(0, 1) * real(0, 0.5));
@@ -65,7 +65,7 @@ class Draw {
   std::vector<std::int64_t> most_bytes(const Workload& work) {
     if (pick(0, 3) == 0) return {};
     const double part = real(0.2, 1.1);
-    auto bytes = simulate(make_program(work.layout, work.edges, make_schedule("gpipe", work.layout, work.checkpoint)),
+    auto bytes = simulate(Program::make(work.layout, work.edges, make_schedule("gpipe", work.layout, work.checkpoint)),
                           work.costs)
                      .timeline.peak_bytes();
     for (auto& each : bytes) each = static_cast<std::int64_t>(static_cast<double>(each) * part);
@@ -97,7 +97,7 @@ bool fits(const Simulation& simulation, const std::vector<std::int64_t>& most_by
 }
 
 Simulation simulate(const Workload& work, const Schedule& schedule) {
-  return gpipe::simulate(make_program(work.layout, work.edges, schedule), work.costs);
+  return gpipe::simulate(Program::make(work.layout, work.edges, schedule), work.costs);
 }
 
 // The makespan of the fastest named schedule that keeps to the limit; infinite if none does.
@@ -137,7 +137,7 @@ TEST(GreedySearch, IsNeverSlowerThanANamedScheduleThatFits) {
       ++none;
       continue;
     }
-    const auto program = make_program(work.layout, work.edges, *schedule);  // throws for a schedule that is not valid
+    const auto program = Program::make(work.layout, work.edges, *schedule);  // throws for a schedule that is not valid
     const auto result = gpipe::simulate(program, work.costs);
     EXPECT_TRUE(fits(result, most_bytes));
     EXPECT_LE(result.makespan, named);
@@ -165,7 +165,7 @@ TEST(Greedy, KeepsBackwardsWholeWhereSplittingCosts) {
   EXPECT_EQ(count(*greedy_schedule(work, {}), Kind::B), 4);
 
   // Splitting pays on all stages but the first, which sends no gradient.
-  work = {.layout = looped(4, 1, 8), .edges = testing::chain(4, 1)};
+  work = {.layout = looped(4, 1, 8), .edges = testing::chain(4)};
   work.costs = {.actions = std::vector<std::array<double, 5>>(4, {1, 0, 2, 1, 1}), .edges = std::vector<double>(3)};
   work.costs.actions[0] = {1, 0, 2, 1.5, 1.5};
   const auto schedule = *greedy_schedule(work, {});
@@ -174,7 +174,7 @@ TEST(Greedy, KeepsBackwardsWholeWhereSplittingCosts) {
 }
 
 TEST(Greedy, HasNoScheduleWithoutMemory) {
-  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2, 1)};
+  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2)};
   work.costs = {.actions = std::vector<std::array<double, 5>>(2, {1, 0, 2, 1, 1}), .edges = {0}, .bytes = {{}, {}}};
   for (int s = 0; s < 2; ++s) work.costs.bytes[s].forward.held = {{100, Kind::W, s}};
   EXPECT_FALSE(greedy_schedule(work, {99, 99}));
@@ -184,7 +184,7 @@ TEST(Greedy, HasNoScheduleWithoutMemory) {
 }
 
 TEST(Greedy, RefusesWhatDoesNotFit) {
-  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2, 1)};
+  Workload work{.layout = looped(2, 1, 4), .edges = testing::chain(2)};
   work.costs = {.actions = std::vector<std::array<double, 5>>(2, {1, 0, 2, 1, 1}), .edges = {0}};
   const auto search = [&](std::vector<std::int64_t> most_bytes) {
     return [&work, most_bytes] { greedy_schedule(work, most_bytes); };
@@ -231,7 +231,7 @@ TEST(NamedGreedy, RunsOnAnyPlacement) {
   for (int i = 0; i < 500; ++i) {
     const auto layout = draw.workload().layout;
     const auto schedule = make_schedule("greedy", layout, Checkpoint::kNever);
-    const auto program = make_program(layout, testing::all_pairs(layout.stages), schedule);
+    const auto program = Program::make(layout, testing::all_pairs(layout.stages), schedule);
     const Costs costs{.actions = std::vector<std::array<double, 5>>(layout.stages, {1, 0, 2, 1, 1}),
                       .edges = std::vector<double>(program.edges().size())};
     const auto peaks = gpipe::simulate(program, costs).peak_cells;
@@ -247,7 +247,7 @@ TEST(NamedGreedy, IsFasterThanWholeBackwards) {
   for (int p = 2; p <= 8; ++p) {
     for (int v = 1; v <= 2; ++v) {
       for (const int m : testing::kMicroBatches) {
-        Workload work{.layout = looped(p, v, m), .edges = testing::chain(p * v, 1)};
+        Workload work{.layout = looped(p, v, m), .edges = testing::chain(p * v)};
         work.costs.actions.assign(p * v, {1, 0, 2, 1, 1});
         work.costs.edges.assign(work.edges.size(), 0);
         const auto makespan = [&](const char* name) {

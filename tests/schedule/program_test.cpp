@@ -69,7 +69,7 @@ TEST(Layout, CountsWorkers) {
 }
 
 TEST(Wiring, GivesEachActionItsEdges) {
-  const Wiring wiring(3, with_skips(chain(3, 1), {{0, 2}}, 1));
+  const Wiring wiring(3, with_skips(chain(3), {{0, 2}}));
   const auto takes = [&](const char* text) {
     const auto edges = wiring.takes(action(text));
     return std::vector<int>(edges.begin(), edges.end());
@@ -94,7 +94,7 @@ TEST(Wiring, GivesEachActionItsEdges) {
 }
 
 TEST(Program, KnowsItsEdgesAndPhases) {
-  const auto program = testing::make(straight(3, 2), with_skips(chain(3, 2), {{0, 2}}, 2),
+  const auto program = testing::make(straight(3, 2), with_skips(chain(3), {{0, 2}}),
                                      fill_drain(straight(3, 2), Checkpoint::kExceptLast));
   EXPECT_EQ(program.workers(), 3);
   EXPECT_THAT(program.out_edges(0), ElementsAre(0, 2));
@@ -110,11 +110,11 @@ TEST(Program, KnowsItsEdgesAndPhases) {
 }
 
 TEST(Program, MayHaveNoBackwardOrMixItWithForwards) {
-  const auto inference = testing::make(straight(2, 3), chain(2, 1), fill(straight(2, 3)));
+  const auto inference = testing::make(straight(2, 3), chain(2), fill(straight(2, 3)));
   EXPECT_FALSE(inference.has_backward());
   EXPECT_TRUE(inference.two_phase());
   EXPECT_EQ(inference.actions(1, Part::kForward).size(), 3u);
-  const auto program = testing::make(straight(2, 3), chain(2, 2), testing::one_forward_one_backward(2, 3));
+  const auto program = testing::make(straight(2, 3), chain(2), testing::one_forward_one_backward(2, 3));
   EXPECT_FALSE(program.two_phase());
   EXPECT_EQ(program.actions(0, Part::kForward).size(), 2u);
   EXPECT_EQ(program.actions(1, Part::kForward).size(), 1u);
@@ -152,7 +152,7 @@ TEST(Generators, RefuseTooManyCellsAndInvalidLayouts) {
   for (const auto& [stages, micro_batches] :
        {std::pair(2, kMost), std::pair(kMost, 2), std::pair(1 << 16, 1 << 16), std::pair((1 << 16) + 1, 1 << 16)}) {
     const auto make = [stages = stages, micro_batches = micro_batches] {
-      make_program({stages, micro_batches, {}}, {}, {});
+      Program::make({stages, micro_batches, {}}, {}, {});
     };
     EXPECT_THAT(make, ThrowsMessage<std::invalid_argument>(HasSubstr("at most 4194304 cells"))) << stages;
   }
@@ -161,7 +161,7 @@ TEST(Generators, RefuseTooManyCellsAndInvalidLayouts) {
   EXPECT_THROW(fill_drain(straight(2, 0), Checkpoint::kNever), std::invalid_argument);
   EXPECT_THROW(fill(straight(2, kMost)), std::invalid_argument);
   EXPECT_THROW(fill_drain(straight(2, kMost), Checkpoint::kNever), std::invalid_argument);
-  EXPECT_THAT([] { make_program({-1, 1, {}}, {}, {}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("-1 stages")));
+  EXPECT_THAT([] { Program::make({-1, 1, {}}, {}, {}); }, ThrowsMessage<std::invalid_argument>(HasSubstr("-1 stages")));
 }
 
 TEST(ScheduleText, ParsesWhatItPrints) {

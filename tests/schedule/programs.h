@@ -61,18 +61,17 @@ inline Layout straight(int stages, int micro_batches) {
 }
 
 /// The activations between neighbouring stages.
-inline std::vector<Edge> chain(int stages, int capacity) {
+inline std::vector<Edge> chain(int stages) {
   std::vector<Edge> edges;
   for (int s = 0; s + 1 < stages; ++s) {
-    edges.push_back({s, s + 1, capacity, "activation " + std::to_string(s) + "->" + std::to_string(s + 1)});
+    edges.push_back({s, s + 1, "activation " + std::to_string(s) + "->" + std::to_string(s + 1)});
   }
   return edges;
 }
 
-inline std::vector<Edge> with_skips(std::vector<Edge> edges, const std::vector<std::pair<int, int>>& skips,
-                                    int capacity) {
+inline std::vector<Edge> with_skips(std::vector<Edge> edges, const std::vector<std::pair<int, int>>& skips) {
   for (const auto& [from, to] : skips) {
-    edges.push_back({from, to, capacity, "skip " + std::to_string(from) + "->" + std::to_string(to)});
+    edges.push_back({from, to, "skip " + std::to_string(from) + "->" + std::to_string(to)});
   }
   return edges;
 }
@@ -144,13 +143,13 @@ inline Parts random_parts(std::mt19937& random) {
 
   for (int from = 0; from < stages; ++from) {
     for (int to = from + 1; to < stages; ++to) {
-      if (to == from + 1 || pick(0, 3) == 0) parts.edges.push_back({from, to, pick(1, 4), ""});
+      if (to == from + 1 || pick(0, 3) == 0) parts.edges.push_back({from, to, ""});
     }
   }
   std::shuffle(parts.edges.begin(), parts.edges.end(), random);
 
   // Lists each cell's actions in order, then repeatedly draws a cell and appends its next action. If `data_first`,
-  // draws only cells whose next action has its data, so that the schedule could run with unlimited capacity.
+  // draws only cells whose next action has its data, so that the schedule runs.
   const bool backward = pick(0, 5) != 0;
   const bool data_first = pick(0, 3) != 0;
   std::vector<std::vector<Action>> cells;

@@ -31,7 +31,6 @@ using testing::kMicroBatches;
 using testing::looped;
 using ::testing::ThrowsMessage;
 using testing::v_shaped;
-using testing::with_sufficient_capacities;
 
 struct Times {
   double forward = 1;
@@ -41,9 +40,9 @@ struct Times {
   double cell() const { return forward + input + weight; }
 };
 
-/// Simulates a schedule whose edges hold all that it puts. Transfers take no time.
+/// Simulates a schedule. Transfers take no time.
 Simulation simulate(const Layout& layout, const Schedule& schedule, Times times = {}) {
-  const auto edges = with_sufficient_capacities(testing::chain(layout.stages, 1), layout, schedule);
+  const auto edges = testing::chain(layout.stages);
   const std::array<double, 5> actions = {times.forward, 0, times.input + times.weight, times.input, times.weight};
   return gpipe::simulate(testing::make(layout, edges, schedule),
                          {.actions = std::vector(layout.stages, actions), .edges = std::vector<double>(edges.size())});
@@ -182,33 +181,9 @@ TEST(Schedules, RecomputeDirectlyBeforeTheBackward) {
 TEST(Schedules, RunForAnyNumberOfMicroBatchesWithASkipBetweenAnyTwoStages) {
   for_each_shape(8, 3, kMicroBatches, [](const std::string& name, const Layout& layout) {
     const auto schedule = make_schedule(name, layout, Checkpoint::kAlways);
-    const auto edges = layout.micro_batches > 16 ? testing::chain(layout.stages, 1) : all_pairs(layout.stages);
-    EXPECT_NO_THROW(verify(layout, with_sufficient_capacities(edges, layout, schedule), schedule));
+    const auto edges = layout.micro_batches > 16 ? testing::chain(layout.stages) : all_pairs(layout.stages);
+    EXPECT_NO_THROW(verify(layout, edges, schedule));
   });
-}
-
-TEST(Capacities, TheLeastSufficesAndOneLessDeadlocks) {
-  int narrower = 0;
-  for_each_shape(4, 2, {1, 2, 4, 7}, [&](const std::string& name, const Layout& layout) {
-    const auto schedule = make_schedule(name, layout, Checkpoint::kNever);
-    const auto edges = with_sufficient_capacities(all_pairs(layout.stages), layout, schedule);
-    const auto least = least_capacities(layout, edges, schedule);
-    for (std::size_t e = 0; e < edges.size(); ++e) {
-      auto narrow = edges;
-      narrow[e].capacity = least[e];
-      EXPECT_NO_THROW(verify(layout, narrow, schedule));
-      if (least[e] < edges[e].capacity) ++narrower;
-      if (--narrow[e].capacity > 0) {
-        EXPECT_THAT(testing::refusal(layout, narrow, schedule), HasSubstr("deadlocks"));
-      }
-    }
-  });
-  EXPECT_GT(narrower, 0);
-}
-
-TEST(Capacities, HoldEveryMicroBatchOfAnInference) {
-  const auto layout = looped(2, 2, 5);
-  EXPECT_EQ(sufficient_capacities(layout, testing::chain(4, 1), fill(layout)), std::vector<int>(3, 5));
 }
 
 TEST(Schedules, OneForwardOneBackward) {

@@ -23,18 +23,11 @@ inline Layout v_shaped(int workers, int micro_batches) {
   return {2 * workers, micro_batches, v_placement(2 * workers)};
 }
 
-inline std::vector<Edge> with_sufficient_capacities(std::vector<Edge> edges, const Layout& layout,
-                                                    const Schedule& schedule) {
-  const auto capacities = sufficient_capacities(layout, edges, schedule);
-  for (std::size_t e = 0; e < edges.size(); ++e) edges[e].capacity = capacities[e];
-  return edges;
-}
-
 /// Every pair of stages has an edge.
 inline std::vector<Edge> all_pairs(int stages) {
   std::vector<Edge> edges;
   for (int from = 0; from < stages; ++from) {
-    for (int to = from + 1; to < stages; ++to) edges.push_back({from, to, 1, ""});
+    for (int to = from + 1; to < stages; ++to) edges.push_back({from, to, ""});
   }
   return edges;
 }

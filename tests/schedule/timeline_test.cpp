@@ -32,7 +32,7 @@ std::vector<json> events(const Timeline& timeline, const std::string& phase) {
 /// Two stages, one micro-batch; starts 10 s after the clock's epoch.
 Timeline small() {
   return {2,
-          {{0, 1, 1, "activation 0->1"}},
+          {{0, 1, "activation 0->1"}},
           {{0, action("0F0"), 10, 10.5, 3},
            {0, action("0B0"), 12, 13, 3},
            {1, action("1F0"), 10.5, 11, 3},
@@ -122,7 +122,7 @@ TEST(ChromeJson, HasAnArrowPerEdgeAndDirection) {
 
 TEST(ChromeJson, GivesEachArrowItsOwnId) {
   const auto layout = testing::straight(4, 5);
-  const auto edges = testing::with_skips(testing::chain(4, 5), {{0, 3}, {1, 3}}, 5);
+  const auto edges = testing::with_skips(testing::chain(4), {{0, 3}, {1, 3}});
   for (const auto& schedule : {fill_drain(layout, Checkpoint::kAlways), testing::zero_bubble(4, 5)}) {
     const auto program = testing::make(layout, edges, schedule);
     const auto timeline =

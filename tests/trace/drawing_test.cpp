@@ -22,7 +22,7 @@ int count(const std::string& text, const std::string& part) {
 
 TEST(Drawing, HasABoxPerActionARowPerWorkerAndALegend) {
   const Timeline timeline{2,
-                          {{0, 1, 1, "activation 0->1"}},
+                          {{0, 1, "activation 0->1"}},
                           {{0, action("0F12"), 10, 10.5},
                            {0, action("0B12"), 12, 13},
                            {1, action("1F12"), 10.5, 11},

@@ -51,7 +51,7 @@ int main(int argc, char** argv) {
   using namespace gpipe;
   const auto layout = testing::straight(2, 1);
   const bool edge = argc > 1 && argv[1] == std::string("edge");
-  const auto program = testing::make(layout, edge ? testing::chain(2, 1) : std::vector<Edge>(), fill(layout));
+  const auto program = testing::make(layout, edge ? testing::chain(2) : std::vector<Edge>(), fill(layout));
   Counter counter;
   const auto failure = Executor(2).run(program, Part::kAll, counter);
   return !failure && counter.count() == 2 ? 0 : 1;
