@@ -13,7 +13,6 @@
 #include "gpipe/autograd/boundary.h"
 #include "gpipe/autograd/random_scope.h"
 #include "gpipe/autograd/skip_routes.h"
-#include "gpipe/autograd/split_check.h"
 #include "gpipe/tensors/alias_check.h"
 #include "gpipe/tensors/profiler_range.h"
 #include "gpipe/tensors/transfer.h"
@@ -293,21 +292,18 @@ std::vector<Gradients> Cell::backward(const std::vector<Gradients>& gradients, b
 }
 
 std::vector<Gradients> Cell::backward_inputs(const std::vector<Gradients>& gradients, GradientSums& sums) {
-  if (can_split_backward()) {
-    edge_list roots;
-    for (const auto& list : roots_) roots.insert(roots.end(), list.begin(), list.end());
-    std::vector<const GradientSink*> inputs;
-    for (const auto& of_parcel : entry_sinks_) {
-      for (const auto& sink : of_parcel) {
-        if (sink) inputs.push_back(sink.get());
-      }
+  edge_list roots;
+  for (const auto& list : roots_) roots.insert(roots.end(), list.begin(), list.end());
+  std::vector<const GradientSink*> inputs;
+  for (const auto& of_parcel : entry_sinks_) {
+    for (const auto& sink : of_parcel) {
+      if (sink) inputs.push_back(sink.get());
     }
-    split_.emplace(roots, inputs);
   }
+  split_.emplace(roots, inputs);
   auto result = backward(gradients, /*retain_graph=*/false, sums);
   keeps_graph_ = false;
   drop_graph();
-  if (!split_) return result;
   if (!split_->end_inputs()) split_.reset();
   versions_ = {sinks_.parameters().begin(), sinks_.parameters().end()};
   // W will read these gradients, and their receiver may add to them.

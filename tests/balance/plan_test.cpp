@@ -206,7 +206,7 @@ TEST(StageCost, NearBalancesDifferInOneCut) {
 }
 
 TEST(Predict, SimulatesAStep) {
-  const auto profile = chain({1);
+  const auto profile = chain({1, 1});
   const auto never = predict(profile, {1, 1}, {.chunks = 3, .checkpoint = Checkpoint::kNever});
   EXPECT_DOUBLE_EQ(never.seconds, (3 + 1) * 3);
   EXPECT_DOUBLE_EQ(never.bubble, 0.25);
@@ -413,7 +413,7 @@ TEST(Search, ExplainsWhyNothingFits) {
 }
 
 TEST(Report, TablesExplainTheirColumns) {
-  const auto profile = chain({1);
+  const auto profile = chain({1, 1});
   EXPECT_THAT(profile_table(profile), HasSubstr("Per micro-batch of 4 samples, measured on cpu with 1 stage at once."));
   EXPECT_THAT(profile_table(profile, {1, 1}), AllOf(HasSubstr("stage 1"), HasSubstr("saved: bytes kept for")));
   EXPECT_THAT(prediction_table(predict(profile, {1, 1})), AllOf(HasSubstr("\nstep: "), HasSubstr("bubble: share of")));

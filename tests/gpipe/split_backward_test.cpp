@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "gpipe/autograd/split_check.h"
 #include "gpipe/schedules.h"
 #include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
@@ -205,16 +204,6 @@ TEST(SplitBackward, FreesWhatWDoesNotNeed) {
   const std::int64_t tensor = kBatch / 3 * kWide * 4;
   EXPECT_EQ(bytes["0I1"].after - bytes["0I1"].before, (3 - 7) * tensor);
   EXPECT_EQ(bytes["0W1"].after - bytes["0W1"].before, -3 * tensor);
-}
-
-TEST(SplitBackward, FallsBackWhereNodesCannotBeSplit) {
-  EXPECT_TRUE(can_split_backward());
-  EXPECT_FALSE(splits_exactly([](const auto&, const auto& inputs) { return SplitBackward({}, inputs); }));
-  EXPECT_FALSE(splits_exactly([](const auto& roots, const auto&) { return SplitBackward(roots, {}); }));
-  EXPECT_FALSE(splits_exactly([](const auto& roots, const auto& inputs) {
-    for (auto& edge : roots[0].function->next_edges()) edge = torch::autograd::Edge();
-    return SplitBackward(roots, inputs);
-  }));
 }
 
 }  // namespace
