@@ -21,21 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from gpipe import _C
+from gpipe import _C, checks
 from gpipe._C import Candidate, Cluster, ClusterPlan, LayerProfile, Prediction, Profile, SkipProfile, Suggestion, TieProfile
 from gpipe.batchnorm import DeferredBatchNorm
-from gpipe.checks import (
-    arrange_workers,
-    check_balance,
-    check_checkpoint,
-    check_chunks,
-    check_devices,
-    check_function,
-    check_is,
-    check_list,
-    check_scheduling,
-    checks_arguments,
-)
 from gpipe.exported.conversion import as_sequential
 from gpipe.partition import layers_of, verify_module
 from gpipe.skip import verify_skippables
@@ -65,7 +53,7 @@ _MODES = ("never", "except_last", "always")
 _A_PROFILE = "a Profile, as gpipe.balance.profile() returns"
 
 
-@checks_arguments
+@checks.checks_arguments
 def profile(
     module: nn.Module,
     sample: Any,
@@ -99,7 +87,7 @@ def profile(
         return _C.profile(layers, batch, options)
 
 
-@checks_arguments
+@checks.checks_arguments
 def balance_by_time(
     partitions: int, module: nn.Module, sample: Any, *, timeout: float = 1.0, device: Device | None = None
 ) -> list[int]:
@@ -112,7 +100,7 @@ def balance_by_time(
     return profile(model, sample, device=where, workers=workers, seconds=timeout).balance_by_time(partitions)
 
 
-@checks_arguments
+@checks.checks_arguments
 def balance_by_size(
     partitions: int,
     module: nn.Module,
@@ -140,7 +128,7 @@ def balance_by_size(
     return measured.balance_by_size(partitions, micro_batches, checkpoint)
 
 
-@checks_arguments
+@checks.checks_arguments
 def predict(
     profile: Profile,
     balance: Iterable[int],
@@ -162,12 +150,12 @@ def predict(
         copies: whether each transfer makes a copy on the receiver's device, as between GPUs.
         schedule: the schedule of ``step``; ``None`` for a forward and its backward.
     """
-    cut = check_balance(balance, len(check_is(profile, "profile", Profile, _A_PROFILE).layers))
-    scheduling = _C.Scheduling(*check_scheduling(_name(schedule), stages_per_worker, placement, len(cut)))
+    cut = checks.check_balance(balance, len(checks.check_is(profile, "profile", Profile, _A_PROFILE).layers))
+    scheduling = _C.Scheduling(*checks.check_scheduling(_name(schedule), stages_per_worker, placement, len(cut)))
     return _C.predict(profile, cut, _C.RunOptions(chunks, checkpoint, bandwidth, copies, scheduling))
 
 
-@checks_arguments
+@checks.checks_arguments
 def suggest(
     module: nn.Module,
     sample: Any,
@@ -203,28 +191,28 @@ def suggest(
         The candidates, best first. If none fits: the device, the missing bytes and what would help.
     """
     placed = _check_devices(devices)
-    counts = [check_chunks(number) for number in check_list(chunks, "chunks")]
-    modes = [check_checkpoint(mode) for mode in check_list(checkpoints, "checkpoints")]
+    counts = [checks.check_chunks(number) for number in checks.check_list(chunks, "chunks")]
+    modes = [checks.check_checkpoint(mode) for mode in checks.check_list(checkpoints, "checkpoints")]
     options = _C.ProfileOptions(1, intraop_threads, seconds, 9, param_scale, _progress(progress))
-    scheduling = _C.Scheduling(*check_scheduling(_name(schedule), stages_per_worker, "looped", 0))
+    scheduling = _C.Scheduling(*checks.check_scheduling(_name(schedule), stages_per_worker, "looped", 0))
     with _measured(module, sample, placed[0]) as (layers, batch):
         return _C.suggest(layers, batch, placed, counts, modes, memory_limit, bandwidth, scheduling, options)
 
 
-@checks_arguments
+@checks.checks_arguments
 def refine(
     module: nn.Module, sample: Any, devices: Sequence[Device], suggestion: Suggestion, candidates: int = 3
 ) -> list[tuple[Candidate, float]]:
     """Runs up to ``candidates`` of the first ones of a suggestion that fit, which :func:`suggest` made for the other
     arguments. Returns them with their measured seconds per step, fastest first. Raises RuntimeError if nothing fits, or a
     layer fails."""
-    check_is(suggestion, "suggestion", Suggestion, "a Suggestion, as suggest() returns")
+    checks.check_is(suggestion, "suggestion", Suggestion, "a Suggestion, as suggest() returns")
     placed = _check_devices(devices)
     with _measured(module, sample, placed[0]) as (layers, batch):
         return _C.refine(layers, batch, placed, suggestion, candidates)
 
 
-@checks_arguments
+@checks.checks_arguments
 def plan_cluster(
     cluster: Cluster,
     profiles: Sequence[Profile],
@@ -245,10 +233,12 @@ def plan_cluster(
     Returns:
         The best candidate for each number of replicas, best first. Every figure is predicted.
     """
-    check_is(cluster, "cluster", Cluster, "a Cluster, as Cluster.from_json() returns")
-    listed = [check_is(each, "profiles", Profile, "Profiles, as gpipe.balance.profile() returns") for each in check_list(profiles, "profiles")]
-    modes = [check_checkpoint(mode) for mode in check_list(checkpoints, "checkpoints")]
-    return _C.plan_cluster(cluster, listed, samples, modes, check_scheduling(_name(schedule), 1, "looped", 0)[0])
+    checks.check_is(cluster, "cluster", Cluster, "a Cluster, as Cluster.from_json() returns")
+    listed = checks.check_list(profiles, "profiles")
+    for each in listed:
+        checks.check_is(each, "profiles", Profile, "Profiles, as gpipe.balance.profile() returns")
+    modes = [checks.check_checkpoint(mode) for mode in checks.check_list(checkpoints, "checkpoints")]
+    return _C.plan_cluster(cluster, listed, samples, modes, checks.check_scheduling(_name(schedule), 1, "looped", 0)[0])
 
 
 def _name(schedule: object) -> object:
@@ -256,7 +246,7 @@ def _name(schedule: object) -> object:
 
 
 def _progress(function: object) -> Callable[[float], None] | None:
-    return None if function is None else check_function(function, "progress", "the completed share")
+    return None if function is None else checks.check_function(function, "progress", "the completed share")
 
 
 def _checked_model(partitions: int, module: nn.Module, input: Any) -> nn.Sequential:
@@ -267,13 +257,13 @@ def _checked_model(partitions: int, module: nn.Module, input: Any) -> nn.Sequent
 
 
 def _check_devices(devices: object) -> list[torch.device]:
-    if placed := check_devices(devices):
+    if placed := checks.check_devices(devices):
         return placed
     raise ValueError("devices is empty; give at least one device")
 
 
 def _device(device: Device | None) -> torch.device:
-    return arrange_workers(None, 1).devices[0] if device is None else torch.device(device)
+    return checks.arrange_workers(None, 1).devices[0] if device is None else torch.device(device)
 
 
 @contextmanager

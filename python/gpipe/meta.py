@@ -37,24 +37,21 @@ def materialize(stages: Sequence[nn.Sequential], devices: Sequence[torch.device]
     if not any(tensor.is_meta for stage in stages for tensor in chain(stage.parameters(), stage.buffers())):
         return
     seed = RandomScope.draw_seed()
-    made: dict[int, Tensor] = {}  # by the id of the meta tensor
+    made: set[Tensor] = set()
     for stage, device in (each[:2] for each in zip(stages, devices, is_here) if each[2]):
         for tensor in chain(stage.parameters(), stage.buffers()):
-            if tensor.is_meta and id(tensor) not in made:
-                made[id(tensor)] = _with_memory(tensor, device)
-    initialized: set[int] = set()
-    for parameter in borrowed_across_ranks(stages, is_here):
-        if (copy := made.get(id(parameter))) is not None:
-            copy.data.zero_()
-            initialized.add(id(copy))
-    # In stages of other ranks too, so that shared tensors stay shared.
-    _replace(stages, made)
-    new = {id(tensor) for tensor in made.values()}
+            if tensor.is_meta:
+                # Keeps the object, so shared tensors stay shared.
+                torch.utils.swap_tensors(tensor, _with_memory(tensor, device))  # type: ignore[no-untyped-call]
+                made.add(tensor)
+    initialized = made.intersection(borrowed_across_ranks(stages, is_here))
+    for parameter in initialized:
+        parameter.data.zero_()
     layers = [(layer, here) for stage, here in zip(stages, is_here) for layer in stage.named_children()]
     for index, ((name, layer), here) in enumerate(layers):
         if here:
             with RandomScope(seed, index, 0), torch.no_grad():
-                _initialize(layer, name, new, initialized)
+                _initialize(layer, name, made, initialized)
 
 
 def _has_nan(tensor: Tensor) -> bool:
@@ -72,23 +69,12 @@ def _with_memory(tensor: Tensor, device: torch.device) -> Tensor:
     return empty
 
 
-def _replace(stages: Sequence[nn.Module], made: dict[int, Tensor]) -> None:
-    """Replaces tensors, by id, in the modules of the stages."""
-    former = []  # keeps them, so that no new tensor gets the id of one
-    for module in (module for stage in stages for module in stage.modules()):
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is not None and id(tensor) in made:
-                    former.append(tensor)
-                    tensors[name] = made[id(tensor)]  # type: ignore[assignment]
-
-
-def _initialize(layer: nn.Module, name: str, made: set[int], initialized: set[int]) -> None:
+def _initialize(layer: nn.Module, name: str, made: set[Tensor], initialized: set[Tensor]) -> None:
     """Initializes the tensors of a layer that are in ``made``, except those that are in ``initialized``."""
 
     def initialize(module: nn.Module) -> None:
         own = _own(module)
-        if not made.intersection(map(id, own)) - initialized:
+        if not made.intersection(own) - initialized:
             return
         reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
         if reset is None:
@@ -96,18 +82,18 @@ def _initialize(layer: nn.Module, name: str, made: set[int], initialized: set[in
                 f"layer '{name}' has a {type(module).__name__} on the meta device without reset_parameters(), which would "
                 "initialize it; add that method, or make the model on the CPU"
             )
-        kept = [(tensor, tensor.clone()) for tensor in own if id(tensor) in initialized]
+        kept = [(tensor, tensor.clone()) for tensor in initialized.intersection(own)]
         versions = [tensor._version for tensor in own]
         reset()
         for tensor, value in kept:
             tensor.copy_(value)
         for tensor, version in zip(own, versions):
             written = tensor._version > version or (_has_nan(tensor) and not tensor.isnan().any())
-            if id(tensor) in made and not written and any(tensor is each for each in _own(module)):
+            if tensor in made and not written and any(tensor is each for each in _own(module)):
                 raise ValueError(
                     f"layer '{name}' has a {type(module).__name__} on the meta device whose reset_parameters() leaves a tensor "
                     f"of shape {tuple(tensor.shape)} without values; make it initialize all, or make the model on the CPU"
                 )
-        initialized.update(map(id, own))
+        initialized.update(own)
 
     layer.apply(initialize)

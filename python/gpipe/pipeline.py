@@ -13,19 +13,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.distributed import ProcessGroup
 from typing_extensions import Self  # comes with torch
 
-from gpipe import _C
+from gpipe import _C, checks
 from gpipe.balance import balance_by_time
 from gpipe.batchnorm import one_mini_batch
 from gpipe.caller import outside_checkpoints, refuse_sharded_layers, refuse_step_of_sharded, refuse_tracing
-from gpipe.checks import (
-    BalanceError,
-    arrange_workers,
-    check_balance,
-    check_checkpoint,
-    check_chunks,
-    check_is,
-    checks_arguments,
-)
+from gpipe.checks import BalanceError
 from gpipe.core import Core
 from gpipe.exported.conversion import input_of, to_sequential
 from gpipe.generators import without_turn
@@ -107,7 +99,7 @@ class GPipe(OriginalNames, TeamCalls):
         partitions: the stages, each a :class:`gpipe.pipeline.Partition`. Those of other ranks are empty.
     """
 
-    @checks_arguments
+    @checks.checks_arguments
     def __init__(
         self,
         module: nn.Sequential,
@@ -127,11 +119,11 @@ class GPipe(OriginalNames, TeamCalls):
         verify_module(module)
         verify_skippables(module)
         self._chunks, self._checkpoint, self._schedule = chunks, checkpoint, schedule
-        self.balance = check_balance(balance, len(module))
+        self.balance = checks.check_balance(balance, len(module))
         self.deferred_batch_norm = deferred_batch_norm
         ranks = None if group is None else ranks_of(group)
         stages = len(self.balance)
-        workers = arrange_workers(devices, stages, schedule, stages_per_worker, placement, core_of(ranks))
+        workers = checks.arrange_workers(devices, stages, schedule, stages_per_worker, placement, core_of(ranks))
         self._core = Core(module, self.balance, workers, schedule, deferred_batch_norm, keep_memory, ranks)
         self.devices = self._core.devices
         self.partitions = self._core.stages
@@ -144,7 +136,7 @@ class GPipe(OriginalNames, TeamCalls):
             self._core.pipeline()  # raises what it refuses
 
     @classmethod
-    @checks_arguments
+    @checks.checks_arguments
     def from_module(
         cls,
         module: nn.Module,
@@ -169,7 +161,7 @@ class GPipe(OriginalNames, TeamCalls):
         """
         args = args if isinstance(args, tuple) else (args,)
         model = to_sequential(module, *args, **(kwargs or {}))
-        sample, _ = first_micro_batch(input_of(args, kwargs or {}), check_chunks(options.get("chunks", 1)))
+        sample, _ = first_micro_batch(input_of(args, kwargs or {}), checks.check_chunks(options.get("chunks", 1)))
         if (group := options.get("group")) is None:
             return cls(model, balance_by_time(stages, model, sample, timeout=seconds), **options)
         ranks = ranks_of(group)
@@ -183,7 +175,7 @@ class GPipe(OriginalNames, TeamCalls):
 
     @chunks.setter
     def chunks(self, chunks: int) -> None:
-        self._chunks = check_chunks(chunks)
+        self._chunks = checks.check_chunks(chunks)
 
     @property
     def checkpoint(self) -> str:
@@ -192,7 +184,7 @@ class GPipe(OriginalNames, TeamCalls):
 
     @checkpoint.setter
     def checkpoint(self, checkpoint: str) -> None:
-        self._checkpoint = check_checkpoint(checkpoint)
+        self._checkpoint = checks.check_checkpoint(checkpoint)
 
     @property
     def schedule(self) -> str:
@@ -454,5 +446,5 @@ class GPipe(OriginalNames, TeamCalls):
         call runs."""
         if timeline is not None:
             advice = "write timeline.to_chrome_json() to a file after the calls"
-            check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
+            checks.check_is(timeline, "timeline", _C.Timeline, "a gpipe.Timeline or None", advice)
         self._core.pipeline().trace(timeline)

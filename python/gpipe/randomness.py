@@ -45,7 +45,7 @@ class RandomScope:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._scopes.pop().close()
+        self._scopes.pop()  # ends it
 
 
 @checks_arguments

@@ -92,7 +92,7 @@ class Ranks:
 
     def _join(self, group: Any, timeout: float | timedelta, join_timeout: float | timedelta, *options: Any) -> None:
         times = _seconds(timeout, "timeout"), _seconds(join_timeout, "join_timeout")
-        self._core = core = _C.Ranks(group, _C.RanksOptions(*times, *options))
+        self._core = core = _C.Ranks(group, *times, *options)
         self.rank, self.size, self.replica, self.replicas = core.rank, core.size, core.replica, core.replicas
         self._pipelines: WeakSet[_C.Pipeline] = WeakSet()
         _unfinished.append(self)

@@ -141,22 +141,8 @@ class _Forward:
     """One forward of a skippable layer."""
 
     def __init__(self, layer: Skippable) -> None:
-        self._layer = layer
-        self._answer: Tensor | None = None  # of the last stash() or pop()
-
-    def execute(self, what: str, declared: frozenset[str], name: str, *tensor: Tensor | None) -> Any:
-        if name not in declared:
-            names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
-            raise RuntimeError(f"'{name}' was {what} by a layer that does not declare it; it declares {names}")
-        run: Any = _C.stash if tensor else _C.pop
-        self._answer = run(self._layer.native_namespace(name), name, *tensor)
-        return self._answer
-
-    def stash(self, name: str, tensor: Tensor | None) -> None:
-        self.execute("stashed", self._layer.stashable_names, name, tensor)
-
-    def pop(self, name: str) -> Any:
-        return self.execute("popped", self._layer.poppable_names, name)
+        self.layer = layer
+        self.answer: Tensor | None = None  # of the last stash() or pop()
 
     def drive(self, generator: Generator[Any, Any, Any]) -> Any:
         """Returns the result of a forward that is a generator and yields what stash() and pop() return."""
@@ -164,7 +150,7 @@ class _Forward:
         try:
             while True:
                 answer = generator.send(answer)
-                if answer is not self._answer:
+                if answer is not self.answer:
                     raise TypeError(
                         f"the forward of a @skippable layer yielded {answer!r}: yield only stash(...) and pop(...)"
                     )
@@ -174,15 +160,23 @@ class _Forward:
             generator.close()
 
 
-def _forward(call: str) -> _Forward:
-    """Returns the forward that ``call`` belongs to."""
+def _execute(call: str, name: str, *tensor: Tensor | None) -> Any:
+    """Executes a ``stash`` or ``pop`` of the layer whose forward runs."""
     current: _Forward | None = getattr(_thread, "forward", None)
     if current is None:
         raise RuntimeError(
-            f"{call} was called outside the forward of a @skippable layer; call it in the forward of a layer that "
+            f"{call}('{name}') was called outside the forward of a @skippable layer; call it in the forward of a layer that "
             "declares the name"
         )
-    return current
+    layer = current.layer
+    declared = layer.stashable_names if tensor else layer.poppable_names
+    if name not in declared:
+        done = "stashed" if tensor else "popped"
+        names = " ".join(f"'{each}'" for each in sorted(declared)) or "none"
+        raise RuntimeError(f"'{name}' was {done} by a layer that does not declare it; it declares {names}")
+    run: Any = getattr(_C, call)
+    current.answer = run(layer.native_namespace(name), name, *tensor)
+    return current.answer
 
 
 def stash(name: str, tensor: Tensor | None) -> Any:
@@ -197,7 +191,7 @@ def stash(name: str, tensor: Tensor | None) -> Any:
     """
     if tensor is not None and type(tensor) is not Tensor and not isinstance(tensor, nn.Parameter):
         raise TypeError(f"'{name}' must be a torch.Tensor or None to be stashed, but is {type(tensor)}; convert it first")
-    return _forward(f"stash('{name}')").stash(name, tensor)
+    return _execute("stash", name, tensor)
 
 
 def pop(name: str) -> Any:
@@ -208,7 +202,7 @@ def pop(name: str) -> Any:
     Raises:
         RuntimeError: if the layer does not declare the name, or if it was not stashed.
     """
-    return _forward(f"pop('{name}')").pop(name)
+    return _execute("pop", name)
 
 
 def _check_names(names: Iterable[str], what: str) -> frozenset[str]:

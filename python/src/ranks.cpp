@@ -17,18 +17,14 @@ namespace {
 
 namespace py = pybind11;
 
-/// Time-outs are in seconds.
-RanksOptions options_of_ranks(double timeout, double join_timeout, const std::string& interface, int replicas,
-                              bool nccl) {
+/// Joins the processes of a group, or the processes that the environment describes if it is None. Time-outs are in seconds.
+std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, double timeout, double join_timeout,
+                                  const std::string& interface, int replicas, bool nccl) {
   const auto milliseconds = [](double seconds) {
     return std::chrono::ceil<std::chrono::milliseconds>(std::chrono::duration<double>(seconds));
   };
   auto options = RanksOptions().timeout(milliseconds(timeout)).join_timeout(milliseconds(join_timeout));
-  return options.interface(interface).replicas(replicas).nccl(nccl);
-}
-
-/// Joins the processes of a group, or the processes that the environment describes if it is None.
-std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, const RanksOptions& options) {
+  options.interface(interface).replicas(replicas).nccl(nccl);
   return released([&] {
     if (group == nullptr) return Ranks::from_environment(options, poll);
     return std::make_shared<Ranks>(group->getStore(), group->getRank(), group->getSize(), options);
@@ -38,12 +34,10 @@ std::shared_ptr<Ranks> make_ranks(const c10d::ProcessGroup* group, const RanksOp
 }  // namespace
 
 void init_ranks(py::module_& module) {
-  py::class_<RanksOptions>(module, "RanksOptions")
-      .def(py::init(&options_of_ranks), py::arg("timeout"), py::arg("join_timeout"), py::arg("interface"),
-           py::arg("replicas"), py::arg("nccl"));
   // gpipe.ranks keeps each until finish() has been called, so no destructor waits for other ranks.
   py::class_<Ranks, std::shared_ptr<Ranks>>(module, "Ranks")
-      .def(py::init(&make_ranks), py::arg("group"), py::arg("options"))
+      .def(py::init(&make_ranks), py::arg("group"), py::arg("timeout"), py::arg("join_timeout"), py::arg("interface"),
+           py::arg("replicas"), py::arg("nccl"))
       .def_property_readonly("rank", &Ranks::rank)
       .def_property_readonly("size", &Ranks::size)
       .def_property_readonly("replica", &Ranks::replica)

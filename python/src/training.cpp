@@ -65,17 +65,6 @@ void check_skips(const std::vector<std::tuple<int, std::string, Keys, Keys>>& de
   match_skips(declared);
 }
 
-/// A random scope that ends at close(). REQUIRES: close() runs on the thread that made the object.
-class OpenScope {
- public:
-  OpenScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
-      : scope_(std::in_place, seed, layer, micro_batch) {}
-  void close() { scope_.reset(); }
-
- private:
-  std::optional<RandomScope> scope_;
-};
-
 /// The generator that replaces a device's default generator in the calling thread's scope. None outside a scope.
 std::optional<at::Generator> scope_generator(const std::string& device) {
   auto* scope = RandomScope::current();
@@ -112,9 +101,7 @@ void init_training(py::module_& module) {
   });
   module.def("check_skips", &check_skips, py::arg("declarations"));
 
-  py::class_<OpenScope>(module, "RandomScope")
-      .def(py::init<std::uint64_t, std::int64_t, std::int64_t>())
-      .def("close", &OpenScope::close);
+  py::class_<RandomScope>(module, "RandomScope").def(py::init<std::uint64_t, std::int64_t, std::int64_t>());
   module.def("scope_generator", &scope_generator, py::arg("device"));
   module.def("draw_seed", [] { return released(RandomScope::draw_seed); });
 }

@@ -3,7 +3,8 @@
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
-#include <stdexcept>
+#include <array>
+#include <cstddef>
 #include <utility>
 #include <vector>
 
@@ -39,41 +40,14 @@ class PythonStructure : public Structure {
   Reference structure_;
 };
 
-const char* name_of(Kind kind) {
-  switch (kind) {
-    case Kind::F:
-      return "forward";
-    case Kind::R:
-      return "recompute";
-    case Kind::B:
-      break;
-    case Kind::I:
-      return "input gradient";
-    case Kind::W:
-      return "weight gradient";
-  }
-  return "backward";
-}
+constexpr std::array kKinds = {"forward", "recompute", "backward", "input gradient", "weight gradient"};
 
 void add_note(const py::handle& error, const ErrorInfo& info) {
-  auto text = absl::StrFormat("[gpipe] in the %s of micro-batch %d on stage %d", name_of(info.action.kind),
-                              info.action.micro_batch, info.action.stage);
+  auto text = absl::StrFormat("[gpipe] in the %s of micro-batch %d on stage %d",
+                              kKinds.at(static_cast<std::size_t>(info.action.kind)), info.action.micro_batch,
+                              info.action.stage);
   if (info.layer >= 0) text += absl::StrFormat(", layer '%s'", info.layer_name);
   if (py::hasattr(error, "add_note")) error.attr("add_note")(text);  // Python 3.10 has no notes
-}
-
-/// Sets the Python error for a C++ exception, as pybind11 and PyTorch do at the end of a call. In a backward, PyTorch's
-/// engine would turn all exceptions into one type.
-void set_error(const std::exception_ptr& error) {
-  try {
-    std::rethrow_exception(error);
-  } catch (const c10::Error&) {
-    torch::translate_exception_to_python(error);
-  } catch (const std::invalid_argument& wrong) {
-    py::set_error(PyExc_ValueError, wrong.what());
-  } catch (const std::exception& other) {
-    py::set_error(PyExc_RuntimeError, other.what());
-  }
 }
 
 /// Moves a Python error that an operator raised from the thread's error state into the exception object. A Section
@@ -137,7 +111,8 @@ void on_error(const ErrorInfo& info, const std::exception_ptr& error) {
   } catch (python_error& raised) {
     if (raised.value != nullptr) add_note(raised.value, info);
   } catch (const std::exception&) {
-    set_error(error);
+    // As at the end of a call. In a backward, PyTorch's engine would turn all exceptions into one type.
+    py::detail::try_translate_exceptions();
     py::error_already_set raised;
     add_note(raised.value(), info);
     throw raised;

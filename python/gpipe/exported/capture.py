@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,15 +129,11 @@ def _calls_of(module: nn.Module) -> Iterator[set[str]]:
     for path, each in module.named_modules(remove_duplicate=False):
         paths.setdefault(each, []).append(path)
     called: set[str] = set()
-    # torch.export passes a stand-in to the hooks if a module of the model has several paths.
-    hooks = [
-        each.register_forward_pre_hook(lambda each, args, own=own: called.update(own)) for each, own in paths.items()
-    ]
-    try:
+    with ExitStack() as hooks:
+        for each, own in paths.items():
+            # torch.export passes a stand-in to the hooks if a module of the model has several paths.
+            hooks.enter_context(each.register_forward_pre_hook(lambda each, args, own=own: called.update(own)))
         yield called
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def refuse_modules(module: nn.Module, whole: Iterable[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import linecache
 import math
 import pkgutil
 from collections.abc import Callable
@@ -61,21 +62,13 @@ def write(route: Route, tensors: dict[Value, str], inputs: list[Value | None] | 
 
 def load(code: Code, name: str) -> Callable[..., Any]:
     """Returns the function. ``name`` is the layer's, for tracebacks."""
-    source = _Source(code.text)
+    file = f"<layer '{name}'>"
+    linecache.cache[file] = len(code.text), None, code.text.splitlines(keepends=True), file
     scope: dict[str, Any] = {name: pkgutil.resolve_name(where) for name, where in code.functions.items()}
-    scope.update(torch=torch, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>", __loader__=source)
-    exec(compile(code.text, f"<layer '{name}'>", "exec"), scope)
+    scope.update(torch=torch, inf=math.inf, nan=math.nan, __name__=f"gpipe.exported <{name}>")
+    exec(compile(code.text, file, "exec"), scope)
     function: Callable[..., Any] = scope["forward"]
     return function
-
-
-class _Source(NamedTuple):
-    """Shows a function's text in tracebacks."""
-
-    text: str
-
-    def get_source(self, name: str) -> str:
-        return self.text
 
 
 def _called(operation: Operation) -> Callable[..., Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,10 +64,9 @@ def to_sequential(
     with explained():
         sequence = _assemble(model, route(model.graph, divide(model.graph)), training)
     if isinstance(module, nn.Module):
-        args, kwargs = examples = examples_of((example_args, example_kwargs))
+        examples = examples_of((example_args, example_kwargs))
         if len(set(model.modes.values())) == 2:
-            with suppress(ModeError):  # if the sequence cannot follow the present modes, calls will raise it too
-                _compare(module, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs)))
+            _compare(module, sequence, *examples)
         if not all(holds(guard, 1) for guard in model.guards):
             _try_one_sample(module, sequence, model.guards, *tree_map_only(Tensor, lambda tensor: tensor[:1], examples))
     return sequence
@@ -83,46 +82,48 @@ def _try_one_sample(
     first._input = before._replace(
         guards=[f"samples == 1 or {guard}" if is_of_operator else guard for guard, is_of_operator in guards.items()]
     )
-    if not _agree(module, sequence, lambda: module(*args, **kwargs), lambda: sequence(input_of(args, kwargs))):
+    if not _agree(module, sequence, args, kwargs):
         first._input = before
 
 
-def _compare(module: nn.Module, original: Callable[[], Any], converted: Callable[[], Any]) -> None:
-    """Raises ValueError if a model and its sequence return other values, or write others to buffers, in their modes."""
-    if not _equal(_result(module, original), _result(module, converted)):
+def _compare(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Raises ValueError if a model and its sequence do different things in their modes. If the sequence cannot follow these,
+    calls will raise ModeError too."""
+    ours, theirs = _results(module, sequence, args, kwargs)
+    if isinstance(ours, Exception):
+        raise ours
+    if not isinstance(theirs, ModeError) and (isinstance(theirs, Exception) or not _equal(ours, theirs)):
         raise ValueError(
             "cannot convert the model: some of its modules are in training mode and others in evaluation mode, and the "
             "exports do not show what it computes then; call train() or eval() on the whole model before"
         )
 
 
-def _agree(module: nn.Module, sequence: nn.Module, original: Callable[[], Any], converted: Callable[[], Any]) -> bool:
+def _agree(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Returns whether a model and its sequence do the same in each mode: return equal values, or raise. In one mode, they
     must return."""
     returned = False
     for training in (True, False):
-        results: list[list[Any] | None] = []
         with mode(module, training), mode(sequence, training):
-            for call in (original, converted):
-                try:
-                    results.append(_result(module, call))
-                except Exception:
-                    results.append(None)
-        ours, theirs = results
-        if ours is None or theirs is None:
-            if ours is not theirs:
-                return False
-        elif not _equal(ours, theirs):
+            results = _results(module, sequence, args, kwargs)
+        raised = [isinstance(each, Exception) for each in results]
+        if raised[0] != raised[1] or not (raised[0] or _equal(*results)):
             return False
-        else:
-            returned = True
+        returned = returned or not raised[0]
     return returned
 
 
-def _result(module: nn.Module, call: Callable[[], Any]) -> list[Any]:
-    with unchanged(module):
-        torch.manual_seed(0)
-        return [*tree_leaves(call()), *(buffer.clone() for buffer in module.buffers())]
+def _results(module: nn.Module, sequence: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns what a model and its sequence return and leave in buffers, or the exception that they raise."""
+    results: list[Any] = []
+    for call in (partial(module, *args, **kwargs), partial(sequence, input_of(args, kwargs))):
+        with unchanged(module):
+            torch.manual_seed(0)
+            try:
+                results.append([*tree_leaves(call()), *(buffer.clone() for buffer in module.buffers())])
+            except Exception as error:
+                results.append(error)
+    return results
 
 
 def _equal(ours: list[Any], theirs: list[Any]) -> bool:

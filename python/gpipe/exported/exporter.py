@@ -17,8 +17,9 @@ import threading
 import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -64,14 +65,13 @@ def exported(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
         if isinstance(tensor, Tensor):
             shapes[tensor] = {0: Dim.DYNAMIC}
     try:
-        with _silence(), nothing_lost(), _named_arguments(module, args, kwargs):
+        with _silence(), nothing_lost(), _named_arguments(module, kwargs):
             return export(module, args, dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
         raise ValueError(_failure(module, args, kwargs) or _explanation(module, error)) from error
 
 
-@contextmanager
-def _named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _named_arguments(module: nn.Module, kwargs: Mapping[str, Any]) -> AbstractContextManager[object]:
     """Makes ``forward`` name its keyword arguments for a block, because torch.export cannot tell the shapes of those of
     ``**kwargs``."""
     forward = module.forward
@@ -84,8 +84,7 @@ def _named_arguments(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[s
         return forward(*args, **kwargs)
 
     named.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    with replaced(module, "forward", named):
-        yield
+    return patch.object(module, "forward", named)
 
 
 @contextmanager
@@ -102,7 +101,7 @@ def _silence() -> Iterator[None]:
     for handler in handlers:
         handler.addFilter(is_kept)
     try:
-        with warnings.catch_warnings(), replaced(trace, "print", lambda *args, **kwargs: None):
+        with warnings.catch_warnings(), patch.object(trace, "print", create=True):
             warnings.simplefilter("ignore")
             yield
     finally:
@@ -169,25 +168,11 @@ def nothing_lost() -> Iterator[None]:
     with suppress(ImportError):
         importlib.import_module("numpy.random")  # else the export may import it, which would look like a draw
     before = GeneratorState()
-    with replaced(function, "_is_setup_context_defined", checked_apply):
-        with replaced(Tensor, "register_hook", checked_hook):
+    with patch.object(function, "_is_setup_context_defined", checked_apply):
+        with patch.object(Tensor, "register_hook", checked_hook):
             yield
     if GeneratorState() != before:
         raise ValueError("it draws random numbers from Python or NumPy, which would be constants; draw them with torch")
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of an object for a block. Before, the object may inherit it or lack it."""
-    own, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
 
 
 OPERATOR = "gpipe_export::whole"
@@ -229,25 +214,20 @@ def kept_whole(
     module: nn.Module, whole: Iterable[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Iterator[None]:
     """Makes each call of some modules one operator for a block. Runs the model once before, to learn their outputs."""
-    whole = list(whole)
-    if not whole:
+    with ExitStack() as stack:
+        for each, outputs in _outputs(module, whole, args, kwargs).items():
+            call = functools.partial(_call, iter(outputs), type(each).__name__)
+            stack.enter_context(patch.object(each, "forward", call))
         yield
-        return
-    outputs = _outputs(module, whole, args, kwargs)
-    for each in whole:
-        each.__dict__["forward"] = functools.partial(_call, iter(outputs[each]), type(each).__name__)
-    try:
-        yield
-    finally:
-        for each in whole:
-            del each.__dict__["forward"]
 
 
 def _outputs(
-    module: nn.Module, whole: list[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    module: nn.Module, whole: Iterable[nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> dict[nn.Module, list[Any]]:
     """Returns what each module returns, call by call."""
     found: dict[nn.Module, list[Any]] = {each: [] for each in whole}
+    if not found:
+        return found
 
     def record(each: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         batch = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.dim()]
@@ -259,13 +239,10 @@ def _outputs(
                 )
         found[each].append(output)
 
-    hooks = [each.register_forward_hook(record, with_kwargs=True) for each in whole]
-    try:
-        with unchanged(module):
-            module(*args, **kwargs)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, unchanged(module):
+        for each in found:
+            hooks.enter_context(each.register_forward_hook(record, with_kwargs=True))
+        module(*args, **kwargs)
     return found
 
 
