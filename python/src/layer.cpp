@@ -260,11 +260,14 @@ Value call(PyObject* callable, std::vector<Value> arguments, ThreadStates& state
   py::tuple converted(arguments.size());
   for (std::size_t i = 0; i < arguments.size(); ++i) converted[i] = to_python(std::exchange(arguments[i], {}));
   const ContextScope context;
+  PyObject* result = nullptr;
   try {
-    return to_value(py::handle(callable)(*converted));
+    result = PyObject_CallObject(callable, converted.ptr());  // has no objects that an unwinding would destroy
   } catch (abi::__forced_unwind&) {
     sleep_for_good();  // the interpreter finished while the callable waited
   }
+  if (result == nullptr) throw py::error_already_set();
+  return to_value(py::reinterpret_steal<py::object>(result));
 }
 
 }  // namespace gpipe::python
