@@ -82,7 +82,7 @@ class WatchedLayer : public LayerDecorator {
     if (is_last_ && !recompute) trace_->reaches(index_ + 1, micro_batch, output.tensors());
     if (!graph) return output;
     const LayerTrace::Part backward{Kind::B, false, index_, micro_batch};
-    return append_node(output, {new PartBegins(trace_, backward), torch::autograd::deleteNode});
+    return append_node(output, make_node<PartBegins>(trace_, backward));
   }
 
  private:

@@ -24,7 +24,6 @@ namespace gpipe {
 namespace {
 
 using absl::StrFormat;
-using torch::autograd::deleteNode;
 using torch::autograd::Node;
 using torch::autograd::variable_list;
 
@@ -79,7 +78,7 @@ class LoneContext : public SkipContext {
     if (!found->second.defined()) return {};
     auto tensor = found->second.clone();
     if (at::GradMode::is_enabled() && (tensor.is_floating_point() || tensor.is_complex())) {
-      torch::autograd::set_history(tensor, std::shared_ptr<Node>(new Discard(), deleteNode));
+      torch::autograd::set_history(tensor, make_node<Discard>());
     }
     return tensor;
   }
@@ -108,7 +107,7 @@ class LoneLayer : public LayerDecorator {
     const SkipContextGuard guard(context);
     auto output = layer().forward(std::move(input));
     if (context.stashed.empty()) return output;
-    const auto node = std::shared_ptr<AddOnes>(new AddOnes(), deleteNode);
+    const auto node = make_node<AddOnes>();
     output = append_node(output, node);
     for (const auto& stashed : context.stashed) {
       node->add_next_edge(torch::autograd::impl::gradient_edge(stashed));
