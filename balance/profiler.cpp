@@ -17,7 +17,7 @@
 #include "balance/layer_trace.h"
 #include "balance/measurement.h"
 #include "balance/trial.h"
-#include "gpipe/assembly/inventory.h"
+#include "gpipe/assembly/stages.h"
 #include "gpipe/run/micro_batch.h"
 
 namespace gpipe {

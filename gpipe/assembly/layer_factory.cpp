@@ -14,7 +14,7 @@ namespace gpipe {
 
 void LayerFactory::set_name(std::string name) {
   if (name.empty() || name.find('.') != name.npos) {
-    refuse_argument("a layer's name must not be empty or have a dot, but is '" + name + "'");
+    refuse_argument("a layer's name must not be empty or have a dot, but is '", name, "'");
   }
   name_ = std::move(name);
 }
@@ -22,7 +22,7 @@ void LayerFactory::set_name(std::string name) {
 std::unique_ptr<Layer> LayerFactory::operator()() const {
   try {
     auto layer = make_(name_);
-    if (!layer) refuse_argument("the factory of layer '" + name_ + "' returned no module");
+    if (!layer) refuse_argument("the factory of layer '", name_, "' returned no module");
     return layer;
   } catch (c10::Error& error) {
     error.add_context("in the factory of layer '" + name_ + "'");
@@ -47,7 +47,7 @@ LayerFactories independent(LayerFactories factories) {
   for (std::size_t i = 0; i < factories.size(); ++i) {
     auto& [name, make] = factories[i];
     if (name.empty()) name = std::to_string(i);
-    if (!names.insert(name).second) refuse_argument("two layers have the name '" + name + "'; each needs its own");
+    if (!names.insert(name).second) refuse_argument("two layers have the name '", name, "'; each needs its own");
     make = [make = std::move(make), seed, index = static_cast<std::int64_t>(i)](const std::string& layer) {
       if (!*seed) *seed = RandomScope::draw_seed();
       const RandomScope scope(**seed, index, /*micro_batch=*/0);

@@ -70,7 +70,7 @@ int stages_per_worker(const GPipeOptions& options, int stages) {
 
 ScheduleSource source_of_schedules(const GPipeOptions& options, int stages) {
   if (options.schedule_function() && options.schedule() != kFillAndDrain) {
-    refuse_argument("schedule ('" + options.schedule() +
+    refuse_argument("schedule ('", options.schedule(),
                     "') and schedule_function exclude each other; set only one of them");
   }
   auto source = schedule_source(options.schedule(), stages, stages_per_worker(options, stages), options.placement());
@@ -84,9 +84,8 @@ std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
   if (!ranks) return std::vector<int>(workers, 0);
   const auto& mesh = ranks->mesh();
   if (workers < static_cast<std::size_t>(mesh.positions)) {
-    refuse_argument("the pipeline has " + std::to_string(workers) + " workers, but " +
-                    (mesh.replicas == 1 ? "the job" : "each replica") + " has " + std::to_string(mesh.positions) +
-                    " ranks; give each rank at least one worker");
+    refuse_argument("the pipeline has ", workers, " workers, but ", (mesh.replicas == 1 ? "the job" : "each replica"),
+                    " has ", mesh.positions, " ranks; give each rank at least one worker");
   }
   return ranks_of_workers(static_cast<int>(workers), *ranks);
 }
@@ -95,10 +94,9 @@ std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
 void check_connects(Ranks& ranks, int worker, torch::Device device) {
   const auto* wires = ranks.job().devices();
   if (wires == nullptr || device.type() == wires->device_type()) return;
-  refuse_argument("with nccl, every worker must be on a " +
-                  c10::DeviceTypeName(wires->device_type(), /*lower_case=*/true) + " device, but worker " +
-                  std::to_string(worker) + ", of rank " + std::to_string(ranks.rank()) + ", is on " + device.str() +
-                  "; give it another device, or leave nccl out");
+  refuse_argument("with nccl, every worker must be on a ",
+                  c10::DeviceTypeName(wires->device_type(), /*lower_case=*/true), " device, but worker ", worker,
+                  ", of rank ", ranks.rank(), ", is on ", device.str(), "; give it another device, or leave nccl out");
 }
 
 /// Returns the number of GPUs that earlier ranks on this host use if no devices are given. `of_workers` has the rank of each

@@ -21,8 +21,8 @@ std::unique_ptr<DeviceConnections> connect_by_nccl(const c10::intrusive_ptr<c10d
   void* library = dlopen((path.substr(0, path.rfind('/') + 1) + "libgpipe_nccl.so").c_str(), RTLD_NOW);
   auto* connect = library == nullptr ? nullptr : dlsym(library, "gpipe_connect_by_nccl");
   if (connect == nullptr) {
-    refuse_argument("nccl is set, but this gpipe was built without NCCL, or this torch has no CUDA (" +
-                    std::string(dlerror()) + "); build gpipe with a torch that has CUDA, or leave nccl out");
+    refuse_argument("nccl is set, but this gpipe was built without NCCL, or this torch has no CUDA (", dlerror(),
+                    "); build gpipe with a torch that has CUDA, or leave nccl out");
   }
   return std::unique_ptr<DeviceConnections>(reinterpret_cast<Connect*>(connect)(store, limit));
 }

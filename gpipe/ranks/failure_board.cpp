@@ -1,15 +1,17 @@
 #include "gpipe/ranks/failure_board.h"
 
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <exception>
+#include <future>
 #include <set>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/base/thread_annotations.h"
 #include "absl/strings/numbers.h"
 #include "absl/strings/str_cat.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/base/mutex.h"
 
 namespace gpipe {
@@ -29,8 +31,6 @@ constexpr const char* kQuestion = "question";
 std::string answer_key(int rank) { return absl::StrCat("answer/", rank); }
 std::string knows_key(int rank) { return absl::StrCat("knows/", rank); }
 
-milliseconds until(Clock::time_point end) { return std::chrono::ceil<milliseconds>(end - Clock::now()); }
-
 }  // namespace
 
 struct FailureBoard::State {
@@ -38,19 +38,19 @@ struct FailureBoard::State {
 
   /// The thread.
   void run(c10d::Store& store) {
-    for (auto next = Clock::now();;) {
+    for (auto next = Clock::now(); !ending;) {
       Task task;
       {
         MutexLock lock(mutex);
-        if (tasks.empty() && !ending && Clock::now() < next) changed.wait_for(mutex, until(next));
+        if (tasks.empty() && Clock::now() < next) {
+          changed.wait_for(mutex, std::chrono::ceil<milliseconds>(next - Clock::now()));
+        }
         if (!tasks.empty()) {
           task = std::move(tasks.front());
           tasks.pop_front();
-        } else if (ending) {
-          ended = true;
-          return changed.notify_all();
         }
       }
+      is_stuck = false;
       try {
         if (task) {
           task(store);
@@ -102,32 +102,25 @@ struct FailureBoard::State {
     changed.notify_all();
   }
 
-  /// Waits for the thread to set `done`, which the mutex guards. Returns it.
-  bool await(const bool& done) ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex) {
-    for (const auto end = Clock::now() + kPatience; !done && !stuck && Clock::now() < end;) {
-      changed.wait_for(mutex, until(end));
-    }
-    return done;
-  }
-
   const int rank;
   const Callbacks callbacks;
-  bool known = false;  // this and the next: used only by the thread; if both are set, it asks no more
+  // The next three are used only by the thread. If the first two are set, it asks no more.
+  bool known = false;
   bool answered = false;
+  bool ending = false;
+  std::atomic<bool> is_stuck = false;  // the store has not answered a question in time
   Mutex mutex;
   CondVar changed;
   std::deque<Task> tasks ABSL_GUARDED_BY(mutex);
-  bool stuck ABSL_GUARDED_BY(mutex) = false;  // the store has not answered a question in time
-  bool ending ABSL_GUARDED_BY(mutex) = false;
-  bool ended ABSL_GUARDED_BY(mutex) = false;
   std::string failure ABSL_GUARDED_BY(mutex);
   bool own ABSL_GUARDED_BY(mutex) = false;
   Mutex calling;  // held during callbacks
   bool silent ABSL_GUARDED_BY(calling) = false;
 };
 
-FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, Callbacks callbacks)
+FailureBoard::FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Callbacks callbacks)
     : rank_(rank),
+      size_(size),
       state_(std::make_shared<State>(rank, std::move(callbacks))),
       thread_([state = state_, clone = store->clone()] { state->run(*clone); }) {}
 
@@ -136,40 +129,27 @@ FailureBoard::~FailureBoard() {
     MutexLock lock(state_->calling);
     state_->silent = true;
   }
-  bool ended = false;
-  {
-    MutexLock lock(state_->mutex);
-    state_->ending = true;
-    state_->changed.notify_all();
-    ended = state_->await(state_->ended);
-  }
-  if (ended) {
-    thread_.join();
-  } else {
-    thread_.detach();
-  }
+  const auto end = [state = state_](c10d::Store&) {
+    state->ending = true;
+    return std::string();
+  };
+  ask(end) ? thread_.join() : thread_.detach();
 }
 
 std::optional<std::string> FailureBoard::ask(Question question) {
-  struct Answer {
-    bool done = false;
-    std::optional<std::string> text;
-  };
-  const auto answer = std::make_shared<Answer>();
-  state_->post([state = state_, answer, question = std::move(question)](c10d::Store& store) {
-    std::optional<std::string> text;
-    try {
-      text = question(store);
-    } catch (const std::exception&) {
-    }
-    MutexLock lock(state->mutex);
-    *answer = {true, std::move(text)};
-    state->stuck = false;
-    state->changed.notify_all();
-  });
-  MutexLock lock(state_->mutex);
-  state_->stuck = !state_->await(answer->done);
-  return answer->done ? answer->text : std::nullopt;
+  const auto task = std::make_shared<std::packaged_task<std::string(c10d::Store&)>>(std::move(question));
+  auto answer = task->get_future();
+  const auto patience = state_->is_stuck ? milliseconds(0) : kPatience;
+  state_->post([task](c10d::Store& store) { (*task)(store); });
+  if (answer.wait_for(patience) != std::future_status::ready) {
+    state_->is_stuck = true;
+    return std::nullopt;
+  }
+  try {
+    return answer.get();
+  } catch (const std::exception&) {
+    return std::nullopt;
+  }
 }
 
 void FailureBoard::report(const std::string& cause) noexcept {
@@ -178,6 +158,10 @@ void FailureBoard::report(const std::string& cause) noexcept {
   const auto first = ask([cause](c10d::Store& store) { return store.compareSet(kFailure, "", cause); }).value_or(cause);
   state_->set(first, first == cause);
   state_->post([state = state_](c10d::Store& store) { state->look(store); });
+}
+
+void FailureBoard::ask_all_ranks() {
+  state_->post([](c10d::Store& store) { store.set(kQuestion, ""); });
 }
 
 std::string FailureBoard::answer_of(int rank) {
@@ -191,7 +175,7 @@ std::string FailureBoard::answer_of(int rank) {
 }
 
 void FailureBoard::report_wait(int awaited, const std::string& what) noexcept {
-  state_->post([](c10d::Store& store) { store.set(kQuestion, ""); });
+  ask_all_ranks();
   std::string answer;
   std::set<int> seen{rank_, awaited};
   for (int next = -1; absl::SimpleAtoi(answer = answer_of(awaited), &next); awaited = next) {
@@ -207,10 +191,10 @@ void FailureBoard::report_loss(int lost) noexcept {
   report(absl::StrCat("rank ", lost, " was lost: its process has ended, or the network has failed"));
 }
 
-void FailureBoard::report_no_connection(int size, const std::string& error) noexcept {
-  state_->post([](c10d::Store& store) { store.set(kQuestion, ""); });
+void FailureBoard::report_no_connection(const std::string& error) noexcept {
+  ask_all_ranks();
   std::string silent;
-  for (int r = 0; r < size; ++r) {
+  for (int r = 0; r < size_; ++r) {
     if (r != rank_ && answer_of(r).empty()) absl::StrAppend(&silent, silent.empty() ? "rank " : ", rank ", r);
   }
   report(absl::StrCat("rank ", rank_,
@@ -224,9 +208,9 @@ void FailureBoard::rest() noexcept {
   });
 }
 
-void FailureBoard::await_others(int size) noexcept {
+void FailureBoard::await_others() noexcept {
   const auto end = Clock::now() + kGather;
-  for (int r = 0; r < size; ++r) {
+  for (int r = 0; r < size_; ++r) {
     const auto knows = [key = knows_key(r)](c10d::Store& store) { return store.check({key}) ? "yes" : "no"; };
     while (ask(knows) == "no" && Clock::now() < end) std::this_thread::sleep_for(kPollInterval);
   }
@@ -238,7 +222,7 @@ std::string FailureBoard::failure() const {
 }
 
 void FailureBoard::check(const std::string& what) const {
-  if (const auto cause = failure(); !cause.empty()) throw std::runtime_error("[gpipe] " + what + ": " + cause);
+  if (const auto cause = failure(); !cause.empty()) throw_error(what, ": ", cause);
 }
 
 bool FailureBoard::is_own() const {

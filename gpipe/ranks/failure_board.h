@@ -23,7 +23,7 @@ class FailureBoard {
     /// Says what this rank does: the number of the rank that it waits for, or words. Called on any thread.
     std::function<std::string()> activity;
   };
-  FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, Callbacks callbacks);
+  FailureBoard(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, Callbacks callbacks);
   /// Callbacks have ended then. Leaves the thread alone if the store does not answer.
   ~FailureBoard();
   FailureBoard(const FailureBoard&) = delete;
@@ -34,17 +34,15 @@ class FailureBoard {
   /// Reports that this rank has waited in vain for `what` of another rank. Asks all ranks what they do. The cause names
   /// the rank at the end of the chain: the one that is awaited and does not itself wait.
   void report_wait(int awaited, const std::string& what) noexcept;
-  /// Reports that the connection to a rank was lost. That rank may have closed it because of a failure, which it has
-  /// then reported.
+  /// Reports that the connection to a rank was lost. If that rank closed it after a failure, it has reported this.
   void report_loss(int lost) noexcept;
-  /// Reports that this rank could not connect to the others, with `error`. The cause names the ranks that do not
-  /// answer.
-  void report_no_connection(int size, const std::string& error) noexcept;
+  /// Reports that this rank could not connect to the others. The cause names the ranks that do not answer.
+  void report_no_connection(const std::string& error) noexcept;
 
   /// Looks no more, because the store may end soon.
   void rest() noexcept;
   /// Waits until all ranks know the failure of one, for at most a short time.
-  void await_others(int size) noexcept;
+  void await_others() noexcept;
 
   /// The first failure; empty if there is none.
   std::string failure() const;
@@ -60,8 +58,10 @@ class FailureBoard {
   std::optional<std::string> ask(Question question);
   /// What the rank does; empty if it does not say so soon.
   std::string answer_of(int rank);
+  void ask_all_ranks();
 
   const int rank_;
+  const int size_;
   const std::shared_ptr<State> state_;  // shared with the thread, which may outlive this
   std::thread thread_;
 };

@@ -8,11 +8,9 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
-#include <atomic>
 #include <future>
 #include <thread>
 #include <utility>
-#include <vector>
 
 #include "gpipe/base/mutex.h"
 
@@ -108,7 +106,6 @@ class GlooConnections : public Connections {
     if (!group_) throw ConnectionError("the connections were closed");
     try {
       auto transfer = std::make_shared<GlooTransfer>(start(*group_, tensors));
-      forget_ended();
       transfers_.push_back(transfer);
       return transfer;
     } catch (const std::exception& error) {
@@ -124,6 +121,7 @@ class GlooConnections : public Connections {
         MutexLock lock(mutex_);
         if (group_) closed_.wait_for(mutex_, kExpiryInterval);
         open = group_ != nullptr;
+        std::erase_if(transfers_, [](const auto& weak) { return weak.expired(); });
         transfers = transfers_;
       }
       for (const auto& weak : transfers) {
@@ -132,18 +130,10 @@ class GlooConnections : public Connections {
     }
   }
 
-  // Amortised: looks through the list whenever it has doubled.
-  void forget_ended() ABSL_EXCLUSIVE_LOCKS_REQUIRED(mutex_) {
-    if (transfers_.size() < most_) return;
-    std::erase_if(transfers_, [](const auto& weak) { return weak.expired(); });
-    most_ = std::max<std::size_t>(64, 2 * transfers_.size());
-  }
-
   Mutex mutex_;
   CondVar closed_;
   c10::intrusive_ptr<Group> group_ ABSL_GUARDED_BY(mutex_);
   std::vector<std::weak_ptr<GlooTransfer>> transfers_ ABSL_GUARDED_BY(mutex_);
-  std::size_t most_ ABSL_GUARDED_BY(mutex_) = 64;
   std::thread expiry_;  // last, because the thread uses the other members
 };
 

@@ -3,11 +3,10 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/ops/add.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/empty_strided.h>
+#include <torch/csrc/autograd/utils/grad_layout_contract.h>
 
 #include <algorithm>
 #include <string>
-#include <utility>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/parcel_message.h"
@@ -37,33 +36,16 @@ GradientBucket cut_into_shares(const std::vector<std::size_t>& bucket, const std
   return cut;
 }
 
-// The strides of a gradient, as PyTorch chooses them for `.grad`.
-std::vector<std::int64_t> strides_for(const at::Tensor& parameter) {
-  if (parameter.is_non_overlapping_and_dense()) return parameter.strides().vec();
-  std::vector<std::int64_t> strides(parameter.dim(), 1);
-  for (auto d = parameter.dim() - 1; d > 0; --d) {
-    strides[d - 1] = strides[d] * std::max<std::int64_t>(parameter.size(d), 1);
-  }
-  return strides;
-}
-
-bool lies_in(const at::Tensor& gradient, const std::vector<std::int64_t>& strides) {
-  for (std::int64_t d = 0; d < gradient.dim(); ++d) {
-    if (gradient.size(d) > 1 && gradient.stride(d) != strides[d]) return false;
-  }
-  return true;
-}
-
-// Returns a gradient on the CPU with the parameter's strides, so that the elements lie alike on all replicas. Returns
-// it as it is if it lies so.
+// Returns a gradient on the CPU with the strides that PyTorch chooses for `.grad`, so that the elements lie alike on all
+// replicas. Returns it as it is if it lies so.
 at::Tensor in_parameters_order(at::Tensor gradient, const at::Tensor& parameter) {
   if (gradient.layout() != at::kStrided) {
     refuse_argument(
         "a parameter has a sparse gradient, which replicas cannot sum; use a layer without sparse gradients");
   }
-  const auto strides = strides_for(parameter);
-  if (gradient.is_cpu() && lies_in(gradient, strides)) return gradient;
-  return at::empty_strided(gradient.sizes(), strides, gradient.options().device(at::kCPU)).copy_(gradient);
+  using namespace torch::autograd::utils;
+  if (!obeys_layout_contract(gradient, parameter)) gradient = clone_obey_contract(gradient, parameter);
+  return gradient.to(at::kCPU);
 }
 
 // The memory of a piece. REQUIRES: `gradient` lies as in_parameters_order(), or is undefined.
@@ -117,8 +99,12 @@ std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t 
   return 2 * (replicas - 1) * std::min(share_of(gradients), posted + message);
 }
 
-GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at::Tensor>> parameters)
-    : team_(team), call_(team.calls()), stages_(parameters.size()), is_sent_(parameters.size()) {
+GradientReduction::GradientReduction(Team& team, std::vector<std::vector<at::Tensor>> parameters)
+    : team_(team),
+      call_(team.calls()),
+      stages_(parameters.size()),
+      awaited_(team.awaited_for_gradients()),
+      is_sent_(parameters.size()) {
   for (int s = 0; s < static_cast<int>(stages_.size()); ++s) {
     auto& stage = stages_[s];
     stage.parameters = std::move(parameters[s]);
@@ -128,8 +114,8 @@ GradientReduction::GradientReduction(RankTeam& team, std::vector<std::vector<at:
     const auto count = stage.buckets.size();
     for (int r = 0; r < team.replicas() && count != 0; ++r) {
       if (r == team.replica()) continue;
-      stage.parts.push_back(team.gradient_wires(RankTeam::Gradient::kPart, s, r, count));
-      stage.sums.push_back(team.gradient_wires(RankTeam::Gradient::kSum, s, r, count));
+      stage.parts.push_back(team.gradient_wires(Team::Gradient::kPart, s, r, count));
+      stage.sums.push_back(team.gradient_wires(Team::Gradient::kSum, s, r, count));
     }
   }
   thread_ = std::thread([this] { run(); });
@@ -191,12 +177,12 @@ void GradientReduction::run() {
     sum();
   } catch (const ConnectionError& error) {
     error_ = std::current_exception();
-    team_.fail(error, other_, kWaits);
+    team_.fail(error, awaited_, kWaits);
   } catch (const std::exception& error) {
     error_ = std::current_exception();
     team_.fail("rank " + std::to_string(team_.rank()) + " failed while it summed gradients: " + error.what());
   }
-  team_.set_awaited_for_gradients(-1);
+  awaited_ = -1;
 }
 
 void GradientReduction::sum() {
@@ -213,11 +199,10 @@ void GradientReduction::sum() {
   await_deliveries();
 }
 
-Parcel GradientReduction::receive(const RankTeam::GradientWires& wires) {
-  other_ = team_.counterpart(wires.replica);
-  team_.set_awaited_for_gradients(other_);
+Parcel GradientReduction::receive(const Team::GradientWires& wires) {
+  awaited_ = team_.counterpart(wires.replica);
   auto message = wires.receiver->receive(call_);
-  team_.set_awaited_for_gradients(-1);
+  awaited_ = -1;
   return std::move(to_parcels(std::move(message)).front());
 }
 
@@ -227,7 +212,7 @@ void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& 
     if (!value.defined()) continue;
     const auto& parameter = stage.parameters[pieces[k].parameter];
     auto& gradient = stage.gradients[pieces[k].parameter];
-    if (!gradient.defined()) gradient = in_parameters_order(at::empty_like(parameter), parameter);
+    if (!gradient.defined()) gradient = in_parameters_order(at::empty_like(parameter, at::kCPU), parameter);
     const auto piece = piece_of(gradient, pieces[k]);
     if (piece.const_data_ptr() != value.const_data_ptr()) piece.copy_(value);
   }
@@ -248,9 +233,10 @@ void GradientReduction::sum_share(OfStage& stage, const GradientBucket& bucket, 
     sums.add(sum_of(parts[k], own), /*gradient_wanted=*/false);
   }
   for (const auto& wires : stage.sums) {
-    other_ = team_.counterpart(wires.replica);
+    awaited_ = team_.counterpart(wires.replica);
     wires.sender->send((*wires.layouts)[number], call_, to_message(sums.tensors));
   }
+  awaited_ = -1;
   write(stage, share, sums);
 }
 
@@ -265,10 +251,8 @@ void GradientReduction::take_sums(const Summed& summed) {
 void GradientReduction::await_deliveries() {
   for (const auto& stage : stages_) {
     for (const auto& wires : stage.sums) {
-      other_ = team_.counterpart(wires.replica);
-      team_.set_awaited_for_gradients(other_);
+      awaited_ = team_.counterpart(wires.replica);
       wires.sender->drain(team_.timeout());
-      team_.set_awaited_for_gradients(-1);
     }
   }
 }
@@ -279,8 +263,8 @@ void GradientReduction::check_untouched() const {
       const auto& gradient = stage.parameters[p].grad();
       const auto& [present, version] = stage.present[p];
       if (gradient.is_same(present) && !version.changed()) continue;
-      throw std::runtime_error(
-          "[gpipe] a layer's backward has added to the .grad of a parameter itself, as reentrant checkpoints do, and "
+      throw_error(
+          "a layer's backward has added to the .grad of a parameter itself, as reentrant checkpoints do, and "
           "replicas cannot sum that; use torch.utils.checkpoint with use_reentrant=False");
     }
   }

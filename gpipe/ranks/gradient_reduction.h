@@ -2,6 +2,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -11,7 +12,7 @@
 
 #include "absl/base/thread_annotations.h"
 #include "gpipe/base/mutex.h"
-#include "gpipe/ranks/rank_team.h"
+#include "gpipe/ranks/team.h"
 #include "gpipe/tensors/parcel.h"
 
 namespace gpipe {
@@ -54,7 +55,7 @@ class GradientReduction {
  public:
   /// `parameters`: of each stage, those whose gradients are summed; the same on all replicas. A stage without any may
   /// be another rank's.
-  GradientReduction(RankTeam& team, std::vector<std::vector<at::Tensor>> parameters);
+  GradientReduction(Team& team, std::vector<std::vector<at::Tensor>> parameters);
   /// Ends early unless all gradients have been sent. REQUIRES: then a rank has failed.
   ~GradientReduction();
   GradientReduction(const GradientReduction&) = delete;
@@ -73,8 +74,8 @@ class GradientReduction {
     std::vector<at::Tensor> parameters;
     std::vector<std::pair<at::Tensor, VersionWatch>> present;  // each parameter's `.grad`, with its version
     std::vector<GradientBucket> buckets;
-    std::vector<RankTeam::GradientWires> parts;  // per other replica: gradients that it sums, and those to sum here
-    std::vector<RankTeam::GradientWires> sums;
+    std::vector<Team::GradientWires> parts;  // per other replica: gradients that it sums, and those to sum here
+    std::vector<Team::GradientWires> sums;
     Gradients gradients;  // each on the CPU, in its parameter's order
   };
   /// A bucket whose share this replica has summed.
@@ -90,13 +91,13 @@ class GradientReduction {
   void take_sums(const Summed& summed);
   void await_deliveries();
   void write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values);
-  Parcel receive(const RankTeam::GradientWires& wires);
+  Parcel receive(const Team::GradientWires& wires);
   Outgoing to_message(const std::vector<at::Tensor>& pieces) const;
 
-  RankTeam& team_;
+  Team& team_;
   const std::uint64_t call_;
   std::vector<OfStage> stages_;
-  int other_ = -1;  // the rank that the thread waits for
+  std::atomic<int>& awaited_;  // the rank that the thread waits for, or -1
   Mutex mutex_;
   CondVar changed_;
   std::vector<char> is_sent_ ABSL_GUARDED_BY(mutex_);  // per stage

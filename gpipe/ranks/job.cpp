@@ -3,20 +3,22 @@
 #include <unistd.h>
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
+#include <chrono>
 #include <exception>
 #include <limits>
-#include <stdexcept>
+#include <span>
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/ranks/network.h"
 
 namespace gpipe {
 namespace {
 
-// The lifelines have the tags below this wire's.
-constexpr int kFirstWire = (Lifelines::kTags + kTagsPerWire - 1) / kTagsPerWire;
+constexpr int kLifelineTag = 0;
+constexpr std::chrono::hours kForEver{24 * 365};
 
 }  // namespace
 
@@ -28,22 +30,23 @@ Job::Job(c10::intrusive_ptr<c10d::Store> store, const Ranks& ranks, std::unique_
       options_(ranks.options()),
       exceptions_(std::uncaught_exceptions()),
       process_(getpid()),
-      next_wire_(kFirstWire),
       devices_(std::move(devices)),
       board_(std::make_unique<FailureBoard>(
-          store_, rank_, FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
+          store_, rank_, size_, FailureBoard::Callbacks{[this] { close(); }, [this] { return activity(); }})) {}
 
 Job::~Job() {
   if (getpid() != process_) {  // a forked process has none of the threads, and shares the sockets
     for (auto& wires : kept_) static_cast<void>(wires.release());
-    static_cast<void>(lifelines_.release());
+    static_cast<void>(new std::deque(std::move(lifelines_)));
     static_cast<void>(board_.release());
     static_cast<void>(connections_.release());
     static_cast<void>(devices_.release());
     return;
   }
   finish(unwinding().value_or(""), /*poll=*/nullptr);
-  lifelines_.reset();
+  for (auto& lifeline : lifelines_) {
+    if (lifeline.thread.joinable()) lifeline.thread.join();
+  }
   board_.reset();  // before the connections, which it closes
 }
 
@@ -60,19 +63,18 @@ void Job::finish(const std::string& cause, const std::function<void()>& poll) {
     MutexLock lock(mutex_);  // so that no pipeline is destroyed meanwhile
     for (const auto& [owner, member] : members_) member.leave();
   }
-  if (!lifelines_ && size_ > 1) {
+  if (lifelines_.empty() && size_ > 1) {
     board_->report(absl::StrCat("rank ", rank_, " has left the job before the ranks have made a pipeline"));
   }
   const absl::Cleanup end = [this] {
     // This rank may serve the store.
-    if (rank_ == 0 && !board_->failure().empty()) board_->await_others(size_);
+    if (rank_ == 0 && !board_->failure().empty()) board_->await_others();
     close();
   };
-  if (!lifelines_ || !board_->failure().empty()) return;
+  if (lifelines_.empty() || !board_->failure().empty()) return;
   if (rank_ != 0) board_->rest();  // rank 0, which may serve the store, ends after the others
   while_polling(
-      poll, [this] { lifelines_->leave(options_.timeout()); },
-      [this](const std::exception& error) { report_stop(error); });
+      poll, [this] { leave_together(); }, [this](const std::exception& error) { report_stop(error); });
 }
 
 void Job::report_stop(const std::exception& error) {
@@ -108,7 +110,7 @@ void Job::close() noexcept {
 }
 
 std::string Job::share(const std::string& text, const std::function<void()>& poll) {
-  const auto key = "text" + std::to_string(texts_);
+  const auto key = absl::StrCat("text", texts_);
   if (rank_ == 0) {
     store_->set(key, "=" + text);
     ++texts_;
@@ -120,9 +122,8 @@ std::string Job::share(const std::string& text, const std::function<void()>& pol
     if (poll) poll();
   });
   if (shared.empty()) {
-    throw std::runtime_error("[gpipe] rank 0 has shared nothing within the join time-out, " +
-                             std::to_string(options_.join_timeout().count()) +
-                             " ms; share() must be called on all ranks, as often on each");
+    throw_error("rank 0 has shared nothing within the join time-out, ", options_.join_timeout().count(),
+                " ms; share() must be called on all ranks, as often on each");
   }
   ++texts_;
   return shared.substr(1);
@@ -134,13 +135,64 @@ void Job::connect() {
     MutexLock lock(mutex_);
     connections_ = std::move(made);
   } catch (const ConnectionError& error) {
-    board_->report_no_connection(size_, error.what());
+    board_->report_no_connection(error.what());
     board_->check("no pipeline can be made");
     throw;
   }
   if (!board_->failure().empty()) close();
-  lifelines_ =
-      std::make_unique<Lifelines>(*connections_, rank_, size_, [this](int lost) { board_->report_loss(lost); });
+  for (int r = rank_ == 0 ? 1 : 0; r < (rank_ == 0 ? size_ : 1); ++r) lifelines_.push_back({r, {}, {}, {}});
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  for (auto& each : lifelines_) {
+    transfers.push_back(connections_->receive(each.rank, kLifelineTag, std::span(&each.received, 1)));
+  }
+  for (std::size_t i = 0; i < lifelines_.size(); ++i) {
+    lifelines_[i].thread = std::thread([this, i, transfer = transfers[i]] { watch(lifelines_[i], *transfer); });
+  }
+}
+
+void Job::watch(Lifeline& lifeline, Transfer& transfer) {
+  bool is_lost = false;
+  try {
+    transfer.wait(kForEver);
+  } catch (const ConnectionError&) {
+    is_lost = true;
+  }
+  bool is_failure = false;
+  {
+    MutexLock lock(mutex_);
+    lost_ = lost_ || is_lost;
+    if (!is_lost) ++ended_;
+    is_failure = is_lost && !leaving_;
+  }
+  changed_.notify_all();
+  if (is_failure) board_->report_loss(lifeline.rank);
+}
+
+void Job::send_ends() {
+  std::vector<std::shared_ptr<Transfer>> transfers;
+  for (auto& each : lifelines_) {
+    transfers.push_back(connections_->send(each.rank, kLifelineTag, std::span(&each.sent, 1)));
+  }
+  for (const auto& transfer : transfers) transfer->wait(options_.timeout());
+}
+
+void Job::leave_together() noexcept {
+  const auto end = std::chrono::steady_clock::now() + options_.timeout();
+  try {
+    {
+      MutexLock lock(mutex_);
+      leaving_ = true;
+    }
+    if (rank_ != 0) send_ends();
+    {
+      MutexLock lock(mutex_);
+      while (ended_ < lifelines_.size() && !lost_ && std::chrono::steady_clock::now() < end) {
+        changed_.wait_for(mutex_, std::chrono::ceil<std::chrono::milliseconds>(end - std::chrono::steady_clock::now()));
+      }
+    }
+    if (rank_ == 0) send_ends();      // all have ended
+  } catch (const ConnectionError&) {  // a rank is lost, or has failed
+  }
 }
 
 int Job::join(const Manifest& manifest, int wires, const std::function<void()>& poll) {
@@ -154,9 +206,9 @@ int Job::join(const Manifest& manifest, int wires, const std::function<void()>& 
       throw;
     }
   };
-  if (finished_) throw std::runtime_error("[gpipe] no pipeline can be made: this rank has left the job");
+  if (finished_) throw_error("no pipeline can be made: this rank has left the job");
   poll_or_fail();
-  const auto store = c10::make_intrusive<c10d::PrefixStore>("pipeline" + std::to_string(pipelines_++), store_);
+  const auto store = c10::make_intrusive<c10d::PrefixStore>(absl::StrCat("pipeline", pipelines_++), store_);
   try {
     check_manifests(*store, rank_, size_, manifest, options_.join_timeout(), poll_or_fail);
   } catch (const std::exception& error) {
@@ -165,7 +217,7 @@ int Job::join(const Manifest& manifest, int wires, const std::function<void()>& 
   }
   if (!connections_) connect();
   if (wires > std::numeric_limits<int>::max() / kTagsPerWire - next_wire_) {
-    throw std::runtime_error("[gpipe] the ranks have made so many pipelines that no tags are left; make fewer");
+    throw_error("the ranks have made so many pipelines that no tags are left; make fewer");
   }
   return std::exchange(next_wire_, next_wire_ + wires);
 }

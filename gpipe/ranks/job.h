@@ -3,11 +3,14 @@
 #include <sys/types.h>
 #include <torch/csrc/distributed/c10d/Store.hpp>
 
+#include <cstddef>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "absl/base/thread_annotations.h"
@@ -16,14 +19,14 @@
 #include "gpipe/ranks/connections.h"
 #include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/failure_board.h"
-#include "gpipe/ranks/lifelines.h"
 #include "gpipe/ranks/meeting.h"
 #include "gpipe/ranks/remote_edges.h"
 
 namespace gpipe {
 
 /// What the pipelines of a job share: the connections to the other ranks, and the first failure. A failure of one
-/// pipeline is a failure of all, because it closes the connections.
+/// pipeline is a failure of all, because it closes the connections. A *lifeline* joins each rank to rank 0: a receive
+/// that fails when a rank is lost, and gets a byte at the end of the job.
 ///
 /// Thread safety: join(), share() and keep_until_end() on one thread at a time; the other functions on any thread.
 class Job {
@@ -70,7 +73,17 @@ class Job {
   void keep_until_end(std::unique_ptr<Wires> wires) { kept_.push_back(std::move(wires)); }
 
  private:
+  struct Lifeline {
+    int rank;
+    std::byte received;
+    std::byte sent;
+    std::thread thread;
+  };
   void connect();
+  void watch(Lifeline& lifeline, Transfer& transfer);
+  /// Waits until all ranks have called this, for at most the time-out, or until a rank is lost.
+  void leave_together() noexcept;
+  void send_ends();
   void report_stop(const std::exception& error);
   void close() noexcept;
   std::string activity();
@@ -84,14 +97,18 @@ class Job {
   const pid_t process_;
   int pipelines_ = 0;
   int texts_ = 0;
-  int next_wire_;
+  int next_wire_ = 1;  // the lifelines have a tag of the first one
   Mutex mutex_;
+  CondVar changed_;
   std::map<const void*, Member> members_ ABSL_GUARDED_BY(mutex_);
   bool finished_ = false;
-  std::unique_ptr<Connections> connections_;  // set once, under the lock
+  bool leaving_ ABSL_GUARDED_BY(mutex_) = false;
+  bool lost_ ABSL_GUARDED_BY(mutex_) = false;      // a rank
+  std::size_t ended_ ABSL_GUARDED_BY(mutex_) = 0;  // lifelines
+  std::unique_ptr<Connections> connections_;       // set once, under the lock
   std::unique_ptr<DeviceConnections> devices_;
   std::unique_ptr<FailureBoard> board_;
-  std::unique_ptr<Lifelines> lifelines_;
+  std::deque<Lifeline> lifelines_;
   std::vector<std::unique_ptr<Wires>> kept_;
 };
 

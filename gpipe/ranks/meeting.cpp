@@ -3,25 +3,20 @@
 #include <cstdint>
 #include <future>
 #include <map>
-#include <stdexcept>
 #include <thread>
 
 #include "absl/strings/str_cat.h"
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "gpipe/base/bytes.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
-constexpr std::chrono::milliseconds kInterval{10};
+using Clock = std::chrono::steady_clock;
 
-// A rank arrives under a number that it never had before. Only the present rank 0 answers that number.
-std::string arrivals_of(int rank) { return absl::StrCat("arrivals of rank ", rank); }
-std::string answer_to(int rank, std::int64_t arrival) {
-  return absl::StrCat("attempt of rank ", rank, ", arrival ", arrival);
-}
-std::string joined(const std::string& name, int rank) { return absl::StrCat("rank ", rank, " joined ", name); }
+constexpr std::chrono::milliseconds kInterval{10};
 
 // The first difference between rank 0's manifest and another rank's; empty if there is none.
 std::string difference(const Manifest& mine, const Manifest& other, int rank) {
@@ -42,16 +37,16 @@ std::string absence(const std::vector<int>& missing, int size, std::chrono::mill
                          absl::StrJoin(missing, ", "), size, static_cast<double>(limit.count()) / 1000);
 }
 
-std::string key_of(int rank) { return absl::StrCat("manifest/", rank); }
+std::string manifest_key(int rank) { return absl::StrCat("manifest/", rank); }
 
 // Rank 0's decision on all manifests; empty if they agree.
 std::string decide(c10d::Store& store, int size, const Manifest& mine, std::chrono::milliseconds limit,
                    const std::function<void()>& poll) {
-  const auto end = std::chrono::steady_clock::now() + limit;
+  const auto end = Clock::now() + limit;
   std::vector<int> missing;
   std::string different;
   for (int r = 1; r < size; ++r) {
-    const auto text = await_value(store, key_of(r), end, poll);
+    const auto text = await_value(store, manifest_key(r), end, poll);
     if (text.empty()) missing.push_back(r);
     if (text.empty() || !different.empty()) continue;
     Manifest other;
@@ -63,44 +58,46 @@ std::string decide(c10d::Store& store, int size, const Manifest& mine, std::chro
 
 }  // namespace
 
-std::string await_value(c10d::Store& store, const std::string& key, std::chrono::steady_clock::time_point end,
+std::string await_value(c10d::Store& store, const std::string& key, Clock::time_point end,
                         const std::function<void()>& poll) {
   while (!store.check({key})) {
-    if (std::chrono::steady_clock::now() >= end) return "";
+    if (Clock::now() >= end) return "";
     if (poll) poll();
     std::this_thread::sleep_for(kInterval);
   }
   return store.get_to_str(key);
 }
 
+// A rank arrives under a number that it never had before. Only the present rank 0 answers that number.
 std::string name_attempt(c10d::Store& store, int rank, int size, std::chrono::milliseconds limit,
                          const std::function<void()>& poll) {
-  const auto end = std::chrono::steady_clock::now() + limit;
+  const auto arrivals = [](int r) { return absl::StrCat("arrivals of rank ", r); };
+  const auto answer = [](int r, std::int64_t arrival) {
+    return absl::StrCat("attempt of rank ", r, ", arrival ", arrival);
+  };
+  const auto joined = [](const std::string& name, int r) { return absl::StrCat("rank ", r, " joined ", name); };
+  const auto end = Clock::now() + limit;
   if (rank != 0) {
-    const auto arrival = store.add(arrivals_of(rank), 1);
-    auto name = await_value(store, answer_to(rank, arrival), end, poll);
-    if (name.empty()) throw std::runtime_error("[gpipe] rank 0 did not come in time");
+    const auto arrival = store.add(arrivals(rank), 1);
+    auto name = await_value(store, answer(rank, arrival), end, poll);
+    if (name.empty()) throw_error("rank 0 did not come in time");
     store.set(joined(name, rank), "1");
     return name;
   }
-  const auto name = "attempt" + std::to_string(store.add("attempts", 1));
-  std::vector<std::int64_t> answered(size);
-  std::vector<int> missing;
-  do {
-    missing.clear();
+  const auto name = absl::StrCat("attempt", store.add("attempts", 1));
+  for (;;) {
+    std::vector<int> missing;
     for (int r = 1; r < size; ++r) {
       if (store.check({joined(name, r)})) continue;
       missing.push_back(r);
-      const auto arrival = store.add(arrivals_of(r), 0);
-      if (arrival == answered[r]) continue;
-      store.set(answer_to(r, arrival), name);
-      answered[r] = arrival;
+      // The same answer again changes nothing.
+      if (const auto arrival = store.add(arrivals(r), 0); arrival != 0) store.set(answer(r, arrival), name);
     }
     if (missing.empty()) return name;
+    if (Clock::now() >= end) throw_error("these ranks did not come in time: ", absl::StrJoin(missing, ", "));
     if (poll) poll();
     std::this_thread::sleep_for(kInterval);
-  } while (std::chrono::steady_clock::now() < end);
-  throw std::runtime_error("[gpipe] these ranks did not come in time: " + absl::StrJoin(missing, ", "));
+  }
 }
 
 void check_manifests(c10d::Store& store, int rank, int size, const Manifest& manifest, std::chrono::milliseconds limit,
@@ -114,12 +111,12 @@ void check_manifests(c10d::Store& store, int rank, int size, const Manifest& man
   } else {
     ByteWriter text;
     for (const auto& [name, value] : manifest) text.add(name, value);
-    store.set(key_of(rank), text.take());
+    store.set(manifest_key(rank), text.take());
     // Rank 0 may have begun to wait later than this rank.
-    decision = await_value(store, "decision", std::chrono::steady_clock::now() + 2 * limit, poll);
+    decision = await_value(store, "decision", Clock::now() + 2 * limit, poll);
     if (decision.empty()) decision = absence({0}, size, 2 * limit);
   }
-  if (decision != agreed) throw std::runtime_error("[gpipe] the ranks cannot make the pipeline: " + decision);
+  if (decision != agreed) throw_error("the ranks cannot make the pipeline: ", decision);
 }
 
 void while_polling(const std::function<void()>& poll, absl::FunctionRef<void()> wait,

@@ -7,11 +7,11 @@
 
 #include <cerrno>
 #include <cstring>
-#include <stdexcept>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 #include <utility>
 
 #include "absl/functional/function_ref.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
@@ -42,7 +42,7 @@ Socket first_socket(const std::string& host, int port, int type,
   hints.ai_socktype = type & ~SOCK_NONBLOCK;
   addrinfo* found = nullptr;
   if (const int error = getaddrinfo(host.c_str(), std::to_string(port).c_str(), &hints, &found); error != 0) {
-    throw std::runtime_error("[gpipe] the address of the host '" + host + "' is not known: " + gai_strerror(error));
+    throw_error("the address of the host '", host, "' is not known: ", gai_strerror(error));
   }
   const std::unique_ptr<addrinfo, decltype(&freeaddrinfo)> addresses(found, &freeaddrinfo);
   for (const auto* address = found; address != nullptr; address = address->ai_next) {
@@ -76,7 +76,7 @@ std::string local_address_towards(const std::string& host) {
            getnameinfo(any, length, text, sizeof text, nullptr, 0, NI_NUMERICHOST) == 0;
   });
   if (socket.descriptor() >= 0) return text;
-  throw std::runtime_error("[gpipe] no network interface of this host reaches '" + host + "'");
+  throw_error("no network interface of this host reaches '", host, "'");
 }
 
 int listen_at(const std::string& host, int port) {
@@ -90,8 +90,8 @@ int listen_at(const std::string& host, int port) {
     return listens;
   });
   if (socket.descriptor() >= 0) return socket.release();
-  throw std::runtime_error("[gpipe] rank 0 cannot listen at " + host + ":" + std::to_string(port) + ": " +
-                           std::strerror(error) + "; give an address of its host and a free port");
+  throw_error("rank 0 cannot listen at ", host, ":", port, ": ", std::strerror(error),
+              "; give an address of its host and a free port");
 }
 
 struct WatchedStore::Watch {
@@ -126,7 +126,7 @@ auto WatchedStore::use(Use use) {
   } catch (const c10::DistNetworkError&) {
     watch_->ended = true;
   }
-  throw std::runtime_error("[gpipe] the store of the job has ended, as it does when rank 0 or torchrun ends");
+  throw_error("the store of the job has ended, as it does when rank 0 or torchrun ends");
 }
 
 c10::intrusive_ptr<c10d::Store> WatchedStore::clone() {

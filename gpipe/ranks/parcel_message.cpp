@@ -8,10 +8,9 @@
 
 #include <algorithm>
 #include <limits>
-#include <stdexcept>
-#include <utility>
 
 #include "gpipe/base/bytes.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -29,8 +28,8 @@ constexpr int kRankShift = 44;
 at::Tensor described(const at::Tensor& tensor) {
   if (!tensor.defined()) return tensor;
   if (tensor.layout() != at::kStrided) {
-    throw std::invalid_argument("[gpipe] a tensor that goes to another rank is " +
-                                std::string(c10::str(tensor.layout())) + "; only dense tensors can cross ranks");
+    refuse_argument("a tensor that goes to another rank is ", c10::str(tensor.layout()),
+                    "; only dense tensors can cross ranks");
   }
   return tensor.resolve_conj().resolve_neg();
 }
@@ -68,8 +67,8 @@ class Memories {
     }
     left_ -= (elements + extent) * static_cast<double>(bytes);
     if (left_ < 0) {
-      throw std::runtime_error("[gpipe] a message from another rank needs more memory than this host has, " +
-                               std::to_string(host_) + " bytes; run the same version of gpipe on all ranks");
+      throw_error("a message from another rank needs more memory than this host has, ", host_,
+                  " bytes; run the same version of gpipe on all ranks");
     }
     if (on_device) return at::empty_strided(sizes, strides, options.device(c10::kMeta));
     return empty_at(sizes, strides, options, static_cast<std::size_t>(lead));

@@ -1,11 +1,11 @@
 #include "gpipe/ranks/proposal.h"
 
 #include <algorithm>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_format.h"
 #include "gpipe/base/bytes.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
@@ -109,7 +109,7 @@ std::optional<std::string> reason_for_leaving(const std::string& words) {
 }
 
 Agreement decode_agreement(const std::string& decision) {
-  if (decision.front() != kAgreed) throw std::runtime_error("[gpipe] " + decision.substr(1));
+  if (decision.front() != kAgreed) throw_error("", decision.substr(1));
   ByteReader items(std::string_view(decision).substr(1));
   Agreement agreement{.largest = items.get<std::uint64_t>(), .weights = {}, .micro_batches = {}};
   while (!items.done()) {

@@ -3,16 +3,13 @@
 #include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
-#include <charconv>
-#include <cstdint>
 #include <cstdlib>
 #include <future>
 #include <limits>
-#include <stdexcept>
 #include <thread>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "absl/strings/numbers.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/meeting.h"
@@ -29,10 +26,9 @@ std::string variable(const char* name) {
 int number_in(const char* name, int least, int most) {
   const auto text = variable(name);
   int number = 0;
-  const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  if (text.empty() || error != std::errc() || end != text.data() + text.size() || number < least || number > most) {
-    refuse_argument("the environment variable " + std::string(name) + " is '" + text + "', but must be a number from " +
-                    std::to_string(least) + " to " + std::to_string(most) + "; start the program with torchrun");
+  if (!absl::SimpleAtoi(text, &number) || number < least || number > most) {
+    refuse_argument("the environment variable ", name, " is '", text, "', but must be a number from ", least, " to ",
+                    most, "; start the program with torchrun");
   }
   return number;
 }
@@ -46,8 +42,7 @@ std::optional<int> local_rank_in(int size) {
 
 Mesh divide(int size, int replicas) {
   if (replicas < 1 || size % replicas != 0) {
-    refuse_argument("the number of replicas is " + std::to_string(replicas) +
-                    ", but must divide the number of ranks, " + std::to_string(size));
+    refuse_argument("the number of replicas is ", replicas, ", but must divide the number of ranks, ", size);
   }
   return {size / replicas, replicas};
 }
@@ -60,7 +55,7 @@ ListenAt choose_interface(const RanksOptions& options) {
   const auto address = local_address_towards(master);
   const bool is_loopback = address.starts_with("127.") || address == "::1";
   if (is_loopback && variable("LOCAL_WORLD_SIZE") != variable("WORLD_SIZE") && !variable("LOCAL_WORLD_SIZE").empty()) {
-    refuse_argument("MASTER_ADDR is '" + master + "', which is " + address +
+    refuse_argument("MASTER_ADDR is '", master, "', which is ", address,
                     " on this host, where other hosts cannot reach it; give the interface");
   }
   return {"", address};
@@ -99,20 +94,19 @@ std::shared_ptr<Ranks> Ranks::from_environment(RanksOptions options, const std::
   if (host.empty()) refuse_argument("the environment variable MASTER_ADDR is not set; start the program with torchrun");
   c10d::TCPStoreOptions store;
   store.port = static_cast<std::uint16_t>(port);
-  store.isServer = rank == 0 && variable("TORCHELASTIC_USE_AGENT_STORE") != "True";
+  const bool outlives_job = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
+  store.isServer = rank == 0 && !outlives_job;
   store.waitWorkers = false;
   store.timeout = options.join_timeout();
   if (store.isServer) store.masterListenFd = gpipe::listen_at(host, port);
   try {
     auto shared = c10::make_intrusive<c10d::PrefixStore>("gpipe", connect_to_store(host, store, poll));
     // A restarted job must not read what the job before it has left in torchrun's store.
-    const bool outlives_job = variable("TORCHELASTIC_USE_AGENT_STORE") == "True";
     const auto attempt = outlives_job ? name_attempt(*shared, rank, size, options.join_timeout(), poll) : "attempt";
     auto job = c10::make_intrusive<c10d::PrefixStore>(attempt, std::move(shared));
     return std::make_shared<Ranks>(std::move(job), rank, size, std::move(options));
   } catch (const c10::Error& error) {
-    throw std::runtime_error("[gpipe] rank " + std::to_string(rank) + " cannot reach the store at " + host + ":" +
-                             std::to_string(port) + ": " + error.what_without_backtrace());
+    throw_error("rank ", rank, " cannot reach the store at ", host, ":", port, ": ", error.what_without_backtrace());
   }
 }
 
@@ -126,12 +120,11 @@ Ranks::Ranks(c10::intrusive_ptr<c10d::Store> store, int rank, int size, RanksOpt
       listen_at_(choose_interface(options_)) {
   if (!store) refuse_argument("the store of the ranks is null; pass one");
   if (rank < 0 || rank >= size) {
-    refuse_argument("the rank is " + std::to_string(rank) + ", but must be from 0 to " + std::to_string(size - 1));
+    refuse_argument("the rank is ", rank, ", but must be from 0 to ", size - 1);
   }
   if (options_.timeout().count() <= 0 || options_.join_timeout().count() <= 0) {
-    refuse_argument("the time-outs of the ranks must be positive, but are " +
-                    std::to_string(options_.timeout().count()) + " ms and " +
-                    std::to_string(options_.join_timeout().count()) + " ms");
+    refuse_argument("the time-outs of the ranks must be positive, but are ", std::to_string(options_.timeout().count()),
+                    " ms and ", std::to_string(options_.join_timeout().count()), " ms");
   }
   // A store can serve several jobs, one after the other.
   const auto number = store->add("jobs of rank " + std::to_string(rank), 1);

@@ -1,17 +1,21 @@
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <stdexcept>
+#include <set>
 #include <string>
 #include <vector>
 
-#include "gpipe/ranks/device_wire.h"
+#include "absl/base/thread_annotations.h"
+#include "absl/functional/function_ref.h"
+#include "gpipe/base/mutex.h"
+#include "gpipe/ranks.h"
+#include "gpipe/ranks/job.h"
 #include "gpipe/ranks/parcel_message.h"
 #include "gpipe/ranks/proposal.h"
 #include "gpipe/ranks/remote_edges.h"
@@ -19,9 +23,8 @@
 
 namespace gpipe {
 
-class GradientReduction;
-
-/// The ranks that run a pipeline and its replicas together. `Alone` is a team of one.
+/// The ranks that run a pipeline and its replicas together: the wires to them, the agreement on each call, and the
+/// first failure. A process with all workers is a team of one.
 ///
 /// Thread safety: the functions that wait for other ranks or use wires() on one thread at a time; the others on any
 /// thread.
@@ -30,26 +33,36 @@ class GradientReduction;
 ///   2. After a failure every call throws.
 class Team {
  public:
-  virtual ~Team() = default;
+  /// A team of one.
+  explicit Team(int workers) : of_workers_(workers) {}
+  /// Joins the other ranks, which must give the same manifest. `of_workers` has the rank of each worker of this
+  /// replica. Calls `poll`, unless that is null, every 50 ms while the caller waits for other ranks; an exception from
+  /// it is a failure. Errors: std::runtime_error for a rank that does not come or has another manifest.
+  Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
+       StructureCodec codec, std::function<void()> poll);
+  /// Tells the other ranks. Calls that they begin later throw.
+  ~Team();
+  Team(const Team&) = delete;
+  Team& operator=(const Team&) = delete;
 
-  virtual int size() const = 0;
-  virtual int rank() const = 0;
-  virtual int replicas() const = 0;
-  int replica() const { return replica_of(rank()); }
-  virtual int replica_of(int rank) const = 0;
+  int size() const { return mesh_.positions * mesh_.replicas; }
+  int rank() const { return rank_; }
+  int replicas() const { return mesh_.replicas; }
+  int replica() const { return replica_of(rank_); }
+  int replica_of(int rank) const { return mesh_.replica_of(rank); }
   /// The rank of each worker of this replica.
-  virtual const std::vector<int>& of_workers() const = 0;
-  bool is_here(int worker) const { return of_workers()[worker] == rank(); }
+  const std::vector<int>& of_workers() const { return of_workers_; }
+  bool is_here(int worker) const { return of_workers_[worker] == rank_; }
   /// The rank that has this rank's stages in another replica.
-  virtual int counterpart(int replica) const = 0;
+  int counterpart(int replica) const { return mesh_.rank_at(mesh_.position_of(rank_), replica); }
 
   /// Begins a call. Errors: std::runtime_error if the proposals differ, another rank has withdrawn, or a rank has
   /// failed.
-  virtual Agreement agree(Proposal proposal) = 0;
+  Agreement agree(Proposal proposal);
   /// Makes the call that the other ranks begin throw there, because it cannot begin here.
-  virtual void withdraw(const std::string& reason) noexcept = 0;
+  void withdraw(const std::string& reason) noexcept;
   /// The number of calls that were agreed on or withdrawn.
-  virtual std::uint64_t calls() const = 0;
+  std::uint64_t calls() const { return calls_; }
 
   /// The ranks that share a value: the ranks of a replica, those with the same stages (counterparts), or all. Outputs
   /// have wires of their own, which keep the last layout.
@@ -58,13 +71,11 @@ class Team {
   // The following functions belong to a call. Errors: std::runtime_error if a rank has failed.
 
   /// Returns the parcel of rank `owner`, with copies of its tensors on the CPU. Ignores the other ranks' parcels.
-  virtual Parcel broadcast(Group group, int owner, Parcel parcel) = 0;
+  Parcel broadcast(Group group, int owner, Parcel parcel);
   /// Returns the parcels of the counterparts, in the order of replicas.
-  virtual std::vector<Parcel> all_gather(Parcel parcel) = 0;
+  std::vector<Parcel> all_gather(Parcel parcel);
   /// Returns the bytes of all ranks, in order, on rank 0; nothing on the other ranks.
-  virtual std::vector<std::string> gather(std::string bytes) = 0;
-  /// Sums the gradients of parameters, per stage, over replicas. REQUIRES: there are several replicas.
-  virtual std::unique_ptr<GradientReduction> begin_sum(std::vector<std::vector<at::Tensor>> parameters) = 0;
+  std::vector<std::string> gather(std::string bytes);
 
   /// A rank's clock, as rank 0 has measured it.
   struct Clock {
@@ -72,75 +83,88 @@ class Team {
     double error = 0;  ///< the most by which `ahead` can be wrong
   };
   /// Returns the clocks of all ranks, in order, on rank 0; nothing on the other ranks.
-  virtual std::vector<Clock> clocks() = 0;
+  std::vector<Clock> clocks();
 
-  /// The wires to other ranks; null if there are none.
-  virtual Wires* wires() = 0;
-  virtual const StructureCodec& codec() const = 0;
-  /// The longest wait for another rank within a call.
-  virtual std::chrono::milliseconds timeout() const = 0;
+  /// REQUIRES: there are other ranks.
+  Wires& wires() { return *wires_; }
+  const StructureCodec& codec() const { return codec_; }
+  /// The longest wait for another rank within a call. REQUIRES: there are other ranks.
+  std::chrono::milliseconds timeout() const { return ranks_->options().timeout(); }
   /// Whether tensors go straight from the devices of one rank to the devices of another.
-  virtual bool has_device_wires() const = 0;
+  bool has_device_wires() const { return job_ != nullptr && job_->devices() != nullptr; }
   /// Makes this rank's end of a wire between the devices of two workers, one of them on another rank. Waits for the
   /// other end. `device`: the device of this rank's worker. Errors: ConnectionError, which it reports.
-  virtual DeviceWire& connect_devices(int from, int to, c10::Device device) = 0;
+  DeviceWire& connect_devices(int from, int to, c10::Device device);
 
   /// Sets what tells other ranks about this rank's workers while a part of a program runs; null at its end.
-  virtual void watch(std::function<Activity()> activity) = 0;
+  void watch(std::function<Activity()> activity);
   /// Call in a backward that returns gradients of the pipeline to the autograd engine. If the engine does not end well
   /// after it, the next call tells the other ranks. Keeps `owner`, which must own this, until then.
-  virtual void watch_backward(std::shared_ptr<const void> owner) = 0;
+  void watch_backward(std::shared_ptr<const void> owner);
 
   /// Reports a failure of this rank and closes the connections, unless a rank has failed before.
-  virtual void fail(const std::string& cause) noexcept = 0;
+  void fail(const std::string& cause) noexcept;
   /// The same for a connection that failed while this rank waited for another one, for `what`.
-  virtual void fail(const ConnectionError& error, int awaited, const std::string& what) noexcept = 0;
+  void fail(const ConnectionError& error, int awaited, const std::string& what) noexcept;
   /// Errors: std::runtime_error if a rank has failed.
-  virtual void check() const = 0;
+  void check() const;
   /// Throws the first failure: `error` if that is this rank's own.
-  [[noreturn]] virtual void rethrow(const std::exception_ptr& error) const = 0;
-};
+  [[noreturn]] void rethrow(const std::exception_ptr& error) const;
 
-/// One process with all workers.
-class Alone : public Team {
- public:
-  explicit Alone(int workers) : of_workers_(workers) {}
+  // For GradientReduction.
 
-  int size() const override { return 1; }
-  int rank() const override { return 0; }
-  int replicas() const override { return 1; }
-  int replica_of(int) const override { return 0; }
-  const std::vector<int>& of_workers() const override { return of_workers_; }
-  int counterpart(int) const override { return 0; }
-  Agreement agree(Proposal proposal) override {
-    ++calls_;
-    return {proposal.number, {proposal.weight}, {proposal.micro_batches}};
-  }
-  void withdraw(const std::string&) noexcept override {}
-  std::uint64_t calls() const override { return calls_; }
-  Parcel broadcast(Group, int, Parcel parcel) override { return parcel; }
-  std::vector<Parcel> all_gather(Parcel parcel) override { return {std::move(parcel)}; }
-  std::vector<std::string> gather(std::string bytes) override { return {std::move(bytes)}; }
-  std::unique_ptr<GradientReduction> begin_sum(std::vector<std::vector<at::Tensor>>) override { refuse(); }
-  std::vector<Clock> clocks() override { return {{}}; }
-  Wires* wires() override { return nullptr; }
-  const StructureCodec& codec() const override { return codec_; }
-  std::chrono::milliseconds timeout() const override { return {}; }
-  bool has_device_wires() const override { return false; }
-  DeviceWire& connect_devices(int, int, c10::Device) override { refuse(); }
-  void watch(std::function<Activity()>) override {}
-  void watch_backward(std::shared_ptr<const void>) override {}
-  void fail(const std::string&) noexcept override {}
-  void fail(const ConnectionError&, int, const std::string&) noexcept override {}
-  void check() const override {}
-  [[noreturn]] void rethrow(const std::exception_ptr& error) const override { std::rethrow_exception(error); }
+  /// The wires that carry the gradients of a stage to another replica and back: parts of sums, or sums.
+  enum class Gradient { kPart, kSum };
+  struct GradientWires {
+    int replica;
+    WireSender* sender;
+    std::deque<LastLayout>* layouts;  // of the messages that it sends
+    WireReceiver* receiver;           // expects as many messages
+  };
+  GradientWires gradient_wires(Gradient kind, int stage, int replica, std::size_t messages);
+  /// Calls `wait`, and polls meanwhile.
+  void while_polling(absl::FunctionRef<void()> wait);
+  /// The rank that the thread which sums gradients waits for; -1: none. Any thread.
+  std::atomic<int>& awaited_for_gradients() { return awaited_for_gradients_; }
 
  private:
-  [[noreturn]] static void refuse() { throw std::logic_error("a team of one rank was asked for another rank"); }
+  /// What a wire between two ranks carries: what a rank tells rank 0, what rank 0 tells it, results by their Group, and
+  /// more.
+  enum Subject { kWord, kDecision, kReplica, kReplicaOutputs, kCounterparts, kAll, kBytes, kPing, kGathered };
+  static constexpr int kSubjects = 9;
+  int wire_number(int subject, int from, int to) const;
+  std::vector<int> ranks_of(Group group) const;
+  void expect(Subject subject, int from);
+  void send(Subject subject, int to, Parcel parcel);
+  Parcel receive(Subject subject, int from);
+  /// Calls `run`, which sends or receives `what`. On an error, this rank has failed.
+  void transfer(const char* what, absl::FunctionRef<void()> run);
+  /// Sends copies of a parcel's tensors, because the caller may change these meanwhile.
+  void send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel);
+  std::string agree_on_words(const std::string& mine);
+  bool has_failed_backward();
+  void leave(const std::string& how);
+  std::string activity();
 
+  const std::shared_ptr<Ranks> ranks_;  // null in a team of one, as are the next members
+  Job* const job_ = nullptr;
+  std::unique_ptr<Wires> wires_;
+  const Mesh mesh_;
+  const int rank_ = 0;
   const std::vector<int> of_workers_;
+  const int stages_ = 0;
   const StructureCodec codec_;
-  std::uint64_t calls_ = 0;
+  const std::function<void()> poll_;
+  int first_wire_ = 0;
+  Mutex mutex_;
+  std::function<Activity()> activity_ ABSL_GUARDED_BY(mutex_);
+  std::set<int> handing_out_ ABSL_GUARDED_BY(mutex_);  // graph tasks
+  std::atomic<int> awaited_ = -1;                      // the rank with which the caller exchanges words or results
+  std::atomic<int> awaited_for_gradients_ = -1;
+  SameData same_data_;      // on rank 0
+  std::string gone_;        // why the pipeline of a rank is gone
+  std::set<int> expected_;  // the wires whose next message has been announced
+  std::atomic<std::uint64_t> calls_ = 0;
 };
 
 }  // namespace gpipe

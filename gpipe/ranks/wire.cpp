@@ -5,7 +5,8 @@
 #include <numeric>
 #include <utility>
 
-#include "absl/strings/str_format.h"
+#include "absl/strings/str_cat.h"
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
@@ -208,22 +209,19 @@ std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
   Header header;
   std::memcpy(&header, posted.header.data(), sizeof header);
   if (header.magic != kMagic || header.sequence != sequence_ || header.label != label) {
-    throw std::runtime_error(absl::StrFormat(
-        "[gpipe] rank %d sent message %d with label %x, but message %d with label %x was due; the ranks "
-        "must run the same program",
-        peer_, header.sequence, header.label, sequence_, label));
+    throw_error("rank ", peer_, " sent message ", header.sequence, " with label ", absl::Hex(header.label),
+                ", but message ", sequence_, " with label ", absl::Hex(label),
+                " was due; the ranks must run the same program");
   }
   auto& last = *posted.last;
   if (header.layout_bytes == 0 && (!last.known || header.values_bytes != last.values)) {
-    throw std::runtime_error(absl::StrFormat(
-        "[gpipe] rank %d sent message %d without a layout, but it is not like the last one; run the same "
-        "version of gpipe on all ranks",
-        peer_, header.sequence));
+    throw_error("rank ", peer_, " sent message ", header.sequence,
+                " without a layout, but it is not like the last one; run the same version of gpipe on all ranks");
   }
   ++sequence_;
   posted_bytes_ -= posted.bytes();
   if (header.layout_bytes != 0) {
-    receive_changed(posted);
+    receive_changed(posted, header.layout_bytes, header.values_bytes);
   } else {
     if (!posted.message) posted.message = allocate_(last.layout);
     const auto values = posted.message->values();
@@ -244,29 +242,24 @@ std::unique_ptr<Incoming> WireReceiver::receive(std::uint64_t label) {
 }
 
 // What it receives into stays in `posted`, because after an error the receives may still be in flight.
-void WireReceiver::receive_changed(Posted& posted) {
-  Header header;
-  std::memcpy(&header, posted.header.data(), sizeof header);
-  if (header.layout_bytes > kLongestLayout || header.values_bytes > kLongestLayout) {
-    throw std::runtime_error(
-        absl::StrFormat("[gpipe] rank %d announced a layout of %d bytes with %d bytes of values, but "
-                        "at most %d are accepted",
-                        peer_, header.layout_bytes, header.values_bytes, kLongestLayout));
+void WireReceiver::receive_changed(Posted& posted, std::uint64_t layout_bytes, std::uint64_t values_bytes) {
+  if (layout_bytes > kLongestLayout || values_bytes > kLongestLayout) {
+    throw_error("rank ", peer_, " announced a layout of ", layout_bytes, " bytes with ", values_bytes,
+                " bytes of values, but at most ", kLongestLayout, " are accepted");
   }
   const auto receive = [&](std::span<std::byte> bytes) {
     posted.transfers.push_back(connections_.receive(peer_, first_tag_ + kChanged, bytes));
     posted.transfers.back()->wait(limit_);
   };
-  posted.changed.resize(header.layout_bytes + header.values_bytes);
+  posted.changed.resize(layout_bytes + values_bytes);
   receive(posted.changed);
-  const std::string layout(reinterpret_cast<const char*>(posted.changed.data()), header.layout_bytes);
+  const std::string layout(reinterpret_cast<const char*>(posted.changed.data()), layout_bytes);
   posted.message = allocate_(layout);
   const auto values = posted.message->values();
-  if (values.size() != header.values_bytes) {
-    throw std::runtime_error(absl::StrFormat("[gpipe] rank %d sent %d bytes of values, but the layout has %d", peer_,
-                                             header.values_bytes, values.size()));
+  if (values.size() != values_bytes) {
+    throw_error("rank ", peer_, " sent ", values_bytes, " bytes of values, but the layout has ", values.size());
   }
-  append(values.data(), posted.changed.data() + header.layout_bytes, values.size());
+  append(values.data(), posted.changed.data() + layout_bytes, values.size());
   const auto pieces = posted.message->pieces();
   for (const auto piece : pieces) {
     if (!piece.empty()) receive(piece);

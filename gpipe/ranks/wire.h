@@ -125,7 +125,7 @@ class WireReceiver {
  private:
   struct Posted;
   void post();
-  void receive_changed(Posted& posted);
+  void receive_changed(Posted& posted, std::uint64_t layout_bytes, std::uint64_t values_bytes);
 
   Connections& connections_;
   const int peer_;

@@ -2,7 +2,26 @@
 
 #include <utility>
 
+#include "absl/strings/str_cat.h"
+#include "gpipe/tensors/sample_hash.h"
+
 namespace gpipe {
+
+std::string describe_trained(const std::vector<ParameterSinks>& stages) {
+  std::size_t count = 0;
+  std::uint64_t hash = 14695981039346656037u;  // FNV-1a
+  std::vector<at::Tensor> own;
+  for (const auto& sinks : stages) {
+    own.insert(own.end(), sinks.own().begin(), sinks.own().end());
+    for (std::size_t p = 0; p < sinks.all().size(); ++p) {
+      count += sinks.has_sink()[p];
+      const auto size = static_cast<std::uint64_t>(sinks.all()[p].numel());
+      hash = (hash ^ (sinks.has_sink()[p] ? size + 1 : 0)) * 1099511628211u;
+    }
+  }
+  return absl::StrCat("trains ", count, " parameters, whose sizes have the hash ", hash, ", of values with the hash ",
+                      sample_hash(own));
+}
 
 BackwardGradients::BackwardGradients(Pipeline& pipeline, const std::vector<ParameterSinks>& sinks, int micro_batches)
     : sinks_(sinks), inputs_(micro_batches), backwards_left_(sinks.size(), micro_batches) {
@@ -10,7 +29,7 @@ BackwardGradients::BackwardGradients(Pipeline& pipeline, const std::vector<Param
   if (pipeline.team().replicas() == 1) return;
   std::vector<std::vector<at::Tensor>> parameters;
   for (const auto& of_stage : sinks) parameters.push_back(of_stage.parameters());
-  reduction_ = pipeline.team().begin_sum(std::move(parameters));
+  reduction_ = std::make_unique<GradientReduction>(pipeline.team(), std::move(parameters));
 }
 
 void BackwardGradients::set_outputs(std::vector<Gradients> gradients, double share) {

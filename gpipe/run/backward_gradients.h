@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "gpipe/autograd/boundary.h"
@@ -13,6 +14,10 @@
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
+
+/// Says which of this rank's parameters get gradients, and hashes their values. Counterparts must say the same. `stages`: the
+/// sinks of each.
+std::string describe_trained(const std::vector<ParameterSinks>& stages);
 
 /// The gradients of one backward: of the outputs, which enter it, and of the inputs and parameters, which leave it. Sums the
 /// latter over micro-batches and replicas.

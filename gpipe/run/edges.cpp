@@ -4,27 +4,20 @@
 #include <ATen/ops/view_as_real.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <bit>
 #include <sstream>
-#include <stdexcept>
-#include <string>
 #include <utility>
+
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
 
 // The elements as integers of their size, which are equal if all bits are.
 at::Tensor as_bits(const at::Tensor& tensor) {
+  constexpr at::ScalarType kIntegers[] = {at::kByte, at::kShort, at::kInt, at::kLong};  // of 1, 2, 4 and 8 bytes
   const auto numbers = tensor.is_complex() ? at::view_as_real(tensor) : tensor;
-  switch (numbers.element_size()) {
-    case 1:
-      return numbers.view(at::kByte);
-    case 2:
-      return numbers.view(at::kShort);
-    case 4:
-      return numbers.view(at::kInt);
-    default:
-      return numbers.view(at::kLong);
-  }
+  return numbers.view(kIntegers[std::countr_zero(static_cast<unsigned>(numbers.element_size()))]);
 }
 
 void check_kind(const at::Tensor& value, const at::Tensor& copy) {
@@ -84,7 +77,7 @@ Edges::Edges(Pipeline& pipeline, const Program& program, Part part, const Layout
       slots_(2 * program.edges().size() * program.layout().micro_batches) {
   auto& team = pipeline_.team();
   if (team.size() == 1) return;
-  remote_.emplace(*team.wires(), program, part, team.of_workers(), team.rank(), key, team.timeout());
+  remote_.emplace(team.wires(), program, part, team.of_workers(), team.rank(), key, team.timeout());
   team.watch([this] { return remote_->activity(); });
 }
 
@@ -110,15 +103,16 @@ std::vector<Parcel> Edges::receive(const Action& action) {
 Parcel Edges::take(int edge, const Action& action) {
   auto [parcel, ready] = std::exchange(slot(edge, action), {});
   const auto& [from, to, name] = program_.edges()[edge];
+  const auto& ends = pipeline_.ends(edge);
   if (action.kind != Kind::F) {
-    copy_to_device(parcel.tensors, ready, pipeline_.ends(edge).from, pipeline_.back_link(edge));
+    copy_to_device(parcel.tensors, ready, ends.from, ends.back_link);
     return std::move(parcel);
   }
   if (parcel.changed()) {
-    throw std::runtime_error("[gpipe] " + name + " was changed in place on its way from stage " + std::to_string(from) +
-                             " to stage " + std::to_string(to) + "; change a clone instead");
+    throw_error("", name, " was changed in place on its way from stage ", from, " to stage ", to,
+                "; change a clone instead");
   }
-  copy_to_device(parcel.tensors, ready, pipeline_.ends(edge).to, pipeline_.link(edge));
+  copy_to_device(parcel.tensors, ready, ends.to, ends.link);
   parcel.renew_versions();
   return std::move(parcel);
 }
@@ -146,13 +140,9 @@ DeviceLink* Edges::device_link(const WireMessage& message) const {
 Outgoing Edges::to_message(const WireMessage& message) {
   std::vector<Parcel> parcels;
   for (const int edge : message.edges) {
-    auto parcel = take(edge, message.action);
-    if (message.action.kind == Kind::F) {
-      parcels.push_back(std::move(parcel));
-    } else {
-      auto& gradients = parcels.emplace_back();
-      for (auto& gradient : parcel.tensors) gradients.add(std::move(gradient), /*gradient_wanted=*/false);
-    }
+    auto& parcel = parcels.emplace_back(take(edge, message.action));
+    parcel.wants_gradient.resize(parcel.tensors.size());  // a parcel of gradients has only its tensors
+    parcel.alias_groups.resize(parcel.tensors.size());
   }
   std::vector<at::Tensor> on_device;
   auto& team = pipeline_.team();
@@ -165,8 +155,8 @@ Outgoing Edges::to_message(const WireMessage& message) {
 void Edges::take_message(const WireMessage& message, std::unique_ptr<Incoming> incoming) {
   auto parcels = to_parcels(std::move(incoming));
   if (parcels.size() != message.edges.size()) {
-    throw std::runtime_error("[gpipe] a message for " + std::to_string(message.edges.size()) + " edges has " +
-                             std::to_string(parcels.size()) + " parcels; run the same version of gpipe on all ranks");
+    throw_error("a message for ", message.edges.size(), " edges has ", parcels.size(),
+                " parcels; run the same version of gpipe on all ranks");
   }
   StreamEvents ready;
   if (auto* link = device_link(message)) ready = link->receive(parcels);

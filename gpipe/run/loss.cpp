@@ -8,9 +8,7 @@
 #include <cmath>
 #include <numeric>
 #include <sstream>
-#include <stdexcept>
 #include <string>
-#include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
@@ -25,7 +23,7 @@ Value value_of(const Parcel& parcel) { return {parcel.form, parcel.tensors}; }
 double count_of(const StepOptions& options, const Parcel& target, std::size_t micro_batch) {
   const double count = options.count()(value_of(target));
   if (std::isfinite(count) && count >= 0) return count;
-  refuse_argument("count returned " + std::to_string(count) + " for micro-batch " + std::to_string(micro_batch) +
+  refuse_argument("count returned ", std::to_string(count), " for micro-batch ", micro_batch,
                   "; return a finite number that is not negative");
 }
 
@@ -80,14 +78,13 @@ void check_loss_arguments(const LossFunction& loss, const Value& target, std::in
                           const StepOptions& options) {
   if (!loss) refuse_argument("the loss function is empty; pass one");
   if (const auto targets = batch_size(target, "target"); targets != samples) {
-    refuse_argument("the target has " + std::to_string(targets) + " samples, but the input has " +
-                    std::to_string(samples));
+    refuse_argument("the target has ", targets, " samples, but the input has ", samples);
   }
   for (const auto& tensor : target.tensors()) {
     if (tensor.requires_grad()) refuse_argument("a target requires grad, but step() gives it no gradient; detach it");
   }
   if (!std::isfinite(options.scale()) || options.scale() <= 0) {
-    refuse_argument("scale must be finite and positive, but is " + std::to_string(options.scale()));
+    refuse_argument("scale must be finite and positive, but is ", options.scale());
   }
   if (options.count() && options.reduction() == Reduction::kSum) {
     refuse_argument("count weights a mean, but reduction is the sum; leave one of them out");
@@ -116,7 +113,7 @@ void normalize(std::vector<double>& weights, double total, Reduction reduction) 
 at::Tensor call_loss(const LossFunction& function, const Value& output, const Parcel& target) {
   auto loss = function(output, value_of(target));
   if (target.changed()) {
-    throw std::runtime_error("[gpipe] the loss function changed its target in place; change a clone instead");
+    throw_error("the loss function changed its target in place; change a clone instead");
   }
   if (!loss.defined())
     refuse_argument("the loss function returned an undefined tensor; return a floating-point scalar");

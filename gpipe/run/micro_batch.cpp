@@ -14,7 +14,6 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/schedule/program.h"
 #include "gpipe/tensors/alias_check.h"
-#include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
 
@@ -50,9 +49,8 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
   }
   const auto size = std::max<std::int64_t>(1, split_size > 0 ? split_size : divide_up(samples, chunks));
   if (const auto count = divide_up(samples, size); count > kMostCells) {
-    throw std::invalid_argument("[gpipe] a mini-batch of " + std::to_string(samples) + " samples would be cut into " +
-                                std::to_string(count) + " micro-batches, but at most " + std::to_string(kMostCells) +
-                                " are possible; use fewer and larger ones");
+    refuse_argument("a mini-batch of ", samples, " samples would be cut into ", std::to_string(count),
+                    " micro-batches, but at most ", kMostCells, " are possible; use fewer and larger ones");
   }
   std::vector<std::int64_t> sizes;
   for (std::int64_t left = samples; left > 0; left -= size) sizes.push_back(std::min(size, left));
@@ -61,13 +59,13 @@ std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t c
 }
 
 std::int64_t batch_size(const Value& value, const std::string& what) {
-  if (value.tensors().empty()) refuse_argument("the " + what + " has no tensors; pass at least one");
+  if (value.tensors().empty()) refuse_argument("the ", what, " has no tensors; pass at least one");
   std::vector<std::int64_t> sizes;
   for (const auto& tensor : value.tensors()) {
-    if (!tensor.defined()) refuse_argument("a tensor of the " + what + " is undefined; pass a defined one");
-    if (tensor.is_meta()) refuse_argument("a tensor of the " + what + " is on the meta device; pass one with data");
+    if (!tensor.defined()) refuse_argument("a tensor of the ", what, " is undefined; pass a defined one");
+    if (tensor.is_meta()) refuse_argument("a tensor of the ", what, " is on the meta device; pass one with data");
     if (tensor.dim() == 0) {
-      refuse_argument("a tensor of the " + what +
+      refuse_argument("a tensor of the ", what,
                       " has no dimensions; dimension 0 is the batch, which is cut into micro-batches");
     }
     sizes.push_back(tensor.size(0));
@@ -125,9 +123,8 @@ Gathered gather(const std::vector<Parcel>& parts) {
     std::vector<at::Tensor> pieces;
     for (const auto& part : parts) {
       if (part.form != first.form || part.tensors.size() != first.tensors.size()) {
-        throw std::runtime_error("[gpipe] the last layer returned " + Value(first.form, first.tensors).describe() +
-                                 " for one micro-batch and " + Value(part.form, part.tensors).describe() +
-                                 " for another");
+        throw_error("the last layer returned ", Value(first.form, first.tensors).describe(),
+                    " for one micro-batch and ", Value(part.form, part.tensors).describe(), " for another");
       }
       const auto& piece = pieces.emplace_back(part.tensors[k]);
       gathered.wants_gradient[k] = gathered.wants_gradient[k] || part.wants_gradient[k];
@@ -144,10 +141,10 @@ Gathered gather(const std::vector<Parcel>& parts) {
       continue;
     }
     if (undefined > 0 || pieces.front().dim() == 0) {
-      throw std::runtime_error("[gpipe] output " + std::to_string(k) +
-                               (undefined > 0 ? " is undefined for only some of the micro-batches"
-                                              : " has no dimensions, so the micro-batches cannot be joined; "
-                                                "compute a loss outside the pipeline, or use chunks = 1"));
+      throw_error("output ", k,
+                  (undefined > 0 ? " is undefined for only some of the micro-batches"
+                                 : " has no dimensions, so the micro-batches cannot be joined; "
+                                   "compute a loss outside the pipeline, or use chunks = 1"));
     }
     joined.push_back(at::cat(pieces, 0));
   }

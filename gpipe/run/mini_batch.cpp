@@ -5,18 +5,15 @@
 #include <c10/util/Exception.h>
 
 #include <numeric>
-#include <stdexcept>
-#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/str_cat.h"
-#include "gpipe/run/replica_state.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/tensors/profiler_range.h"
 
 namespace gpipe {
 
-MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
-                     std::optional<LossInputs> loss)
+MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss)
     : pipeline_(std::move(pipeline)),
       micro_batches_(static_cast<int>(inputs.size())),
       options_(std::move(options)),
@@ -27,9 +24,8 @@ MiniBatch::MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inp
       statistics_(options_.deferred_batch_norm ? pipeline_->count() : 0),
       cells_(static_cast<std::size_t>(pipeline_->count()) * micro_batches_),
       inputs_(*pipeline_, std::move(inputs), pipeline_->stages().front().device),
-      outputs_(micro_batches_, pipeline_->stages().back().device) {
-  if (loss) loss_.emplace(*pipeline_, *std::move(loss), outputs_);
-}
+      outputs_(micro_batches_, pipeline_->stages().back().device),
+      loss_(loss) {}
 
 // Begins a forward or a step.
 void MiniBatch::begin(Call& call) {
@@ -40,9 +36,7 @@ void MiniBatch::begin(Call& call) {
   }
   call.save(sinks_);
   agree(call);
-  if (pipeline_->team().replicas() > 1 && std::exchange(pipeline_->buffers_differ(), options_.training)) {
-    take_buffers_of_first_replica(*pipeline_);
-  }
+  pipeline_->take_buffers_of_first_replica(options_.training);
 }
 
 // Agrees with the other ranks on the random numbers, and on the weight of each replica's part.
@@ -64,9 +58,20 @@ void MiniBatch::agree(Call& call) {
   call.start();
 }
 
+// Adds to a stage's statistics those of the other replicas, in their order.
+void MiniBatch::join_over_replicas(BatchStatistics& statistics, const std::vector<at::Tensor>& buffers) {
+  if (pipeline_->team().replicas() == 1 || buffers.empty()) return;
+  Parcel parcel;
+  for (auto& tensor : statistics.to_tensors(buffers)) parcel.add(std::move(tensor), /*gradient_wanted=*/false);
+  std::vector<Gradients> of_replicas;
+  for (auto& each : pipeline_->team().all_gather(std::move(parcel))) of_replicas.push_back(std::move(each.tensors));
+  statistics.join(buffers, of_replicas);
+}
+
 // Ends a forward or a step that has succeeded.
 void MiniBatch::finish() {
-  if (pipeline_->team().replicas() > 1) merge_over_replicas(statistics_, *pipeline_);
+  for (std::size_t s = 0; s < statistics_.size(); ++s)
+    join_over_replicas(statistics_[s], pipeline_->stages()[s].buffers());
   for (std::size_t s = 0; s < statistics_.size(); ++s) statistics_[s].commit(pipeline_->stages()[s]);
 }
 
@@ -80,7 +85,7 @@ Gathered MiniBatch::forward(Call& call) {
   return output;
 }
 
-MiniBatch::StepOutcome MiniBatch::step(Call& call) try {
+Results MiniBatch::step(Call& call) try {
   const AllocationListener::Scope counting(counter_);
   counted_ = counting.installed();
   begin(call);
@@ -90,20 +95,18 @@ MiniBatch::StepOutcome MiniBatch::step(Call& call) try {
     backward_state_.emplace();
   }
   loss_->begin_comparison();
-  StepOutcome outcome;
+  Results results;
   {
     const GradientsAside aside(sinks_);
     gradients_.emplace(*pipeline_, sinks_, micro_batches_);
     run_part(Part::kAll);
     gradients_->add(aside);
     loss_->end_comparison();
-    auto results = take_results();
-    outcome.loss = std::move(results.loss);
-    outcome.output = std::move(results.outputs);
-    outcome.gradients = take_gradients();
+    results = take_results();
+    results.gradients = take_gradients();
   }
   finish();
-  return outcome;
+  return results;
 } catch (...) {
   call.report();  // before the gradients are destroyed, which waits for their sums
   throw;
@@ -129,7 +132,7 @@ BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients>
 }
 
 Results MiniBatch::take_results() {
-  auto results = share_results(*pipeline_, outputs_, loss_ ? &*loss_ : nullptr);
+  auto results = share_results(*pipeline_, outputs_, loss_);
   hand_over({results.loss});
   hand_over(results.outputs.value.tensors());
   return results;
@@ -287,7 +290,7 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
   }
   CellLoss loss;
   if (is_last && loss_) {
-    loss = {loss_->layer(action.micro_batch), /*adopts_leaves=*/pipeline_->team().replicas() == 1};
+    loss = {loss_->layer(action.micro_batch, outputs_), /*adopts_leaves=*/pipeline_->team().replicas() == 1};
   }
   auto& cell = this->cell(action);
   cell = std::make_unique<Cell>(pipeline_->stages()[s], sinks, seed_, first_micro_batch_ + action.micro_batch,
@@ -296,8 +299,7 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
   const auto parameters = sinks.all().size();
   auto out = cell->forward(std::move(in), {.grad = grad_, .recompute = program_->recomputes(s, action.micro_batch)});
   if (pipeline_->team().size() > 1 && sinks.all().size() != parameters) {
-    throw std::runtime_error(
-        "[gpipe] a layer made a parameter in a forward; over ranks, run the model once before the pipeline is made");
+    throw_error("a layer made a parameter in a forward; over ranks, run the model once before the pipeline is made");
   }
   if (!grad_) cell.reset();
   if (is_last && !loss_) outputs_.add(action.micro_batch, std::move(out.front()));

@@ -38,10 +38,9 @@ class MiniBatch : public ActionRunner {
     std::vector<std::int64_t> sizes = {};  ///< of the micro-batches
     Proposal proposal = {};                ///< what the call is
   };
-  /// `inputs` holds one parcel per micro-batch; `loss` serves step(). Unless options.use is kForward, cells keep what a
-  /// backward needs.
-  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options,
-            std::optional<LossInputs> loss = std::nullopt);
+  /// `inputs` holds one parcel per micro-batch; `loss`, which must outlive this, serves step(). Unless options.use is
+  /// kForward, cells keep what a backward needs.
+  MiniBatch(std::shared_ptr<Pipeline> pipeline, std::vector<Parcel> inputs, Options options, StepLoss* loss = nullptr);
 
   /// Runs the forwards. REQUIRES: after an error, destroy this, then call Call::fail().
   Gathered forward(Call& call);
@@ -50,13 +49,8 @@ class MiniBatch : public ActionRunner {
   /// `retain_graph`. After an error, no cell is left. REQUIRES: forward() has returned.
   BackwardGradients::Result backward(Call& call, std::vector<Gradients> gradients, bool retain_graph);
 
-  struct StepOutcome {
-    at::Tensor loss;  ///< detached
-    Gathered output;  ///< if the loss keeps outputs
-    BackwardGradients::Result gradients;
-  };
   /// Runs forwards, losses and backwards in the order of the pipeline's schedule. REQUIRES: as forward().
-  StepOutcome step(Call& call);
+  Results step(Call& call);
 
   /// Valid after forward() or step().
   const ParameterSinks& sinks(int stage) const { return sinks_[stage]; }
@@ -69,6 +63,7 @@ class MiniBatch : public ActionRunner {
  private:
   void begin(Call& call);
   void agree(Call& call);
+  void join_over_replicas(BatchStatistics& statistics, const std::vector<at::Tensor>& buffers);
   void finish();
   void run_part(Part part);
   Results take_results();
@@ -105,7 +100,7 @@ class MiniBatch : public ActionRunner {
   CallerInputs inputs_;
   BorrowedValues borrowed_values_;
   Outputs outputs_;
-  std::optional<StepLoss> loss_;
+  StepLoss* const loss_;  // null in a forward
   std::uint64_t call_number_ = 0;
   int first_micro_batch_ = 0;  // the index of this replica's first micro-batch among those of all replicas
   double share_ = 1;           // of the samples of all replicas

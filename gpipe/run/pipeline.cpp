@@ -1,11 +1,13 @@
 #include "gpipe/run/pipeline.h"
 
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/grad_mode.h>
+
 #include <algorithm>
 #include <cstddef>
-#include <map>
 #include <set>
-#include <stdexcept>
-#include <utility>
+
+#include "gpipe/base/checks.h"
 
 namespace gpipe {
 namespace {
@@ -16,16 +18,57 @@ int workers_of(const ScheduleSource& schedules) {
   return 1 + *std::max_element(schedules.placement.begin(), schedules.placement.end());
 }
 
-// The workers of this rank: the first one and their number.
-std::pair<int, int> workers_here(const Team& team) {
+Executor make_executor(const Team& team, int workers, std::function<void()> poll) {
   const auto& ranks = team.of_workers();
   const auto first = std::find(ranks.begin(), ranks.end(), team.rank());
-  return {static_cast<int>(first - ranks.begin()), static_cast<int>(std::count(first, ranks.end(), team.rank()))};
+  const auto here = static_cast<int>(std::count(first, ranks.end(), team.rank()));
+  return Executor(here, std::move(poll), static_cast<int>(first - ranks.begin()), workers - here);
 }
 
-Executor make_executor(const Team& team, int workers, std::function<void()> poll) {
-  const auto [first, count] = workers_here(team);
-  return Executor(count, std::move(poll), first, workers - count);
+// The verifier accepts more schedules than step() can run. From R to B or I a stage's buffers are those of the recompute,
+// so no other action of the stage but a W, which uses no buffers, may stand between.
+void check_for_step(const Schedule& schedule) {
+  bool has_backward = false;
+  for (const auto& list : schedule) {
+    std::map<int, Action> last;  // by stage, without W
+    for (const auto& action : list) {
+      if (action.kind == Kind::W) continue;
+      const bool is_backward = action.kind == Kind::B || action.kind == Kind::I;
+      has_backward = has_backward || is_backward;
+      const auto before = std::exchange(last[action.stage], action);
+      if (before.kind != Kind::R || (is_backward && action.micro_batch == before.micro_batch)) continue;
+      refuse_argument("the schedule has ", to_string(action), " between ", to_string(before),
+                      " and its B or I; put each R directly before its B or I");
+    }
+  }
+  if (!has_backward) refuse_argument("the schedule has no backward; give each cell a B, or an I and a W");
+}
+
+// Gives the tensors the values that they have in the first replica. Undefined ones of `sent` stay as they are.
+void take_values(const std::vector<at::Tensor>& tensors, const std::vector<at::Tensor>& sent, Team& team) {
+  at::NoGradGuard no_grad;
+  if (tensors.empty()) return;
+  Parcel parcel;
+  for (const auto& tensor : sent) {
+    // An expanded tensor cannot be written, so it is not sent.
+    const bool is_sent = tensor.defined() && at::has_internal_overlap(tensor) != at::MemOverlap::Yes;
+    parcel.add(is_sent ? tensor.detach() : at::Tensor(), /*gradient_wanted=*/false);
+  }
+  parcel = team.broadcast(Team::Group::kCounterparts, team.counterpart(0), std::move(parcel));
+  if (team.replica() == 0) return;
+  if (parcel.tensors.size() != tensors.size()) {
+    throw_error("the layers of this replica have ", tensors.size(),
+                " parameters and buffers to make equal, but those of the first replica have ", parcel.tensors.size());
+  }
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    const auto& value = parcel.tensors[i];
+    if (!value.defined()) continue;
+    if (value.sizes() == tensors[i].sizes()) {
+      tensors[i].variable_data().copy_(value);
+    } else {
+      tensors[i].set_data(value.to(tensors[i].device()));  // a buffer whose shape follows the data
+    }
+  }
 }
 
 }  // namespace
@@ -45,9 +88,9 @@ Pipeline::Pipeline(std::vector<Stage> stages, std::vector<Edge> edges, ScheduleS
   for (const auto device : devices_) streams_.push_back(new_stream(device));
   for (const auto& edge : edges_) ends_.push_back({stages_[edge.from].device, stages_[edge.to].device});
   if (team_->has_device_wires()) connect_devices();
-  for (const auto& [from, to] : ends_) {
-    links_.push_back(new_link(from, to));
-    back_links_.push_back(new_link(to, from));
+  for (auto& ends : ends_) {
+    ends.link = new_link(ends.from, ends.to);
+    ends.back_link = new_link(ends.to, ends.from);
   }
 }
 
@@ -81,10 +124,9 @@ Pipeline::~Pipeline() {
 Link Pipeline::inlet_link(c10::Device from, c10::Device to) {
   if (from == to) return {};
   MutexLock lock(mutex_);
-  for (const auto& known : inlet_links_) {
-    if (known.from == from && known.to == to) return known.link;
-  }
-  return inlet_links_.emplace_back(InletLink{from, to, new_link(from, to)}).link;
+  const auto [found, is_new] = inlet_links_.try_emplace(from.str() + to.str());
+  if (is_new) found->second = new_link(from, to);
+  return found->second;
 }
 
 Mutex& Pipeline::call_mutex() {
@@ -92,70 +134,51 @@ Mutex& Pipeline::call_mutex() {
   return call_mutex_;
 }
 
-namespace {
-
-// The verifier accepts more schedules than step() can run.
-void check_has_backward(const Schedule& schedule) {
-  for (const auto& list : schedule) {
-    for (const auto& action : list) {
-      if (action.kind == Kind::B || action.kind == Kind::I) return;
+void Pipeline::take_state_of_first_replica() {
+  std::vector<at::Tensor> tensors;
+  for (const auto& stage : stages_) {
+    for (const auto& list : {stage.parameters(), stage.buffers()}) {
+      tensors.insert(tensors.end(), list.begin(), list.end());
     }
   }
-  throw std::invalid_argument("[gpipe] the schedule has no backward; give each cell a B, or an I and a W");
+  take_values(tensors, tensors, *team_);
 }
 
-// From R to B or I a stage's buffers are those of the recompute, so no other action of the stage but a W, which uses no
-// buffers, may stand between.
-void check_recomputes(const Schedule& schedule) {
-  for (const auto& list : schedule) {
-    std::map<int, Action> recomputed;  // by stage: the R whose B or I has not come
-    for (const auto& action : list) {
-      if (action.kind == Kind::W) continue;
-      const auto found = recomputed.find(action.stage);
-      if (found != recomputed.end()) {
-        const bool ends =
-            (action.kind == Kind::B || action.kind == Kind::I) && action.micro_batch == found->second.micro_batch;
-        if (!ends) {
-          throw std::invalid_argument("[gpipe] the schedule has " + to_string(action) + " between " +
-                                      to_string(found->second) +
-                                      " and its B or I; put each R directly before its B or I");
-        }
-        recomputed.erase(found);
-      } else if (action.kind == Kind::R) {
-        recomputed.emplace(action.stage, action);
-      }
+void Pipeline::take_buffers_of_first_replica(bool trains) {
+  if (team_->replicas() == 1 || !std::exchange(buffers_differ_, trains)) return;
+  std::vector<at::Tensor> buffers;
+  std::vector<at::Tensor> sent;
+  for (const auto& stage : stages_) {
+    for (const auto& buffer : stage.buffers()) {
+      buffers.push_back(buffer);
+      sent.push_back(stage.state.may_change(buffer) ? buffer : at::Tensor());
     }
   }
+  take_values(buffers, sent, *team_);
 }
 
-}  // namespace
-
-Program Pipeline::make_program(const Key& key) const {
-  Layout layout{count(), key.micro_batches, schedules_.placement};
-  auto schedule = key.use == Use::kForward              ? fill(layout)
-                  : key.use == Use::kForwardAndBackward ? fill_drain(layout, key.checkpoint)
-                                                        : schedules_.make(layout, key.checkpoint);
-  if (key.use == Use::kStep) {
-    check_has_backward(schedule);
-    check_recomputes(schedule);
-  }
+Program Pipeline::make_program(int micro_batches, Checkpoint checkpoint, Use use) const {
+  Layout layout{count(), micro_batches, schedules_.placement};
+  auto schedule = use == Use::kForward              ? fill(layout)
+                  : use == Use::kForwardAndBackward ? fill_drain(layout, checkpoint)
+                                                    : schedules_.make(layout, checkpoint);
+  if (use == Use::kStep) check_for_step(schedule);
   return Program::make(std::move(layout), edges_, std::move(schedule));
-}
-
-std::shared_ptr<const Program> Pipeline::find_program(const Key& key) {
-  MutexLock lock(mutex_);
-  const auto found =
-      std::find_if(programs_.begin(), programs_.end(), [&](const auto& known) { return known.first == key; });
-  if (found == programs_.end()) return nullptr;
-  std::rotate(found, found + 1, programs_.end());
-  return programs_.back().second;
 }
 
 std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, Use use) {
   const Key key{micro_batches, checkpoint, use};
-  if (auto known = find_program(key)) return known;
+  {
+    MutexLock lock(mutex_);
+    const auto is_it = [&](const auto& known) { return known.first == key; };
+    const auto found = std::find_if(programs_.begin(), programs_.end(), is_it);
+    if (found != programs_.end()) {
+      std::rotate(found, found + 1, programs_.end());
+      return programs_.back().second;
+    }
+  }
   // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
-  auto made = std::make_shared<const Program>(make_program(key));
+  auto made = std::make_shared<const Program>(make_program(micro_batches, checkpoint, use));
   MutexLock lock(mutex_);
   if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
   programs_.emplace_back(key, made);

@@ -7,6 +7,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -17,7 +18,6 @@
 #include "gpipe/base/mutex.h"
 #include "gpipe/binding.h"
 #include "gpipe/error_info.h"
-#include "gpipe/ranks/device_wire.h"
 #include "gpipe/ranks/team.h"
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/generators.h"
@@ -58,9 +58,6 @@ class Pipeline {
   int worker_of(int stage) const { return schedules_.placement[stage]; }
   c10::Device device_of_worker(int worker) const { return devices_[worker]; }
   const std::vector<c10::Device>& devices() const { return devices_; }
-  /// Whether buffers may differ between replicas, because a call has trained since they were made equal. Belongs to the
-  /// holder of call_mutex().
-  bool& buffers_differ() { return buffers_differ_; }
   /// The kinds of losses that a step() has compared with those of the whole mini-batch. Belongs to the holder of call_mutex().
   absl::flat_hash_set<std::size_t>& compared_losses() { return compared_losses_; }
   Executor& executor() { return executor_; }
@@ -69,24 +66,30 @@ class Pipeline {
 
   /// The compute stream that the stages of a worker share; std::nullopt on CPU.
   const std::optional<c10::Stream>& stream_of_worker(int worker) const { return streams_[worker]; }
-  /// Where the tensors of an edge are on this rank, before and after they move along it. The end of a stage of another rank
-  /// is the CPU, or with wires between devices the device of the other end.
+  /// Where the tensors of an edge are on this rank, before and after they move along it, and its copy streams. The end of a
+  /// stage of another rank is the CPU, or with wires between devices the device of the other end.
   struct Ends {
     c10::Device from;
     c10::Device to;
+    Link link = {};
+    Link back_link = {};
   };
   const Ends& ends(int edge) const { return ends_[edge]; }
   /// This rank's end of the wire from a worker's device to that of a worker on another rank, one of them on this rank; null
   /// if what they exchange passes through the host. Belongs to this rank's worker.
   DeviceLink* device_link(int from, int to);
-  /// The copy streams of an edge, forward and back.
-  const Link& link(int edge) const { return links_[edge]; }
-  const Link& back_link(int edge) const { return back_links_[edge]; }
   /// The copy streams for inputs and targets. Every call with the same devices returns the same streams.
   Link inlet_link(c10::Device from, c10::Device to);
 
   /// A Call holds it from take_turn() to its end. Errors: as Executor::check_caller().
   Mutex& call_mutex();
+
+  /// Gives the parameters and buffers of this rank's stages the values that they have in the first replica. Called by all
+  /// ranks with the same stages when a pipeline is made.
+  void take_state_of_first_replica();
+  /// The same for buffers that may have changed, in a call that has been agreed on. Does nothing if no call has trained since
+  /// the last time. `trains`: whether this one does. Does not advance version counters.
+  void take_buffers_of_first_replica(bool trains);
 
   /// What a program runs: a forward without gradients; forward() and its backward, in two parts; or step().
   enum class Use { kForward, kForwardAndBackward, kStep };
@@ -108,28 +111,16 @@ class Pipeline {
   Recording next_recording();
 
  private:
-  struct Key {
-    int micro_batches;
-    Checkpoint checkpoint;
-    Use use;
-    friend bool operator==(const Key&, const Key&) = default;
-  };
-  struct InletLink {
-    c10::Device from;
-    c10::Device to;
-    Link link;
-  };
+  using Key = std::tuple<int, Checkpoint, Use>;
   void connect_devices();
-  Program make_program(const Key& key) const;
-  /// Returns null if the program is not cached.
-  std::shared_ptr<const Program> find_program(const Key& key);
+  Program make_program(int micro_batches, Checkpoint checkpoint, Use use) const;
 
   std::optional<KeptMemory> memory_;
   std::vector<Stage> stages_;
   const ScheduleSource schedules_;
   const std::vector<Edge> edges_;
   const std::vector<Loan> loans_;
-  bool buffers_differ_ = false;
+  bool buffers_differ_ = false;  // a call has trained since they were made equal
   absl::flat_hash_set<std::size_t> compared_losses_;
   const int intraop_threads_;
   const LanguageBinding binding_;
@@ -138,13 +129,11 @@ class Pipeline {
   std::vector<std::optional<c10::Stream>> streams_;  // per worker
   std::vector<Ends> ends_;                           // per edge
   std::map<std::pair<int, int>, DeviceLink> device_links_;
-  std::vector<Link> links_;
-  std::vector<Link> back_links_;
 
   Mutex call_mutex_;
   mutable Mutex mutex_;
   std::vector<std::pair<Key, std::shared_ptr<const Program>>> programs_ ABSL_GUARDED_BY(mutex_);  // last used last
-  std::vector<InletLink> inlet_links_ ABSL_GUARDED_BY(mutex_);
+  std::map<std::string, Link> inlet_links_ ABSL_GUARDED_BY(mutex_);  // by the devices' names
   std::optional<ErrorInfo> error_ ABSL_GUARDED_BY(mutex_);
   std::shared_ptr<Timeline> timeline_ ABSL_GUARDED_BY(mutex_);
   int steps_ ABSL_GUARDED_BY(mutex_) = 0;

@@ -3,11 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <map>
-#include <set>
 #include <sstream>
-#include <string>
-#include <utility>
-#include <vector>
 
 #include "gpipe/base/checks.h"
 #include "gpipe/error_info.h"
@@ -45,16 +41,16 @@ Snapshot own_state(const StateNames& names, const Snapshot& mine) {
   const auto& own = names.own;
   const auto places = places_of(names);
   for (const auto& name : own) {
-    if (!mine.model.contains(name)) refuse_argument("the snapshot lacks '" + name + "' of this rank's layers");
+    if (!mine.model.contains(name)) refuse_argument("the snapshot lacks '", name, "' of this rank's layers");
   }
   const auto check = [&](const std::string& name) {
-    if (own.count(name) == 0) refuse_argument("the snapshot has '" + name + "', which is not of this rank's layers");
+    if (own.count(name) == 0) refuse_argument("the snapshot has '", name, "', which is not of this rank's layers");
   };
   const auto check_trained = [&](const std::string& name) {
     check(name);
     const auto place = places.find(name);
     if (place == places.end() || own.count(place->second.first) != 0) return;
-    refuse_argument("the optimizer has '" + name + "', which another rank trains as '" + place->second.first +
+    refuse_argument("the optimizer has '", name, "', which another rank trains as '", place->second.first,
                     "'; make the optimizer of the pipeline's parameters()");
   };
   for (const auto& tensor : mine.model) check(tensor.key());
@@ -89,21 +85,21 @@ Snapshot join(const StateNames& of_state, std::vector<Snapshot> states) {
   };
   const auto comes_before = [&](const std::string& a, const std::string& b) { return place_of(a) < place_of(b); };
   std::vector<std::string> names;
-  for (const auto& state : states) {
-    for (const auto& tensor : state.model) names.push_back(tensor.key());
+  std::map<std::string, std::pair<std::size_t, at::Tensor>> tensors;  // with the index of their state
+  for (std::size_t r = 0; r < states.size(); ++r) {
+    for (const auto& tensor : states[r].model) {
+      names.push_back(tensor.key());
+      tensors.emplace(tensor.key(), std::pair(r, tensor.value()));
+    }
   }
   std::stable_sort(names.begin(), names.end(), comes_before);
   Snapshot whole;
   for (const auto& name : names) {
-    const auto state_with = [&](const std::string& it) {
-      return std::find_if(states.begin(), states.end(), [&](const auto& state) { return state.model.contains(it); });
-    };
     const auto place = places.find(name);
-    const auto& first = place == places.end() ? name : place->second.first;
-    const auto own = state_with(name);
-    const auto owner = state_with(first);
-    const bool is_borrowed = owner != own && owner != states.end();
-    whole.model.insert(name, is_borrowed ? owner->model[first].clone() : own->model[name]);
+    const auto owner = tensors.find(place == places.end() ? name : place->second.first);
+    const auto& [state, own] = tensors.at(name);
+    const bool is_borrowed = owner != tensors.end() && owner->second.first != state;
+    whole.model.insert(name, is_borrowed ? owner->second.second.clone() : own);
   }
   whole.optimizer = std::move(states.front().optimizer);
   for (std::size_t r = 1; r < states.size(); ++r) {

@@ -1,5 +1,6 @@
 #include "gpipe/run/step_loss.h"
 
+#include <ATen/core/grad_mode.h>
 #include <ATen/ops/scalar_tensor.h>
 
 #include <algorithm>
@@ -8,7 +9,6 @@
 #include <utility>
 
 #include "gpipe/autograd/skip_routes.h"
-#include "gpipe/run/replica_state.h"
 
 namespace gpipe {
 
@@ -33,21 +33,21 @@ Gathered Outputs::gather() {
 
 class StepLoss::LossLayer : public Layer {
  public:
-  LossLayer(StepLoss& loss, int micro_batch) : loss_(loss), micro_batch_(micro_batch) {}
+  LossLayer(StepLoss& loss, int micro_batch, Outputs& outputs)
+      : loss_(loss), micro_batch_(micro_batch), outputs_(outputs) {}
 
   Value forward(Value output) override {
-    const auto& [function, targets, weights, reduction, scale, keep_outputs, check] = loss_.loss_;
-    if (keep_outputs) {
+    if (loss_.keeps_outputs()) {
       Parcel kept;
       kept.form = output.form();
       for (const auto& tensor : output.tensors()) add_leaving(tensor, kept);
-      loss_.outputs_.add(micro_batch_, std::move(kept));
+      outputs_.add(micro_batch_, std::move(kept));
     }
     auto target = loss_.targets_.receive(micro_batch_);
-    auto loss = call_loss(function, output, target);
+    auto loss = call_loss(loss_.function_, output, target);
     auto& result = loss_.losses_[micro_batch_];
     result = loss.variable_data();
-    loss_.outputs_.note_device(result);
+    outputs_.note_device(result);
     if (loss_.comparison_) loss_.comparison_->add(micro_batch_, output, std::move(target), result);
     return loss;
   }
@@ -58,21 +58,27 @@ class StepLoss::LossLayer : public Layer {
  private:
   StepLoss& loss_;
   const int micro_batch_;
+  Outputs& outputs_;
   const std::string name_ = "loss";
 };
 
-StepLoss::StepLoss(Pipeline& pipeline, LossInputs loss, Outputs& outputs)
+// On ranks without the last stage, the targets do not count.
+StepLoss::StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
+                   const std::vector<std::int64_t>& sizes)
     : pipeline_(pipeline),
-      loss_(std::move(loss)),
-      outputs_(outputs),
-      targets_(pipeline, std::exchange(loss_.targets, {}), pipeline.stages().back().device),
-      losses_(loss_.weights.size()) {}
+      function_(std::move(function)),
+      options_(std::move(options)),
+      weights_(pipeline.is_here(pipeline.count() - 1) ? loss_weights(options_, sizes, targets)
+                                                      : std::vector<double>(sizes.size())),
+      targets_(pipeline, std::move(targets), pipeline.stages().back().device),
+      losses_(sizes.size()) {}
 
-double StepLoss::weight() const { return std::accumulate(loss_.weights.begin(), loss_.weights.end(), 0.0); }
+double StepLoss::weight() const { return std::accumulate(weights_.begin(), weights_.end(), 0.0); }
 
 void StepLoss::begin_comparison() {
-  if (!loss_.check || losses_.size() == 1 || pipeline_.compared_losses().contains(kind())) return;
-  comparison_.emplace(loss_.function, static_cast<int>(losses_.size()));
+  const bool is_here = pipeline_.is_here(pipeline_.count() - 1);
+  if (!options_.check() || !is_here || losses_.size() == 1 || pipeline_.compared_losses().contains(kind())) return;
+  comparison_.emplace(function_, static_cast<int>(losses_.size()));
 }
 
 void StepLoss::end_comparison() {
@@ -80,19 +86,39 @@ void StepLoss::end_comparison() {
   comparison_.reset();
 }
 
-std::unique_ptr<Layer> StepLoss::layer(int micro_batch) { return std::make_unique<LossLayer>(*this, micro_batch); }
+std::unique_ptr<Layer> StepLoss::layer(int micro_batch, Outputs& outputs) {
+  return std::make_unique<LossLayer>(*this, micro_batch, outputs);
+}
 
 at::Tensor StepLoss::gradient(int micro_batch) const {
-  const double weight = loss_.weights[micro_batch];
+  const double weight = weights_[micro_batch];
   if (weight == 0) return {};  // 0 * NaN would be NaN
-  return at::scalar_tensor(weight * loss_.scale, losses_[micro_batch].options());
+  return at::scalar_tensor(weight * options_.scale(), losses_[micro_batch].options());
 }
 
 at::Tensor StepLoss::join() {
   const auto losses = std::exchange(losses_, {});
   for (const auto& loss : losses) use_on_current_stream(loss);
-  return join_losses(losses, loss_.weights);
+  return join_losses(losses, weights_);
 }
+
+namespace {
+
+// Returns the sum of the replicas' parts of a loss, in their order. The part of a replica without samples is undefined.
+at::Tensor sum_over_replicas(const at::Tensor& part, Pipeline& pipeline) {
+  if (pipeline.team().replicas() == 1) return part;
+  at::NoGradGuard no_grad;
+  Parcel parcel;
+  parcel.add(part, /*gradient_wanted=*/false);
+  at::Tensor sum;
+  for (const auto& each : pipeline.team().all_gather(std::move(parcel))) {
+    const auto& other = each.tensors.front();
+    if (other.defined()) sum = sum.defined() ? sum + other.to(at::kCPU) : other.to(at::kCPU);
+  }
+  return sum.to(part.defined() ? part.device() : pipeline.stages().back().device);
+}
+
+}  // namespace
 
 Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss) {
   auto& team = pipeline.team();

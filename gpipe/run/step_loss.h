@@ -9,21 +9,11 @@
 
 #include "gpipe/autograd/layer.h"
 #include "gpipe/loss.h"
+#include "gpipe/run/backward_gradients.h"
 #include "gpipe/run/micro_batch.h"
 #include "gpipe/run/pipeline.h"
 
 namespace gpipe {
-
-/// What step() computes the loss of a mini-batch from.
-struct LossInputs {
-  LossFunction function;
-  std::vector<Parcel> targets;  ///< per micro-batch
-  std::vector<double> weights;  ///< per micro-batch, as loss_weights(); a loss of weight 0 gets no backward
-  Reduction reduction = Reduction::kMean;
-  double scale = 1;
-  bool keep_outputs = false;
-  bool check = false;  ///< compare with the loss of the whole mini-batch
-};
 
 /// Fills in what the options leave open: the reduction, the count, and whether to check the loss.
 StepOptions complete(StepOptions options, const LossFunction& loss);
@@ -97,20 +87,22 @@ class Outputs {
 /// Thread safety: used by the last stage's worker, and by the caller before and after.
 class StepLoss {
  public:
-  /// `pipeline` and `outputs` must outlive this.
-  StepLoss(Pipeline& pipeline, LossInputs loss, Outputs& outputs);
+  /// `options`: see complete(). `targets`: per micro-batch. `pipeline` must outlive this. Errors: as loss_weights().
+  StepLoss(Pipeline& pipeline, LossFunction function, StepOptions options, std::vector<Parcel> targets,
+           const std::vector<std::int64_t>& sizes);
 
   /// Divides the weights by their sum over all replicas. Errors: as normalize().
-  void normalize(double total) { gpipe::normalize(loss_.weights, total, loss_.reduction); }
+  void normalize(double total) { gpipe::normalize(weights_, total, *options_.reduction()); }
   /// The sum of the weights of this replica's micro-batches.
   double weight() const;
-  bool keeps_outputs() const { return loss_.keep_outputs; }
+  bool keeps_outputs() const { return options_.return_output(); }
   /// Whether to compare the loss of the whole mini-batch, the first time that the pipeline has a loss of this kind.
   void begin_comparison();
   void end_comparison();
 
-  /// Returns the last layer of a micro-batch's cell, which computes its loss. REQUIRES: this outlives the layer's calls.
-  std::unique_ptr<Layer> layer(int micro_batch);
+  /// Returns the last layer of a micro-batch's cell, which computes its loss, and adds to `outputs` if they are kept.
+  /// REQUIRES: this and `outputs` outlive the layer's calls.
+  std::unique_ptr<Layer> layer(int micro_batch, Outputs& outputs);
   /// The gradient of the last layer's output. Undefined if the loss has no weight, which stops the backward.
   at::Tensor gradient(int micro_batch) const;
   /// Joins the losses of the micro-batches, once.
@@ -118,11 +110,12 @@ class StepLoss {
 
  private:
   class LossLayer;
-  std::size_t kind() const { return loss_.function.kind.value_or(loss_.function.target_type().hash_code()); }
+  std::size_t kind() const { return function_.kind.value_or(function_.target_type().hash_code()); }
 
   Pipeline& pipeline_;
-  LossInputs loss_;
-  Outputs& outputs_;
+  const LossFunction function_;
+  const StepOptions options_;
+  std::vector<double> weights_;  // per micro-batch; a loss of weight 0 gets no backward
   CallerInputs targets_;
   std::vector<at::Tensor> losses_;  // per micro-batch
   std::optional<LossComparison> comparison_;
@@ -130,8 +123,9 @@ class StepLoss {
 
 /// What a forward or a step returns.
 struct Results {
-  at::Tensor loss;   ///< of a step()
-  Gathered outputs;  ///< of a forward, or if the loss keeps them
+  at::Tensor loss;                      ///< of a step(), detached
+  Gathered outputs;                     ///< of a forward, or if the loss keeps them
+  BackwardGradients::Result gradients;  ///< of a step()
 };
 /// Joins the results of the micro-batches, once. All ranks get those of the ranks with the last stage. `loss` may be null.
 Results share_results(Pipeline& pipeline, Outputs& outputs, StepLoss* loss);

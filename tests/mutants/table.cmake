@@ -24,7 +24,7 @@ mutant(wire_posts_without_bounds core_tests gpipe/ranks/wire.cpp
        "(posted_.size() < kAhead || posted_bytes_ < kAheadBytes)" "true" Wire.*)
 mutant(wire_frees_what_a_late_receive_reads core_tests gpipe/ranks/wire.cpp "failed_.push_back(std::move(sent));" ""
        WireFailure.*)
-mutant(wire_believes_sizes core_tests gpipe/ranks/wire.cpp "header.layout_bytes > kLongestLayout || " "" WireFailure.*)
+mutant(wire_believes_sizes core_tests gpipe/ranks/wire.cpp "layout_bytes > kLongestLayout || " "" WireFailure.*)
 mutant(remote_edges_receive_messages_twice core_tests gpipe/ranks/remote_edges.cpp
        "for (const int of_message : message.edges) arrived(of_message, message.action) = 1;"
        "arrived(edge, message.action) = 1;" GeneratedJobs.*)
@@ -114,7 +114,7 @@ mutant(forgets_that_the_loss_wrote_into_the_input gpipe_tests gpipe/autograd/cel
 mutant(weights_micro_batches_equally gpipe_tests gpipe/run/loss.cpp
        "std::vector<double> weights(sizes.begin(), sizes.end());" "std::vector<double> weights(sizes.size(), 1);"
        Step.*)
-mutant(ignores_the_scale gpipe_tests gpipe/run/step_loss.cpp "weight * loss_.scale" "weight" Step.*)
+mutant(ignores_the_scale gpipe_tests gpipe/run/step_loss.cpp "weight * options_.scale()" "weight" Step.*)
 mutant(takes_skip_gradients_of_another_micro_batch gpipe_tests gpipe/run/edges.cpp
        "std::exchange(slot(edge, action), {})"
        "std::exchange(slot(edge, edge + 1 < pipeline_.count() || action.kind == Kind::F ? action : Action{action.kind, action.stage, 0}), {})" Generated*)

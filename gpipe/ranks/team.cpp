@@ -1,17 +1,16 @@
-#include "gpipe/ranks/rank_team.h"
+#include "gpipe/ranks/team.h"
 
 #include <torch/csrc/autograd/engine.h>
 #include <torch/csrc/autograd/graph_task.h>
 
 #include <limits>
-#include <stdexcept>
 #include <utility>
 
 #include "absl/strings/str_cat.h"
 #include "gpipe/base/bytes.h"
+#include "gpipe/base/checks.h"
 #include "gpipe/base/clock.h"
 #include "gpipe/error_info.h"
-#include "gpipe/ranks/gradient_reduction.h"
 #include "gpipe/tensors/transfer.h"
 
 namespace gpipe {
@@ -26,33 +25,36 @@ constexpr char kResult[] = "the result of a call";
 
 }  // namespace
 
-RankTeam::RankTeam(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
-                   StructureCodec codec, std::function<void()> poll)
+Team::Team(std::shared_ptr<Ranks> ranks, std::vector<int> of_workers, int stages, const Manifest& manifest,
+           StructureCodec codec, std::function<void()> poll)
     : ranks_(std::move(ranks)),
+      job_(&ranks_->job()),
+      mesh_(ranks_->mesh()),
+      rank_(ranks_->rank()),
       of_workers_(std::move(of_workers)),
       stages_(stages),
       codec_(std::move(codec)),
-      poll_(std::move(poll)),
-      job_(ranks_->job()) {
+      poll_(std::move(poll)) {
   const int gradient_wires = replicas() == 1 ? 0 : 2 * stages_ * replicas() * replicas();
-  first_wire_ = job_.join(manifest, wire_number(kSubjects, 0, 0) + gradient_wires, poll_);
-  wires_ =
-      std::make_unique<Wires>(job_.connections(), first_wire_, ranks_->options().join_timeout(), parcel_memory(codec_));
+  first_wire_ = job_->join(manifest, wire_number(kSubjects, 0, 0) + gradient_wires, poll_);
+  wires_ = std::make_unique<Wires>(job_->connections(), first_wire_, ranks_->options().join_timeout(),
+                                   parcel_memory(codec_));
   if (rank() != kLeader) expect(kDecision, kLeader);
   for (int r = 1; r < size() && rank() == kLeader; ++r) expect(kWord, r);
-  job_.add(this, {[this] { return activity(); }, [this] { leave("has ended"); }});
+  job_->add(this, {[this] { return activity(); }, [this] { leave("has ended"); }});
 }
 
-RankTeam::~RankTeam() {
-  job_.remove(this);
+Team::~Team() {
+  if (job_ == nullptr) return;
+  job_->remove(this);
   leave("has destroyed its pipeline");
   wires_->finish();
-  job_.keep_until_end(std::move(wires_));
+  job_->keep_until_end(std::move(wires_));
 }
 
-void RankTeam::leave(const std::string& how) {
+void Team::leave(const std::string& how) {
   if (!gone_.empty()) return;  // nobody waits for this rank
-  gone_ = job_.unwinding().value_or(absl::StrCat("rank ", rank(), " ", how));
+  gone_ = job_->unwinding().value_or(absl::StrCat("rank ", rank(), " ", how));
   try {
     if (rank() != kLeader) return send(kWord, kLeader, of_words(encode_leaving(gone_)));
     for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(encode_leaving(gone_)));
@@ -60,23 +62,23 @@ void RankTeam::leave(const std::string& how) {
   }
 }
 
-int RankTeam::wire_number(int subject, int from, int to) const {
+int Team::wire_number(int subject, int from, int to) const {
   const int between_workers = static_cast<int>(of_workers_.size() * of_workers_.size());
   return between_workers + (subject * size() + from) * size() + to;
 }
 
-DeviceWire& RankTeam::connect_devices(int from, int to, c10::Device device) {
+DeviceWire& Team::connect_devices(int from, int to, c10::Device device) {
   const auto name = absl::StrCat("pipeline ", first_wire_, ", from worker ", from, " of rank ", of_workers_[from],
                                  " to worker ", to, " of rank ", of_workers_[to]);
   try {
-    return job_.devices()->connect(name, /*sends=*/is_here(from), device);
+    return job_->devices()->connect(name, /*sends=*/is_here(from), device);
   } catch (const std::exception& error) {
     fail(absl::StrCat("rank ", rank(), " cannot connect its devices: ", error.what()));
     throw;
   }
 }
 
-RankTeam::GradientWires RankTeam::gradient_wires(Gradient kind, int stage, int replica, std::size_t messages) {
+Team::GradientWires Team::gradient_wires(Gradient kind, int stage, int replica, std::size_t messages) {
   const auto number = [&](int from, int to) {
     const int wire = static_cast<int>(kind) * stages_ + stage;
     return wire_number(kSubjects, 0, 0) + (wire * replicas() + from) * replicas() + to;
@@ -88,7 +90,7 @@ RankTeam::GradientWires RankTeam::gradient_wires(Gradient kind, int stage, int r
   return {replica, &wires_->sender(there, counterpart(replica)), &wires_->last_layouts(there, {}, messages), &receiver};
 }
 
-void RankTeam::expect(Subject subject, int from) {
+void Team::expect(Subject subject, int from) {
   const int number = wire_number(subject, from, rank());
   if (!expected_.insert(number).second) return;
   const bool within_call = subject != kWord && subject != kDecision;
@@ -96,13 +98,15 @@ void RankTeam::expect(Subject subject, int from) {
   wires_->receiver(number, from, limit).expect({&wires_->last_layouts(number, {}, 1).front()});
 }
 
-void RankTeam::send(Subject subject, int to, Parcel parcel) {
+void Team::send(Subject subject, int to, Parcel parcel) {
   const int number = wire_number(subject, rank(), to);
+  awaited_ = to;
   wires_->sender(number, to)
       .send(wires_->last_layouts(number, {}, 1).front(), calls_, to_message({std::move(parcel)}, rank(), codec_));
+  awaited_ = -1;
 }
 
-Parcel RankTeam::receive(Subject subject, int from) {
+Parcel Team::receive(Subject subject, int from) {
   const int number = wire_number(subject, from, rank());
   expect(subject, from);
   awaited_ = from;
@@ -114,14 +118,18 @@ Parcel RankTeam::receive(Subject subject, int from) {
   return std::move(to_parcels(std::move(message)).front());
 }
 
-void RankTeam::while_polling(absl::FunctionRef<void()> wait) {
+void Team::while_polling(absl::FunctionRef<void()> wait) {
   gpipe::while_polling(poll_, wait, [this](const std::exception& error) {
     fail(absl::StrCat("rank ", rank(), " was stopped: ", error.what()));
   });
 }
 
-void RankTeam::rethrow(const std::exception_ptr& error) const {
-  bool is_own = job_.board().is_own();
+void Team::check() const {
+  if (job_ != nullptr) job_->board().check("a rank has failed");
+}
+
+void Team::rethrow(const std::exception_ptr& error) const {
+  bool is_own = job_ == nullptr || job_->board().is_own();
   try {
     std::rethrow_exception(error);
   } catch (const ConnectionError&) {  // only says that another rank has failed
@@ -132,12 +140,12 @@ void RankTeam::rethrow(const std::exception_ptr& error) const {
   std::rethrow_exception(error);
 }
 
-void RankTeam::watch(std::function<Activity()> activity) {
+void Team::watch(std::function<Activity()> activity) {
   MutexLock lock(mutex_);
   activity_.swap(activity);
 }
 
-std::string RankTeam::activity() {
+std::string Team::activity() {
   MutexLock lock(mutex_);
   const auto activity = activity_ ? activity_() : Activity();
   for (const int awaited : {awaited_.load(), activity.awaits, activity.runs ? -1 : awaited_for_gradients_.load()}) {
@@ -147,10 +155,9 @@ std::string RankTeam::activity() {
 }
 
 // Returns the leader's decision of what all ranks said.
-std::string RankTeam::agree_on_words(const std::string& mine) {
+std::string Team::agree_on_words(const std::string& mine) {
   std::string decision;
-  int other = kLeader;
-  transfer(kNextCall, other, [&] {
+  transfer(kNextCall, [&] {
     if (rank() != kLeader) {
       send(kWord, kLeader, of_words(mine));
       while_polling([&] { decision = to_words(receive(kDecision, kLeader)); });
@@ -158,25 +165,30 @@ std::string RankTeam::agree_on_words(const std::string& mine) {
     }
     std::vector<std::string> words{mine};
     while_polling([&] {
-      for (other = 1; other < size(); ++other) words.push_back(to_words(receive(kWord, other)));
+      for (int r = 1; r < size(); ++r) words.push_back(to_words(receive(kWord, r)));
     });
-    decision = decide(words, ranks_->mesh(), same_data_);
-    for (other = 1; other < size(); ++other) send(kDecision, other, of_words(decision));
+    decision = decide(words, mesh_, same_data_);
+    for (int r = 1; r < size(); ++r) send(kDecision, r, of_words(decision));
   });
   if (auto reason = reason_for_leaving(decision)) gone_ = *std::move(reason);
   return decision;
 }
 
-Agreement RankTeam::agree(Proposal proposal) {
-  job_.board().check("this pipeline cannot be used any more, because a rank has failed");
-  if (!gone_.empty()) throw std::runtime_error("[gpipe] this pipeline cannot be used any more: " + gone_);
+Agreement Team::agree(Proposal proposal) {
+  if (job_ == nullptr) {
+    ++calls_;
+    return {proposal.number, {proposal.weight}, {proposal.micro_batches}};
+  }
+  job_->board().check("this pipeline cannot be used any more, because a rank has failed");
+  if (!gone_.empty()) throw_error("this pipeline cannot be used any more: ", gone_);
   proposal.failed_before = has_failed_backward();
   const auto decision = agree_on_words(encode(std::move(proposal)));
   ++calls_;
   return decode_agreement(decision);
 }
 
-void RankTeam::watch_backward(std::shared_ptr<const void> owner) {
+void Team::watch_backward(std::shared_ptr<const void> owner) {
+  if (job_ == nullptr) return;
   const int task = torch::autograd::get_current_graph_task_id();
   {
     MutexLock lock(mutex_);
@@ -189,26 +201,26 @@ void RankTeam::watch_backward(std::shared_ptr<const void> owner) {
 }
 
 // A call within a backward cannot tell.
-bool RankTeam::has_failed_backward() {
+bool Team::has_failed_backward() {
   if (torch::autograd::get_current_graph_task_id() >= 0) return false;
   MutexLock lock(mutex_);
   return !std::exchange(handing_out_, {}).empty();
 }
 
-void RankTeam::withdraw(const std::string& reason) noexcept {
+void Team::withdraw(const std::string& reason) noexcept {
   try {
-    if (!job_.board().failure().empty() || !gone_.empty()) return;
+    if (job_ == nullptr || !job_->board().failure().empty() || !gone_.empty()) return;
     agree_on_words(encode_refusal(reason));
     ++calls_;
   } catch (const std::exception&) {  // a rank has failed; the next call says so
   }
 }
 
-void RankTeam::transfer(const char* what, const int& other, absl::FunctionRef<void()> run) {
+void Team::transfer(const char* what, absl::FunctionRef<void()> run) {
   try {
     run();
   } catch (const ConnectionError& error) {
-    fail(error, other, what);
+    fail(error, awaited_, what);
     rethrow(std::current_exception());
   } catch (const std::exception& error) {
     fail(absl::StrCat("rank ", rank(), " failed at ", what, ": ", error.what()));
@@ -216,47 +228,43 @@ void RankTeam::transfer(const char* what, const int& other, absl::FunctionRef<vo
   }
 }
 
-std::vector<int> RankTeam::ranks_of(Group group) const {
-  const auto& mesh = ranks_->mesh();
+std::vector<int> Team::ranks_of(Group group) const {
   std::vector<int> found;
   for (int other = 0; other < size(); ++other) {
-    const bool is_counterpart = mesh.position_of(other) == mesh.position_of(rank());
-    const bool is_in_replica = mesh.replica_of(other) == replica();
+    const bool is_counterpart = mesh_.position_of(other) == mesh_.position_of(rank());
+    const bool is_in_replica = replica_of(other) == replica();
     const bool is_in_group = group == Group::kCounterparts ? is_counterpart : is_in_replica || group == Group::kAll;
     if (is_in_group) found.push_back(other);
   }
   return found;
 }
 
-void RankTeam::send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel, int& other) {
+void Team::send_copies(Subject subject, const std::vector<int>& receivers, Parcel parcel) {
   for (auto& tensor : parcel.tensors) {
     if (tensor.defined()) tensor = copy_of(tensor, c10::kCPU);
   }
   for (const int receiver : receivers) {
-    other = receiver;
-    if (other != rank()) send(subject, other, parcel);
+    if (receiver != rank()) send(subject, receiver, parcel);
   }
 }
 
-Parcel RankTeam::broadcast(Group group, int owner, Parcel parcel) {
+Parcel Team::broadcast(Group group, int owner, Parcel parcel) {
+  if (size() == 1) return parcel;
   const auto subject = static_cast<Subject>(kReplica + static_cast<int>(group));
-  int other = owner;
-  transfer(kResult, other, [&] {
+  transfer(kResult, [&] {
     if (rank() != owner) return while_polling([&] { parcel = receive(subject, owner); });
-    send_copies(subject, ranks_of(group), parcel, other);
+    send_copies(subject, ranks_of(group), parcel);
   });
   return parcel;
 }
 
-std::vector<Parcel> RankTeam::all_gather(Parcel parcel) {
+std::vector<Parcel> Team::all_gather(Parcel parcel) {
   std::vector<Parcel> all(replicas());
-  int other = rank();
-  transfer(kResult, other, [&] {
-    send_copies(kGathered, ranks_of(Group::kCounterparts), parcel, other);
+  transfer(kResult, [&] {
+    send_copies(kGathered, ranks_of(Group::kCounterparts), parcel);
     while_polling([&] {
       for (int r = 0; r < replicas(); ++r) {
-        other = counterpart(r);
-        if (r != replica()) all[r] = receive(kGathered, other);
+        if (r != replica()) all[r] = receive(kGathered, counterpart(r));
       }
     });
   });
@@ -264,28 +272,22 @@ std::vector<Parcel> RankTeam::all_gather(Parcel parcel) {
   return all;
 }
 
-std::unique_ptr<GradientReduction> RankTeam::begin_sum(std::vector<std::vector<at::Tensor>> parameters) {
-  return std::make_unique<GradientReduction>(*this, std::move(parameters));
-}
-
-std::vector<std::string> RankTeam::gather(std::string bytes) {
+std::vector<std::string> Team::gather(std::string bytes) {
   std::vector<std::string> all;
-  int other = kLeader;
-  transfer(kResult, other, [&] {
+  transfer(kResult, [&] {
     if (rank() != kLeader) return send(kBytes, kLeader, of_bytes(std::move(bytes)));
     all.push_back(std::move(bytes));
     while_polling([&] {
-      for (other = 1; other < size(); ++other) all.push_back(to_bytes(receive(kBytes, other)));
+      for (int r = 1; r < size(); ++r) all.push_back(to_bytes(receive(kBytes, r)));
     });
   });
   return all;
 }
 
 // The other rank's clock was read between the two readings of this one. The ping that took least tells most.
-std::vector<Team::Clock> RankTeam::clocks() {
+std::vector<Team::Clock> Team::clocks() {
   std::vector<Clock> all;
-  int other = kLeader;
-  transfer(kResult, other, [&] {
+  transfer(kResult, [&] {
     while_polling([&] {
       if (rank() != kLeader) {
         for (int i = 0; i < kPings; ++i) {
@@ -295,7 +297,7 @@ std::vector<Team::Clock> RankTeam::clocks() {
         return;
       }
       all.emplace_back();
-      for (other = 1; other < size(); ++other) {
+      for (int other = 1; other < size(); ++other) {
         auto& best = all.emplace_back(Clock{0, std::numeric_limits<double>::infinity()});
         for (int i = 0; i < kPings; ++i) {
           const double start = now();
@@ -311,13 +313,15 @@ std::vector<Team::Clock> RankTeam::clocks() {
   return all;
 }
 
-void RankTeam::fail(const std::string& cause) noexcept { job_.board().report(cause); }
+void Team::fail(const std::string& cause) noexcept {
+  if (job_ != nullptr) job_->board().report(cause);
+}
 
-void RankTeam::fail(const ConnectionError& error, int awaited, const std::string& what) noexcept {
+void Team::fail(const ConnectionError& error, int awaited, const std::string& what) noexcept {
   if (dynamic_cast<const TimeoutError*>(&error) != nullptr) {
-    job_.board().report_wait(awaited, what);
+    job_->board().report_wait(awaited, what);
   } else {
-    job_.board().report_loss(awaited);
+    job_->board().report_loss(awaited);
   }
 }
 

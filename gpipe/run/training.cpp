@@ -1,0 +1,253 @@
+// The calls of a GPipe that train or evaluate, and their history in autograd.
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/ones_like.h>
+#include <ATen/ops/zeros.h>
+#include <c10/util/Exception.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <mutex>
+
+#include "absl/strings/str_cat.h"
+#include "absl/strings/str_format.h"
+#include "absl/strings/str_join.h"
+#include "gpipe/autograd/boundary.h"
+#include "gpipe/autograd/pipeline_node.h"
+#include "gpipe/base/checks.h"
+#include "gpipe/gpipe.h"
+#include "gpipe/run/mini_batch.h"
+#include "gpipe/schedules.h"
+#include "gpipe/tensors/sample_hash.h"
+#include "gpipe/tensors/version_watch.h"
+
+namespace gpipe {
+namespace {
+
+using Sizes = std::vector<std::int64_t>;
+
+// Which devices' operations autocast casts, and to which type.
+std::string describe_autocast() {
+  std::string text;
+  for (const auto type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES) {
+    if (!at::autocast::is_autocast_enabled(type)) continue;
+    absl::StrAppend(&text, ", autocast of ", c10::DeviceTypeName(type, /*lower_case=*/true), " to ",
+                    c10::toString(at::autocast::get_autocast_dtype(type)));
+  }
+  return text;
+}
+
+// Describes a call to the other ranks, which must make the same. The sizes are those of one replica.
+void describe_call(MiniBatch::Options& options, const std::string& what, const Sizes& sizes) {
+  const auto how = absl::StrCat(", checkpoint ", to_string(options.checkpoint),
+                                options.training ? "" : ", evaluation mode", describe_autocast());
+  options.proposal.what = absl::StrCat(what, " of micro-batches [", absl::StrJoin(sizes, ", "), "]", how);
+  options.proposal.same_on_all = what + how;
+  options.sizes = sizes;
+}
+
+std::string describe_step(const StepOptions& options) {
+  auto text = absl::StrCat("step", options.return_output() ? " with output" : "");
+  if (options.scale() != 1) absl::StrAppendFormat(&text, " scaled by %.17g", options.scale());
+  if (options.reduction() == Reduction::kSum) absl::StrAppend(&text, " with a sum of losses");
+  if (options.count()) absl::StrAppend(&text, " with counts");
+  return text;
+}
+
+// By which the ranks notice that one of them has left out a mini-batch.
+std::uint64_t hash_for_ranks(const Pipeline& pipeline, const Value& input) {
+  return pipeline.team().size() == 1 ? 0 : sample_hash(input.tensors());
+}
+
+// The tensors to which a mini-batch has gradients: its inputs and the parameters with sinks. Over ranks, a last one makes
+// every rank run its backward, also if none of its own parameters wants a gradient.
+std::vector<at::Tensor> sources_of(const MiniBatch& mini_batch, const Pipeline& pipeline, const Value& input) {
+  auto sources = input.tensors();
+  for (int s = 0; s < pipeline.count(); ++s) {
+    const auto& parameters = mini_batch.sinks(s).parameters();
+    sources.insert(sources.end(), parameters.begin(), parameters.end());
+  }
+  if (pipeline.team().size() > 1) sources.push_back(at::zeros({}).requires_grad_());
+  return sources;
+}
+
+std::vector<torch::Device> devices_of(const Value& value) {
+  std::vector<torch::Device> devices;
+  for (const auto& tensor : value.tensors()) devices.push_back(tensor.device());
+  return devices;
+}
+
+// Returns the gradients of sources_of(), in order. `devices`: the input's.
+std::vector<at::Tensor> gradients_of_sources(BackwardGradients::Result result, const Sizes& sizes,
+                                             const std::vector<torch::Device>& devices, const Team& team) {
+  std::vector<at::Tensor> all;
+  for (std::size_t k = 0; k < devices.size(); ++k) {
+    std::vector<at::Tensor> pieces;
+    for (auto& part : result.inputs) pieces.push_back(part.empty() ? at::Tensor() : std::move(part[k]));
+    auto gradient = gather_gradient(std::move(pieces), sizes);
+    if (gradient.defined() && gradient.device() != devices[k]) gradient = gradient.to(devices[k]);
+    all.push_back(unshared(std::move(gradient)));
+  }
+  for (const auto& sums : result.parameters) all.insert(all.end(), sums.begin(), sums.end());
+  if (team.size() > 1) all.emplace_back();
+  return all;
+}
+
+// Attaches outputs to the sources. Runs no layer, because an error here would leave buffers changed.
+void attach(const std::vector<at::Tensor>& outputs, const std::vector<bool>& wanted, const Pipeline& pipeline,
+            const Value& input, const std::vector<at::Tensor>& sources, BackwardFunction backward) {
+  auto devices = devices_of(input);
+  devices.insert(devices.end(), pipeline.devices().begin(), pipeline.devices().end());
+  attach_backward(outputs, wanted, sources, std::move(devices), std::move(backward));
+}
+
+// The backward of forward().
+BackwardFunction backward_of(std::shared_ptr<MiniBatch> mini_batch, std::shared_ptr<Pipeline> pipeline,
+                             const Value& input, const Sizes& sizes, std::vector<Sizes> output_sizes) {
+  const auto& tensors = input.tensors();
+  return [mini_batch = std::move(mini_batch), pipeline = std::move(pipeline), devices = devices_of(input), sizes,
+          output_sizes = std::move(output_sizes), entered = std::vector<VersionWatch>(tensors.begin(), tensors.end())](
+             std::vector<at::Tensor> gradients, bool retain_graph) {
+    auto result = in_call(*pipeline, [&](Call& call) {
+      pipeline->set_error(std::nullopt);
+      // Micro-batches have version counters of their own.
+      if (std::any_of(entered.begin(), entered.end(), [](const auto& version) { return version.changed(); })) {
+        throw_error("an input was changed in place between the forward and its backward; change a clone instead");
+      }
+      std::vector<Gradients> of_parts(sizes.size());
+      for (std::size_t k = 0; k < output_sizes.size(); ++k) {
+        auto pieces = scatter_gradient(gradients[k], output_sizes[k]);
+        for (std::size_t i = 0; i < of_parts.size(); ++i) of_parts[i].push_back(std::move(pieces[i]));
+      }
+      return mini_batch->backward(call, std::move(of_parts), retain_graph);
+    });
+    auto all = gradients_of_sources(std::move(result), sizes, devices, pipeline->team());
+    pipeline->team().watch_backward(pipeline);
+    return all;
+  };
+}
+
+// The backward of a step's loss: hands out the gradients, times the incoming one unless that is `unit`.
+BackwardFunction hand_out(std::vector<at::Tensor> gradients, std::shared_ptr<Pipeline> pipeline,
+                          std::shared_ptr<const at::Tensor> unit) {
+  return [gradients = std::move(gradients), pipeline = std::move(pipeline), unit = std::move(unit)](
+             std::vector<at::Tensor> incoming, bool retain_graph) mutable {
+    pipeline->team().watch_backward(pipeline);
+    auto handed = retain_graph ? gradients : std::move(gradients);
+    // step() itself asks for the gradients as they are.
+    if (unit && incoming.front().is_same(*unit)) return handed;
+    for (auto& gradient : handed) {
+      if (!gradient.defined()) continue;
+      gradient = incoming.front().defined() ? gradient * incoming.front().to(gradient.device()) : at::Tensor();
+    }
+    return handed;
+  };
+}
+
+}  // namespace
+
+torch::Tensor GPipeImpl::forward(torch::Tensor input) { return forward(Value(std::move(input))).tensor(); }
+
+std::vector<torch::Tensor> GPipeImpl::forward(std::vector<torch::Tensor> input) {
+  return forward(Value(std::move(input))).tensors();
+}
+
+Value GPipeImpl::forward(Value input) {
+  const bool is_default = !options_.schedule_function() && fills_and_drains(options_.schedule());
+  if (!is_default && is_training() && at::GradMode::is_enabled()) {
+    std::call_once(warned_, [&] {
+      TORCH_WARN("[gpipe] forward() and its backward always fill and drain; only step() has the schedule '",
+                 options_.schedule_function() ? "schedule_function" : options_.schedule(), "'");
+    });
+  }
+  return run(std::move(input), options_.chunks(), options_.split_size(),
+             is_training() ? options_.checkpoint() : Checkpoint::kNever);
+}
+
+Value GPipeImpl::forward(Value input, std::int64_t chunks, Checkpoint checkpoint) {
+  return run(std::move(input), chunks, /*split_size=*/0, checkpoint);
+}
+
+Value GPipeImpl::run(Value input, std::int64_t chunks, std::int64_t split_size, Checkpoint checkpoint) {
+  const bool grad = at::GradMode::is_enabled();
+  const auto use = grad ? Pipeline::Use::kForwardAndBackward : Pipeline::Use::kForward;
+  Sizes sizes;
+  std::shared_ptr<MiniBatch> mini_batch;
+  auto output = in_call(*pipeline_, [&](Call& call) {
+    pipeline_->set_error(std::nullopt);
+    if (split_size == 0) check_chunks(chunks);
+    sizes = micro_batch_sizes(batch_size(input), chunks, split_size);
+    refuse_transforms(input, pipeline_->stages());
+    MiniBatch::Options options{use, checkpoint, options_.deferred_batch_norm(), is_training()};
+    describe_call(options, grad ? "forward with gradients" : "forward", sizes);
+    if (grad && is_training()) options.proposal.data = hash_for_ranks(*pipeline_, input);
+    auto parts = scatter(input, sizes);
+    const InputWrites writes(input, parts);
+    auto made = std::make_shared<MiniBatch>(pipeline_, std::move(parts), std::move(options));
+    auto result = made->forward(call);
+    mini_batch = std::move(made);
+    return result;
+  });
+  const auto& wanted = output.wants_gradient;
+  if (grad && std::any_of(wanted.begin(), wanted.end(), [](bool is) { return is; })) {
+    const auto sources = sources_of(*mini_batch, *pipeline_, input);
+    attach(output.value.tensors(), wanted, *pipeline_, input, sources,
+           backward_of(std::move(mini_batch), pipeline_, input, sizes, output.sizes));
+  }
+  return std::move(output.value);
+}
+
+StepResult GPipeImpl::step(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
+  const auto unit = std::make_shared<at::Tensor>();
+  auto result = run_step(std::move(input), std::move(target), loss, options, unit);
+  if (result.loss.requires_grad()) {
+    *unit = at::ones_like(result.loss);
+    torch::autograd::backward({result.loss}, {*unit});
+  }
+  result.loss = result.loss.detach();
+  return result;
+}
+
+torch::Tensor GPipeImpl::loss(Value input, Value target, const LossFunction& loss, const StepOptions& options) {
+  return run_step(std::move(input), std::move(target), loss, options, nullptr).loss;
+}
+
+StepResult GPipeImpl::run_step(Value input, Value target, const LossFunction& loss, const StepOptions& options,
+                               std::shared_ptr<const at::Tensor> unit) {
+  Sizes sizes;
+  std::vector<at::Tensor> sources;
+  auto outcome = in_call(*pipeline_, [&](Call& call) {
+    pipeline_->set_error(std::nullopt);
+    if (!is_training() || !at::GradMode::is_enabled()) {
+      throw_error("step() trains, so it needs training mode and grad mode; use forward() to evaluate");
+    }
+    refuse_transforms(input, pipeline_->stages());
+    if (unit) refuse_step_in_ddp(pipeline_->stages());
+    const auto samples = batch_size(input);
+    if (options.chunks() != 0) check_chunks(options.chunks());
+    sizes = options.chunks() == 0 ? micro_batch_sizes(samples, options_.chunks(), options_.split_size())
+                                  : micro_batch_sizes(samples, options.chunks(), /*split_size=*/0);
+    check_loss_arguments(loss, target, samples, options);
+    const auto completed = complete(options, loss);
+    auto parts = scatter(input, sizes);
+    const InputWrites writes(input, parts);
+    StepLoss step_loss(*pipeline_, loss, completed, scatter(target, sizes), sizes);
+    MiniBatch::Options made{Pipeline::Use::kStep, options.checkpoint().value_or(options_.checkpoint()),
+                            options_.deferred_batch_norm()};
+    describe_call(made, describe_step(completed), sizes);
+    made.proposal.data = hash_for_ranks(*pipeline_, input);
+    MiniBatch mini_batch(pipeline_, std::move(parts), std::move(made), &step_loss);
+    auto result = mini_batch.step(call);
+    sources = sources_of(mini_batch, *pipeline_, input);
+    return result;
+  });
+  auto gradients = gradients_of_sources(std::move(outcome.gradients), sizes, devices_of(input), pipeline_->team());
+  if (std::any_of(sources.begin(), sources.end(), [](const auto& source) { return source.requires_grad(); })) {
+    attach({outcome.loss}, {true}, *pipeline_, input, sources,
+           hand_out(std::move(gradients), pipeline_, std::move(unit)));
+  }
+  return {std::move(outcome.loss), std::move(outcome.outputs.value)};
+}
+
+}  // namespace gpipe
