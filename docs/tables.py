@@ -161,10 +161,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a table is not up to date")
     parser.add_argument("--draw", action="store_true", help="draw the timelines instead")
+    parser.add_argument("pages", nargs="*", default=["schedules.md", "cluster_study.md"])
     options = parser.parse_args()
     if options.draw:
         return draw()
-    for page in (DOCS / "schedules.md", DOCS / "cluster_study.md"):
+    for page in map(DOCS.joinpath, options.pages):
         text = page.read_text()
         wanted = re.sub(
             r"(<!-- table (\w+) -->)\n.*?<!-- end -->",

@@ -16,16 +16,7 @@ from gpipe import _C
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ADVICE = """
-
-gpipe.balance finds a balance for a model that still changes:
-
-  import gpipe
-  from gpipe.balance import balance_by_time
-
-  balance = balance_by_time(stages, model, sample)
-  pipe = gpipe.GPipe(model, balance, ...)
-"""
+_ADVICE = "; gpipe.balance.balance_by_time(stages, model, sample) finds one"
 
 
 class BalanceError(ValueError):
@@ -74,14 +65,6 @@ def check_is(value: Any, name: str, kind: type[R], words: str, advice: str = "")
     raise TypeError(f"{name} must be {words}, but is {shown(value)}" + (f"; {advice}" if advice else ""))
 
 
-def check_flag(value: object, name: str) -> bool:
-    return check_is(value, name, bool, "True or False")
-
-
-def check_text(value: object, name: str) -> str:
-    return check_is(value, name, str, "a str")
-
-
 def check_list(value: object, name: str) -> list[Any]:
     """Returns an iterable of values to try as a list. Raises TypeError for other values."""
     if isinstance(value, str) or not isinstance(value, Iterable):
@@ -114,9 +97,10 @@ def check_checkpoint(checkpoint: Any, name: str = "checkpoint") -> str:
 _OF_TYPES: dict[str, Callable[[Any, str], Any]] = {
     "int": check_whole,
     "float": check_number,
-    "bool": check_flag,
-    "str": check_text,
+    "bool": functools.partial(check_is, kind=bool, words="True or False"),
+    "str": functools.partial(check_is, kind=str, words="a str"),
 }
+check_flag, check_text = _OF_TYPES["bool"], _OF_TYPES["str"]  # the extension module calls them
 _OF_NAMES: dict[str, Callable[[Any, str], Any]] = {
     "chunks": check_chunks,
     "checkpoint": check_checkpoint,

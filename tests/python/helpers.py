@@ -1,8 +1,11 @@
 """What several tests share: layers and models, programs in processes of their own, and jobs of several ranks."""
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import runpy
+import socket
 import subprocess
 import sys
 import tempfile
@@ -145,25 +148,6 @@ def run(program, *arguments, seconds=60):
     return done.returncode, done.stdout + done.stderr
 
 
-def launcher(processes):
-    """The command with which torchrun starts a program in several processes."""
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-
-
-def on_cpu():
-    """The environment of processes that share the cores and use no GPU."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
-def run_on_two_ranks(program, folder):
-    """Runs a program in two processes that torchrun starts in a folder. Returns their output. Fails if either fails."""
-    (Path(folder) / "train.py").write_text(program)
-    command = [*launcher(2), "train.py"]
-    done = subprocess.run(command, cwd=folder, env=on_cpu(), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 _context = multiprocessing.get_context("forkserver")
 # What each rank would import: use_deterministic_algorithms() imports _inductor, a group of gloo imports device_mesh.
 _context.set_forkserver_preload(["torch._inductor.config", "torch.distributed.device_mesh", "gpipe", "pytest"])
@@ -173,6 +157,29 @@ def join(rank, size, folder):
     """Makes this process a member of the default process group of torch.distributed."""
     store = dist.FileStore(f"{folder}/store", -1)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+
+
+def _run_program(rank, folder, port):
+    os.chdir(folder)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "CUDA_VISIBLE_DEVICES": ""}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    with open(f"{rank}.out", "w") as file, contextlib.redirect_stdout(file):
+        runpy.run_path("train.py", run_name="__main__")
+
+
+def run_on_two_ranks(program, folder):
+    """Runs a program for torchrun in two processes in a folder. Returns their output. Fails if either fails."""
+    (Path(folder) / "train.py").write_text(program)
+    with socket.create_server(("localhost", 0)) as server:
+        port = server.getsockname()[1]
+    processes = [_context.Process(target=_run_program, args=(rank, folder, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(300)
+    assert [process.exitcode for process in processes] == [0, 0]
+    return "".join((Path(folder) / f"{rank}.out").read_text() for rank in range(2))
 
 
 def _run(rank, size, folder, pipe, body, arguments):

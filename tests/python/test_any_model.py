@@ -1,7 +1,6 @@
 """Models of other libraries, converted and run as pipelines, equal the original, called micro-batch by micro-batch."""
 
 import copy
-import os
 import random
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gpipe
-from model_zoo import KINDS, MODELS
+from conftest import long
+from model_zoo import MODELS, SHORT
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,7 +68,7 @@ def random_cut(rng, layers, stages):
     return [last - first for first, last in zip(cuts, cuts[1:], strict=False)]
 
 
-@pytest.mark.parametrize("name", MODELS if os.environ.get("GPIPE_ALL_MODELS") else KINDS)
+@pytest.mark.parametrize("name", [name if name in SHORT else long(name) for name in MODELS])
 def test_a_model_equals_its_pipeline(name):
     torch.manual_seed(0)
     rng = random.Random(name)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gpipe
+from conftest import long
 from helpers import run_on_two_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +60,7 @@ def fresh_accelerate():
         sys.modules["accelerate"].state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
-@pytest.mark.parametrize("page", GIVEN)
+@pytest.mark.parametrize("page", [long(page) if page == "docs/any_model.md" else page for page in GIVEN])
 def test_the_code_of_a_page_runs(page, tmp_path, monkeypatch, fresh_accelerate):
     for package in NEEDED.get(page, []):
         pytest.importorskip(package)
@@ -84,11 +85,13 @@ def test_the_program_over_ranks_trains(tmp_path):
     assert re.fullmatch(r"loss \d\.\d{4}", run_on_two_ranks(program, tmp_path).strip().splitlines()[-1])
 
 
-def test_the_tables_are_up_to_date(monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+@pytest.mark.parametrize("page", ["schedules.md", long("cluster_study.md")])
+def test_the_tables_are_up_to_date(page, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check", page])
     tables.main()
 
 
+@pytest.mark.long
 def test_the_notebook_runs_and_draws(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     notebook = json.loads((ROOT / "docs/tutorial.ipynb").read_text(encoding="utf-8"))

@@ -15,7 +15,7 @@ import pytest
 
 import gpipe
 from gpipe import snapshot
-from helpers import launcher, on_cpu
+from conftest import long
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
@@ -121,7 +121,7 @@ def test_a_program_learns_and_writes_its_results(name, trained):
         assert sizes == {(3 * 23, 17) if name == "unet_train" else (4 * 80, 4 * 48)}
 
 
-@pytest.mark.parametrize("name", FLAGS)
+@pytest.mark.parametrize("name", ["unet_train", long("resnet18_mnist"), long("diffusion")])
 def test_a_stopped_training_continues_exactly(name, trained, tmp_path, act_at, capsys):
     """Ctrl-C within the second epoch. The rest has another cut, checkpoint mode and schedule of the same order of sums."""
     act_at(5, lambda: signal.raise_signal(signal.SIGINT))
@@ -214,10 +214,13 @@ def test_resnet_reads_mnists_files(tmp_path, capsys):
     assert f"{path}" in (error := capsys.readouterr().err) and "not a file of MNIST" in error
 
 
+@pytest.mark.long
 def test_a_job_whose_process_is_killed_ends_as_one_process_does(trained, tmp_path):
     flags = [*BALANCED["unet_train"], "--epochs", 2, "--snapshot-every", 1, "--resume", "auto", "--output", tmp_path]
-    command = map(str, [*launcher(2), "--max-restarts", 1, EXAMPLES / "unet_train.py", *flags])
-    job = subprocess.Popen(command, env=on_cpu(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 1]
+    command = map(str, [*launcher, EXAMPLES / "unet_train.py", *flags])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     while not (tmp_path / "latest.snapshot").exists() and job.poll() is None:
         time.sleep(0.01)
     ranks = subprocess.run(["pgrep", "-P", str(job.pid)], capture_output=True, text=True, check=True).stdout.split()
@@ -227,6 +230,12 @@ def test_a_job_whose_process_is_killed_ends_as_one_process_does(trained, tmp_pat
     assert_same(tmp_path, trained("unet_train"))
 
 
+def test_hello(capsys):
+    runpy.run_path(str(EXAMPLES / "hello.py"))
+    assert re.fullmatch(r"loss \d\.\d{3}\n", capsys.readouterr().out)
+
+
+@pytest.mark.long
 def test_any_model_learns(capsys):
     pytest.importorskip("transformers")
     runpy.run_path(str(EXAMPLES / "any_model.py"))

@@ -1,10 +1,12 @@
 """Processes: imports, signals, exit, forks, and tests that need a process of their own."""
 
 import ast
+import importlib
 import os
 import shutil
 import subprocess
 import sys
+import textwrap
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -59,9 +61,8 @@ def test_ctrl_c_ends_a_call_and_a_forked_process_refuses_calls():
     assert (code, text) == (0, "forward True None\nbackward True None\nstep True None\n0\n")
 
 
-@pytest.mark.parametrize(
-    "program",
-    [
+def test_the_process_exits_while_pipelines_live():
+    programs = [
         "pipe = gpipe.GPipe(nn.Sequential(nn.Linear(1, 1)), [1]); sys.modules['kept'] = pipe; y = pipe(torch.zeros(1, 1))",
         """
         class Slow(nn.Module):
@@ -83,11 +84,18 @@ def test_ctrl_c_ends_a_call_and_a_forked_process_refuses_calls():
         threading.Thread(target=pipe, args=(torch.zeros(1, 1),), daemon=True).start()
         time.sleep(0.3)
         """,
-    ],
-)
-def test_the_process_exits_while_pipelines_live(program):
-    code, text = run(program)
-    assert code == 0, text
+    ]
+    code, text = run(
+        """
+        for program in sys.argv[1:]:
+            if (child := os.fork()) == 0:
+                exec(program)
+                sys.exit()
+            print("exit code", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        """,
+        *map(textwrap.dedent, programs),
+    )
+    assert code == 0 and text.count("exit code 0\n") == len(programs), text
     assert "terminate" not in text and "Fatal" not in text
 
 
@@ -104,35 +112,26 @@ def test_data_loaders_can_fork_workers():
         pipe(batch).sum().backward()
 
 
-def test_a_package_that_cannot_be_imported(tmp_path):
+def test_a_package_that_cannot_be_imported(tmp_path, monkeypatch):
     cases = {  # the text of the extension module, and the start of the error
         None: "gpipe is not built: run pip install . in {folder}, ",
         "torch_version = '1.0.0'": "gpipe was built for torch 1.0.0, but torch {torch} is installed; install",
         "raise ImportError('undefined symbol: at')": "gpipe cannot be loaded with torch {torch}: undefined symbol: at; install",
     }
-    folders = [tmp_path / str(number) for number in range(len(cases))]
-    for folder, extension in zip(folders, cases, strict=True):
+    for number, (extension, message) in enumerate(cases.items()):
+        folder = tmp_path / str(number)
         package = folder / "python" / "gpipe"  # as in a clone
         package.mkdir(parents=True)
-        shutil.copy(Path(gpipe.__file__), package)
+        shutil.copy(gpipe.__file__, package)
         if extension is not None:
             (package / "_C.py").write_text(extension)
-    code, text = run(
-        """
-        for folder in sys.argv[1:]:
-            sys.path.insert(0, folder + "/python")
+        with monkeypatch.context() as changed:
+            changed.syspath_prepend(folder / "python")
             for name in [name for name in sys.modules if name.partition(".")[0] == "gpipe"]:
-                del sys.modules[name]
-            try:
-                import gpipe
-            except ImportError as error:
-                print(error)
-        """,
-        *map(str, folders),
-    )
-    assert code == 0
-    for line, folder, message in zip(text.splitlines(), folders, cases.values(), strict=True):
-        assert line.startswith(message.format(folder=folder, torch=torch.__version__))
+                changed.delitem(sys.modules, name)
+            with pytest.raises(ImportError) as raised:
+                importlib.import_module("gpipe")
+        assert str(raised.value).startswith(message.format(folder=folder, torch=torch.__version__))
 
 
 def imported_by(path):

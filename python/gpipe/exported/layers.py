@@ -175,17 +175,14 @@ class _Routes:
                 self._operation.setdefault(operation.result, operation)
         needs = [self._needed_tensors(index) for index in range(len(self.routes))]
         for index, each in enumerate(self.routes):
-            each.operations = _Numbers(self, index, needs).replaced(each.operations)
+            each.operations = self._with_own_numbers(index, needs[index])
         self._connect(needs)
 
-    def is_far(self, value: Value, index: int) -> bool:
+    def _is_far(self, value: Value, index: int) -> bool:
         """Returns whether a layer gets a value from another layer."""
         return self._source.get(value, index) != index
 
-    def operation(self, value: Value) -> Operation:
-        return self._operation[value]
-
-    def mode(self, value: Value) -> Mode | None:
+    def _mode(self, value: Value) -> Mode | None:
         """Returns the only mode in which a value exists."""
         operation = self._operation.get(value)
         return None if operation is None else operation.mode
@@ -199,11 +196,57 @@ class _Routes:
                 self._source.setdefault(value, index)
             elif not value.is_tensor:
                 continue
-            if self.is_far(value, index):
+            if self._is_far(value, index):
                 needed[value] = None
             elif value in self._tensors and value not in self.routes[index].owned:
                 self.routes[index].owned.append(value)
         return needed
+
+    def _with_own_numbers(self, index: int, needed: dict[Value, None]) -> list[Operation]:
+        """Returns the operations of a layer, after those that compute the numbers that other layers have. ``needed`` are the
+        tensors that the layer gets, to which it adds more."""
+        known: dict[Value, Any] = {}
+        added: list[Operation] = []
+
+        def own(number: Value) -> Any:
+            if number.is_tensor or not self._is_far(number, index):
+                return number
+            if number not in known:
+                known[number] = size(number) or again(number)
+            return known[number]
+
+        def size(number: Value) -> Value | None:
+            """Returns a number as the size of a tensor that the layer gets, if there is one."""
+            if not isinstance(number.example, torch.SymInt):
+                return None
+            for tensor in needed:
+                if self._mode(tensor) not in (None, self._mode(number)):
+                    continue
+                for dimension, length in enumerate(tensor.example.shape):
+                    if same_size(length, number.example):
+                        return add(torch.ops.aten.sym_size.int, (tensor, dimension), {}, number)
+            return None
+
+        def again(number: Value) -> Value:
+            """Computes a number again, from a tensor that the layer then gets too."""
+            operation = self._operation[number]
+            for tensor in operation.inputs():
+                if tensor.is_tensor and self._is_far(tensor, index):
+                    needed[tensor] = None
+            args, kwargs = map_values((operation.args, operation.kwargs), own)
+            return add(operation.function, args, kwargs, number)
+
+        def add(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: Value) -> Value:
+            original = self._operation[number]
+            result = Value(f"{number.name}_in_{index}", number.example)
+            added.append(Operation(result, function, args, kwargs, original.call, original.mode))
+            return result
+
+        operations = []
+        for each in self.routes[index].operations:
+            args, kwargs = map_values((each.args, each.kwargs), own)
+            operations.append(replace(each, args=args, kwargs=kwargs))
+        return [*added, *operations]
 
     def _connect(self, needs: list[dict[Value, None]]) -> None:
         holders: dict[Value, list[int]] = {}
@@ -212,7 +255,7 @@ class _Routes:
                 holders.setdefault(value, [self._source[value]]).append(index)
         skips: Counter[tuple[int, int]] = Counter()  # by their layers
         for value, layers in holders.items():
-            mode = self.mode(value)
+            mode = self._mode(value)
             for giver, taker in itertools.pairwise(layers):
                 sent = self._copied(value, giver) if giver == layers[0] and self._is_buffer(value) else value
                 if taker == giver + 1 and mode is None:
@@ -232,60 +275,7 @@ class _Routes:
     def _copied(self, value: Value, index: int) -> Value:
         """Returns a copy of a value, which the layer makes. A recompute of its stage writes to buffers."""
         copy = Value(f"_copy_of_{value.name}", value.example)
-        mode = self.mode(value)
+        mode = self._mode(value)
         call = Call("", "") if value in self._tensors else self._operation[value].call
         self.routes[index].operations.append(Operation(copy, torch.ops.aten.clone.default, (value,), {}, call, mode))
         return copy
-
-
-class _Numbers:
-    """Replaces the numbers that a layer gets from other layers."""
-
-    def __init__(self, routes: _Routes, index: int, needs: list[dict[Value, None]]) -> None:
-        self._routes = routes
-        self._index = index
-        self._needed = needs[index]
-        self._known: dict[Value, Any] = {}
-        self._added: list[Operation] = []
-
-    def replaced(self, operations: list[Operation]) -> list[Operation]:
-        """Returns the operations of the layer, after those that compute its numbers."""
-        own = []
-        for each in operations:
-            args, kwargs = map_values((each.args, each.kwargs), self._number)
-            own.append(replace(each, args=args, kwargs=kwargs))
-        return [*self._added, *own]
-
-    def _number(self, value: Value) -> Any:
-        if value.is_tensor or not self._routes.is_far(value, self._index):
-            return value
-        if value not in self._known:
-            self._known[value] = self._size(value) or self._again(value)
-        return self._known[value]
-
-    def _size(self, number: Value) -> Value | None:
-        """Returns a number as the size of a tensor that the layer gets, if there is one."""
-        if not isinstance(number.example, torch.SymInt):
-            return None
-        for tensor in self._needed:
-            if self._routes.mode(tensor) not in (None, self._routes.mode(number)):
-                continue
-            for dimension, size in enumerate(tensor.example.shape):
-                if same_size(size, number.example):
-                    return self._add(torch.ops.aten.sym_size.int, (tensor, dimension), number)
-        return None
-
-    def _again(self, number: Value) -> Value:
-        """Computes a number again, from a tensor that the layer then gets too."""
-        operation = self._routes.operation(number)
-        for tensor in operation.inputs():
-            if tensor.is_tensor and self._routes.is_far(tensor, self._index):
-                self._needed[tensor] = None
-        args, kwargs = map_values((operation.args, operation.kwargs), self._number)
-        return self._add(operation.function, args, number, kwargs)
-
-    def _add(self, function: Any, args: Any, number: Value, kwargs: dict[str, Any] | None = None) -> Value:
-        result = Value(f"{number.name}_in_{self._index}", number.example)
-        original = self._routes.operation(number)
-        self._added.append(Operation(result, function, tuple(args), kwargs or {}, original.call, original.mode))
-        return result
