@@ -3,7 +3,7 @@
     python bench/gpu.py OUT_FOLDER --build build/cuda
 
 Needs the Python package and a torch that supports the GPUs. Nothing else should run on the machine. Functions that are
-compared take turns; figures are medians. With fewer than two GPUs, the speed-ups over several GPUs are left out.
+compared take turns; figures are medians.
 
 --device cpu --short tries the script on a machine without a GPU.
 """
@@ -28,6 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import gpipe
 import gpipe.balance
+import gpipe.models
 import gpipe.skip
 
 sys.path.append(str(Path(__file__).parent / "peers"))
@@ -39,9 +40,6 @@ import steps  # noqa: E402
 CHUNKS = 8
 WARM_UP = 2
 MODES = ("never", "except_last", "always")
-# Of a U-Net with 5 levels, 64 channels and 5 convolutions per block, for images of 192x192: the mini-batches and chunks of
-# torchgpipe's benchmarks/unet-speed, by number of devices. 0: the plain model.
-UNET_SPEED = {0: (40, 1), 1: (80, 2), 2: (512, 32), 4: (512, 16), 8: (640, 40)}
 # Calls of the CUDA runtime, by what they do.
 CALLS = {
     "kernels": ("cudaLaunchKernel", "cuLaunchKernel"),
@@ -87,10 +85,10 @@ class Bench:
             ]
             x = torch.randn(rows, width)
         elif name == "unet":
-            layers = models.unet(base_channels=4 if self.short else 64)
+            layers = models.flat(gpipe.models.unet(base_channels=4 if self.short else 64))
             x = torch.randn(8, 3, 32, 32) if self.short else torch.randn(32, 3, 192, 192)
         else:
-            layers = models.resnet([1, 1, 1, 1] if self.short else [3, 4, 6, 3], bottleneck=True)
+            layers = models.flat(gpipe.models.resnet50())
             x = torch.randn(16, 3, 32, 32) if self.short else torch.randn(128, 3, 224, 224)
         return [layer.to(self.device) for layer in layers], x.to(self.device)
 
@@ -127,7 +125,7 @@ class Bench:
         """What a cell of 16 small layers costs more than the plain loop: time, and calls of the CUDA runtime."""
         rows = []
         for stages, checkpoint in itertools.product((1, 2, 4), ("never", "always")):
-            layers = [layer.to(self.device) for layer in models.tiny()]
+            layers = [layer.to(self.device) for layer in models.subject("tiny", CHUNKS)[0]]
             x = torch.randn(8 * CHUNKS, 8, device=self.device)
             plain = models.Stage(layers)
             step = step_of(self.pipe(layers, stages, checkpoint), x, None)
@@ -184,33 +182,6 @@ class Bench:
                     row[f"worker {worker}, MiB"] = counted / 2**20
                     row[f"worker {worker} / simulated"] = counted / simulated
                 rows.append(row)
-        return rows
-
-    def several_devices(self, count: int) -> list[Row]:
-        """Images per second of torchgpipe's U-Net on several devices, relative to the plain model on one."""
-        rows: list[Row] = []
-        size = 32 if self.short else 192
-        for used, (batch, chunks) in UNET_SPEED.items():
-            if used > count:
-                continue
-            torch.manual_seed(0)
-            layers = models.unet(depth=5, base_channels=2 if self.short else 64, convolutions=5)
-            x = torch.randn(2 * chunks if self.short else batch, 3, size, size, device=self.device)
-            if used == 0:
-                plain = models.Stage(layers).to(self.device)
-                step: Callable[[], None] = lambda: steps.plain_step(plain, x, 1, False)
-            else:
-                model = pipe_steps.skippables(layers, gpipe.skip)
-                balance = gpipe.balance.balance_by_time(used, model, x[: len(x) // chunks], timeout=10)
-                devices = [torch.device(self.device.type, d) for d in range(used)]
-                if self.device.type == "cpu":
-                    devices = [self.device] * used
-                pipe = gpipe.GPipe(model, balance, devices=devices, chunks=chunks)
-                step = step_of(pipe, x, None)
-            speed = len(x) / statistics.median(self.times({"step": step})["step"])
-            rows.append({"devices": used or "1, plain model", "batch": len(x), "chunks": chunks})
-            rows[-1] |= {"images/s": speed}
-            rows[-1]["relative"] = speed / rows[0]["images/s"]
         return rows
 
 
@@ -294,9 +265,6 @@ def main() -> None:
     if args.build:
         result["tests"] = [run_tests(args.build)]
     sections = {"one device": bench.one_device, "overhead": bench.overhead, "bytes": bench.bytes}
-    count = torch.cuda.device_count() if args.device.type == "cuda" else 2
-    if count > 1:
-        sections["several devices"] = lambda: bench.several_devices(count)
     for name, measure in sections.items():
         print(name, file=sys.stderr)
         result[name] = measure()

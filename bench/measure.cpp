@@ -1,34 +1,65 @@
 #include "bench/measure.h"
 
 #include <c10/util/Exception.h>
-#include <sched.h>
 #include <torch/utils.h>
 
-#include <CLI/App.hpp>
+#include <CLI/CLI.hpp>
 #include <algorithm>
-#include <array>
-#include <cerrno>
 #include <chrono>
 #include <exception>
 #include <iostream>
 #include <nlohmann/json.hpp>
-#include <system_error>
-#include <utility>
 
 #include "balance/trial.h"
+#include "gpipe/schedules.h"
 
 namespace gpipe::bench {
 
 namespace {
 
-nlohmann::ordered_json to_json(const Row& row) {
-  nlohmann::ordered_json json = {
-      {"model", row.model}, {"stages", row.stages}, {"chunks", row.chunks}, {"checkpoint", to_string(row.checkpoint)}};
-  if (!row.schedule.empty()) json["schedule"] = row.schedule;
+nlohmann::ordered_json to_json(const char* kind, const std::string& name, const Row& row) {
+  nlohmann::ordered_json json = {{kind, name},
+                                 {"model", row.model},
+                                 {"stages", row.stages},
+                                 {"chunks", row.chunks},
+                                 {"checkpoint", to_string(row.checkpoint)}};
+  if (row.schedule != kForward) json["schedule"] = row.schedule;
   return json;
 }
 
 }  // namespace
+
+void add_flags(CLI::App& app, Options& options) {
+  app.option_defaults()->always_capture_default()->delimiter(',');
+  app.add_option("--model", options.models, "models to run")->check(CLI::IsMember(options.models));
+  auto* stages = app.add_option("--stages", options.stages, "numbers of stages");
+  stages->check(CLI::PositiveNumber);
+  const auto set_balance = [&](const std::vector<std::int64_t>& balance) {
+    options.balance = balance;
+    options.stages = {static_cast<int>(balance.size())};
+  };
+  app.add_option_function<std::vector<std::int64_t>>("--balance", set_balance, "layers per stage")
+      ->always_capture_default(false)
+      ->excludes(stages);
+  app.add_option("--chunks", options.chunks, "numbers of micro-batches per mini-batch")->check(CLI::PositiveNumber);
+  app.add_option("--checkpoint", options.checkpoints, "checkpoint modes")
+      ->check(CLI::IsMember({"never", "except_last", "always"}));
+  std::vector<std::string> names = {kForward};
+  for (const auto& rule : schedule_rules()) names.emplace_back(rule.name);
+  app.add_option("--schedule", options.schedules, "schedules of step(); forward: forward() and backward() instead")
+      ->check(CLI::IsMember(names));
+  app.add_option("--repeats", options.repeats, "measured repeats per row")->check(CLI::PositiveNumber);
+}
+
+void add_peer_flags(CLI::App& app, Options& options) {
+  app.add_option("--stages-per-worker", options.stages_per_worker, "stages on each worker")->check(CLI::PositiveNumber);
+  app.add_flag("--steps-only", options.steps_only, "print only the result of each step of the pipeline");
+  app.add_flag("--over-ranks", options.over_ranks, "run over the processes that torchrun has started; rank 0 prints")
+      ->needs("--steps-only");
+  app.add_option("--replicas", options.replicas, "divide the processes among so many pipelines")
+      ->needs("--over-ranks")
+      ->check(CLI::PositiveNumber);
+}
 
 int run_program(CLI::App& app, int argc, char** argv, const std::function<void()>& measure) {
   try {
@@ -46,24 +77,27 @@ int run_program(CLI::App& app, int argc, char** argv, const std::function<void()
   return 1;
 }
 
+std::shared_ptr<Ranks> join_ranks(const Options& options) {
+  if (!options.over_ranks) return nullptr;
+  return Ranks::from_environment(RanksOptions().replicas(options.replicas));
+}
+
 void for_each_row(const Options& options, const std::function<void(const Row&)>& measure) {
   for (const auto& model : options.models) {
     for (const int stages : options.stages) {
       for (const int chunks : options.chunks) {
-        for (const auto checkpoint : options.checkpoints)
-          measure({model, stages, chunks, checkpoint, options.schedule, options.stages_per_worker});
+        for (const auto& checkpoint : options.checkpoints) {
+          measure({model, stages, chunks, checkpoints().at(checkpoint), kForward, options.stages_per_worker});
+        }
       }
     }
   }
 }
 
-bool Measurement::passes() const { return !limit || median(values) <= *limit; }
-
-void print(std::ostream& out, const Measurement& measurement) {
+void print(const Measurement& measurement) {
   const double value = median(measurement.values);
   const auto [low, high] = std::minmax_element(measurement.values.begin(), measurement.values.end());
-  nlohmann::ordered_json line = {{"bench", measurement.bench}};
-  line.update(to_json(measurement.row));
+  auto line = to_json("bench", measurement.bench, measurement.row);
   line["value"] = value;
   line["unit"] = measurement.unit;
   line["min"] = *low;
@@ -73,18 +107,13 @@ void print(std::ostream& out, const Measurement& measurement) {
     line["bound"] = *measurement.bound;
     line["of_bound"] = value / *measurement.bound;
   }
-  if (measurement.limit) {
-    line["limit"] = *measurement.limit;
-    line["passes"] = measurement.passes();
-  }
-  out << line << std::endl;
+  std::cout << line << std::endl;
 }
 
-void print_steps(std::ostream& out, const Row& row, const std::string& name, const std::vector<double>& values) {
-  nlohmann::ordered_json line = {{"peer", "gpipe"}};
-  line.update(to_json(row));
-  line[name] = values;
-  out << line << std::endl;
+void print_steps(const Row& row, const std::map<std::string, std::vector<double>>& values) {
+  auto line = to_json("peer", "gpipe", row);
+  for (const auto& [name, of_name] : values) line[name] = of_name;
+  std::cout << line << std::endl;
 }
 
 std::vector<std::vector<double>> interleave(const std::vector<std::function<void()>>& functions, int repeats) {
@@ -104,25 +133,6 @@ std::vector<double> quotients(const std::vector<double>& values, const std::vect
   std::vector<double> quotients;
   for (std::size_t i = 0; i < values.size(); ++i) quotients.push_back(values[i] / divisors[i]);
   return quotients;
-}
-
-Costs costs_of(const Timeline& timeline, int stages) {
-  Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
-  for (const auto& [action, spans] : most_overlapped(timeline)) {
-    std::vector<double> seconds;
-    for (const Span* span : spans) seconds.push_back(span->end - span->start);
-    costs.actions[action.first][static_cast<std::size_t>(action.second)] = median(seconds);
-  }
-  return costs;
-}
-
-void pin_to_one_core() {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(0, &cores);
-  if (sched_setaffinity(0, sizeof cores, &cores) != 0) {
-    throw std::system_error(errno, std::generic_category(), "cannot pin this process to a core");
-  }
 }
 
 }  // namespace gpipe::bench

@@ -130,11 +130,6 @@ void verify(State& state) {
   for (auto _ : state) benchmark::DoNotOptimize(gpipe::verify(parts.layout, parts.edges, parts.schedule));
 }
 
-void make_program(State& state) {
-  const auto parts = large(state);
-  for (auto _ : state) benchmark::DoNotOptimize(parts.program());
-}
-
 void simulate(State& state) {
   const auto program = large(state).program();
   const Costs costs = {.actions = std::vector(program.layout().stages, std::array{1.0, 1.0, 2.0, 0.0, 0.0}),
@@ -143,7 +138,6 @@ void simulate(State& state) {
 }
 
 BENCHMARK(verify)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
-BENCHMARK(make_program)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 BENCHMARK(simulate)->ArgName("skips")->Arg(0)->Arg(32)->Unit(kMillisecond);
 
 /// 1,000 layers of different sizes. Each keeps its input for its backward. Every tenth stashes a skip for the layer 100

@@ -1,21 +1,21 @@
 // Overhead per cell: a pipeline of very small layers, compared with a loop that does the same work without a pipeline.
-// Also compares step() with forward() and backward().
+// Also compares step() with forward(), the same losses and backward().
 
+#include <sched.h>
 #include <torch/csrc/autograd/autograd.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/utils.h>
 
 #include <CLI/CLI.hpp>
-#include <iostream>
+#include <algorithm>
+#include <cerrno>
 #include <memory>
-#include <stdexcept>
+#include <system_error>
 
 #include "balance/trial.h"
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/loss.h"
-#include "gpipe/ranks.h"
 #include "gpipe/run/step_loss.h"
 
 namespace gpipe::bench {
@@ -28,6 +28,16 @@ constexpr int kWidth = 8;
 constexpr int kRows = 8;  // per micro-batch
 
 constexpr double kSeconds = 0.02;  // per repeat
+
+// Pins this process to one core. REQUIRES: no other thread has started.
+void pin_to_one_core() {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  CPU_SET(0, &cores);
+  if (sched_setaffinity(0, sizeof cores, &cores) != 0) {
+    throw std::system_error(errno, std::generic_category(), "cannot pin this process to a core");
+  }
+}
 
 nn::Sequential tiny_layers() {
   nn::Sequential model;
@@ -45,57 +55,51 @@ void plain_step(nn::Sequential& model, const torch::Tensor& input, int chunks, b
   }
 }
 
-GPipe tiny_pipe(const Row& row, const torch::Tensor& input, const std::shared_ptr<Ranks>& ranks = nullptr) {
-  const Subject it{row.model, tiny_layers(), input, kRows};
-  return make_pipe(it, std::vector<std::int64_t>(row.stages, kLayers / row.stages), row, ranks);
+GPipe tiny_pipe(const Row& row, const Options& options, const std::shared_ptr<Ranks>& ranks) {
+  auto balance = options.balance;
+  if (balance.empty()) balance.assign(row.stages, kLayers / row.stages);
+  return make_pipe({row.model, tiny_layers(), {}, kRows}, balance, row, ranks);
 }
 
-// A step without clearing the gradients, as the plain loop does.
-std::function<void()> pipeline_step(const Row& row, const torch::Tensor& input, const std::shared_ptr<Ranks>& ranks) {
-  auto pipe = tiny_pipe(row, input, ranks);
-  if (row.schedule.empty()) return [=]() mutable { pipe->forward(input).sum().backward(); };
-  return [=]() mutable { run_schedule(pipe, input); };
+// Does not clear the gradients, as the plain loop does not.
+void pipeline_step(GPipe& pipe, const torch::Tensor& input, const std::string& schedule) {
+  schedule == kForward ? pipe->forward(input).sum().backward() : run_schedule(pipe, input);
 }
 
 // What step() computes, by forward() and one backward.
-std::function<void()> step_with_losses(const Row& row, const torch::Tensor& input) {
-  auto pipe = tiny_pipe(row, input);
-  return [=]() mutable {
-    const auto outputs = pipe->forward(input).split(kRows);
-    const auto targets = input.split(kRows);
-    std::vector<torch::Tensor> losses;
-    for (std::size_t i = 0; i < outputs.size(); ++i) losses.push_back(sum_loss(outputs[i], targets[i]));
-    join_losses(losses, std::vector<double>(losses.size(), 1));
-    torch::autograd::backward(losses, {});
-  };
-}
-
-std::function<void()> repeated(int times, const std::function<void()>& function) {
-  return [=] {
-    for (int i = 0; i < times; ++i) function();
-  };
+void step_with_losses(GPipe& pipe, const torch::Tensor& input) {
+  std::vector<torch::Tensor> losses;
+  for (const auto& output : pipe->forward(input).split(kRows)) losses.push_back(sum_loss(output, output));
+  join_losses(losses, std::vector<double>(losses.size(), 1));
+  torch::autograd::backward(losses, {});
 }
 
 void measure(const Row& row, bool one_core, const Options& options, const std::shared_ptr<Ranks>& ranks) {
-  if (ranks && !options.steps_only) throw std::invalid_argument("--over-ranks needs --steps-only");
   torch::manual_seed(0);
   auto model = tiny_layers();
   const auto input = torch::randn({row.chunks * kRows, kWidth});
-  if (ranks && ranks->rank() != 0) {
-    interleave({pipeline_step(row, input, ranks)}, options.repeats);
-    return;
-  }
   const auto plain = [&] { plain_step(model, input, row.chunks, row.checkpoint == Checkpoint::kAlways); };
-  const double step = median(interleave({plain}, 9)[0]);
-  const int steps = options.steps_only ? 1 : std::max(1, static_cast<int>(kSeconds / step));
-  std::vector<Row> rows = {row};
-  if (row.schedule.empty() && !options.steps_only) {
-    for (const char* schedule : {"gpipe", "1f1b"}) rows.emplace_back(row).schedule = schedule;
+  int steps = 1;
+  if (!options.steps_only) steps = std::max(1, static_cast<int>(kSeconds / median(interleave({plain}, 9)[0])));
+  std::vector<std::function<void()>> functions;
+  const auto add = [&](auto function) {
+    functions.emplace_back([=]() mutable {
+      for (int i = 0; i < steps; ++i) function();
+    });
+  };
+  if (!ranks || ranks->rank() == 0) add(plain);
+  std::vector<Row> rows;
+  for (const auto& schedule : options.schedules) {
+    rows.emplace_back(row).schedule = schedule;
+    add([&, schedule, pipe = tiny_pipe(rows.back(), options, ranks)]() mutable {
+      pipeline_step(pipe, input, schedule);
+    });
   }
-  std::vector<std::function<void()>> functions = {repeated(steps, plain)};
-  for (const auto& each : rows) functions.push_back(repeated(steps, pipeline_step(each, input, ranks)));
-  if (rows.size() > 1) functions.push_back(repeated(steps, step_with_losses(row, input)));
+  if (!options.steps_only) {
+    add([&, pipe = tiny_pipe(row, options, nullptr)]() mutable { step_with_losses(pipe, input); });
+  }
   const auto times = interleave(functions, options.repeats);
+  if (ranks && ranks->rank() != 0) return;
   const auto us_per_cell = [&](const std::vector<double>& seconds, const std::vector<double>& compared) {
     std::vector<double> costs;
     for (int repeat = 0; repeat < options.repeats; ++repeat) {
@@ -103,20 +107,18 @@ void measure(const Row& row, bool one_core, const Options& options, const std::s
     }
     return costs;
   };
-  if (options.steps_only) return print_steps(std::cout, row, "us_per_cell", us_per_cell(times[1], times[0]));
   for (std::size_t i = 0; i < rows.size(); ++i) {
     const auto& seconds = times[i + 1];
-    if (!one_core) {
-      print(std::cout, {"overhead", rows[i], "of the plain loop's time", quotients(seconds, times[0])});
-      continue;
+    if (options.steps_only) {
+      print_steps(rows[i], {{"us_per_cell", us_per_cell(seconds, times[0])}});
+    } else if (!one_core) {
+      print({"overhead", rows[i], "of the plain loop's time", quotients(seconds, times[0])});
+    } else {
+      print({"overhead", rows[i], "us/cell", us_per_cell(seconds, times[0])});
+      if (rows[i].schedule == kForward) continue;
+      print({"overhead", rows[i], "us/cell more than forward(), the losses and backward()",
+             us_per_cell(seconds, times.back())});
     }
-    print(std::cout, {"overhead", rows[i], "us/cell", us_per_cell(seconds, times[0])});
-    if (i == 0) continue;
-    print(std::cout, {.bench = "overhead",
-                      .row = rows[i],
-                      .unit = "us/cell more than forward(), the losses and backward()",
-                      .values = us_per_cell(seconds, times.back()),
-                      .limit = 0});
   }
 }
 
@@ -129,19 +131,16 @@ int main(int argc, char** argv) {
   Options options{.models = {"16xLinear(8,8)"},
                   .stages = {2, 4},
                   .chunks = {8, 32},
-                  .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways},
+                  .schedules = {kForward, "gpipe", "1f1b"},
                   .repeats = 41};
   add_flags(app, options);
-  add_stages_flag(app, options);
-  add_schedule_flag(app, options);
-  add_steps_flag(app, options);
-  add_ranks_flag(app, options);
+  add_peer_flags(app, options);
   bool one_core = true;
   app.add_flag("!--all-cores", one_core,
                "do not pin the process; print the ratio of the pipeline's time to the loop's instead");
   return run_program(app, argc, argv, [&] {
     if (one_core) pin_to_one_core();
-    const auto ranks = options.over_ranks ? gpipe::Ranks::from_environment() : nullptr;
+    const auto ranks = join_ranks(options);
     for_each_row(options, [&](const Row& row) { measure(row, one_core, options, ranks); });
   });
 }

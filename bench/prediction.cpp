@@ -1,12 +1,13 @@
-// Compares predictions with measurements: the time and bytes of a step, and the choice of suggest() with the best
-// candidate near it.
+// Compares predictions with measurements under each schedule: the time and bytes of a step. Also compares the schedules
+// with each other and with the unpartitioned model on an intra-op thread per worker. With --sweep, compares the choice
+// of suggest() with the best candidate near it.
 
 #include <torch/nn/modules/container/functional.h>
+#include <torch/utils.h>
 
 #include <CLI/CLI.hpp>
 #include <algorithm>
 #include <functional>
-#include <iostream>
 #include <set>
 
 #include "absl/strings/str_cat.h"
@@ -27,88 +28,134 @@ constexpr double kProfileSeconds = 2;
 constexpr int kNear = 4;  // layers
 constexpr std::size_t kFinalists = 5;
 
-constexpr char kForward[] = "forward";  // forward() and backward() instead of step()
-
 // The schedules to measure, with their placements.
 std::vector<Scheduling> schedulings(const std::vector<std::string>& names, int workers, int layers) {
-  std::vector<Scheduling> found = {{.placement = looped_placement(workers, workers)}};
+  std::vector<Scheduling> found = {{.schedule = kForward, .placement = looped_placement(workers, workers)}};
   for (auto& each : all_schedulings(workers, layers)) found.push_back(std::move(each));
   std::erase_if(found, [&](const Scheduling& each) {
-    const auto name = each.schedule.empty() ? kForward : each.schedule;
-    return !names.empty() && std::find(names.begin(), names.end(), name) == names.end();
+    return !names.empty() && std::find(names.begin(), names.end(), each.schedule) == names.end();
   });
   return found;
 }
 
-// The layers of a subject, and its loss as one more layer, which cannot be cut off: profiles then have the loss's cost.
-torch::nn::Sequential with_loss(const torch::nn::Sequential& model) {
+// The model with its loss as one more layer, which cannot be cut off, so that the last stage has its cost.
+Profile profile_with_loss(const Subject& it, int workers) {
   torch::nn::Sequential whole;
-  whole->extend(*model);
+  whole->extend(*it.model);
   whole->push_back(torch::nn::Functional([](const torch::Tensor& output) { return output.sum().view({1}); }));
-  return whole;
+  auto of_whole =
+      profile(whole, it.input.narrow(0, 0, it.split_size), ProfileOptions().workers(workers).seconds(kProfileSeconds));
+  of_whole.layers.back().shares_with = static_cast<int>(of_whole.layers.size()) - 2;
+  return of_whole;
 }
 
-void step_of(const Candidate& way, GPipe& pipe, const torch::Tensor& input) {
-  way.schedule.empty() ? step(pipe, input) : run_schedule(pipe, input);
-}
-
-GPipe make_pipe(const torch::nn::Sequential& model, const Candidate& way) {
+// The pipeline of a candidate, whose schedule can be kForward.
+GPipe pipe_of(const torch::nn::Sequential& model, const Candidate& way) {
   auto options = GPipeOptions().chunks(way.chunks).checkpoint(way.checkpoint).intraop_threads(1);
   if (!way.placement.empty()) options.placement(way.placement);
-  if (!way.schedule.empty()) options.schedule(way.schedule);
+  if (way.schedule != kForward) options.schedule(way.schedule);
   return GPipe(model, way.balance, options);
 }
 
-// Alternates profiles and steps, because the machine's speed changes with time. Compares each prediction with the steps
-// before and after its profile.
-void measure(Row row, const Scheduling& scheduling, const Options& options) {
-  const int workers = std::exchange(row.stages, static_cast<int>(scheduling.placement.size()));
-  row.schedule = scheduling.schedule;
-  auto it = subject(row.model, row.chunks);
-  const bool steps = !scheduling.schedule.empty();
-  const RunOptions run{.chunks = row.chunks, .checkpoint = row.checkpoint, .scheduling = scheduling};
-  const auto whole = steps ? with_loss(it.model) : it.model;
-  const auto profile_model = [&] {
-    auto of = profile(whole, it.input.narrow(0, 0, it.split_size),
-                      ProfileOptions().workers(workers).seconds(kProfileSeconds));
-    if (steps) of.layers.back().shares_with = static_cast<int>(of.layers.size()) - 2;
-    return of;
-  };
-  const auto stages = static_cast<int>(scheduling.placement.size());
-  auto balance = options.balance.empty() ? balance_by_time(profile_model(), stages, run) : options.balance;
-  auto of_model = balance;
-  if (steps && options.balance.empty()) --of_model.back();
-  if (steps && !options.balance.empty()) ++balance.back();
-  Candidate way;
-  way.balance = of_model;
-  way.chunks = row.chunks;
-  way.checkpoint = row.checkpoint;
-  way.schedule = scheduling.schedule;
-  way.placement = scheduling.placement;
-  auto pipe = make_pipe(it.model, way);
-  const auto seconds = [&] { return median(interleave({[&] { step_of(way, pipe, it.input); }}, kSteps)[0]); };
+// A subject under one schedule.
+class Contender {
+ public:
+  Contender(const Subject& it, Row row, const Scheduling& scheduling, const Profile& of_whole, const Options& options)
+      : row_(std::move(row)), run_{.chunks = row_.chunks, .checkpoint = row_.checkpoint, .scheduling = scheduling} {
+    row_.schedule = scheduling.schedule;
+    row_.stages = static_cast<int>(scheduling.placement.size());
+    if (row_.schedule == kForward) run_.scheduling.schedule.clear();
+    Candidate way;
+    way.balance = options.balance;
+    if (way.balance.empty()) {
+      way.balance = balance_by_time(of_whole, row_.stages, run_);
+      --way.balance.back();  // the loss
+    }
+    way.chunks = row_.chunks;
+    way.checkpoint = row_.checkpoint;
+    way.schedule = row_.schedule;
+    way.placement = scheduling.placement;
+    pipe_ = pipe_of(it.model, way);
+    balance_ = way.balance;
+    ++balance_.back();
+  }
 
-  Measurement time{"prediction", row, "times the predicted seconds", {}};
-  Measurement bytes{"prediction", row, "times the predicted bytes (per worker, without parameters)", {}};
-  double before = seconds();
-  for (int repeat = 0; repeat < options.repeats; ++repeat) {
-    const auto predicted = predict(profile_model(), balance, run);
-    const double after = seconds();
-    time.values.push_back((before + after) / 2 / predicted.seconds);
-    before = after;
+  // Measures some steps, and the bytes of one more.
+  void measure(const torch::Tensor& input) {
+    const auto run = [&] { step(pipe_, input, row_.schedule); };
+    seconds_.push_back(median(interleave({run}, kSteps)[0]));
+    traces_.push_back(std::make_shared<Timeline>());
+    pipe_->trace(traces_.back());
+    run();
+    pipe_->trace(nullptr);
+  }
 
-    const auto timeline = std::make_shared<Timeline>();
-    pipe->trace(timeline);
-    step_of(way, pipe, it.input);
-    pipe->trace(nullptr);
-    const auto counted = timeline->peak_bytes();
-    const auto expected = predicted.timeline.peak_bytes();
-    for (std::size_t w = 0; w < counted.size(); ++w) {
-      bytes.values.push_back(static_cast<double>(counted[w]) / static_cast<double>(expected[w]));
+  // Predicts the steps from the profiles before and after them, because the machine's speed changes with time.
+  void predict(const std::vector<Profile>& profiles) {
+    for (std::size_t repeat = 0; repeat < seconds_.size(); ++repeat) {
+      const auto before = gpipe::predict(profiles[repeat], balance_, run_);
+      const auto after = gpipe::predict(profiles[repeat + 1], balance_, run_);
+      predicted_.push_back((before.seconds + after.seconds) / 2);
+      const auto counted = traces_[repeat]->peak_bytes();
+      const auto expected = before.timeline.peak_bytes();
+      peaks_.push_back(static_cast<double>(*std::max_element(counted.begin(), counted.end())));
+      for (std::size_t w = 0; w < counted.size(); ++w) {
+        byte_ratios_.push_back(static_cast<double>(counted[w]) / static_cast<double>(expected[w]));
+      }
     }
   }
-  print(std::cout, time);
-  print(std::cout, bytes);
+
+  void print(const Contender& first) const {
+    bench::print({"prediction", row_, "s", seconds_});
+    bench::print({"prediction", row_, "times the predicted seconds", quotients(seconds_, predicted_)});
+    bench::print({"prediction", row_, first.speed(), quotients(first.seconds_, seconds_),
+                  median(quotients(first.predicted_, predicted_))});
+    bench::print({"prediction", row_, "peak bytes (of the worker that has most, without parameters)", peaks_});
+    bench::print({"prediction", row_, "times the predicted bytes (per worker, without parameters)", byte_ratios_});
+  }
+
+  std::string speed() const { return "times the speed of " + row_.schedule; }
+  const std::vector<double>& seconds() const { return seconds_; }
+
+ private:
+  Row row_;
+  RunOptions run_;
+  std::vector<std::int64_t> balance_;  // with the loss
+  GPipe pipe_{nullptr};
+  std::vector<std::shared_ptr<Timeline>> traces_;  // one per repeat, as in all lists below
+  std::vector<double> seconds_;
+  std::vector<double> predicted_;
+  std::vector<double> peaks_;
+  std::vector<double> byte_ratios_;  // one per repeat and worker
+};
+
+// A step of the whole mini-batch without a pipeline and without checkpointing.
+void step_on_threads(Subject& it, int threads) {
+  torch::set_num_threads(threads);
+  step(it.model, it.input);
+  torch::set_num_threads(1);
+}
+
+// Measures all schedules and the unpartitioned model in turn. Row::stages is the number of workers.
+void measure(const Row& row, const Options& options) {
+  auto it = subject(row.model, row.chunks);
+  std::vector<Profile> profiles = {profile_with_loss(it, row.stages)};
+  std::vector<Contender> contenders;
+  for (const auto& scheduling : schedulings(options.schedules, row.stages, static_cast<int>(it.model->size()))) {
+    contenders.emplace_back(it, row, scheduling, profiles.front(), options);
+  }
+  std::vector<double> on_threads;
+  for (int repeat = 0; repeat < options.repeats; ++repeat) {
+    for (auto& each : contenders) each.measure(it.input);
+    on_threads.push_back(median(interleave({[&] { step_on_threads(it, row.stages); }}, kSteps)[0]));
+    profiles.push_back(profile_with_loss(it, row.stages));
+  }
+  for (auto& each : contenders) each.predict(profiles);
+  const auto& first = contenders.at(0);
+  for (const auto& each : contenders) each.print(first);
+  print({"prediction", row,
+         absl::StrCat(first.speed(), ", of the unpartitioned model on an intra-op thread per worker"),
+         quotients(first.seconds(), on_threads)});
 }
 
 // Compares the choice of suggest() with the fastest of its candidates, for every schedule, number of chunks and
@@ -118,10 +165,12 @@ void measure(Row row, const Scheduling& scheduling, const Options& options) {
 void sweep(const std::string& model, int workers, const Options& options) {
   auto it = subject(model, *std::max_element(options.chunks.begin(), options.chunks.end()));
   const std::vector<torch::Device> devices(workers, torch::kCPU);
+  std::vector<Checkpoint> modes;
+  for (const auto& name : options.checkpoints) modes.push_back(checkpoints().at(name));
   const auto suggestion =
-      suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks).checkpoints(options.checkpoints));
+      suggest(it.model, it.input, devices, SuggestOptions().chunks(options.chunks).checkpoints(modes));
   const auto step_function = [&](const Candidate& way) {
-    return [way, pipe = make_pipe(it.model, way), input = it.input]() mutable { step_of(way, pipe, input); };
+    return [=, pipe = pipe_of(it.model, way), &it]() mutable { step(pipe, it.input, way.schedule); };
   };
   std::vector<Measured> ways;
   std::set<std::pair<std::string, std::vector<int>>> seen;
@@ -145,7 +194,7 @@ void sweep(const std::string& model, int workers, const Options& options) {
   const auto best =
       *std::min_element(times.begin(), times.end(), [](const auto& a, const auto& b) { return median(a) < median(b); });
   const Row row{model, static_cast<int>(choice.placement.size()), choice.chunks, choice.checkpoint, choice.schedule};
-  print(std::cout, {"suggestion", row, "times the best", quotients(times[0], best)});
+  print({"suggestion", row, "times the best", quotients(times[0], best)});
 }
 
 }  // namespace
@@ -153,29 +202,17 @@ void sweep(const std::string& model, int workers, const Options& options) {
 
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
-  CLI::App app("Measured time and bytes of a step, relative to the predictions.");
-  Options options{
-      .models = kSubjects, .chunks = {2, 4, 8}, .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
+  CLI::App app("Measured time and bytes of a step under each schedule, relative to the predictions.");
+  Options options{.models = {"mlp", "unet", "resnet18", "resnet50", "encoder"},
+                  .chunks = {2, 4, 8},
+                  .schedules = {},  // all
+                  .repeats = 5};
   add_flags(app, options);
-  add_model_flag(app, options);
-  add_stages_flag(app, options);
-  add_balance_flag(app, options);
-  std::vector<std::string> names;
-  app.add_option("--schedule", names, absl::StrCat("schedules to run, or ", kForward, "; default: all"))
-      ->check([](const std::string& name) {
-        if (name != kForward) gpipe::schedule_rule(name);
-        return "";
-      });
   bool sweeps = false;
   app.add_flag("--sweep", sweeps, "instead: time of suggest()'s choice, relative to the best candidate near it")
       ->excludes("--balance");
   return run_program(app, argc, argv, [&] {
-    if (!sweeps) {
-      return for_each_row(options, [&](const Row& each) {
-        const auto layers = static_cast<int>(subject(each.model, each.chunks).model->size());
-        for (const auto& scheduling : schedulings(names, each.stages, layers)) measure(each, scheduling, options);
-      });
-    }
+    if (!sweeps) return for_each_row(options, [&](const Row& row) { measure(row, options); });
     for (const auto& model : options.models) {
       for (const int workers : options.stages) sweep(model, workers, options);
     }

@@ -1,10 +1,12 @@
 // Speed-up of a pipeline with one core per stage over the unpartitioned model on one core. Also prints the bound: the
 // speed-up of the simulated program, in which each action takes as long as while the other stages run and nothing else
-// takes time.
+// takes time. With --steps-only, prints the time of each step and the peak bytes of one.
 
 #include <CLI/CLI.hpp>
-#include <iostream>
+#include <algorithm>
+#include <array>
 #include <memory>
+#include <mutex>
 #include <stdexcept>
 
 #include "balance/balance.h"
@@ -12,17 +14,55 @@
 #include "bench/measure.h"
 #include "bench/subject.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/ranks.h"
 #include "gpipe/simulator.h"
+#include "gpipe/tensors/byte_counter.h"
+#include "gpipe/timeline.h"
 
 namespace gpipe::bench {
 namespace {
 
-void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks>& ranks) {
-  if (ranks && (!options.steps_only || options.balance.empty())) {
-    throw std::invalid_argument("--over-ranks needs --steps-only and --balance");
+/// Counts the live bytes of all threads, above those at installation.
+class LiveBytes : public AllocationListener {
+ public:
+  double peak() const { return static_cast<double>(peak_); }
+
+ private:
+  void allocated(const void*, std::int64_t bytes) override { add(bytes); }
+  void freed(const void*, std::int64_t bytes) override { add(-bytes); }
+  void add(std::int64_t bytes) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    now_ += bytes;
+    peak_ = std::max(peak_, now_);
   }
-  torch::manual_seed(0);
+
+  std::mutex mutex_;
+  std::int64_t now_ = 0;
+  std::int64_t peak_ = 0;
+};
+
+// The peak bytes of a step above model and data, with the gradients.
+double peak_bytes(GPipe& pipe, const torch::Tensor& input, const Row& row) {
+  clear_gradients(pipe);
+  const auto live = std::make_shared<LiveBytes>();
+  const AllocationListener::Scope scope(live);
+  step(pipe, input, row.schedule);
+  return live->peak();
+}
+
+// The time of each action while the other workers are busy: the median over the spans that overlapped their work most.
+// Edges cost nothing. REQUIRES: the timeline is of training steps.
+Costs costs_of(const Timeline& timeline, int stages) {
+  Costs costs{std::vector<std::array<double, 5>>(stages), std::vector<double>(timeline.edges.size(), 0.0)};
+  for (const auto& [action, spans] : most_overlapped(timeline)) {
+    std::vector<double> seconds;
+    for (const Span* span : spans) seconds.push_back(span->end - span->start);
+    costs.actions[action.first][static_cast<std::size_t>(action.second)] = median(seconds);
+  }
+  return costs;
+}
+
+void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks>& ranks) {
+  if (ranks && options.balance.empty()) throw std::invalid_argument("--over-ranks needs --balance");
   auto it = subject(row.model, row.chunks);
   auto balance = options.balance;
   if (balance.empty()) balance = balance_by_time(row.stages, it.model, Value(it.input.narrow(0, 0, it.split_size)));
@@ -32,22 +72,22 @@ void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks
   }
   auto pipe = make_pipe(it, balance, row, ranks);
   if (options.steps_only) {
-    const auto times = interleave({[&] { step(pipe, it.input, row); }}, options.repeats);
-    if (ranks && ranks->rank() != 0) return;
-    return print_steps(std::cout, row, "seconds", times[0]);
+    const auto times = interleave({[&] { step(pipe, it.input, row.schedule); }}, options.repeats);
+    const auto bytes = peak_bytes(pipe, it.input, row);
+    if (!ranks || ranks->rank() == 0) print_steps(row, {{"seconds", times[0]}, {"bytes", {bytes}}});
+    return;
   }
   // More micro-batches of the same size, so that the stages overlap.
   const auto longer = torch::cat(std::vector<torch::Tensor>((3 + row.chunks) / row.chunks, it.input));
   auto observed = make_pipe(it, balance, row);
-  step(observed, longer, row);
+  step(observed, longer, row.schedule);
   const auto timeline = std::make_shared<Timeline>();
   observed->trace(timeline);
-  const auto times = interleave(
-      {[&] { step(it.model, it.input); }, [&] { step(pipe, it.input, row); }, [&] { step(observed, longer, row); }},
-      options.repeats);
-  Measurement line{"speed", row, "times one core", quotients(times[0], times[1])};
-  line.bound = median(times[0]) / simulate(*pipe->program(row.chunks), costs_of(*timeline, row.stages)).makespan;
-  print(std::cout, line);
+  const auto times = interleave({[&] { step(it.model, it.input); }, [&] { step(pipe, it.input, row.schedule); },
+                                 [&] { step(observed, longer, row.schedule); }},
+                                options.repeats);
+  const auto simulated = simulate(*pipe->program(row.chunks), costs_of(*timeline, row.stages)).makespan;
+  print({"speed", row, "times one core", quotients(times[0], times[1]), median(times[0]) / simulated});
 }
 
 }  // namespace
@@ -56,24 +96,16 @@ void measure(const Row& row, const Options& options, const std::shared_ptr<Ranks
 int main(int argc, char** argv) {
   using namespace gpipe::bench;
   CLI::App app("Speed of stages on one core each, relative to the unpartitioned model on one core, and its bound.");
-  Options options{.models = kPeerSubjects,
-                  .chunks = {1, 2, 4, 8, 16},
-                  .checkpoints = {gpipe::Checkpoint::kNever, gpipe::Checkpoint::kAlways}};
+  Options options{.models = {"mlp", "unet", "resnet18", "resnet50"}, .chunks = {1, 2, 4, 8, 16}};
   add_flags(app, options);
-  add_model_flag(app, options);
-  add_steps_flag(app, options);
-  add_stages_flag(app, options);
-  add_balance_flag(app, options);
-  add_schedule_flag(app, options);
-  add_ranks_flag(app, options);
-  app.add_option("--replicas", options.replicas, "divide the processes among so many pipelines; needs --over-ranks")
-      ->capture_default_str()
-      ->needs("--over-ranks")
-      ->check(CLI::PositiveNumber);
-  add_short_flag(app, options, {gpipe::Checkpoint::kNever});
+  add_peer_flags(app, options);
   return run_program(app, argc, argv, [&] {
-    const auto ranks =
-        options.over_ranks ? gpipe::Ranks::from_environment(gpipe::RanksOptions().replicas(options.replicas)) : nullptr;
-    for_each_row(options, [&](const Row& row) { measure(row, options, ranks); });
+    const auto ranks = join_ranks(options);
+    for_each_row(options, [&](Row row) {
+      for (const auto& schedule : options.schedules) {
+        row.schedule = schedule;
+        measure(row, options, ranks);
+      }
+    });
   });
 }

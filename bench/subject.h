@@ -28,7 +28,7 @@ struct Subject {
 };
 
 /// Makes the model with fresh weights, and a mini-batch of `chunks` equal micro-batches. Errors: std::invalid_argument
-/// for an unknown name, or if the mini-batch cannot be split equally.
+/// if the mini-batch cannot be split equally. REQUIRES: the name is one of those above.
 Subject subject(const std::string& name, int chunks);
 
 /// Makes a pipeline for the row, with one thread per stage; over these ranks, unless they are null.
@@ -51,14 +51,10 @@ void step(Model& model, const torch::Tensor& input) {
 /// The loss of step(): the sum of the output.
 torch::Tensor sum_loss(const torch::Tensor& output, const torch::Tensor& target);
 
-/// Runs step() of a pipeline with sum_loss().
+/// Runs step() of a pipeline with sum_loss(). Does not clear the gradients.
 void run_schedule(GPipe& pipe, const torch::Tensor& input);
 
-/// Clears the gradients, then runs step() if the row has a schedule, else a forward and a backward.
-void step(GPipe& pipe, const torch::Tensor& input, const Row& row);
-
-/// Names of all subjects, and of those that peers are measured with.
-extern const std::vector<std::string> kSubjects;
-extern const std::vector<std::string> kPeerSubjects;
+/// Clears the gradients, then runs a step under the schedule, or a forward and a backward for kForward.
+void step(GPipe& pipe, const torch::Tensor& input, const std::string& schedule);
 
 }  // namespace gpipe::bench

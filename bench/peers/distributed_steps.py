@@ -72,17 +72,20 @@ def data_parallel_step(args: argparse.Namespace, layers: models.Layers, x: Tenso
 
 
 def pipeline_step(
-    args: argparse.Namespace, layers: models.Layers, x: Tensor, position: int, pipeline: dist.ProcessGroup, twins: dist.ProcessGroup
+    args: argparse.Namespace, layers: models.Layers, x: Tensor, rank: int, positions: int
 ) -> Callable[[], None]:
     """Returns the step of this process's stages."""
+    # The processes of each pipeline, and those that have the same stages.
+    pipelines = [dist.new_group([p * args.replicas + r for p in range(positions)]) for r in range(args.replicas)]
+    twins = [dist.new_group([p * args.replicas + r for r in range(args.replicas)]) for p in range(positions)]
+    position, replica = divmod(rank, args.replicas)
     modules = models.cut(layers, args.balance)
     if args.replicas > 1:
-        modules = [
-            DistributedDataParallel(module, process_group=twins, gradient_as_bucket_view=True) for module in modules
-        ]
+        group = twins[position]
+        modules = [DistributedDataParallel(each, process_group=group, gradient_as_bucket_view=True) for each in modules]
     stages = [
-        Stage(modules[index], index, len(modules), torch.device("cpu"), group=pipeline)
-        for index in stages_of(position, steps.workers(args), len(modules), args.schedule)
+        Stage(modules[index], index, len(modules), torch.device("cpu"), group=pipelines[replica])
+        for index in stages_of(position, positions, len(modules), args.schedule)
     ]
     chunks = args.chunks // args.replicas
     schedule = SCHEDULES[args.schedule](
@@ -103,42 +106,33 @@ def pipeline_step(
     return step
 
 
-def mesh_groups(rank: int, positions: int, replicas: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """Returns the processes of this one's pipeline, and those that have the same stages."""
-    pipelines = [dist.new_group([p * replicas + r for p in range(positions)]) for r in range(replicas)]
-    twins = [dist.new_group([p * replicas + r for r in range(replicas)]) for p in range(positions)]
-    return pipelines[rank % replicas], twins[rank // replicas]
-
-
 def run_worker(rank: int, args: argparse.Namespace, folder: str) -> None:
     torch.set_num_threads(1)
     positions = steps.workers(args)
     ranks = positions * args.replicas
     dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=ranks)
-    layers, x = steps.subject(args)
+    layers, x = models.subject(args.model, args.chunks)
     plain = torch.nn.Sequential(*layers)
     x = x.chunk(args.replicas)[rank % args.replicas]
-    pipeline, twins = mesh_groups(rank, positions, args.replicas)
     if positions == 1:
         step = data_parallel_step(args, layers, x)
     else:
-        step = pipeline_step(args, layers, x, rank // args.replicas, pipeline, twins)
+        step = pipeline_step(args, layers, x, rank, positions)
 
     for _ in range(steps.WARM_UP):
         step()
-    spans, plain_spans = [], []
+    spans, plain_times = [], []
     for _ in range(args.repeats):
         if args.model == "tiny" and rank == 0:
-            plain_spans.append(steps.span(lambda: steps.plain_step(plain, x, args.chunks, False)))
+            plain_times.append(steps.seconds(lambda: steps.plain_step(plain, x, args.chunks, False)))
         dist.barrier()
         spans.append(steps.span(step))
     gathered = [None] * ranks if rank == 0 else None
     dist.gather_object(spans, gathered)
     if rank == 0:
         figures = {"seconds": seconds_of(gathered)}
-        if plain_spans:
-            figures["plain_seconds"] = seconds_of([plain_spans])
-            figures["us_per_cell"] = steps.us_per_cell(args, *figures.values())
+        if plain_times:
+            figures["us_per_cell"] = steps.us_per_cell(args, figures["seconds"], plain_times)
         steps.report(args, f"distributed {args.schedule}", **figures)
     dist.destroy_process_group()
 

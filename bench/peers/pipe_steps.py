@@ -1,4 +1,4 @@
-"""Times steps, or counts the bytes of a step, of torchgpipe 0.0.7 or of this project's Python package, which have the
+"""Times steps, and counts the bytes of one, of torchgpipe 0.0.7 or of this project's Python package, which have the
 same interface. Prints a JSON line.
 
 A step is a forward and a backward from the sum of the output. With a schedule, it is a call of step() with the sum of the
@@ -30,36 +30,30 @@ LIBRARIES = {"torchgpipe": "torchgpipe", "gpipe": "gpipe python"}
 
 def skippables(layers: models.Layers, skip: ModuleType) -> nn.Sequential:
     """Converts the model to the skippable layers of a library."""
-    namespaces = {
-        layer.name: skip.Namespace() for layer in layers if isinstance(layer, models.Stash)
-    }
+    namespaces = {layer.name: skip.Namespace() for layer in layers if isinstance(layer, models.Stash)}
 
-    @skip.skippable(stash=["skip"])
-    class StashSkip(nn.Module):
+    class Wrapper(nn.Module):
         def __init__(self, layer: models.Stash):
             super().__init__()
             self.layer = layer
 
+    @skip.skippable(stash=["skip"])
+    class StashSkip(Wrapper):
         def forward(self, x: Tensor) -> Iterator[object]:
             yield skip.stash("skip", self.layer(x))
             return x
 
     @skip.skippable(pop=["skip"])
-    class JoinSkip(nn.Module):
-        def __init__(self, layer: models.Join):
-            super().__init__()
-            self.layer = layer
-
+    class JoinSkip(Wrapper):
         def forward(self, x: Tensor) -> Iterator[object]:
             popped = yield skip.pop("skip")
             return self.layer(x, popped)
 
     def convert(layer: nn.Module) -> nn.Module:
-        if isinstance(layer, models.Stash):
-            return StashSkip(layer).isolate(namespaces[layer.name])
-        if isinstance(layer, models.Join):
-            return JoinSkip(layer).isolate(namespaces[layer.name])
-        return layer
+        if not isinstance(layer, models.Stash):
+            return layer
+        kind = JoinSkip if isinstance(layer, models.Join) else StashSkip
+        return kind(layer).isolate(namespaces[layer.name])
 
     return nn.Sequential(*map(convert, layers))
 
@@ -96,14 +90,13 @@ def main() -> None:
     parser = steps.flags(__doc__, ["never", "except_last", "always"])
     parser.add_argument("--library", choices=LIBRARIES, default="torchgpipe")
     parser.add_argument("--schedule", help="run step() with this schedule; of gpipe only")
-    parser.add_argument("--memory", action="store_true", help="count bytes instead of seconds")
     args = parser.parse_args()
     if args.schedule and args.library != "gpipe":
         parser.error(f"{args.library} has no schedules; leave out --schedule")
     name = " ".join(filter(None, [LIBRARIES[args.library], args.schedule]))
     torch.set_num_threads(1)
     library = importlib.import_module(args.library)
-    layers, x = steps.subject(args)
+    layers, x = models.subject(args.model, args.chunks)
     scheduling = {}
     if args.schedule:
         scheduling = {"schedule": args.schedule, "stages_per_worker": args.stages_per_worker}
@@ -127,26 +120,17 @@ def main() -> None:
     def plain_step() -> None:
         steps.plain_step(plain, x, args.chunks, args.checkpoint == "always")
 
-    def timed(function: Callable[[], None]) -> float:
-        start, end = steps.span(function)
-        return end - start
-
     for _ in range(steps.WARM_UP):
         step()
-    if args.memory:
-        steps.clear_gradients(pipe)
-        steps.report(args, name, bytes=peak_bytes(step))
-    elif args.model == "tiny":
+    if args.model == "tiny":
         for _ in range(steps.WARM_UP):
             plain_step()
-        plain_seconds, seconds = zip(
-            *((timed(plain_step), timed(step)) for _ in range(args.repeats))
-        )
-        cost = steps.us_per_cell(args, seconds, plain_seconds)
-        figures = {"plain_seconds": plain_seconds, "seconds": seconds, "us_per_cell": cost}
-        steps.report(args, name, **figures)
+        plain_times, times = zip(*((steps.seconds(plain_step), steps.seconds(step)) for _ in range(args.repeats)))
+        figures = {"us_per_cell": steps.us_per_cell(args, times, plain_times)}
     else:
-        steps.report(args, name, seconds=[timed(step) for _ in range(args.repeats)])
+        figures = {"seconds": [steps.seconds(step) for _ in range(args.repeats)]}
+    steps.clear_gradients(pipe)
+    steps.report(args, name, **figures, bytes=peak_bytes(step))
 
 
 if __name__ == "__main__":

@@ -90,8 +90,7 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
     """Returns the commands that measure the row, by contestant."""
     settings = ["--chunks", row.chunks, "--checkpoint", row.checkpoint, "--repeats", steps]
     subject = ["--model", row.model, "--balance", ",".join(map(str, row.balance))]
-    program = ours / "bench" / row.bench
-    memory = ["--memory"] if row.bench == "memory" else []
+    program = ours / "bench" / ("overhead" if row.bench == "overhead" else "speed")
     own: dict[str, list[object]] = {}
     if program.exists():
         sizes = ["--stages", len(row.balance)] if row.bench == "overhead" else subject
@@ -100,7 +99,7 @@ def contestants(row: Row, ours: Path, steps: int) -> dict[str, list[object]]:
         workers = len(row.balance) // row.stages_per_worker
         job = [sys.executable, "-m", "torch.distributed.run", "--no-python", "--nproc-per-node", workers]
         own["gpipe ranks"] = [*job, "--master-port", 29511, program, "--over-ranks", *own["gpipe"][1:]]
-    in_python = [sys.executable, HERE / "pipe_steps.py", *memory, *subject, *settings]
+    in_python = [sys.executable, HERE / "pipe_steps.py", *subject, *settings]
     own["gpipe python"] = [*in_python, "--library", "gpipe"]
     commands = {}
     distributed = []

@@ -14,9 +14,7 @@ WARM_UP = 2  # steps
 
 
 def flags(description: str | None, checkpoints: list[str]) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
@@ -28,10 +26,6 @@ def flags(description: str | None, checkpoints: list[str]) -> argparse.ArgumentP
     parser.add_argument("--checkpoint", choices=checkpoints, default="never")
     parser.add_argument("--repeats", type=int, default=9, help="number of steps to time")
     return parser
-
-
-def subject(args: argparse.Namespace) -> tuple[models.Layers, Tensor]:
-    return models.subject(args.model, args.chunks)
 
 
 def workers(args: argparse.Namespace) -> int:
@@ -63,6 +57,11 @@ def span(function: Callable[[], object]) -> tuple[float, float]:
     start = time.monotonic()
     function()
     return start, time.monotonic()
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start, end = span(function)
+    return end - start
 
 
 def us_per_cell(args: argparse.Namespace, seconds: list[float], plain: list[float]) -> list[float]:
