@@ -15,7 +15,7 @@ namespace gpipe {
 struct Workload {
   Layout layout;
   std::vector<Edge> edges = {};
-  Costs costs = {};              ///< as simulate() takes them; also of I and W
+  Costs costs = {};  ///< as simulate() takes them; also of I and W
   Checkpoint checkpoint = Checkpoint::kNever;
 };
 

@@ -126,6 +126,7 @@ TEST(LeftOut, EachCallIsNeededAndInTime) {
 
 // The calls that only wires between devices make.
 TEST(LeftOut, EachCallForWiresIsNeededAndInTime) {
+  called.clear();
   const auto violates = [](Way way) {
     accelerator::stream_order().take_violations();
     train_over_ranks("interleaved_1f1b", Checkpoint::kNever, way);

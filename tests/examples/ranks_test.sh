@@ -5,12 +5,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 mnist=$1
 
 # 29 images for training and 5 for validation: the last mini-batch has one image, so that a replica has none.
-common=(--samples 34 --validation 16 --size 96x64 --epochs 4 --batch-size 4 --depth 1 --channels 4 --scale 0.25 --clip 0.5)
+common=(--samples 34 --validation 16 --size 96x64 --epochs 2 --batch-size 4 --depth 1 --channels 4 --scale 0.25 --clip 0.5)
 run one --chunks 2 --schedule 1f1b
 together two 2 --chunks 2 --schedule 1f1b --trace two/trace.json
 same one two
-cmp one/epoch_004.png two/epoch_004.png
-[[ $(grep -c '^epoch 1/4' two.log) == 1 ]] || fail "progress is printed twice"
+cmp one/epoch_002.png two/epoch_002.png
+[[ $(grep -c '^epoch 1/2' two.log) == 1 ]] || fail "progress is printed twice"
 says two '^stage 1: .* on worker 1, another rank$'
 [[ $(grep -o '"tid": *[01]' two/trace.json | sort -u | wc -l) == 2 ]] || fail "the trace lacks a rank"
 
@@ -20,15 +20,11 @@ same one stray
 
 # The mini-batch of a run with one pipeline has as many micro-batches as those of all replicas together.
 run alone --stages 1 --chunks 2
-together replicas 2 --stages 1 --chunks 1 --replicas 2
-close alone replicas
+rarely together replicas 2 --stages 1 --chunks 1 --replicas 2
+rarely close alone replicas
 together four 4 --stages 2 --chunks 1 --replicas 2
 close alone four
-says four '^training: 4 epochs, mini-batches of 4 as 1 micro-batches on each of 2 replicas'
-together other 2 --stages 1 --chunks 1 --replicas 2 --epochs 2 --learning-rate-schedule constant
-run other --stages 1 --chunks 2 --learning-rate-schedule constant --resume auto
-run constant --stages 1 --chunks 2 --learning-rate-schedule constant
-close constant other
+says four '^training: 2 epochs, mini-batches of 4 as 1 micro-batches on each of 2 replicas'
 
 # Stopped by the terminal, which signals to all processes, or by a signal to torchrun, which passes it on.
 common+=(--chunks 2 --epochs 12 --stages 3)
@@ -49,7 +45,7 @@ for how in terminal launcher; do
   fi
   ! wait $launcher || fail "a stopped training succeeds"
   says parts '--resume parts/latest.snapshot'
-  together parts 3 --resume auto
+  run parts --resume auto
   same whole parts
 done
 
@@ -57,16 +53,14 @@ done
 if (torchrun 2 --output /proc/output) >error.log 2>&1; then fail "an error is no error"; fi
 says error 'error: cannot create the folder /proc/output'
 says error 'error: .* rank 0 '
-if (torchrun 4 --output few) >error.log 2>&1; then fail "too few stages are accepted"; fi
-says error 'the pipeline has 3 workers, but there are 4 processes per pipeline'
+if (torchrun 2 --output few --stages 1) >error.log 2>&1; then fail "too few stages are accepted"; fi
+says error 'the pipeline has 1 workers, but there are 2 processes per pipeline'
 [[ ! -e few ]] || fail "a refused run writes"
 refuse lonely '--replicas is 2, but there is one process' --replicas 2
 
 program=$mnist
-common=(--samples 60 --epochs 2 --batch-size 20 --chunks 2)
+common=(--samples 30 --epochs 1 --batch-size 10 --chunks 2)
 run digits --stages 2
 together digits2 2 --stages 2
 same digits digits2
-together digits3 2 --stages 1 --chunks 1 --replicas 2
-close digits digits3
 echo "all passed"

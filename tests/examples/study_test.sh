@@ -4,13 +4,14 @@
 here=$(cd "$(dirname "$0")" && pwd)
 source "$here/program.sh"
 
-"$program" --quick --batch-size 4 --image 33 --splits 2,3 --output out >log
+tiny=(--quick --batch-size 2 --image 33 --splits 1)
+"$program" "${tiny[@]}" --output out >log
 [[ $(head -1 log) == CPU:* ]] || fail "the hardware is not printed first"
 [[ $(head -1 out/runs.csv) == variant,split_size,run,seconds,predicted_seconds ]] || fail "header of runs.csv"
-variants=$'data parallel,0\nmodel parallel,0\npipeline,2\npipeline,3\nsingle,0'
+variants=$'data parallel,0\nmodel parallel,0\npipeline,1\nsingle,0'
 [[ $(tail -n +2 out/runs.csv | cut -d, -f1,2 | sort -u) == "$variants" ]] || fail "variants of runs.csv"
-[[ $(wc -l <out/runs.csv) == 11 ]] || fail "runs.csv does not have 5 variants with 2 runs each"
-[[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/runs.csv) == 10 ]] || fail "times of runs.csv"
+[[ $(wc -l <out/runs.csv) == 9 ]] || fail "runs.csv does not have 4 variants with 2 runs each"
+[[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/runs.csv) == 8 ]] || fail "times of runs.csv"
 grep -q '^profiles per variant: 1; the median prediction is used$' out/hardware.txt || fail "hardware.txt"
 
 refuse() {
@@ -29,14 +30,14 @@ refuse 'two replicas split it equally; give an even number' --batch-size 5
 refuse "--splits contains 9, which is more than the mini-batch's 4 images" --batch-size 4 --splits 2,9
 refuse not-a-folder --output out/runs.csv/not-a-folder
 
-(torchrun 3 --quick --output three) >err.log 2>&1 && fail "three processes were accepted"
-grep -qF 'there are 3 processes; start one, or four' err.log || { cat err.log >&2; fail "three processes are not told"; }
-(torchrun 4 --quick --batch-size 4 --image 33 --splits 2,3 --output out/processes) >log 2>&1 ||
+(torchrun 2 --quick --output two) >err.log 2>&1 && fail "two processes were accepted"
+grep -qF 'there are 2 processes; start one, or four' err.log || { cat err.log >&2; fail "two processes are not told"; }
+(torchrun 4 "${tiny[@]}" --output out/processes) >log 2>&1 ||
   { cat log >&2; fail "four processes"; }
-variants+=$'\ndata parallel over processes,0\ndata × pipeline,2'
+variants+=$'\ndata parallel over processes,0\ndata × pipeline,1'
 [[ $(tail -n +2 out/processes/runs.csv | cut -d, -f1,2 | LC_ALL=C sort -u) == "$(LC_ALL=C sort <<<"$variants")" ]] ||
   fail "variants of four processes"
-[[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/processes/runs.csv) == 14 ]] ||
+[[ $(grep -cE ',[0-9]+\.[0-9]*[1-9][0-9]*,[0-9]+\.[0-9]*[1-9][0-9]*$' out/processes/runs.csv) == 12 ]] ||
   fail "times of four processes"
 grep -q '^processes: 4$' out/processes/hardware.txt || fail "hardware.txt of four processes"
 [[ ! -e out/processes/store ]] || fail "the processes leave a file"
@@ -47,12 +48,12 @@ if ! "$python" -c 'import matplotlib' 2>import.log; then
 fi
 "$python" "$here/../../bench/resnet50_study/plot.py" out >page
 for picture in all processes/all; do [[ -s out/$picture.png ]] || fail "no $picture.png"; done
-grep -q '^| data × pipeline, split 2 | [0-9.]* | [0-9.]* | [0-9.]* |$' page || fail "no table of four processes"
+grep -q '^| data × pipeline, split 1 | [0-9.]* | [0-9.]* | [0-9.]* |$' page || fail "no table of four processes"
 cmp page out/README.md || fail "README.md differs from what was printed"
 # Two runs support no percentage.
 grep -qx -- '- Model parallel was neither clearly faster nor clearly slower than a single device (published, on two GPUs: 7 % slower)\.' page ||
   fail "a percentage from two runs, or no published result"
-! grep -E '^- The pipeline with split size [23] was .*%' page || fail "a percentage from two runs"
+! grep -E '^- The pipeline with split size 1 was .*%' page || fail "a percentage from two runs"
 
 mkdir steady && cp out/hardware.txt steady
 {

@@ -7,12 +7,11 @@ here=$(cd "$(dirname "$0")" && pwd)
 
 mkdir -p "$work"
 cp "$here/CMakeLists.txt" "$work"
-sed -n '/^```cpp$/,/^```$/{//!p}' "$here/../../README.md" >"$work/new.cpp"
-[[ -s $work/new.cpp ]] || { echo "README.md has no \`\`\`cpp block" >&2 && exit 1; }
-cmp -s "$work/new.cpp" "$work/README.cpp" || cp "$work/new.cpp" "$work/README.cpp"
+sed -n '/^```cpp$/,/^```$/{//!p}' "$here/../../README.md" >"$work/README.cpp"
+[[ -s $work/README.cpp ]] || { echo "README.md has no \`\`\`cpp block" >&2 && exit 1; }
 
 rm -rf "$work/prefix"
 "$cmake" --install "$build" --prefix "$work/prefix" >/dev/null
-"$cmake" --fresh -G Ninja -S "$work" -B "$work/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DCMAKE_PREFIX_PATH="$work/prefix"
+"$cmake" --fresh -G Ninja -S "$work" -B "$work/build" -DCMAKE_PREFIX_PATH="$work/prefix"
 "$cmake" --build "$work/build"
 "$work/build/README"

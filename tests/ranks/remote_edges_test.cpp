@@ -73,9 +73,8 @@ TEST(RanksOfWorkers, AreContiguousBlocksAsEqualAsPossible) {
 }
 
 TEST(PlanWires, JoinsTheEdgesOfAnAction) {
-  const auto program =
-      testing::make(testing::straight(3, 1), testing::with_skips(testing::chain(3), {{0, 2}, {0, 1}}),
-                    testing::lists({"0F0 0B0", "1F0 1B0", "2F0 2B0"}));
+  const auto program = testing::make(testing::straight(3, 1), testing::with_skips(testing::chain(3), {{0, 2}, {0, 1}}),
+                                     testing::lists({"0F0 0B0", "1F0 1B0", "2F0 2B0"}));
   const auto plans = plan_wires(program, Part::kForward, {0, 1, 1});
   ASSERT_EQ(plans.size(), 2);
   EXPECT_EQ(plans[0].to, 1);

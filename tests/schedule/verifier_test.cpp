@@ -47,8 +47,7 @@ TEST(Verifier, BoundsLiveCellsAndGraphs) {
   const auto inference = verify(layout, chain(2), fill(layout));
   EXPECT_THAT(inference.live, ElementsAre(1, 1));
   EXPECT_THAT(inference.graphs, ElementsAre(0, 0));
-  EXPECT_THAT(verify(straight(4, 8), chain(4), testing::one_forward_one_backward(4, 8)).live,
-              ElementsAre(4, 3, 2, 1));
+  EXPECT_THAT(verify(straight(4, 8), chain(4), testing::one_forward_one_backward(4, 8)).live, ElementsAre(4, 3, 2, 1));
   EXPECT_THAT(verify(straight(4, 8), chain(4), testing::zero_bubble(4, 8)).live, ElementsAre(4, 4, 4, 4));
 }
 
@@ -112,11 +111,10 @@ TEST(Verifier, RefusesTheWrongOrderWithinACell) {
 TEST(Verifier, DeadlockMessageNamesGradientsAndOmitsWorkersThatFinish) {
   const auto layout = straight(3, 2);
   const auto schedule = lists({"0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1"});
-  EXPECT_THAT(
-      testing::refusal(layout, chain(3), schedule),
-      AllOf(HasSubstr("worker 0 waits to take the gradient of edge 0 ('activation 0->1') for 0B0"),
-            HasSubstr("worker 1 waits to take edge 0 ('activation 0->1') for 1F1"),
-            HasSubstr("worker 2 waits to take edge 1 ('activation 1->2') for 2F1")));
+  EXPECT_THAT(testing::refusal(layout, chain(3), schedule),
+              AllOf(HasSubstr("worker 0 waits to take the gradient of edge 0 ('activation 0->1') for 0B0"),
+                    HasSubstr("worker 1 waits to take edge 0 ('activation 0->1') for 1F1"),
+                    HasSubstr("worker 2 waits to take edge 1 ('activation 1->2') for 2F1")));
 }
 
 TEST(Verifier, HandlesLargePrograms) {

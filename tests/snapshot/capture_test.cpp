@@ -18,7 +18,7 @@ namespace optim = torch::optim;
 using ::testing::HasSubstr;
 
 TEST(Capture, CopiesTensors) {
-  auto model = small_model();
+  auto model = sample_model();
   optim::SGD optimizer(model->parameters(), optim::SGDOptions(0.1).momentum(0.9));
   train(model, optimizer);
   const auto weights = capture_model(*model);
@@ -26,14 +26,14 @@ TEST(Capture, CopiesTensors) {
   const auto weight = model[0]->named_parameters()["weight"].clone();
   const auto momentum = state.state.at("0.weight").at("momentum_buffer").toTensor().clone();
   train(model, optimizer);
-  EXPECT_TRUE(same(weights["0.weight"], weight));
-  EXPECT_TRUE(same(state.state.at("0.weight").at("momentum_buffer").toTensor(), momentum));
+  EXPECT_TRUE(same_bits(weights["0.weight"], weight));
+  EXPECT_TRUE(same_bits(state.state.at("0.weight").at("momentum_buffer").toTensor(), momentum));
 
   restore_model(*model, weights);
   restore_optimizer(optimizer, *model, state);
   train(model, optimizer);
-  EXPECT_TRUE(same(weights["0.weight"], weight));
-  EXPECT_TRUE(same(state.state.at("0.weight").at("momentum_buffer").toTensor(), momentum));
+  EXPECT_TRUE(same_bits(weights["0.weight"], weight));
+  EXPECT_TRUE(same_bits(state.state.at("0.weight").at("momentum_buffer").toTensor(), momentum));
 }
 
 using MakeOptimizer = std::function<std::unique_ptr<optim::Optimizer>(std::vector<optim::OptimizerParamGroup>)>;
@@ -65,7 +65,7 @@ struct Training {
   void run(int steps) {
     for (int i = 0; i < steps; ++i) train(model, *optimizer);
   }
-  torch::nn::Sequential model = small_model();
+  torch::nn::Sequential model = sample_model();
   std::unique_ptr<optim::Optimizer> optimizer;
 };
 
@@ -89,11 +89,11 @@ TEST_P(ContinuedTraining, EqualsUninterruptedTraining) {
   restore_model(*resumed.model, read.model);
   restore_optimizer(*resumed.optimizer, *resumed.model, read.optimizer);
   restore_random(read.random);
-  EXPECT_TRUE(same(capture_optimizer(*resumed.optimizer, *resumed.model), snapshot.optimizer));
+  EXPECT_TRUE(same_bits(capture_optimizer(*resumed.optimizer, *resumed.model), snapshot.optimizer));
   resumed.run(4);
-  EXPECT_TRUE(same(capture_model(*resumed.model), capture_model(*whole.model)));
-  EXPECT_TRUE(
-      same(capture_optimizer(*resumed.optimizer, *resumed.model), capture_optimizer(*whole.optimizer, *whole.model)));
+  EXPECT_TRUE(same_bits(capture_model(*resumed.model), capture_model(*whole.model)));
+  EXPECT_TRUE(same_bits(capture_optimizer(*resumed.optimizer, *resumed.model),
+                        capture_optimizer(*whole.optimizer, *whole.model)));
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -118,13 +118,13 @@ TEST(Restore, ContinuesTheGenerator) {
   const auto expected = torch::randn({5});
   torch::randn({100});
   restore_random(state);
-  EXPECT_TRUE(same(torch::randn({5}), expected));
+  EXPECT_TRUE(same_bits(torch::randn({5}), expected));
 
   const auto before = capture_random();
   for (const auto& wrong : {torch::zeros({10}, torch::kByte), torch::zeros({5056}), torch::Tensor(),
                             torch::full({before.numel()}, 255, torch::kByte)}) {
     EXPECT_NE(error_of<std::invalid_argument>([&] { restore_random(wrong); }), "");
-    EXPECT_TRUE(same(capture_random(), before));
+    EXPECT_TRUE(same_bits(capture_random(), before));
   }
 }
 
@@ -136,7 +136,7 @@ std::string refused(torch::nn::Sequential model, const std::function<void(NamedT
   for (const auto& item : before) other.insert(item.key(), item.value() + 1);
   change(other);
   const auto error = error_of<std::invalid_argument>([&] { restore_model(*model, other); });
-  EXPECT_TRUE(same(capture_model(*model), before));
+  EXPECT_TRUE(same_bits(capture_model(*model), before));
   return error;
 }
 
@@ -157,12 +157,12 @@ TEST(Restore, RefusesTheStateOfAnotherModel) {
       {[](auto& other) { other["3.weight"] = other["3.weight"].to_sparse(); }, "'3.weight' is Float[2, 4] Sparse in"},
       {[](auto& other) { other["3.weight"] = other["3.weight"].to(torch::kMeta); },
        "'3.weight' is Float[2, 4] without data in the snapshot"}};
-  for (const auto& [change, is] : cases) EXPECT_THAT(refused(small_model(), change), HasSubstr(is));
+  for (const auto& [change, is] : cases) EXPECT_THAT(refused(sample_model(), change), HasSubstr(is));
 }
 
 TEST(Restore, RefusesAModelWithTensorsThatCannotBeWritten) {
   const auto refused_with = [](const at::Tensor& last) {
-    auto model = small_model();
+    auto model = sample_model();
     model->register_buffer("last", last);
     return refused(model, [](auto&) {});
   };
@@ -176,7 +176,7 @@ TEST(Restore, RefusesAModelWithTensorsThatCannotBeWritten) {
 }
 
 TEST(Restore, RefusesTheStateOfAnotherOptimizer) {
-  auto model = small_model();
+  auto model = sample_model();
   optim::Adam optimizer(model->parameters(), optim::AdamOptions(0.1));
   train(model, optimizer);
   const auto before = capture_optimizer(optimizer, *model);
@@ -188,7 +188,7 @@ TEST(Restore, RefusesTheStateOfAnotherOptimizer) {
     change(other, other.param_groups[0]);
     const auto error = error_of<std::invalid_argument>([&] { restore_optimizer(optimizer, *model, other); });
     for (const auto& word : words) EXPECT_THAT(error, HasSubstr(word));
-    EXPECT_TRUE(same(capture_optimizer(optimizer, *model), before));
+    EXPECT_TRUE(same_bits(capture_optimizer(optimizer, *model), before));
   };
   expect_refused({"SGD", "Adam"}, [](auto& other, auto&) { other.type = "SGD"; });
   expect_refused({"2 groups"}, [](auto& other, auto&) { other.param_groups.emplace_back(); });
@@ -208,7 +208,7 @@ TEST(Restore, RefusesTheStateOfAnotherOptimizer) {
 }
 
 TEST(Capture, RefusesUnsupportedOptimizers) {
-  auto model = small_model();
+  auto model = sample_model();
   optim::LBFGS unknown(model->parameters());
   EXPECT_THAT(error_of<std::invalid_argument>([&] { capture_optimizer(unknown, *model); }), HasSubstr("LBFGS"));
   EXPECT_THAT(error_of<std::invalid_argument>([&] { restore_optimizer(unknown, *model, {}); }), HasSubstr("LBFGS"));

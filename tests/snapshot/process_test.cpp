@@ -92,7 +92,7 @@ TEST(SnapshotProcess, KilledWriterLeavesACompleteSnapshot) {
 
     half_written += std::filesystem::exists(folder / "latest.tmp");
     const auto snapshot = read_snapshot(path);
-    EXPECT_TRUE(same(snapshot, numbered(snapshot.epoch)));
+    EXPECT_TRUE(same_bits(snapshot, numbered(snapshot.epoch)));
     EXPECT_GE(snapshot.epoch, written);
     EXPECT_LE(snapshot.epoch, written + 1);
     written = snapshot.epoch;
@@ -109,10 +109,10 @@ int overfill(const std::filesystem::path& path, const std::string& reason) {
   if (error.find(path.string()) == std::string::npos || error.find(reason) == std::string::npos) {
     throw std::runtime_error("the error is '" + error + "'");
   }
-  if (!same(read_snapshot(path), numbered(1, 100))) throw std::runtime_error("the previous snapshot was lost");
+  if (!same_bits(read_snapshot(path), numbered(1, 100))) throw std::runtime_error("the previous snapshot was lost");
   if (std::filesystem::exists(path.string() + ".tmp")) throw std::runtime_error("the temporary file was not removed");
   write_snapshot(path, numbered(3, 100));
-  return same(read_snapshot(path), numbered(3, 100)) ? 0 : 1;
+  return same_bits(read_snapshot(path), numbered(3, 100)) ? 0 : 1;
 }
 
 TEST(SnapshotProcess, FullDiskLeavesThePreviousSnapshot) {

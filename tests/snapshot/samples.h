@@ -27,7 +27,7 @@ inline void write_bytes(const std::filesystem::path& path, std::string_view byte
   std::ofstream(path, std::ios::binary).write(bytes.data(), static_cast<std::streamsize>(bytes.size()));
 }
 
-inline torch::nn::Sequential small_model() {
+inline torch::nn::Sequential sample_model() {
   return torch::nn::Sequential(torch::nn::Linear(3, 4), torch::nn::BatchNorm1d(4), torch::nn::Dropout(0.5),
                                torch::nn::Linear(torch::nn::LinearOptions(4, 2).bias(false)));
 }
@@ -40,9 +40,9 @@ void train(Model& model, torch::optim::Optimizer& optimizer) {
   optimizer.step();
 }
 
-/// A snapshot of small_model() after two steps, with values of every kind.
+/// A snapshot of sample_model() after two steps, with values of every kind.
 inline Snapshot small_snapshot() {
-  auto model = small_model();
+  auto model = sample_model();
   torch::optim::AdamW optimizer(model->parameters(), torch::optim::AdamWOptions(0.1).amsgrad(true));
   train(model, optimizer);
   train(model, optimizer);
@@ -60,7 +60,7 @@ inline Snapshot small_snapshot() {
 // Of the same name, but other semantics, as functions of tests/gpipe/helpers.h: NaNs may be equal.
 inline namespace samples {
 
-inline bool same(const at::Tensor& a, const at::Tensor& b) {
+inline bool same_bits(const at::Tensor& a, const at::Tensor& b) {
   if (a.defined() != b.defined()) return false;
   if (!a.defined()) return true;
   if (a.scalar_type() != b.scalar_type() || a.sizes() != b.sizes()) return false;
@@ -69,27 +69,29 @@ inline bool same(const at::Tensor& a, const at::Tensor& b) {
   return x.nbytes() == 0 || std::memcmp(x.const_data_ptr(), y.const_data_ptr(), x.nbytes()) == 0;
 }
 
-inline bool same(const NamedTensors& a, const NamedTensors& b) {
+inline bool same_bits(const NamedTensors& a, const NamedTensors& b) {
   if (a.size() != b.size()) return false;
   for (const auto& item : a) {
-    if (!b.contains(item.key()) || !same(item.value(), b[item.key()])) return false;
+    if (!b.contains(item.key()) || !same_bits(item.value(), b[item.key()])) return false;
   }
   return true;
 }
 
-inline bool same(const Fields& a, const Fields& b) {
+inline bool same_bits(const Fields& a, const Fields& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
     if (x.first != y.first) return false;
-    if (x.second.isTensor() && y.second.isTensor()) return same(x.second.toTensor(), y.second.toTensor());
+    if (x.second.isTensor() && y.second.isTensor()) return same_bits(x.second.toTensor(), y.second.toTensor());
     return x.second == y.second;
   });
 }
 
-inline bool same(const OptimizerState& a, const OptimizerState& b) {
+inline bool same_bits(const OptimizerState& a, const OptimizerState& b) {
   const auto same_groups = [](const auto& x, const auto& y) {
-    return x.params == y.params && same(x.options, y.options);
+    return x.params == y.params && same_bits(x.options, y.options);
   };
-  const auto same_states = [](const auto& x, const auto& y) { return x.first == y.first && same(x.second, y.second); };
+  const auto same_states = [](const auto& x, const auto& y) {
+    return x.first == y.first && same_bits(x.second, y.second);
+  };
   return a.type == b.type &&
          std::equal(a.param_groups.begin(), a.param_groups.end(), b.param_groups.begin(), b.param_groups.end(),
                     same_groups) &&
@@ -97,9 +99,9 @@ inline bool same(const OptimizerState& a, const OptimizerState& b) {
 }
 
 /// Compares bit by bit.
-inline bool same(const Snapshot& a, const Snapshot& b) {
-  return same(a.model, b.model) && same(a.optimizer, b.optimizer) && a.epoch == b.epoch && a.position == b.position &&
-         same(a.random, b.random) && a.options == b.options && a.history == b.history;
+inline bool same_bits(const Snapshot& a, const Snapshot& b) {
+  return same_bits(a.model, b.model) && same_bits(a.optimizer, b.optimizer) && a.epoch == b.epoch &&
+         a.position == b.position && same_bits(a.random, b.random) && a.options == b.options && a.history == b.history;
 }
 
 }  // namespace samples

@@ -22,10 +22,10 @@ TEST(Snapshot, RoundTrip) {
   auto snapshot = small_snapshot();
   snapshot.position["seed"] = std::int64_t{1} << 60;
   write_snapshot(folder / "latest", snapshot);
-  EXPECT_TRUE(same(read_snapshot(folder / "latest"), snapshot));
+  EXPECT_TRUE(same_bits(read_snapshot(folder / "latest"), snapshot));
   EXPECT_EQ(to_bytes(read_snapshot(folder / "latest")), bytes_of(folder / "latest"));
   write_snapshot(folder / "latest", {});
-  EXPECT_TRUE(same(read_snapshot(folder / "latest"), {}));
+  EXPECT_TRUE(same_bits(read_snapshot(folder / "latest"), {}));
 }
 
 TEST(Snapshot, RoundTripOfTensorsOfEveryTypeAndLayout) {
@@ -48,7 +48,7 @@ TEST(Snapshot, RoundTripOfTensorsOfEveryTypeAndLayout) {
   snapshot.model.insert("imaginary", torch::imag(torch::randn({3}, torch::kComplexFloat).conj()));
   snapshot.model.insert("the same", snapshot.model["Double"]);
   write_snapshot(folder / "tensors", snapshot);
-  EXPECT_TRUE(same(read_snapshot(folder / "tensors"), snapshot));
+  EXPECT_TRUE(same_bits(read_snapshot(folder / "tensors"), snapshot));
   EXPECT_FALSE(read_snapshot(folder / "tensors").model["gradients"].requires_grad());
 
   Snapshot small;
@@ -61,7 +61,7 @@ TEST(Snapshot, WeightsAreReadAlone) {
   const TemporaryDirectory folder;
   const auto snapshot = small_snapshot();
   write_snapshot(folder / "latest", snapshot);
-  EXPECT_TRUE(same(read_weights(folder / "latest"), snapshot.model));
+  EXPECT_TRUE(same_bits(read_weights(folder / "latest"), snapshot.model));
   EXPECT_THAT(error_of([&] { read_weights(folder / "missing"); }), HasSubstr("missing': No such file"));
 }
 

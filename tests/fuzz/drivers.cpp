@@ -1,0 +1,185 @@
+// Each driver passes its input to a reader of files. The reader must accept the input or throw an exception that its
+// header documents. Crashes, sanitizer reports, hangs and excessive memory use are faults. ./test gives each driver its
+// inputs in corpus.txt. `tests/long fuzz` searches for new faults (needs clang): minimise a found input with
+// -minimize_crash=1 and add it to corpus.txt, where \xHH stands for a byte.
+
+#include <sys/resource.h>
+#include <zlib.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <fstream>
+#include <iostream>
+#include <map>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "balance/cut.h"
+#include "balance/predict.h"
+#include "balance/profile.h"
+#include "examples/common/files.h"
+#include "examples/common/image.h"
+#include "examples/resnet18_mnist/idx.h"
+#include "gpipe/snapshot/safetensors.h"
+#include "tests/support/support.h"
+
+namespace gpipe {
+namespace {
+
+void require(bool condition, const std::string& what) {
+  if (condition) return;
+  std::cerr << what << "\n";
+  std::abort();
+}
+
+/// Calls a reader, which can refuse the input with an Error whose message begins with a text.
+template <class Error, class Read>
+void read(const std::string& begin, Read call) {
+  try {
+    call();
+  } catch (const Error& error) {
+    require(std::string(error.what()).starts_with(begin), std::string("another error: ") + error.what());
+  }
+}
+
+/// A safetensors file, or the JSON of a snapshot if it begins with "{".
+void safetensors(const std::string& bytes) {
+  read<std::runtime_error>("", [&] {
+    Safetensors file{.tensors = {}, .training = bytes};
+    if (!bytes.starts_with('{')) {
+      std::istringstream stream(bytes);
+      file = read_safetensors(stream, bytes.size());
+    }
+    static_cast<void>(from_safetensors(file));
+  });
+}
+
+/// Corrects the checksums of a PNG's chunks, so that mutated files get past the checksum test.
+void fix_checksums(std::string& file) {
+  constexpr std::size_t kMagic = 8;
+  const auto byte = [&](std::size_t at) { return static_cast<std::uint8_t>(file[at]); };
+  if (!file.starts_with("\x89PNG\r\n\x1a\n")) return;
+  for (std::size_t at = kMagic; file.size() - at >= 12;) {
+    std::size_t length = 0;
+    for (int i = 0; i < 4; ++i) length = length << 8 | byte(at + i);
+    if (length > file.size() - at - 12) return;
+    const auto sum = crc32(0, reinterpret_cast<const Bytef*>(&file[at + 4]), static_cast<uInt>(length + 4));
+    for (int i = 0; i < 4; ++i) file[at + 8 + length + i] = static_cast<char>(sum >> (24 - 8 * i));
+    at += length + 12;
+  }
+}
+
+/// A JPEG, PNG or GIF file. The checksums of a PNG are corrected first.
+void image(std::string bytes) {
+  using examples::Size;
+  static const TemporaryDirectory folder;
+  const auto path = folder / "input";
+  fix_checksums(bytes);
+  examples::write_file(path, bytes);
+  read<std::runtime_error>(path.string() + ": ", [&] {
+    const auto image = examples::read_image(path);
+    const Size size{static_cast<int>(image.size(2)), static_cast<int>(image.size(1))};
+    require(size == examples::image_size(path), "the header has another size");
+    require(image.size(0) == 3, "pixels are missing");
+  });
+  read<std::runtime_error>(path.string() + ": ", [&] {
+    const auto image = examples::read_image(path, Size{5, 3});
+    require(image.size(1) == 3 && image.size(2) == 5, "not of the wanted size");
+  });
+}
+
+/// One byte with the length of the image file, then the image file, then the label file.
+void idx(const std::string& bytes) {
+  if (bytes.empty()) return;
+  static const TemporaryDirectory folder;
+  const auto files = examples::mnist::training_files(folder.path());
+  const auto length = std::min<std::size_t>(static_cast<std::uint8_t>(bytes[0]), bytes.size() - 1);
+  examples::write_file(files.images, bytes.substr(1, length));
+  examples::write_file(files.labels, bytes.substr(1 + length));
+  read<std::runtime_error>("", [&] {
+    const auto set = examples::mnist::read_idx(files);
+    require(set.images.dim() == 3 && set.images.size(0) == set.labels.size(0), "the labels are not those of the images");
+  });
+}
+
+/// A profile in JSON. An accepted one can be written, cut and used for predictions.
+void profile(const std::string& bytes) {
+  read<std::invalid_argument>("", [&] {
+    const auto accepted = profile_from_json(bytes);
+    require(profile_from_json(profile_to_json(accepted)) == accepted, "another profile is written");
+    const auto layers = accepted.layers.size();
+    for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
+      if (layers > 6) return;
+      const RunOptions run{.chunks = 2, .checkpoint = checkpoint};
+      read<std::invalid_argument>("", [&] {
+        const auto balance = balance_by_time(accepted, static_cast<int>(std::min<std::size_t>(layers, 2)), run);
+        balance_by_size(accepted, static_cast<int>(balance.size()), run);
+        const auto seconds = predict(accepted, balance, run).seconds;
+        require(std::isfinite(seconds) && seconds >= 0, "the predicted time is no time");
+      });
+    }
+  });
+}
+
+}  // namespace
+}  // namespace gpipe
+
+#ifdef GPIPE_FUZZ_DRIVER
+
+extern "C" int LLVMFuzzerTestOneInput(const std::uint8_t* data, std::size_t size) {
+  gpipe::GPIPE_FUZZ_DRIVER(std::string(reinterpret_cast<const char*>(data), size));
+  return 0;
+}
+
+#else
+
+namespace {
+
+/// Limit on the memory used for one input.
+constexpr long kMegabytes = 512;
+
+long peak_megabytes() {
+  rusage usage{};
+  ::getrusage(RUSAGE_SELF, &usage);
+  return usage.ru_maxrss / 1024;
+}
+
+std::string unescaped(const std::string& text) {
+  std::string bytes;
+  for (std::size_t at = 0; at < text.size(); ++at) {
+    const bool is_escape = text[at] == '\\';
+    bytes += is_escape ? static_cast<char>(std::stoi(text.substr(at + 2, 2), nullptr, 16)) : text[at];
+    if (is_escape) at += 3;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+/// fuzz_corpus FILE: runs each line's driver once.
+int main(int, char** argv) {
+  const std::map<std::string, void (*)(const std::string&)> drivers = {
+      {"safetensors", gpipe::safetensors},
+      {"image", [](const std::string& bytes) { gpipe::image(bytes); }},
+      {"idx", gpipe::idx},
+      {"profile", gpipe::profile}};
+  std::ifstream corpus(argv[1]);
+  int inputs = 0;
+  std::string driver, name, text;
+  for (; corpus >> driver >> name && std::getline(corpus >> std::ws, text); ++inputs) {
+    std::cout << driver << " " << name << std::endl;  // first, because a driver that finds a fault ends the process
+    const auto before = peak_megabytes();
+    drivers.at(driver)(unescaped(text));
+    if (peak_megabytes() - before <= kMegabytes) continue;
+    std::cerr << "used more than " << kMegabytes << " MB of memory\n";
+    return EXIT_FAILURE;
+  }
+  std::cout << inputs << " inputs\n";
+  return inputs > 0 ? EXIT_SUCCESS : EXIT_FAILURE;
+}
+
+#endif
