@@ -106,6 +106,10 @@ MAXVIT = {
     "stochastic_depth_prob": 0.2,
     "num_classes": 5,
 }
+COATNET = {"img_size": 64, "embed_dim": (32,) * 4, "depths": (1,) * 4, "stem_width": (8, 8)}
+GPT2 = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "use_cache": False}
+GPT2 |= {"bos_token_id": 0, "eos_token_id": 0}
+T5 = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2, "use_cache": False}
 SHORT = ["densenet", "gpt2", "t5"]
 MODELS = {
     "squeezenet": lambda: torchvision(lambda models: models.SqueezeNet(num_classes=5)),
@@ -113,9 +117,8 @@ MODELS = {
     "shufflenet": lambda: torchvision(lambda models: models.shufflenet_v2_x0_5(num_classes=5)),
     "regnet": lambda: torchvision(lambda models: models.regnet_y_400mf(num_classes=5)),
     "resnet50": lambda: torchvision(lambda models: bottlenecks(models, [3, 4, 6, 3]), *images(40)),
-    "googlenet": lambda: torchvision(  # returns auxiliary outputs in training mode
-        lambda models: models.GoogLeNet(num_classes=5, init_weights=False), *images(48)
-    ),
+    # Returns auxiliary outputs in training mode.
+    "googlenet": lambda: torchvision(lambda models: models.GoogLeNet(num_classes=5, init_weights=False)),
     "densenet": lambda: torchvision(lambda models: models.DenseNet(4, (2, 2), 8, num_classes=5)),
     "inception": lambda: torchvision(
         lambda models: models.inception_v3(num_classes=5, aux_logits=False, init_weights=False), *images(107, 2)
@@ -127,9 +130,7 @@ MODELS = {
     "maxvit": lambda: torchvision(lambda models: models.MaxVit(**MAXVIT), *images(32)),
     "deeplabv3": lambda: torchvision(deeplab, *images(32, 8)),
     "hrnet": lambda: timm("hrnet_w18_small"),
-    "coatnet": lambda: timm(
-        "coatnet_pico_rw_224", img_size=64, embed_dim=(32, 32, 32, 32), depths=(1, 1, 1, 1), stem_width=(8, 8)
-    ),
+    "coatnet": lambda: timm("coatnet_pico_rw_224", **COATNET),
     "unet": lambda: segmentation("Unet"),
     "unet++": lambda: segmentation("UnetPlusPlus"),
     "unet 3-D": lambda: monai(lambda nets: nets.UNet(3, 1, 2, (4, 8, 16), (2, 2), num_res_units=2), 8, 8, 8),
@@ -147,19 +148,7 @@ MODELS = {
         cross_attention_dim=8,
         attention_head_dim=8,
     ),
-    "gpt2": lambda: transformers(
-        "GPT2LMHeadModel",
-        "GPT2Config",
-        tokens(),
-        vocab_size=50,
-        n_positions=16,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        use_cache=False,
-        bos_token_id=0,
-        eos_token_id=0,
-    ),
+    "gpt2": lambda: transformers("GPT2LMHeadModel", "GPT2Config", tokens(), **GPT2),
     "bert": lambda: text_model(
         "BertForMaskedLM", "BertConfig", tokens(attention_mask=(torch.rand(SAMPLES, 7) > 0.2).long())
     ),
@@ -169,13 +158,7 @@ MODELS = {
         "T5ForConditionalGeneration",
         "T5Config",
         tokens(decoder_input_ids=torch.randint(0, 50, (SAMPLES, 4))),
-        vocab_size=50,
-        d_model=16,
-        d_kv=8,
-        d_ff=32,
-        num_layers=1,
-        num_heads=2,
-        use_cache=False,
+        **T5,
     ),
     "hf vit": lambda: text_model("ViTModel", "ViTConfig", images(16), image_size=16, patch_size=8),
 }

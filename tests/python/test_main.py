@@ -1,7 +1,6 @@
 """The command line: python -m gpipe."""
 
 import json
-import os
 import re
 
 import pytest
@@ -25,9 +24,8 @@ def model_and_batch():
 
 
 @pytest.fixture
-def run(capsys, monkeypatch):
+def run(capsys):
     """Runs the command. Returns what it prints."""
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
 
     def run(*arguments, code=0):
         assert main(arguments) == code
@@ -37,9 +35,8 @@ def run(capsys, monkeypatch):
 
 
 @pytest.fixture
-def refused(capsys, monkeypatch):
+def refused(capsys):
     """Runs the command, which must end with one line on standard error and exit code 2. Returns the line."""
-    monkeypatch.syspath_prepend(os.path.dirname(__file__))
 
     def refused(*arguments):
         with pytest.raises(SystemExit) as ended:
