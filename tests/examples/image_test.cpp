@@ -18,7 +18,7 @@ using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 // Pictures of 11 x 9 pixels in each format.
-const std::filesystem::path kCorpus = std::filesystem::path(__FILE__).parent_path().parent_path() / "fuzz/corpus/image";
+const std::filesystem::path kImages = std::filesystem::path(__FILE__).parent_path() / "images";
 
 at::Tensor pixels_of(const std::vector<int>& values, at::IntArrayRef shape) {
   return at::tensor(values).to(at::kByte).view(shape);
@@ -63,12 +63,12 @@ TEST_F(ImageTest, AlphaChannelOfPngIsIgnored) {
 }
 
 TEST_F(ImageTest, JpegIsDecodedNoLargerThanNeeded) {
-  const auto whole = read_image(kCorpus / "accepted.jpg");
+  const auto whole = read_image(kImages / "accepted.jpg");
   EXPECT_EQ(whole.sizes(), at::IntArrayRef({3, 9, 11}));
   EXPECT_NEAR(whole[0][0][5].item<int>(), 33, 2);
   EXPECT_NEAR(whole[1][0][5].item<int>(), 226, 2);
   for (const Size size : {Size{5, 4}, Size{6, 5}, Size{11, 9}, Size{22, 18}}) {
-    const auto image = read_image(kCorpus / "accepted.jpg", size).to(at::kFloat);
+    const auto image = read_image(kImages / "accepted.jpg", size).to(at::kFloat);
     EXPECT_EQ(image.sizes(), at::IntArrayRef({3, size.height, size.width}));
     EXPECT_LT((image - resize_smoothly(whole, size)).abs().mean().item<double>(), 10) << to_string(size);
   }
@@ -109,7 +109,7 @@ TEST_F(ImageTest, FilesThatAreNotImagesAreNamed) {
 
 TEST_F(ImageTest, TruncatedFilesAreNamed) {
   for (const auto* name : {"accepted.jpg", "accepted.png", "accepted.gif"}) {
-    const auto whole = read_file(kCorpus / name);
+    const auto whole = read_file(kImages / name);
     EXPECT_EQ(read(whole).sizes(), at::IntArrayRef({3, 9, 11})) << name;
     for (std::size_t eighths = 1; eighths < 8; ++eighths) message_of(whole.substr(0, whole.size() * eighths / 8));
   }
@@ -172,7 +172,7 @@ TEST_F(GifTest, DamagedFramesAreErrors) {
   EXPECT_THAT(message_of(gif({.data = lzw({4, 7, 1, 5})})), HasSubstr("defective"));
   EXPECT_THAT(message_of(gif({}).substr(0, 19) + ";"), HasSubstr("no frame"));
   EXPECT_THAT(message_of(gif({}).substr(0, 19) + "?"), HasSubstr("Wrong record type"));
-  EXPECT_THAT(message_of(read_file(kCorpus / "no-palette.gif")), HasSubstr("no palette"));
+  EXPECT_THAT(message_of(read_file(kImages / "no-palette.gif")), HasSubstr("no palette"));
 }
 
 // A tiny file can claim gigabytes of pixels.
@@ -183,7 +183,7 @@ TEST_F(GifTest, SizesAreLimitedInAllAndByTheFile) {
   EXPECT_THAT(message_of(gif({}, {16384, 16384})), HasSubstr("16384x16384 pixels do not fit into 35 bytes"));
   EXPECT_THAT(error_of([&] { image_size(path_); }), HasSubstr("do not fit"));
   EXPECT_EQ(white(gif({}, {1024, 1024})).size(), 2u);
-  EXPECT_THAT(message_of(read_file(kCorpus / "huge.jpg")), HasSubstr("65500x65500 pixels are too many"));
+  EXPECT_THAT(message_of(read_file(kImages / "huge.jpg")), HasSubstr("65500x65500 pixels are too many"));
 }
 
 }  // namespace

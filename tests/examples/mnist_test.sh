@@ -3,9 +3,9 @@
 source "$(dirname "${BASH_SOURCE[0]}")/program.sh"
 other=$1
 
-common=(--epochs 1 --batch-size 10 --chunks 2)
-run one --samples 30 --stages 1
-says one '30 images to train, 5 to test'
+common=(--epochs 1 --batch-size 20 --chunks 2)
+run one --samples 60 --stages 1
+says one '60 images to train, 10 to test'
 says one '^reached: accuracy '
 data=one/digits
 common+=(--data $data)
@@ -18,7 +18,7 @@ run resumed --learning-rate-schedule constant --epochs 2 --resume auto
 run whole --learning-rate-schedule constant --epochs 2
 same whole resumed
 
-refuse other-batch '--batch-size 10, not 5' --batch-size 5 --resume one/latest.snapshot
+refuse other-batch '--batch-size 20, not 5' --batch-size 5 --resume one/latest.snapshot
 refuse other-weights 'conv1.weight' --small-images --load one/best.snapshot
 "$other" --samples 4 --scale 0.25 -e 1 -b 4 --depth 1 --channels 4 --output other >other.log || fail "other"
 refuse other-program 'not a snapshot of this program' --resume other/latest.snapshot

@@ -59,7 +59,7 @@ says error 'the pipeline has 1 workers, but there are 2 processes per pipeline'
 refuse lonely '--replicas is 2, but there is one process' --replicas 2
 
 program=$mnist
-common=(--samples 30 --epochs 1 --batch-size 10 --chunks 2)
+common=(--samples 60 --epochs 1 --batch-size 20 --chunks 2)
 run digits --stages 2
 together digits2 2 --stages 2
 same digits digits2

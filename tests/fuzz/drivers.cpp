@@ -102,7 +102,8 @@ void idx(const std::string& bytes) {
   examples::write_file(files.labels, bytes.substr(1 + length));
   read<std::runtime_error>("", [&] {
     const auto set = examples::mnist::read_idx(files);
-    require(set.images.dim() == 3 && set.images.size(0) == set.labels.size(0), "the labels are not those of the images");
+    require(set.images.dim() == 3 && set.images.size(0) == set.labels.size(0),
+            "the labels are not those of the images");
   });
 }
 
