@@ -8,6 +8,7 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 
 #include <algorithm>
+#include <csignal>
 #include <future>
 #include <thread>
 #include <utility>
@@ -155,10 +156,18 @@ std::shared_ptr<::gloo::transport::Device> make_batch_device(const ListenAt& lis
   return std::async(std::launch::async, make).get();
 }
 
+// Gloo's write to a rank that has ended raises SIGPIPE, whose default action ends this process too. Python ignores it.
+void ignore_broken_pipes() {
+  struct sigaction action {};
+  const bool is_default = sigaction(SIGPIPE, nullptr, &action) == 0 && action.sa_handler == SIG_DFL;
+  if (is_default) std::signal(SIGPIPE, SIG_IGN);
+}
+
 }  // namespace
 
 std::unique_ptr<Connections> connect_by_gloo(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                              const ListenAt& listen_at, std::chrono::milliseconds limit) {
+  ignore_broken_pipes();
   auto options = Group::Options::create(limit);
   options->threads = 1;
   try {
