@@ -72,14 +72,13 @@ at::Tensor sum_of(const std::vector<at::Tensor>& parts, int own) {
   return sum;
 }
 
-}  // namespace
-
-std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas,
-                                             std::int64_t bytes) {
+// Returns the buckets of a stage's parameters: in reverse order, and of at least kBucketBytes each, except the last.
+// Depends on the parameters' sizes only. (PyTorch Distributed, Li et al., arXiv:2006.15704, section 3.2.3)
+std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas) {
   std::vector<std::vector<std::size_t>> buckets;  // indices of parameters
-  std::int64_t present = bytes;                   // in the last bucket
+  std::int64_t present = kBucketBytes;            // bytes in the last bucket
   for (auto p = parameters.size(); p-- > 0;) {
-    if (present >= bytes) {
+    if (present >= kBucketBytes) {
       buckets.emplace_back();
       present = 0;
     }
@@ -90,6 +89,8 @@ std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& para
   for (const auto& bucket : buckets) cut.push_back(cut_into_shares(bucket, parameters, replicas));
   return cut;
 }
+
+}  // namespace
 
 std::int64_t reduction_bytes(int replicas, std::int64_t gradients, std::int64_t largest) {
   const auto share_of = [&](std::int64_t bytes) { return (bytes + replicas - 1) / replicas; };
@@ -110,7 +111,7 @@ GradientReduction::GradientReduction(Team& team, std::vector<std::vector<at::Ten
     stage.parameters = std::move(parameters[s]);
     for (const auto& parameter : stage.parameters) stage.present.emplace_back(parameter.grad(), parameter.grad());
     stage.gradients.resize(stage.parameters.size());
-    stage.buckets = cut_into_buckets(stage.parameters, team.replicas(), kBucketBytes);
+    stage.buckets = cut_into_buckets(stage.parameters, team.replicas());
     const auto count = stage.buckets.size();
     for (int r = 0; r < team.replicas() && count != 0; ++r) {
       if (r == team.replica()) continue;
@@ -162,13 +163,6 @@ void GradientReduction::send(int stage_index, Gradients gradients) {
   changed_.notify_all();
 }
 
-// Returns false if the backward has ended before.
-bool GradientReduction::await_stage(int stage) {
-  MutexLock lock(mutex_);
-  while (!is_sent_[stage] && !ended_) changed_.wait(mutex_);
-  return is_sent_[stage];
-}
-
 // The thread.
 void GradientReduction::run() {
   set_intraop_threads_of_this_thread(1);
@@ -186,17 +180,31 @@ void GradientReduction::run() {
 }
 
 void GradientReduction::sum() {
-  Summed summed;
-  for (int s = static_cast<int>(stages_.size()) - 1; s >= 0; --s) {
-    const auto& buckets = stages_[s].buckets;
-    if (!buckets.empty() && !await_stage(s)) return;
-    for (std::size_t number = 0; number < buckets.size(); ++number) {
-      sum_share(stages_[s], buckets[number], number);
-      take_sums(std::exchange(summed, Summed{s, &buckets[number]}));
+  OfStage* last = nullptr;  // the stage and the number of the bucket whose share was summed last
+  std::size_t last_number = 0;
+  for (auto s = stages_.size(); s-- > 0;) {
+    auto& stage = stages_[s];
+    if (stage.buckets.empty()) continue;
+    {
+      MutexLock lock(mutex_);
+      while (!is_sent_[s] && !ended_) changed_.wait(mutex_);
+      if (!is_sent_[s]) return;  // the backward has ended before
+    }
+    for (std::size_t number = 0; number < stage.buckets.size(); ++number) {
+      sum_share(stage, number);
+      if (last != nullptr) take_sums(*last, last_number);
+      last = &stage;
+      last_number = number;
     }
   }
-  take_sums(summed);
-  await_deliveries();
+  if (last != nullptr) take_sums(*last, last_number);
+  // The sums that are sent lie in the gradients, which the caller may change later.
+  for (const auto& stage : stages_) {
+    for (const auto& wires : stage.sums) {
+      awaited_ = team_.counterpart(wires.replica);
+      wires.sender->drain(team_.timeout());
+    }
+  }
 }
 
 Parcel GradientReduction::receive(const Team::GradientWires& wires) {
@@ -219,9 +227,9 @@ void GradientReduction::write(OfStage& stage, const std::vector<GradientPiece>& 
 }
 
 // Sums this replica's share of a bucket, and sends the sum.
-void GradientReduction::sum_share(OfStage& stage, const GradientBucket& bucket, std::size_t number) {
+void GradientReduction::sum_share(OfStage& stage, std::size_t number) {
   const int own = team_.replica();
-  const auto& share = bucket.shares[own];
+  const auto& share = stage.buckets[number].shares[own];
   std::vector<std::vector<at::Tensor>> parts(share.size(), std::vector<at::Tensor>(team_.replicas()));
   for (const auto& wires : stage.parts) {
     const auto received = receive(wires);
@@ -241,42 +249,22 @@ void GradientReduction::sum_share(OfStage& stage, const GradientBucket& bucket, 
 }
 
 // Takes the other replicas' sums of a bucket.
-void GradientReduction::take_sums(const Summed& summed) {
-  if (summed.bucket == nullptr) return;
-  auto& stage = stages_[summed.stage];
-  for (const auto& wires : stage.sums) write(stage, summed.bucket->shares[wires.replica], receive(wires));
-}
-
-// The sums that are sent lie in the gradients, which the caller may change later.
-void GradientReduction::await_deliveries() {
-  for (const auto& stage : stages_) {
-    for (const auto& wires : stage.sums) {
-      awaited_ = team_.counterpart(wires.replica);
-      wires.sender->drain(team_.timeout());
-    }
-  }
-}
-
-void GradientReduction::check_untouched() const {
-  for (const auto& stage : stages_) {
-    for (std::size_t p = 0; p < stage.parameters.size(); ++p) {
-      const auto& gradient = stage.parameters[p].grad();
-      const auto& [present, version] = stage.present[p];
-      if (gradient.is_same(present) && !version.changed()) continue;
-      throw_error(
-          "a layer's backward has added to the .grad of a parameter itself, as reentrant checkpoints do, and "
-          "replicas cannot sum that; use torch.utils.checkpoint with use_reentrant=False");
-    }
-  }
+void GradientReduction::take_sums(OfStage& stage, std::size_t number) {
+  for (const auto& wires : stage.sums) write(stage, stage.buckets[number].shares[wires.replica], receive(wires));
 }
 
 std::vector<Gradients> GradientReduction::take() {
   if (thread_.joinable()) team_.while_polling([&] { thread_.join(); });
   if (error_) team_.rethrow(error_);
-  check_untouched();
   std::vector<Gradients> all;
   for (auto& stage : stages_) {
     for (std::size_t p = 0; p < stage.parameters.size(); ++p) {
+      const auto& [present, version] = stage.present[p];
+      if (!stage.parameters[p].grad().is_same(present) || version.changed()) {
+        throw_error(
+            "a layer's backward has added to the .grad of a parameter itself, as reentrant checkpoints do, and "
+            "replicas cannot sum that; use torch.utils.checkpoint with use_reentrant=False");
+      }
       auto& gradient = stage.gradients[p];
       if (gradient.defined()) gradient = gradient.to(stage.parameters[p].device());
     }

@@ -32,11 +32,6 @@ struct GradientBucket {
 
 inline constexpr std::int64_t kBucketBytes = std::int64_t{4} << 20;
 
-/// Returns the buckets of a stage's parameters: in reverse order, and of at least `bytes` each, except the last.
-/// Depends on the parameters' sizes only. (PyTorch Distributed, Li et al., arXiv:2006.15704, section 3.2.3)
-std::vector<GradientBucket> cut_into_buckets(const std::vector<at::Tensor>& parameters, int replicas,
-                                             std::int64_t bytes);
-
 /// Returns about how many bytes a replica needs to sum a stage's gradients of `gradients` bytes, besides these: the
 /// parts and sums that it receives. `largest` is the most of one parameter. Does not count the copies of small messages
 /// being sent.
@@ -78,18 +73,10 @@ class GradientReduction {
     std::vector<Team::GradientWires> sums;
     Gradients gradients;  // each on the CPU, in its parameter's order
   };
-  /// A bucket whose share this replica has summed.
-  struct Summed {
-    int stage = 0;
-    const GradientBucket* bucket = nullptr;
-  };
-  void check_untouched() const;
   void run();
   void sum();
-  bool await_stage(int stage);
-  void sum_share(OfStage& stage, const GradientBucket& bucket, std::size_t number);
-  void take_sums(const Summed& summed);
-  void await_deliveries();
+  void sum_share(OfStage& stage, std::size_t number);
+  void take_sums(OfStage& stage, std::size_t number);
   void write(OfStage& stage, const std::vector<GradientPiece>& pieces, const Parcel& values);
   Parcel receive(const Team::GradientWires& wires);
   Outgoing to_message(const std::vector<at::Tensor>& pieces) const;

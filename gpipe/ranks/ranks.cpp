@@ -10,6 +10,7 @@
 
 #include "absl/cleanup/cleanup.h"
 #include "absl/strings/numbers.h"
+#include "absl/strings/str_cat.h"
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks/job.h"
 #include "gpipe/ranks/meeting.h"
@@ -26,7 +27,8 @@ std::string variable(const char* name) {
 int number_in(const char* name, int least, int most) {
   const auto text = variable(name);
   int number = 0;
-  if (!absl::SimpleAtoi(text, &number) || number < least || number > most) {
+  const bool is_number = absl::SimpleAtoi(text, &number) && absl::StrCat(number) == text;
+  if (!is_number || number < least || number > most) {
     refuse_argument("the environment variable ", name, " is '", text, "', but must be a number from ", least, " to ",
                     most, "; start the program with torchrun");
   }

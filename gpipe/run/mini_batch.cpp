@@ -1,5 +1,6 @@
 #include "gpipe/run/mini_batch.h"
 
+#include <ATen/core/grad_mode.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
@@ -114,7 +115,9 @@ Results MiniBatch::step(Call& call) try {
 
 BackwardGradients::Result MiniBatch::backward(Call& call, std::vector<Gradients> gradients, bool retain_graph) try {
   call.take_turn();
-  check_parameters_unchanged();
+  for (int s = 0; s < pipeline_->count(); ++s) {
+    if (program_->recomputes(s)) sinks_[s].check_unchanged();
+  }
   call.agree({.what = "the backward of call " + std::to_string(call_number_) + (retain_graph ? ", retain_graph" : "")});
   call.start();
   const AllocationListener::Scope counting(counter_);
@@ -145,12 +148,6 @@ BackwardGradients::Result MiniBatch::take_gradients() {
     for (const auto& tensors : *list) hand_over(tensors);
   }
   return result;
-}
-
-void MiniBatch::check_parameters_unchanged() const {
-  for (int s = 0; s < pipeline_->count(); ++s) {
-    if (program_->recomputes(s)) sinks_[s].check_unchanged();
-  }
 }
 
 // Gives tensors to the caller, who uses them on this thread.
@@ -235,22 +232,19 @@ std::vector<Parcel> MiniBatch::run_action(const Action& action, std::vector<Parc
   auto* clock = events_->clock(pipeline_->worker_of(action.stage));
   if (clock) clock->start();
   std::vector<Parcel> out;
-  switch (action.kind) {
-    case Kind::F:
-      out = run_forward(action, std::move(in));
-      break;
-    case Kind::R:
-      run_recompute(action);
-      break;
-    case Kind::B:
-    case Kind::I:
-      out = run_backward(action, std::move(in));
-      break;
-    case Kind::W:
-      run_backward_weights(action);
-      break;
+  if (action.kind == Kind::F) {
+    out = run_forward(action, std::move(in));
+  } else if (action.kind == Kind::R) {
+    const CallerStateScope state(forward_state_);
+    const AllocationListener::Scope counting(counted_ ? counter_ : nullptr);
+    cell(action)->recompute(retain_graph_);
+  } else {
+    std::optional<CallerStateScope> state;
+    if (backward_state_) state.emplace(*backward_state_);
+    const at::NoGradGuard no_grad;
+    out = run_backward(action, std::move(in));
+    if (action.kind != Kind::I) gradients_->end_backward(action.stage);
   }
-  if (action.kind == Kind::B || action.kind == Kind::W) gradients_->end_backward(action.stage);
   if (clock) clock->end();
   return out;
 }
@@ -307,23 +301,21 @@ std::vector<Parcel> MiniBatch::run_forward(const Action& action, std::vector<Par
   return out;
 }
 
-void MiniBatch::run_recompute(const Action& action) {
-  const CallerStateScope state(forward_state_);
-  const AllocationListener::Scope counting(counted_ ? counter_ : nullptr);
-  cell(action)->recompute(retain_graph_);
-}
-
-// B or I.
+// B, I or W.
 std::vector<Parcel> MiniBatch::run_backward(const Action& action, std::vector<Parcel> in) {
-  const BackwardScope scope(backward_state_);
   const auto& [kind, s, micro_batch] = action;
+  auto& cell = this->cell(action);
+  auto& sums = gradients_->sums(s);
+  if (kind == Kind::W) {
+    cell->backward_weights(sums);
+    cell = nullptr;
+    return {};
+  }
   std::vector<Gradients> gradients;
   if (s + 1 == pipeline_->count()) {
     gradients.push_back(loss_ ? Gradients{loss_->gradient(micro_batch)} : gradients_->outputs(micro_batch));
   }
   for (auto& parcel : in) gradients.push_back(std::move(parcel.tensors));
-  auto& cell = this->cell(action);
-  auto& sums = gradients_->sums(s);
   const bool split = kind == Kind::I;  // then W will end the cell
   auto result = split ? cell->backward_inputs(gradients, sums) : cell->backward(gradients, retain_graph_, sums);
   if (!split && !retain_graph_) {
@@ -338,13 +330,6 @@ std::vector<Parcel> MiniBatch::run_backward(const Action& action, std::vector<Pa
     out.erase(out.begin());
   }
   return out;
-}
-
-void MiniBatch::run_backward_weights(const Action& action) {
-  const BackwardScope scope(backward_state_);
-  auto& cell = this->cell(action);
-  cell->backward_weights(gradients_->sums(action.stage));
-  cell.reset();
 }
 
 }  // namespace gpipe

@@ -71,11 +71,8 @@ class MiniBatch : public ActionRunner {
 
   std::vector<Parcel> run_action(const Action& action, std::vector<Parcel> in);
   std::vector<Parcel> run_forward(const Action& action, std::vector<Parcel> in);
-  void run_recompute(const Action& action);
   std::vector<Parcel> run_backward(const Action& action, std::vector<Parcel> in);
-  void run_backward_weights(const Action& action);
 
-  void check_parameters_unchanged() const;
   void hand_over(const std::vector<at::Tensor>& tensors);
   ErrorInfo describe(const Action& action, const std::exception_ptr& error);
   /// REQUIRES: an exception is being handled.

@@ -157,15 +157,6 @@ void Pipeline::take_buffers_of_first_replica(bool trains) {
   take_values(buffers, sent, *team_);
 }
 
-Program Pipeline::make_program(int micro_batches, Checkpoint checkpoint, Use use) const {
-  Layout layout{count(), micro_batches, schedules_.placement};
-  auto schedule = use == Use::kForward              ? fill(layout)
-                  : use == Use::kForwardAndBackward ? fill_drain(layout, checkpoint)
-                                                    : schedules_.make(layout, checkpoint);
-  if (use == Use::kStep) check_for_step(schedule);
-  return Program::make(std::move(layout), edges_, std::move(schedule));
-}
-
 std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint checkpoint, Use use) {
   const Key key{micro_batches, checkpoint, use};
   {
@@ -178,7 +169,12 @@ std::shared_ptr<const Program> Pipeline::program(int micro_batches, Checkpoint c
     }
   }
   // Not under the lock: a user's schedule function may call the pipeline, or wait for a thread that does.
-  auto made = std::make_shared<const Program>(make_program(micro_batches, checkpoint, use));
+  Layout layout{count(), micro_batches, schedules_.placement};
+  auto schedule = use == Use::kForward              ? fill(layout)
+                  : use == Use::kForwardAndBackward ? fill_drain(layout, checkpoint)
+                                                    : schedules_.make(layout, checkpoint);
+  if (use == Use::kStep) check_for_step(schedule);
+  auto made = std::make_shared<const Program>(Program::make(std::move(layout), edges_, std::move(schedule)));
   MutexLock lock(mutex_);
   if (programs_.size() == kPrograms) programs_.erase(programs_.begin());
   programs_.emplace_back(key, made);

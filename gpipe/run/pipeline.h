@@ -113,7 +113,6 @@ class Pipeline {
  private:
   using Key = std::tuple<int, Checkpoint, Use>;
   void connect_devices();
-  Program make_program(int micro_batches, Checkpoint checkpoint, Use use) const;
 
   std::optional<KeptMemory> memory_;
   std::vector<Stage> stages_;

@@ -1,7 +1,6 @@
 #pragma once
 
 #include <ATen/ThreadLocalState.h>
-#include <ATen/core/grad_mode.h>
 
 #include <cstddef>
 #include <optional>
@@ -23,19 +22,6 @@ class CallerStateScope {
 
  private:
   at::ThreadLocalStateGuard guard_;
-};
-
-/// Runs a backward without gradients of its own, and with `state` unless that is empty, for its lifetime.
-class BackwardScope {
- public:
-  explicit BackwardScope(const std::optional<at::ThreadLocalState>& state) {
-    if (state) state_.emplace(*state);
-    no_grad_.emplace();
-  }
-
- private:
-  std::optional<CallerStateScope> state_;
-  std::optional<at::NoGradGuard> no_grad_;
 };
 
 /// Prepares a worker's thread for its part of a mini-batch, for its lifetime: sets the caller's state, the worker's stream,

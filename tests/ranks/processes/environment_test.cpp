@@ -133,7 +133,7 @@ TEST(RanksEnvironment, VariablesAreChecked) {
   }
   const Variables bad = {
       {"RANK", "one"},         {"RANK", "1x"},     {"RANK", "-1"},           {"RANK", "1"},
-      {"RANK", "99999999999"}, {"WORLD_SIZE", ""}, {"MASTER_PORT", "70000"}, {"MASTER_PORT", "2950x"},
+      {"RANK", "99999999999"}, {"WORLD_SIZE", ""}, {"MASTER_PORT", "70000"}, {"MASTER_PORT", "2950 "},
       {"MASTER_PORT", "0"},    {"LOCAL_RANK", "x"}};
   for (const auto& [name, value] : bad) {
     set(good);
