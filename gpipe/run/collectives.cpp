@@ -1,7 +1,6 @@
 // The calls of a GPipe over ranks that train nothing.
 
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <ATen/ops/isfinite.h>
 #include <ATen/ops/linalg_vector_norm.h>
 #include <ATen/ops/scalar_tensor.h>
@@ -16,6 +15,7 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/gpipe.h"
 #include "gpipe/gradients.h"
+#include "gpipe/ranks/parcel_message.h"
 #include "gpipe/run/call.h"
 
 namespace gpipe {
@@ -23,13 +23,7 @@ namespace {
 
 // Returns rank 0's numbers on all ranks. REQUIRES: within a call.
 std::vector<double> broadcast(Team& team, const std::vector<double>& numbers) {
-  auto own = at::empty({std::ssize(numbers)}, at::kDouble);
-  std::copy(numbers.begin(), numbers.end(), own.mutable_data_ptr<double>());
-  Parcel parcel;
-  parcel.add(std::move(own), /*gradient_wanted=*/false);
-  const auto all = team.broadcast(Team::Group::kAll, /*owner=*/0, std::move(parcel)).tensors.front();
-  const auto* first = all.const_data_ptr<double>();
-  return {first, first + all.numel()};
+  return to_items<double>(to_bytes(team.broadcast(Team::Group::kAll, /*owner=*/0, of_bytes(to_bytes(numbers)))));
 }
 
 void check_positive(GPipeImpl& pipe, double value, const std::string& name) {
