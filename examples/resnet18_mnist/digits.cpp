@@ -8,7 +8,6 @@
 #include <array>
 #include <cmath>
 #include <numbers>
-#include <numeric>
 
 #include "absl/strings/str_format.h"
 #include "examples/common/random.h"
@@ -85,12 +84,11 @@ Drawing draw_confusion(const std::vector<std::int64_t>& counts, int classes) {
   const Size size{kLeft + side + kBorder, kTop + side + kBorder};
   Drawing drawing(size);
   drawing.rectangle(0, 0, size.width, size.height, kPaper);
-  double right = 0;
-  for (int k = 0; k < classes; ++k) right += static_cast<double>(counts.at(k * (classes + 1)));
-  const auto all = std::accumulate(counts.begin(), counts.end(), std::int64_t{0});
+  const auto table = torch::tensor(counts, torch::kDouble).view({classes, classes});
+  const auto accuracy = table.trace() / table.sum().clamp_min(1);
+  const auto shares = table / table.sum(1, /*keepdim=*/true).clamp_min(1);
   drawing.color(kLight);
-  drawing.text(absl::StrFormat("accuracy %.2f %%", 100 * right / static_cast<double>(std::max<std::int64_t>(1, all))),
-               size.width / 2.0, 18, 18);
+  drawing.text(absl::StrFormat("accuracy %.2f %%", 100 * accuracy.item<double>()), size.width / 2.0, 18, 18);
   drawing.text("predicted", kLeft + side / 2.0, 46, 18);
   drawing.text("true", 32, kTop + side / 2.0, 18);
   for (int row = 0; row < classes; ++row) {
@@ -98,15 +96,13 @@ Drawing draw_confusion(const std::vector<std::int64_t>& counts, int classes) {
     drawing.color(kLight);
     drawing.text(std::to_string(row), kLeft + (row + 0.5) * kCell, kTop - 14, 18);
     drawing.text(std::to_string(row), kLeft - 18, top + kCell / 2.0, 18);
-    const auto first = counts.begin() + std::ptrdiff_t{row} * classes;
-    const auto sum =
-        static_cast<double>(std::max<std::int64_t>(1, std::accumulate(first, first + classes, std::int64_t{0})));
     for (int column = 0; column < classes; ++column) {
       const double left = kLeft + column * kCell;
-      const double grey = std::sqrt(static_cast<double>(first[column]) / sum);  // the root makes rare mistakes visible
+      const double grey = std::sqrt(shares[row][column].item<double>());  // the root makes rare mistakes visible
       drawing.rectangle(left, top, kCell - 1, kCell - 1, {grey, grey, grey});
       drawing.color(grey > 0.46 ? Color() : kLight);
-      if (first[column] > 0) drawing.text(std::to_string(first[column]), left + kCell / 2.0, top + kCell / 2.0, 14);
+      const auto count = counts[row * classes + column];
+      if (count > 0) drawing.text(std::to_string(count), left + kCell / 2.0, top + kCell / 2.0, 14);
     }
   }
   return drawing;

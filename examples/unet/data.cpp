@@ -81,9 +81,10 @@ void augment(torch::Tensor& image, torch::Tensor& mask, Random random) {
   image = ((image - 0.5) * contrast + 0.5 + brightness).mul_(torch::tensor(tints).view({3, 1, 1})).clamp_(0, 1);
 }
 
-int to_number(Color color) {
-  return static_cast<int>(color.red * 255) << 16 | static_cast<int>(color.green * 255) << 8 |
-         static_cast<int>(color.blue * 255);
+// The colours, whose parts are in the first dimension, as numbers.
+torch::Tensor to_numbers(const torch::Tensor& colors) {
+  const auto parts = colors.to(torch::kInt);
+  return parts[0] * 65536 + parts[1] * 256 + parts[2];
 }
 
 }  // namespace
@@ -121,15 +122,15 @@ Split split(const std::vector<Sample>& samples, double validation_percent, std::
 }
 
 // Each three bits of the class, from the lowest, give the next lower bit of red, green and blue.
-Color class_color(int label, int classes) {
-  if (classes == 2) return label == 0 ? Color() : Color{1, 1, 1};
-  int red = 0, green = 0, blue = 0;
-  for (int bit = 7, rest = label; rest > 0; --bit, rest >>= 3) {
-    red |= (rest & 1) << bit;
-    green |= ((rest >> 1) & 1) << bit;
-    blue |= ((rest >> 2) & 1) << bit;
+torch::Tensor class_colors(int classes) {
+  if (classes == 2) return torch::tensor({0, 255}, torch::kByte).view({2, 1}).expand({2, 3});
+  const auto labels = torch::arange(classes).view({classes, 1});
+  auto colors = torch::zeros({classes, 3}, torch::kLong);
+  for (int round = 0; round < 2; ++round) {
+    const auto bits = labels.bitwise_right_shift(torch::arange(3) + 3 * round).bitwise_and(1);
+    colors += bits * (128 >> round);
   }
-  return {red / 255.0, green / 255.0, blue / 255.0};
+  return colors.to(torch::kByte);
 }
 
 torch::Tensor read_labels(const fs::path& path, int classes) {
@@ -138,10 +139,11 @@ torch::Tensor read_labels(const fs::path& path, int classes) {
     const auto grey = (299 * image[0] + 587 * image[1] + 114 * image[2]).floor_divide(1000);
     return (grey > (grey.max().item<int>() <= 1 ? 0 : 127)).to(torch::kByte);
   }
-  const auto colors = image[0] * 65536 + image[1] * 256 + image[2];
+  const auto colors = to_numbers(image);
+  const auto of_classes = to_numbers(class_colors(classes).t());
   auto labels = torch::full_like(colors, classes, torch::kByte);
   for (int k = classes - 1; k >= 0; --k) {
-    labels.masked_fill_(colors == to_number(class_color(k, classes)), k);
+    labels.masked_fill_(colors == of_classes[k], k);
     labels.masked_fill_(colors == k * 0x010101, k);
   }
   const auto others = colors.masked_select(labels == classes);
@@ -153,13 +155,7 @@ torch::Tensor read_labels(const fs::path& path, int classes) {
 
 torch::Tensor paint_labels(const torch::Tensor& labels, int classes) {
   if (classes == 2) return labels * 255;
-  std::vector<std::uint8_t> parts;
-  for (int k = 0; k < classes; ++k) {
-    const int color = to_number(class_color(k, classes));
-    for (const int shift : {16, 8, 0}) parts.push_back(static_cast<std::uint8_t>(color >> shift));
-  }
-  const auto colors = torch::tensor(parts, torch::kByte).view({classes, 3});
-  return colors.index({labels.to(torch::kLong)}).permute({2, 0, 1});
+  return class_colors(classes).index({labels.to(torch::kLong)}).permute({2, 0, 1});
 }
 
 Loader::Loader(std::vector<Sample> samples, Size size, LoaderOptions options)

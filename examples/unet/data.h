@@ -8,7 +8,6 @@
 #include <optional>
 #include <vector>
 
-#include "examples/common/drawing.h"
 #include "examples/common/image.h"
 #include "examples/common/trainer.h"
 #include "gpipe/ranks.h"
@@ -46,8 +45,8 @@ Split split(const std::vector<Sample>& samples, double validation_percent, std::
 
 inline constexpr int kMaxClasses = 64;
 
-/// The colour of a class in masks of more than two classes; of two classes, class 1 is white.
-Color class_color(int label, int classes);
+/// The colours of the classes in masks, [classes, 3] of uint8.
+at::Tensor class_colors(int classes);
 
 /// Reads a mask as classes [height, width]. Errors: std::runtime_error with the file's name, if it cannot be read or
 /// has a colour that is not of these classes.

@@ -71,13 +71,7 @@ torch::Tensor to_labels(const torch::Tensor& probabilities) {
 }
 
 torch::Tensor paint(const torch::Tensor& probabilities) {
-  const auto classes = static_cast<int>(probabilities.size(1));
-  std::vector<double> parts;
-  for (int k = 0; k < classes; ++k) {
-    const Color color = class_color(k, classes);
-    parts.insert(parts.end(), {color.red, color.green, color.blue});
-  }
-  const auto colors = torch::tensor(parts, torch::kFloat).view({classes, 3});
+  const auto colors = class_colors(static_cast<int>(probabilities.size(1))).to(torch::kFloat) / 255;
   return torch::einsum("nkhw,kc->nchw", {probabilities, colors.to(probabilities.device())});
 }
 
