@@ -9,6 +9,7 @@
 #include "gpipe/timeline.h"
 #include "tests/accelerator/device.h"
 #include "tests/gpipe/layers.h"
+#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
@@ -70,14 +71,6 @@ struct AddProductImpl : nn::Module {
 };
 TORCH_MODULE(AddProduct);
 
-/// A product with another layer's matrix.
-struct TiedProductImpl : nn::Module {
-  explicit TiedProductImpl(const Tensor& of_other) : matrix(register_parameter("matrix", of_other)) {}
-  Tensor forward(const Tensor& x) { return x.matmul(matrix); }
-  Tensor matrix;
-};
-TORCH_MODULE(TiedProduct);
-
 Tensor squared_error(const Tensor& output, const Tensor& target) { return (output - target).square().mean(); }
 
 void train(Subject& it, const Tensor& input) {
@@ -133,8 +126,9 @@ const std::vector<Scenario>& scenarios() {
          Linear first(6, 128);
          Linear middle(128, 6);
          const auto& devices = it.pipe->devices();
+         const auto product = [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix); };
          const auto make = [&] {
-           return GPipe(Sequential(first, middle, Linear(6, 128), TiedProduct(first->weight)), Balance{1, 1, 2},
+           return GPipe(Sequential(first, middle, Linear(6, 128), Sharer(first->weight, product)), Balance{1, 1, 2},
                         GPipeOptions().devices(devices).chunks(4).schedule("zb_h1"));
          };
          if (devices.front() != devices.back()) {

@@ -11,14 +11,13 @@ data=one/digits
 common+=(--data $data)
 run two --balance 21,50
 same one two
-run small --small-images
-[[ $(column small 2) != $(column one 2) ]] || fail "--small-images has no effect"
 run resumed --learning-rate-schedule constant
 run resumed --learning-rate-schedule constant --epochs 2 --resume auto
 run whole --learning-rate-schedule constant --epochs 2
 same whole resumed
 
 refuse other-batch '--batch-size 20, not 5' --batch-size 5 --resume one/latest.snapshot
+# So the flag has an effect, too.
 refuse other-weights 'conv1.weight' --small-images --load one/best.snapshot
 "$other" --samples 4 --scale 0.25 -e 1 -b 4 --depth 1 --channels 4 --output other >other.log || fail "other"
 refuse other-program 'not a snapshot of this program' --resume other/latest.snapshot

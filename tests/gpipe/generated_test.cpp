@@ -9,7 +9,7 @@ namespace gpipe {
 namespace {
 
 TEST(Generated, PipelinesTrainAsTheReferenceBitByBitAndAsTheWholeModel) {
-  const auto seeds = seeds_from_environment(600);
+  const auto seeds = seeds_from_environment(300);
   const absl::Cleanup put_back = [before = torch::get_num_threads()] { torch::set_num_threads(before); };
   torch::set_num_threads(1);
   const auto differs = [](const Spec& spec) { return compare(spec).verdict == Outcome::kDifferent; };
@@ -32,7 +32,7 @@ TEST(Generated, PipelinesTrainAsTheReferenceBitByBitAndAsTheWholeModel) {
             << " that pipelines refuse" << std::endl;
   EXPECT_LE(verdicts[Outcome::kNoModel] * 3, seeds.count);
   EXPECT_LE(verdicts[Outcome::kRefused] * 8, seeds.count);
-  if (seeds.count >= 600) EXPECT_EQ(seen.size(), kFeatures) << "a feature never occurred";
+  if (seeds.count >= 300) EXPECT_EQ(seen.size(), kFeatures) << "a feature never occurred";
 }
 
 }  // namespace

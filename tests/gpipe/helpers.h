@@ -64,4 +64,16 @@ inline std::size_t thread_count() {
   return static_cast<std::size_t>(std::distance(begin(tasks), end(tasks)));
 }
 
+inline std::int64_t parameter_count(const Sequential& model) {
+  std::int64_t count = 0;
+  for (const auto& parameter : model->parameters()) count += parameter.numel();
+  return count;
+}
+
+inline std::vector<std::string> layer_names(const Sequential& model) {
+  std::vector<std::string> names;
+  for (const auto& child : model->named_children()) names.push_back(child.key());
+  return names;
+}
+
 }  // namespace gpipe

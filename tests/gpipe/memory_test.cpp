@@ -18,6 +18,7 @@
 #include "models/unet.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/instruments.h"
+#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
@@ -39,13 +40,6 @@ std::int64_t bytes_of(const std::vector<Tensor>& tensors) {
   for (const auto& tensor : tensors) bytes += static_cast<std::int64_t>(tensor.nbytes());
   return bytes;
 }
-
-/// A product with another layer's matrix.
-struct Tied : nn::Module {
-  explicit Tied(const Tensor& matrix) : matrix(register_parameter("matrix", matrix)) {}
-  Tensor forward(const Tensor& x) { return x.matmul(matrix); }
-  Tensor matrix;
-};
 
 class StepMemory : public testing::Test {
  protected:
@@ -130,7 +124,7 @@ TEST_F(StepMemory, IsAtMostWhatTheSimulatorPredicts) { expect_at_most_what_the_s
 // The first and the last stage share a matrix of 256 KiB.
 TEST_F(StepMemory, OfTiedParametersIsAtMostWhatTheSimulatorPredicts) {
   nn::Linear first(256, 256);
-  const auto tied = std::make_shared<Tied>(first->weight);
+  Sharer tied(first->weight, [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix); });
   model_ = nn::Sequential(first, nn::Tanh(), nn::Linear(256, 256), nn::Tanh(), tied, nn::Tanh());
   balance_ = {2, 2, 2};
   shape_ = {256};

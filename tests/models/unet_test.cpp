@@ -15,14 +15,10 @@
 #include <vector>
 
 #include "skip/layout.h"
-#include "tests/models/sequentials.h"
+#include "tests/gpipe/helpers.h"
 
 namespace gpipe::models {
 namespace {
-
-using ::testing::HasSubstr;
-using testing::layer_names;
-using testing::parameter_count;
 
 UNetOptions tiny() { return UNetOptions().base_channels(2).depth(2); }
 
@@ -188,7 +184,7 @@ TEST(UNet, ErrorsNameTheOptionAndItsValue) {
   };
   for (const auto& [options, name, value] : cases) {
     const auto build = [&bad = options] { unet(bad); };
-    EXPECT_THAT(build, ::testing::ThrowsMessage<std::invalid_argument>(HasSubstr(name + " is " + value)));
+    EXPECT_THAT(build, throws<std::invalid_argument>(name + " is " + value));
   }
 }
 

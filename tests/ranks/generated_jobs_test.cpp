@@ -22,7 +22,7 @@ using testing::generate;
 using testing::GeneratedJob;
 using testing::RankFault;
 
-constexpr int kJobs = 300;
+constexpr int kJobs = 120;
 
 const std::vector<std::string> kFaults = {"no fault", "late", "throw", "death", "stop"};
 

@@ -8,7 +8,6 @@
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
 #include "tests/schedule/programs.h"
-#include "tests/schedule/shapes.h"
 
 namespace gpipe {
 namespace {

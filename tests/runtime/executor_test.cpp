@@ -240,19 +240,6 @@ TEST(ExecutorFailure, KeepsTheFirstError) {
   EXPECT_THROW(std::rethrow_exception(failure->error), Fault);
 }
 
-TEST(ExecutorFailure, KeepsOneOfSeveralSimultaneousErrors) {
-  const auto program = gpipe_program(4, 3);
-  Executor executor(4);
-  for (int i = 0; i < 50; ++i) {
-    FakeCells cells(program);
-    cells.before = [](int worker) { throw std::runtime_error("worker " + std::to_string(worker)); };
-    const auto failure = executor.run(program, Part::kAll, cells);
-    ASSERT_TRUE(failure);
-    EXPECT_THAT(message(*failure), HasSubstr("worker "));
-  }
-  expect_runs(executor, program, 0);
-}
-
 /// Calls run_actions() `calls` times on worker 1.
 struct MiscountingCells : FakeCells {
   MiscountingCells(const Program& program, int calls) : FakeCells(program), calls_(calls) {}

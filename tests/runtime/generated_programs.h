@@ -13,7 +13,6 @@
 #include "gpipe/schedules.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/schedule/programs.h"
-#include "tests/schedule/shapes.h"
 
 namespace gpipe::testing {
 

@@ -88,7 +88,7 @@ void expect_failure(Executor& executor, const Program& program, std::mt19937_64&
 }
 
 TEST(GeneratedPrograms, RunFailAndRunAgain) {
-  const auto seeds = seeds_from_environment(500);
+  const auto seeds = seeds_from_environment(250);
   Counts counts;
   Executors executors;
   for (auto seed = seeds.first; seed < seeds.first + seeds.count && !HasFailure(); ++seed) {
@@ -103,7 +103,7 @@ TEST(GeneratedPrograms, RunFailAndRunAgain) {
     ++counts[to_string(generated.checkpoint)];
   }
   print(seeds, counts);
-  if (seeds.count < 500) return;
+  if (seeds.count < 250) return;
   for (const auto& rule : schedule_rules()) EXPECT_GT(counts[std::string(rule.name)], 0) << rule.name;
 }
 

@@ -15,7 +15,6 @@
 
 #include "gpipe/schedules.h"
 #include "tests/schedule/programs.h"
-#include "tests/schedule/shapes.h"
 
 namespace gpipe {
 namespace {

@@ -10,6 +10,7 @@
 #include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "gpipe/schedule/generators.h"
 #include "gpipe/schedule/schedule_source.h"
@@ -27,14 +28,6 @@ using testing::print;
 using testing::straight;
 using ::testing::ThrowsMessage;
 using testing::with_skips;
-
-TEST(Action, PrintsStageKindMicroBatch) {
-  EXPECT_EQ(to_string({Kind::F, 2, 0}), "2F0");
-  EXPECT_EQ(to_string({Kind::R, 0, 12}), "0R12");
-  EXPECT_EQ(to_string({Kind::B, 3, 1}), "3B1");
-  EXPECT_EQ(to_string({Kind::I, 10, 1}), "10I1");
-  EXPECT_EQ(to_string({Kind::W, 0, 0}), "0W0");
-}
 
 TEST(CutEdges, ActivationsComeBeforeLinksThatCrossACut) {
   std::vector<int> crossing;
@@ -60,12 +53,6 @@ TEST(CutEdges, RefusesInvalidBalancesAndLayers) {
   EXPECT_EQ(cut_edges({1, (std::int64_t{1} << 31) - 2}, {}).size(), 1U) << "needs no memory for its layers";
   EXPECT_THROW(cut_edges({1, 1}, {{0, 2, "s"}}), std::out_of_range);
   EXPECT_THROW(cut_edges({1, 1}, {{-1, 1, "s"}}), std::out_of_range);
-}
-
-TEST(Layout, CountsWorkers) {
-  EXPECT_EQ(layout_of({0, 1, 2}, 1).workers(), 3);
-  EXPECT_EQ(layout_of({0, 1, 1, 0}, 1).workers(), 2);
-  EXPECT_EQ(layout_of({}, 1).workers(), 0);
 }
 
 TEST(Wiring, GivesEachActionItsEdges) {
@@ -125,25 +112,22 @@ TEST(Fill, RunsTheStagesOfAWorkerInOrder) {
   EXPECT_THAT(print(fill(layout_of({0, 1, 0}, 2))), ElementsAre("0F0 0F1 2F0 2F1", "1F0 1F1"));
 }
 
-TEST(FillDrain, WithCheckpointNeverHasNoRecompute) {
-  EXPECT_THAT(print(fill_drain(straight(2, 2), Checkpoint::kNever)), ElementsAre("0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"));
-}
-
-TEST(FillDrain, WithCheckpointExceptLastDoesNotRecomputeTheLastMicroBatch) {
-  EXPECT_THAT(print(fill_drain(straight(2, 3), Checkpoint::kExceptLast)),
-              ElementsAre("0F0 0F1 0F2 0B2 0R1 0B1 0R0 0B0", "1F0 1F1 1F2 1B2 1R1 1B1 1R0 1B0"));
-  EXPECT_THAT(print(fill_drain(straight(1, 1), Checkpoint::kExceptLast)), ElementsAre("0F0 0B0"));
-}
-
-TEST(FillDrain, WithCheckpointAlwaysRecomputesEveryCell) {
-  EXPECT_THAT(print(fill_drain(straight(2, 2), Checkpoint::kAlways)),
-              ElementsAre("0F0 0F1 0R1 0B1 0R0 0B0", "1F0 1F1 1R1 1B1 1R0 1B0"));
-  EXPECT_THAT(print(fill_drain(straight(1, 1), Checkpoint::kAlways)), ElementsAre("0F0 0R0 0B0"));
-}
-
-TEST(FillDrain, DrainsTheStagesOfAWorkerInReverse) {
-  EXPECT_THAT(print(fill_drain(layout_of({0, 1, 1, 0}, 2), Checkpoint::kExceptLast)),
-              ElementsAre("0F0 0F1 3F0 3F1 3B1 3R0 3B0 0B1 0R0 0B0", "1F0 1F1 2F0 2F1 2B1 2R0 2B0 1B1 1R0 1B0"));
+TEST(FillDrain, RecomputesAsTheModeSaysAndDrainsInReverse) {
+  struct Case {
+    Layout layout;
+    Checkpoint checkpoint;
+    std::vector<std::string> lists;
+  };
+  const std::vector<Case> cases = {
+      {straight(2, 2), Checkpoint::kNever, {"0F0 0F1 0B1 0B0", "1F0 1F1 1B1 1B0"}},
+      {straight(2, 3), Checkpoint::kExceptLast, {"0F0 0F1 0F2 0B2 0R1 0B1 0R0 0B0", "1F0 1F1 1F2 1B2 1R1 1B1 1R0 1B0"}},
+      {straight(1, 1), Checkpoint::kExceptLast, {"0F0 0B0"}},
+      {straight(2, 2), Checkpoint::kAlways, {"0F0 0F1 0R1 0B1 0R0 0B0", "1F0 1F1 1R1 1B1 1R0 1B0"}},
+      {straight(1, 1), Checkpoint::kAlways, {"0F0 0R0 0B0"}},
+      {layout_of({0, 1, 1, 0}, 2),
+       Checkpoint::kExceptLast,
+       {"0F0 0F1 3F0 3F1 3B1 3R0 3B0 0B1 0R0 0B0", "1F0 1F1 2F0 2F1 2B1 2R0 2B0 1B1 1R0 1B0"}}};
+  for (const auto& [layout, checkpoint, lists] : cases) EXPECT_EQ(print(fill_drain(layout, checkpoint)), lists);
 }
 
 TEST(Generators, RefuseTooManyCellsAndInvalidLayouts) {
@@ -184,14 +168,7 @@ TEST(ScheduleText, AcceptsCommasCommentsAndEmptyLines) {
 }
 
 TEST(ScheduleText, NamesLineColumnAndReason) {
-  const auto error = [](const char* text) -> std::string {
-    try {
-      parse_schedule(text);
-    } catch (const std::invalid_argument& error) {
-      return error.what();
-    }
-    return "";
-  };
+  const auto error = [](const char* text) { return error_of<std::invalid_argument>([&] { parse_schedule(text); }); };
   EXPECT_THAT(error("0F0 0X0\n"), HasSubstr("line 1, column 5: '0X0' is not an action"));
   EXPECT_THAT(error("0F0 0B0\n\n 1F0 1B\n"), HasSubstr("line 3, column 6: '1B' is not an action"));
   EXPECT_THAT(error("0F0 0B0 -1F0"), HasSubstr("line 1, column 9"));

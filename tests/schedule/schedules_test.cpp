@@ -8,7 +8,6 @@
 #include <array>
 #include <cstddef>
 #include <functional>
-#include <map>
 #include <optional>
 #include <random>
 #include <set>
@@ -19,7 +18,6 @@
 #include "gpipe/schedule/verifier.h"
 #include "gpipe/simulator.h"
 #include "tests/schedule/programs.h"
-#include "tests/schedule/shapes.h"
 
 namespace gpipe {
 namespace {
@@ -235,37 +233,10 @@ TEST(Placement, VSharesTheFirstWorkerWithTheLastStage) {
   EXPECT_EQ(v_placement(2), (std::vector<int>{0, 0}));
 }
 
-using testing::for_each_shape;
-using testing::kMicroBatches;
-using testing::looped;
-using testing::v_shaped;
-
-// Not with less than 2p - 1 micro-batches.
-TEST(ZeroBubble, H2AndVAreIdleOnlyBeforeTheirFirstAction) {
-  for (int p = 1; p <= 8; ++p) {
-    for (const int m : kMicroBatches) {
-      for (const auto& [name, layout] :
-           std::map<std::string, Layout>{{"zb_h2", looped(p, 1, m)}, {"zb_v", v_shaped(p, m)}}) {
-        if (m < 2 * p - 1) continue;
-        SCOPED_TRACE(name + " " + std::to_string(p) + " " + std::to_string(m));
-        EXPECT_EQ(overhead(name, layout), p - 1);
-        const auto result = simulate(layout, make_schedule(name, layout, Checkpoint::kNever));
-        std::map<int, double> ends;
-        for (const Span& span : result.timeline.spans) {  // by worker and time
-          if (ends.contains(span.worker)) {
-            EXPECT_EQ(span.start, ends[span.worker]);
-          }
-          ends[span.worker] = span.end;
-        }
-      }
-    }
-  }
-}
-
 TEST(ZeroBubble, HasAFormulaForUnequalTimes) {
   std::mt19937 random(1);  // NOLINT: the same costs in each run
   std::uniform_real_distribution<double> time(0.1, 2);
-  for (int i = 0; i < 1500; ++i) {
+  for (int i = 0; i < 500; ++i) {
     const Times times{time(random), time(random), time(random)};
     const int p = std::uniform_int_distribution<int>(1, 8)(random);
     const int v = std::uniform_int_distribution<int>(1, 3)(random);

@@ -320,13 +320,8 @@ TEST(Footprint, BytesCanBeHeldUntilTheLaterOfTwoActions) {
 }
 
 TEST(Footprint, RefusesBytesOfOtherStages) {
-  const auto message = [](std::vector<CellBytes> bytes) -> std::string {
-    try {
-      run(2, 2, Checkpoint::kNever, std::move(bytes));
-    } catch (const std::invalid_argument& error) {
-      return error.what();
-    }
-    return "";
+  const auto message = [](const std::vector<CellBytes>& bytes) {
+    return error_of<std::invalid_argument>([&] { run(2, 2, Checkpoint::kNever, bytes); });
   };
   EXPECT_THAT(message({cells(0)}), HasSubstr("got bytes for 1 stages, but the program has 2 stages"));
   auto bad = cells(1);

@@ -358,7 +358,7 @@ TEST(RanksTraining, OfSomeStagesOnly) {
 }
 
 /// The seeds to begin with, and the number of cases for each number of ranks.
-Seeds cases() { return seeds_from_environment(40); }
+Seeds cases() { return seeds_from_environment(16); }
 
 /// Runs generated cases that have enough workers. All ranks generate the same.
 void run_cases(const std::shared_ptr<Ranks>& ranks) {

@@ -9,7 +9,6 @@
 
 #include "gpipe/runtime/executor.h"
 #include "gpipe/schedule/generators.h"
-#include "tests/schedule/programs.h"
 
 namespace gpipe {
 namespace {
@@ -49,9 +48,9 @@ class Counter : public ActionRunner {
 
 int main(int argc, char** argv) {
   using namespace gpipe;
-  const auto layout = testing::straight(2, 1);
+  const Layout layout{2, 1, {0, 1}};
   const bool edge = argc > 1 && argv[1] == std::string("edge");
-  const auto program = testing::make(layout, edge ? testing::chain(2) : std::vector<Edge>(), fill(layout));
+  const auto program = Program::make(layout, edge ? std::vector<Edge>{{0, 1, ""}} : std::vector<Edge>(), fill(layout));
   Counter counter;
   const auto failure = Executor(2).run(program, Part::kAll, counter);
   return !failure && counter.count() == 2 ? 0 : 1;
