@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdlib>
 #include <functional>
 #include <map>
 #include <mutex>
@@ -106,8 +107,12 @@ bool is_found() {
   return false;
 }
 
+/// Tries every eighth place, or with GPIPE_LONG all.
 void expect_found(const std::map<Place, int>& places, const std::function<bool()>& is_found) {
+  const int step = std::getenv("GPIPE_LONG") == nullptr ? 8 : 1;
+  int index = 0;
   for (const auto& [place, count] : places) {
+    if (index++ % step != 0) continue;
     chosen = place.address;
     std::ostringstream where;
     where << place.function << " that returns to " << std::hex << place.address;

@@ -67,7 +67,7 @@ std::string fault(const Spec& spec) {
 }
 
 TEST(GeneratedOnDevices, PipelinesComputeWhatTheReferenceDoes) {
-  const auto seeds = seeds_from_environment(200);
+  const auto seeds = seeds_from_environment(60);
   const absl::Cleanup put_back = [before = torch::get_num_threads()] { torch::set_num_threads(before); };
   torch::set_num_threads(1);
   const auto fails = [](const Spec& spec) { return !fault(spec).empty(); };

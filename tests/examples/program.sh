@@ -12,7 +12,7 @@
 #                              a copy of the folder $data, changed by the command, must be refused
 #   torchrun PROCESSES FLAG... becomes torchrun, which runs the program
 #   together NAME PROCESSES FLAG...
-#                              as run, in several processes
+#                              as run, in several processes, with what torchrun sets
 set -euo pipefail
 export OMP_NUM_THREADS=1 # the same number of threads at any number of stages, so that sums are the same
 program=$1
@@ -99,16 +99,23 @@ damage() {
   refuse "$name" "$text" --data "data-$name"
 }
 
+free_port() { "$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])'; }
+
 torchrun() {
-  local processes=$1 port
+  local processes=$1
   shift
-  port=$("$python" -c 'import socket; s = socket.socket(); s.bind(("127.0.0.1", 0)); print(s.getsockname()[1])')
   exec "$python" -m torch.distributed.run --no-python --nproc-per-node "$processes" --master-addr 127.0.0.1 \
-    --master-port "$port" ${restarts:+--max-restarts "$restarts"} "$program" "${common[@]}" "$@"
+    --master-port "$(free_port)" ${restarts:+--max-restarts "$restarts"} "$program" "${common[@]}" "$@"
 }
 
 together() {
-  local name=$1 processes=$2
+  local name=$1 processes=$2 port rank ranks=()
   shift 2
-  (torchrun "$processes" --output "$name" "$@") >"$name.log" 2>&1 || { cat "$name.log" >&2; fail "$name"; }
+  port=$(free_port)
+  for ((rank = 0; rank < processes; ++rank)); do
+    TORCHELASTIC_RUN_ID=none MASTER_ADDR=127.0.0.1 MASTER_PORT=$port WORLD_SIZE=$processes RANK=$rank LOCAL_RANK=$rank \
+      "$program" "${common[@]}" --output "$name" "$@" >>"$name.log" 2>&1 &
+    ranks+=($!)
+  done
+  for rank in "${ranks[@]}"; do wait "$rank" || { cat "$name.log" >&2; fail "$name"; }; done
 }
