@@ -55,4 +55,10 @@ struct GPipeOptions {
   TORCH_ARG(std::shared_ptr<Ranks>, ranks) = nullptr;
 };
 
+/// Returns the number of samples in each micro-batch of a mini-batch of `samples`: at most `chunks` equal ones, the last
+/// one possibly smaller, as torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch has one
+/// empty micro-batch. Errors: std::invalid_argument for negative numbers, for chunks = 0 without a split_size, and for
+/// more than kMostCells micro-batches.
+std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
+
 }  // namespace gpipe

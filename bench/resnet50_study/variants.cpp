@@ -17,7 +17,7 @@
 #include "balance/predict.h"
 #include "balance/trial.h"
 #include "gpipe/gpipe.h"
-#include "gpipe/tensors/intraop.h"
+#include "gpipe/intraop.h"
 #include "models/resnet.h"
 
 namespace gpipe::study {

@@ -15,8 +15,7 @@
 #include "balance/suggest.h"
 #include "examples/common/processes.h"
 #include "examples/common/progress.h"
-#include "gpipe/assembly/workers.h"
-#include "gpipe/run/micro_batch.h"
+#include "gpipe/options.h"
 
 namespace gpipe::examples {
 namespace {
@@ -102,7 +101,7 @@ std::vector<torch::Device> own_devices(const PipelineOptions& options) {
   std::vector<torch::Device> own;
   if (options.devices.empty()) return own;
   const auto devices = place(options);
-  const auto ranks = ranks_of_workers(static_cast<int>(devices.size()), *options.ranks);
+  const auto ranks = options.ranks->mesh().ranks_of_workers(static_cast<int>(devices.size()), options.ranks->replica());
   for (std::size_t w = 0; w < devices.size(); ++w) {
     if (ranks[w] == options.ranks->rank()) own.push_back(devices[w]);
   }

@@ -18,7 +18,6 @@
 #include "absl/strings/str_format.h"
 #include "absl/strings/str_join.h"
 #include "balance/report.h"
-#include "balance/trial.h"
 #include "examples/common/drawing.h"
 #include "examples/common/files.h"
 #include "examples/common/plan.h"
@@ -26,8 +25,8 @@
 #include "examples/common/progress.h"
 #include "gpipe/gradients.h"
 #include "gpipe/loss.h"
+#include "gpipe/options.h"
 #include "gpipe/rank_state.h"
-#include "gpipe/run/micro_batch.h"
 #include "gpipe/timeline.h"
 
 namespace gpipe::examples {
@@ -90,7 +89,8 @@ class StepRecord {
     const auto to_text = [&](double seconds, const std::vector<std::int64_t>& bytes) {
       return absl::StrCat(seconds_to_text(seconds), ", peak memory per worker ", absl::StrJoin(bytes, ", ", add));
     };
-    std::cout << "measured step: " << to_text(median(seconds_), bytes_) << ", without model and optimizer\n";
+    std::cout << "measured step: " << to_text(torch::tensor(seconds_).median().item<double>(), bytes_)
+              << ", without model and optimizer\n";
     if (!prediction) return;
     std::cout << "predicted: " << to_text(prediction->seconds, prediction->timeline.peak_bytes()) << "\n";
   }

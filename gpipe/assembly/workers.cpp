@@ -11,7 +11,6 @@
 #include "gpipe/base/checks.h"
 #include "gpipe/ranks.h"
 #include "gpipe/ranks/job.h"
-#include "gpipe/ranks/remote_edges.h"
 #include "gpipe/schedules.h"
 
 namespace gpipe {
@@ -87,7 +86,7 @@ std::vector<int> place_ranks(const GPipeOptions& options, std::size_t workers) {
     refuse_argument("the pipeline has ", workers, " workers, but ", (mesh.replicas == 1 ? "the job" : "each replica"),
                     " has ", mesh.positions, " ranks; give each rank at least one worker");
   }
-  return ranks_of_workers(static_cast<int>(workers), *ranks);
+  return mesh.ranks_of_workers(static_cast<int>(workers), ranks->replica());
 }
 
 /// Checks that the wires between devices, if there are any, can connect a worker of this rank.
@@ -118,12 +117,6 @@ std::size_t gpus_of_earlier_ranks(const GPipeOptions& options, const std::vector
 }
 
 }  // namespace
-
-std::vector<int> ranks_of_workers(int workers, const Ranks& ranks) {
-  auto of_workers = ranks_of_workers(workers, ranks.mesh().positions);
-  for (auto& rank : of_workers) rank = ranks.mesh().rank_at(rank, ranks.replica());
-  return of_workers;
-}
 
 Workers arrange_workers(const GPipeOptions& options, std::size_t stages) {
   auto schedules = source_of_schedules(options, static_cast<int>(stages));

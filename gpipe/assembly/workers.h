@@ -21,10 +21,6 @@ struct Workers {
   bool is_here(int worker) const { return ranks[worker] == rank; }
 };
 
-/// Returns the rank of each of a pipeline's workers, on this rank's replica: contiguous blocks, as equal as possible.
-/// REQUIRES: there are as many workers as ranks in a replica.
-std::vector<int> ranks_of_workers(int workers, const Ranks& ranks);
-
 /// Arranges the workers for a model of `stages` stages as the options say. Bindings call it before they move a model.
 ///
 /// Errors: std::invalid_argument for a schedule that does not exist or does not fit, or options that contradict each

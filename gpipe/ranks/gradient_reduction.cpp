@@ -9,8 +9,8 @@
 #include <string>
 
 #include "gpipe/base/checks.h"
+#include "gpipe/intraop.h"
 #include "gpipe/ranks/parcel_message.h"
-#include "gpipe/tensors/intraop.h"
 
 namespace gpipe {
 namespace {

@@ -10,14 +10,6 @@ std::uint64_t WireMessage::label() const {
          static_cast<std::uint64_t>(action.kind);
 }
 
-std::vector<int> ranks_of_workers(int workers, int ranks) {
-  std::vector<int> of_workers;
-  for (int w = 0; w < workers; ++w) {
-    of_workers.push_back(static_cast<int>(static_cast<std::int64_t>(w) * ranks / workers));
-  }
-  return of_workers;
-}
-
 std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::vector<int>& ranks) {
   const auto& placement = program.layout().placement;
   std::map<std::pair<int, int>, std::vector<WireMessage>> wires;

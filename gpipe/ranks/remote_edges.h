@@ -36,9 +36,6 @@ struct WirePlan {
   std::vector<WireMessage> messages;
 };
 
-/// Returns the rank of each worker: contiguous blocks, as equal as possible. REQUIRES: 1 <= ranks <= workers.
-std::vector<int> ranks_of_workers(int workers, int ranks);
-
 /// Returns the wires between workers of different ranks that a part of the program uses, ordered by (from, to).
 std::vector<WirePlan> plan_wires(const Program& program, Part part, const std::vector<int>& ranks);
 

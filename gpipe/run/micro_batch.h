@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "gpipe/options.h"
 #include "gpipe/run/pipeline.h"
 #include "gpipe/tensors/parcel.h"
 #include "gpipe/tensors/transfer.h"
@@ -28,12 +29,6 @@ class CallerInputs {
   std::vector<StreamEvents> ready_;  // per tensor of a parcel
   std::vector<Link> links_;          // per tensor of a parcel
 };
-
-/// Returns the number of samples in each micro-batch of a mini-batch of `samples`: at most `chunks` equal ones, the last
-/// one possibly smaller, as torch::chunk cuts; or `split_size` in each, if that is positive. An empty mini-batch has one
-/// empty micro-batch. Errors: std::invalid_argument for negative numbers, for chunks = 0 without a split_size, and for
-/// more than kMostCells micro-batches.
-std::vector<std::int64_t> micro_batch_sizes(std::int64_t samples, std::int64_t chunks, std::int64_t split_size);
 
 /// Returns the common size of dimension 0. Errors: std::invalid_argument for no tensors, an undefined or 0-dimensional
 /// tensor, or unequal sizes; its message calls the value `what`.

@@ -3,7 +3,7 @@
 #include <ATen/autocast_mode.h>
 #include <c10/core/AutogradState.h>
 
-#include "gpipe/tensors/intraop.h"
+#include "gpipe/intraop.h"
 
 namespace gpipe {
 namespace {

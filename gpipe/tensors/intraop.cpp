@@ -1,4 +1,4 @@
-#include "gpipe/tensors/intraop.h"
+#include "gpipe/intraop.h"
 
 #include <ATen/Parallel.h>
 

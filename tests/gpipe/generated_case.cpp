@@ -241,7 +241,7 @@ CaseResults run_pipeline(const Spec& spec, const std::optional<Devices>& devices
   };
   auto results = results_of(spec, model, devices, train, is_here);
   if (!live_graphs_as_verified(spec, model, pipe)) results["the live graphs"];
-  const bool has_input = !ranks || ranks_of_workers(spec.workers, ranks->size())[spec.placement[0]] == ranks->rank();
+  const bool has_input = !ranks || ranks->mesh().ranks_of_workers(spec.workers, 0)[spec.placement[0]] == ranks->rank();
   if (!has_input) {
     std::erase_if(results, [](const auto& result) {
       return result.first.ends_with("the gradient of the input") && !result.second.defined();

@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "gpipe/ranks/mesh.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/fake_rank.h"
 
@@ -57,7 +58,7 @@ GeneratedJob generate_job(std::uint64_t seed) {
   }
   for (const auto& generated : job.programs) job.references.push_back(testing::reference(generated.program));
   const int workers = job.programs.front().program.workers();
-  job.ranks = ranks_of_workers(workers, draw(random, 2, workers));
+  job.ranks = Mesh{draw(random, 2, workers)}.ranks_of_workers(workers, 0);
   for (int calls = draw(random, 1, 4); calls > 0; --calls) {
     auto& call = job.calls.emplace_back();
     call.program = draw(random, 0, static_cast<int>(job.programs.size()) - 1);

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <random>
 
+#include "gpipe/ranks/mesh.h"
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
 #include "tests/schedule/programs.h"
@@ -60,7 +61,7 @@ TEST(Wires, RememberTheLayoutsOfTheLastKeys) {
 TEST(RanksOfWorkers, AreContiguousBlocksAsEqualAsPossible) {
   for (int workers = 1; workers <= 12; ++workers) {
     for (int ranks = 1; ranks <= workers; ++ranks) {
-      const auto of_workers = ranks_of_workers(workers, ranks);
+      const auto of_workers = Mesh{ranks}.ranks_of_workers(workers, 0);
       ASSERT_EQ(of_workers.size(), workers);
       EXPECT_TRUE(std::is_sorted(of_workers.begin(), of_workers.end()));
       for (int r = 0; r < ranks; ++r) {
