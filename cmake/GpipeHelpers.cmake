@@ -1,3 +1,16 @@
+# gpipe_precompiled(target): uses the precompiled torch.h of programs, and GPIPE_PROGRAM_FLAGS.
+function(gpipe_precompiled target)
+  if(NOT TARGET gpipe_program_headers)
+    file(CONFIGURE OUTPUT ${PROJECT_BINARY_DIR}/program_headers.cpp CONTENT "")
+    add_library(gpipe_program_headers OBJECT ${PROJECT_BINARY_DIR}/program_headers.cpp)
+    target_link_libraries(gpipe_program_headers PRIVATE gpipe::torch)
+    target_compile_options(gpipe_program_headers PRIVATE ${GPIPE_PROGRAM_FLAGS})
+    target_precompile_headers(gpipe_program_headers PRIVATE <torch/torch.h>)
+  endif()
+  target_compile_options(${target} PRIVATE ${GPIPE_PROGRAM_FLAGS})
+  target_precompile_headers(${target} REUSE_FROM gpipe_program_headers)
+endfunction()
+
 # gpipe_program(name [LIGHT] SOURCES file... LIBRARIES target...): a program, with the precompiled torch.h. LIGHT leaves
 # that out: loading it costs two seconds a file, which those with few torch headers do not win back.
 function(gpipe_program name)
@@ -5,7 +18,7 @@ function(gpipe_program name)
   add_executable(${name} ${arg_SOURCES})
   target_link_libraries(${name} PRIVATE ${arg_LIBRARIES} gpipe::gpipe)
   if(NOT arg_LIGHT)
-    target_precompile_headers(${name} REUSE_FROM gpipe_pipeline)
+    gpipe_precompiled(${name})
   endif()
 endfunction()
 
