@@ -1,6 +1,7 @@
 """Checks that an include goes down only, in the order of folders that docs/design.md lists.
 
-An include of a public header, which is one in the root of gpipe/, counts as an include of all that it includes.
+An include of a public header, which is one in the root of gpipe/, counts as an include of all that it includes. Examples
+include only headers that are installed.
 """
 
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = re.compile(r"An include goes down only.*?```\n(.*?)```", re.DOTALL)
 INCLUDE = re.compile(r'^#include (?:"(\w+/[^"]+)"|<(?:torch|ATen|c10)/)', re.MULTILINE)
+NAMED_HEADER = re.compile(r"\w+/[\w/]+\.h")
 NAMED = re.compile(r'"(gpipe/\w+/[^"]+\.h)"')
 
 
@@ -55,6 +57,11 @@ def check(design: str) -> list[str]:
     used = {path for paths in includes.values() for path in paths}
     unused = [file for file in includes if is_public(file) and file not in used]
     errors += [f"{file} is public, but nothing includes it" for file in unused]
+    installed = set(NAMED_HEADER.findall((ROOT / "CMakeLists.txt").read_text()))
+    for file, paths in includes.items():
+        for path in paths if file.startswith("examples/") else []:
+            if path.startswith(("gpipe/", "balance/")) and not is_public(path) and path not in installed:
+                errors.append(f'{file} includes "{path}", which is not installed')
     for page in sorted((ROOT / "docs").rglob("*.md")):
         for path in NAMED.findall(page.read_text()):
             errors.append(f'{page.relative_to(ROOT)} names "{path}", but public headers are in the root of gpipe/')
