@@ -1,9 +1,7 @@
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/MemoryOverlap.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/QScheme.h>
-#include <c10/util/Exception.h>
 #include <torch/nn/module.h>
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
@@ -13,7 +11,6 @@
 
 #include <algorithm>
 #include <memory>
-#include <mutex>
 #include <sstream>
 #include <stdexcept>
 #include <tuple>
@@ -287,23 +284,6 @@ void restore_model(torch::nn::Module& model, const NamedTensors& saved) {
   }
   const c10::AutoGradMode no_gradients(false);
   for (auto& item : tensors) item.value().copy_(saved[item.key()]);
-}
-
-at::Tensor capture_random() {
-  auto generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  return generator.get_state();
-}
-
-void restore_random(const at::Tensor& saved) {
-  auto generator = at::detail::getDefaultCPUGenerator();
-  const std::lock_guard lock(generator.mutex());
-  try {
-    generator.set_state(saved);
-  } catch (const c10::Error& error) {
-    throw std::invalid_argument("not a state of the CPU's random number generator: " +
-                                std::string(error.what_without_backtrace()));
-  }
 }
 
 OptimizerState capture_optimizer(const optim::Optimizer& optimizer, const torch::nn::Module& model) {

@@ -1,9 +1,12 @@
 #include "gpipe/snapshot.h"
 
+#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/ops/tensor.h>
+#include <c10/util/Exception.h>
 
 #include <cmath>
 #include <limits>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <sstream>
 #include <stdexcept>
@@ -193,6 +196,23 @@ Snapshot from_safetensors(Safetensors file) {
   snapshot.optimizer = to_optimizer(member(training, "optimizer", json::value_t::object));
   for (auto& [name, tensor] : file.tensors) place(snapshot, name, std::move(tensor));
   return snapshot;
+}
+
+at::Tensor capture_random() {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  return generator.get_state();
+}
+
+void restore_random(const at::Tensor& saved) {
+  auto generator = at::detail::getDefaultCPUGenerator();
+  const std::lock_guard lock(generator.mutex());
+  try {
+    generator.set_state(saved);
+  } catch (const c10::Error& error) {
+    throw std::invalid_argument("not a state of the CPU's random number generator: " +
+                                std::string(error.what_without_backtrace()));
+  }
 }
 
 void write_snapshot(const std::filesystem::path& path, const Snapshot& snapshot) {
