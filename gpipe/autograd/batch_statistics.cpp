@@ -60,11 +60,6 @@ at::Tensor instance_norm(c10::DispatchKeySet keys, const at::Tensor& input, cons
   return output;
 }
 
-TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
-  library.impl("batch_norm", TORCH_FN(batch_norm));
-  library.impl("instance_norm", TORCH_FN(instance_norm));
-}
-
 // Does not advance version counters; neither does batch norm.
 void update(const at::Tensor& running, const at::Tensor& value, double momentum) {
   auto data = running.variable_data();
@@ -72,6 +67,11 @@ void update(const at::Tensor& running, const at::Tensor& value, double momentum)
 }
 
 }  // namespace
+
+void register_batch_norm(torch::Library& library) {
+  library.impl("batch_norm", TORCH_FN(batch_norm));
+  library.impl("instance_norm", TORCH_FN(instance_norm));
+}
 
 BatchStatistics::Scope::Scope(BatchStatistics* statistics) : previous_(std::exchange(current_statistics, statistics)) {}
 

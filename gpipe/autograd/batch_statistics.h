@@ -5,9 +5,16 @@
 #include <cstdint>
 #include <vector>
 
+namespace torch {
+class Library;
+}
+
 namespace gpipe {
 
 struct Stage;
+
+/// Adds the kernels of batch norm and instance norm that collect statistics.
+void register_batch_norm(torch::Library& library);
 
 /// Collects batch norm statistics over a whole mini-batch, so that running statistics are updated once per mini-batch
 /// instead of once per micro-batch (deferred batch norm, torchgpipe, Kim et al., arXiv:2004.09910). Each micro-batch is

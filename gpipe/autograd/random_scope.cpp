@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "absl/cleanup/cleanup.h"
+#include "gpipe/autograd/batch_statistics.h"
 #include "gpipe/autograd/stage_state.h"
 #include "gpipe/base/mutex.h"
 
@@ -163,9 +164,8 @@ bool draws_itself(const c10::OperatorHandle& op) {
   return false;
 }
 
-TORCH_LIBRARY_IMPL(_, DeferredInit, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
-
-TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
+void add_kernels(torch::Library& library) {
+  register_batch_norm(library);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (name.getNamespace() != "aten") continue;
@@ -179,12 +179,24 @@ TORCH_LIBRARY_IMPL(aten, DeferredInit, library) {
   }
 }
 
+// Called before the first scope, so that a process that only loads this library can use the key otherwise.
+void register_kernels() {
+  const auto library = [](const char* name, auto add) {
+    torch::Library made(torch::Library::IMPL, name, kKey, __FILE__, __LINE__);
+    add(made);
+    return made;
+  };
+  static const auto aten = library("aten", add_kernels);
+  static const auto others =
+      library("_", [](torch::Library& all) { all.fallback(torch::CppFunction::makeFallthrough()); });
+}
+
 }  // namespace
 
 RandomScope::RandomScope(std::uint64_t seed, std::int64_t layer, std::int64_t micro_batch)
     : key_(mix(mix(mix(seed) ^ static_cast<std::uint64_t>(layer)) ^ static_cast<std::uint64_t>(micro_batch))),
       previous_(current_scope),
-      intercept_(kKey) {
+      intercept_((register_kernels(), kKey)) {
   current_scope = this;
 }
 
@@ -193,6 +205,7 @@ RandomScope::~RandomScope() { current_scope = previous_; }
 RandomScope* RandomScope::current() { return current_scope; }
 
 std::uint64_t RandomScope::draw_seed() {
+  register_kernels();  // on the caller's thread, before workers run operators
   const auto draw_from = [](at::Generator generator) {
     std::lock_guard<std::mutex> lock(generator.mutex());
     return generator.get<at::CPUGeneratorImpl>()->random64();

@@ -20,6 +20,7 @@ from gpipe.checkpoint import is_checkpointing
 from gpipe.generators import Draws
 from gpipe.meta import materialize
 from gpipe.names import rename_missing
+from gpipe.randomness import redirect_generators
 from gpipe.skip import Skippable, skippables_in
 
 
@@ -127,6 +128,7 @@ def split(
 def layers_of(module: nn.Sequential) -> list[tuple[str, nn.Module, list[Any]]]:
     """Returns the layers of a model or stage as the extension module takes them: tuples (name, module, skips), where
     ``skips`` has a tuple (module, stashes, pops) for each skippable module that is the layer or nested in it."""
+    redirect_generators()
     return [
         (
             layer.name_in_messages(name) if isinstance(layer, Skippable) else name,

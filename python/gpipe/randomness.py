@@ -30,6 +30,7 @@ class RandomScope:
 
     @checks_arguments
     def __init__(self, seed: int, layer: int, micro_batch: int) -> None:
+        redirect_generators()
         self._arguments = seed % 2**64, layer, micro_batch
         self._scopes: list[_C.RandomScope] = []
 
@@ -75,9 +76,6 @@ def reference(module: nn.Sequential, input: Any, *, chunks: int = 1) -> Any:
     return first.build(torch.cat(pieces) for pieces in zip(*(tensors for tensors, _ in outputs), strict=True))
 
 
-# Inside a scope, PyTorch's functions for default generators apply to the scope's generators.
-
-
 def _redirect(function: Callable[..., Any], in_scope: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a function that calls ``in_scope`` inside a scope, and ``function`` elsewhere."""
 
@@ -109,9 +107,13 @@ def _seed(seed: int) -> torch.Generator:
     return _generator("cpu").manual_seed(int(seed))
 
 
-# torch.utils.checkpoint looks the functions up under these names.
-torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, functools.partial(_get_state, "cpu"))
-torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, functools.partial(_set_state, device="cpu"))
-torch.manual_seed = torch.random.manual_seed = _redirect(torch.manual_seed, _seed)
-torch.cuda.get_rng_state = _redirect(torch.cuda.get_rng_state, _get_state)
-torch.cuda.set_rng_state = _redirect(torch.cuda.set_rng_state, _set_state)
+@functools.cache
+def redirect_generators() -> None:
+    """Makes PyTorch's functions for default generators apply to the scope's generators inside a scope. Called before the first
+    scope: an import of the package changes nothing. torch.utils.checkpoint looks the functions up under these names."""
+    cpu_get, cpu_set = functools.partial(_get_state, "cpu"), functools.partial(_set_state, device="cpu")
+    torch.get_rng_state = torch.random.get_rng_state = _redirect(torch.get_rng_state, cpu_get)
+    torch.set_rng_state = torch.random.set_rng_state = _redirect(torch.set_rng_state, cpu_set)
+    torch.manual_seed = torch.random.manual_seed = _redirect(torch.manual_seed, _seed)
+    torch.cuda.get_rng_state = _redirect(torch.cuda.get_rng_state, _get_state)
+    torch.cuda.set_rng_state = _redirect(torch.cuda.set_rng_state, _set_state)
