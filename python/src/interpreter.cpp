@@ -149,6 +149,22 @@ ContextScope::~ContextScope() {
   PyContext_Exit(context_.ptr());
 }
 
+void copy_backward_context() {
+  constexpr auto kName = "context";  // torch/autograd/graph.py sets it
+  if (!TransferredObjects::contains(kName)) return;
+  const Section section;
+  auto* original = TransferredObjects::get(kName)->ptr(getPyInterpreter());
+  if (original == Py_None) return;  // after a backward
+  const auto context = py::reinterpret_steal<py::object>(PyContext_Copy(original));
+  if (!context) throw py::error_already_set();
+  // The reference, unlike a SafePyObject, can be dropped while the interpreter exits.
+  const auto drop = [copy = reference_to(context.ptr())](c10::SafePyObject* object) {
+    object->release();
+    delete object;
+  };
+  TransferredObjects::set(kName, {new c10::SafePyObject(context.ptr(), getPyInterpreter()), drop});
+}
+
 // Python treats a thread that deletes the state of another thread as having no state of its own from then on. So a
 // temporary thread deletes the states.
 ThreadStates::~ThreadStates() {

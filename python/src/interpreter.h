@@ -104,6 +104,10 @@ class ContextScope {
   pybind11::object context_;  // null if there is none to find
 };
 
+/// Gives this thread a copy of the context variables that torch hands to the backwards of compiled layers, if any. Torch
+/// 2.12 enters them, which only one thread at a time can.
+void copy_backward_context();
+
 /// The Python thread states of a pipeline's workers. A worker keeps its state from call to call, so that threading.local
 /// lasts. May be destroyed on any thread, after the workers have ended.
 class ThreadStates {

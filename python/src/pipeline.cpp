@@ -115,7 +115,11 @@ PythonPipeline::PythonPipeline(const Objects& stages, GPipeOptions options) {
   std::vector<std::vector<PythonLayer*>> of_stages;
   std::vector<Reference> modules;
   LanguageBinding binding{.lock = lock,
-                          .enter_worker = [states = states_] { states->create_for_this_thread(); },
+                          .enter_worker =
+                              [states = states_] {
+                                states->create_for_this_thread();
+                                copy_backward_context();
+                              },
                           .poll = poll,
                           .on_error = on_error,
                           .structures = {encode_structure, decode_structure}};

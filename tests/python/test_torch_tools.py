@@ -3,11 +3,14 @@
 import contextlib
 import copy
 import random
+import time
 
 import numpy
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -113,6 +116,24 @@ def test_compiled_layers_compute_the_same(checkpoint):
         torch.testing.assert_close(training_step(pipe, x), expected)
     whole = torch.compile(gpipe.GPipe(model, [2, 1], chunks=2), backend="aot_eager")  # runs uncompiled
     torch.testing.assert_close(training_step(whole, x), expected)
+
+
+def test_backwards_of_compiled_layers_overlap_and_split():
+    def slow(graph, inputs):
+        return make_boxed_func(lambda *values: time.sleep(0.02) or graph(*values))
+
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: make_boxed_func(graph), bw_compiler=slow)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)) for _ in range(2)))
+    compiled = nn.Sequential(*(torch.compile(layer, backend=backend) for layer in copy.deepcopy(model)))
+    x, target = torch.rand(8, 4), torch.rand(8, 4)
+    for _ in range(2):
+        actual = training_step(gpipe.GPipe(compiled, [1, 1], chunks=4), x)
+        torch.testing.assert_close(actual, training_step(gpipe.GPipe(model, [1, 1], chunks=4), x))
+    for layers in compiled, model:
+        layers.zero_grad()
+        gpipe.GPipe(layers, [1, 1], chunks=4, schedule="zb_h1").step(x, target, nn.functional.mse_loss)
+    for actual, expected in zip(compiled.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad)
 
 
 def test_compilation_after_a_pipeline_has_ended():
