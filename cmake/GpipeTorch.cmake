@@ -1,13 +1,15 @@
 # gpipe_find_torch([prefix...] [PYTHON interpreter...])
 #
-# Defines the imported target gpipe::torch, and in the caller's scope GPIPE_TORCH_DIR, GPIPE_TORCH_VERSION and
-# GPIPE_TORCH_CUDA. Looks in the prefixes (a LibTorch folder, or the share/cmake folder inside one), then in the torch
+# Defines the imported target gpipe::torch, and in the caller's scope GPIPE_TORCH_DIR, GPIPE_TORCH_VERSION, such as
+# 2.15.0, GPIPE_TORCH_SERIES, such as 2.15, and GPIPE_TORCH_CUDA. Looks in the prefixes (a LibTorch folder, or the share/cmake folder inside one), then in the torch
 # package of each interpreter; the first found is taken. An error when there is none, or when it is too old.
 #
 # find_package(Torch) would do for a CPU build of torch, but asks for a CUDA toolkit wherever torch was built with CUDA,
 # which is what PyPI ships. Nothing here needs one.
 
-set(GPIPE_TORCH_MINIMUM 2.10)
+# The versions that all tests pass with. Older ones do not work. cmake/setup.sh and python/packaging read this line.
+set(GPIPE_TORCH_TESTED 2.10 2.11 2.12 2.13 2.14 2.15)
+list(GET GPIPE_TORCH_TESTED 0 GPIPE_TORCH_MINIMUM)
 
 function(gpipe_find_torch)
   cmake_parse_arguments(PARSE_ARGV 0 arg "" "" "PYTHON")
@@ -16,17 +18,20 @@ function(gpipe_find_torch)
     list(APPEND candidates ${prefix} ${prefix}/../..)
   endforeach()
   foreach(python IN LISTS arg_PYTHON)
-    execute_process(
-      COMMAND ${python} -c "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
-      OUTPUT_VARIABLE package OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-    list(APPEND candidates ${package})
+    foreach(isolated IN ITEMS "" -I) # pip hides the environment's packages from a build by PYTHONPATH, which -I ignores
+      execute_process(
+        COMMAND ${python} ${isolated} -c
+                "import importlib.util as u; print(u.find_spec('torch').submodule_search_locations[0])"
+        OUTPUT_VARIABLE package OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+      list(APPEND candidates ${package})
+    endforeach()
   endforeach()
 
   foreach(dir IN LISTS candidates)
     if(EXISTS ${dir}/lib/libtorch_cpu.so)
       file(REAL_PATH ${dir} dir)
       _gpipe_import_torch(${dir})
-      return(PROPAGATE GPIPE_TORCH_DIR GPIPE_TORCH_VERSION GPIPE_TORCH_CUDA)
+      return(PROPAGATE GPIPE_TORCH_DIR GPIPE_TORCH_VERSION GPIPE_TORCH_SERIES GPIPE_TORCH_CUDA)
     endif()
   endforeach()
   list(JOIN arg_PYTHON ", " pythons)
@@ -46,6 +51,10 @@ function(_gpipe_import_torch dir)
   if(version VERSION_LESS GPIPE_TORCH_MINIMUM)
     message(FATAL_ERROR "torch in ${dir} is too old: ${version}, but gpipe needs ${GPIPE_TORCH_MINIMUM} or newer")
   endif()
+  string(REGEX MATCH "^[0-9]+\\.[0-9]+" series ${version})
+  if(NOT series IN_LIST GPIPE_TORCH_TESTED)
+    message(WARNING "gpipe is not tested with torch ${version}, only with: ${GPIPE_TORCH_TESTED}")
+  endif()
 
   set(cuda OFF)
   if(EXISTS ${dir}/lib/libtorch_cuda.so)
@@ -64,5 +73,6 @@ function(_gpipe_import_torch dir)
   endif()
   set(GPIPE_TORCH_DIR ${dir} PARENT_SCOPE)
   set(GPIPE_TORCH_VERSION ${version} PARENT_SCOPE)
+  set(GPIPE_TORCH_SERIES ${series} PARENT_SCOPE)
   set(GPIPE_TORCH_CUDA ${cuda} PARENT_SCOPE)
 endfunction()

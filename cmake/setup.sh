@@ -1,13 +1,17 @@
 # Sourced by ./demo and ./test, which run in the repository's root. Installs what they need on Debian 12 and Ubuntu
 # 24.04. Starts no package manager when nothing is missing.
 #
-#   GPIPE_PYTHON   Python interpreter that has torch. Default: that of .venv, into which torch is installed.
+#   GPIPE_PYTHON       Python interpreter that has torch. Default: that of .venv, into which torch is installed.
+#   GPIPE_TORCH        version of torch to install, such as 2.12. Default: the newest that is tested.
+#   GPIPE_TORCH_INDEX  another index that pip looks for torch in, such as https://download.pytorch.org/whl/cpu, which
+#                      saves most of the 5 GB.
 
 readonly build_packages=(cmake g++ libabsl-dev libcairo2-dev libcli11-dev libgif-dev libpng-dev libturbojpeg0-dev
   ninja-build nlohmann-json3-dev pkgconf python3-venv zlib1g-dev)
 readonly test_packages=("${build_packages[@]}" clang libbenchmark-dev libclang-rt-dev libgmock-dev python3-dev)
-readonly torch=torch==2.11.0
-readonly test_python_packages=("$torch" torchvision==0.26.0 clang-format==14.0.6 tensorboard==2.21.0
+read -ra torch_versions < <(sed -n 's/^set(GPIPE_TORCH_TESTED \(.*\))$/\1/p' cmake/GpipeTorch.cmake)
+readonly torch=torch==${GPIPE_TORCH:-${torch_versions[-1]}}.*
+readonly test_python_packages=("$torch" torchvision clang-format==14.0.6 tensorboard==2.21.0
   matplotlib==3.11.2 numpy scikit-build-core==1.1.2 pytest==9.2.0 mypy==2.4.1 pybind11-stubgen==3.0.0
   timm==1.0.31 transformers==5.23.0 accelerate==1.15.0 lightning-fabric==2.6.6 diffusers==0.42.1 monai==1.6.1
   einops==0.8.2 safetensors==0.8.0 segmentation-models-pytorch==0.6.0)
@@ -59,10 +63,10 @@ install_python() {
   [[ -x $python ]] || python=python3
   echo "Installing ${missing[*]} into .venv (5 GB on disk with torch's CUDA libraries)"
   quietly "$python" -m venv .venv || fail "could not create .venv with $python (see $log)"
-  quietly .venv/bin/python -m pip install "$@" ||
+  quietly .venv/bin/python -m pip install ${GPIPE_TORCH_INDEX:+--extra-index-url "$GPIPE_TORCH_INDEX"} "$@" ||
     fail "could not install the Python packages ${missing[*]} (see $log; is there a network?)"
   mkdir -p .venv/installed
-  (cd .venv/installed && touch "$@")
+  (cd .venv/installed && rm -f torch==* && touch "$@")
 }
 
 # configure PRESET [cmake argument...]

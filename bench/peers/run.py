@@ -2,7 +2,7 @@
 
     python -m venv --system-site-packages VENV      # of a Python that has torch and scikit-build-core
     VENV/bin/pip install torchgpipe==0.0.7
-    VENV/bin/pip install --no-build-isolation ../..
+    VENV/bin/pip install ../..
     VENV/bin/python run.py --ours BUILD_FOLDER
 
 A process measures one row for one contestant. The contestants take turns, so that disturbances of the machine affect

@@ -5,28 +5,28 @@ loss = pipe.step(input, target, criterion)
 """
 
 from importlib.metadata import version as _version
-from importlib.util import find_spec as _find_spec
 from pathlib import Path as _Path
 
 import torch as _torch  # loads the libraries that the extension module needs
 
-_REINSTALL = "install gpipe again in an environment with this torch: pip install --no-build-isolation ."
-
-if _find_spec("gpipe._C") is None:
+_cores = {core.name: str(core) for folder in __path__ for core in _Path(folder).glob("cores/*")}  # by torch's version
+if not _cores:
     _package = _Path(__file__).resolve().parent
     raise ImportError(
         f"gpipe is not built: run pip install . in {_package.parents[1]}, then start Python outside {_package.parent} "
         "and without that folder in PYTHONPATH"
     )
+_INSTALL = "run pip install . in a clone of gpipe, in an environment with this torch"
+_version_of_torch = ".".join(_torch.__version__.split(".")[:2])
+if _version_of_torch not in _cores:
+    raise ImportError(
+        f"gpipe was built for torch {', '.join(sorted(_cores))}, but torch {_torch.__version__} is installed; {_INSTALL}"
+    )
+__path__.append(_cores[_version_of_torch])  # gpipe._C lies there
 try:
     from gpipe import _C
 except ImportError as error:
-    raise ImportError(f"gpipe cannot be loaded with torch {_torch.__version__}: {error}; {_REINSTALL}") from error
-
-if _C.torch_version.split(".")[:2] != _torch.__version__.split(".")[:2]:
-    raise ImportError(
-        f"gpipe was built for torch {_C.torch_version}, but torch {_torch.__version__} is installed; {_REINSTALL}"
-    )
+    raise ImportError(f"gpipe cannot be loaded with torch {_torch.__version__}: {error}; {_INSTALL}") from error
 
 from gpipe import balance, batchnorm, checkpoint, data, models, skip, snapshot
 from gpipe._C import Timeline

@@ -1,7 +1,6 @@
 #include <c10/util/Exception.h>
 #include <pybind11/pybind11.h>
 #include <torch/csrc/Exceptions.h>
-#include <torch/version.h>
 
 #include "python/src/interpreter.h"
 #include "python/src/pipeline.h"
@@ -10,7 +9,6 @@ PYBIND11_MODULE(_C, module) {
   namespace py = pybind11;
   using namespace gpipe::python;
 
-  module.attr("torch_version") = TORCH_VERSION;
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);

@@ -113,18 +113,20 @@ def test_data_loaders_can_fork_workers():
 
 
 def test_a_package_that_cannot_be_imported(tmp_path, monkeypatch):
-    cases = {  # the text of the extension module, and the start of the error
-        None: "gpipe is not built: run pip install . in {folder}, ",
-        "torch_version = '1.0.0'": "gpipe was built for torch 1.0.0, but torch {torch} is installed; install",
-        "raise ImportError('undefined symbol: at')": "gpipe cannot be loaded with torch {torch}: undefined symbol: at; install",
-    }
-    for number, (extension, message) in enumerate(cases.items()):
+    cases = [  # for which versions the package is built, and the start of the error
+        ([], "gpipe is not built: run pip install . in {folder}, "),
+        (["1.0", "1.1"], "gpipe was built for torch 1.0, 1.1, but torch {torch} is installed; run pip"),
+        ([torch.__version__], "gpipe cannot be loaded with torch {torch}: undefined symbol: at; run pip"),
+    ]
+    for number, (versions, message) in enumerate(cases):
         folder = tmp_path / str(number)
         package = folder / "python" / "gpipe"  # as in a clone
         package.mkdir(parents=True)
         shutil.copy(gpipe.__file__, package)
-        if extension is not None:
-            (package / "_C.py").write_text(extension)
+        for version in versions:
+            core = package / "cores" / ".".join(version.split(".")[:2])
+            core.mkdir(parents=True)
+            (core / "_C.py").write_text("raise ImportError('undefined symbol: at')")
         with monkeypatch.context() as changed:
             changed.syspath_prepend(folder / "python")
             for name in [name for name in sys.modules if name.partition(".")[0] == "gpipe"]:
