@@ -1,8 +1,9 @@
 # gpipe_find_torch([prefix...] [PYTHON interpreter...])
 #
 # Defines the imported target gpipe::torch, and in the caller's scope GPIPE_TORCH_DIR, GPIPE_TORCH_VERSION, such as
-# 2.15.0, GPIPE_TORCH_SERIES, such as 2.15, and GPIPE_TORCH_CUDA. Looks in the prefixes (a LibTorch folder, or the share/cmake folder inside one), then in the torch
-# package of each interpreter; the first found is taken. An error when there is none, or when it is too old.
+# 2.15.0, GPIPE_TORCH_SERIES, such as 2.15, and GPIPE_TORCH_CUDA. Looks in the prefixes (a LibTorch folder, or the
+# share/cmake folder inside one), then in the torch package of each interpreter; the first found is taken. An error when
+# there is none, or when it is too old.
 #
 # find_package(Torch) would do for a CPU build of torch, but asks for a CUDA toolkit wherever torch was built with CUDA,
 # which is what PyPI ships. Nothing here needs one.
