@@ -3,8 +3,7 @@
 #
 #   GPIPE_PYTHON       Python interpreter that has torch. Default: that of .venv, into which torch is installed.
 #   GPIPE_TORCH        version of torch to install, such as 2.12. Default: the newest that is tested.
-#   GPIPE_TORCH_INDEX  another index that pip looks for torch in, such as https://download.pytorch.org/whl/cpu, which
-#                      saves most of the 5 GB.
+#   GPIPE_TORCH_INDEX  another index that pip looks for torch in. One of torch without CUDA saves most of the 5 GB.
 
 readonly build_packages=(cmake g++ libabsl-dev libcairo2-dev libcli11-dev libgif-dev libpng-dev libturbojpeg0-dev
   ninja-build nlohmann-json3-dev pkgconf python3-venv zlib1g-dev)
