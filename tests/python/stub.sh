@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Writes the types of the extension module, as python/gpipe/_C.pyi has them: a line per function or property, without
-# documentation.
+# documentation, as pybind11 3.0 has them.
 #   stub.sh PYTHON FOLDER
 # PYTHON imports the installed gpipe, and has pybind11-stubgen. The file is FOLDER/gpipe/_C.pyi.
 set -euo pipefail
@@ -8,4 +8,4 @@ set -euo pipefail
 documentation=':\n +"""\n[^"]*"""\n'
 property='@property\n +def (\w+)\(self\) -> ([^\n]*): \.\.\.'
 sed -zEi "s/(def [^\n]*)$documentation/\1: ...\n/g; s/(class [^\n]*)$documentation/\1:\n/g; s/:\n +\.\.\.\n/: ...\n/g
-  s/$property/\1: typing.Final[\2]/g" "$2/gpipe/_C.pyi"
+  s/$property/\1: typing.Final[\2]/g; s/ \| typing\.SupportsIndex//g" "$2/gpipe/_C.pyi"
