@@ -67,7 +67,8 @@ class Partition(nn.Sequential):
             if isinstance(tensor := vars(module).get(name), Tensor):
                 with torch.enable_grad():
                     source = torch.empty(0, requires_grad=True)
-                    vars(module)[name] = _Kept.apply(source, tensor.detach())  # type: ignore[no-untyped-call]
+                    keep: Any = _Kept.apply
+                    vars(module)[name] = keep(source, tensor.detach())
 
     def _run(self, input: Any) -> Any:
         for index, layer in enumerate(self):

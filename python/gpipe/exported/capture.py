@@ -186,7 +186,8 @@ def guards_of(graph: Graph) -> dict[str, bool]:
     for value in graph.inputs:
         batch = None if value is None else value.example.shape[0]
         if isinstance(batch, torch.SymInt):
-            for guard in batch.node.shape_env.guards:
+            environment: Any = batch.node.shape_env
+            for guard in environment.guards:
                 # All inputs have the same number of samples.
                 expression = guard.expr.xreplace(dict.fromkeys(guard.expr.free_symbols, samples))
                 if expression != sympy.true:
