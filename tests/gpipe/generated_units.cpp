@@ -77,26 +77,16 @@ void pair_of_tensors(Builder& b, TensorPair (*make)(Tensor), bool change, torch:
   b.add(join);
 }
 
-void alias(Builder& b, bool change) {
-  pair_of_tensors(
-      b,
-      [](Tensor x) -> TensorPair {
-        return {x, x};
-      },
-      change, {b.width}, [](TensorPair in) { return std::get<0>(in) * 2 + std::get<1>(in).sin(); });
-}
+TensorPair twice(Tensor x) { return {x, x}; }
+Tensor join_twice(TensorPair in) { return std::get<0>(in) * 2 + std::get<1>(in).sin(); }
+void alias(Builder& b, bool change) { pair_of_tensors(b, twice, change, {b.width}, join_twice); }
 
-void base_and_view(Builder& b, bool change) {
-  pair_of_tensors(
-      b,
-      [](Tensor x) -> TensorPair {
-        return {x, x.narrow(1, 0, x.size(1) / 2)};
-      },
-      change, {1},
-      [](TensorPair in) {
-        return std::get<0>(in) + torch::cat({std::get<1>(in), std::get<1>(in)}, 1).sin();
-      });
+TensorPair with_half(Tensor x) { return {x, x.narrow(1, 0, x.size(1) / 2)}; }
+Tensor join_half(TensorPair in) {
+  const auto& [whole, half] = in;
+  return whole + torch::cat({half, half}, 1).sin();
 }
+void base_and_view(Builder& b, bool change) { pair_of_tensors(b, with_half, change, {1}, join_half); }
 
 // The output depends on a moving average over the micro-batches so far.
 void moving_average(Builder& b) {
@@ -203,14 +193,20 @@ void no_grad_inside(Builder& b) {
   });
 }
 
+using Function = Tensor (*)(Tensor x, const Tensor& w);
+
 /// Adds a layer that calls a function of its input and one parameter.
-void with_parameter(Builder& b, torch::IntArrayRef shape, Tensor (*function)(Tensor x, const Tensor& w)) {
+void with_parameter(Builder& b, torch::IntArrayRef shape, Function function) {
   const auto w = b.parameter(shape);
   b.add([w, function](Tensor x) { return function(std::move(x), w); });
 }
-void with_vector(Builder& b, Tensor (*function)(Tensor x, const Tensor& w)) { with_parameter(b, {b.width}, function); }
-void with_matrix(Builder& b, Tensor (*function)(Tensor x, const Tensor& w)) {
-  with_parameter(b, {b.width, b.width}, function);
+
+/// Units of such a layer.
+Unit of_vector(const char* name, Function function, int flags = 0) {
+  return {name, [=](Builder& b) { with_parameter(b, {b.width}, function); }, flags};
+}
+Unit of_matrix(const char* name, Function function) {
+  return {name, [=](Builder& b) { with_parameter(b, {b.width, b.width}, function); }};
 }
 
 // Writes to buffers, which the version counter may hide, small and large, and shares their memory.
@@ -248,21 +244,15 @@ void pop(Builder& b, Tensor (*join)(Tensor x, Tensor skip)) {
 /// Products and convolutions that a split backward may leave to W.
 std::vector<Unit> products() {
   return {
-      {"weight twice",
-       [](Builder& b) { with_matrix(b, [](Tensor x, const Tensor& w) { return x.mm(w).tanh().mm(w.t()); }); }},
-      {"weight nine times",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) {
-           for (int i = 0; i < 9; ++i) x = x.matmul(i % 2 ? w : w.t()).tanh();
-           return x;
-         });
-       }},
-      {"weight in a product and a sum",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) { return x.matmul(w.t()) * w.square().mean() + w.t().sum(0); });
-       }},
-      {"weight normalised",
-       [](Builder& b) { with_matrix(b, [](Tensor x, const Tensor& w) { return x.matmul(w / w.norm()); }); }},
+      of_matrix("weight twice", [](Tensor x, const Tensor& w) { return x.mm(w).tanh().mm(w.t()); }),
+      of_matrix("weight nine times",
+                [](Tensor x, const Tensor& w) {
+                  for (int i = 0; i < 9; ++i) x = x.matmul(i % 2 ? w : w.t()).tanh();
+                  return x;
+                }),
+      of_matrix("weight in a product and a sum",
+                [](Tensor x, const Tensor& w) { return x.matmul(w.t()) * w.square().mean() + w.t().sum(0); }),
+      of_matrix("weight normalised", [](Tensor x, const Tensor& w) { return x.matmul(w / w.norm()); }),
       {"weight in chunks",
        [](Builder& b) {
          with_parameter(b, {b.width, 3 * b.width}, [](Tensor x, const Tensor& w) {
@@ -277,52 +267,40 @@ std::vector<Unit> products() {
            return parts[0] * 2 + parts[1].sigmoid();
          });
        }},
-      {"views of a product changed",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) {
-           auto h = x.matmul(w);
-           const auto half = x.size(1) / 2;
-           h.narrow(1, 0, half).mul_(w[0].narrow(0, 0, half));
-           h.narrow(1, half, half).copy_(x.matmul(w).narrow(1, 0, half));
-           return h.relu_();
-         });
-       }},
-      {"product in place of a view",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) {
-           auto h = x * 2;
-           h.narrow(0, 0, h.size(0)).addmm_(x, w);
-           return h;
-         });
-       }},
-      {"product of inputs",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) { return x.matmul(x.t().matmul(x).matmul(w)).tanh(); });
-       }},
+      of_matrix("views of a product changed",
+                [](Tensor x, const Tensor& w) {
+                  auto h = x.matmul(w);
+                  const auto half = x.size(1) / 2;
+                  h.narrow(1, 0, half).mul_(w[0].narrow(0, 0, half));
+                  h.narrow(1, half, half).copy_(x.matmul(w).narrow(1, 0, half));
+                  return h.relu_();
+                }),
+      of_matrix("product in place of a view",
+                [](Tensor x, const Tensor& w) {
+                  auto h = x * 2;
+                  h.narrow(0, 0, h.size(0)).addmm_(x, w);
+                  return h;
+                }),
+      of_matrix("product of inputs",
+                [](Tensor x, const Tensor& w) { return x.matmul(x.t().matmul(x).matmul(w)).tanh(); }),
       {"batched products",
        [](Builder& b) {
          with_parameter(b, {b.width / 2, b.width}, [](Tensor x, const Tensor& w) {
            return torch::bmm(x.view({-1, 2, x.size(1) / 2}), w.expand({x.size(0), -1, -1})).sum(1);
          });
        }},
-      {"factor without a gradient",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) { return torch::addmm(x, torch::ones_like(x) * 2, w); });
-       }},
-      {"product with a leaf",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) {
-           return x.matmul(w).matmul(torch::ones_like(w).div(w.size(0)).requires_grad_());
-         });
-       }},
-      {"hook between products",
-       [](Builder& b) {
-         with_matrix(b, [](Tensor x, const Tensor& w) {
-           auto h = x.matmul(w);
-           if (h.requires_grad()) h.register_hook([](Tensor gradient) { return gradient * 2; });
-           return h.tanh().matmul(w.t());
-         });
-       }},
+      of_matrix("factor without a gradient",
+                [](Tensor x, const Tensor& w) { return torch::addmm(x, torch::ones_like(x) * 2, w); }),
+      of_matrix("product with a leaf",
+                [](Tensor x, const Tensor& w) {
+                  return x.matmul(w).matmul(torch::ones_like(w).div(w.size(0)).requires_grad_());
+                }),
+      of_matrix("hook between products",
+                [](Tensor x, const Tensor& w) {
+                  auto h = x.matmul(w);
+                  if (h.requires_grad()) h.register_hook([](Tensor gradient) { return gradient * 2; });
+                  return h.tanh().matmul(w.t());
+                }),
       {"convolution",
        [](Builder& b) {
          auto conv = b.module(nn::Conv1d(nn::Conv1dOptions(1, 1, 3).padding(1)));
@@ -356,8 +334,8 @@ std::vector<Unit> other_units() {
       {"layer norm", [](Builder& b) { b.push(nn::LayerNorm(nn::LayerNormOptions({b.width}))); }},
       {"relu_", [](Builder& b) { b.push(nn::ReLU(nn::ReLUOptions(true))); }, kChanges},
       {"mul_", [](Builder& b) { b.add([](Tensor x) { return x.mul_(1.5); }); }, kChanges},
-      {"add_ a parameter", [](Builder& b) { with_vector(b, [](Tensor x, const Tensor& w) { return x.add_(w); }); },
-       kChanges},
+      of_vector(
+          "add_ a parameter", [](Tensor x, const Tensor& w) { return x.add_(w); }, kChanges),
       {"in place on a view", in_place_on_a_view, kChanges},
       {"slices assigned",
        [](Builder& b) {
@@ -386,7 +364,7 @@ std::vector<Unit> other_units() {
       {"own generator", own_generator, Unit::kHost},
       {"batch norm", [](Builder& b) { batch_norm(b, false); }},
       {"batch norm in eval", [](Builder& b) { batch_norm(b, true); }},
-      {"unused parameter", [](Builder& b) { with_vector(b, [](Tensor x, const Tensor&) { return x.sin(); }); }},
+      of_vector("unused parameter", [](Tensor x, const Tensor&) { return x.sin(); }),
       {"branch",
        [](Builder& b) {
          with_parameter(b, {2, b.width}, [](Tensor x, const Tensor& w) {
@@ -406,7 +384,7 @@ std::vector<Unit> other_units() {
          const auto w = b.variant < 2 ? b.parameter({1, b.width}) : b.parameter({b.width});
          b.add([v, w](Tensor x) { return x + (v + w.view({1, -1})); });
        }},
-      {"parameter alone", [](Builder& b) { with_vector(b, [](Tensor x, const Tensor& w) { return w.expand_as(x); }); }},
+      of_vector("parameter alone", [](Tensor x, const Tensor& w) { return w.expand_as(x); }),
       {"embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width)); }},
       {"sparse embedding", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).sparse(true)); }},
       {"embedding max_norm", [](Builder& b) { embedding(b, nn::EmbeddingOptions(5, b.width).max_norm(1.0)); }},

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -73,7 +74,7 @@ struct Unit {
   };
 
   const char* name;
-  void (*build)(Builder& builder);
+  std::function<void(Builder& builder)> build;
   int flags = 0;
   Role role = kWhole;
 };
