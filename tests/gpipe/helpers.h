@@ -45,6 +45,23 @@ inline std::vector<Tensor> copies(const std::vector<Tensor>& tensors) {
   return copies;
 }
 
+/// The gradients of the parameters, which lose them.
+inline std::vector<Tensor> take_gradients(const torch::nn::Module& module) {
+  std::vector<Tensor> gradients;
+  for (const auto& parameter : module.parameters()) {
+    gradients.push_back(parameter.grad());
+    parameter.mutable_grad() = Tensor();
+  }
+  return gradients;
+}
+
+/// The buffers and the gradients, which the parameters lose.
+inline std::vector<Tensor> buffers_and_gradients(const torch::nn::Module& module) {
+  auto results = copies(module.buffers());
+  for (const auto& gradient : take_gradients(module)) results.push_back(gradient);
+  return results;
+}
+
 /// The model's parameters, each once: C++ modules list a tied one at each of its places.
 inline std::vector<Tensor> distinct_parameters(const torch::nn::Module& model) {
   std::vector<Tensor> parameters;
@@ -53,6 +70,15 @@ inline std::vector<Tensor> distinct_parameters(const torch::nn::Module& model) {
     if (std::none_of(parameters.begin(), parameters.end(), is_it)) parameters.push_back(parameter);
   }
   return parameters;
+}
+
+inline void expect_close(const std::vector<Tensor>& a, const std::vector<Tensor>& b, double relative = 1e-5,
+                         double absolute = 1e-8) {
+  ASSERT_EQ(a.size(), b.size());
+  for (std::size_t i = 0; i < a.size(); ++i) {
+    ASSERT_EQ(a[i].defined(), b[i].defined()) << i;
+    if (a[i].defined()) EXPECT_TRUE(torch::allclose(a[i], b[i], relative, absolute)) << i;
+  }
 }
 
 /// The state of the default CPU generator.

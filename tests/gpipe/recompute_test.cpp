@@ -42,10 +42,15 @@ struct LateTableImpl : torch::nn::Module {
   Tensor calls = register_buffer("calls", torch::zeros({}));
 };
 
-TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
-  const auto x = torch::randn({8, 6});
+/// Expects the gradient of a training on four micro-batches.
+void expect_gradient(const LateTableImpl& layer, const Tensor& x) {
   auto expected = torch::zeros({6});
   for (int i = 0; i < 4; ++i) expected += x.narrow(0, 2 * i, 2).sum(0) * (i < 2 ? 1 : i);
+  EXPECT_TRUE(torch::allclose(layer.linear->weight.grad(), expected.expand({6, 6})));
+}
+
+TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
+  const auto x = torch::randn({8, 6});
   for (const auto writes : {LateTableImpl::kInPlace, LateTableImpl::kHidden, LateTableImpl::kAssigned}) {
     for (const std::int64_t width : {6, 100000}) {
       for (const bool frozen_parameter : {false, true}) {
@@ -53,7 +58,7 @@ TEST(Recompute, ReadsWhatItsForwardReadThoughALayerBeginsToWriteLate) {
         auto layer = std::make_shared<LateTableImpl>(writes, width, frozen_parameter);
         GPipe pipe(Sequential(layer), {1}, GPipeOptions().chunks(4).checkpoint(Checkpoint::kAlways));
         pipe->forward(x).sum().backward();
-        EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), expected.expand({6, 6})));
+        expect_gradient(*layer, x);
         EXPECT_EQ(layer->table[0].item<float>(), 3);
       }
     }
@@ -68,9 +73,7 @@ TEST(Recompute, FailsOnceWhenALargeBufferIsWrittenUnseen) {
   EXPECT_FALSE(layer->linear->weight.grad().defined());
   layer->table.fill_(1);
   pipe->forward(x).sum().backward();
-  auto expected = torch::zeros({6});
-  for (int i = 0; i < 4; ++i) expected += x.narrow(0, 2 * i, 2).sum(0) * (i < 2 ? 1 : i);
-  EXPECT_TRUE(torch::allclose(layer->linear->weight.grad(), expected.expand({6, 6})));
+  expect_gradient(*layer, x);
 }
 
 /// Scales by an expanded buffer, and by sparse and nested ones that it changes, small and large.
@@ -127,9 +130,8 @@ TEST(Recompute, RunsInTheModesOfItsForward) {
     EXPECT_TRUE(norm->is_training());
     EXPECT_FALSE(inner->is_training());
     EXPECT_FALSE(last->is_training());
-    auto& result = results.emplace_back(copies(model->buffers()));
-    for (const auto& parameter : model->parameters()) result.push_back(parameter.grad());
-    EXPECT_TRUE(same(result, results.front())) << to_string(checkpoint);
+    results.push_back(buffers_and_gradients(*model));
+    EXPECT_TRUE(same(results.back(), results.front())) << to_string(checkpoint);
   }
 }
 
@@ -156,10 +158,9 @@ TEST(Recompute, IsLeftOutIfTheForwardMadeParameters) {
         if (step) pipe->step(Value(x), Value(x), loss, StepOptions().reduction(Reduction::kSum));
         if (!step) pipe->forward(x).pow(2).sum().backward();
       }
-      auto& result = results.emplace_back();
-      for (const auto& parameter : model->parameters()) result.push_back(parameter.grad());
-      ASSERT_EQ(result.size(), 4);
-      for (std::size_t i = 0; i < 4; ++i) EXPECT_TRUE(torch::allclose(result[i], results.front()[i]));
+      results.push_back(take_gradients(*model));
+      ASSERT_EQ(results.back().size(), 4);
+      expect_close(results.back(), results.front());
     }
   }
 }
@@ -202,9 +203,8 @@ TEST(Recompute, KeepsWritesOfItsBackward) {
       Sequential model(std::make_shared<StatisticsImpl>(width), Linear(6, 6));
       GPipe pipe(model, {1, 1}, GPipeOptions().chunks(4).checkpoint(checkpoint).intraop_threads(1));
       for (int step = 0; step < 2; ++step) pipe->forward(x).pow(2).sum().backward();
-      auto& result = results.emplace_back(copies(model->buffers()));
-      for (const auto& parameter : model->parameters()) result.push_back(parameter.grad());
-      EXPECT_TRUE(same(result, results.front())) << to_string(checkpoint);
+      results.push_back(buffers_and_gradients(*model));
+      EXPECT_TRUE(same(results.back(), results.front())) << to_string(checkpoint);
     }
   }
 }

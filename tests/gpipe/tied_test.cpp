@@ -10,7 +10,6 @@
 
 #include "gpipe/binding.h"
 #include "gpipe/schedules.h"
-#include "gpipe/simulator.h"
 #include "gpipe/timeline.h"
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/tied_model.h"
@@ -81,15 +80,6 @@ TEST(TiedParameters, GoAlongOneEdgePerStage) {
   EXPECT_EQ(edges({1, 1, 1, 4}), Names({"parameter 0.weight 0>2", "parameter 0.weight 0>3"}));
 }
 
-TEST(TiedParameters, DelayASimulatedStepByTheirEdges) {
-  const auto program = GPipe(tied_model(), Balance{1, 2, 4})->program(3);
-  ASSERT_EQ(program->edges().size(), 4U);
-  Costs costs{.actions = std::vector<std::array<double, 5>>(3, {1, 1, 1, 1, 1}), .edges = {0, 0, 0, 0}};
-  const auto before = simulate(*program, costs).makespan;
-  costs.edges[3] = 100;
-  EXPECT_GT(simulate(*program, costs).makespan, before + 100);
-}
-
 TEST(TiedParameters, HaveOneGradientAndRunTheirHooksOnce) {
   auto whole = tied_model();
   const auto x = words_of(8);
@@ -145,9 +135,7 @@ TEST(TiedParameters, MayLieUnusedInAMicroBatch) {
   };
   GPipe pipe(model, {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(Checkpoint::kNever));
   pipe->forward(x).square().sum().backward();
-  const auto expected = distinct_parameters(*whole);
-  const auto found = distinct_parameters(*model);
-  for (std::size_t i = 0; i < expected.size(); ++i) EXPECT_TRUE(torch::allclose(found[i].grad(), expected[i].grad()));
+  expect_close(take_gradients(*model), take_gradients(*whole));
 }
 
 TEST(TiedParameters, MayNotBeWrittenToByALayer) {
@@ -168,17 +156,6 @@ TEST(TiedParameters, MayNotBeWrittenToByALayer) {
       EXPECT_NO_THROW(together->forward(words_of(8)));
     }
   }
-}
-
-TEST(TiedParameters, ChangedBetweenForwardAndBackwardAreRefused) {
-  auto model = tied_model();
-  GPipe pipe(model, {3, 4}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
-  const auto loss = pipe->forward(words_of(8)).sum();
-  {
-    const torch::NoGradGuard no_grad;
-    model->parameters()[0].mul_(2);
-  }
-  EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("a parameter was changed in place between"));
 }
 
 TEST(TiedParameters, StayTiedInTheStateOfTheModel) {
@@ -238,10 +215,8 @@ TEST(TiedParameters, HaveStandInsForALanguageBinding) {
     };
     GPipe pipe(make_layers(*model), {1, 3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint),
                LanguageBinding{.run_layers = {run(0, 1), run(1, 4), run(4, 7)}});
-    const auto found = trained(*pipe, forward_and_backward(pipe));
-    for (std::size_t i = 0; i < expected.size(); ++i) {
-      EXPECT_TRUE(torch::allclose(found[i], expected[i], 1e-9, 1e-11)) << to_string(checkpoint) << ", " << i;
-    }
+    SCOPED_TRACE(to_string(checkpoint));
+    expect_close(trained(*pipe, forward_and_backward(pipe)), expected, 1e-9, 1e-11);
   }
 }
 
