@@ -10,6 +10,9 @@
 #include <limits>
 #include <memory>
 #include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
 
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/ranks.h"
@@ -57,18 +60,13 @@ TEST(Errors, AreTheLayersOwnAndLeaveNoTrace) {
       EXPECT_EQ(error->layer_name, "3");
     }
     plan->disarm();
-    for (const auto& parameter : model->parameters()) EXPECT_FALSE(parameter.grad().defined());
+    EXPECT_TRUE(same(take_gradients(*model), std::vector<Tensor>(6)));
     torch::manual_seed(3);
     pipe->forward(x).sum().backward();
     torch::manual_seed(3);
     healthy->forward(x).sum().backward();
     EXPECT_FALSE(pipe->last_error().has_value());
-    for (std::size_t i = 0; i < model->parameters().size(); ++i) {
-      EXPECT_TRUE(same(model->parameters()[i].grad(), twin->parameters()[i].grad()));
-    }
-    EXPECT_TRUE(same(model->buffers(), twin->buffers()));
-    model->zero_grad();
-    twin->zero_grad();
+    EXPECT_TRUE(same(buffers_and_gradients(*model), buffers_and_gradients(*twin)));
   }
 }
 
@@ -102,18 +100,12 @@ TEST(Errors, OtherThanExceptionsBecomeRuntimeErrorsInARecompute) {
   EXPECT_NO_THROW(pipe->forward(x).sum().backward());
 }
 
-TEST(Errors, OfARefusedCallClearTheLastError) {
-  GPipe pipe(Sequential(Linear(6, 6), Linear(5, 5)), {1, 1});
-  EXPECT_THROW(pipe->forward(torch::randn({4, 6})), c10::Error);
-  EXPECT_TRUE(pipe->last_error().has_value());
-  EXPECT_THROW(pipe->forward(Tensor()), std::invalid_argument);
-  EXPECT_FALSE(pipe->last_error().has_value());
-}
-
-TEST(Errors, OfTorchNameTheStage) {
+TEST(Errors, OfTorchNameTheStageUntilTheNextCall) {
   GPipe pipe(Sequential(Linear(6, 6), Linear(5, 5)), {1, 1}, GPipeOptions().chunks(2));
   EXPECT_THAT([&] { pipe->forward(torch::randn({4, 6})); }, throws<c10::Error>("stage 1"));
   EXPECT_EQ(pipe->last_error()->layer, 1);
+  EXPECT_THROW(pipe->forward(Tensor()), std::invalid_argument);
+  EXPECT_FALSE(pipe->last_error().has_value());
 }
 
 TEST(Errors, BetweenLayersNameNoLayer) {
@@ -172,32 +164,21 @@ constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
 Sequential four_layers() { return Sequential(Linear(6, 6), torch::nn::Tanh(), Linear(6, 6), torch::nn::Tanh()); }
 
 TEST(Refusal, OfBalances) {
-  const auto make = [](Balance balance) { GPipe pipe(four_layers(), std::move(balance)); };
-  EXPECT_THROW(make({}), std::invalid_argument);
-  EXPECT_THROW(make({2, 1}), std::invalid_argument);
-  EXPECT_THROW(make({4, 0}), std::invalid_argument);
-  EXPECT_THROW(make({5, -1}), std::invalid_argument);
-  EXPECT_THROW(GPipe(Sequential(), {}), std::invalid_argument);
-}
-
-TEST(Refusal, OfBalancesWhoseSumOverflows) {
   Sequential model;
   for (int i = 0; i < 39; ++i) model->push_back(torch::nn::Identity());
-  const auto make = [&](Balance balance) { GPipe pipe(model, std::move(balance)); };
   // The first sums to 39 in 64 bits, the second in 32 bits.
-  EXPECT_THAT(
-      [&] {
-        make({kHuge, kHuge, 41});
-      },
-      throws<std::invalid_argument>(
-          "balance [9223372036854775807, 9223372036854775807, 41] sums to more than 2147483647"));
-  EXPECT_THAT([&] { make({std::int64_t{1} << 32, 39}); }, throws<std::invalid_argument>("sums to"));
-  EXPECT_THAT([&] { make({40, -1}); }, throws<std::invalid_argument>("at least one layer"));
-  EXPECT_THAT(
-      [&] {
-        make({20, 20});
-      },
-      throws<std::invalid_argument>("balance [20, 20] sums to 40, but the model has 39 layers"));
+  const std::vector<std::pair<Balance, std::string>> wrong = {
+      {{kHuge, kHuge, 41}, "balance [9223372036854775807, 9223372036854775807, 41] sums to more than 2147483647"},
+      {{std::int64_t{1} << 32, 39}, "sums to"},
+      {{40, -1}, "at least one layer"},
+      {{39, 0}, "at least one layer"},
+      {{20, 20}, "balance [20, 20] sums to 40, but the model has 39 layers"},
+      {{20, 18}, "balance [20, 18] sums to 38, but the model has 39 layers"},
+      {Balance(), ""}};
+  for (const auto& it : wrong) {
+    EXPECT_THAT([&] { GPipe(model, it.first); }, throws<std::invalid_argument>(it.second));
+  }
+  EXPECT_THROW(GPipe(Sequential(), {}), std::invalid_argument);
 }
 
 TEST(Refusal, OfNcclWithoutGpus) {
@@ -272,22 +253,21 @@ TEST(Refusal, OfForwardModeDerivatives) {
   EXPECT_EQ(pipe->forward(x).size(0), 4);
 }
 
-TEST(Refusal, OfTracingByTorchScript) {
+TEST(Refusal, OfTracingByTorchScriptAndTransformsOfTorchFunc) {
   GPipe pipe(Sequential(Linear(6, 6)), {1});
+  const auto x = torch::ones({4, 6});
+  const auto refused = [&](const std::string& what) {
+    EXPECT_THAT([&] { pipe->forward(x); }, throws<c10::NotImplementedError>(what));
+  };
   {
     torch::jit::tracer::setTracingState(std::make_shared<torch::jit::tracer::TracingState>());
     const absl::Cleanup end = [] { torch::jit::tracer::setTracingState(nullptr); };
-    EXPECT_THAT([&] { pipe->forward(torch::ones({4, 6})); }, throws<c10::NotImplementedError>("torch.jit.trace"));
+    refused("torch.jit.trace");
   }
-  EXPECT_EQ(pipe->forward(torch::randn({4, 6})).size(0), 4);
-}
-
-TEST(Refusal, OfTransformsOfTorchFunc) {
-  GPipe pipe(Sequential(Linear(6, 6)), {1});
-  const auto x = torch::ones({4, 6});
+  EXPECT_EQ(pipe->forward(x).size(0), 4);
   {
     const c10::impl::IncludeDispatchKeyGuard transform(c10::DispatchKey::FuncTorchDynamicLayerFrontMode);
-    EXPECT_THAT([&] { pipe->forward(x); }, throws<c10::NotImplementedError>("torch.func"));
+    refused("torch.func");
   }
   EXPECT_EQ(pipe->forward(x).size(0), 4);
 }

@@ -9,6 +9,7 @@
 
 #include "tests/gpipe/helpers.h"
 #include "tests/gpipe/layers.h"
+#include "tests/gpipe/tied_model.h"
 
 namespace gpipe {
 namespace {
@@ -59,17 +60,12 @@ TEST(Factories, LayersHaveTheirNamesOrIndices) {
   EXPECT_EQ(pipe->buffer_names().front().name, "norm.running_mean");
 }
 
-/// Layers 1 and 2 share the parameter of the first one; a skip goes from layer 0 to layer 4.
-struct OfMatrixImpl : nn::Module {
-  explicit OfMatrixImpl(const Tensor& weight) : weight(register_parameter("weight", weight)) {}
-  Tensor forward(const Tensor& x) { return x.matmul(weight).tanh(); }
-  Tensor weight;
-};
-TORCH_MODULE(OfMatrix);
-
+// Layers 1 and 2 share the parameter of the first one; a skip goes from layer 0 to layer 4.
 TEST(Factories, LayersShareWhatTheirFactoriesCapture) {
-  const auto weight = torch::eye(4).mul(0.5);
-  const auto tied = [weight] { return OfMatrix(weight); };
+  const auto weight = torch::eye(4).mul(0.5).requires_grad_();
+  const auto tied = [weight] {
+    return Sharer(weight, [](const Tensor& x, const Tensor& matrix) { return x.matmul(matrix).tanh(); });
+  };
   const auto train = [&](GPipe pipe) {
     auto output = pipe->forward(torch::ones({6, 4}));
     output.sum().backward();
@@ -95,21 +91,21 @@ TEST(Factories, ArgumentsAreRefusedBeforeAFactoryRuns) {
   torch::manual_seed(1);
   const auto generator = generator_state();
   const LayerFactories model{{"a", make}, {"b", make}};
-  EXPECT_THAT([&] { GPipe(model, Balance{1, 2}); }, throws<std::invalid_argument>("[1, 2] sums to 3"));
-  EXPECT_THAT([&] { GPipe(LayerFactories(), Balance{1}); }, throws<std::invalid_argument>("has no layers"));
-  EXPECT_THAT([&] { GPipe(model, Balance{2}, GPipeOptions().chunks(0)); }, throws<std::invalid_argument>("chunks"));
-  EXPECT_THAT([&] { GPipe(model, Balance{2}, GPipeOptions().schedule("none")); },
-              throws<std::invalid_argument>("none"));
-  EXPECT_THAT(
-      [&] {
-        GPipe(LayerFactories{{"a", make}, {"a", make}}, Balance{2});
-      },
-      throws<std::invalid_argument>("two layers have the name 'a'"));
-  EXPECT_THAT(
-      [&] {
-        GPipe(LayerFactories{{"1", make}, make}, Balance{2});
-      },
-      throws<std::invalid_argument>("two layers have the name '1'"));
+  struct Case {
+    LayerFactories model;
+    Balance balance;
+    GPipeOptions options;
+    std::string what;
+  };
+  const std::vector<Case> cases = {{model, {1, 2}, {}, "[1, 2] sums to 3"},
+                                   {{}, {1}, {}, "has no layers"},
+                                   {model, {2}, GPipeOptions().chunks(0), "chunks"},
+                                   {model, {2}, GPipeOptions().schedule("none"), "none"},
+                                   {{{"a", make}, {"a", make}}, {2}, {}, "two layers have the name 'a'"},
+                                   {{{"1", make}, make}, {2}, {}, "two layers have the name '1'"}};
+  for (const auto& it : cases) {
+    EXPECT_THAT([&] { GPipe(it.model, it.balance, it.options); }, throws<std::invalid_argument>(it.what));
+  }
   EXPECT_THAT([&] { LayerFactory("a.b", make); }, throws<std::invalid_argument>("but is 'a.b'"));
   EXPECT_THAT([&] { LayerFactory("", make); }, throws<std::invalid_argument>("but is ''"));
   EXPECT_EQ(calls, 0);
@@ -128,11 +124,9 @@ TEST(Factories, LayersAreChecked) {
   refused({"it", [] { return std::unique_ptr<Layer>(); }}, nothing);
   refused({"it", [] { return Pop("a"); }}, "layer 'it' (1) pops 'a'");
   const Linear one(2, 2);
-  EXPECT_THAT(
-      [&] {
-        GPipe(LayerFactories{[=] { return one; }, [=] { return one; }}, Balance{2});
-      },
-      throws<std::invalid_argument>("layers '0' and '1' are the same module"));
+  const LayerFactories twice(2, [=] { return one; });
+  EXPECT_THAT([&] { GPipe(twice, Balance{2}); },
+              throws<std::invalid_argument>("layers '0' and '1' are the same module"));
 }
 
 TEST(Factories, AnErrorOfAFactoryIsThrown) {

@@ -39,26 +39,17 @@ TEST(InPlace, AdvancesTheVersionOfTheCallersTensors) {
   EXPECT_EQ(x._version(), 0u);
 }
 
-TEST(InPlace, ChangesOfAnInputBeforeItsBackwardAreErrors) {
-  for (const auto checkpoint : kModes) {
-    GPipe pipe(Sequential(Linear(6, 6)), {1}, GPipeOptions().chunks(3).checkpoint(checkpoint));
-    auto x = torch::randn({6, 6});
-    const auto loss = pipe->forward(x).sum();
-    x.zero_();
-    EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("an input was changed in place"));
-  }
-}
-
-TEST(InPlace, ChangesOfParametersBeforeTheBackwardAreErrors) {
+TEST(InPlace, ChangesOfInputsAndParametersBeforeTheBackwardAreErrors) {
   for (const auto checkpoint : kModes) {
     auto linear = Linear(6, 6);
     GPipe pipe(Sequential(linear, torch::nn::Tanh(), Linear(6, 6)), {2, 1},
                GPipeOptions().chunks(2).checkpoint(checkpoint));
-    const auto loss = pipe->forward(torch::randn({4, 6}).requires_grad_()).sum();
-    {
-      torch::NoGradGuard no_grad;
-      linear->weight.mul_(2);
-    }
+    auto x = torch::randn({4, 6});
+    auto loss = pipe->forward(x).sum();
+    x.mul_(2);
+    EXPECT_THAT([&] { loss.backward(); }, throws<std::runtime_error>("an input was changed in place"));
+    loss = pipe->forward(x.requires_grad_()).sum();
+    linear->weight.detach().mul_(2);
     EXPECT_ANY_THROW(loss.backward());
     EXPECT_FALSE(linear->weight.grad().defined());
   }
@@ -108,13 +99,14 @@ Pair change_second(Pair in) {
   return in;
 }
 
-/// The gradient of the first layer's weight: by the unpartitioned model, and by a pipeline.
-std::pair<Tensor, Tensor> gradients(Sequential model, Balance balance, Checkpoint checkpoint) {
+/// Expects the gradient of the first layer's weight by the unpartitioned model and by a pipeline to be equal.
+void expect_same_gradients(Sequential model, Balance balance, Checkpoint checkpoint) {
   const auto weight = model->at<torch::nn::LinearImpl>(0).weight;
   const auto x = torch::randn({4, 6});
   const auto expected = torch::autograd::grad({model->forward(x).sum()}, {weight})[0];
   GPipe pipe(model, std::move(balance), GPipeOptions().chunks(2).checkpoint(checkpoint));
-  return {expected, torch::autograd::grad({pipe->forward(x).sum()}, {weight})[0]};
+  const auto got = torch::autograd::grad({pipe->forward(x).sum()}, {weight})[0];
+  EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-5));
 }
 
 TEST(AliasCheck, MayNotBeChangedWhereTensorsOverlap) {
@@ -128,14 +120,11 @@ TEST(AliasCheck, MayNotBeChangedWhereTensorsOverlap) {
       for (const auto& change : {change_first, change_second}) {
         SCOPED_TRACE("split " + std::to_string(i) + (change == change_first ? ", first" : ", second") +
                      (checkpoint == Checkpoint::kNever ? ", never" : ", always"));
-        EXPECT_THAT(
-            [&] {
-              gradients(model_of(splits[i], change), {2, 2}, checkpoint);
-            },
-            throws<std::runtime_error>("a tensor was changed in place by layer '2'"));
-        // Autograd sees a change inside a stage.
-        const auto [expected, got] = gradients(model_of(splits[i], change), {3, 1}, checkpoint);
-        EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-5));
+        const auto cut_at = [&](std::int64_t layer) {
+          expect_same_gradients(model_of(splits[i], change), {layer, 4 - layer}, checkpoint);
+        };
+        EXPECT_THAT([&] { cut_at(2); }, throws<std::runtime_error>("a tensor was changed in place by layer '2'"));
+        cut_at(3);  // autograd sees a change inside a stage
       }
     }
   }
@@ -149,22 +138,9 @@ TEST(AliasCheck, MayBeChangedWhereTensorsDoNotOverlap) {
   };
   for (const auto checkpoint : {Checkpoint::kNever, Checkpoint::kAlways}) {
     for (const auto& split : splits) {
-      const auto [expected, got] = gradients(model_of(split, change_first), {2, 2}, checkpoint);
-      EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-5));
+      expect_same_gradients(model_of(split, change_first), {2, 2}, checkpoint);
     }
   }
-}
-
-TEST(AliasCheck, IsTrackedThroughStagesThatPassTensorsOn) {
-  Sequential model(Linear(6, 6), function_layer([](Tensor x) { return Pair(x, x); }),
-                   function_layer([](Pair in) { return in; }), function_layer(change_first),
-                   function_layer([](Pair in) { return std::get<0>(in) + std::get<1>(in); }));
-  GPipe pipe(model, {2, 1, 2});
-  EXPECT_THAT(
-      [&] {
-        pipe->forward(torch::randn({4, 6}));
-      },
-      throws<std::runtime_error>("changed in place by layer '3'"));
 }
 
 TEST(AliasCheck, OfASkipAndTheActivationMayNotBeChanged) {
@@ -175,19 +151,16 @@ TEST(AliasCheck, OfASkipAndTheActivationMayNotBeChanged) {
     });
     const SkipFunction pop(Skippable::Names{.pop = {"same"}},
                            [f](Tensor x, SkipFunctionImpl& skips) { return f(x, skips.pop("same")); });
-    return gradients(Sequential(Linear(6, 6), stash, pop), std::move(balance), Checkpoint::kNever);
+    expect_same_gradients(Sequential(Linear(6, 6), stash, pop), std::move(balance), Checkpoint::kNever);
   };
-  const auto add = [](Tensor x, Tensor same) { return x.exp() + same; };
-  const auto [expected, got] = run(add, {2, 1});
-  EXPECT_TRUE(torch::allclose(got, expected, 1e-4, 1e-5));
+  run([](Tensor x, Tensor same) { return x.exp() + same; }, {2, 1});
   const std::function<Tensor(Tensor, Tensor)> changes[] = {
       [](Tensor x, Tensor same) { return x.mul_(2) + same.sin(); },
       [](Tensor x, Tensor same) { return same.mul_(2) + x.sin(); },
   };
   for (const auto& change : changes) {
     EXPECT_THAT([&] { run(change, {2, 1}); }, throws<std::runtime_error>("changed in place by layer '2'"));
-    const auto [expected_in_one, got_in_one] = run(change, {1, 2});
-    EXPECT_TRUE(torch::allclose(got_in_one, expected_in_one, 1e-4, 1e-5));
+    run(change, {1, 2});
   }
 }
 

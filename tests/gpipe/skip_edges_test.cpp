@@ -60,7 +60,7 @@ TEST(SkipEdges, MustHaveBothEndsInOrder) {
 
 TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
   const auto pop_and_add = [](Tensor x, SkipFunctionImpl& self) { return x + self.pop("s"); };
-  const auto stash_nothing = [](Tensor x, SkipFunctionImpl&) { return x; };
+  const auto nothing = [](Tensor x, SkipFunctionImpl&) { return x; };
   const auto stash_twice = [](Tensor x, SkipFunctionImpl& self) {
     self.stash("s", x);
     self.stash("s", x);
@@ -70,15 +70,14 @@ TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
     self.stash("s", x);
     return x * 2;
   };
-  const auto pop_nothing = [](Tensor x, SkipFunctionImpl&) { return x; };
   for (const auto& balance : {Balance{1, 1}, Balance{2}}) {
     const auto run = [&](SkipFunction first, SkipFunction second) {
       GPipe pipe(Sequential(first, second), balance, GPipeOptions().chunks(2));
       pipe->forward(torch::randn({4, 6}));
     };
-    EXPECT_THAT([&] { run(stashing(stash_nothing), popping(pop_and_add)); }, throws<std::runtime_error>("'s'"));
+    EXPECT_THAT([&] { run(stashing(nothing), popping(pop_and_add)); }, throws<std::runtime_error>("'s'"));
     EXPECT_THAT([&] { run(stashing(stash_twice), popping(pop_and_add)); }, throws<std::runtime_error>("twice"));
-    EXPECT_THAT([&] { run(stashing(stash_once), popping(pop_nothing)); }, throws<std::runtime_error>("to be popped"));
+    EXPECT_THAT([&] { run(stashing(stash_once), popping(nothing)); }, throws<std::runtime_error>("to be popped"));
   }
 }
 
@@ -89,13 +88,10 @@ TEST(SkipEdges, AreErrorsWhenTheStashIsChangedInPlaceOnItsWay) {
                           }),
                           torch::nn::ReLU(torch::nn::ReLUOptions(true)),
                           popping([](Tensor x, SkipFunctionImpl& self) { return x + self.pop("s"); }));
+  const auto x = torch::randn({4, 6});
   for (const auto& balance : {Balance{2, 1, 1}, Balance{3, 1}, Balance{2, 2}}) {
     GPipe pipe(model, balance, GPipeOptions().chunks(2));
-    EXPECT_THAT(
-        [&] {
-          pipe->forward(torch::randn({4, 6}));
-        },
-        throws<std::runtime_error>("changed in place by layer '2'"));
+    EXPECT_THAT([&] { pipe->forward(x); }, throws<std::runtime_error>("changed in place by layer '2'"));
   }
 }
 

@@ -12,16 +12,8 @@
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/fake_rank.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
-
-using testing::Cause;
-using testing::Causes;
-using testing::FakeNetwork;
-using testing::FakeRank;
-using testing::generate;
-using testing::GeneratedJob;
-using testing::RankFault;
 
 constexpr int kJobs = 120;
 
@@ -56,7 +48,7 @@ GeneratedJob generate_job(std::uint64_t seed) {
     if (workers == 1 || (!job.programs.empty() && workers != job.programs.front().program.workers())) continue;
     job.programs.push_back(std::move(generated));
   }
-  for (const auto& generated : job.programs) job.references.push_back(testing::reference(generated.program));
+  for (const auto& generated : job.programs) job.references.push_back(reference(generated.program));
   const int workers = job.programs.front().program.workers();
   job.ranks = Mesh{draw(random, 2, workers)}.ranks_of_workers(workers, 0);
   for (int calls = draw(random, 1, 4); calls > 0; --calls) {
@@ -136,4 +128,4 @@ TEST(GeneratedJobs, EqualTheReferenceOrEndWithTheFault) {
 }
 
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing

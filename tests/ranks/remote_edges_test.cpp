@@ -10,15 +10,8 @@
 #include "tests/ranks/wires.h"
 #include "tests/schedule/programs.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
-
-using testing::allocate;
-using testing::FakeNetwork;
-using testing::kLongLimit;
-using testing::message;
-using testing::Strings;
-using testing::strings;
 
 /// The wires of two ranks, and calls of which each sends two messages from rank 0 to rank 1.
 struct Ends {
@@ -73,8 +66,8 @@ TEST(RanksOfWorkers, AreContiguousBlocksAsEqualAsPossible) {
 }
 
 TEST(PlanWires, JoinsTheEdgesOfAnAction) {
-  const auto program = testing::make(testing::straight(3, 1), testing::with_skips(testing::chain(3), {{0, 2}, {0, 1}}),
-                                     testing::lists({"0F0 0B0", "1F0 1B0", "2F0 2B0"}));
+  const auto program =
+      make(straight(3, 1), with_skips(chain(3), {{0, 2}, {0, 1}}), lists({"0F0 0B0", "1F0 1B0", "2F0 2B0"}));
   const auto plans = plan_wires(program, Part::kForward, {0, 1, 1});
   ASSERT_EQ(plans.size(), 2);
   EXPECT_EQ(plans[0].to, 1);
@@ -86,4 +79,4 @@ TEST(PlanWires, JoinsTheEdgesOfAnAction) {
 }
 
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing

@@ -10,20 +10,10 @@
 #include "gpipe/ranks/wire.h"
 #include "tests/ranks/wires.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
 
-using testing::allocate;
-using testing::FakeNetwork;
 using ::testing::HasSubstr;
-using testing::kChanged;
-using testing::kFirstTag;
-using testing::kHeaders;
-using testing::kLarge;
-using testing::kLongLimit;
-using testing::kShortLimit;
-using testing::message;
-using testing::Wire;
 
 /// What stands before each message.
 struct Header {
@@ -207,4 +197,4 @@ TEST(FakeConnections, ReportAMessageThatIsTooLongAndATransferThatIsDropped) {
 }
 
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing

@@ -9,18 +9,8 @@
 #include "tests/gpipe/random_cases.h"
 #include "tests/ranks/wires.h"
 
-namespace gpipe {
+namespace gpipe::testing {
 namespace {
-
-using testing::allocate;
-using testing::kChanged;
-using testing::kHeaders;
-using testing::kLarge;
-using testing::kLongLimit;
-using testing::kPieces;
-using testing::message;
-using testing::Strings;
-using testing::Wire;
 
 /// Messages with sizes of every kind.
 std::vector<Strings> contents() {
@@ -181,4 +171,4 @@ TEST(Wire, CarriesRandomMessagesUnderDelays) {
 }
 
 }  // namespace
-}  // namespace gpipe
+}  // namespace gpipe::testing
