@@ -13,6 +13,7 @@
 #include "gpipe/gradients.h"
 #include "gpipe/rank_state.h"
 #include "gpipe/timeline.h"
+#include "tests/gpipe/instruments.h"
 #include "tests/gpipe/layers.h"
 #include "tests/ranks/processes/job.h"
 
@@ -20,7 +21,6 @@ namespace gpipe {
 namespace {
 
 using ::testing::HasSubstr;
-using torch::nn::Sequential;
 
 using MakeModel = std::function<Sequential()>;
 
@@ -41,13 +41,13 @@ Sequential in_double(Sequential model) {
 
 /// No random numbers, and no layer that joins samples.
 Sequential plain_model() {
-  return in_double(Sequential(torch::nn::Linear(6, 6), Stash("a"), torch::nn::Linear(6, 8), torch::nn::Tanh(),
-                              torch::nn::Linear(8, 6), Pop("a"), torch::nn::Linear(6, 6)));
+  return in_double(
+      Sequential(Linear(6, 6), Stash("a"), Linear(6, 8), torch::nn::Tanh(), Linear(8, 6), Pop("a"), Linear(6, 6)));
 }
 
 Sequential noisy_model() {
-  return in_double(Sequential(torch::nn::Linear(6, 6), Stash("a"), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.3),
-                              torch::nn::Linear(6, 6), Pop("a"), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.2)));
+  return in_double(Sequential(Linear(6, 6), Stash("a"), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.3),
+                              Linear(6, 6), Pop("a"), torch::nn::BatchNorm1d(6), torch::nn::Dropout(0.2)));
 }
 
 std::string bits_of(GPipe& pipe) {
@@ -204,8 +204,8 @@ TEST(RanksReplicas, LargeAndOddParameters) {
       Tensor unused, frozen, transposed, strided, empty, some;
     };
     const auto model = [] {
-      return in_double(Sequential(std::make_shared<Odd>(), torch::nn::Linear(6, 1200), torch::nn::ReLU(),
-                                  torch::nn::Linear(1200, 1200), torch::nn::Linear(1200, 6)));
+      return in_double(
+          Sequential(std::make_shared<Odd>(), Linear(6, 1200), torch::nn::ReLU(), Linear(1200, 1200), Linear(1200, 6)));
     };
     GPipe over(model(), {5}, GPipeOptions().chunks(1).ranks(ranks));
     torch::manual_seed(1);
@@ -260,9 +260,7 @@ TEST(RanksReplicas, SumsCountsAndScales) {
 
 TEST(RanksReplicas, TakeTheFirstOnesBuffers) {
   expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    const auto model = [] {
-      return in_double(Sequential(torch::nn::Linear(6, 6), torch::nn::BatchNorm1d(6), torch::nn::Linear(6, 6)));
-    };
+    const auto model = [] { return in_double(Sequential(Linear(6, 6), torch::nn::BatchNorm1d(6), Linear(6, 6))); };
     Pair pair(ranks, model, {3}, GPipeOptions().chunks(1));
     torch::manual_seed(3);
     GPipe first(model(), {3}, GPipeOptions().chunks(1));
@@ -312,25 +310,24 @@ TEST(RanksReplicas, SnapshotsNormsAndTimelines) {
 TEST(RanksReplicas, RefuseWhatTheyCannotSum) {
   expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
     GPipe pipe(plain_model(), {7}, GPipeOptions().ranks(ranks));
+    const auto step = [&](std::int64_t samples = 4) { pipe->step(inputs(samples), targets(samples), kSquaredError); };
     if (ranks->rank() == 1) pipe->parameters().front().set_requires_grad(false);
-    EXPECT_THAT(message_from([&] { pipe->step(inputs(4), targets(4), kSquaredError); }),
-                HasSubstr("rank 1 trains 7 parameters"));
+    EXPECT_THAT(message_from([&] { step(); }), HasSubstr("rank 1 trains 7 parameters"));
     pipe->parameters().front().set_requires_grad(true);
-    pipe->step(inputs(4), targets(4), kSquaredError);
-    EXPECT_THAT(message_from([&] { pipe->step(inputs(0), targets(0), kSquaredError); }), HasSubstr("no samples"));
+    step();
+    EXPECT_THAT(message_from([&] { step(0); }), HasSubstr("no samples"));
     EXPECT_THAT(message_from([&] {
                   ranks->rank() == 0 ? pipe->eval() : pipe->train();
                   pipe->forward(inputs(4));
                 }),
                 HasSubstr("evaluation mode"));
     pipe->train();
-    pipe->step(inputs(4), targets(4), kSquaredError);
+    step();
     EXPECT_THAT(message_from([&] { new_ranks(2, patient().replicas(3)); }),
                 HasSubstr("the number of replicas is 3, but must divide the number of ranks, 2"));
     const auto others = new_ranks(2, patient().replicas(1 + ranks->rank()));
-    EXPECT_THAT(message_from([&] {
-                  GPipe(plain_model(), {3, 4}, GPipeOptions().ranks(others));
-                }),
+    const Balance balance = {3, 4};
+    EXPECT_THAT(message_from([&] { GPipe(plain_model(), balance, GPipeOptions().ranks(others)); }),
                 HasSubstr("the number of replicas"));
   });
 }
@@ -338,18 +335,10 @@ TEST(RanksReplicas, RefuseWhatTheyCannotSum) {
 TEST(RanksReplicas, RefuseSparseGradients) {
   expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
     const auto options = torch::nn::EmbeddingOptions(5, 6).sparse(true);
-    GPipe pipe(Sequential(torch::nn::Embedding(options), torch::nn::Linear(6, 6)), {2}, GPipeOptions().ranks(ranks));
+    GPipe pipe(Sequential(torch::nn::Embedding(options), Linear(6, 6)), {2}, GPipeOptions().ranks(ranks));
     EXPECT_THAT(message_from([&] { pipe->forward(torch::arange(4)).sum().backward(); }), HasSubstr("sparse gradient"));
   });
 }
-
-/// A layer that fails in the backward of one rank.
-struct Failing : torch::autograd::Function<Failing> {
-  static Tensor forward(torch::autograd::AutogradContext*, Tensor x) { return x.clone(); }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext*, torch::autograd::variable_list) {
-    throw std::runtime_error("out of ideas");
-  }
-};
 
 TEST(RanksReplicas, RefuseOtherParameters) {
   expect_replicas(4, 2, [](const std::shared_ptr<Ranks>& ranks) {
@@ -367,10 +356,10 @@ TEST(RanksReplicas, RefuseOtherParameters) {
 
 TEST(RanksReplicas, NameTheFirstFailure) {
   expect_replicas(4, 2, [](const std::shared_ptr<Ranks>& ranks) {
-    const bool fails = ranks->rank() == 1;
-    auto model = in_double(Sequential(
-        Linear(6, 6), function_layer([=](Tensor x) { return fails ? Failing::apply(x) : x * 1; }), Linear(6, 6)));
-    GPipe pipe(model, {2, 1}, GPipeOptions().chunks(2).ranks(ranks));
+    const auto plan = std::make_shared<FaultPlan>();
+    if (ranks->rank() == 1) plan->arm(FaultPlan::kBackward, [] { throw std::runtime_error("out of ideas"); });
+    GPipe pipe(in_double(Sequential(Linear(6, 6), Faulty(plan), Linear(6, 6))), {2, 1},
+               GPipeOptions().chunks(2).ranks(ranks));
     std::raise(SIGPIPE);  // as a write to a rank that has ended does; must not end this rank
     const auto error = message_from([&] {
       // Ranks that have all gradients they wait for learn of it in their next call.

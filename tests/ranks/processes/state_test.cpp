@@ -75,8 +75,7 @@ struct TiedError {
 };
 
 void double_the_matrix(const GPipe& pipe, int rank) {
-  const torch::NoGradGuard no_grad;
-  if (rank == 0) pipe->parameters()[0].mul_(2);
+  if (rank == 0) pipe->parameters()[0].detach().mul_(2);
 }
 
 TEST(RanksTied, WrongUsesAreRefused) {
@@ -312,10 +311,9 @@ TEST(RanksFactories, FactoriesThatDifferAreShown) {
   expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
     const auto width = ranks->rank() == 1 ? 5 : 6;
     const LayerFactories model{[] { return Counted(); }, [=] { return Linear(6, width); }};
+    const Balance balance = {1, 1};
     EXPECT_THAT(
-        message_from([&] {
-          GPipe(model, Balance{1, 1}, GPipeOptions().ranks(ranks));
-        }),
+        message_from([&] { GPipe(model, balance, GPipeOptions().ranks(ranks)); }),
         HasSubstr("the ranks differ in layer 1: rank 0 has '1', weight Float[6, 6], bias Float[6], but rank 1 has "
                   "'1', weight Float[5, 6]"));
   });
