@@ -1,7 +1,6 @@
 // The device itself: its operators compute what the CPU's do, and it finds mistakes.
 #include "tests/accelerator/device.h"
 
-#include <ATen/DeviceAccelerator.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -126,11 +125,6 @@ class CheckedDevice : public ::testing::Test {
   // A stream that has waited for nothing.
   c10::Stream other_stream(int index) { return *new_stream(device(index)); }
 };
-
-TEST_F(CheckedDevice, IsAnAccelerator) {
-  EXPECT_EQ(at::getAccelerator(), kType);
-  EXPECT_EQ(device(2).str(), "checked:2");
-}
 
 TEST_F(CheckedDevice, DrawsNumbersOfItsOwn) {
   torch::manual_seed(1);
@@ -268,20 +262,6 @@ TEST_P(StreamOrderScripts, HaveOnlyTheirViolations) {
 
 INSTANTIATE_TEST_SUITE_P(All, StreamOrderScripts, ::testing::ValuesIn(kScripts),
                          [](const auto& info) { return info.param.name; });
-
-TEST(StreamOrder, CountsByAction) {
-  StreamOrder order;
-  {
-    const ActionScope scope("F");
-    Event event;
-    order.record(event, order.index(0, 0));
-    order.wait(order.index(1, 7), event);
-  }
-  order.synchronize_device(1);
-  const auto counts = order.take_counts();
-  EXPECT_EQ(counts.at("F"), (Counts{.events = 1, .waits = 1}));
-  EXPECT_EQ(counts.at(""), Counts{.host_waits = 1});
-}
 
 }  // namespace
 }  // namespace gpipe::accelerator

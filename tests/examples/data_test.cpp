@@ -39,20 +39,20 @@ class IdxTest : public ::testing::Test {
  protected:
   IdxTest() { write_idx(files_, {(at::arange(18) * 14).to(at::kByte).view({3, 3, 2}), bytes_of({7, 0, 9}, {3})}); }
 
-  // Replaces bytes of a file, and returns why the set is refused.
-  std::string patched(const std::filesystem::path& path, std::size_t at, const std::string& bytes) {
+  // Returns why the set is refused after a change of a file, which it undoes.
+  template <class Change>
+  std::string changed(const std::filesystem::path& path, Change change) {
     const auto before = read_file(path);
-    write_file(path, std::string(before).replace(at, bytes.size(), bytes));
+    change();
     const auto message = error_of([this] { read_idx(files_); });
     write_file(path, before);
     return message;
   }
+  std::string patched(const std::filesystem::path& path, std::size_t at, const std::string& bytes) {
+    return changed(path, [&] { write_file(path, read_file(path).replace(at, bytes.size(), bytes)); });
+  }
   std::string resized(const std::filesystem::path& path, std::uintmax_t size) {
-    const auto before = read_file(path);
-    std::filesystem::resize_file(path, size);
-    const auto message = error_of([this] { read_idx(files_); });
-    write_file(path, before);
-    return message;
+    return changed(path, [&] { std::filesystem::resize_file(path, size); });
   }
 
   const TemporaryDirectory directory_;
