@@ -2,9 +2,6 @@
 // through the host, or go by wires between the devices.
 #include <gmock/gmock.h>
 
-#include <thread>
-#include <torch/csrc/distributed/c10d/HashStore.hpp>
-
 #include "absl/cleanup/cleanup.h"
 #include "gpipe/loss.h"
 #include "tests/accelerator/device.h"
@@ -142,22 +139,9 @@ TEST(RanksOnDevicesByWires, AWorkerElsewhereIsRefused) {
 }
 
 TEST(RanksOnDevicesByWires, RanksThatDifferAreTold) {
-  const auto store = c10::make_intrusive<c10d::HashStore>();
   CheckedWires wires;
-  std::vector<std::thread> threads;
-  std::vector<std::string> errors(2);
-  for (int rank = 0; rank < 2; ++rank) {
-    threads.emplace_back([&, rank] {
-      const auto ranks = std::make_shared<Ranks>(store, rank, 2, patient_ranks().nccl(rank == 0),
-                                                 rank == 0 ? wires.connect() : nullptr);
-      try {
-        pipe_on_devices(ranks, two_layers());
-      } catch (const std::exception& error) {
-        errors[rank] = error.what();
-      }
-    });
-  }
-  for (auto& thread : threads) thread.join();
+  const auto errors = run_ranks(
+      2, [](const auto& ranks) { pipe_on_devices(ranks, two_layers()); }, patient_ranks(), &wires, /*without_wires=*/1);
   EXPECT_THAT(errors, Each(HasSubstr("the ranks differ in nccl: rank 0 has true, but rank 1 has false")));
 }
 

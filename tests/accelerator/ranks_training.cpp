@@ -166,7 +166,7 @@ void evaluate(const std::vector<torch::Device>& devices, const std::shared_ptr<R
 RanksOptions patient_ranks() { return RanksOptions().interface("lo").timeout(kPatience).join_timeout(kPatience); }
 
 std::vector<std::string> run_ranks(int size, const std::function<void(const std::shared_ptr<Ranks>&)>& run,
-                                   const RanksOptions& options, accelerator::CheckedWires* wires) {
+                                   const RanksOptions& options, accelerator::CheckedWires* wires, int without_wires) {
   const auto store = c10::make_intrusive<c10d::HashStore>();
   std::vector<std::string> errors(size);
   std::vector<std::thread> threads;
@@ -174,8 +174,9 @@ std::vector<std::string> run_ranks(int size, const std::function<void(const std:
     threads.emplace_back([&, rank] {
       try {
         auto with = options;
-        const auto ranks = std::make_shared<Ranks>(store, rank, size, with.nccl(wires != nullptr),
-                                                   wires ? wires->connect() : ConnectDevices());
+        const bool has_wires = wires != nullptr && rank != without_wires;
+        const auto ranks = std::make_shared<Ranks>(store, rank, size, with.nccl(has_wires),
+                                                   has_wires ? wires->connect() : ConnectDevices());
         run(ranks);
       } catch (const std::exception& error) {
         errors[rank] = error.what();
