@@ -161,8 +161,6 @@ TEST(Errors, UndoALayersChangeOfItsParameter) {
 
 constexpr auto kHuge = std::numeric_limits<std::int64_t>::max();
 
-Sequential four_layers() { return Sequential(Linear(6, 6), torch::nn::Tanh(), Linear(6, 6), torch::nn::Tanh()); }
-
 TEST(Refusal, OfBalances) {
   Sequential model;
   for (int i = 0; i < 39; ++i) model->push_back(torch::nn::Identity());
@@ -185,7 +183,7 @@ TEST(Refusal, OfNcclWithoutGpus) {
   const auto make = [] {
     const auto options = RanksOptions().nccl(true);
     const auto ranks = std::make_shared<Ranks>(c10::make_intrusive<c10d::HashStore>(), 0, 1, options);
-    GPipe pipe(four_layers(), {2, 2}, GPipeOptions().devices({torch::kCPU, torch::kCPU}).ranks(ranks));
+    GPipe pipe(mlp(), {2, 2}, GPipeOptions().devices({torch::kCPU, torch::kCPU}).ranks(ranks));
   };
   EXPECT_THAT(make, ::testing::ThrowsMessage<std::invalid_argument>(
                         ::testing::AnyOf(::testing::HasSubstr("worker 0, of rank 0, is on cpu"),
@@ -193,7 +191,7 @@ TEST(Refusal, OfNcclWithoutGpus) {
 }
 
 TEST(Refusal, OfOptions) {
-  const auto make = [](GPipeOptions options) { GPipe pipe(four_layers(), {2, 2}, std::move(options)); };
+  const auto make = [](GPipeOptions options) { GPipe pipe(mlp(), {2, 2}, std::move(options)); };
   EXPECT_THROW(make(GPipeOptions().chunks(0)), std::invalid_argument);
   EXPECT_THROW(make(GPipeOptions().split_size(-1)), std::invalid_argument);
   EXPECT_THROW(make(GPipeOptions().chunks(2).split_size(2)), std::invalid_argument);
@@ -218,7 +216,7 @@ TEST(Refusal, OfTensorsThatBelongToTheSequential) {
 }
 
 TEST(Refusal, OfInputsThatCannotBeCut) {
-  GPipe pipe(four_layers(), {2, 2}, GPipeOptions().chunks(2));
+  GPipe pipe(mlp(), {2, 2}, GPipeOptions().chunks(2));
   EXPECT_THROW(pipe->forward(Tensor()), std::invalid_argument);
   EXPECT_THROW(pipe->forward(torch::tensor(1.0)), std::invalid_argument);
   EXPECT_THROW(pipe->forward(std::vector<Tensor>{}), std::invalid_argument);

@@ -19,18 +19,14 @@
 namespace gpipe {
 namespace {
 
-Sequential deep_mlp(bool dropout = false) {
-  Sequential model;
-  for (int i = 0; i < 2; ++i) {
-    model->push_back(Linear(6, 6));
-    if (dropout) model->push_back(torch::nn::Dropout(0.4));
-    model->push_back(torch::nn::Tanh());
-  }
-  return model;
+Sequential mlp_with_dropout() {
+  using torch::nn::Dropout;
+  using torch::nn::Tanh;
+  return Sequential(Linear(6, 6), Dropout(0.4), Tanh(), Linear(6, 6), Dropout(0.4), Tanh());
 }
 
 TEST(GPipe, NeedsNoGraphWithoutGradients) {
-  auto model = deep_mlp(/*dropout=*/true);
+  auto model = mlp_with_dropout();
   GPipe pipe(model, {3, 3}, GPipeOptions().chunks(3));
   const auto x = torch::randn({6, 6});
   {
@@ -45,7 +41,7 @@ TEST(GPipe, NeedsNoGraphWithoutGradients) {
 
 TEST(GPipe, RecomputesNothingInEvalMode) {
   std::atomic<int> calls = 0;
-  auto model = deep_mlp(/*dropout=*/true);
+  auto model = mlp_with_dropout();
   model->push_back(Functional([&calls](Tensor x) {
     ++calls;
     return x * 2;
@@ -64,7 +60,7 @@ TEST(GPipe, RecomputesNothingInEvalMode) {
 }
 
 TEST(GPipe, RunsBackwardsInAnyOrder) {
-  auto model = deep_mlp();
+  auto model = mlp();
   GPipe pipe(model, {1, 3}, GPipeOptions().chunks(2).checkpoint(Checkpoint::kAlways));
   const auto a = torch::randn({4, 6}).requires_grad_();
   const auto b = torch::randn({6, 6}).requires_grad_();
@@ -82,7 +78,7 @@ TEST(GPipe, RunsBackwardsInAnyOrder) {
 }
 
 TEST(GPipe, RunsASecondBackwardOfRetainedGraphsOnly) {
-  auto model = deep_mlp(/*dropout=*/true);
+  auto model = mlp_with_dropout();
   for (const auto checkpoint : kModes) {
     GPipe pipe(model, {3, 3}, GPipeOptions().chunks(3).checkpoint(checkpoint));
     const auto x = torch::randn({6, 6}).requires_grad_();
@@ -101,7 +97,7 @@ TEST(GPipe, RunsASecondBackwardOfRetainedGraphsOnly) {
 }
 
 TEST(GPipe, IsIdleWhileNoGraphNeedsIt) {
-  GPipe pipe(deep_mlp(), {2, 2}, GPipeOptions().chunks(2));
+  GPipe pipe(mlp(), {2, 2}, GPipeOptions().chunks(2));
   EXPECT_TRUE(pipe->idle());
   {
     const auto output = pipe->forward(torch::randn({4, 6}));
@@ -115,7 +111,7 @@ TEST(GPipe, IsIdleWhileNoGraphNeedsIt) {
 
 TEST(GPipe, UsesAsManyDevicesAsStages) {
   const auto devices = [](std::size_t count) { return std::vector<torch::Device>(count, torch::kCPU); };
-  GPipe pipe(deep_mlp(), {2, 2}, GPipeOptions().devices(devices(3)));
+  GPipe pipe(mlp(), {2, 2}, GPipeOptions().devices(devices(3)));
   EXPECT_EQ(pipe->devices(), devices(2));
 }
 

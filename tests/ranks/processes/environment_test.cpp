@@ -1,4 +1,4 @@
-// Ranks as launchers start them: by the environment, torchrun, and on two hosts. Attempts to run a job.
+// Ranks as launchers start them: by the environment, and on two hosts. Attempts to run a job.
 
 #include <arpa/inet.h>
 #include <gmock/gmock.h>
@@ -142,7 +142,10 @@ TEST(RanksEnvironment, VariablesAreChecked) {
     unset({"LOCAL_RANK"});
   }
   set(good);
-  EXPECT_EQ(Ranks::from_environment()->size(), 1);
+  set({{"LOCAL_RANK", "3"}});
+  const auto ranks = Ranks::from_environment();
+  EXPECT_EQ(ranks->size(), 1);
+  EXPECT_EQ(ranks->local_rank(), 3);
   unset(names);
 }
 
@@ -224,36 +227,6 @@ std::string this_test_as_a_rank() {
 }
 bool is_a_rank() { return std::getenv("GPIPE_TEST_AS_RANK") != nullptr; }
 
-TEST(RanksEnvironment, TorchrunRestartsAJob) {
-  if (is_a_rank()) {
-    signal(SIGTERM, SIG_IGN);  // torchrun sends it soon after the kill
-    std::string message = "trains";
-    try {
-      const auto ranks = Ranks::from_environment(patient());
-      EXPECT_EQ(std::to_string(ranks->local_rank().value()), std::getenv("LOCAL_RANK"));
-      step(ranks);
-      if (std::getenv("TORCHELASTIC_RESTART_COUNT") == std::string("0")) {
-        if (ranks->rank() == 1) raise(SIGKILL);
-        step(ranks);
-      }
-    } catch (const std::exception& error) {
-      message = error.what();
-    }
-    std::cout << std::string("rank ") + std::getenv("RANK") + " says: " + message + "\n" << std::flush;
-    std::_Exit(message == "trains" ? 0 : 3);
-  }
-  const char* python = std::getenv("GPIPE_PYTHON");
-  if (python == nullptr) GTEST_SKIP() << "set GPIPE_PYTHON to a Python with torch";
-  const auto run =
-      shell("timeout 100 " + std::string(python) +
-            " -m torch.distributed.run --no-python --nproc-per-node 2 --max-restarts 1 --master-addr 127.0.0.1"
-            " --master-port " +
-            std::to_string(free_port()) + " " + this_test_as_a_rank());
-  EXPECT_EQ(run.status, 0) << run.text;
-  EXPECT_THAT(run.text, AllOf(HasSubstr("a rank has failed: rank 1 was lost"), HasSubstr("rank 0 says: trains"),
-                              HasSubstr("rank 1 says: trains")));
-}
-
 // c10d prints a warning for each use of a store whose process has ended, here rank 0. Ranks look there five times per
 // second. A look that rank 0 has not answered when it is killed still prints one, before the error.
 TEST(RanksEnvironment, TheEndOfTheStorePrintsNothingAfterTheError) {
@@ -303,47 +276,29 @@ TEST(RanksEnvironment, ARankWithAnotherClock) {
   EXPECT_THAT(run.text, HasSubstr("10 spans, on one axis"));
 }
 
-// Two network namespaces, joined by a cable. $1: the command. $2: "cut" cuts the cable when both ranks train.
+// Two network namespaces, joined by a cable, which is cut when both ranks train. $1: the command.
 constexpr const char* kTwoHosts = R"(
 a=gpipe_a_$$ b=gpipe_b_$$ out=$(mktemp -d)
 trap 'ip netns del $a; ip netns del $b; rm -rf $out' EXIT
 ip netns add $a && ip netns add $b && ip link add v0 netns $a type veth peer name v1 netns $b || exit 77
 ip -n $a addr add 10.77.0.1/24 dev v0; ip -n $b addr add 10.77.0.2/24 dev v1
-for end in "$a v0" "$b v1"; do set -- "$1" "$2" $end; ip -n $3 link set lo up; ip -n $3 link set $4 up; done
+for end in "$a v0" "$b v1"; do set -- "$1" $end; ip -n $2 link set lo up; ip -n $2 link set $3 up; done
 host() {
   ip netns exec $1 env RANK=$2 WORLD_SIZE=2 MASTER_ADDR=10.77.0.1 MASTER_PORT=29700 timeout 60 $3 >$out/$2 2>&1
   echo "rank $2 ended with $?" >>$out/$2
 }
 host $a 0 "$1" & host $b 1 "$1" &
-if [ "$2" = cut ]; then
-  until grep -q trains $out/0 && grep -q trains $out/1 || grep -q ended $out/0 $out/1; do sleep 0.1; done
-  ip -n $a link set v0 down
-fi
+until grep -q trains $out/0 && grep -q trains $out/1 || grep -q ended $out/0 $out/1; do sleep 0.1; done
+ip -n $a link set v0 down
 wait
 cat $out/0 $out/1
 )";
 
-Output on_two_hosts(const std::string& what) {
-  return shell("set -- '" + this_test_as_a_rank() + "' " + what + "\n" + kTwoHosts);
-}
-
-TEST(RanksEnvironment, TwoHosts) {
-  if (is_a_rank()) {
-    const auto ranks = Ranks::from_environment(patient());
-    step(ranks);
-    for (const auto& address : listens_at()) std::cout << "listens at " << address << "\n";
-    return;
-  }
-  const auto run = on_two_hosts("");
-  if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.text;
-  EXPECT_THAT(run.text, AllOf(HasSubstr("rank 0 ended with 0"), HasSubstr("rank 1 ended with 0"),
-                              HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
-                              ::testing::Not(HasSubstr("listens at 00000000"))));
-}
-
 TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
   if (is_a_rank()) try {
       const auto ranks = Ranks::from_environment(RanksOptions().timeout(seconds(2)).join_timeout(seconds(5)));
+      step(ranks);
+      for (const auto& address : listens_at()) std::cout << "listens at " << address << "\n";
       for (auto pipe = make_pipe(ranks);;) {
         pipe->forward(torch::ones({4, 4})).sum().backward();
         std::cout << "trains" << std::endl;
@@ -352,10 +307,12 @@ TEST(RanksEnvironment, TheLinkOfTwoHostsIsCut) {
       std::cout << error.what() << std::endl;
       std::_Exit(3);
     }
-  const auto run = on_two_hosts("cut");
+  const auto run = shell("set -- '" + this_test_as_a_rank() + "'\n" + kTwoHosts);
   if (run.status == 77) GTEST_SKIP() << "this machine does not permit network namespaces: " << run.text;
-  EXPECT_THAT(run.text, AllOf(HasSubstr("rank 1 is stopped or cut off"), HasSubstr("rank 0 is stopped or cut off"),
-                              HasSubstr("rank 0 ended with 3"), HasSubstr("rank 1 ended with 3")));
+  EXPECT_THAT(run.text, AllOf(HasSubstr("listens at 01004D0A"), HasSubstr("listens at 02004D0A"),
+                              Not(HasSubstr("listens at 00000000")), HasSubstr("rank 1 is stopped or cut off"),
+                              HasSubstr("rank 0 is stopped or cut off"), HasSubstr("rank 0 ended with 3"),
+                              HasSubstr("rank 1 ended with 3")));
 }
 
 }  // namespace

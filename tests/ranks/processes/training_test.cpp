@@ -309,24 +309,6 @@ TEST(RanksTraining, OnFourRanksEqualsOneProcess) {
   expect_job(4, expect_equal_trainings, {.limit = std::chrono::seconds(180)});
 }
 
-TEST(RanksTraining, GoesOnAtAnyCutAsAtTheSame) {
-  const auto& model = kTrainedModels[0];
-  const auto go_on = [&](std::optional<Cut> cut) {
-    Training training(model, model.cuts[1], Checkpoint::kNever, nullptr);
-    training.step(9);
-    if (!cut) {
-      training.step(8);
-      return training.file();
-    }
-    const auto file = training.file();
-    Training resumed(model, *cut, Checkpoint::kNever, nullptr);
-    resumed.restore(file);
-    resumed.step(8);
-    return resumed.file();
-  };
-  EXPECT_TRUE(go_on(std::nullopt) == go_on(model.cuts[1]));
-}
-
 /// A stage of which no parameter is trained needs no gradient, nor do the stages before it.
 TEST(RanksTraining, OfSomeStagesOnly) {
   expect_job(3, [](const std::shared_ptr<Ranks>& ranks) {
