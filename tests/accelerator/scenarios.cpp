@@ -65,9 +65,8 @@ std::vector<std::int64_t> place_of_this_thread() {
 }
 
 struct AddProductImpl : nn::Module {
-  AddProductImpl() : linear(register_module("linear", Linear(128, 128))) {}
   Tensor forward(const std::vector<Tensor>& in) { return linear(in[0]) + in[1]; }
-  Linear linear;
+  Linear linear = register_module("linear", Linear(128, 128));
 };
 TORCH_MODULE(AddProduct);
 

@@ -155,16 +155,12 @@ TEST(DeferredBatchNorm, IsUnchangedByAMiniBatchWithoutValues) {
 
 /// Calls the operator, which accepts a single value per channel; the module refuses it.
 struct BareImpl : nn::Module {
-  BareImpl() {
-    running_mean = register_buffer("running_mean", torch::zeros({kChannels}));
-    running_var = register_buffer("running_var", torch::ones({kChannels}));
-  }
   Tensor forward(const Tensor& x) {
     return torch::batch_norm(x, {}, {}, running_mean, running_var, /*training=*/true, /*momentum=*/0.1, /*eps=*/1e-5,
                              /*cudnn_enabled=*/false);
   }
-  Tensor running_mean;
-  Tensor running_var;
+  Tensor running_mean = register_buffer("running_mean", torch::zeros({kChannels}));
+  Tensor running_var = register_buffer("running_var", torch::ones({kChannels}));
 };
 TORCH_MODULE(Bare);
 

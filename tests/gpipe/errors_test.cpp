@@ -132,13 +132,12 @@ TEST(Errors, OfJoiningOutputsLeaveNoTrace) {
 
 TEST(Errors, RestoreABufferThatChangedItsShape) {
   struct GrowImpl : torch::nn::Module {
-    GrowImpl() : seen(register_buffer("seen", torch::zeros({1}))) {}
     Tensor forward(Tensor x) {
       seen.resize_({seen.size(0) + 1});
       TORCH_CHECK(!fail, "on purpose");
       return x * 2;
     }
-    Tensor seen;
+    Tensor seen = register_buffer("seen", torch::zeros({1}));
     bool fail = true;
   };
   auto grow = std::make_shared<GrowImpl>();

@@ -14,12 +14,11 @@ namespace {
 
 TEST(Gradients, AreNotNeededByAMaskThatIsPassedOn) {
   struct MaskedImpl : torch::nn::Module {
-    MaskedImpl() : linear(register_module("linear", Linear(6, 6))) {}
     std::tuple<Tensor, Tensor> forward(std::tuple<Tensor, Tensor> in) {
       if (torch::GradMode::is_enabled()) mask_required_grad = mask_required_grad || std::get<1>(in).requires_grad();
       return {linear(std::get<0>(in)) * std::get<1>(in), std::get<1>(in)};
     }
-    Linear linear;
+    Linear linear = register_module("linear", Linear(6, 6));
     std::atomic<bool> mask_required_grad = false;
   };
   for (const auto checkpoint : kModes) {

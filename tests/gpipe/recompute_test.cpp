@@ -167,12 +167,11 @@ TEST(Recompute, IsLeftOutIfTheForwardMadeParameters) {
 
 TEST(Recompute, SendsCopiesOfBuffersThatLeaveTheStage) {
   struct ScratchImpl : torch::nn::Module {
-    ScratchImpl() : scratch(register_buffer("scratch", torch::zeros({2, 6}))) {}
     Tensor forward(Tensor x) {
       scratch.copy_(x.detach());
       return scratch;
     }
-    Tensor scratch;
+    Tensor scratch = register_buffer("scratch", torch::zeros({2, 6}));
   };
   const auto x = torch::randn({8, 6});
   for (const auto checkpoint : kModes) {
@@ -256,12 +255,11 @@ TEST(Recompute, FailsWhenTheCallerWritesToAParameterThatItsLayerWritesToo) {
 
 TEST(Recompute, FailsOnceWhenAnOutputBeginsToNeedAGradient) {
   struct SwitchImpl : torch::nn::Module {
-    SwitchImpl() : linear(register_module("linear", Linear(6, 6))) {}
     std::tuple<Tensor, Tensor> forward(Tensor x) {
       const auto y = linear(x);
       return {y, on ? y * 2 : y.detach()};
     }
-    Linear linear;
+    Linear linear = register_module("linear", Linear(6, 6));
     bool on = false;
   };
   auto layer = std::make_shared<SwitchImpl>();

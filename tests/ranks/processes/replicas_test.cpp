@@ -189,19 +189,16 @@ TEST(RanksReplicas, LargeAndOddParameters) {
   expect_replicas(2, 2, [](const std::shared_ptr<Ranks>& ranks) {
     torch::manual_seed(1);
     struct Odd : torch::nn::Module {
-      Odd() {
-        unused = register_parameter("unused", torch::rand({3}, torch::kDouble));
-        frozen = register_parameter("frozen", torch::rand({6}, torch::kDouble), /*requires_grad=*/false);
-        transposed = register_parameter("transposed", torch::rand({6, 6}, torch::kDouble).t());
-        strided = register_parameter("strided", torch::rand({6, 12}, torch::kDouble).slice(1, 0, 12, 2));
-        empty = register_parameter("empty", torch::rand({0, 6}, torch::kDouble));
-        some = register_parameter("some", torch::rand({1}, torch::kDouble));
-      }
       Tensor forward(Tensor x) {
         if (x.index({0, 0}).item<double>() < 0.5) x = x * some;  // on the first replica only
         return x.matmul(transposed).matmul(strided) + frozen + empty.sum();
       }
-      Tensor unused, frozen, transposed, strided, empty, some;
+      Tensor unused = register_parameter("unused", torch::rand({3}, torch::kDouble));
+      Tensor frozen = register_parameter("frozen", torch::rand({6}, torch::kDouble), /*requires_grad=*/false);
+      Tensor transposed = register_parameter("transposed", torch::rand({6, 6}, torch::kDouble).t());
+      Tensor strided = register_parameter("strided", torch::rand({6, 12}, torch::kDouble).slice(1, 0, 12, 2));
+      Tensor empty = register_parameter("empty", torch::rand({0, 6}, torch::kDouble));
+      Tensor some = register_parameter("some", torch::rand({1}, torch::kDouble));
     };
     const auto model = [] {
       return in_double(
