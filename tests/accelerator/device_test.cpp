@@ -184,13 +184,6 @@ TEST_F(CheckedDevice, FindsAnUnfinishedCopyToTheHost) {
   EXPECT_THAT(stream_order().take_violations(), ElementsAre(HasSubstr("does not block")));
 }
 
-TEST_F(CheckedDevice, ACopyBetweenDevicesOrdersTheirCurrentStreams) {
-  const auto x = torch::ones({4}, device(0));
-  const auto y = x.to(device(1)).square();
-  EXPECT_EQ(y.sum().item<float>(), 4);
-  EXPECT_THAT(stream_order().take_violations(), IsEmpty());
-}
-
 /// What streams 0 and 7 of devices 0 and 1 and this host do with an allocation of the first: "r0" and "w0" are a read
 /// and a write of the first stream, "1<0" makes the second wait for its work, "h0" makes the host wait, "u1" tells the
 /// allocator of the second, "t1" is a read that another host thread launches, and "f" frees the memory.

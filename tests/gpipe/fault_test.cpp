@@ -11,12 +11,12 @@
 #include <memory>
 #include <mutex>
 #include <new>
-#include <ostream>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <typeinfo>
 #include <unordered_map>
+#include <utility>
 
 #include "absl/cleanup/cleanup.h"
 #include "tests/gpipe/helpers.h"
@@ -95,15 +95,8 @@ class FaultyAllocator : public c10::Allocator {
   }
   void remove() { c10::SetCPUAllocator(wrapped_); }
 
-  struct Live {
-    std::size_t blocks = 0;
-    std::size_t bytes = 0;
-    friend bool operator==(const Live&, const Live&) = default;
-    friend std::ostream& operator<<(std::ostream& out, const Live& live) {
-      return out << live.bytes << " bytes in " << live.blocks << " blocks";
-    }
-  };
-  Live live() {
+  /// The numbers of blocks and of bytes that are alive.
+  std::pair<std::size_t, std::size_t> live() {
     const std::lock_guard<std::mutex> lock(mutex_);
     return {sizes_.size(), bytes_};
   }
@@ -268,11 +261,8 @@ TEST(Fault, LeavesNothingBehind) {
           const auto before = trainee.state();
           fuse.arm(exception, time, for_good);
           const auto* thrown = type_thrown_by([&] {
-            if (in_backward) {
-              trainee.backward(output);
-            } else {
-              trainee.forward();
-            }
+            if (in_backward) trainee.backward(output);
+            if (!in_backward) trainee.forward();
           });
           fuse.disarm();
           trainee.plan->disarm();

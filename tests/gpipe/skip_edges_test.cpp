@@ -53,11 +53,6 @@ TEST(SkipEdges, JoinNestedLayersAndKeepNamespacesApart) {
   EXPECT_TRUE(torch::allclose(torch::autograd::grad({pipe->forward(x).sum()}, {x})[0], expected));
 }
 
-TEST(SkipEdges, MustHaveBothEndsInOrder) {
-  EXPECT_THROW(GPipe(Sequential(Stash("a"), Linear(2, 2)), {1, 1}), std::invalid_argument);
-  EXPECT_THROW(GPipe(Sequential(Pop("a"), Stash("a")), {1, 1}), std::invalid_argument);
-}
-
 TEST(SkipEdges, AreErrorsWhenALayerBreaksItsDeclaration) {
   const auto pop_and_add = [](Tensor x, SkipFunctionImpl& self) { return x + self.pop("s"); };
   const auto nothing = [](Tensor x, SkipFunctionImpl&) { return x; };

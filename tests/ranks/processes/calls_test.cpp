@@ -126,19 +126,6 @@ TEST(RanksCalls, SumOverReplicas) {
   expect_job(6, body, {.ranks = patient().replicas(3)});
 }
 
-TEST(RanksCalls, InOneProcess) {
-  auto pipe = make_pipe(2, "gpipe", nullptr);
-  EXPECT_THAT(pipe->gather("bytes"), ElementsAre("bytes"));
-  EXPECT_EQ(pipe->largest(7), 7);
-  EXPECT_THAT(pipe->sum_over_replicas({1, 2}), ElementsAre(1, 2));
-  EXPECT_THAT(pipe->of_all_parameters({1, 2, 3, 4}), ElementsAre(1, 2, 3, 4));
-  EXPECT_THAT([&] { pipe->of_all_parameters({1}); }, throws<std::invalid_argument>("4, but there are 1"));
-  Timeline timeline;
-  timeline.workers = 2;
-  timeline.spans.resize(3);
-  EXPECT_EQ(pipe->gather(timeline).spans.size(), 3);
-}
-
 TEST(RanksCalls, GatherTimelines) {
   expect_job(2, [](const std::shared_ptr<Ranks>& ranks) {
     auto pipe = make_pipe(4, "1f1b", ranks);

@@ -31,20 +31,20 @@ struct Cut {
   int workers() const { return static_cast<int>(balance.size()) / (schedule == "zb_v" ? 2 : stages_per_worker); }
 };
 
-/// A model to train, and how.
-struct TrainedModel {
-  std::string name;
-  std::function<GPipe(const Balance&, const GPipeOptions&)> make;
-  std::function<Tensor(std::int64_t samples)> input;
-  std::function<Tensor(const Tensor& input)> target;
-  LossFunction loss;
-  std::vector<Cut> cuts;  // the first can run on any number of ranks
-};
-
 Tensor waves(std::int64_t samples) {
   return torch::arange(samples * kSide, torch::kFloat).reshape({samples, kSide}).sin();
 }
 Tensor cosine(const Tensor& x) { return x.cos(); }
+
+/// A model to train, and how.
+struct TrainedModel {
+  std::string name;
+  std::function<GPipe(const Balance&, const GPipeOptions&)> make;
+  std::vector<Cut> cuts;  // the first can run on any number of ranks
+  std::function<Tensor(std::int64_t samples)> input = waves;
+  std::function<Tensor(const Tensor& input)> target = cosine;
+  LossFunction loss = kSquaredError;
+};
 
 GPipe make_stateful(const Balance& balance, const GPipeOptions& options) {
   Sequential model(Linear(6, 6), nn::BatchNorm1d(6), Stash("a"), nn::Dropout(0.3), Linear(6, 6), nn::ReLU(), Pop("a"),
@@ -80,29 +80,21 @@ GPipe make_of_factories(const Balance& balance, const GPipeOptions& options) {
 const std::vector<TrainedModel> kTrainedModels = {
     {"stateful",
      make_stateful,
-     waves,
-     cosine,
-     kSquaredError,
      {{{3, 1, 1, 5}, "gpipe"},  // the second stage has no parameters
       {{1, 4, 3, 2}, "1f1b"},
       {{1, 1, 2, 1, 1, 1, 2, 1}, "zb_v"},
       {{2, 1, 1, 1, 1, 1, 2, 1}, "interleaved_1f1b", 2}}},
-    {"tied",  // layer 0 owns a matrix, which 2 and 6 share
-     make_tied,
-     words_of,
-     next_words,
-     kCrossEntropy,
+    {"tied",
+     make_tied,                               // layer 0 owns a matrix, which 2 and 6 share
      {{{1, 2, 2, 2}, "1f1b"},                 // over two ranks, one stage borrows on the owner's, one on the other
       {{1, 6}, "zb_h1"},                      // two layers of one stage borrow
       {{1, 1, 1, 4}, "zb_h1"},                // two workers of a rank borrow
       {{1, 2, 2, 2}, "interleaved_1f1b", 2},  // two stages of a worker borrow
-      {{1, 2, 2, 2}, "zb_v"}}},
-    {"factories",
-     make_of_factories,
-     waves,
-     cosine,
-     kSquaredError,
-     {{{3, 2, 3, 1}, "gpipe"}, {{1, 7, 1}, "1f1b"}, {{1, 1, 1, 1, 4, 1}, "zb_v"}}}};
+      {{1, 2, 2, 2}, "zb_v"}},
+     words_of,
+     next_words,
+     kCrossEntropy},
+    {"factories", make_of_factories, {{{3, 2, 3, 1}, "gpipe"}, {{1, 7, 1}, "1f1b"}, {{1, 1, 1, 1, 4, 1}, "zb_v"}}}};
 
 /// A training over ranks, or in one process if `ranks` is null, and what its calls leave.
 class Training {
